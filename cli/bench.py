@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pvg.bench.report import BenchReport
     from pvg.bench.runner import OnSample, SampleTaken
     from pvg.bench.servers import OnServer
-    from pvg.bench.variants import Plan
+    from pvg.bench.variants import BenchPlan
 
 REPORTS = Path("bench")  # where reports go without --out
 PROBE_BYTES = 1 << 20  # many times what a report takes
@@ -161,7 +161,7 @@ def _list_profiles(as_json: bool) -> None:
 # --- the report's file -----------------------------------------------------------------------------------------------
 
 
-def _output(out: Path | None, plan: Plan) -> Path:
+def _output(out: Path | None, plan: BenchPlan) -> Path:
     """The report's file. Raises where it is known already that it cannot be written."""
     import tempfile
     from datetime import UTC, datetime
@@ -274,7 +274,7 @@ def _earlier(path: Path, report: BenchReport) -> Path | None:
 
 
 @contextmanager
-def _progress(plan: Plan) -> Iterator[tuple[OnSample, OnServer]]:
+def _progress(plan: BenchPlan) -> Iterator[tuple[OnSample, OnServer]]:
     """A bar on a terminal, a line for each sample elsewhere, and a line for each server that is started. Drawn between
     samples only, by no thread of its own: nothing of it runs while something is measured."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn

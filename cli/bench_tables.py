@@ -12,12 +12,12 @@ from rich.text import Text
 
 from cli.bench_sync import has_updates, update_tables
 from cli.output import quiet_table
-from pvg.bench.compare import Gain, gains, headline_of
+from pvg.bench.compare import VariantGain, gains, headline_of
 from pvg.bench.profile import Profile
 from pvg.bench.report import BenchReport, Samples, Variant
 from pvg.bench.runner import WALL
 from pvg.bench.statistics import RatioInterval, median
-from pvg.reporting.figures import duration, sparkline
+from pvg.reporting.formats import duration, sparkline
 from pvg.reporting.terminal import HEADING, QUIET, VERIFIER, BudgetBar, section
 
 BETTER = {"lower": "↓", "higher": "↑"}
@@ -174,7 +174,7 @@ def _ratio(interval: RatioInterval | None) -> Text:
     return Text("" if interval is None else f"{interval.ratio:.2f}x")
 
 
-def _bar(gain: Gain, top: float) -> str:
+def _bar(gain: VariantGain, top: float) -> str:
     ratio = 1.0 if gain.whole is None else gain.whole.ratio
     return "━" * max(1, round(GAIN_BAR * ratio / max(top, 1.0)))
 

@@ -11,7 +11,7 @@ from cli.boundary import emit, say
 
 if TYPE_CHECKING:
     from pvg.bench.runner import SampleTaken
-    from pvg.bench.tuning import Tuned
+    from pvg.bench.tuning import TuningResult
 
 FOLDER = Path("bench")  # where the file goes without --out
 
@@ -49,7 +49,7 @@ def run_tune(profile: str, overrides: Sequence[str], out: Path | None, as_json: 
         _show(tuned, path)
 
 
-def _show(tuned: Tuned, path: Path) -> None:
+def _show(tuned: TuningResult, path: Path) -> None:
     from cli.bench_tables import failures, sweep_table
     from cli.output import stdout
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pvg.reporting.figures import HOME, total_budget
+from pvg.reporting.formats import HOME_PHASES, total_budget
 from pvg.telemetry.observer import PhaseInfo, Progress
 
 if TYPE_CHECKING:
@@ -97,10 +97,10 @@ class Board:
     def _record(self, metrics: Mapping[str, float], phase: str) -> None:
         for name, value in metrics.items():
             series = self.series.setdefault(name, deque(maxlen=HISTORY))
-            if HOME.get(name) == phase and name not in self._at_home:
+            if HOME_PHASES.get(name) == phase and name not in self._at_home:
                 self._at_home.add(name)
                 series.clear()
-            if name not in self._at_home or HOME[name] == phase:
+            if name not in self._at_home or HOME_PHASES[name] == phase:
                 series.append(float(value))
 
     # --- what is shown ---------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from cli.boundary import DebugOption, JsonOption, emit, guarded, say
 from pvg.errors import EXIT_CHECK_FAILED, MissingRequirementError, UsageError
 
 if TYPE_CHECKING:
-    from pvg.bench.compare import Comparison
+    from pvg.bench.compare import ReportComparison
     from pvg.bench.report import BenchReport
 
 MARKDOWN = "--markdown"
@@ -77,7 +77,7 @@ def compare(
     _end(comparison, failure_line(comparison))
 
 
-def _end(comparison: Comparison, line: str) -> None:
+def _end(comparison: ReportComparison, line: str) -> None:
     if comparison.failing:
         say(line, typer.colors.RED)
         raise typer.Exit(EXIT_CHECK_FAILED)

@@ -19,14 +19,14 @@ from pvg.bench.compare import (
     CONFIDENCE,
     LEAST_SAMPLES,
     VERDICTS,
-    Comparison,
-    Difference,
+    FieldDifference,
     MetricComparison,
-    Side,
+    ReportComparison,
+    ReportSide,
     word,
 )
 from pvg.bench.statistics import RatioInterval
-from pvg.reporting.figures import peak_words
+from pvg.reporting.formats import peak_memory_texts
 from pvg.reporting.terminal import HEADING, QUIET
 
 MARKS = {"worse": ("✗", "red"), "better": ("✓", "green"), "too few samples": ("?", "yellow")}
@@ -40,7 +40,7 @@ WIDE = 0.1  # an interval that reaches so far from 1 leaves a difference unseen 
 # --- the terminal ----------------------------------------------------------------------------------------------------
 
 
-def comparison_text(comparison: Comparison) -> Group:
+def comparison_text(comparison: ReportComparison) -> Group:
     parts: list[RenderableType] = [_headline(comparison), _side("A", comparison.a), _side("B", comparison.b)]
     if comparison.same:
         parts.append(Text("A and B are the same report: nothing differs, and every ratio is 1.", style="yellow"))
@@ -52,7 +52,7 @@ def comparison_text(comparison: Comparison) -> Group:
     return Group(*parts)
 
 
-def _headline(comparison: Comparison) -> Text:
+def _headline(comparison: ReportComparison) -> Text:
     text = Text.assemble((comparison.name, "bold"), "  ")
     for place, verdict in enumerate(VERDICTS):
         count = len(comparison.with_verdict(verdict))
@@ -63,15 +63,15 @@ def _headline(comparison: Comparison) -> Text:
     return text
 
 
-def _side(letter: str, side: Side) -> Text:
+def _side(letter: str, side: ReportSide) -> Text:
     return Text.assemble((letter, "bold"), f"  {side.path}", (f"  {_day(side)}, {side.code}", QUIET), overflow="fold")
 
 
-def _day(side: Side) -> str:
+def _day(side: ReportSide) -> str:
     return side.created[:16].replace("T", " ")
 
 
-def _differing(title: str, found: Sequence[Difference], style: str) -> list[RenderableType]:
+def _differing(title: str, found: Sequence[FieldDifference], style: str) -> list[RenderableType]:
     if not found:
         return []
     table = Table.grid(padding=(0, 2, 0, 0))
@@ -98,7 +98,7 @@ class VerdictTable:
     STYLES = ("", "", QUIET, "bold", "", "")
     GAP = 2
 
-    def __init__(self, comparison: Comparison) -> None:
+    def __init__(self, comparison: ReportComparison) -> None:
         self._sections = [
             (Text(title, style), [(_metric(metric, comparison), _figures(metric)) for metric in metrics])
             for title, style, metrics in _sections(comparison)
@@ -142,7 +142,7 @@ def _figures(metric: MetricComparison) -> tuple[str, ...]:
     )
 
 
-def _metric(metric: MetricComparison, comparison: Comparison) -> Text:
+def _metric(metric: MetricComparison, comparison: ReportComparison) -> Text:
     """The metric's name, and its variant: by the value alone where all variants are of one key."""
     text = Text(f"  {metric.name}", overflow="fold")
     if metric.variant:
@@ -151,7 +151,7 @@ def _metric(metric: MetricComparison, comparison: Comparison) -> Text:
     return text
 
 
-def _sections(comparison: Comparison) -> Iterator[tuple[str, str, list[MetricComparison]]]:
+def _sections(comparison: ReportComparison) -> Iterator[tuple[str, str, list[MetricComparison]]]:
     """Headings with their metrics; those that fail the check have one of their own."""
     failing = list(comparison.failing)
     if failing:
@@ -190,7 +190,7 @@ def _bound(value: float) -> str:
     return f"{value:.3f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
-def _method(comparison: Comparison) -> str:
+def _method(comparison: ReportComparison) -> str:
     return (
         "A, B: medians. B/A: their ratio; lower or higher is better, as the metric has it. Interval: by bootstrap, "
         f"{CONFIDENCE:.0%} for all {comparison.tested} together ({comparison.confidence:.4g} each). "
@@ -198,12 +198,12 @@ def _method(comparison: Comparison) -> str:
     )
 
 
-def notes(comparison: Comparison) -> list[str]:
+def notes(comparison: ReportComparison) -> list[str]:
     """What a reader should know of this comparison, a sentence each."""
     key = _one_key(comparison)
     found = [f"@: the value of {key}."] if key else []
     of_a, of_b = ({name: pair[side] for name, pair in comparison.peak_memory.items()} for side in (0, 1))
-    for (what, one), (_, other) in zip(peak_words(of_a), peak_words(of_b), strict=True):
+    for (what, one), (_, other) in zip(peak_memory_texts(of_a), peak_memory_texts(of_b), strict=True):
         found.append(f"The {what} over the whole call: {one} in A, {other} in B (one value each, so no verdict).")
     if comparison.left_out:
         found.append(f"Left out: {'; '.join(comparison.left_out)}.")
@@ -230,18 +230,18 @@ def notes(comparison: Comparison) -> list[str]:
     return found
 
 
-def _elsewhere(comparison: Comparison) -> list[Difference]:
+def _elsewhere(comparison: ReportComparison) -> list[FieldDifference]:
     """What differs of the machine and the packages."""
     return [each for each in comparison.environment if each.key not in CODE]
 
 
-def _one_key(comparison: Comparison) -> str | None:
+def _one_key(comparison: ReportComparison) -> str | None:
     """The setting whose values all variants are, as in a sweep; None where they are anything else."""
     keys = {metric.variant.partition("=")[0] if "=" in metric.variant else "" for metric in comparison.metrics}
     return (keys.pop() or None) if len(keys) == 1 else None
 
 
-def _widest(comparison: Comparison) -> MetricComparison | None:
+def _widest(comparison: ReportComparison) -> MetricComparison | None:
     def reach(metric: MetricComparison) -> float:
         assert metric.ratio is not None
         return max(metric.ratio.high - 1, 1 - metric.ratio.low)
@@ -251,7 +251,7 @@ def _widest(comparison: Comparison) -> MetricComparison | None:
     return widest if widest is not None and reach(widest) > WIDE else None
 
 
-def failure_line(comparison: Comparison) -> str:
+def failure_line(comparison: ReportComparison) -> str:
     """The line with which the check fails; empty when it does not."""
     if not comparison.failing:
         return ""
@@ -263,7 +263,7 @@ def failure_line(comparison: Comparison) -> str:
 # --- Markdown --------------------------------------------------------------------------------------------------------
 
 
-def markdown_text(comparison: Comparison) -> str:
+def markdown_text(comparison: ReportComparison) -> str:
     """The whole comparison as a Markdown document."""
     lines = [f"# pvg compare: {comparison.name}", ""]
     for letter, side in (("A", comparison.a), ("B", comparison.b)):
@@ -283,7 +283,7 @@ def markdown_text(comparison: Comparison) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _markdown_table(comparison: Comparison) -> list[str]:
+def _markdown_table(comparison: ReportComparison) -> list[str]:
     variants = any(metric.variant for metric in comparison.metrics)
     header = ["verdict", "metric", *(["variant"] if variants else []), *VerdictTable.HEADER]
     align = "ll" + ("l" if variants else "") + "rrlrlr"

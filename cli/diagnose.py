@@ -38,7 +38,7 @@ def diagnose(
     """Name what holds a run up: queues, reloads, checkpoints, an idle trainer, stragglers, a late event loop."""
     from cli.output import stdout
     from pvg.reporting.diagnosis import diagnose as look
-    from pvg.reporting.diagnosis.rendering import rendered
+    from pvg.reporting.diagnosis.diagnosis import rendered
 
     refused = _checked(fail_on or [])
     sources, telemetry = _sources(logs, runs)
@@ -75,7 +75,7 @@ def _checked(names: list[str]) -> frozenset[str]:
 
 def _sources(logs: list[str], runs: Path) -> tuple[list[str], Telemetry | None]:
     """The files to read, and of a single run its own warning levels."""
-    from pvg.reporting.diagnosis.lines import STDIN
+    from pvg.reporting.diagnosis.log_events import STDIN
     from pvg.store.run_directory import RunDirectory
 
     sources: list[str] = []

@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.board import Board
-from pvg.reporting.figures import clock, compact, duration, figure, phase_label, shown, trend
+from pvg.reporting.formats import clock, compact, duration, metric_display, metric_text, phase_label, trend
 from pvg.reporting.terminal import HELPFUL, QUIET, SNEAKY, VERIFIER, BudgetBar, rounds_table
 from pvg.telemetry.observer import PhaseInfo, Progress
 
@@ -204,8 +204,8 @@ def _numbers(board: Board, width: int) -> Table:
 def _number(board: Board, name: str, style: str, width: int) -> tuple[Text, Text, Text]:
     value = board.latest(name)
     return (
-        Text(shown(name).label),
-        Text(figure(name, value), style="bold" if value is not None else QUIET),
+        Text(metric_display(name).label),
+        Text(metric_text(name, value), style="bold" if value is not None else QUIET),
         Text(trend(name, list(board.series.get(name, ()))[-4 * width :], width), style=style),
     )
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from cli.driving import Watcher
     from pvg.config.experiment import Experiment
-    from pvg.evaluation.runner import Outcome, Request
+    from pvg.evaluation.runner import EvaluationOutcome, EvaluationRequest
     from pvg.store.run_directory import RunDirectory
 
 
@@ -67,9 +67,9 @@ def evaluate(
     other = None if baseline is None else RunDirectory.open(baseline, runs)
     _refuse_early(run)
     fetch_all(experiment, say)
-    from pvg.evaluation.runner import Request
+    from pvg.evaluation.runner import EvaluationRequest
 
-    outcome = _measure(experiment, run, Request(wanted, numbers, other), as_json)
+    outcome = _measure(experiment, run, EvaluationRequest(wanted, numbers, other), as_json)
     again = ["pvg", "evaluate", target]
     for option, value in (("--parts", parts), ("--rounds", rounds), ("--baseline", baseline)):
         again += [option, value] if value is not None else []
@@ -107,12 +107,12 @@ def _refuse_early(run: RunDirectory) -> None:
         )
 
 
-def _measure(experiment: Experiment, run: RunDirectory, request: Request, as_json: bool) -> Outcome:
+def _measure(experiment: Experiment, run: RunDirectory, request: EvaluationRequest, as_json: bool) -> EvaluationOutcome:
     from cli.board import Board
     from cli.driving import drive, watcher_for
     from cli.train import last_words
 
-    async def work(observer: Watcher, stop: asyncio.Event) -> Outcome:
+    async def work(observer: Watcher, stop: asyncio.Event) -> EvaluationOutcome:
         from pvg.evaluation.runner import evaluate as measure
 
         return await measure(experiment, run, request, observer=observer, stop=stop)
@@ -123,7 +123,7 @@ def _measure(experiment: Experiment, run: RunDirectory, request: Request, as_jso
         return drive(work, watcher, last_words(run.name, as_json), experiment.telemetry.event_loop)
 
 
-def _phases(request: Request) -> tuple[str, ...]:
+def _phases(request: EvaluationRequest) -> tuple[str, ...]:
     """What the display shows as the phases of a round."""
     phases = ["samples"]
     if "tax" in request.parts:
@@ -135,12 +135,12 @@ def _phases(request: Request) -> tuple[str, ...]:
     return tuple(phases)
 
 
-def _tell(outcome: Outcome, run: RunDirectory, again: str, as_json: bool) -> None:
+def _tell(outcome: EvaluationOutcome, run: RunDirectory, again: str, as_json: bool) -> None:
     """What was found, where it lies, and after Ctrl-C how to go on: `again`, the settings included."""
     from cli.output import stdout
     from cli.runs import report_command
     from pvg.evaluation.report import REPORT_FILE
-    from pvg.reporting.evaluation_tables import evaluation_tables
+    from pvg.reporting.evaluation import evaluation_tables
 
     stopped = outcome.status == "interrupted"
     if as_json:

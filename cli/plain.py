@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TextIO
 
 from cli.board import Board
-from pvg.reporting.figures import clock, compact, duration, figure, phase_label
+from pvg.reporting.formats import clock, compact, duration, metric_text, phase_label
 from pvg.telemetry.observer import PhaseInfo, Progress
 
 SECONDS_BETWEEN_LINES = 10.0  # a log of an hour's run stays readable
@@ -90,4 +90,4 @@ class PlainLines:
 
 def _metrics(metrics: Mapping[str, float], names: tuple[str, ...]) -> list[str]:
     """`name=value` for those there are, values as people read them but without blanks."""
-    return [f"{name}={figure(name, metrics[name]).replace(' ', '')}" for name in names if name in metrics]
+    return [f"{name}={metric_text(name, metrics[name]).replace(' ', '')}" for name in names if name in metrics]

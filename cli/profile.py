@@ -14,7 +14,7 @@ from pvg.errors import UsageError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from pvg.bench.profiling.profile import Profiled
+    from pvg.bench.profiling.profile import ProfileResult
 
 DEFAULT_STAGE = "e2e"
 DEFAULT_STEPS = 3
@@ -74,7 +74,7 @@ def profile(
         _show(made)
 
 
-def _of_run(run: str, runs: Path, out: Path | None) -> Profiled:
+def _of_run(run: str, runs: Path, out: Path | None) -> ProfileResult:
     from pvg.bench.profiling.profile import profile_run
     from pvg.store.run_directory import RunDirectory
 
@@ -84,7 +84,7 @@ def _of_run(run: str, runs: Path, out: Path | None) -> Profiled:
 
 def _of_stage(
     experiment: str | None, stage: str, overrides: list[str], steps: int, out: Path | None, py_spy: bool | None
-) -> Profiled:
+) -> ProfileResult:
     from cli.resolve import DEFAULT_EXPERIMENT
     from pvg.bench.profiling.passes import stage_of, stage_settings
     from pvg.bench.profiling.profile import profile_stage
@@ -107,7 +107,7 @@ def _free(name: str) -> Path:
 # --- printing --------------------------------------------------------------------------------------------------------
 
 
-def _show(made: Profiled) -> None:
+def _show(made: ProfileResult) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
@@ -131,13 +131,13 @@ def _show(made: Profiled) -> None:
         console.print(Text(f"\nMissing: {tool}. {why}", style="yellow"))
 
 
-def _origin(made: Profiled) -> str:
+def _origin(made: ProfileResult) -> str:
     if made.frames_from == "torch":
         return "operators of torch: without py-spy no Python frames"
     return f"by own time, of {made.samples:,} samples in working threads"
 
 
-def _frames_table(made: Profiled) -> Table:
+def _frames_table(made: ProfileResult) -> Table:
     from rich.text import Text
 
     from cli.output import quiet_table
@@ -156,7 +156,7 @@ def _frames_table(made: Profiled) -> Table:
     return table
 
 
-def _passes_table(made: Profiled) -> Table:
+def _passes_table(made: ProfileResult) -> Table:
     from cli.output import quiet_table
 
     table = quiet_table()
@@ -168,7 +168,7 @@ def _passes_table(made: Profiled) -> Table:
     return table
 
 
-def _files_table(made: Profiled) -> Table:
+def _files_table(made: ProfileResult) -> Table:
     from rich.table import Table
     from rich.text import Text
 

@@ -93,11 +93,11 @@ def _refuse_study(target: str, runs: Path) -> None:
 def _show_run(run: RunDirectory, examples: int, page: Path | None, as_json: bool) -> None:
     from cli.output import stdout
     from pvg.reporting import terminal
-    from pvg.reporting.evaluation_tables import evaluation_tables
-    from pvg.reporting.examples import choose_examples
-    from pvg.reporting.page.document import write_page
-    from pvg.reporting.page.run_page import collect, run_page
+    from pvg.reporting.evaluation import evaluation_tables
+    from pvg.reporting.html import write_page
+    from pvg.reporting.run_page import collect, run_page
     from pvg.reporting.run_summary import read_run
+    from pvg.reporting.solutions import choose_examples
 
     summary = read_run(run)
     chosen = choose_examples(run, examples) if examples else []
@@ -128,15 +128,15 @@ def _evaluation(run: RunDirectory) -> EvaluationReport | None:
 def _show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool) -> None:
     from cli.output import stdout
     from pvg.reporting import terminal
-    from pvg.reporting.page.document import write_page
-    from pvg.reporting.page.several_page import (
+    from pvg.reporting.html import write_page
+    from pvg.reporting.run_summary import read_run
+    from pvg.reporting.several_page import (
         distinct_names,
         final_metrics,
         final_names,
         setting_differences,
         several_page,
     )
-    from pvg.reporting.run_summary import read_run
 
     summaries = [read_run(directory) for directory in directories]
     differing = setting_differences([directory.experiment().plain() for directory in directories])
@@ -157,8 +157,8 @@ def _show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool
 
 def _show_reports(paths: list[Path], page: Path | None, as_json: bool) -> None:
     from pvg.bench.report import read_report
-    from pvg.reporting.page.bench_page import bench_page
-    from pvg.reporting.page.document import write_page
+    from pvg.reporting.bench_page import bench_page
+    from pvg.reporting.html import write_page
 
     reports = [read_report(path) for path in paths]
     if page is not None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import asyncio
 
     from cli.driving import Watcher
-    from pvg.game.run import Outcome
+    from pvg.game.run import GameOutcome
 
 
 def register(app: typer.Typer) -> None:
@@ -54,7 +54,7 @@ def rollout(
     fetch_all(resolved, say, ("models.prover.source", "task.path"))
     run = create(plan)
 
-    async def work(observer: Watcher, stop: asyncio.Event) -> Outcome:
+    async def work(observer: Watcher, stop: asyncio.Event) -> GameOutcome:
         from pvg.game.sample_only import sample_only
 
         return await sample_only(resolved, run, observer=observer, stop=stop, problems=problems, role=role, split=split)
@@ -70,11 +70,11 @@ def rollout(
     _tell(outcome, as_json)
 
 
-def _tell(outcome: Outcome, as_json: bool) -> None:
+def _tell(outcome: GameOutcome, as_json: bool) -> None:
     from cli.output import stdout
     from cli.runs import report_command
-    from pvg.reporting.examples import choose_examples
     from pvg.reporting.run_summary import read_run
+    from pvg.reporting.solutions import choose_examples
     from pvg.reporting.terminal import report
     from pvg.store.run_directory import RunDirectory
 

@@ -15,7 +15,7 @@ from pvg.config.sections import Store
 from pvg.errors import MissingRequirementError, StateError, UsageError
 from pvg.hub import pinned, pinned_as
 from pvg.reporting.run_summary import read_run, unfinished_runs
-from pvg.store.run_directory import RunDirectory, refuse_name
+from pvg.store.run_directory import RunDirectory, free_name, refuse_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,7 @@ def plan_new(experiment: Experiment, name: str | None, suffix: str = "") -> Plan
     root = experiment.store.root
     wanted = f"{experiment.name}{suffix}" if name is None else name
     refuse_name(wanted)
-    free, number = wanted, 1
-    while name is None and (root / free).exists():
-        number += 1
-        free = f"{wanted}-{number}"
+    free = free_name(root, wanted) if name is None else wanted
     notice = f"{root / wanted} exists already; this run is {free}." if free != wanted else ""
     return Plan(experiment, free, RunDirectory(root / free), resume=False, notice=notice)
 

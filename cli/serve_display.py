@@ -23,12 +23,12 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.output import stderr, stdout
-from pvg.reporting.figures import clock, compact, duration
+from pvg.reporting.formats import clock, compact, duration
 from pvg.reporting.terminal import QUIET
 from pvg.servers.command import ServerSpec
-from pvg.servers.control import Figures
+from pvg.servers.control import ServerLoad
 from pvg.servers.pool import ServerFault
-from pvg.servers.process import ALL_STAGES, READY, Stage, VllmServer
+from pvg.servers.process import ALL_STAGES, READY, StartStage, VllmServer
 
 LOOK_S = 2.0  # between two looks at /metrics
 LINE_S = 30.0  # at least, between two lines without a terminal
@@ -51,8 +51,8 @@ class ServeView:
         self.spec = spec
         self.is_ready = False
         self.began = time.monotonic()
-        self.stages: list[tuple[Stage, float]] = []  # each with the second it began
-        self.figures: tuple[Figures, Figures] | None = None  # the look before, and the last one
+        self.stages: list[tuple[StartStage, float]] = []  # each with the second it began
+        self.figures: tuple[ServerLoad, ServerLoad] | None = None  # the look before, and the last one
         self.silent = ""  # why the last look showed nothing
         self._log = log
         self._commands = commands
@@ -71,7 +71,7 @@ class ServeView:
     def elapsed(self) -> float:
         return time.monotonic() - self.began
 
-    def progressed(self, stage: Stage) -> None:
+    def progressed(self, stage: StartStage) -> None:
         if self.stages and self.stages[-1][0].name == stage.name:
             self.stages[-1] = (stage, self.stages[-1][1])
         else:
@@ -95,9 +95,9 @@ class ServeView:
             while not ended.done():
                 await asyncio.wait([ended], timeout=LOOK_S)
                 found = await _look(server) if not ended.done() else "ended"
-                if isinstance(found, Figures):
+                if isinstance(found, ServerLoad):
                     self.silent = ""
-                    self.figures = (last if isinstance(last, Figures) else found, found)
+                    self.figures = (last if isinstance(last, ServerLoad) else found, found)
                 else:
                     self.silent = found
                 self.looked()
@@ -111,7 +111,7 @@ class ServeView:
     def looked(self) -> None: ...
 
 
-async def _look(server: VllmServer) -> Figures | str:
+async def _look(server: VllmServer) -> ServerLoad | str:
     try:
         return await server.figures()
     except ServerFault as fault:
@@ -153,7 +153,7 @@ class Lines(ServeView):
     _last_line = -LINE_S
     _last_text = ""
 
-    def progressed(self, stage: Stage) -> None:
+    def progressed(self, stage: StartStage) -> None:
         known = bool(self.stages) and self.stages[-1][0].name == stage.name
         super().progressed(stage)
         if not known and stage.name != READY:

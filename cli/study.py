@@ -19,7 +19,7 @@ from cli.options import RunsOption, SetOption
 from pvg.errors import EXIT_CHECK_FAILED, UsageError
 
 if TYPE_CHECKING:
-    from pvg.study.cells import Standing, StudyFolder
+    from pvg.study.cells import CellProgress, StudyFolder
     from pvg.study.plan import Cell, StudyPlan
     from pvg.study.results import StudyResults
 
@@ -130,7 +130,7 @@ def _about(path: Path) -> dict[str, str]:
     return {"about": read_study(path).about}
 
 
-def _show_plan(plan: StudyPlan, now: dict[str, Standing], as_json: bool) -> None:
+def _show_plan(plan: StudyPlan, now: dict[str, CellProgress], as_json: bool) -> None:
     from cli.output import stdout
     from cli.study_tables import plan_table
 
@@ -193,7 +193,7 @@ def pvg_command() -> list[str]:
     return [sys.executable, "-P", "-c", code]
 
 
-def _play(plan: StudyPlan, todo: list[Cell], now: dict[str, Standing]) -> bool:
+def _play(plan: StudyPlan, todo: list[Cell], now: dict[str, CellProgress]) -> bool:
     """Play what is left under the display; whether all of it was tried (false: stopped)."""
     from cli.study_display import StudyBoard, watcher_for
     from pvg.study.playing import play_cells
@@ -205,7 +205,7 @@ def _play(plan: StudyPlan, todo: list[Cell], now: dict[str, Standing]) -> bool:
         return play_cells(plan, todo, pvg=pvg_command(), observer=watcher, stop=stop)
 
 
-def _work(plan: StudyPlan, todo: list[Cell], now: dict[str, Standing]) -> str:
+def _work(plan: StudyPlan, todo: list[Cell], now: dict[str, CellProgress]) -> str:
     """What is to be done: games to play, with their steps, and games that are played and only to be evaluated."""
     played = sum(now[cell.name].status == "played" for cell in todo)
     if played == len(todo):
@@ -217,7 +217,7 @@ def _work(plan: StudyPlan, todo: list[Cell], now: dict[str, Standing]) -> str:
 
 def _write(plan: StudyPlan, folder: StudyFolder, command: str, markdown: Path | None) -> StudyResults:
     """Make the results of what is there, and write the document and the page."""
-    from pvg.reporting.page.document import write_page
+    from pvg.reporting.html import write_page
     from pvg.study.page import study_page
     from pvg.study.results import collect, write_results
 

@@ -19,10 +19,10 @@ from rich.text import Text
 
 from cli.display import WIDEST
 from cli.output import stderr
-from pvg.reporting.figures import clock, duration, figure, phase_label, shown
+from pvg.reporting.formats import clock, duration, metric_display, metric_text, phase_label
 from pvg.reporting.terminal import QUIET
-from pvg.study.cells import Standing
-from pvg.study.measures import Measure
+from pvg.study.cells import CellProgress
+from pvg.study.measures import StudyMeasure
 from pvg.study.plan import Cell, StudyPlan
 from pvg.study.playing import Ended, Job
 from pvg.telemetry.catalogue import METRICS
@@ -45,7 +45,7 @@ class StudyBoard:
     """What is known of every cell. `clock` gives seconds and is replaced in tests."""
 
     def __init__(
-        self, plan: StudyPlan, now: Mapping[str, Standing], clock: Callable[[], float] = time.monotonic
+        self, plan: StudyPlan, now: Mapping[str, CellProgress], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.plan = plan
         self.cells = {cell.name: cell for cell in plan.cells}
@@ -60,7 +60,7 @@ class StudyBoard:
         self._evaluated_s: list[float] = []
         self._from_the_start: set[str] = set()  # cells whose evaluation no earlier process has begun
 
-    def update(self, cell: Cell, standing: Standing, state: str | None = None) -> None:
+    def update(self, cell: Cell, standing: CellProgress, state: str | None = None) -> None:
         self.now[cell.name] = standing
         if state is None:
             return
@@ -121,14 +121,14 @@ class StudyBoard:
     def count(self, state: str) -> int:
         return sum(found == state for found in self.state.values())
 
-    def numbers(self) -> list[Measure]:
+    def numbers(self) -> list[StudyMeasure]:
         """The measures that the committed rounds of a run tell by themselves."""
         return [measure for measure in self.plan.measures if f"round/{measure.name}" in METRICS][:NUMBERS]
 
-    def number(self, cell: Cell, measure: Measure) -> str:
+    def number(self, cell: Cell, measure: StudyMeasure) -> str:
         rounds = self.now[cell.name].rounds
         value = rounds[-1].get(measure.name) if rounds else None
-        return figure(measure.name, value)
+        return metric_text(measure.name, value)
 
     def place(self, cell: Cell) -> str:
         """Where in its game the cell is."""
@@ -151,15 +151,15 @@ class StudyLines:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def began(self, cell: Cell, job: Job, standing: Standing) -> None:
+    def began(self, cell: Cell, job: Job, standing: CellProgress) -> None:
         self.board.update(cell, standing, "playing" if job == "train" else "evaluating")
         what = {"train": "resumes" if standing.status == "unfinished" else "begins", "evaluate": "is evaluated"}[job]
         self._line(f"{cell.name} {what}")
 
-    def progressed(self, cell: Cell, standing: Standing) -> None:
+    def progressed(self, cell: Cell, standing: CellProgress) -> None:
         self.board.update(cell, standing)
 
-    def ended(self, cell: Cell, how: Ended, standing: Standing, seconds: float) -> None:
+    def ended(self, cell: Cell, how: Ended, standing: CellProgress, seconds: float) -> None:
         self.board.update(cell, standing, how)
         board = self.board
         if how == "complete":
@@ -202,13 +202,13 @@ class StudyDisplay:
     ) -> None:
         self._live.stop()
 
-    def began(self, cell: Cell, job: Job, standing: Standing) -> None:
+    def began(self, cell: Cell, job: Job, standing: CellProgress) -> None:
         self.board.update(cell, standing, "playing" if job == "train" else "evaluating")
 
-    def progressed(self, cell: Cell, standing: Standing) -> None:
+    def progressed(self, cell: Cell, standing: CellProgress) -> None:
         self.board.update(cell, standing)
 
-    def ended(self, cell: Cell, how: Ended, standing: Standing, seconds: float) -> None:
+    def ended(self, cell: Cell, how: Ended, standing: CellProgress, seconds: float) -> None:
         self.board.update(cell, standing, how)
         if how == "failed":
             self._console.print(Text.assemble(("✗ ", "red"), f"{cell.name} failed: {standing.reason}"))
@@ -300,7 +300,9 @@ def _playing(board: StudyBoard, playing: list[Cell], width: int) -> Table:
     for _ in numbers:
         table.add_column(no_wrap=True, justify="right")
     table.add_row(
-        Text("playing", style=QUIET), Text(""), *(Text(shown(measure.name).label, style=QUIET) for measure in numbers)
+        Text("playing", style=QUIET),
+        Text(""),
+        *(Text(metric_display(measure.name).label, style=QUIET) for measure in numbers),
     )
     for cell in playing:
         table.add_row(cell.name, board.place(cell), *(board.number(cell, measure) for measure in numbers))

@@ -9,10 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.output import quiet_table
-from pvg.reporting.figures import duration
+from pvg.reporting.formats import duration
 from pvg.reporting.terminal import HEADING, QUIET, section
-from pvg.study.cells import Standing
-from pvg.study.plan import Evaluate, StudyFile, StudyPlan
+from pvg.study.cells import CellProgress
+from pvg.study.plan import StudyEvaluation, StudyFile, StudyPlan
 from pvg.study.results import StudyResults
 from pvg.study.text import (
     cautions,
@@ -44,7 +44,7 @@ def studies_table(studies: Mapping[str, StudyFile]) -> Group:
     return Group(table, Text(), Text.assemble(("Play one with: ", QUIET), ("pvg study NAME", "bold cyan")))
 
 
-def plan_table(plan: StudyPlan, now: Mapping[str, Standing]) -> Group:
+def plan_table(plan: StudyPlan, now: Mapping[str, CellProgress]) -> Group:
     """Arms and seeds with how far each is, and the work that is left."""
     table = quiet_table()
     table.add_column("arm", style="bold")
@@ -76,13 +76,13 @@ def plan_table(plan: StudyPlan, now: Mapping[str, Standing]) -> Group:
     )
 
 
-def _evaluation(evaluate: Evaluate | None) -> str:
+def _evaluation(evaluate: StudyEvaluation | None) -> str:
     if evaluate is None:
         return ""
     return ", each game evaluated afterwards" + (" (its last round)" if evaluate.rounds == "last" else "")
 
 
-def _state_of(standing: Standing) -> str:
+def _state_of(standing: CellProgress) -> str:
     return "failed" if standing.reason else standing.status
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from cli.driving import Watcher
     from cli.runs import Plan
-    from pvg.game.run import Outcome
+    from pvg.game.run import GameOutcome
 
 
 class TrainCommand(TyperCommand):
@@ -120,7 +120,7 @@ def _show_plan(plan: Plan, as_json: bool) -> None:
     console.print(f"\nThis {'continues' if plan.resume else 'would play in'} {plan.run.path}.", style="bright_black")
 
 
-def _play(plan: Plan, as_json: bool) -> Outcome:
+def _play(plan: Plan, as_json: bool) -> GameOutcome:
     """Play under the live display. A new run that fails before its first commit leaves no folder behind."""
     from cli.board import Board
     from cli.driving import drive, watcher_for
@@ -130,7 +130,7 @@ def _play(plan: Plan, as_json: bool) -> Outcome:
     run = plan.run if plan.resume else create(plan)
     experiment = plan.experiment
 
-    async def work(observer: Watcher, stop: asyncio.Event) -> Outcome:
+    async def work(observer: Watcher, stop: asyncio.Event) -> GameOutcome:
         from pvg.game.run import play
 
         return await play(experiment, run, observer=observer, stop=stop, resume=plan.resume)
@@ -150,7 +150,7 @@ def last_words(run: str, as_json: bool) -> bytes:
     return orjson.dumps({"status": "killed", "run": run}) + b"\n" if as_json else b""
 
 
-def _tell(outcome: Outcome, plan: Plan, as_json: bool) -> None:
+def _tell(outcome: GameOutcome, plan: Plan, as_json: bool) -> None:
     """The table by round, what to type next, and the exit code."""
     from cli.output import stdout
     from cli.runs import report_command, resume_command

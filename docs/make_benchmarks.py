@@ -1,11 +1,11 @@
-"""Writes docs/benchmarks.md, and the ladder in README.md, from the benchmark reports in docs/benchmarks/.
+"""Writes docs/benchmarks.md, and the ladder in docs/measuring.md, from the benchmark reports in docs/benchmarks/.
 
     pvg bench --profile rollout --out docs/benchmarks/rollout.json     # makes a report; any file name
     python docs/make_benchmarks.py                                     # writes both
     python docs/make_benchmarks.py --check                             # exit 1 when one is not what they give
 
 Reports of a ladder that their profile no longer has are named; with --check, exit 1. Reports that were measured with
-uncommitted changes are named too, and marked on the page and in the README.
+uncommitted changes are named too, and marked on both pages.
 
 Figures of other systems stand beside ours only where the work is the same (reference_figures.py); the page says in
 words why it is not where it is not.
@@ -33,8 +33,8 @@ from targets import target_lines
 from cli.bench_sync import client_of, cost_cells, has_updates, notes, update_cells
 from cli.bench_tables import number
 from cli.compare_table import markdown_rows
-from pvg.bench.compare import Gain, gains, headline_of
-from pvg.bench.report import BenchReport, Environment, Samples, Variant, read_report
+from pvg.bench.compare import VariantGain, gains, headline_of
+from pvg.bench.report import BenchReport, MachineInfo, Samples, Variant, read_report
 from pvg.bench.statistics import median
 from pvg.errors import PvgError, UsageError
 
@@ -192,18 +192,18 @@ def unit_of(report: BenchReport, metric: str) -> str:
     return f"{unit} ({samples.better} is better)"
 
 
-def headline_figure(gain: Gain, headline: str) -> str:
+def headline_figure(gain: VariantGain, headline: str) -> str:
     return number(median(gain.variant.samples[headline].values))
 
 
-def code(environment: Environment) -> str:
+def code(environment: MachineInfo) -> str:
     """Of pvg, and of vLLM where that served: the page's other reports are of the same machine without it."""
     commit = (environment.git_commit or "unknown commit")[:10]
     served = f", vLLM {environment.vllm}" if environment.vllm else ""
     return f"pvg {environment.pvg} ({commit}{', with uncommitted changes' if environment.git_dirty else ''}){served}"
 
 
-def machine_of(environment: Environment) -> str:
+def machine_of(environment: MachineInfo) -> str:
     parts = [environment.cpu, f"{environment.cores} cores", f"{environment.memory_gb:g} GB of memory"]
     if environment.gpu:
         parts.append(f"{environment.gpu} (driver {environment.driver})")
@@ -258,17 +258,17 @@ def profile_lines(reports: Sequence[BenchReport], name: str, with_machine: bool)
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reports", type=Path, default=HERE / "benchmarks", help="the folder with the reports")
-    parser.add_argument("--out", type=Path, help="the page; the README is then left alone (docs/benchmarks.md)")
-    parser.add_argument("--readme", type=Path, help="the README to write the ladder into (README.md)")
+    parser.add_argument("--out", type=Path, help="the page; the guide is then left alone (docs/benchmarks.md)")
+    parser.add_argument("--guide", type=Path, help="the guide to write the ladder into (docs/measuring.md)")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a page or a ladder is another")
     options = parser.parse_args()
-    readme = options.readme or (None if options.out else HERE.parent / "README.md")
+    guide = options.guide or (None if options.out else HERE / "measuring.md")
     try:
         reports = {path.name: read_report(path) for path in sorted(options.reports.glob("*.json"))}
         template = (HERE / "benchmarks.template.md").read_text(encoding="utf-8")
         made = {options.out or HERE / "benchmarks.md": page(reports, template)}
-        if readme is not None and LADDER in reports:
-            made[readme] = with_ladder(readme.read_text(encoding="utf-8"), reports[LADDER])
+        if guide is not None and LADDER in reports:
+            made[guide] = with_ladder(guide.read_text(encoding="utf-8"), reports[LADDER])
         others = list(outdated(reports))
     except PvgError as error:
         print(error, file=sys.stderr)

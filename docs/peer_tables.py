@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from cli.bench_tables import number
 from cli.compare_table import interval, markdown_rows
 from pvg.bench.compare import better_by
-from pvg.bench.report import BenchReport, Environment, Samples, Variant
+from pvg.bench.report import BenchReport, MachineInfo, Samples, Variant
 from pvg.bench.runner import WALL
 from pvg.bench.statistics import median
 
@@ -18,7 +18,7 @@ NAME = "peers"
 HEADER = ("the work", "measure", "TRL", "pvg", "pvg is better by")
 
 
-def peer_lines(reports: Sequence[BenchReport], machine: Callable[[Environment], str] | None = None) -> Iterator[str]:
+def peer_lines(reports: Sequence[BenchReport], machine: Callable[[MachineInfo], str] | None = None) -> Iterator[str]:
     """One table of all rows, then the commands and the peer's versions, which need not be the same.
     `machine` tells the machine of each report, where the page does not name one for all."""
     reports = sorted(reports, key=lambda report: report.created)  # as `make bench-peers` takes them

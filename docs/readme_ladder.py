@@ -1,6 +1,6 @@
-"""The README's table of the e2e ladder: the part between two comments, written from the report.
+"""The table of the e2e ladder in docs/measuring.md: the part between two comments, written from the report.
 
-text = with_ladder(readme, report)     # used by make_benchmarks.py
+text = with_ladder(guide, report)     # used by make_benchmarks.py
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from cli.bench_tables import number
 from cli.compare_table import interval, markdown_rows
-from pvg.bench.compare import Gain, gains
+from pvg.bench.compare import VariantGain, gains
 from pvg.bench.report import BenchReport
 from pvg.bench.statistics import RatioInterval, median
 from pvg.errors import UsageError
@@ -20,12 +20,12 @@ END = "<!-- end of the ladder -->"
 MEASURE = "step_s"
 
 
-def with_ladder(readme: str, report: BenchReport) -> str:
-    """The README with the ladder of `report` between its two marks. Raises UsageError where they are missing."""
-    before, begin, rest = readme.partition(BEGIN)
+def with_ladder(guide: str, report: BenchReport) -> str:
+    """The guide with the ladder of `report` between its two marks. Raises UsageError where they are missing."""
+    before, begin, rest = guide.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise UsageError(f"The README lacks {BEGIN if not begin else END!r}.")
+        raise UsageError(f"The guide lacks {BEGIN if not begin else END!r}.")
     return "\n".join([before + begin, "", *ladder_lines(report), "", end + after])
 
 
@@ -50,7 +50,7 @@ def ladder_lines(report: BenchReport) -> Iterator[str]:
     yield from ("", told_apart_text(found))
 
 
-def label_of(gain: Gain) -> str:
+def label_of(gain: VariantGain) -> str:
     label = gain.variant.label
     return f"`{label}`" if "=" in label else label
 
@@ -63,7 +63,7 @@ def bought(ratio: RatioInterval | None, marked: bool = False) -> str:
     return f"{f'**{times}**' if marked else times} ({interval(ratio)})"
 
 
-def told_apart_text(found: Sequence[Gain]) -> str:
+def told_apart_text(found: Sequence[VariantGain]) -> str:
     """Which rungs are faster or slower than the one before, and which cannot be told apart from it."""
     rungs = [gain for gain in found if gain.step is not None]
     unclear = [label_of(gain) for gain in rungs if not gain.told_apart]

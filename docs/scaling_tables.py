@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from cli.bench_tables import number
 from cli.compare_table import markdown_rows
 from pvg.bench.report import BenchReport, Variant
-from pvg.bench.statistics import Contrast, median
+from pvg.bench.statistics import MedianContrast, median
 from pvg.bench.workloads.scaling import exponent_of, upper_range
 
 PROFILE = "scaling"
@@ -31,7 +31,7 @@ class Growth:
 
     part: str
     share: float
-    time: Contrast
+    time: MedianContrast
     work: Mapping[str, float]
     amounts: Sequence[float]
 
@@ -126,7 +126,7 @@ def whole(sizes: Sequence[float], chosen: Sequence[Variant], parts: Sequence[Gro
     return Growth(WHOLE, *share_and_time("step_s", sizes, chosen), {"its parts'": exponent}, amounts)
 
 
-def share_and_time(measure: str, sizes: Sequence[float], chosen: Sequence[Variant]) -> tuple[float, Contrast]:
+def share_and_time(measure: str, sizes: Sequence[float], chosen: Sequence[Variant]) -> tuple[float, MedianContrast]:
     seconds = [variant.samples[measure].values for variant in chosen]
     share = median(seconds[-1]) / median(chosen[-1].samples["step_s"].values)
     return share, exponent_of(sizes, seconds)

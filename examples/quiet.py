@@ -3,11 +3,11 @@
 import numpy as np
 
 from pvg.config.sections import Game
-from pvg.game.rewards import Outcomes
+from pvg.game.rewards import BatchOutcomes
 from pvg.records import Float32
 
 
-def quiet(outcomes: Outcomes, game: Game) -> Float32:
+def quiet(outcomes: BatchOutcomes, game: Game) -> Float32:
     """tanh(V / 4) where aligned, else -1: bounded, so that one very sure score cannot rule a batch."""
     convincing_N = np.tanh(outcomes.scores_N / 4.0)
     return np.where(outcomes.aligned_N, convincing_N, -1.0).astype(np.float32)

@@ -1,6 +1,6 @@
-"""Errors a user can cause or mend: one line of what is wrong, one of what to do, and the exit code.
+"""Errors that a user can cause or fix: one line with the problem, one with the remedy, and the exit code.
 
-Everything else is a defect of ours and surfaces as the exception it is.
+Any other exception is a defect of pvg and is not caught.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ EXIT_CHECK_FAILED = 1
 EXIT_USAGE = 2
 EXIT_ENVIRONMENT = 3
 
-# No space, no quota, and the file size limit of the process: to the user all three are "it does not fit".
+# No space, no quota, and the process's file size limit: for a user, all three mean that the file does not fit.
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
-LONGEST_WORD = 300  # characters; longer ones (a key, a value, a path) lose their middle
+LONGEST_WORD = 300  # characters; longer words (a key, a value, a path) are cut in the middle
 LONGEST_LINE = 2000
 
 _LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD + 1},}}")
@@ -27,8 +27,8 @@ def visible(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """`text` as one printable line of at most LONGEST_LINE characters: line ends become blanks, control characters
-    escapes, and long words and lines lose their middle."""
+    """`text` as one printable line of at most LONGEST_LINE characters: line ends become spaces, control characters are
+    escaped, and long words and lines are cut in the middle."""
     line = " ".join(part for part in map(str.strip, text.splitlines()) if part)
     line = visible(_LONG_WORD.sub(lambda found: _shortened(found[0], LONGEST_WORD), line))
     return _shortened(line, LONGEST_LINE)
@@ -45,9 +45,9 @@ def install_extra(extra: str) -> str:
 
 
 class PvgError(Exception):
-    """Base of the errors the command line prints without a traceback.
+    """Base of the errors that the command line prints without a traceback.
 
-    `message` says what is wrong in one line; `remedy` says what to do (a command if there is one). Both pass through
+    `message` is the problem in one line; `remedy` is what to do (a command if there is one). Both are passed through
     `one_line`, because they may quote a user's input or a file.
     """
 
@@ -77,29 +77,30 @@ class MissingRequirementError(PvgError):
 
 
 class StateError(PvgError):
-    """A run directory whose state forbids what was asked, such as an illegal transition. Names both sides."""
+    """The state of a run directory forbids the request, such as an illegal transition. The message names both."""
 
 
 class TrainingDivergedError(PvgError):
-    """A loss or a gradient became NaN or infinite; what was committed before it is intact."""
+    """A loss or a gradient became NaN or infinite; earlier commits are intact."""
 
     exit_code = EXIT_CHECK_FAILED
 
 
 class ServerUnavailableError(PvgError):
-    """No server answers, or one answers in a way that no server of pvg's does. Names the servers."""
+    """No server answers, or a server's answer is not that of a pvg server. The message names the servers."""
 
     exit_code = EXIT_ENVIRONMENT
 
 
 class WeightsNotArrivedError(PvgError):
-    """A server does not have the weights that were published: the canary or a checksum says so. Names server and
+    """A server does not have the published weights, as detected by a canary or a checksum. The message names server and
     version."""
 
     exit_code = EXIT_CHECK_FAILED
 
 
 class RolloutFailedError(PvgError):
-    """A rollout that no server delivered within its deadline or its retries. Names the rollout and the last failure."""
+    """No server delivered a rollout within its deadline or retries. The message names the rollout and the last
+    failure."""
 
     exit_code = EXIT_ENVIRONMENT

@@ -1,12 +1,12 @@
-"""Code of a user's own, named in an experiment as `FILE.py:NAME`: a reward, a loss, a head or a task in one file.
+"""User code that an experiment names as `FILE.py:NAME`: a reward, a loss, a head or a task in one file.
 
-    reward = "my_rewards.py:brave"          # [game]; where a name of pvg's own table could stand
+    reward = "my_rewards.py:brave"          # [game]; instead of a name in pvg's table
 
-The file is looked up from the working directory, as all paths of an experiment are. It is read as text when the
-experiment is checked, and run when a command opens what it names: it is a user's code, and may do what the user may.
+The path is relative to the working directory, like all paths of an experiment. pvg reads the file as text when it
+checks the experiment, and runs it when a command opens the object. The code runs with the user's permissions.
 
-Invariant: a run is played with one state of such a file. Its digest is committed with the run's state, a copy lies in
-the run's folder, and a run is not resumed with another one (`pvg.game.ledger`).
+Invariant: a run uses one version of such a file. Its digest is committed with the run's state, a copy is in the run's
+folder, and a run does not resume with another version (`pvg.game.ledger`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pvg.errors import ConfigurationError, PvgError
 from pvg.inputs import expanded, read_input
 
 REFERENCE_PATTERN = r"^[^:]+\.py:[A-Za-z_][A-Za-z0-9_]*$"
-# The type of a setting that takes such a name beside pvg's own.
+# The type of a setting that accepts such a reference in addition to pvg's names.
 Reference = Annotated[str, Field(pattern=REFERENCE_PATTERN)]
-# The settings that take one, by section.
+# The settings that accept one, by section.
 EXTENSIBLE = {"task": ("source",), "verifier": ("head", "loss"), "training": ("loss",), "game": ("reward",)}
 
-# Expressions whose values nothing can call.
+# Expressions whose values cannot be called.
 PLAIN = (
     *(ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Dict, ast.Set, ast.BinOp, ast.UnaryOp, ast.Compare),
     *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
@@ -52,20 +52,20 @@ def split_reference(name: str) -> tuple[Path, str]:
 
 
 def resolve(key: str, name: str, table: Mapping[str, T], kind: type = object) -> T:
-    """What `name` means for the setting `key`: a line of pvg's `table`, or an object of a user's file (`load`)."""
+    """The object that `name` means for the setting `key`: an entry of pvg's `table`, or an object in a user's file."""
     return load(key, name, kind) if is_reference(name) else table[name]
 
 
 def load(key: str, name: str, kind: type = object) -> Any:
-    """The object that the reference `name` means for the setting `key`; its file is run.
+    """The object that the reference `name` means for the setting `key`. Runs its file.
 
-    Raises ConfigurationError when the file cannot be read or run, or holds no such `kind` of object (`object`:
-    anything that can be called).
+    Raises ConfigurationError if the file cannot be read or run, or has no such object of type `kind` (`object`: any
+    callable).
     """
     path, attribute = split_reference(name)
     module = _module(key, path)
     if not hasattr(module, attribute):
-        raise ConfigurationError(f"{key}: {path} defines no {attribute!r}.")
+        raise ConfigurationError(f"{key}: {path} does not define {attribute!r}.")
     found = getattr(module, attribute)
     fits = callable(found) if kind is object else isinstance(found, kind)
     if not fits:
@@ -75,8 +75,8 @@ def load(key: str, name: str, kind: type = object) -> Any:
 
 
 def check_references(experiment: BaseModel) -> None:
-    """Raises ConfigurationError for a reference whose file is missing, is no Python or defines no such name; nothing of
-    it is run."""
+    """Raises ConfigurationError for a reference whose file is missing, is not Python, or does not define the name. Runs
+    nothing."""
     for key, name in references(experiment):
         path, attribute = split_reference(name)
         tree = _parsed(key, path, _source(key, path))
@@ -85,23 +85,23 @@ def check_references(experiment: BaseModel) -> None:
             raise ConfigurationError(f"{key} = {name!r}: {attribute!r} of {path} {complaint}.")
         if not {attribute, "*"} & (defined | imported):
             raise ConfigurationError(
-                f"{key} = {name!r}: {path} defines no {attribute!r}.",
+                f"{key} = {name!r}: {path} does not define {attribute!r}.",
                 f"It defines: {', '.join(sorted(defined)) or 'nothing'}.",
             )
 
 
 def references(experiment: BaseModel) -> Iterator[tuple[str, str]]:
-    """(dotted key, reference) of every setting that names a user's code."""
+    """(dotted key, reference) of every setting that names user code."""
     for section, names in EXTENSIBLE.items():
         for name in names:
-            value = getattr(getattr(experiment, section), name, None)  # only one kind of task has a source
+            value = getattr(getattr(experiment, section), name, None)  # only one kind of task has `source`
             value = getattr(value, "kind", value)
             if isinstance(value, str) and is_reference(value):
                 yield f"{section}.{name}", value
 
 
 def digests(experiment: BaseModel) -> dict[str, str]:
-    """SHA-256 of every file that the experiment names, by the path as it is written there."""
+    """SHA-256 of every file that the experiment names, by its path as written there."""
     found = {}
     for key, name in references(experiment):
         path, _ = split_reference(name)
@@ -110,7 +110,7 @@ def digests(experiment: BaseModel) -> dict[str, str]:
 
 
 def sources(experiment: BaseModel) -> dict[str, bytes]:
-    """The text of every such file, under a name that tells files of one name and another text apart."""
+    """The content of every such file, under a name that distinguishes files with the same name and other content."""
     found = {}
     for key, name in references(experiment):
         path, _ = split_reference(name)
@@ -124,8 +124,8 @@ def _source(key: str, path: Path) -> bytes:
         return read_input(path)
     except OSError as error:
         raise ConfigurationError(
-            f"{key}: {path} cannot be read: {error.strerror}.",
-            "The path of a file of your own counts from the working directory.",
+            f"{key}: cannot read {path}: {error.strerror}.",
+            "The path of your file is relative to the working directory.",
         ) from None
 
 
@@ -139,7 +139,7 @@ def _parsed(key: str, path: Path, source: bytes) -> ast.Module:
 
 
 def _defined(tree: ast.Module) -> Iterator[str]:
-    """Names that the file's top level gives to functions, classes and values."""
+    """The names of functions, classes and values at the file's top level."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -149,9 +149,9 @@ def _defined(tree: ast.Module) -> Iterator[str]:
 
 
 def _unusable(key: str, attribute: str, tree: ast.Module) -> str:
-    """Why the last top-level definition of that name cannot be used, as far as the source text shows; otherwise "".
+    """Why the last top-level definition of that name cannot be used, as far as the source shows; otherwise "".
 
-    `training.loss` is an object and `task.source` a class; all others are called.
+    `training.loss` must be an object and `task.source` a class; all others are called.
     """
     found = [node for node in tree.body if attribute in _defined(ast.Module([node], []))]
     if not found:
@@ -167,14 +167,14 @@ def _unusable(key: str, attribute: str, tree: ast.Module) -> str:
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
-    """Names that it imports; "*" where it says so."""
+    """The names that the file imports; "*" for a star import."""
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield from (alias.asname or alias.name for alias in node.names)
 
 
 def _module(key: str, path: Path) -> ModuleType:
-    """The file as a module, run once per process and text, so that its classes stay the same classes."""
+    """The file as a module. It runs once per process and content, so that its classes keep their identity."""
     source = _source(key, path)
     name = f"pvg_extension_{path.stem}_{hashlib.sha256(bytes(path.resolve()) + source).hexdigest()[:16]}"
     if name in sys.modules:
@@ -184,20 +184,20 @@ def _module(key: str, path: Path) -> ModuleType:
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     module.__file__ = str(path)
-    sys.modules[name] = module  # before it runs: its dataclasses look their module up
+    sys.modules[name] = module  # before it runs, because its dataclasses look up their module
     try:
         exec(code, module.__dict__)
     except Exception as error:
         del sys.modules[name]
         raise ConfigurationError(
-            f"{key}: {path} cannot be run: {type(error).__name__}: {error}.", "--debug shows the traceback."
+            f"{key}: running {path} failed: {type(error).__name__}: {error}.", "--debug shows the traceback."
         ) from error
     return module
 
 
 def called(key: str, name: str, function: Callable[..., R], *args: Any) -> R:
-    """`function(*args)`. What a user's function raises is told as its failure: ConfigurationError; pvg's own errors
-    pass."""
+    """`function(*args)`. An exception of the user's function becomes a ConfigurationError; pvg's errors pass
+    through."""
     try:
         return function(*args)
     except PvgError:

@@ -1,14 +1,14 @@
 """Models and datasets of the Hugging Face hub: `hf:OWNER/NAME` or `hf:OWNER/NAME@REVISION` in an experiment.
 
     experiment = pinned(experiment, say)                    # each hub id with its commit: hf:OWNER/NAME@<commit>
-    fetch_all(experiment, say)                              # downloads the files that the cache lacks
-    folder = fetch("hf:OWNER/NAME@<commit>", "model")       # the folder of the files on this machine
+    fetch_all(experiment, say)                              # downloads the files that are not in the cache
+    folder = fetch("hf:OWNER/NAME@<commit>", "model")       # the local folder with the files
 
 huggingface_hub does the transfers, so its settings apply: HF_HOME (the cache), HF_TOKEN or `hf auth login`,
 HF_HUB_OFFLINE, HF_ENDPOINT. It retries broken connections, and keeps complete files.
 
-Invariant: of a model only safetensors, JSON and text are downloaded, of a dataset only parquet and JSON lines. So no
-pickle and no code reaches the disk. Importing this module loads no huggingface_hub.
+Invariant: pvg downloads only safetensors, JSON and text of a model, and only parquet and JSON lines of a dataset. So
+no pickle and no code reaches the disk. Importing this module does not import huggingface_hub.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ HUB_ID = re.compile(rf"hf:(?P<repository>{WORD}(?:/{WORD})?)(?:@(?P<revision>{WO
 COMMIT = re.compile(r"[0-9a-f]{40}")
 LONGEST = 96  # characters of OWNER/NAME
 TIMEOUT_S = 30.0  # for an answer about a repository
-AGAIN = "Type the same command again: files that are complete are not downloaded again."
-# What is downloaded. A tokenizer's files have many names; Python files are in none of these patterns.
+AGAIN = "Run the same command again: it does not download complete files again."
+# Files to download. A tokenizer's files have many names, but none of these patterns matches a Python file.
 WEIGHTS = ("model.safetensors", "model-*.safetensors")
 MODEL_FILES = (
     *WEIGHTS,
@@ -60,7 +60,7 @@ MODEL_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-DATA_FOLDERS = ("", "main/", "data/")  # folders of a repository that may hold the splits; openai/gsm8k uses "main"
+DATA_FOLDERS = ("", "main/", "data/")  # folders of a repository that may have the splits; openai/gsm8k uses "main"
 DATA_FILES = tuple(
     f"{folder}{split}{ending}"
     for folder in DATA_FOLDERS
@@ -69,7 +69,7 @@ DATA_FILES = tuple(
 )
 PATTERNS: dict[Kind, tuple[str, ...]] = {"model": MODEL_FILES, "dataset": DATA_FILES}
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-# The settings that may hold a hub id.
+# Settings that accept a hub id.
 KEYS: dict[str, Kind] = {"models.prover.source": "model", "models.verifier.source": "model", "task.path": "dataset"}
 
 
@@ -82,7 +82,7 @@ class HubId:
 
     @property
     def name(self) -> str:
-        """Without the owner."""
+        """The name without the owner."""
         return self.repository.rpartition("/")[2]
 
     @property
@@ -95,7 +95,7 @@ class HubId:
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """The files of one repository: their number, and the number and size in bytes of those that the cache lacks."""
+    """The files of one repository: their number, and the number and size in bytes of those not in the cache."""
 
     files: int
     missing: int
@@ -112,15 +112,15 @@ def is_hub_id(source: str) -> bool:
 
 
 def parse(source: str) -> HubId:
-    """Raises ConfigurationError for an impossible name of a repository or a revision."""
+    """Raises ConfigurationError for an invalid name of a repository or a revision."""
     found = HUB_ID.fullmatch(source)
     if found is None or len(found["repository"]) > LONGEST or ".." in source or "--" in found["repository"]:
-        raise ConfigurationError(f"{source[:LONGEST]!r} is no id of the Hugging Face hub.", FORM)
+        raise ConfigurationError(f"{source[:LONGEST]!r} is not an id of the Hugging Face hub.", FORM)
     return HubId(found["repository"], found["revision"])
 
 
 def hub_ids(experiment: Experiment, keys: Collection[str] = tuple(KEYS)) -> list[tuple[str, str]]:
-    """(key, hub id) of the settings among `keys` that hold one."""
+    """(key, hub id) of the settings among `keys` that have one."""
     values = {
         "models.prover.source": experiment.models.prover.source,
         "models.verifier.source": experiment.models.verifier.source,
@@ -130,9 +130,9 @@ def hub_ids(experiment: Experiment, keys: Collection[str] = tuple(KEYS)) -> list
 
 
 def pinned(experiment: Experiment, say: Say, keys: Collection[str] = tuple(KEYS)) -> Experiment:
-    """The experiment with a commit in each hub id among `keys`. Asks the hub for the commits that are not given.
+    """The experiment with a commit in each hub id among `keys`. Asks the hub for missing commits.
 
-    Raises what `resolve` raises.
+    Raises the errors of `resolve`.
     """
     for key, source in hub_ids(experiment, keys):
         experiment = _with(experiment, key, str(resolve(parse(source), KEYS[key], say)))
@@ -140,7 +140,7 @@ def pinned(experiment: Experiment, say: Say, keys: Collection[str] = tuple(KEYS)
 
 
 def pinned_as(experiment: Experiment, earlier: Experiment) -> Experiment:
-    """The experiment, in which hub ids without a revision get the commits of `earlier` (the run that is resumed)."""
+    """The experiment; hub ids without a revision get the commits of `earlier`, the run to resume."""
     before = dict(hub_ids(earlier))
     for key, source in hub_ids(experiment):
         hub_id = parse(source)
@@ -161,11 +161,11 @@ def _with(experiment: Experiment, key: str, source: str) -> Experiment:
 
 
 def resolve(hub_id: HubId, kind: Kind, say: Say) -> HubId:
-    """The hub id with its commit. If the hub does not answer, this is the commit that the cache has for the revision,
-    and `say` gets a sentence about it.
+    """The hub id with its commit. If the hub does not answer, uses the commit that the cache has for the revision, and
+    gives `say` a sentence about it.
 
-    Raises UsageError for a repository or a revision that does not exist, MissingRequirementError when the hub does not
-    answer and the cache holds nothing.
+    Raises UsageError for a repository or a revision that does not exist, MissingRequirementError if the hub does not
+    answer and the cache does not have it.
     """
     if hub_id.is_pinned:
         return hub_id
@@ -177,7 +177,7 @@ def resolve(hub_id: HubId, kind: Kind, say: Say) -> HubId:
 
 @functools.cache
 def _commit(hub_id: HubId, kind: Kind) -> tuple[str, str]:
-    """(commit, notice). A process asks once, so all its models have the same commit."""
+    """(commit, notice). Asks once per process, so all models of a process have the same commit."""
     from huggingface_hub import HfApi, is_offline_mode
     from huggingface_hub.errors import RevisionResolutionError
 
@@ -185,7 +185,7 @@ def _commit(hub_id: HubId, kind: Kind) -> tuple[str, str]:
     asked: dict[str, Any] = {"repo_id": hub_id.repository, "repo_type": kind, "revision": hub_id.revision}
     try:
         with _explained(hub_id, kind):
-            api.repo_info(**asked, timeout=TIMEOUT_S)  # the next call has no timeout
+            api.repo_info(**asked, timeout=TIMEOUT_S)  # first, because the next call has no timeout
             return api.resolve_revision(**asked).resolved, ""
     except UnreachableError as error:
         try:
@@ -197,7 +197,7 @@ def _commit(hub_id: HubId, kind: Kind) -> tuple[str, str]:
 
 
 def download_of(source: str, kind: Kind) -> Download:
-    """What `fetch` would download. Asks only for file names and sizes. Raises what `fetch` raises."""
+    """The pending download of `fetch`. Asks only for file names and sizes. Raises the errors of `fetch`."""
     hub_id = resolve(parse(source), kind, lambda notice: None)
     with _explained(hub_id, kind):
         files = _listed(hub_id, kind)
@@ -210,11 +210,12 @@ def _to_stderr(line: str) -> None:
 
 
 def fetch(source: str, kind: Kind, say: Say = _to_stderr) -> Path:
-    """The folder with the files of a hub id. Downloads the files that the cache lacks; a commit that is complete in the
-    cache needs no network. `say` gets a line before a download, and huggingface_hub shows its progress on a terminal.
+    """The folder with the files of a hub id. Downloads files that are not in the cache; a commit that is complete in
+    the cache needs no network. `say` gets a line before a download, and huggingface_hub shows its progress on a
+    terminal.
 
-    Raises what `resolve` raises; MissingRequirementError for a gated repository, a download that stops and a full disk;
-    and ConfigurationError for a repository without safetensors, or without train and test files.
+    Raises the errors of `resolve`; MissingRequirementError for a gated repository, an interrupted download or a full
+    disk; ConfigurationError for a repository without safetensors, or without train and test files.
     """
     from huggingface_hub import snapshot_download
 
@@ -241,8 +242,8 @@ def fetch(source: str, kind: Kind, say: Say = _to_stderr) -> Path:
 
 
 def _cached(hub_id: HubId, kind: Kind) -> Path | None:
-    """The folder of a revision in the cache; None if files are missing. huggingface_hub knows the files of a revision,
-    unless an old version filled the cache. Then the folder is used without this check."""
+    """The folder of a revision in the cache; None if files are missing. huggingface_hub knows the files of a revision
+    unless an old version filled the cache; the folder is then used without this check."""
     from huggingface_hub import snapshot_download
 
     asked: dict[str, Any] = {"repo_type": kind, "revision": hub_id.revision}
@@ -269,7 +270,7 @@ def cache_folder() -> Path:
 
 
 def _listed(hub_id: HubId, kind: Kind) -> list[DryRunFileInfo]:
-    """The files that pvg reads of a pinned repository. Raises ConfigurationError if required files are missing."""
+    """The files of a pinned repository that pvg reads. Raises ConfigurationError if required files are missing."""
     from huggingface_hub import HfApi, snapshot_download
 
     asked: dict[str, Any] = {"repo_type": kind, "revision": hub_id.revision}
@@ -290,18 +291,18 @@ def _listed(hub_id: HubId, kind: Kind) -> list[DryRunFileInfo]:
         pickles = sorted(name for name in everything if name.endswith(PICKLES))
         if pickles:
             raise ConfigurationError(
-                f"{hub_id.repository!r} holds its weights only as {pickles[0]}, a pickle, which pvg never opens.",
+                f"{hub_id.repository!r} has its weights only as {pickles[0]}, a pickle, which pvg never opens.",
                 "Name a repository or a revision with model.safetensors (often a pull request: @refs/pr/1).",
             )
-        raise ConfigurationError(f"{hub_id.repository!r} holds no model.safetensors.", "Name another model.")
+        raise ConfigurationError(f"{hub_id.repository!r} has no model.safetensors.", "Name another model.")
     if "config.json" not in names:
-        raise ConfigurationError(f"{hub_id.repository!r} holds no config.json, so it is no model of transformers.")
+        raise ConfigurationError(f"{hub_id.repository!r} has no config.json, so it is not a transformers model.")
     return files
 
 
 @contextmanager
 def _progress(*, shown: bool) -> Iterator[None]:
-    """Hide progress bars unless `shown`: huggingface_hub draws some of them without a terminal."""
+    """Hide progress bars unless `shown`; huggingface_hub draws some of them even without a terminal."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if shown or are_progress_bars_disabled():
@@ -316,7 +317,7 @@ def _progress(*, shown: bool) -> Iterator[None]:
 
 @contextmanager
 def _stoppable() -> Iterator[type[tqdm]]:
-    """A class of progress bars that end the download after SIGINT. Without it huggingface_hub waits for the files in
+    """A class of progress bars that abort the download after SIGINT. Without it, huggingface_hub waits for the files in
     transfer, which may take an hour."""
     from huggingface_hub.utils.tqdm import tqdm
 
@@ -325,7 +326,7 @@ def _stoppable() -> Iterator[type[tqdm]]:
     class StoppableBar(tqdm):
         def update(self, n: float | None = 1) -> bool | None:
             if stopped.is_set():
-                raise KeyboardInterrupt  # in the thread of one file, which removes its incomplete file
+                raise KeyboardInterrupt  # in the thread that downloads one file, which removes the incomplete file
             shown: bool | None = super().update(n)
             return shown
 
@@ -348,12 +349,12 @@ def _stoppable() -> Iterator[type[tqdm]]:
 
 
 class UnreachableError(MissingRequirementError):
-    """The hub does not answer, or HF_HUB_OFFLINE forbids to ask it."""
+    """The hub does not answer, or HF_HUB_OFFLINE forbids requests."""
 
 
 @contextmanager
 def _explained(hub_id: HubId, kind: Kind, downloading: bool = False) -> Iterator[None]:
-    """Turn an exception of huggingface_hub into an error of pvg that names the repository and says what to do."""
+    """Convert an exception of huggingface_hub to a PvgError with the repository and a remedy."""
     try:
         yield
     except PvgError:
@@ -368,14 +369,14 @@ def _explained(hub_id: HubId, kind: Kind, downloading: bool = False) -> Iterator
 def _explanation(error: BaseException, hub_id: HubId, kind: Kind, downloading: bool) -> PvgError | None:
     from huggingface_hub import errors
 
-    # The base class of transport errors. huggingface_hub's HTTP client differs between major versions.
+    # The base class of transport errors: huggingface_hub's HTTP client differs between major versions.
     transport: type[Exception] = errors.HfHubHTTPError.__mro__[1]
     if isinstance(error, errors.HfHubHTTPError):
         return _refusal(error, hub_id, kind)
     if isinstance(error, errors.OfflineModeIsEnabled):
         return UnreachableError(
-            f"HF_HUB_OFFLINE is set, and {hub_id} is not completely in the cache {cache_folder()}.",
-            "Unset HF_HUB_OFFLINE for one command, or set HF_HOME to a cache that holds it.",
+            f"HF_HUB_OFFLINE is set, but {hub_id} is not completely in the cache {cache_folder()}.",
+            "Unset HF_HUB_OFFLINE for one command, or set HF_HOME to a cache that has it.",
         )
     if isinstance(error, errors.LocalEntryNotFoundError | errors.DryRunError):
         told = None if error.__cause__ is None else _explanation(error.__cause__, hub_id, kind, downloading)
@@ -387,18 +388,18 @@ def _explanation(error: BaseException, hub_id: HubId, kind: Kind, downloading: b
 
 
 def _disk_error(error: OSError, hub_id: HubId) -> PvgError:
-    """`error` has no errno if the size of a downloaded file differs from the size that the hub gives."""
+    """An `error` without errno means that the size of a downloaded file differs from the size on the hub."""
     if error.errno is None:
         return MissingRequirementError(f"The download of {hub_id.repository} is damaged: {_first_line(error)}", AGAIN)
     if error.errno in DISK_FULL:
         remedy = f"Free some space, or set HF_HOME to another disk. {AGAIN}"
         return MissingRequirementError(f"{cache_folder()}: {error.strerror}.", remedy)
     place = error.filename or cache_folder()
-    return MissingRequirementError(f"{place}: {error.strerror}.", "Set HF_HOME to a folder that can be written.")
+    return MissingRequirementError(f"{place}: {error.strerror}.", "Set HF_HOME to a writable folder.")
 
 
 def _refusal(error: Any, hub_id: HubId, kind: Kind) -> PvgError:
-    """The error of pvg for an HTTP status of the hub. `error` is an HfHubHTTPError."""
+    """The PvgError for an HTTP status of the hub. `error` is an HfHubHTTPError."""
     from huggingface_hub import errors
 
     page = f"{_host()}/{'datasets/' if kind == 'dataset' else ''}{hub_id.repository}"
@@ -406,8 +407,8 @@ def _refusal(error: Any, hub_id: HubId, kind: Kind) -> PvgError:
     status = error.response.status_code
     if isinstance(error, errors.GatedRepoError):
         return MissingRequirementError(
-            f"The {kind} {hub_id.repository!r} is gated: its owner gives access to those who ask.",
-            f"Ask for access at {page}, then {login}.",
+            f"The {kind} {hub_id.repository!r} is gated: its owner must give you access.",
+            f"Request access at {page}, then {login}.",
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return UsageError(

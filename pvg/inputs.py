@@ -1,10 +1,10 @@
-"""Checks of user input: the files that a command reads, and the settings in them.
+"""Checks user input: the files that a command reads, and the settings in them.
 
     data = tomllib.loads(read_input(Path("mine.toml")).decode())
     check_settings(data, "mine.toml")
 
-A FIFO or a device in place of a file would hang a command or fill its memory. Deep nesting, huge integers and NUL
-characters pass the TOML parser and break other libraries later. This module refuses all of these first.
+A FIFO or a device instead of a file could block a command or fill its memory. Deep nesting, huge integers and NUL
+characters pass the TOML parser but break other libraries later. This module refuses all of these first.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pvg.errors import ConfigurationError, UsageError
 
 MIB = 1 << 20
 TEXT_BYTES = 4 * MIB  # experiments, profiles, studies, a user's Python
-REPORT_BYTES = 256 * MIB  # a benchmark report holds raw samples
-DEEPEST = 16  # nested tables and lists; pvg's own settings have 3
-LARGEST = 2**63 - 1  # JSON libraries and manifests hold 64-bit integers
+REPORT_BYTES = 256 * MIB  # a benchmark report has raw samples
+DEEPEST = 16  # levels of nested tables and lists; pvg's settings have 3
+LARGEST = 2**63 - 1  # JSON libraries and manifests support 64-bit integers
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Open without blocking: opening a FIFO would wait for its writer."""
+    """Open without blocking; otherwise opening a FIFO would wait for its writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -40,7 +40,7 @@ def open_input(path: str | Path) -> BufferedReader:
     try:
         file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 (the caller closes it)
     except ValueError:
-        raise OSError(errno.EINVAL, "the name holds a NUL character", str(path)) from None
+        raise OSError(errno.EINVAL, "the name contains a NUL character", str(path)) from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
@@ -57,31 +57,30 @@ def read_input(path: str | Path, most: int = TEXT_BYTES) -> bytes:
 
 
 def check_regular(file: Path) -> None:
-    """For a task's data, which may be large. Raises ConfigurationError for a FIFO, a device or a folder; a missing file
-    passes."""
+    """For a task's data, which may be large. Raises ConfigurationError for a FIFO, a device or a folder; accepts a
+    missing file."""
     if file.exists() and not file.is_file():
         raise ConfigurationError(f"{file} is not a regular file.")
 
 
 def expanded(path: str | Path, where: str) -> Path:
-    """`path` with `~` and `~user` replaced. Raises UsageError for an unknown user; the message names the setting
-    `where`."""
+    """`path` with `~` and `~user` replaced. Raises UsageError, with the setting `where`, for an unknown user."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
         user = Path(path).parts[0]
-        raise UsageError(f"{where}: {user} names no user of this machine.", "Write the path out.") from None
+        raise UsageError(f"{where}: {user} is not a user of this machine.", "Write the full path.") from None
 
 
 def shortened(text: str, most: int = 80) -> str:
-    """`text` without its middle if it is longer than `most` characters; unprintable characters are escaped."""
+    """`text`, cut in the middle if it is longer than `most` characters; unprintable characters are escaped."""
     text = text if text.isprintable() else text.encode("unicode_escape").decode()
     half = most // 2
     return text if len(text) <= most else f"{text[:half]}...{text[3 - half :]}"
 
 
 def check_settings(data: dict[str, Any], origin: str) -> None:
-    """Raises ConfigurationError, which names key and `origin`, for values that no setting can hold: nesting deeper than
+    """Raises ConfigurationError, with key and `origin`, for values that no setting can have: nesting deeper than
     DEEPEST, integers beyond 64 bits, numbers that are not finite, NUL characters, dates."""
     for key, value, depth in _walk(data):
         if complaint := _complaint(value, depth) or ("has a NUL character in its key" if "\0" in key else ""):
@@ -89,7 +88,7 @@ def check_settings(data: dict[str, Any], origin: str) -> None:
 
 
 def _walk(data: dict[str, Any]) -> Iterator[tuple[str, Any, int]]:
-    """(dotted key, value, depth) of everything in the data, without recursion."""
+    """(dotted key, value, depth) of every value in the data, without recursion."""
     waiting: list[tuple[str, Any, int]] = [(key, value, 1) for key, value in data.items()]
     while waiting:
         key, value, depth = waiting.pop()
@@ -104,11 +103,11 @@ def _complaint(value: Any, depth: int) -> str:
     if depth > DEEPEST:
         return f"is nested more than {DEEPEST} levels deep"
     if isinstance(value, str):
-        return "holds a NUL character" if "\0" in value else ""
+        return "contains a NUL character" if "\0" in value else ""
     if isinstance(value, float):
         return "" if math.isfinite(value) else f"is {value}, which is not a finite number"
     if isinstance(value, bool | dict | list):
         return ""
     if isinstance(value, int):
         return "" if -LARGEST - 1 <= value <= LARGEST else "is an integer beyond 64 bits"
-    return f"is a {type(value).__name__}, which no setting can hold; write it as a string"
+    return f"is a {type(value).__name__}, which no setting can have; write it as a string"

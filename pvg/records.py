@@ -1,7 +1,7 @@
-"""The plain records that travel between the packages. No torch here: these are stored, sent and compared.
+"""The plain records that the packages exchange, store and compare. This module does not import torch.
 
-Invariant: a rollout keeps for life what the sampler knew (token ids, log-probs, policy versions), so that nothing
-is tokenised twice and no second forward pass is needed to learn what was sampled.
+Invariant: a rollout always keeps what the sampler knew (token ids, log-probs, policy versions). So nothing is tokenized
+twice, and no second forward pass is needed to learn what was sampled.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
-# Which experts a mixture-of-experts model chose: [tokens, layers, experts per token], expert numbers; uint8 where there
-# are at most 256 experts, else uint16. The last sampled token was never computed, so that one row is less than tokens.
+# The experts that a mixture-of-experts model chose: expert numbers [tokens, layers, experts per token], uint8 with at
+# most 256 experts, otherwise uint16. There is one row fewer than tokens, because the last token was never an input.
 RoutedExperts = NDArray[np.uint8] | NDArray[np.uint16]
 
 Split = Literal["train", "test"]
@@ -41,7 +41,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A question with a reference answer. `id` is stable across runs, machines and versions of this package."""
+    """A question with a reference answer. `id` is the same across runs, machines and versions of this package."""
 
     id: str
     question: str
@@ -51,10 +51,10 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """What executing a solution has shown, where a task executes them (pvg.tasks.code).
+    """The results of executing a solution, for tasks that execute them (pvg.tasks.code).
 
-    Shares of the tests that it passes, in [0, 1]: of the `visible` ones, which its prompt holds, and of all that there
-    are. `certified`: it passes the visible ones, and named an input on which it was found to be wrong.
+    Shares of passed tests, in [0, 1]: of the `visible` ones, which the prompt contains, and of all tests. `certified`:
+    it passes the visible tests and named an input on which it was found to be wrong.
     """
 
     visible: float
@@ -64,11 +64,11 @@ class Checks:
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """What a task says of one completion.
+    """A task's grade of one completion.
 
-    `correct` is the ground truth that verifier labels are made of; `well_formed` is False for a completion that is
-    no solution at all (no final answer, broken format): such a one is never role-aligned (see pvg.game.rewards).
-    `answer` is the answer found, `note` one short human sentence such as "wrong sum in step 3".
+    `correct`: the ground truth for verifier labels. `well_formed`: False for a completion that is not a solution (no
+    final answer, broken format); it is never role-aligned (see pvg.game.rewards). `answer`: the answer found. `note`: a
+    short sentence such as "wrong sum in step 3".
     """
 
     correct: bool
@@ -80,7 +80,7 @@ class Grade:
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens from index `start` (of the completion) on were sampled by policy `version`."""
+    """Policy `version` sampled the completion's tokens from index `start` on."""
 
     start: int
     version: int
@@ -88,8 +88,8 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Part of a completion that is a dialogue, from token `start` on to the next one's: written by the prover
-    (`sampled`), or what an environment told it."""
+    """Part of a dialogue's completion, from token `start` to the start of the next turn: written by the prover
+    (`sampled`) or by the environment."""
 
     start: int
     sampled: bool
@@ -98,8 +98,8 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class SolverSolution:
-    """A solver's solution of a problem, which a rollout of the decoupled game translates; `id` is that of its own
-    rollout, and the others are of its grade."""
+    """A solver's solution, which a rollout of the decoupled game translates. `id`: the id of its rollout; the other
+    fields are from its grade."""
 
     id: str
     text: str
@@ -110,7 +110,7 @@ class SolverSolution:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds: waiting in the engine's queue, and being decoded."""
+    """Seconds in the engine's queue, and seconds of decoding."""
 
     queued_s: float = 0.0
     service_s: float = 0.0
@@ -118,17 +118,17 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One sampled solution and everything that is known of it.
+    """One sampled solution with everything known about it.
 
-    Shapes: `prompt_ids` int32 [P], `completion_ids` int32 [C] (the stop token included when it was sampled),
-    `logprobs` float32 [C], in nats, of the distribution that was sampled from (temperature and top-p applied).
-    `source` names the prover that wrote it: "base", or "round-000" for the prover trained in round 0.
-    `group` numbers the group (same problem, same role, same call) within its phase.
-    `routed_experts` [P + C - 1, layers, k], where they were asked for: row t is of token t of prompt + completion.
+    Shapes: `prompt_ids` int32 [P]; `completion_ids` int32 [C], including the stop token if it was sampled; `logprobs`
+    float32 [C], in nats, of the distribution that was sampled from (after temperature and top-p).
+    `source`: the prover that wrote it: "base", or "round-000" for the prover trained in round 0.
+    `group`: the number of its group (same problem, same role, same call) within the phase.
+    `routed_experts` [P + C - 1, layers, k], if requested: row t belongs to token t of prompt + completion.
 
-    `solver` is what it translates (the decoupled game), and `kept_answer` whether it keeps that answer. `turns` divide
-    the completion of a dialogue, the first beginning with token 0; none: all of it was sampled in one go. Of tokens
-    that nobody sampled the log-prob is 0.
+    `solver`: the solution that it translates (the decoupled game). `kept_answer`: whether it keeps that answer. `turns`
+    divide the completion of a dialogue; the first begins at token 0. Without turns, all of it was sampled in one go.
+    Tokens that were not sampled have log-prob 0.
     """
 
     id: str
@@ -158,36 +158,36 @@ class Rollout:
 
     @property
     def version(self) -> int:
-        """The oldest policy version among its tokens: what staleness is counted from."""
+        """The oldest policy version among its tokens, from which staleness is counted."""
         return min(span.version for span in self.spans)
 
     @property
     def proven(self) -> bool:
-        """False for a flaw without proof: a sneaky, incorrect solution of a task that executes, without a certificate
-        that holds. It may be wrong by accident, and is no solution of its role."""
+        """False for a flaw without proof: a sneaky, incorrect solution of a task that executes solutions, without a
+        valid certificate. It may be wrong by accident and does not fit its role."""
         checks = self.grade.checks
         return checks is None or self.role is Role.HELPFUL or self.grade.correct or checks.certified
 
     @property
     def solution(self) -> str:
-        """The text of what was graded: of a dialogue the prover's first turn (pvg.game.challenge)."""
+        """The text that was graded; in a dialogue the prover's first turn (pvg.game.challenge)."""
         return self.turns[0].text if self.turns else self.text
 
     @property
     def solution_tokens(self) -> int:
-        """How many tokens of the completion are the solution's, from its beginning."""
+        """The number of tokens of the solution, which begins the completion."""
         return self.turns[1].start if len(self.turns) > 1 else len(self.completion_ids)
 
     @property
     def is_flaw(self) -> bool:
-        """Sneaky, wrong, a solution at all, and proven where its task asks for it: what the sneaky role is for."""
+        """Sneaky, wrong, well-formed, and proven if its task requires a proof: the aim of the sneaky role."""
         return self.role is Role.SNEAKY and not self.grade.correct and self.grade.well_formed and self.proven
 
     @property
     def sampled_mask(self) -> NDArray[np.bool_]:
-        """bool [C]: the tokens that the prover sampled; only they are its doing."""
+        """bool [C]: the tokens that the prover sampled."""
         mask = np.ones(len(self.completion_ids), dtype=np.bool_)
-        for turn in self.turns:  # each overrides what the one before said of the rest
+        for turn in self.turns:  # each turn overrides the previous one from its start on
             mask[turn.start :] = turn.sampled
         return mask
 
@@ -197,7 +197,7 @@ class Rollout:
 
 
 class Scorable(Protocol):
-    """What a verifier scores: a Rollout, or a row of a shard (pvg.store.samples). Messages name it by `id`."""
+    """What a verifier scores: a Rollout, or a row of a shard (pvg.store.samples). `id` names it in messages."""
 
     @property
     def id(self) -> str: ...
@@ -213,9 +213,8 @@ class Scorable(Protocol):
 class Group:
     """Rollouts of one problem and one role, sampled together: the unit of group-normalised advantages.
 
-    `spread_s`: seconds between the first and the last of them to finish, which is what a straggler costs its group.
-    `cancelled` of those that were ordered were cut off by a deadline and given up, after `lost_tokens` tokens, as far
-    as the engine told.
+    `spread_s`: seconds between the first and the last finished one, the cost of stragglers. `cancelled`: the number of
+    ordered rollouts that a deadline cancelled, after `lost_tokens` tokens, as far as the engine reported.
     """
 
     problem: Problem

@@ -1,4 +1,4 @@
-"""Which pvg this is, to the commit."""
+"""The version of pvg, with its commit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pvg
 
 
 def code_version() -> str:
-    """pvg's version, with the git commit when it runs from a checkout."""
+    """pvg's version, with the git commit if it runs from a checkout."""
     root = Path(pvg.__file__).parent.parent
     if not (root / ".git").exists() or shutil.which("git") is None:
         return pvg.__version__

@@ -17,7 +17,7 @@ from pvg.config.experiment import Experiment, build_experiment
 from pvg.errors import ConfigurationError, StateError
 from pvg.extensions import check_references, digests, resolve
 from pvg.game.players import Players
-from pvg.game.rewards import Outcomes, rewards
+from pvg.game.rewards import BatchOutcomes, rewards
 from pvg.game.run import play
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
@@ -43,10 +43,10 @@ def with_reward(reward: str) -> Experiment:
     return build_experiment({"game": {"reward": reward}})
 
 
-def outcomes(rows: int = 4) -> Outcomes:
+def outcomes(rows: int = 4) -> BatchOutcomes:
     true_N = np.ones(rows, dtype=bool)
     scores_N = np.arange(rows, dtype=np.float32)
-    return Outcomes(scores_N, true_N, true_N, true_N, np.zeros(rows, dtype=np.int64), true_N)
+    return BatchOutcomes(scores_N, true_N, true_N, true_N, np.zeros(rows, dtype=np.int64), true_N)
 
 
 # --- what a name means ---------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_a_pair_loss_must_give_one_number_for_each_pair() -> None:
     written("def mine(c, i):\n    return (i - c).exp()\ndef total(c, i):\n    return (i - c).sum()\n")
     scores_M = torch.tensor([0.0, 1.0])
     assert pair_loss("mine.py:mine")(scores_M, scores_M).tolist() == [1.0, 1.0]
-    with pytest.raises(ConfigurationError, match="one number for each pair of 2"):
+    with pytest.raises(ConfigurationError, match="one number per pair, for 2 pairs"):
         pair_loss("mine.py:total")(scores_M, scores_M)
     assert pair_loss("bradley_terry") is bradley_terry
 
@@ -242,7 +242,7 @@ def test_a_task_of_ones_own_is_made_with_its_settings_and_held_to_the_protocol()
     task = open_mine(size=4)
     (first, *_) = task.problems("train")
     assert task.grade(first, "2").correct
-    with pytest.raises(ConfigurationError, match="grade gave a str"):
+    with pytest.raises(ConfigurationError, match="grade must return pvg's Grade, not str"):
         task.grade(first, "")
     with pytest.raises(ConfigurationError, match="the id '0' twice"):
         list(open_mine(size=2).problems("train"))
@@ -270,7 +270,7 @@ def test_a_run_keeps_its_code_and_is_not_resumed_with_another(tmp_path: Path) ->
 
     text = Path(reward).read_text()
     written(text + "# changed\n")
-    with run.lock(), pytest.raises(StateError, match=r"mine\.py is not what this run was begun with"):
+    with run.lock(), pytest.raises(StateError, match=r"mine\.py has changed since this run started"):
         asyncio.run(play(experiment, run, observer=SilentObserver(), stop=asyncio.Event(), resume=True))
     written(text)
     with run.lock():

@@ -29,10 +29,10 @@ from cli.bench_tables import number
 from pvg import spinning
 from pvg.bench.compare import gains
 from pvg.bench.report import BenchReport, read_environment, usable_cores, write_report
-from pvg.bench.runner import SampleTaken, Trial, run_trials
+from pvg.bench.runner import SampleTaken, VariantTrial, run_trials
 from pvg.bench.statistics import median
 from pvg.bench.variants import common_work, on_loop
-from pvg.bench.workload import Measure
+from pvg.bench.workload import BenchMetric
 from pvg.config.experiment import Experiment, assign, build_experiment, parse_override, read_toml
 from pvg.errors import EXIT_CHECK_FAILED, ConfigurationError, MissingRequirementError, PvgError, UsageError
 from pvg.game.roles import TAGS
@@ -45,16 +45,16 @@ PEER = ROOT / ".venv-peers" / "bin" / "python"
 NAME = "peers"
 ABOUT = "pvg beside TRL, each in an environment of its own: the same model, the same work, in turn within one run"
 
-MEASURES: dict[str, dict[str, Measure]] = {
+MEASURES: dict[str, dict[str, BenchMetric]] = {
     "grpo": {
-        "step_s": Measure("s", "lower", "one whole step: rollouts, rewards, log-probs, update"),
-        "rollout_s": Measure("s", "lower", "of it, up to a batch with rewards, advantages and reference log-probs"),
-        "train_s": Measure("s", "lower", "of it, the rest: loss, gradient, update"),
+        "step_s": BenchMetric("s", "lower", "one whole step: rollouts, rewards, log-probs, update"),
+        "rollout_s": BenchMetric("s", "lower", "of it, up to a batch with rewards, advantages and reference log-probs"),
+        "train_s": BenchMetric("s", "lower", "of it, the rest: loss, gradient, update"),
     },
     "verifier": {
-        "pairs_per_s": Measure("pairs/s", "higher", "from the first batch to the last update"),
-        "pairs_per_s_in_all": Measure("pairs/s", "higher", "what comes before the first batch included"),
-        "first_batch_s": Measure("s", "lower", "from the stored solutions, or the texts, to the first batch"),
+        "pairs_per_s": BenchMetric("pairs/s", "higher", "from the first batch to the last update"),
+        "pairs_per_s_in_all": BenchMetric("pairs/s", "higher", "what comes before the first batch included"),
+        "first_batch_s": BenchMetric("s", "lower", "from the stored solutions, or the texts, to the first batch"),
     },
 }
 # What both sides tell of their work, and by how much it may differ: pvg's scalar head has a bias, TRL's has none.
@@ -240,8 +240,8 @@ def compare(row: Row, *, command: str, peer: Path = PEER) -> tuple[BenchReport, 
     return report, failed.exit_code if failed else 0
 
 
-def _trial(row: Row, name: str, side: Side) -> Trial:
-    return Trial(
+def _trial(row: Row, name: str, side: Side) -> VariantTrial:
+    return VariantTrial(
         lambda: side,
         warmup=row.warmup,
         repeats=row.repeats,

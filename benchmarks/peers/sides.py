@@ -16,7 +16,7 @@ from typing import Any
 
 from protocol import SAMPLE, STOP
 
-from pvg.bench.workload import Measure
+from pvg.bench.workload import BenchMetric
 from pvg.errors import EXIT_ENVIRONMENT, PvgError
 from pvg.telemetry.spans import span
 
@@ -40,7 +40,7 @@ class Side:
         *,
         environment: Mapping[str, str],
         log: Path,
-        measures: Mapping[str, Measure],
+        measures: Mapping[str, BenchMetric],
         shared: Mapping[str, Any],
     ) -> None:
         self.measures = measures

@@ -1,11 +1,15 @@
-"""Floating-point operations that a model's forward pass cannot do without.
+"""The floating-point operations that a model needs, and the rate of matrix products that this machine reaches.
 
     size = ModelSize.of(model)
-    size.forward(tokens=9472, predicted=6760, attended=350_464.0)
+    flops = size.forward(tokens=9472, predicted=6760, attended=350_464.0)
+    mfu = flops / seconds / (matmul_gflops("float32") * 1e9)
 
-2 N T + 2 H C + 4 l d S for T tokens that are no padding, of which C get logits: N parameters of the layers, H of the
-head, l layers, d = heads x head size, and S pairs of a token and one that it may look at (PaLM, arXiv 2204.02311,
-appendix B, which counts the head for all tokens). A backward pass takes twice that.
+A forward pass needs 2 N T + 2 H C + 4 l d S operations: T non-padding tokens, C of them with logits, N parameters of
+the layers, H of the head, l layers, d = heads x head size, S pairs of a token and a token that it attends to (PaLM,
+arXiv 2204.02311, appendix B, which counts the head for all tokens). A backward pass takes twice that.
+
+Model FLOP utilisation (MFU) is relative to the machine's measured rate, which shows how much can still be gained on any
+machine. Relative to a data sheet's peak it would also measure how optimistic the data sheet is.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Parameters of the layers (`body`) and of the `head`; `attention` is layers x heads x head size."""
+    """Counts of parameters: of the layers (`body`) and of the `head`. `attention`: layers x heads x head size."""
 
     body: int
     head: int
@@ -36,25 +40,18 @@ class ModelSize:
         config = model.module.config.get_text_config()
         heads = config.num_attention_heads
         width = int(heads * (getattr(config, "head_dim", None) or config.hidden_size // heads))
-        # Looking a token up in the table costs nothing; where head and table are one, its parameters are counted once.
+        # A lookup in the embedding table costs nothing. If head and table are tied, count the parameters once.
         body = model.num_parameters - head.numel() - (0 if table is head else table.numel())
         return cls(body, head.numel(), int(config.num_hidden_layers) * width)
 
     def forward(self, tokens: float, predicted: float, attended: float) -> float:
-        """Of one forward pass; see the module."""
+        """Operations of one forward pass; the module's docstring has the formula."""
         return 2.0 * self.body * tokens + 2.0 * self.head * predicted + 4.0 * self.attention * attended
 
 
-# What this machine's matrix products reach: the yardstick of model FLOP utilisation (MFU).
-#
-#     flops / seconds / (matmul_gflops("float32") * 1e9)
-#
-# A share of the machine's own measured rate says how much is left to gain, on any machine; a share of a data sheet's
-# peak would say how good the data sheet is.
-
 Dtype = Literal["float32", "bfloat16"]
 
-# Square matrices: large enough to reach the plateau, small enough that a slow machine does one in well under a second.
+# Square matrices: large enough to reach the plateau, small enough for well under a second on a slow machine.
 CPU_SIZE, GPU_SIZE = 1024, 8192
 TRIES = 20
 LIMIT_S = 0.6  # for all tries together
@@ -63,8 +60,8 @@ LIMIT_S = 0.6  # for all tries together
 def matmul_gflops(dtype: Dtype = "float32", device: str = "cpu") -> float:
     """The best rate of a square matrix product in 10^9 floating-point operations per second (2 n^3 per product).
 
-    Uses torch's threads as they are set; takes about 0.6 s. The best, not the median: other work on the machine can
-    only slow a product down.
+    Uses torch's current number of threads; takes about 0.6 s. Takes the best try, not the median: other work on the
+    machine can only slow a product down.
     """
     import torch
 
@@ -79,7 +76,7 @@ def matmul_gflops(dtype: Dtype = "float32", device: str = "cpu") -> float:
 
 
 def _best_seconds(work: Callable[[], torch.Tensor], wait: Callable[[], None]) -> float:
-    work()  # the first product pays for threads, kernels and caches
+    work()  # the first product also starts threads, loads kernels and fills caches
     wait()
     best, began = float("inf"), time.perf_counter()
     for _ in range(TRIES):
@@ -94,7 +91,7 @@ def _best_seconds(work: Callable[[], torch.Tensor], wait: Callable[[], None]) ->
 
 
 def _waiter(device: str) -> Callable[[], None]:
-    """What returns when the device has done what it was asked for."""
+    """A function that blocks until the device has finished its queued work."""
     import torch
 
     return torch.cuda.synchronize if device.startswith("cuda") else lambda: None

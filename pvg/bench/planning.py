@@ -1,11 +1,11 @@
-"""What one call of `pvg bench` is to measure: its variants, resolved and checked before anything runs.
+"""Plans one call of `pvg bench`: resolves and checks all variants before anything runs.
 
     plan = plan_bench("rollout", sweep="rollout.max_rows=8,64,256")
     plan = plan_bench("sync", server_urls=["http://127.0.0.1:8000"])
 
-A plain bench has one variant, a sweep one for each value, an ablation one for each rung of the profile's ladder: first
-all switches slow, then one after the other fast, each rung keeping those before it. A profile may have a sweep of its
-own, which is what a plain bench of it measures, unless a setting that it varies is given.
+A plain bench has one variant and a sweep has one per value. An ablation has one per rung of the profile's ladder: first
+all optimizations off, then each one enabled in turn, cumulatively. A profile may define a sweep. A plain bench then
+measures that sweep, unless the user gives one of its settings.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pvg.bench import servers
 from pvg.bench.profile import (
     OWN_KEYS,
     BenchSettings,
-    Change,
     Profile,
+    SettingChange,
     find_profile,
     flattened,
     parse_overrides,
@@ -35,14 +35,14 @@ from pvg.store.run_directory import RunDirectory
 
 Kind = Literal["bench", "sweep", "ablation"]
 
-# Settings of the whole process: variants that differ in them cannot be open at once.
+# Settings of the whole process: variants with different values cannot be open at once.
 PROCESS_WIDE = frozenset({"models.threads", "telemetry.event_loop"})
 ALL_SLOW = "all slow"
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One variant to measure. `says` is what its last switch does."""
+class PlannedVariant:
+    """One variant to measure. `says`: what its last switch does."""
 
     label: str
     overrides: dict[str, Any]
@@ -51,19 +51,19 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What one call measures; `base` are the settings without any variant's own. `serve`: on servers of its own."""
+class BenchPlan:
+    """What one call measures. `base`: the settings common to all variants. `serve`: pvg starts the servers."""
 
     kind: Kind
     base: BenchSettings
-    choices: tuple[Choice, ...]
+    choices: tuple[PlannedVariant, ...]
     interleave: bool
     table: WorkloadTable = field(default_factory=lambda: WORKLOADS)
     serve: bool = False
 
     @property
     def samples(self) -> int:
-        """How many samples are taken in all, the warm-up's among them."""
+        """The number of samples in all variants, warm-up included."""
         return len(self.choices) * (self.base.profile.warmup + self.base.profile.repeats)
 
 
@@ -78,35 +78,37 @@ def plan_bench(
     server_urls: Sequence[str] = (),
     serve: bool = False,
     table: WorkloadTable = WORKLOADS,
-) -> Plan:
-    """Resolve every variant, and make each workload once, so that what is wrong with one is known before any runs.
+) -> BenchPlan:
+    """Resolve every variant, and construct each workload once to find errors before any of them runs.
 
-    `interleave`: None chooses (see above). `server_urls`: vLLM servers to measure on; `serve`: start some. Raises
-    UsageError and ConfigurationError.
+    `interleave`: None chooses (see pvg.bench.variants). `server_urls`: vLLM servers to measure on. `serve`: start
+    servers. Raises UsageError and ConfigurationError.
     """
     settings = parse_overrides(overrides)
     given = [*_on_servers(server_urls, serve, settings), *settings]
     profile, origin = _profile(name, given)
     _check_workload(profile.profile, origin, replay, bool(server_urls) or serve, table)
     if sweep is not None and ablate:
-        raise UsageError("--sweep and --ablate contradict each other.", "Call pvg bench once for each.")
+        raise UsageError("--sweep and --ablate cannot be used together.", "Call pvg bench once for each.")
     settle = partial(settings_of, profile, origin, replay=replay)
     base = settle(given)
     kind: Kind = "bench"
-    choices = [Choice("", {}, base)]
+    choices = [PlannedVariant("", {}, base)]
     if sweep is not None:
         kind, changes = "sweep", _swept(sweep, given)
-        choices = [Choice(_label(change), {change.key: change.value}, settle([*given, change])) for change in changes]
+        choices = [
+            PlannedVariant(_label(change), {change.key: change.value}, settle([*given, change])) for change in changes
+        ]
     elif ablate:
         kind = "ablation"
         choices = [
-            Choice(label, {change.key: change.value for change in state}, settle([*given, *state]), says)
+            PlannedVariant(label, {change.key: change.value for change in state}, settle([*given, *state]), says)
             for label, state, says in _ladder(base, origin, given)
         ]
     elif own := _own_sweep(profile, origin, given):
         kind = "sweep"
         choices = [
-            Choice(label, {change.key: change.value for change in changes}, settle([*given, *changes]), says)
+            PlannedVariant(label, {change.key: change.value for change in changes}, settle([*given, *changes]), says)
             for label, changes, says in own
         ]
     for choice in choices:
@@ -114,26 +116,26 @@ def plan_bench(
     if not serve and any(map(is_served, choices)):
         servers.refuse_swept(key for choice in choices for key in choice.overrides)
     wanted = profile.interleave or None if interleave is None else interleave
-    return Plan(kind, base, tuple(choices), _interleaved(kind, choices, wanted), table, serve)
+    return BenchPlan(kind, base, tuple(choices), _interleaved(kind, choices, wanted), table, serve)
 
 
-def _on_servers(urls: Sequence[str], serve: bool, given: Sequence[Change]) -> list[Change]:
-    """What --server and --serve set."""
+def _on_servers(urls: Sequence[str], serve: bool, given: Sequence[SettingChange]) -> list[SettingChange]:
+    """The settings that --server and --serve imply."""
     if urls and serve:
-        raise UsageError("--server and --serve contradict each other.", "Name servers, or have them started.")
+        raise UsageError("--server and --serve cannot be used together.", "Use one of them.")
     if not urls and not serve:
         return []
     origin = "--serve" if serve else f"--server {urls[0]}"
-    changes = [Change("rollout.engine", "vllm", origin)]
-    changes += [Change("serving.servers", list(urls), origin)] if urls else []
+    changes = [SettingChange("rollout.engine", "vllm", origin)]
+    changes += [SettingChange("serving.servers", list(urls), origin)] if urls else []
     for change in given:
         if change.key in ("rollout.engine", "serving.servers"):
-            raise UsageError(f"{change.key} is set by {origin.split(maxsplit=1)[0]}.", f"Drop {change.origin}.")
+            raise UsageError(f"{origin.split(maxsplit=1)[0]} already sets {change.key}.", f"Drop {change.origin}.")
     return changes
 
 
-def _profile(name: str, given: Sequence[Change]) -> tuple[Profile, str]:
-    """The profile and its file; where the engine is vLLM, the one that takes its place there."""
+def _profile(name: str, given: Sequence[SettingChange]) -> tuple[Profile, str]:
+    """The profile and its file. If the engine is vLLM, the profile that replaces it (`on_servers`)."""
     path = find_profile(name)
     profile = read_profile(path)
     engine = {change.key: change.value for change in given}.get("rollout.engine")
@@ -154,12 +156,12 @@ def _check_workload(
         )
     if replay is not None and workload not in REPLAYING:
         raise UsageError(
-            f"The workload {workload!r} makes its own work; it cannot replay a run.",
+            f"The workload {workload!r} generates its work; it cannot replay a run.",
             f"--replay goes with {' and '.join(sorted(REPLAYING))}.",
         )
     if on_servers and workload not in SERVED:
         raise UsageError(
-            f"The workload {workload!r} does not measure what servers do.",
+            f"The workload {workload!r} does not use servers.",
             f"--server and --serve go with {', '.join(sorted(SERVED))}.",
         )
 
@@ -168,29 +170,31 @@ def _check_headline(measures: Any, base: BenchSettings) -> None:
     headline, known = base.profile.headline, [WALL, *measures]
     if headline not in known:
         raise ConfigurationError(
-            f"Profile {base.profile.name!r} has the headline {headline!r}, which its workload does not measure.",
+            f"The headline {headline!r} of profile {base.profile.name!r} is not a measure of its workload.",
             f"It measures {', '.join(known)}.",
         )
 
 
-def _swept(sweep: str, given: Sequence[Change]) -> list[Change]:
+def _swept(sweep: str, given: Sequence[SettingChange]) -> list[SettingChange]:
     """`key=a,b,c` -> one change for each value."""
     key, values = parse_list(sweep)
     if key in OWN_KEYS:
-        raise UsageError(f"--sweep {key}: the variants of one report have the same {key}.", f"Use --set {key}=...")
+        raise UsageError(f"--sweep {key}: all variants of a report need the same {key}.", f"Use --set {key}=...")
     if any(change.key == key for change in given):
         raise UsageError(f"{key} is both set and swept.", "Leave out one of --set and --sweep.")
-    changes = [Change(key, value, f"--sweep {sweep}") for value in values]
+    changes = [SettingChange(key, value, f"--sweep {sweep}") for value in values]
     labels = [_label(change) for change in changes]
     repeated = next((label for label in labels if labels.count(label) > 1), None)
     if repeated:
-        raise UsageError(f"--sweep {sweep!r} names {repeated} twice.")
+        raise UsageError(f"--sweep {sweep!r} contains {repeated} twice.")
     return changes
 
 
-def _own_sweep(profile: Profile, origin: str, given: Sequence[Change]) -> list[tuple[str, list[Change], str]]:
-    """The profile's own sweep: for each variant its label, its changes, and what they do. Empty where there is none, or
-    where a setting of it is given."""
+def _own_sweep(
+    profile: Profile, origin: str, given: Sequence[SettingChange]
+) -> list[tuple[str, list[SettingChange], str]]:
+    """The profile's sweep: per variant its label, its changes, and what they do. Empty if the profile has none, or if
+    the user gives one of its settings."""
     found = [
         (value.label, list(flattened(value.changes, f"[[sweep]] of {origin}")), value.says) for value in profile.sweep
     ]
@@ -198,35 +202,37 @@ def _own_sweep(profile: Profile, origin: str, given: Sequence[Change]) -> list[t
     return [] if varied & {change.key for change in given} else found
 
 
-def _ladder(base: BenchSettings, origin: str, given: Sequence[Change]) -> list[tuple[str, list[Change], str]]:
-    """For each variant, slowest first: its label, the state of all switches, and what its last switch does."""
+def _ladder(
+    base: BenchSettings, origin: str, given: Sequence[SettingChange]
+) -> list[tuple[str, list[SettingChange], str]]:
+    """Per variant, slowest first: its label, the state of all switches, and what its last switch does."""
     rungs = base.profile.ladder
     if not rungs:
-        raise UsageError(f"The profile {base.profile.name!r} has no ladder to climb.", "Add [[ladder]] to its file.")
+        raise UsageError(f"The profile {base.profile.name!r} has no ladder.", "Add [[ladder]] to its file.")
     for change in given:
         if any(change.key == rung.switch for rung in rungs):
-            raise UsageError(f"{change.key} is a switch of the ladder, which --ablate sets.", f"Drop {change.origin}.")
-    state: dict[str, Change] = {}
+            raise UsageError(f"--ablate sets {change.key}, a switch of the ladder.", f"Drop {change.origin}.")
+    state: dict[str, SettingChange] = {}
     for rung in rungs:
-        state.setdefault(rung.switch, Change(rung.switch, rung.slow, f"[[ladder]] of {origin}"))
+        state.setdefault(rung.switch, SettingChange(rung.switch, rung.slow, f"[[ladder]] of {origin}"))
     variants = [(ALL_SLOW, list(state.values()), "")]
     for rung in rungs:
-        fast = Change(rung.switch, rung.fast, f"[[ladder]] of {origin}")
+        fast = SettingChange(rung.switch, rung.fast, f"[[ladder]] of {origin}")
         state[rung.switch] = fast
         variants.append((_label(fast), list(state.values()), rung.says))
     return variants
 
 
-def _label(change: Change) -> str:
+def _label(change: SettingChange) -> str:
     value = change.value
     return f"{change.key}={str(value).lower() if isinstance(value, bool) else value}"
 
 
-def _interleaved(kind: Kind, choices: Sequence[Choice], wanted: bool | None) -> bool:
+def _interleaved(kind: Kind, choices: Sequence[PlannedVariant], wanted: bool | None) -> bool:
     tied = sorted({key for choice in choices for key in choice.overrides} & PROCESS_WIDE)
     if wanted and tied:
         raise UsageError(
-            f"{' and '.join(tied)} belongs to the whole process: variants that differ in it cannot be interleaved.",
+            f"{' and '.join(tied)} applies to the whole process: variants that differ in it cannot be interleaved.",
             "Drop --interleave.",
         )
     if wanted and any(map(is_served, choices)):
@@ -242,5 +248,5 @@ def _interleaved(kind: Kind, choices: Sequence[Choice], wanted: bool | None) -> 
     return kind == "ablation" and small
 
 
-def is_served(choice: Choice) -> bool:
+def is_served(choice: PlannedVariant) -> bool:
     return choice.settings.experiment.rollout.engine == "vllm"

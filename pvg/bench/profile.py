@@ -1,10 +1,10 @@
-"""A benchmark profile: which workload runs, with which settings, how often; read from TOML, changed by `key=value`.
+"""A benchmark profile: a workload, its settings and its number of samples, read from TOML.
 
     settings = load_profile("rollout", ["rollout.max_rows=64", "workload.rollouts=32", "repeats=3"])
-    mine = workload_settings(Settings, settings)        # inside a workload: its own table, validated
+    mine = workload_settings(Settings, settings)        # inside a workload: the validated [workload] table
 
-A name is looked up in ./profiles, then among the profiles that come with pvg. A key is one of the experiment's, or
-`workload.X`, `warmup` or `repeats`.
+pvg looks up a name in ./profiles first, then among its own profiles. A `key=value` override names a setting of the
+experiment, `workload.X`, `warmup` or `repeats`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from pvg.config.sections import Count, Section
 from pvg.errors import ConfigurationError
 from pvg.store.run_directory import RunDirectory
 
-OWN_KEYS = ("warmup", "repeats")  # of a profile, that --set may change
+OWN_KEYS = ("warmup", "repeats")  # keys of a profile that --set may change
 WORKLOAD = "workload."
 
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
 
 class Rung(Section):
-    """One switch of the ablation ladder, with its slow and its fast side. `says` is what the fast side does."""
+    """One switch of the ablation ladder, with its slow and its fast value. `says`: what the fast value does."""
 
     switch: str
     slow: Any
@@ -50,41 +50,41 @@ class Rung(Section):
     @model_validator(mode="after")
     def _differs(self) -> Rung:
         if self.slow == self.fast:
-            raise ValueError(f"the ladder's switch {self.switch!r} is the same on its slow and its fast side")
+            raise ValueError(f"the ladder's switch {self.switch!r} has the same slow and fast value")
         return self
 
 
-class Value(Section):
-    """One variant of a profile's own sweep: what it sets, and its label: that of its first setting, KEY=VALUE, with
-    whatever tells it from others of the same value behind it."""
+class SweepValue(Section):
+    """One variant of a profile's sweep: its settings and its label. The label begins with the first setting, KEY=VALUE;
+    text after it distinguishes variants with the same value."""
 
     label: str
     says: str = ""
     changes: dict[str, Any] = Field(alias="set", min_length=1)
 
     @model_validator(mode="after")
-    def _is_labelled(self) -> Value:
+    def _is_labelled(self) -> SweepValue:
         if "=" not in self.label:
-            raise ValueError(f"the label {self.label!r} of a [[sweep]] is not of the form KEY=VALUE")
+            raise ValueError(f"the label {self.label!r} of a [[sweep]] must have the form KEY=VALUE")
         return self
 
 
-class Tune(Section):
-    """A setting that suits one machine and not another, and the values that `--tune` tries."""
+class TuningRange(Section):
+    """A setting whose best value depends on the machine, and the values that `--tune` tries."""
 
     key: str
     values: Annotated[tuple[int, ...], Field(strict=False, min_length=2)]
 
 
 class Profile(Section):
-    """A profile's file, validated. `profile` names the workload; `headline` is the measure that tables compare.
+    """A validated profile file. `profile` names the workload; `headline` is the measure that tables compare.
 
-    `sweep` is measured by default; `interleave`: its variants take turns by default. `on_servers` names the profile
-    that replaces this one if the engine is vLLM.
+    `sweep` is measured by default. `interleave`: variants take turns by default. `on_servers`: the profile that
+    replaces this one if the engine is vLLM.
     """
 
     profile: str
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # reports' files begin with it
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # file names of reports begin with it
     about: str
     experiment: str = "modchain"
     headline: str = "wall_s"
@@ -93,15 +93,15 @@ class Profile(Section):
     changes: dict[str, Any] = Field(default_factory=dict, alias="set")
     workload: dict[str, Any] = Field(default_factory=dict)
     ladder: tuple[Rung, ...] = Field(default=(), strict=False)
-    sweep: tuple[Value, ...] = Field(default=(), strict=False)
-    tune: tuple[Tune, ...] = Field(default=(), strict=False)
+    sweep: tuple[SweepValue, ...] = Field(default=(), strict=False)
+    tune: tuple[TuningRange, ...] = Field(default=(), strict=False)
     interleave: bool = False
     on_servers: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """One setting, changed: by --set, by a sweep's value, or by a rung of the ladder. `origin` serves the errors."""
+class SettingChange:
+    """One changed setting: by --set, by a sweep, or by a rung of the ladder. `origin` appears in error messages."""
 
     key: str
     value: Any
@@ -110,18 +110,18 @@ class Change:
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """Everything a workload is made from. `origins` says where a changed key was set; its Players must compute in
-    `executor` where there is one."""
+    """Everything that a workload needs. `origins`: where each changed key was set. `executor`: the workload's Players
+    compute in it, unless it is None."""
 
     profile: Profile
     experiment: Experiment
     workload: Mapping[str, Any]
     replay: RunDirectory | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
-    executor: Executor | None = None  # the compute thread that variants which take turns share
+    executor: Executor | None = None  # the compute thread that interleaved variants share
 
     def plain(self) -> dict[str, Any]:
-        """The resolved configuration, as JSON data: of the profile, and of the experiment."""
+        """The resolved configuration of the profile and of the experiment, as JSON data."""
         profile = self.profile.model_dump(mode="json", by_alias=True) | {"workload": dict(self.workload)}
         profile = {key: value for key, value in profile.items() if key not in ("sweep", "tune", "on_servers") or value}
         return {"profile": profile, "experiment": self.experiment.plain()} | (
@@ -133,24 +133,24 @@ def load_profile(
     name_or_file: str,
     overrides: Sequence[str] = (),
     *,
-    changes: Sequence[Change] = (),
+    changes: Sequence[SettingChange] = (),
     replay: RunDirectory | None = None,
 ) -> BenchSettings:
     """Read a profile and its experiment, apply `key=value` overrides and then `changes`, validate.
 
-    Raises UsageError for an unknown name, ConfigurationError for a wrong key or value, with the nearest valid one.
+    Raises UsageError for an unknown name, ConfigurationError (with the nearest valid key) for a wrong key or value.
     """
     path = find_profile(name_or_file)
     return settings_of(read_profile(path), str(path), [*parse_overrides(overrides), *changes], replay)
 
 
 def find_profile(name: str, directory: Path = Path("profiles")) -> Path:
-    """The file of profile `name`: a path, or a name in ./profiles, or one that comes with pvg."""
+    """The file of a profile: `name` is a path, a name in ./profiles, or the name of a profile that comes with pvg."""
     return find_named("profile", name, [directory, *shipped_directories("profiles")])
 
 
 def known_profiles(directory: Path = Path("profiles")) -> dict[str, Path]:
-    """All profiles by name; one in ./profiles hides the one of that name that comes with pvg."""
+    """All profiles by name. A file in ./profiles replaces pvg's profile of the same name."""
     found: dict[str, Path] = {}
     for place in [directory, *shipped_directories("profiles")]:
         for path in sorted(place.glob("*.toml")):
@@ -159,7 +159,7 @@ def known_profiles(directory: Path = Path("profiles")) -> dict[str, Path]:
 
 
 def read_profile(path: Path) -> Profile:
-    """The profile in a file, as it stands there."""
+    """The validated content of a profile's file, without overrides."""
     try:
         return Profile.model_validate(read_toml(path, "profile"))
     except ValidationError as error:
@@ -167,14 +167,14 @@ def read_profile(path: Path) -> Profile:
         raise _explained(error, known, "", lambda key: str(path)) from None
 
 
-def parse_overrides(overrides: Sequence[str]) -> list[Change]:
-    return [Change(*found) for override in overrides for found in read_override(override)]
+def parse_overrides(overrides: Sequence[str]) -> list[SettingChange]:
+    return [SettingChange(*found) for override in overrides for found in read_override(override)]
 
 
 def settings_of(
-    profile: Profile, origin: str, changes: Sequence[Change], replay: RunDirectory | None = None
+    profile: Profile, origin: str, changes: Sequence[SettingChange], replay: RunDirectory | None = None
 ) -> BenchSettings:
-    """The settings of one variant. `origin` is the profile's file. A replay starts from the run's own experiment."""
+    """The settings of one variant. `origin`: the profile's file. A replay starts from the run's experiment."""
     own: dict[str, Any] = {}
     workload = dict(profile.workload)
     source = find_experiment(profile.experiment) if replay is None else replay.experiment_file
@@ -197,7 +197,7 @@ def settings_of(
 
 
 def workload_settings(kind: type[SettingsT], settings: BenchSettings) -> SettingsT:
-    """The `[workload]` table as the workload's own model. Raises ConfigurationError with the nearest valid key."""
+    """The `[workload]` table, validated as `kind`. Raises ConfigurationError with the nearest valid key."""
     try:
         return kind.model_validate(settings.workload)
     except ValidationError as error:
@@ -206,30 +206,30 @@ def workload_settings(kind: type[SettingsT], settings: BenchSettings) -> Setting
         raise _explained(error, known, WORKLOAD, lambda key: settings.origins.get(key, where)) from None
 
 
-def flattened(table: Mapping[str, Any], origin: str, prefix: str = "") -> Iterator[Change]:
-    """`"rollout.max_rows" = 8` and `rollout.max_rows = 8` mean the same in [set], though not to TOML."""
+def flattened(table: Mapping[str, Any], origin: str, prefix: str = "") -> Iterator[SettingChange]:
+    """Flatten a [set] table: `"rollout.max_rows" = 8` and `rollout.max_rows = 8` mean the same here."""
     for key, value in table.items():
         if isinstance(value, dict):
             yield from flattened(value, origin, f"{prefix}{key}.")
         else:
-            yield Change(f"{prefix}{key}", value, f"[set] of {origin}")
+            yield SettingChange(f"{prefix}{key}", value, f"[set] of {origin}")
 
 
-def _refuse_unknown_section(change: Change, profile: Profile) -> None:
-    """A key whose first part is no section: only here is it known what else a benchmark may set."""
+def _refuse_unknown_section(change: SettingChange, profile: Profile) -> None:
+    """Refuse a key whose first part is neither a section of the experiment nor a key of a benchmark."""
     if change.key.split(".")[0] in Experiment.model_fields:
         return
     hint = nearest(change.key, [*OWN_KEYS, *(f"{WORKLOAD}{key}" for key in profile.workload), *valid_keys()])
     raise ConfigurationError(
         f"Unknown key {change.key!r} ({change.origin})." + (f" The nearest valid key is {hint!r}." if hint else ""),
-        f"Keys are those of the experiment, {WORKLOAD}X, {' and '.join(OWN_KEYS)}.",
+        f"Known: keys of the experiment, {WORKLOAD}X, {' and '.join(OWN_KEYS)}.",
     )
 
 
 def _explained(
     error: ValidationError, known: Sequence[str], prefix: str, origin: Callable[[str], str]
 ) -> ConfigurationError:
-    """The first complaint of pydantic in one line. `known`: the keys of the model, which an unknown one may mean."""
+    """Pydantic's first error in one line. `known`: the valid keys, to suggest the nearest one."""
     first = error.errors()[0]
     key = prefix + ".".join(str(part) for part in first["loc"])
     suffix = f" ({origin(key)})"

@@ -1,6 +1,14 @@
-"""Where a benchmark ran: what must be the same, or be named, when two reports are compared.
+"""The JSON report of a benchmark (schema version 1), and the environment that it records.
 
-Reading it imports no package for its version and starts no GPU work.
+    write_report(path, report)
+    report = read_report(path)
+
+A report keeps the raw samples, so that readers can compute other statistics. `python -m pvg.bench.report` writes the
+JSON Schema `report.schema.json` from these classes. Reading the environment imports no package for its version and
+starts no GPU work.
+
+Invariant: a report with status "ok" has every metric of every variant, `repeats` times each. A failed report has the
+reason, and its failed variants have no metrics.
 """
 
 from __future__ import annotations
@@ -25,15 +33,15 @@ from pvg.telemetry.core_waits import usable_cores
 
 GIB = 1024**3
 CPUINFO = Path("/proc/cpuinfo")
-# What a measured figure depends on; a report that was just written does not make the code dirty.
+# Files that affect a measured figure. A new report in docs/ does not make the code dirty.
 CODE = ("pvg", "cli", "profiles", "experiments", "benchmarks", "pyproject.toml")
 
 
-def read_environment(event_loop: str) -> Environment:
-    """The machine and the versions, all but the threads, which are known once torch is loaded: see `torch_threads`."""
+def read_environment(event_loop: str) -> MachineInfo:
+    """The machine and the versions. Threads are known only once torch is loaded; see `torch_threads`."""
     commit, dirty = git_state(Path(pvg.__file__).parent.parent)
     gpu, driver = gpu_and_driver()
-    return Environment(
+    return MachineInfo(
         python=platform.python_version(),
         platform=platform.platform(),
         pvg=pvg.__version__,
@@ -60,7 +68,7 @@ def version_of(package: str) -> str | None:
 
 
 def cpu_model(cpuinfo: Path = CPUINFO) -> str:
-    """The CPU's name as Linux gives it; elsewhere what Python knows, which is the architecture at least."""
+    """The CPU's name from Linux's cpuinfo; on other systems what Python knows, at least the architecture."""
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
             key, _, value = line.partition(":")
@@ -70,8 +78,8 @@ def cpu_model(cpuinfo: Path = CPUINFO) -> str:
 
 
 def torch_threads(setting: int) -> int | None:
-    """Threads of torch's matrix products if `models.threads` is `setting`. Call it after the variants were measured.
-    None if nothing has imported torch."""
+    """Threads of torch's matrix products if `models.threads` is `setting`, or None if torch is not imported. Call it
+    after the variants were measured."""
     if "torch" not in sys.modules:
         return None
     from pvg.models.compute import ComputeExecutor
@@ -80,7 +88,7 @@ def torch_threads(setting: int) -> int | None:
 
 
 def git_state(root: Path) -> tuple[str | None, bool | None]:
-    """The commit of the checkout at `root` and whether the code differs from it; (None, None) where there is none."""
+    """The commit of the checkout at `root`, and whether the code differs from it; (None, None) without a checkout."""
     if not (root / ".git").exists() or shutil.which("git") is None:
         return None, None
     commit = _git(root, "rev-parse", "HEAD")
@@ -112,21 +120,12 @@ def gpu_and_driver() -> tuple[str | None, str | None]:
     return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in kinds.items()) or None, driver
 
 
-# The JSON report of a benchmark, schema version 1 (measurement.md, "Benchmark report").
-#
-#     write_report(path, report)
-#     report = read_report(path)
-#
-# Raw samples are kept, so that whoever reads the report can do other statistics than ours. The JSON Schema that comes
-# with pvg, `report.schema.json`, is made from these classes by `python -m pvg.bench.report`.
-#
-# Invariant: a report that says "ok" has every metric of every variant, as often as it says; one that failed says why,
-# and the variants that failed have no metrics.
+# --- the report -------------------------------------------------------------------------------------------------------
 
 SCHEMA_VERSION = 1
 SCHEMA_FILE = Path(__file__).with_name("report.schema.json")
 
-# JSON Schema has no validators: what Variant checks of itself, in its words.
+# JSON Schema has no validators, so this states in JSON Schema what Variant checks.
 FAILED_HAS_NO_METRICS: dict[str, Any] = {
     "if": {"properties": {"status": {"const": "failed"}}},
     "then": {
@@ -145,19 +144,19 @@ FAILED_HAS_NO_METRICS: dict[str, Any] = {
 }
 
 
-class Record(BaseModel):
+class BenchRecord(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class Samples(Record):
-    """The raw values of one metric, in the order they were taken."""
+class Samples(BenchRecord):
+    """The raw values of one metric, in the order in which they were measured."""
 
     unit: str
     better: Literal["lower", "higher"]
     values: Annotated[tuple[float, ...], Field(min_length=1)]
 
 
-class Budget(Record):
+class TimeBudget(BenchRecord):
     """Seconds by part over all samples (see pvg.telemetry.spans): `exposed` sums to `wall_s`."""
 
     wall_s: float
@@ -167,17 +166,17 @@ class Budget(Record):
     device_s: dict[str, float] = {}
 
 
-class Variant(Record):
-    """One way of doing the work. A failed one says why, and has no metrics."""
+class Variant(BenchRecord):
+    """One measured variant. A failed one has a reason and no metrics."""
 
     model_config = ConfigDict(json_schema_extra=FAILED_HAS_NO_METRICS)
 
-    label: str  # "" for the only one, otherwise what differs, such as "rollout.max_rows=64"
+    label: str  # "" if it is the only one, otherwise what differs, such as "rollout.max_rows=64"
     overrides: dict[str, Any] = {}  # the settings in which it differs from `config`
     status: Literal["ok", "failed"]
     reason: str = ""
     samples: dict[str, Samples] = {}
-    budget: Budget | None = None
+    budget: TimeBudget | None = None
     derived: dict[str, float] = {}
 
     @model_validator(mode="after")
@@ -186,14 +185,14 @@ class Variant(Record):
             if self.samples or self.derived or self.budget is not None:
                 raise ValueError(f"the failed variant {self.label!r} has metrics")
             if not self.reason:
-                raise ValueError(f"the failed variant {self.label!r} does not say why")
+                raise ValueError(f"the failed variant {self.label!r} has no reason")
         elif self.reason or not self.samples or self.budget is None:
-            raise ValueError(f"the variant {self.label!r} is ok, but has a reason to fail, or no samples or no budget")
+            raise ValueError(f"the variant {self.label!r} is ok, but has a reason, or no samples, or no budget")
         return self
 
 
-class Environment(Record):
-    """Where the samples were taken. `cores`: those that this process may use; `threads`: torch's, where it ran."""
+class MachineInfo(BenchRecord):
+    """Where the samples were taken. `cores`: those that the process may use. `threads`: torch's, if it was loaded."""
 
     python: str
     platform: str
@@ -212,10 +211,10 @@ class Environment(Record):
     event_loop: str
 
 
-class BenchReport(Record):
-    """One call of `pvg bench`. `kind`: "bench" has one variant; "sweep" one per value; "ablation" one per rung of the
-    ladder, slowest first. `status` is "failed" when a variant failed; `work` is what every sample did; where the
-    variants' work differs (a sweep over the amount), what differs stands under "by_variant", by label."""
+class BenchReport(BenchRecord):
+    """One call of `pvg bench`. `kind`: "bench" has one variant, "sweep" one per value, "ablation" one per rung of the
+    ladder, slowest first. `status` is "failed" if a variant failed. `work`: what every sample did; parts that differ
+    between variants (a sweep over the amount of work) stand under "by_variant", by label."""
 
     schema_version: Literal[1] = 1
     kind: Literal["bench", "sweep", "ablation"]
@@ -227,17 +226,17 @@ class BenchReport(Record):
     command: str
     config: dict[str, Any]  # resolved: {"profile": ..., "experiment": ...}
     work: dict[str, Any]
-    environment: Environment
+    environment: MachineInfo
     warmup: int
     repeats: int
     variants: Annotated[tuple[Variant, ...], Field(min_length=1)]
-    peak_memory: dict[str, float] = {}  # bytes, over the whole call: rss_bytes, and gpu_bytes if torch used a GPU
+    peak_memory: dict[str, float] = {}  # bytes over the whole call: rss_bytes, and gpu_bytes if torch used a GPU
 
     @model_validator(mode="after")
     def _holds_together(self) -> BenchReport:
         failed = any(variant.status == "failed" for variant in self.variants)
         if (self.status == "failed") != failed or bool(self.reason) != failed:
-            raise ValueError("a report is failed, and says why, exactly when one of its variants is")
+            raise ValueError("a report must be failed, with a reason, exactly if one of its variants failed")
         labels = [variant.label for variant in self.variants]
         if len(set(labels)) < len(labels):
             raise ValueError(f"two variants have the same label: {labels}")
@@ -253,46 +252,46 @@ class BenchReport(Record):
 
 
 def work_of(report: BenchReport) -> dict[str, Any]:
-    """What the report's samples did, as JSON data: two reports can be compared only where this is equal."""
+    """What the report's samples did, as JSON data. Two reports can be compared only if it is equal."""
     work: dict[str, Any] = orjson.loads(orjson.dumps({"profile": report.profile, "work": report.work}))
     return work
 
 
 def read_report(path: Path) -> BenchReport:
-    """Raises UsageError where there is no such file, or no report of this schema version in it."""
+    """Raises UsageError if the file does not exist or is not a report of this schema version."""
     try:
         text = read_input(path, REPORT_BYTES)
         data = orjson.loads(text)
     except OSError as error:
-        raise UsageError(f"The report {path} cannot be read: {error.strerror}.") from None
+        raise UsageError(f"Cannot read the report {path}: {error.strerror}.") from None
     except orjson.JSONDecodeError as error:
         raise UsageError(f"{path} is not JSON: {error}.", "Give a report that `pvg bench` wrote.") from None
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version != SCHEMA_VERSION:
-        found = "no benchmark report" if version is None else f"a report of schema version {version}"
+        found = "not a benchmark report" if version is None else f"a report of schema version {version}"
         raise UsageError(f"{path} is {found}; this pvg reads version {SCHEMA_VERSION}.", "Write it with `pvg bench`.")
     try:
         return BenchReport.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the report"
-        raise UsageError(f"{path} is no valid benchmark report: {where}: {first['msg']}.") from None
+        raise UsageError(f"{path} is not a valid benchmark report: {where}: {first['msg']}.") from None
 
 
 def write_report(path: Path, report: BenchReport) -> None:
-    """Write the report whole or not at all. Raises MissingRequirementError when it cannot be written."""
+    """Write the report atomically. Raises MissingRequirementError if it cannot be written."""
     data = orjson.dumps(report.plain(), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
-    elsewhere = "Make room or permission there, or write the report elsewhere with --out FILE."
+    elsewhere = "Free space or fix the permissions, or write the report elsewhere with --out FILE."
     try:
         write_output(path, data)
-    except MissingRequirementError as error:  # its own remedy is for a run, which can be resumed
+    except MissingRequirementError as error:  # its remedy mentions resuming, which only a run can do
         raise MissingRequirementError(error.message, elsewhere) from error
     except OSError as error:
-        raise MissingRequirementError(f"The report {path} cannot be written: {error.strerror}.", elsewhere) from error
+        raise MissingRequirementError(f"Cannot write the report {path}: {error.strerror}.", elsewhere) from error
 
 
 def json_schema() -> bytes:
-    """The JSON Schema of a report, as it ships with pvg."""
+    """The JSON Schema of a report, as shipped with pvg."""
     schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **BenchReport.model_json_schema(mode="serialization"),

@@ -1,14 +1,14 @@
-"""Taking the samples of one variant, or of several in turn.
+"""Takes the samples of one variant, or of several in turn.
 
     variant, work = await run_variant(lambda: WORKLOADS["rollout"](settings), warmup=1, repeats=5)
 
-Every sample is one step of a tracer: its budget goes into the report, and its wall time is the measure `wall_s`, which
-the runner adds. Time between samples belongs to none.
+Every sample is one step of a tracer. The report contains its budget, and the runner adds its wall time as the measure
+`wall_s`. Time between samples belongs to no sample.
 
 Invariants:
-- A workload that raises a PvgError, or measures something that is no finite number, gives a failed variant with the
-  reason and no metrics. Any other exception is a defect and surfaces.
-- What was opened is closed, whatever happens.
+- If a workload raises a PvgError or measures a value that is not finite, its variant is failed, with the reason and no
+  metrics. Any other exception is a defect and propagates.
+- Everything that was opened is closed, also after an error.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from pvg.bench.report import Budget, Samples, Variant
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.report import Samples, TimeBudget, Variant
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.errors import EXIT_CHECK_FAILED, PvgError
 from pvg.telemetry.spans import UNACCOUNTED, DeviceClock, StepBudget, Tracer, trained_seconds
 
-RESET = "reset"  # the part in which a workload returns to its start or calibrates itself; real steps have none
+RESET = "reset"  # the span in which a workload returns to its start or calibrates itself; real steps have none
 WALL = "wall_s"
-WALL_MEASURE = Measure("s", "lower", "wall time of one sample")
+WALL_MEASURE = BenchMetric("s", "lower", "wall time of one sample")
 
 
 @dataclass(frozen=True, slots=True)
 class SampleTaken:
-    """For whoever shows the progress: sample `number` (from 1) of `of`, those of the warm-up counted first."""
+    """Progress: sample `number` (from 1) of `of`, warm-up samples included."""
 
     label: str
     number: int
@@ -45,13 +45,13 @@ OnSample = Callable[[SampleTaken], None]
 
 
 class NotFiniteError(PvgError):
-    """A measured value that is no finite number: nothing of that variant can be trusted."""
+    """A measured value is not finite, so the variant cannot be trusted."""
 
     exit_code = EXIT_CHECK_FAILED
 
 
-class Trial:
-    """One variant while it is measured: its workload, its tracer, its samples so far; `error` ends it."""
+class VariantTrial:
+    """One variant while it is measured: its workload, its tracer, its samples so far. `error` ends it."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Trial:
         self._overrides = dict(overrides or {})
         self._on_sample = on_sample
         self._workload: Workload | None = None
-        self._measures: Mapping[str, Measure] = {}
+        self._measures: Mapping[str, BenchMetric] = {}
         self._tracer = Tracer(device_clock=device_clock)
         self._values: dict[str, list[float]] = {}
         self._budgets: list[StepBudget] = []
@@ -79,21 +79,21 @@ class Trial:
         self._derived: dict[str, float] = {}
 
     async def open(self) -> None:
-        gc.collect()  # what an earlier variant left is not to be collected during a sample of this one
+        gc.collect()  # so that garbage of an earlier variant is not collected during a sample of this one
         with self._failing(), self._tracer.drive():
             workload = self._make()
             await workload.open()
             self._workload = workload
 
     async def sample(self, index: int) -> None:
-        """Do the work once; the first `warmup` samples are not kept. A failed variant does nothing."""
+        """Do the work once. The first `warmup` samples are not kept. A failed variant does nothing."""
         if self._workload is None or self.error is not None:
             return
         with self._failing(), self._tracer.drive():
-            self._tracer.close_step()  # what happened since the last sample is not this one's
+            self._tracer.close_step()  # time since the last sample does not belong to this one
             values = dict(await self._workload.sample(index))
             budget = self._tracer.close_step()
-            self._tracer.take_spans()  # not kept: nothing may grow from sample to sample
+            self._tracer.take_spans()  # discarded: nothing may grow from sample to sample
             self._keep(index, values, budget)
         if self._on_sample is not None and self.error is None:
             of = self.warmup + self.repeats
@@ -112,7 +112,7 @@ class Trial:
                 self._values.setdefault(name, []).append(value)
 
     def finish(self) -> None:
-        """Ask what the work was, and for the derived figures; to be called once, before `close`."""
+        """Read the work and the derived figures. Call it once, before `close`."""
         if self._workload is None or self.error is not None:
             return
         with self._failing():
@@ -121,13 +121,13 @@ class Trial:
             _require_finite(self._derived)
 
     async def close(self) -> None:
-        workload, self._workload = self._workload, None  # its models are not kept while others are measured
+        workload, self._workload = self._workload, None  # frees its models before others are measured
         if workload is not None:
             with self._failing(), self._tracer.drive():
                 await workload.close()
 
     def result(self) -> tuple[Variant, dict[str, Any]]:
-        """The variant for the report, and what its work was."""
+        """The variant for the report, and its work."""
         if self.error is not None:
             reason = str(self.error)
             return Variant(label=self.label, overrides=self._overrides, status="failed", reason=reason), {}
@@ -146,7 +146,7 @@ class Trial:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """The first PvgError becomes the variant's; those that follow from it say nothing new."""
+        """Records the first PvgError as the variant's error; later ones follow from it."""
         try:
             yield
         except PvgError as error:
@@ -163,16 +163,16 @@ async def run_variant(
     on_sample: OnSample | None = None,
 ) -> tuple[Variant, dict[str, Any]]:
     """Open, sample and close one workload. Returns the variant, and what one sample's work was."""
-    trial = Trial(make, warmup=warmup, repeats=repeats, label=label, overrides=overrides, on_sample=on_sample)
+    trial = VariantTrial(make, warmup=warmup, repeats=repeats, label=label, overrides=overrides, on_sample=on_sample)
     await run_trials([trial])
     return trial.result()
 
 
-async def run_trials(trials: Sequence[Trial]) -> None:
-    """Open all, take the samples in turn (all of the first round, then all of the second ...), close all.
+async def run_trials(trials: Sequence[VariantTrial]) -> None:
+    """Open all, take the samples in turn (one of each trial per round), close all.
 
-    Every second round goes backwards, so that no variant always follows the same one. All have the same warm-up and
-    repeats.
+    Every second round runs backwards, so that no variant always follows the same one. All trials need the same warm-up
+    and repeats.
     """
     rounds = {trial.warmup + trial.repeats for trial in trials}
     async with AsyncExitStack() as stack:
@@ -186,7 +186,7 @@ async def run_trials(trials: Sequence[Trial]) -> None:
             trial.finish()
 
 
-def total(budgets: Sequence[StepBudget]) -> Budget:
+def total(budgets: Sequence[StepBudget]) -> TimeBudget:
     """The sum of the samples' budgets, the largest exposed part first."""
     exposed, busy, device_s = (
         _summed(budget.exposed for budget in budgets),
@@ -194,11 +194,11 @@ def total(budgets: Sequence[StepBudget]) -> Budget:
         _summed(budget.device_s for budget in budgets),
     )
     wall_s = sum(budget.wall_s for budget in budgets)
-    return Budget(wall_s=wall_s, steps=len(budgets), exposed=exposed, busy=busy, device_s=device_s)
+    return TimeBudget(wall_s=wall_s, steps=len(budgets), exposed=exposed, busy=busy, device_s=device_s)
 
 
-def shares(budget: Budget) -> dict[str, float]:
-    """Of the wall time: what no span accounts for, and where a trainer waits for rollouts, what it did not train."""
+def shares(budget: TimeBudget) -> dict[str, float]:
+    """Shares of the wall time: what no span accounts for, and how long a trainer that waits for rollouts was idle."""
     if not budget.wall_s:
         return {}
     found = {"unaccounted_share": budget.exposed.get(UNACCOUNTED, 0.0) / budget.wall_s}
@@ -220,4 +220,4 @@ def _require_finite(values: Mapping[str, float]) -> None:
     wrong = {name: value for name, value in values.items() if not math.isfinite(value)}
     if wrong:
         named = ", ".join(f"{name} = {value}" for name, value in wrong.items())
-        raise NotFiniteError(f"Measured no finite number: {named}.")
+        raise NotFiniteError(f"Measured a value that is not finite: {named}.")

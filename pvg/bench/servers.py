@@ -1,11 +1,12 @@
-"""The vLLM servers of a benchmark: those that are there (`--server URL`), or one of its own (`--serve`).
+"""The vLLM servers of a benchmark: running ones (`--server URL`), or one that pvg starts (`--serve`).
 
-    infos = await look(experiment)                  # are they there, and what are they?
-    async with own_server(experiment) as served:    # the same experiment, with the server that was started for it
+    infos = await look(experiment)                  # do the servers answer, and with which settings do they run?
+    async with own_server(experiment) as served:    # the same experiment, on a server that was started for it
         ...
 
-What is decided when a server starts cannot be swept over servers that run. With `--serve` it can: variants that agree
-in all of it share a server, each of the others gets one started for it, and none is left when its samples are taken.
+Settings that are fixed when a server starts cannot be swept over running servers. With `--serve` they can: variants
+with the same start settings share a server, and pvg starts one for each of the others. pvg stops each server after its
+samples.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pvg.servers.models import model_folder
 from pvg.servers.pool import ConnectionLimits, HttpPool, ServerFault
 from pvg.servers.process import VllmServer
 
-# What `pvg serve` reads, and a running server cannot change.
+# Settings that `pvg serve` reads and a running server cannot change.
 FIXED_AT_START = frozenset(
     {
         "serving.python",
@@ -50,30 +51,29 @@ FIXED_AT_START = frozenset(
         "training.lora_rank",
     }
 )
-# Of these, what a server tells of itself, under the same name.
+# Those of them that a server reports, under the same name.
 TOLD = ("serving.max_num_seqs", "serving.prefix_caching", "serving.max_model_len")
-# Of `ServerInfo`, what a report says of the servers; where they are and what they have now is of no use to it.
+# Fields of `ServerInfo` that a report contains.
 REPORTED = ("model", "dtype", "max_model_len", "max_num_seqs", "prefix_caching", "logprobs_mode", "max_lora_rank")
 
 OnServer = Callable[[str], None]
 
 
 def refuse_swept(keys: Iterable[str]) -> None:
-    """Raises UsageError for a setting that a running server cannot change."""
+    """Raises UsageError for a setting that running servers cannot change."""
     fixed = sorted(set(keys) & FIXED_AT_START)
     if fixed:
         raise UsageError(
-            f"{fixed[0]} is fixed when a server starts: running servers have one value of it.",
-            "Have the benchmark start a server for each: --serve instead of --server.",
+            f"{fixed[0]} is fixed when a server starts, so it cannot be swept over running servers.",
+            "Use --serve instead of --server: the benchmark then starts a server for each value.",
         )
 
 
 async def look(experiment: Experiment, given: Iterable[str] = ()) -> list[ServerInfo]:
-    """What the servers of the experiment say of themselves. `given`: keys that the user has set, which must not be
-    other than the servers'.
+    """The descriptions of the experiment's servers. `given`: keys that the user has set; they must match the servers.
 
-    Raises ServerUnavailableError for one that does not answer, MissingRequirementError for one without pvg's routes,
-    ConfigurationError for another key or another value.
+    Raises ServerUnavailableError for a server that does not answer, MissingRequirementError for one without pvg's
+    routes, ConfigurationError for a wrong key or a value that does not match.
     """
     serving, weights = experiment.serving, experiment.weights
     limits, key = ConnectionLimits.derive(len(serving.servers)), control_key(weights.root)
@@ -86,7 +86,7 @@ async def look(experiment: Experiment, given: Iterable[str] = ()) -> list[Server
         infos = list(await asyncio.gather(*(control.info() for control in controls)))
     except ServerFault as fault:
         raise ServerUnavailableError(
-            f"No server answers: {fault}.", "Start one with `pvg serve EXPERIMENT`, or have one started: --serve."
+            f"No server answers: {fault}.", "Start one with `pvg serve EXPERIMENT`, or use --serve."
         ) from None
     finally:
         await pool.close()
@@ -101,13 +101,13 @@ def _check_given(info: ServerInfo, experiment: Experiment, given: Iterable[str])
         wanted, found = getattr(experiment.serving, name), getattr(info, name)
         if wanted is not None and wanted != found:
             raise ConfigurationError(
-                f"{info.url} was started with {name} = {found}, and {key} is {wanted}.",
-                "Leave it out, start the server with it, or have one started: --serve.",
+                f"{info.url} was started with {name} = {found}, but {key} is {wanted}.",
+                "Drop the setting, restart the server with it, or use --serve.",
             )
 
 
 def told(infos: Sequence[ServerInfo]) -> dict[str, Any]:
-    """For a report: how many servers there were, and what they were; where they differ, each in turn."""
+    """For a report: the number of servers and their fields; a field that differs has one value per server."""
     found: dict[str, Any] = {"count": len(infos)}
     for name in REPORTED:
         values = [asdict(info)[name] for info in infos]
@@ -116,12 +116,12 @@ def told(infos: Sequence[ServerInfo]) -> dict[str, Any]:
 
 
 def versions(infos: Iterable[ServerInfo]) -> str | None:
-    """Of vLLM; None without servers."""
+    """The servers' vLLM versions; None without servers."""
     return ", ".join(sorted({info.vllm for info in infos})) or None
 
 
 def start_settings(experiment: Experiment) -> bytes:
-    """Equal for variants that can share a server (and the event loop that watches it)."""
+    """Equal for variants that can share a server (and the event loop that supervises it)."""
     plain = experiment.plain()
     found = {key: _value(plain, key) for key in sorted(FIXED_AT_START | {"telemetry.event_loop"})}
     return orjson.dumps(found)
@@ -136,8 +136,8 @@ def _value(plain: Mapping[str, Any], key: str) -> Any:
 
 @asynccontextmanager
 async def own_server(experiment: Experiment, on_server: OnServer | None = None) -> AsyncIterator[Experiment]:
-    """Start a server for the experiment on a free port, and give the experiment that uses it; stop the server when the
-    block is left. Raises what `find_interpreter`, `model_folder` and `VllmServer.start` raise."""
+    """Start a server for the experiment on a free port and yield the experiment that uses it; stop the server at the
+    end. Raises the errors of `find_interpreter`, `model_folder` and `VllmServer.start`."""
     tell = on_server or (lambda line: None)
     interpreter, port = find_interpreter(experiment.serving.python), _free_port()
     log = experiment.weights.root / "logs" / f"bench-{port}.log"

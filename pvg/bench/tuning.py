@@ -1,11 +1,10 @@
-"""Which settings of a profile suit this machine: its `[[tune]]` settings, each measured over its values, one after the
-other, each with those chosen before it.
+"""Chooses settings that suit this machine: measures each `[[tune]]` setting of a profile over its values.
 
     tuned = tune("rollout", ["models.threads=1"], command="pvg bench --profile rollout --tune")
     path.write_text(tuned.to_toml())            # pvg train -s @FILE
 
-One after the other finds the best of each setting beside the others' present values, not the best of all combinations:
-a few minutes instead of hours.
+Settings are chosen one after the other, each with the earlier choices applied. This finds the best value of each
+setting given the others, not the best of all combinations. It takes a few minutes instead of hours.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import tomli_w
 
 from pvg.bench.compare import headline_of
 from pvg.bench.planning import plan_bench
-from pvg.bench.profile import Tune, find_profile, read_profile
+from pvg.bench.profile import TuningRange, find_profile, read_profile
 from pvg.bench.report import BenchReport, Variant
 from pvg.bench.runner import OnSample
 from pvg.bench.statistics import median
@@ -27,14 +26,14 @@ from pvg.bench.workloads import WORKLOADS, WorkloadTable
 from pvg.config.experiment import assign
 from pvg.errors import PvgError, UsageError
 
-# A smaller value is taken when its median is this close to the best one's: larger batches cost memory, and of two
-# values that differ by less than the noise the smaller is the cheaper one.
+# Take a smaller value if its median is within this share of the best one: larger batches cost memory, and a difference
+# below the noise is not worth it.
 NEAR = 0.02
 
 
 @dataclass(frozen=True)
-class Tuned:
-    """What was chosen, in order, and the sweep behind each choice."""
+class TuningResult:
+    """The chosen settings in order, and the sweep behind each choice."""
 
     choices: tuple[tuple[str, Any], ...]
     reports: tuple[BenchReport, ...]
@@ -48,7 +47,7 @@ class Tuned:
         return data
 
     def to_toml(self) -> str:
-        """A file for `--set @FILE`: the settings, and above them what they were chosen from, in comments."""
+        """A file for `--set @FILE`: the settings, with the measurements behind each choice as comments."""
         first = self.reports[0]
         machine = first.environment
         lines = [
@@ -69,9 +68,9 @@ def tune(
     command: str,
     on_sample: OnSample | None = None,
     table: WorkloadTable = WORKLOADS,
-) -> Tuned:
-    """Measure and choose. Raises UsageError for a profile that has nothing to tune, or whose settings are all given;
-    PvgError when no value of a setting could be measured."""
+) -> TuningResult:
+    """Measure and choose. Raises UsageError if the profile has nothing to tune, or if all its settings are given;
+    PvgError if no value of a setting could be measured."""
     choices: list[tuple[str, Any]] = []
     reports = []
     for entry in to_tune(name, overrides):
@@ -81,16 +80,16 @@ def tune(
         report = run_plan(plan, command=command, on_sample=on_sample).report
         reports.append(report)
         choices.append((entry.key, choose(report, entry)))
-    return Tuned(tuple(choices), tuple(reports), command)
+    return TuningResult(tuple(choices), tuple(reports), command)
 
 
-def to_tune(name: str, overrides: Sequence[str]) -> list[Tune]:
-    """The profile's settings that nobody has given. Raises UsageError when there are none."""
+def to_tune(name: str, overrides: Sequence[str]) -> list[TuningRange]:
+    """The profile's `[[tune]]` settings that the user has not given. Raises UsageError if there are none."""
     profile = read_profile(find_profile(name))
     given = {text.partition("=")[0].strip() for text in overrides}
     found = [entry for entry in profile.tune if entry.key not in given]
     if not found:
-        what = "whose values are not given already" if profile.tune else "of its own"
+        what = "that are not given already" if profile.tune else "at all"
         raise UsageError(
             f"The profile {profile.name!r} has no settings to tune {what}.",
             "Measure values of your choice with --sweep KEY=A,B,C.",
@@ -98,8 +97,8 @@ def to_tune(name: str, overrides: Sequence[str]) -> list[Tune]:
     return found
 
 
-def choose(report: BenchReport, entry: Tune) -> Any:
-    """The first of the values, smallest first, whose median is within NEAR of the best one's."""
+def choose(report: BenchReport, entry: TuningRange) -> Any:
+    """The smallest value whose median is within NEAR of the best one's."""
     headline = headline_of(report)
     measured = {
         variant.overrides[entry.key]: variant.samples[headline] for variant in report.variants if variant.status == "ok"

@@ -1,13 +1,13 @@
-"""One call of `pvg bench`: its variants measured in their order, and the report of them.
+"""Measures all variants of one call of `pvg bench` and makes the report.
 
     plan = plan_bench("rollout", sweep="rollout.max_rows=8,64,256")     # pvg.bench.planning
     result = run_plan(plan, command="pvg bench ...")
 
-The variants run one after the other, or interleaved: all are open at once, and their samples are taken in turn. On a
-machine that others use too, its speed drifts over the minutes of a run; one after the other, that drift looks like a
-difference between variants, in turn it hits all of them alike. The price is that all models are in memory at once, so
-it is the default only for an ablation of models that come with pvg, which are small. Variants on vLLM servers are never
-interleaved: a server has one set of weights, and belongs to the session that published last.
+Variants run one after the other, or interleaved: all are open at once and take their samples in turn. The speed of a
+shared machine drifts over minutes. Without interleaving, this drift looks like a difference between variants;
+interleaved, it affects all of them alike. The price is that all models are in memory at once. So interleaving is the
+default only for an ablation of models that come with pvg, which are small. Variants on vLLM servers are never
+interleaved: a server has one set of weights, those of the session that published last.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from pvg.bench import servers
-from pvg.bench.planning import Choice, Kind, Plan, is_served, plan_bench
+from pvg.bench.planning import BenchPlan, Kind, PlannedVariant, is_served, plan_bench
 from pvg.bench.profile import BenchSettings
 from pvg.bench.report import BenchReport, Variant, read_environment, torch_threads
-from pvg.bench.runner import OnSample, Trial, run_trials
+from pvg.bench.runner import OnSample, VariantTrial, run_trials
 from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError, PvgError
 from pvg.servers.control import ServerInfo
 from pvg.telemetry.device import peak_memory
 from pvg.telemetry.spans import DeviceClock
 
-__all__ = ["Choice", "Plan", "Result", "common_work", "on_loop", "plan_bench", "run_plan"]
+__all__ = ["BenchPlan", "BenchResult", "PlannedVariant", "common_work", "on_loop", "plan_bench", "run_plan"]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Result:
-    """The report, and the exit code: 0, or that of the first variant that failed."""
+class BenchResult:
+    """The report, and the exit code: 0, or that of the first failed variant."""
 
     report: BenchReport
     exit_code: int
 
 
 def _shared_executor(experiment: Experiment) -> ThreadPoolExecutor:
-    """One compute thread for all variants that take turns: with one each, every one of them would be slowed down by the
-    mere presence of the others."""
+    """One compute thread for all interleaved variants. With one thread each, the variants would slow each other down
+    even while idle."""
     from pvg.models.compute import compute_executor
 
     return compute_executor(experiment.models.threads)
 
 
 def run_plan(
-    plan: Plan, *, command: str, on_sample: OnSample | None = None, on_server: servers.OnServer | None = None
-) -> Result:
-    """Measure every variant. A workload's PvgError fails its variant; any other exception surfaces, as does Ctrl-C.
+    plan: BenchPlan, *, command: str, on_sample: OnSample | None = None, on_server: servers.OnServer | None = None
+) -> BenchResult:
+    """Measure every variant. A workload's PvgError fails its variant; any other exception propagates, as does Ctrl-C.
 
-    Raises what is wrong with servers that should be there (pvg.bench.servers.look), before anything is measured.
-    `on_server` is told of those that are started.
+    Before measuring, raises the errors of `pvg.bench.servers.look` about missing or unsuitable servers. `on_server`
+    receives a line of progress for each server that pvg starts.
     """
     profile, experiment = plan.base.profile, plan.base.experiment
     created = datetime.now(UTC).isoformat(timespec="seconds")
@@ -99,24 +99,24 @@ def run_plan(
         peak_memory=peak_memory(),
     )
     failed = next((trial.error for trial in trials if trial.error is not None), None)
-    return Result(report, failed.exit_code if failed is not None else 0)
+    return BenchResult(report, failed.exit_code if failed is not None else 0)
 
 
-# `executor` of the compute thread, and the experiment that the choice's workload gets; None: its own of both.
-MakeTrial = Callable[[Choice, Executor | None, Experiment | None], Trial]
+# Arguments: the executor of the compute thread and the experiment of the workload; None: the choice's defaults.
+MakeTrial = Callable[[PlannedVariant, Executor | None, Experiment | None], VariantTrial]
 
 
 def _trial(
-    plan: Plan,
+    plan: BenchPlan,
     on_sample: OnSample | None,
     clock: DeviceClock | None,
-    choice: Choice,
+    choice: PlannedVariant,
     executor: Executor | None,
     experiment: Experiment | None,
-) -> Trial:
+) -> VariantTrial:
     profile = plan.base.profile
     settings = replace(choice.settings, executor=executor, experiment=experiment or choice.settings.experiment)
-    return Trial(
+    return VariantTrial(
         partial(plan.table[profile.profile], settings),
         warmup=profile.warmup,
         repeats=profile.repeats,
@@ -127,7 +127,7 @@ def _trial(
     )
 
 
-def _run_interleaved(plan: Plan, trial: MakeTrial) -> list[Trial]:
+def _run_interleaved(plan: BenchPlan, trial: MakeTrial) -> list[VariantTrial]:
     experiment = plan.base.experiment
     with _shared_executor(experiment) as executor:
         trials = [trial(choice, executor, None) for choice in plan.choices]
@@ -135,7 +135,7 @@ def _run_interleaved(plan: Plan, trial: MakeTrial) -> list[Trial]:
     return trials
 
 
-def _run_one_by_one(plan: Plan, trial: MakeTrial) -> list[Trial]:
+def _run_one_by_one(plan: BenchPlan, trial: MakeTrial) -> list[VariantTrial]:
     trials = []
     for choice in plan.choices:
         trials.append(trial(choice, None, None))
@@ -144,13 +144,13 @@ def _run_one_by_one(plan: Plan, trial: MakeTrial) -> list[Trial]:
 
 
 def _run_on_own_servers(
-    plan: Plan, trial: MakeTrial, infos: list[ServerInfo], on_server: servers.OnServer | None
-) -> list[Trial]:
-    """Neighbours that can share a server do. What the servers are is added to `infos`; one that does not start fails
-    the variants that it was for."""
+    plan: BenchPlan, trial: MakeTrial, infos: list[ServerInfo], on_server: servers.OnServer | None
+) -> list[VariantTrial]:
+    """Measure on servers that pvg starts. Adjacent variants share a server if they can. Adds each server's description
+    to `infos`. A server that does not start fails the variants that need it."""
 
-    async def measure(choices: Sequence[Choice]) -> list[Trial]:
-        trials: list[Trial] = []
+    async def measure(choices: Sequence[PlannedVariant]) -> list[VariantTrial]:
+        trials: list[VariantTrial] = []
         try:
             async with servers.own_server(choices[0].settings.experiment, on_server) as served:
                 infos.extend(await servers.look(served))
@@ -164,15 +164,15 @@ def _run_on_own_servers(
                 trials[-1].error = error
         return trials
 
-    done: list[Trial] = []
+    done: list[VariantTrial] = []
     for _, group in groupby(plan.choices, key=lambda choice: servers.start_settings(choice.settings.experiment)):
         choices = list(group)
         done += on_loop(choices[0].settings.experiment.telemetry.event_loop, measure(choices))
     return done
 
 
-def _look_at_servers(plan: Plan) -> list[ServerInfo]:
-    """What the servers say of themselves, each once."""
+def _look_at_servers(plan: BenchPlan) -> list[ServerInfo]:
+    """The descriptions of the running servers, each server once."""
     given = [key for key, origin in plan.base.origins.items() if origin.startswith("--set")]
     found: dict[str, ServerInfo] = {}
     for choice in filter(is_served, plan.choices):
@@ -184,11 +184,11 @@ def _look_at_servers(plan: Plan) -> list[ServerInfo]:
 
 
 class OtherWorkError(ConfigurationError):
-    """A rung of a ladder that changes what is done, not only how: what it buys cannot be said."""
+    """A rung of a ladder changes the work itself, so its gain cannot be measured."""
 
 
-def _results(trials: Sequence[Trial], kind: Kind) -> tuple[tuple[Variant, ...], dict[str, dict[str, Any]]]:
-    """The variants, and the work of those that ran. The rungs of a ladder must all do the same work."""
+def _results(trials: Sequence[VariantTrial], kind: Kind) -> tuple[tuple[Variant, ...], dict[str, dict[str, Any]]]:
+    """The variants, and the work of those that ran. All rungs of a ladder must do the same work."""
     works: dict[str, dict[str, Any]] = {}
     variants = []
     for trial in trials:
@@ -197,7 +197,7 @@ def _results(trials: Sequence[Trial], kind: Kind) -> tuple[tuple[Variant, ...], 
             first = next(iter(works.values()), work)
             if kind == "ablation" and work != first:
                 trial.error = OtherWorkError(
-                    f"It does other work than {next(iter(works))!r}: {_differing(first, work)}."
+                    f"Its work differs from that of {next(iter(works))!r}: {_differing(first, work)}."
                 )
                 variant, _ = trial.result()
             else:
@@ -208,11 +208,11 @@ def _results(trials: Sequence[Trial], kind: Kind) -> tuple[tuple[Variant, ...], 
 
 def _differing(first: dict[str, Any], other: dict[str, Any]) -> str:
     keys = [key for key in first.keys() | other.keys() if first.get(key) != other.get(key)]
-    return ", ".join(f"{key} is {other.get(key)} and not {first.get(key)}" for key in sorted(keys))
+    return ", ".join(f"{key} is {other.get(key)}, not {first.get(key)}" for key in sorted(keys))
 
 
 def common_work(works: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What all variants did; what they did not do alike stands under "by_variant"."""
+    """The work that all variants have in common; differences stand under "by_variant", by label."""
     if not works:
         return {}
     first = next(iter(works.values()))
@@ -222,7 +222,7 @@ def common_work(works: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def on_loop(event_loop: str, work: Coroutine[Any, Any, T]) -> T:
-    """Run to the end in a fresh event loop of the kind that `telemetry.event_loop` names."""
+    """Run `work` to its end in a new event loop of the kind that `telemetry.event_loop` names."""
     with asyncio.Runner(loop_factory=_loop_factory(event_loop)) as runner:
         return runner.run(work)
 
@@ -237,7 +237,7 @@ def _loop_factory(event_loop: str) -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 def _device_clock(settings: BenchSettings, gpu: str | None) -> DeviceClock | None:
-    """CUDA's clock when the models run there. Without a GPU torch is not even loaded: not every workload needs it."""
+    """A clock for CUDA if the models run there. Without a GPU it does not import torch: not every workload needs it."""
     if gpu is None:
         return None
     from pvg.models import pick_device

@@ -1,4 +1,4 @@
-"""`Workload`: the work that a benchmark profile repeats, the same every time."""
+"""`Workload`: the protocol of the repeatable work behind a benchmark profile."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Better = Literal["lower", "higher"]
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
-    """What a metric of a benchmark is: its unit ("s", "tokens/s", "MB", "1" for a ratio), and which way is better."""
+class BenchMetric:
+    """A metric of a benchmark: its unit ("s", "tokens/s", "MB", "1" for a ratio), and which direction is better."""
 
     unit: str
     better: Better
@@ -19,28 +19,28 @@ class Measure:
 
 
 class Workload(Protocol):
-    """One variant of one profile. The runner opens it, samples it (warm-up first), asks what it was, and closes it.
+    """One variant of one profile. The runner opens it, samples it (warm-up first), reads `work`, and closes it.
 
-    All of it runs in the task that drives a `pvg.telemetry.spans.Tracer`: what lies under a `span` goes into the
-    report's budget, and a sample is one step of it.
+    It runs in the task that drives a `pvg.telemetry.spans.Tracer`: time in a `span` appears in the report's budget, and
+    each sample is one step.
     """
 
-    measures: Mapping[str, Measure]  # of everything `sample` returns; the runner adds wall_s
+    measures: Mapping[str, BenchMetric]  # of everything that `sample` returns; the runner adds wall_s
 
     async def open(self) -> None: ...
 
     def work(self) -> Mapping[str, Any]:
-        """What one sample does, as JSON data (models, counts, lengths, seeds): two reports can be compared only where
-        it is equal. Not how it is done: batch sizes and switches do not belong here."""
+        """What one sample does, as JSON data (models, counts, lengths, seeds). Reports can be compared only if it is
+        equal. How the work is done, such as batch sizes and switches, does not belong here."""
         ...
 
     async def sample(self, index: int) -> Mapping[str, float]:
-        """Do the work once and measure it: one value per measure. The same work for every index; where chance decides
-        how long it takes, another draw for each index, which is the same in all variants."""
+        """Do the work once; returns one value per measure. The work is the same for every index. If its duration is
+        random, each index has its own draw, which is the same in all variants."""
         ...
 
     def derived(self) -> Mapping[str, float]:
-        """Figures that are no raw samples: shares, ratios, utilisation. Asked after the last sample."""
+        """Figures that are not raw samples: shares, ratios, utilisation. Called after the last sample."""
         ...
 
     async def close(self) -> None: ...

@@ -46,14 +46,14 @@ from pvg.config.sections import (
 from pvg.errors import ConfigurationError, UsageError
 from pvg.inputs import DEEPEST, check_settings, expanded, read_input, shortened
 
-# Runs are folders of this name, with a number if there are several; most file systems allow 255 bytes.
+# Run folders have this name, with a number if there are several. Most file systems allow 255 bytes.
 LONGEST_NAME = 100
-# Sections that do not change what is computed: they may differ between a run and its resumption.
+# Sections that do not change results, so a resumed run may have other values.
 UNHASHED_SECTIONS = frozenset({"telemetry", "store", "serving", "weights", "evaluate"})
 
 
 class Experiment(Section):
-    """A whole experiment, resolved. `arithmetic()` shows the numbers derived from it."""
+    """A whole, validated experiment. `arithmetic()` gives the numbers that follow from it."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=LONGEST_NAME)] = Field(
         "modchain", description="Name of the experiment, and of its runs."
@@ -85,7 +85,7 @@ class Experiment(Section):
         longest = rollout.max_tokens + PROMPT_ALLOWANCE
         by_tokens = max(1, training.micro_batch_tokens // longest)
         micro = min(by_tokens, per_step, training.micro_batch_rollouts or per_step)
-        if training.accumulation_steps is not None:  # at least so many micro-batches (pvg.training.losses)
+        if training.accumulation_steps is not None:  # the minimal number of micro-batches (pvg.training.losses)
             micro = min(micro, max(1, per_step // training.accumulation_steps))
         return BatchArithmetic(
             groups=training.groups,
@@ -103,23 +103,27 @@ class Experiment(Section):
         )
 
     def warnings(self) -> list[str]:
-        """What is valid and will run, but is probably not what was meant: one sentence each."""
+        """Settings that are valid but probably not intended: one sentence each."""
         return oddities(self)
 
     def hash(self) -> str:
-        """A digest of everything that changes what is computed."""
+        """A digest of all settings that change results."""
         return hashlib.sha256(orjson.dumps(self.hashed(), option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
 
     def hashed(self) -> dict[str, Any]:
-        """The settings a resumed run must share with the run it resumes, as plain data."""
+        """The settings that a resumed run must share with the original run, as plain data."""
         return {key: value for key, value in self.plain().items() if key not in UNHASHED_SECTIONS}
 
     def plain(self) -> dict[str, Any]:
-        """As JSON-compatible data; unset (None) settings are left out, as TOML has no null."""
+        """JSON-compatible data. Leaves out unset (None) settings, because TOML has no null."""
         return self.model_dump(mode="json", exclude_none=True)
 
     def to_toml(self) -> str:
         return tomli_w.dumps(self.plain())
+
+
+# Assumed prompt length in tokens; pvg checks the true longest prompt when it renders the problems.
+PROMPT_ALLOWANCE = 16
 
 
 def _tables(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, ByKind]]:
@@ -135,13 +139,10 @@ def _tables(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, ByK
 TABLES: dict[str, ByKind] = dict(_tables(Experiment))
 SECTION_NAMES = frozenset(section.__name__ for table in TABLES.values() for section in table.sections)
 
-# Tokens the derived numbers assume for a prompt; the true longest prompt is checked when the problems are rendered.
-PROMPT_ALLOWANCE = 16
-
 
 @dataclass(frozen=True, slots=True)
 class BatchArithmetic:
-    """Numbers derived from the settings (counts; tokens are the most there can be)."""
+    """Numbers that follow from the settings: counts, and upper bounds of tokens."""
 
     groups: int
     group_size: int
@@ -161,17 +162,17 @@ class BatchArithmetic:
 
 
 def find_experiment(name: str, directory: Path = Path("experiments")) -> Path:
-    """The file of experiment `name`: a path, or a name in ./experiments, or one shipped with pvg.
+    """The file of experiment `name`: a path, a name in ./experiments, or a name of an experiment shipped with pvg.
 
-    Raises UsageError naming the known experiments and the nearest one.
+    Raises UsageError, naming the known experiments and the closest one.
     """
     return find_named("experiment", name, [directory, *shipped_directories()])
 
 
 def find_named(kind: str, name: str, places: Sequence[Path]) -> Path:
-    """The TOML file `name` of a `kind` ("experiment", "profile"): a path, or a name in the first place that has it.
+    """The TOML file `name` of a `kind` ("experiment", "profile"): a path, or a name in the first folder that has it.
 
-    Raises UsageError naming the known ones and the nearest.
+    Raises UsageError, naming the known ones and the closest one.
     """
     candidate = Path(name)
     if candidate.suffix == ".toml":
@@ -190,7 +191,8 @@ def find_named(kind: str, name: str, places: Sequence[Path]) -> Path:
 
 
 def shipped_directories(kind: str = "experiments") -> list[Path]:
-    """Where the experiments (or profiles) that come with pvg lie: in a wheel, or beside the package in a checkout."""
+    """The folder of the experiments (or profiles) shipped with pvg: in the wheel, or next to the package in a
+    checkout."""
     package = Path(pvg.__file__).parent
     return [place for place in (package / f"_{kind}", package.parent / kind) if place.is_dir()]
 
@@ -198,7 +200,7 @@ def shipped_directories(kind: str = "experiments") -> list[Path]:
 def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     """Read `path`, apply `key=value` overrides in order, validate.
 
-    Raises ConfigurationError with the key, the file (or the override) it came from, and the nearest valid key.
+    Raises ConfigurationError, naming the key, its origin (file or override) and the closest valid key.
     """
     data = read_toml(path, "experiment")
     origins: dict[str, str] = {}
@@ -212,7 +214,7 @@ def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
 
 
 def read_toml(path: Path, kind: str) -> dict[str, Any]:
-    """The data of the TOML file of a `kind`. Raises UsageError or ConfigurationError that name the file."""
+    """The data of a TOML file of a `kind`. Raises UsageError or ConfigurationError, naming the file."""
     try:
         return parse_toml(read_input(path).decode(), str(path))
     except FileNotFoundError:
@@ -224,20 +226,19 @@ def read_toml(path: Path, kind: str) -> dict[str, Any]:
 
 
 def parse_toml(text: str, origin: str) -> dict[str, Any]:
-    """The data of a TOML text. Raises ConfigurationError, which names `origin`, for invalid TOML and impossible
-    values."""
+    """The data of a TOML text. Raises ConfigurationError, naming `origin`, for invalid TOML or impossible values."""
     try:
         data = tomllib.loads(text)
     except RecursionError:
         raise ConfigurationError(f"{origin}: the values are nested more than {DEEPEST} levels deep.") from None
-    except ValueError as error:  # TOMLDecodeError, and Python's refusal of integers with thousands of digits
+    except ValueError as error:  # TOMLDecodeError, or Python's limit on the digits of an integer
         raise ConfigurationError(f"{origin} is not valid TOML: {str(error).partition(';')[0].rstrip('.')}.") from None
     check_settings(data, origin)
     return data
 
 
 def build_experiment(data: dict[str, Any], origin: str = "", overrides: dict[str, str] | None = None) -> Experiment:
-    """Validate plain data. `origin` and `overrides` (key -> where it was set) only serve the error message."""
+    """Validate plain data. `origin` and `overrides` (key -> its origin) serve only the error message."""
     try:
         return Experiment.model_validate(data)
     except ValidationError as error:
@@ -245,18 +246,18 @@ def build_experiment(data: dict[str, Any], origin: str = "", overrides: dict[str
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """`key=value` -> (key, value). The value is TOML where it parses as TOML, a plain string where it does not."""
+    """`key=value` -> (key, value). The value is parsed as TOML, or is a plain string if it is not TOML."""
     key, separator, value = text.partition("=")
     key = key.strip()
     if not separator or not key:
-        raise UsageError(f"--set {text!r} is not of the form key=value.", "For example: --set training.steps=30")
+        raise UsageError(f"--set {text!r} must have the form key=value.", "For example: --set training.steps=30")
     if key.count(".") >= DEEPEST:
         raise ConfigurationError(f"--set {shortened(key)}: the key has more than {DEEPEST} parts.")
     return key, _value(key, value)
 
 
 def _value(key: str, text: str) -> Any:
-    """The TOML value if the text is one, otherwise the text as a string."""
+    """The TOML value of the text, or the text itself if it is not TOML."""
     try:
         found = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
@@ -271,8 +272,8 @@ def _value(key: str, text: str) -> Any:
 
 
 def read_override(text: str) -> list[tuple[str, Any, str]]:
-    """What `--set TEXT` sets, as (key, value, where it was said): one setting for `key=value`, all settings of a TOML
-    file for `@FILE`. Raises UsageError and ConfigurationError that name what is wrong."""
+    """The settings of `--set TEXT` as (key, value, origin): one for `key=value`, all in a TOML file for `@FILE`. Raises
+    UsageError and ConfigurationError."""
     if not text.startswith("@"):
         return [(*parse_override(text), shortened(f"--set {text}"))]
     path = expanded(text[1:], "--set")
@@ -280,7 +281,7 @@ def read_override(text: str) -> list[tuple[str, Any, str]]:
 
 
 def leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of everything in a table of settings, whether its keys are dotted, quoted or nested."""
+    """(dotted key, value) of all settings in a table, for dotted, quoted and nested keys."""
     for key, value in table.items():
         if isinstance(value, dict):
             yield from leaves(value, f"{prefix}{key}.")
@@ -289,13 +290,13 @@ def leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def parse_list(text: str) -> tuple[str, list[Any]]:
-    """`key=a,b,c` -> (key, [a, b, c]): TOML values where the whole list is TOML, otherwise each on its own."""
+    """`key=a,b,c` -> (key, [a, b, c]): TOML values if the whole list is TOML, otherwise value by value."""
     key, separator, values = text.partition("=")
     key = key.strip()
     whole = _value(key, f"[{values}]")
     found = whole if isinstance(whole, list) else [_value(key, value) for value in values.split(",") if value.strip()]
     if not separator or not key or not found:
-        raise UsageError(f"{text!r} is not of the form key=a,b,c.", "For example: rollout.max_rows=8,64,256")
+        raise UsageError(f"{text!r} must have the form key=a,b,c.", "For example: rollout.max_rows=8,64,256")
     return key, found
 
 
@@ -330,7 +331,7 @@ def assign(data: dict[str, Any], key: str, value: Any) -> None:
 def _explain(
     error: ValidationError, data: dict[str, Any], origin: str, overrides: dict[str, str]
 ) -> ConfigurationError:
-    """The first complaint of pydantic, in one line a user can act on."""
+    """pydantic's first error as one line that tells the user what to change."""
     first = _first(error)
     key = ".".join(str(part) for part in first["loc"] if part not in SECTION_NAMES)
     where = next((where for set_, where in reversed(overrides.items()) if _overlap(key, set_)), origin)
@@ -347,17 +348,17 @@ def _explain(
         message = str(first["msg"]).removeprefix("Value error, ")
         return ConfigurationError(f"{message}{suffix}.")
     if first["type"].startswith("union_tag"):
-        kinds = ", ".join(TABLES[key].kinds())
-        return ConfigurationError(f"{key}: {_kind_problem(first['input'])}; its kinds are {kinds}{suffix}.")
+        choices = ", ".join(TABLES[key].kinds())
+        return ConfigurationError(f"{key}: {_kind_problem(first['input'])}; its kinds are {choices}{suffix}.")
     given = repr(first["input"])
     if first["type"] == "string_pattern_mismatch" and first["ctx"]["pattern"] == URL_PATTERN:
-        return ConfigurationError(f"{key}: {given[:60]} is no address of a server{suffix}.", URL_EXAMPLE)
+        return ConfigurationError(f"{key}: {given[:60]} is not a server address{suffix}.", URL_EXAMPLE)
     return ConfigurationError(f"{key}: {first['msg']}, not {given[:60]}{suffix}.")
 
 
 def _first(error: ValidationError) -> Any:
-    """The first complaint. A setting that takes one of pvg's names or a user's FILE.py:NAME has two, and of these the
-    one is told that fits what was written."""
+    """pydantic's first error. A setting that takes pvg's names or a user's FILE.py:NAME has two errors; this chooses
+    the one that matches the given value."""
     complaints = error.errors()
     first = complaints[0]
     if not first["loc"] or not str(first["loc"][-1]).startswith("literal["):
@@ -370,7 +371,7 @@ def _first(error: ValidationError) -> Any:
 
 
 def _overlap(key: str, other: str) -> bool:
-    """Whether one of two dotted keys is the other or lies inside of it."""
+    """Whether two dotted keys are equal or one contains the other."""
     return bool(key) and (f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."))
 
 
@@ -392,7 +393,7 @@ def _of_another_kind(key: str, data: dict[str, Any]) -> str:
 
 
 def nearest_key(key: str) -> str | None:
-    """The valid key, or section, most like `key`: as a whole, or the one whose last part is most like its last part."""
+    """The valid key or section closest to `key`: by the whole key, or by its last part."""
     keys = valid_keys()
     sections = {".".join(parts[:end]) for parts in (k.split(".") for k in keys) for end in range(1, len(parts))}
     if hint := nearest(key, [*keys, *sorted(sections)]):
@@ -403,7 +404,7 @@ def nearest_key(key: str) -> str | None:
 
 
 def valid_keys() -> list[str]:
-    """Every dotted key an experiment file may hold."""
+    """Every dotted key that an experiment file may contain."""
     keys: list[str] = []
 
     def walk(model: type[BaseModel], prefix: str) -> None:
@@ -422,7 +423,7 @@ def valid_keys() -> list[str]:
 
 
 def nearest(word: str, known: Sequence[str]) -> str | None:
-    """The known word most like `word`, if any is alike."""
+    """The known word closest to `word`, if any is similar."""
     if len(word) > 2 * max(map(len, known), default=0):
         return None
     found = difflib.get_close_matches(word, known, n=1, cutoff=0.6)

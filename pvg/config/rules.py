@@ -59,7 +59,7 @@ def impossibilities(experiment: Experiment) -> list[str]:
         if budget < rows * longest:
             what = "one rollout" if rows == 1 else "one pair"
             found.append(
-                f"{key} = {budget} fits no batch: {what} may take {rows * longest} tokens or more "
+                f"{key} = {budget} is too small: {what} may need {rows * longest} tokens or more "
                 f"(rollout.max_tokens = {rollout.max_tokens} and a prompt); raise it or shorten the completions"
             )
     if rollout.logprobs == "sampled" and (rollout.top_p < 1.0 or rollout.top_k > 0) and training.steps > 0:
@@ -80,8 +80,7 @@ def impossibilities(experiment: Experiment) -> list[str]:
         )
     if training.overlong_buffer > rollout.max_tokens:
         found.append(
-            f"training.overlong_buffer = {training.overlong_buffer} does not fit into rollout.max_tokens = "
-            f"{rollout.max_tokens}"
+            f"training.overlong_buffer = {training.overlong_buffer} exceeds rollout.max_tokens = {rollout.max_tokens}"
         )
     for part in (
         _impossible_prefetch,

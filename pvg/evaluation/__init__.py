@@ -1,4 +1,4 @@
-"""What a game has led to, measured on its finished rounds with fresh samples: `pvg evaluate` (docs/evaluation.md).
+"""`pvg evaluate`: measures the finished rounds of a game with fresh samples (docs/evaluation.md).
 
-The measures are pure functions of arrays, one module each; `runner` samples, trains attackers and puts them together.
+The measures are pure functions of arrays. `runner` samples, trains attackers and combines the results.
 """

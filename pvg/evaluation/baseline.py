@@ -1,4 +1,14 @@
-"""How far a policy is from its start, and how often it is right: what the legibility tax compares."""
+"""The legibility tax: accuracy that the game's prover loses against a prover rewarded only for correctness.
+
+The two are compared at the same KL to the start (Kirchner et al. 2024, arXiv 2407.13692). KL(policy || start) in nats
+is estimated on the policy's samples as the mean over completions of sum_t [log pi(z_t) - log start(z_t)]. This is
+unbiased if solutions are sampled from the whole distribution (rollout.top_p = 1, top_k = 0). Both log-probs are
+computed at the sampling temperature. The baseline's accuracy at the game prover's KL is interpolated between its
+probes, sorted by KL. Outside the probes' range there is no tax, and the report shows both sides.
+
+The baseline comes from another run (`--baseline RUN`, a game with game.reward = "correctness": one probe per round), or
+is trained here: only the helpful role, with the run's training settings, `evaluate.baseline_probes` probes.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +24,19 @@ from pvg.config.experiment import Experiment
 from pvg.config.sections import PlainReward
 from pvg.errors import UsageError
 from pvg.evaluation.intervals import Estimate, Float64, percentile, ratio
-from pvg.evaluation.opened_run import BASELINE_RANGE, MOST_PROBES, Reading, Study, digest, first_version, judged
+from pvg.evaluation.opened_run import (
+    BASELINE_RANGE,
+    MOST_PROBES,
+    EvaluationContext,
+    OpenedRun,
+    digest,
+    first_version,
+    judged,
+)
 from pvg.evaluation.opponents import course_experiment
 from pvg.evaluation.samples import SampleSet, digest_of, sampled
-from pvg.evaluation.training import Course, opened, policy_name, probe_steps, train
-from pvg.game.prover_phase import Written, read_policy
+from pvg.evaluation.training import PolicyTraining, opened, policy_name, probe_steps, train
+from pvg.game.prover_phase import WeightsReader, read_policy
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout, source_of_round
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.observer import PhaseInfo
@@ -28,24 +46,24 @@ from pvg.training.forward import ForwardSettings, recompute_logprobs
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pvg.servers.update import Adapter
+    from pvg.servers.update import LowRankAdapter
 
 
-def has_reach(study: Study, name: str, of: str) -> bool:
-    """Whether `reach` has nothing to compute."""
+def has_reach(study: EvaluationContext, name: str, of: str) -> bool:
+    """Whether `reach` has a stored result."""
     return study.units.read(f"reach-{name}", digest("reach", of)) is not None
 
 
 async def reach(
-    study: Study,
+    study: EvaluationContext,
     name: str,
     of: str,
     helpful: Sequence[Rollout],
     pool: Sequence[Problem],
     read: Callable[[], Mapping[str, Tensor]] | None,
-) -> Reach:
-    """The reach of the policy whose weights `read` gives (None: the start itself, whose KL is 0) by its `helpful`
-    samples, whose digest is `of`. Log-probs are computed once."""
+) -> PolicyTotals:
+    """The reach of a policy from its `helpful` samples, whose digest is `of`. `read` returns the policy's weights; None
+    is the start itself, with KL 0. Log-probs are computed once."""
     for_ = digest("reach", of)
     found = study.units.read(f"reach-{name}", for_)
     if found is None:
@@ -55,14 +73,14 @@ async def reach(
         )
         found = _by_problem(helpful, kl_N, pool)
         study.units.write(f"reach-{name}", for_, found)
-    return Reach(*(np.array(found[key], dtype=np.float64) for key in ("kl", "correct", "tokens", "solutions")))
+    return PolicyTotals(*(np.array(found[key], dtype=np.float64) for key in ("kl", "correct", "tokens", "solutions")))
 
 
-def _kl(study: Study, rollouts: Sequence[Rollout], tensors: Mapping[str, Tensor]) -> Any:
-    """float64 [N]: sum over a solution's tokens of log pi - log start, in nats. In the compute thread.
+def _kl(study: EvaluationContext, rollouts: Sequence[Rollout], tensors: Mapping[str, Tensor]) -> Any:
+    """float64 [N]: sum over a solution's tokens of log pi - log start, in nats. Runs in the compute thread.
 
-    Of a dialogue those of the solution alone: that is the KL between the distributions of solutions, it does not depend
-    on who asks, and being right is of the solution. What drifts in the answers would be added to it.
+    In a dialogue only the tokens of the solution count: this is the KL between the distributions of solutions, it does
+    not depend on the questions, and correctness refers to the solution too. Drift in the answers would be added to it.
     """
     experiment, base = study.experiment, study.players.base
     settings = ForwardSettings.of(experiment.training, experiment.rollout.temperature, base.tokenizer.pad_id)
@@ -76,7 +94,7 @@ def _kl(study: Study, rollouts: Sequence[Rollout], tensors: Mapping[str, Tensor]
 
 
 def _batch(rollouts: Sequence[Rollout]) -> PolicyBatch:
-    """Rollouts as a batch that nothing is learnt from."""
+    """Rollouts as a batch for computing log-probs only."""
     rows = len(rollouts)
     return PolicyBatch(
         sequences=[np.concatenate([r.prompt_ids, r.completion_ids[: r.solution_tokens]]) for r in rollouts],
@@ -105,20 +123,12 @@ def _by_problem(rollouts: Sequence[Rollout], kl_N: Any, pool: Sequence[Problem])
     }
 
 
-# The legibility tax: accuracy that the game's prover lacks against a prover paid for correctness alone, at the same
-# KL to the start (Kirchner et al. 2024, arXiv 2407.13692).
-#
-# KL(policy || start) in nats, estimated on the policy's own samples as the mean over completions of sum_t [log
-# pi(z_t) - log start(z_t)]: unbiased where solutions are sampled from the whole distribution (rollout.top_p = 1,
-# top_k = 0). Both log-probs are computed at the sampling temperature.
-#
-# The baseline's accuracy at the game prover's KL is interpolated on the line through its probes in the order of their
-# KL; outside of the range that the probes cover there is no tax, and the sides are told.
+# --- the tax ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
-    """What a policy did with its helpful role, summed by test problem [P]: KL in nats, correct solutions, tokens and
+class PolicyTotals:
+    """A policy's results in the helpful role, summed by test problem [P]: KL in nats, correct solutions, tokens and
     solutions. All policies of one comparison have the same problems in the same order."""
 
     kl_P: Float64
@@ -134,8 +144,8 @@ class Reach:
 
 
 def accuracy_at(kl: float, kls_K: Float64, accuracies_K: Float64) -> float:
-    """The accuracy at `kl` on the line through K points sorted by their KL (of points with one KL the mean); NaN where
-    `kl` lies outside of them: nothing is extrapolated."""
+    """The accuracy at `kl`, interpolated between K points sorted by KL (points with equal KL are averaged). NaN if `kl`
+    is outside their range, because nothing is extrapolated."""
     levels, place_K = np.unique(kls_K, return_inverse=True)
     means = np.bincount(place_K, weights=accuracies_K) / np.bincount(place_K)
     if not levels[0] <= kl <= levels[-1]:
@@ -143,11 +153,11 @@ def accuracy_at(kl: float, kls_K: Float64, accuracies_K: Float64) -> float:
     return float(np.interp(kl, levels, means))
 
 
-def tax(policy: Reach, baseline: list[Reach], weights_BP: Float64, confidence: float) -> Estimate:
-    """The baseline's accuracy at the policy's KL, less the policy's: positive where the game costs accuracy.
+def tax(policy: PolicyTotals, baseline: list[PolicyTotals], weights_BP: Float64, confidence: float) -> Estimate:
+    """The baseline's accuracy at the policy's KL minus the policy's accuracy: positive if the game costs accuracy.
 
-    The bootstrap draws problems for all policies together, for they solved the same ones. A resample in which the
-    policy's KL lies outside of the baseline's has no value; with many of those there is no interval."""
+    The bootstrap resamples problems for all policies together, because they solved the same ones. A resample in which
+    the policy's KL is outside the baseline's range has no value; with many of those there is no interval."""
     problems = len(policy.kl_P)
 
     def once(weights_P: Float64) -> float:
@@ -159,10 +169,7 @@ def tax(policy: Reach, baseline: list[Reach], weights_BP: Float64, confidence: f
     return percentile(once(np.ones(problems)), replicates_B, confidence, int(policy.solutions_P.sum()), problems)
 
 
-# The correctness baseline: a prover paid for correct answers alone, probed along its training.
-#
-# It comes from another run (`--baseline RUN`, a game with game.reward = "correctness": one probe per round), or is
-# trained here: helpful role only, the run's own training settings, `evaluate.baseline_probes` probes.
+# --- the baseline -----------------------------------------------------------------------------------------------------
 
 UNIT = "baseline"
 TRAINED = "trained"
@@ -170,16 +177,16 @@ CHOICE = "baseline-choice"
 
 
 @dataclass(frozen=True)
-class Baseline:
-    """Where it comes from, its probes by name (the start first), and a digest of all of it."""
+class CorrectnessBaseline:
+    """The baseline's source, its probes by name (the start first), and a digest of all of it."""
 
     source: str
-    points: list[tuple[str, Reach]]
+    points: list[tuple[str, PolicyTotals]]
     digest: str
 
 
-def distance(name: str, found: Reach, weights_BP: Float64, confidence: float) -> dict[str, Any]:
-    """A policy's KL and accuracy with their intervals (pvg.evaluation.report.Distance)."""
+def distance(name: str, found: PolicyTotals, weights_BP: Float64, confidence: float) -> dict[str, Any]:
+    """A policy's KL and accuracy with their intervals (pvg.evaluation.report.PolicyDistance)."""
     n, tokens = int(found.solutions_P.sum()), int(found.tokens_P.sum())
     return {
         "name": name,
@@ -189,30 +196,33 @@ def distance(name: str, found: Reach, weights_BP: Float64, confidence: float) ->
     }
 
 
-def remember(study: Study, run: RunDirectory | None) -> None:
-    """Which baseline was asked for, so that a later call without the tax still finds it."""
+def remember(study: EvaluationContext, run: RunDirectory | None) -> None:
+    """Store which baseline was requested, so that a later call without the tax finds it."""
     path = None if run is None else str(run.path.resolve())
     if not study.units.exists(CHOICE) or study.units.read(CHOICE, digest(CHOICE)) != path:
         study.units.write(CHOICE, digest(CHOICE), path)
 
 
-def choice(study: Study) -> str | None:
-    """The path of the run that was asked for; None: none, or one trained here."""
+def choice(study: EvaluationContext) -> str | None:
+    """The path of the requested run; None if there is none, or if the baseline was trained here."""
     path: str | None = study.units.read(CHOICE, digest(CHOICE))
     return path
 
 
-def remembered(study: Study) -> RunDirectory | None:
-    """The run of `choice`. Raises UsageError where it is no longer there."""
+def remembered(study: EvaluationContext) -> RunDirectory | None:
+    """The run of `choice`. Raises UsageError if it no longer exists."""
     path = choice(study)
     return None if path is None else RunDirectory.open(path, study.folder)
 
 
 async def baseline_of(
-    study: Study, start: SampleSet, run: RunDirectory | None, of_start: Callable[[], Awaitable[list[Rollout]]]
-) -> Baseline:
-    """The baseline's probes, sampled and measured where they are not there yet. `start` are the untrained prover's
-    samples, which `of_start` gives."""
+    study: EvaluationContext,
+    start: SampleSet,
+    run: RunDirectory | None,
+    of_start: Callable[[], Awaitable[list[Rollout]]],
+) -> CorrectnessBaseline:
+    """The baseline's probes. Samples and measures what is missing. `start`: the untrained prover's samples, which
+    `of_start` returns."""
     base_digest = digest_of(study, start)
     helpful = [r for r in await of_start() if r.role is Role.HELPFUL]
     origin = await reach(study, BASE_SOURCE, base_digest, helpful, study.test_problems(), None)
@@ -224,23 +234,23 @@ async def baseline_of(
         )
         points.append((probe.label, await _reach(study, probe, rollouts)))
     marks = [base_digest, *(digest_of(study, probe.samples) for probe in probes)]
-    return Baseline(TRAINED if run is None else run.name, points, digest("baseline", marks))
+    return CorrectnessBaseline(TRAINED if run is None else run.name, points, digest("baseline", marks))
 
 
 @dataclass(frozen=True)
-class Probe:
-    """One policy of the baseline: how the report calls it, what it samples, and how its weights are read."""
+class BaselinePolicy:
+    """One policy of the baseline: its name in the report, its samples, and a function that reads its weights."""
 
     label: str
     samples: SampleSet
-    read: Callable[[], tuple[Mapping[str, Tensor], Adapter | None]]
+    read: Callable[[], tuple[Mapping[str, Tensor], LowRankAdapter | None]]
 
     def tensors(self) -> Mapping[str, Tensor]:
         return self.read()[0]
 
 
-async def _reach(study: Study, probe: Probe, rollouts: list[Rollout]) -> Reach:
-    """Two forward passes over all of them: minutes with a larger model, so whoever watches is told."""
+async def _reach(study: EvaluationContext, probe: BaselinePolicy, rollouts: list[Rollout]) -> PolicyTotals:
+    """Two forward passes over all rollouts. With a larger model this takes minutes, so it gives a notice."""
     of = digest_of(study, probe.samples)
     info = PhaseInfo(0, study.experiment.game.rounds, "kl", "solutions", len(rollouts))
     if computed := not has_reach(study, probe.samples.name, of):
@@ -252,12 +262,12 @@ async def _reach(study: Study, probe: Probe, rollouts: list[Rollout]) -> Reach:
     return found
 
 
-async def _load(study: Study, probe: Probe, version: int) -> None:
+async def _load(study: EvaluationContext, probe: BaselinePolicy, version: int) -> None:
     tensors, adapter = await study.players.compute(probe.read)
     await study.players.publish(tensors, version, adapter)
 
 
-def _samples(study: Study, name: str, policy: str) -> SampleSet:
+def _samples(study: EvaluationContext, name: str, policy: str) -> SampleSet:
     return SampleSet(name, 0, study.test_problems(), (Role.HELPFUL,), study.experiment.evaluate.samples, policy)
 
 
@@ -269,16 +279,16 @@ def _steps(experiment: Experiment) -> int:
 
 
 def baseline_experiment(experiment: Experiment) -> Experiment:
-    """The settings of a baseline that is trained here. Raises ConfigurationError."""
+    """The settings of a baseline trained here. Raises ConfigurationError."""
     return course_experiment(
         experiment, "helpful", PlainReward(kind="correctness"), {"steps": _steps(experiment)}, UNIT
     )
 
 
-def _course(study: Study) -> Course:
+def _course(study: EvaluationContext) -> PolicyTraining:
     section, steps = study.experiment.evaluate, _steps(study.experiment)
     kept = probe_steps(steps, section.baseline_probes, study.experiment.training.minibatches)
-    return Course(
+    return PolicyTraining(
         place=UNIT,
         digest=digest(UNIT, study.config, steps, kept, study.ledger.players_of(0)),
         experiment=baseline_experiment(study.experiment),
@@ -290,21 +300,21 @@ def _course(study: Study) -> Course:
     )
 
 
-async def _trained(study: Study) -> list[Probe]:
+async def _trained(study: EvaluationContext) -> list[BaselinePolicy]:
     course = _course(study)
     if study.units.read(UNIT, course.digest) is None:
         study.begin(UNIT)
-        with judged(study, 0) as judge:  # its scores are recorded beside the rollouts; the reward does not read them
+        with judged(study, 0) as judge:  # its scores are stored with the rollouts; the reward does not use them
             verifier = await judge.verifier()
             with opened(study, course) as session:
                 await train(session, course, verifier, (await judge.facts())["threshold"])
         study.units.write(UNIT, course.digest, list(course.kept))
 
-    def read(steps: int) -> tuple[Mapping[str, Tensor], Adapter | None]:
+    def read(steps: int) -> tuple[Mapping[str, Tensor], LowRankAdapter | None]:
         return read_policy(course.written(study), policy_name(steps))
 
     return [
-        Probe(
+        BaselinePolicy(
             f"step {steps}",
             _samples(study, f"{UNIT}-{steps:06d}", digest(course.digest, steps)),
             partial(read, steps),
@@ -315,27 +325,27 @@ async def _trained(study: Study) -> list[Probe]:
 
 # --- from another run --------------------------------------------------------------------------------------------
 
-# What both runs must share for their KL and their accuracy to be comparable.
+# Settings that must be equal in both runs for their KL and accuracy to be comparable.
 SHARED = ("task", "models.prover", "rollout.prompts", "rollout.temperature", "rollout.top_p", "rollout.top_k")
 
 
-def check_comparable(study: Study, run: RunDirectory) -> Reading:
-    """Raises UsageError for a run that is no correctness baseline of this one."""
+def check_comparable(study: EvaluationContext, run: RunDirectory) -> OpenedRun:
+    """Raises UsageError if the run is not a correctness baseline for this one."""
     mine, theirs = study.experiment, run.experiment()
     if theirs.game.reward.kind != "correctness":
         raise UsageError(
-            f"{run.name!r} is no baseline: its game.reward is {theirs.game.reward.kind!r}, not 'correctness'.",
+            f"{run.name!r} is not a baseline: its game.reward is {theirs.game.reward.kind!r}, not 'correctness'.",
             "Play one with -s game.reward=correctness -s game.sneaky_share=0, or leave --baseline out to train one.",
         )
     differing = [key for key in (*SHARED, "rollout.max_tokens") if _value(mine, key) != _value(theirs, key)]
     if differing:
         raise UsageError(
-            f"{run.name!r} is no baseline of this run: {', '.join(differing)} differ.",
-            "Give a run with the same values, or leave --baseline out to train one.",
+            f"{run.name!r} is not a baseline for this run: {', '.join(differing)} differ.",
+            "Use a run with the same values, or leave --baseline out to train one.",
         )
-    reading = Reading.open(run)
+    reading = OpenedRun.open(run)
     if not reading.rounds:
-        raise UsageError(f"The baseline {run.name!r} has no finished round.", "Play it on, or leave --baseline out.")
+        raise UsageError(f"The baseline {run.name!r} has no finished round.", "Continue it, or leave --baseline out.")
     return reading
 
 
@@ -345,10 +355,10 @@ def _value(experiment: Any, key: str) -> Any:
     return experiment
 
 
-def _of_run(study: Study, run: RunDirectory) -> list[Probe]:
-    reading: Written = (found := check_comparable(study, run))
+def _of_run(study: EvaluationContext, run: RunDirectory) -> list[BaselinePolicy]:
+    reading: WeightsReader = (found := check_comparable(study, run))
     return [
-        Probe(
+        BaselinePolicy(
             f"{run.name} {source_of_round(round_)}",
             _samples(study, f"{UNIT}-{run.name}-{source_of_round(round_)}", found.players_of(round_)),
             partial(read_policy, reading, f"{source_of_round(round_)}-prover"),

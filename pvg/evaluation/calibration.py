@@ -1,4 +1,12 @@
-"""Logistic regression with a ridge, deterministic and in float64, for the Platt fit and the separability probe."""
+"""Calibration: whether sigmoid(score) is the probability of being correct, before and after a Platt fit.
+
+Training with cross-entropy aims at this. Bradley-Terry scores are only defined up to a constant per problem, so for
+them use the fitted figures. The fit is cross-validated by problem, so no problem is calibrated by its own solutions.
+The ridge logistic regression (`fit`) is deterministic and in float64; the separability probe uses it too.
+
+Sources: Platt 1999 (the fit, with his smoothed targets); Brier 1950; ECE in bins of equal mass as in Nguyen and
+O'Connor 2015 (arXiv 1508.05154); Guo et al. 2017 (arXiv 1706.04599) for the measure itself.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +20,8 @@ from pvg.evaluation.intervals import Estimate, Float64, Ints, mean_of, share_of
 
 NEWTON_STEPS = 50
 CONJUGATE_STEPS = 200
-CONVERGED = 1e-9  # largest change of a parameter in a Newton step
-SOLVED = 1e-10  # residual of the inner solve, relative
+CONVERGED = 1e-9  # largest change of a parameter in the last Newton step
+SOLVED = 1e-10  # relative residual of the inner solve
 
 
 def sigmoid(x: NDArray[Any]) -> Float64:
@@ -23,8 +31,8 @@ def sigmoid(x: NDArray[Any]) -> Float64:
 
 def fit(design_ND: Float64, targets_N: Float64, penalty_D: Float64) -> Float64:
     """float64 [D]: the minimum of sum_n [log(1 + e^z) - t z] + sum_d penalty_d w_d^2 / 2 with z = design w, targets t
-    in [0, 1]. Newton's method; each step is solved by conjugate gradients, so that no D x D matrix is made, and halved
-    until it lowers the objective. Raises ValueError for a penalty of 0: there may be no minimum then."""
+    in [0, 1]. Newton's method: conjugate gradients solve each step without a D x D matrix, and the step is halved until
+    it lowers the objective. Raises ValueError for a penalty of 0, because there may be no minimum."""
     if not (penalty_D > 0).all():
         raise ValueError("every parameter needs a penalty above 0")
     weights_D = np.zeros(design_ND.shape[1])
@@ -71,21 +79,14 @@ def _solve(design_ND: Float64, curvature_N: Float64, penalty_D: Float64, right_D
     return x_D
 
 
-# Whether sigmoid(score) is the probability of being correct, and what a Platt fit makes of it.
-#
-# A verifier trained by cross-entropy promises that it is. Bradley-Terry scores are only defined up to a constant per
-# problem: for them the fitted numbers are the ones to read. The fit is cross-validated by problem, so that no problem
-# is calibrated by its own solutions.
-#
-# Sources: Platt 1999 (the fit, with his smoothed targets); Brier 1950; ECE in bins of equal mass as in Nguyen and
-# O'Connor 2015 (arXiv 1508.05154); Guo et al. 2017 (arXiv 1706.04599) for the measure itself.
+# --- calibration ------------------------------------------------------------------------------------------------------
 
-RIDGE = 1e-6  # on both parameters: a separable set has no finite best fit otherwise
+RIDGE = 1e-6  # on both parameters, because a separable set has no finite best fit without it
 
 
 @dataclass(frozen=True, slots=True)
-class Bin:
-    """Solutions of neighbouring predictions: their mean prediction and the share that is correct."""
+class CalibrationBin:
+    """Solutions with adjacent predictions: their mean prediction and the share that is correct."""
 
     predicted: float
     correct: Estimate
@@ -95,11 +96,11 @@ def platt(scores_N: NDArray[Any], correct_N: NDArray[np.bool_]) -> tuple[float, 
     """(a, b) of P(correct | s) = sigmoid(a s + b), fitted to Platt's smoothed targets (n+ + 1)/(n+ + 2) and
     1/(n- + 2). Raises ValueError without solutions."""
     if not len(scores_N):
-        raise ValueError("a fit to nothing")
+        raise ValueError("a Platt fit needs solutions")
     positives = int(correct_N.sum())
     negatives = len(correct_N) - positives
     targets_N = np.where(correct_N, (positives + 1.0) / (positives + 2.0), 1.0 / (negatives + 2.0))
-    scale = max(1.0, float(np.abs(scores_N).max()))  # scores of tens beside a column of ones are hard to solve for
+    scale = max(1.0, float(np.abs(scores_N).max()))  # scores of tens beside a column of ones are badly conditioned
     design_N2 = np.stack([scores_N.astype(np.float64) / scale, np.ones(len(scores_N))], axis=1)
     a, b = fit(design_N2, targets_N, np.full(2, RIDGE))
     return float(a) / scale, float(b)
@@ -108,8 +109,8 @@ def platt(scores_N: NDArray[Any], correct_N: NDArray[np.bool_]) -> tuple[float, 
 def cross_fitted(
     scores_N: NDArray[Any], correct_N: NDArray[np.bool_], problems_N: Ints, fold_P: Ints
 ) -> Float64 | None:
-    """float64 [N]: each solution's probability by the Platt fit to all other folds' problems; None where some fold has
-    nothing to be fitted to."""
+    """float64 [N]: each solution's probability by the Platt fit to the other folds' problems; None if some fold has
+    nothing to fit to."""
     fold_N = fold_P[problems_N]
     fitted_N = np.zeros(len(scores_N))
     for fold in np.unique(fold_N):
@@ -122,8 +123,7 @@ def cross_fitted(
 
 
 def equal_mass(predicted_N: Float64, bins: int) -> Ints:
-    """int64 [N]: the bin of each prediction; bins hold as equally many as whole solutions and ties allow, and equal
-    predictions are never in two bins."""
+    """int64 [N]: the bin of each prediction. Bins are as equal in size as ties allow; equal predictions share a bin."""
     order_N = np.argsort(predicted_N, kind="stable")
     bin_N = np.empty(len(predicted_N), dtype=np.int64)
     bin_N[order_N] = np.arange(len(predicted_N)) * bins // max(1, len(predicted_N))
@@ -136,7 +136,8 @@ def equal_mass(predicted_N: Float64, bins: int) -> Ints:
 def calibration_error(
     predicted_N: Float64, correct_N: NDArray[np.bool_], bin_N: Ints, weights_N: Float64 | None = None
 ) -> float:
-    """ECE = sum_b (n_b / N) |mean prediction - share correct| over bins, in [0, 1]; `weights` count solutions."""
+    """ECE = sum_b (n_b / N) |mean prediction - share correct| over bins, in [0, 1]. `weights_N`: counts of
+    solutions."""
     weights_N = np.ones(len(predicted_N)) if weights_N is None else weights_N
     gaps_B = np.bincount(bin_N, weights=weights_N * (predicted_N - correct_N))
     return float(np.abs(gaps_B).sum() / weights_N.sum())
@@ -150,13 +151,13 @@ def ece(
     weights_BP: Float64,
     confidence: float,
 ) -> tuple[Estimate, float | None]:
-    """The calibration error, and what it would be of a calibrated verifier on as many problems, by chance alone.
+    """The calibration error, and the error expected by chance for a calibrated verifier on as many problems.
 
-    A finite sample's error is a norm, so it is above the true one near calibration, and the percentiles of a bootstrap
-    lie above both. What the bootstrap does tell is the noise of the bins' gaps g (bins held fixed): |g* - g| in the
-    same norm. By the triangle inequality the true error is within that of the error measured; so the interval is the
-    error plus and minus the noise's quantile at `confidence`, not below 0. It holds the true error at least that often,
-    and is wide rather than narrow. The noise's mean is the error expected by chance."""
+    The error of a finite sample is a norm, so near calibration it is above the true error, and the percentiles of a
+    bootstrap are above both. But the bootstrap shows the noise |g* - g| of the bins' gaps g (with fixed bins) in the
+    same norm. By the triangle inequality, the true error differs from the measured one by at most this noise. So the
+    interval is the error plus and minus the noise's quantile at `confidence`, at least 0. It contains the true error at
+    least that often and is rather too wide. The mean of the noise is the error expected by chance."""
     problems, total = len(np.unique(problems_N)), len(predicted_N)
     if not total:
         return Estimate(None, None, None, 0, 0), None
@@ -170,7 +171,7 @@ def ece(
 
 
 def _noise(gap_N: Float64, bin_N: Ints, problems_N: Ints, weights_BP: Float64) -> Float64:
-    """float64 [B]: sum_b |g*_b - g_b| of each resample, g_b being a bin's share of the mean gap."""
+    """float64 [B]: sum_b |g*_b - g_b| of each resample; g_b is a bin's share of the mean gap."""
     used, place_N = np.unique(bin_N, return_inverse=True)
     sums_PQ = np.zeros((weights_BP.shape[1], len(used)))
     np.add.at(sums_PQ, (problems_N, place_N), gap_N)
@@ -188,11 +189,12 @@ def brier(
 
 def reliability(
     predicted_N: Float64, correct_N: NDArray[np.bool_], problems_N: Ints, bins: int, confidence: float
-) -> list[Bin]:
-    """The bins in order of their predictions, each with the share of correct ones and its interval."""
+) -> list[CalibrationBin]:
+    """The bins in order of their predictions, each with its share of correct solutions and the interval of this
+    share."""
     bin_N = equal_mass(predicted_N, bins)
     return [
-        Bin(
+        CalibrationBin(
             float(predicted_N[bin_N == number].mean()),
             share_of(correct_N[bin_N == number], problems_N[bin_N == number], confidence),
         )

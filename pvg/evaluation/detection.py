@@ -1,4 +1,4 @@
-"""How well scores tell right from flawed: ROC curves and AUCs whose uncertainty knows that solutions share problems."""
+"""How well scores separate correct solutions from flaws: ROC curves and AUCs, with intervals over problems."""
 
 from __future__ import annotations
 
@@ -14,35 +14,37 @@ from pvg.evaluation.intervals import Estimate, Float64, Ints, percentile
 
 MOST_POINTS = 101  # of a stored ROC curve
 
-# False-positive rates that the band is cut at: each whole percent. Scores of a trained verifier often have two modes,
-# and their curve is one steep step; where that lies is what is uncertain, and between wider cuts it would be lost.
+# False-positive rates at which the band is evaluated: every whole percent. The scores of a trained verifier often have
+# two modes, so their curve is one steep step. Its position is the uncertain part, and wider distances would miss it.
 PERCENTS = tuple(range(101))
 
-# An interval needs as many flaws above its cut and below it, and has to reach as many correct solutions away from
-# accepting none and all. No resample knows of a flaw above the highest one, or of a rejection that is too rare to have
-# been seen: in simulations of 24 and 128 problems, of smooth curves and of steps, intervals without this rule held the
-# true rate in as little as 0 % of 150 cases at a false-positive rate of 0, and in 30 to 90 % where hardly any correct
-# solution is rejected. Those with it held it in 95 to 99 %, averaged over the cuts.
+# An interval needs at least this many flaws above its cut and below it, and this many correct solutions between its
+# ends and accepting none or all. No resample contains a flaw above the highest one, or a rejection too rare to have
+# been seen. In simulations with 24 and 128 problems (smooth curves and steps), intervals without this rule contained
+# the true rate in as little as 0 % of 150 cases at a false-positive rate of 0, and in 30 to 90 % where hardly any
+# correct solution is rejected. With the rule they contained it in 95 to 99 %, averaged over the cuts.
 FEWEST = 5
 
-ROUNDING = 1e-9  # of a count that was a share
-BLOCK = 2**14  # numbers of one array of a block of resamples: in the cache they are some three times as fast
+ROUNDING = 1e-9  # tolerance for a count that was computed from a share
+BLOCK = 2**14  # numbers per array in a block of resamples; arrays that fit the cache are about three times as fast
 
 
 @dataclass(frozen=True, slots=True)
-class Wins:
-    """By pairs of problems [P, P]: how often a positive of the row's problem scores above a negative of the column's (a
-    tie counts half), and how many positives and negatives each problem has [P]."""
+class PairWins:
+    """For pairs of problems [P, P]: how often a positive of the row's problem scores above a negative of the column's
+    (a tie counts half). Also the numbers of positives and of negatives of each problem [P]."""
 
     wins_PP: Float64
     positives_P: Float64
     negatives_P: Float64
 
 
-def wins(positive_N: NDArray[Any], problems_N: Ints, negative_M: NDArray[Any], problems_M: Ints, problems: int) -> Wins:
-    """Counts over all N x M pairs, of which an AUC and all of its bootstrap resamples are sums.
+def wins(
+    positive_N: NDArray[Any], problems_N: Ints, negative_M: NDArray[Any], problems_M: Ints, problems: int
+) -> PairWins:
+    """Counts over all N x M pairs; an AUC and all its bootstrap resamples are sums of them.
 
-    Scores [N] and [M], `problems_*` their problems, numbered below `problems`."""
+    Scores [N] and [M]; `problems_*`: their problems, numbered below `problems`."""
     by_problem_PM = np.zeros((problems, len(negative_M)))
     order_N = np.argsort(problems_N, kind="stable")
     ends = np.searchsorted(problems_N[order_N], np.arange(problems + 1))
@@ -53,18 +55,18 @@ def wins(positive_N: NDArray[Any], problems_N: Ints, negative_M: NDArray[Any], p
         by_problem_PM[p] = (above_M + not_below_M) / 2
     belongs_MP = np.zeros((len(negative_M), problems))
     belongs_MP[np.arange(len(negative_M)), problems_M] = 1.0
-    return Wins(
+    return PairWins(
         by_problem_PM @ belongs_MP,
         np.bincount(problems_N, minlength=problems).astype(np.float64),
         np.bincount(problems_M, minlength=problems).astype(np.float64),
     )
 
 
-def auc_of(found: Wins, weights_BP: Float64, confidence: float, fold_P: Ints | None = None) -> Estimate:
+def auc_of(found: PairWins, weights_BP: Float64, confidence: float, fold_P: Ints | None = None) -> Estimate:
     """P(positive above negative) + P(tie)/2 over all pairs, with a bootstrap over problems: a problem drawn twice
-    brings its positives and its negatives twice.
+    contributes its positives and its negatives twice.
 
-    `fold_P`: only pairs within a fold count (cross-validation: other folds' scores come from another model)."""
+    `fold_P`: only pairs within a fold count, because in cross-validation other folds' scores come from other models."""
     size = len(found.positives_P)
     pairs_PP = np.outer(found.positives_P, found.negatives_P)
     wins_PP = found.wins_PP
@@ -86,8 +88,8 @@ def auc_of(found: Wins, weights_BP: Float64, confidence: float, fold_P: Ints | N
 
 
 def roc(positive_N: NDArray[Any], negative_M: NDArray[Any]) -> list[tuple[float, float]]:
-    """The ROC curve as (false-positive rate, true-positive rate) from (0, 0) to (1, 1), accepting from the highest
-    score down; of long curves MOST_POINTS, evenly spaced among the corners. Empty where a side is."""
+    """The ROC curve as (false-positive rate, true-positive rate) from (0, 0) to (1, 1), in order of decreasing scores.
+    Long curves have MOST_POINTS evenly spaced corners. Empty without positives or negatives."""
     if not len(positive_N) or not len(negative_M):
         return []
     levels = np.unique(np.concatenate([positive_N, negative_M]))[::-1]
@@ -110,16 +112,16 @@ def band(
     confidence: float,
 ) -> list[tuple[float, Estimate]]:
     """The ROC curve at the false-positive rates PERCENTS: (false-positive rate, true-positive rate with its percentile
-    interval). Empty where a side is. Scores [N] and [M], `problems_*` their problems, numbered below P.
+    interval). Empty without positives or negatives. Scores [N] and [M]; `problems_*`: their problems, numbered below P.
 
-    *Pointwise*, by vertical cuts: every interval is for its own false-positive rate. That all of them hold the true
-    curve at once is less likely than `confidence`. A problem drawn twice brings its positives and its negatives twice;
-    resamples without positives or without negatives have no curve. FEWEST says where there is no interval.
+    The band is *pointwise*: each interval is for its own false-positive rate (vertical cuts). The probability that all
+    of them contain the true curve is below `confidence`. A problem drawn twice contributes its positives and its
+    negatives twice; resamples without positives or negatives have no curve. FEWEST says when there is no interval.
 
     Sources: Fawcett 2006, An introduction to ROC analysis, Pattern Recognition Letters 27, 861-874 (vertical cuts
     through several curves, straight lines where scores are tied); Macskassy and Provost 2004, Confidence bands for ROC
     curves, ROCAI (intervals of such cuts are too tight as a band for the whole curve); Macskassy, Provost and Rosset
-    2005, Pointwise ROC confidence bounds, ROCML (they break down at the curve's ends)."""
+    2005, Pointwise ROC confidence bounds, ROCML (they fail at the curve's ends)."""
     if not len(positive_N) or not len(negative_M):
         return []
     cut = partial(_cut, *_ranked(positive_N, problems_N, negative_M, problems_M))
@@ -143,8 +145,8 @@ def band(
 def _ranked(
     positive_N: NDArray[Any], problems_N: Ints, negative_M: NDArray[Any], problems_M: Ints
 ) -> tuple[Ints, NDArray[np.bool_], Ints]:
-    """All S solutions from the highest score down: their problems [S], which ones are positives [S], and the
-    place of the last one of each of L distinct scores [L]."""
+    """All S solutions in order of decreasing scores: their problems [S], whether each is a positive [S], and the index
+    of the last solution of each of L distinct scores [L]."""
     scores_S = np.concatenate([positive_N, negative_M])
     order_S = np.argsort(-scores_S, kind="stable")
     ranked_S = scores_S[order_S]
@@ -153,14 +155,14 @@ def _ranked(
 
 
 def _cut(problems_S: Ints, positive_S: NDArray[np.bool_], ends_L: Ints, weights_BP: Float64) -> Float64:
-    """float64 [B, K]: the true-positive rate at each of K false-positive rates, by resample; NaN where it has no curve.
+    """float64 [B, K]: the true-positive rate at each of K false-positive rates, by resample; NaN without a curve.
 
-    Where a curve is vertical its top counts; where scores are tied it is a straight line, as for `roc` and the AUC."""
+    Where a curve is vertical, its top counts; where scores are tied, it is a straight line, as in `roc` and the AUC."""
     drawn_BS = weights_BP[:, problems_S]
     true_BC, false_BC = _corners(drawn_BS * positive_S, ends_L), _corners(drawn_BS * ~positive_S, ends_L)
     trues_B1, falses_B1 = true_BC[:, -1:], false_BC[:, -1:]
     wanted_BK = np.array(PERCENTS) * falses_B1 / 100
-    # One search for all resamples: each one's counts are moved above those of the one before. Counts are whole.
+    # One search for all resamples: each one's counts are shifted above those of the previous one. Counts are whole.
     moved_B1 = np.arange(len(weights_BP))[:, None] * (1 + falses_B1.max())
     left_BK = np.searchsorted((false_BC + moved_B1).ravel(), np.floor(wanted_BK) + moved_B1, side="right") - 1
     right_BK = np.minimum(left_BK + 1, true_BC.size - 1)  # read only where there is one
@@ -173,7 +175,7 @@ def _cut(problems_S: Ints, positive_S: NDArray[np.bool_], ends_L: Ints, weights_
 
 
 def _corners(drawn_BS: Float64, ends_L: Ints) -> Float64:
-    """float64 [B, 1+L]: how many have been accepted at each corner of the curve, from none to all."""
+    """float64 [B, 1+L]: the number of accepted solutions at each corner of the curve, from none to all."""
     counts_BC = np.zeros((len(drawn_BS), 1 + len(ends_L)))
     counts_BC[:, 1:] = np.cumsum(drawn_BS, axis=1)[:, ends_L]
     return counts_BC

@@ -1,17 +1,16 @@
-"""Intervals for numbers that come from several solutions of each problem.
+"""Intervals for statistics over several solutions of each problem.
 
-Solutions of one problem are not independent: a hard problem makes all of them wrong. So the unit of chance is the
-problem everywhere. Shares get Wilson's interval at the effective number of solutions, other statistics a bootstrap that
-draws problems.
+Solutions of one problem are not independent: all of them tend to be wrong if it is hard. So the problem is the sampling
+unit everywhere. Shares have Wilson's interval at the effective number of solutions; other statistics have a bootstrap
+over problems.
 
 Sources: Wilson 1927 (the interval); Korn and Graubard, Survey Methodology 24 (1998), 193-201 (the effective sample
-size); Efron and Tibshirani 1993, ch. 13 (the percentile interval), with problems as what is drawn (clusters).
+size); Efron and Tibshirani 1993, ch. 13 (the percentile interval), with problems as clusters.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
@@ -22,15 +21,15 @@ from numpy.typing import NDArray
 Float64 = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-LEAST_RESAMPLES = 0.9  # of the bootstrap's resamples must have a value; else there is no interval
+LEAST_RESAMPLES = 0.9  # the share of the bootstrap's resamples that must have a value; otherwise there is no interval
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A number, its interval, and what it rests on: `n` solutions (or pairs, or sequences) of `problems` problems.
+    """A number, its interval, and its basis: `n` solutions (or pairs, or sequences) of `problems` problems.
 
-    None is a number that does not exist: a mean over nothing; an interval of one problem, or of resamples that were
-    all alike (an AUC of exactly 1 says nothing about its own uncertainty).
+    None means that a number does not exist: a mean over nothing, an interval from one problem, or an interval from
+    equal resamples (an AUC of exactly 1 says nothing about its uncertainty).
     """
 
     value: float | None
@@ -44,28 +43,22 @@ class Estimate:
 
 
 def wilson(share: float, n: float, confidence: float) -> tuple[float, float]:
-    """Wilson's interval for a share of `n` independent draws; n need not be whole. Raises ValueError for n <= 0."""
+    """Wilson's interval for a share of `n` independent draws; n may be fractional. Raises ValueError for n <= 0."""
     if n <= 0:
         raise ValueError("a share of nothing has no interval")
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    # At 0 and at 1 a bound is the share itself: rounding must not put it beside.
+    # At 0 and at 1 one bound is the share itself; rounding must not move it.
     return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))
 
 
-def numbered(names: Sequence[str]) -> Ints:
-    """int64 [N]: names as numbers from 0 on, in the order of their first appearance."""
-    found: dict[str, int] = {}
-    return np.array([found.setdefault(name, len(found)) for name in names], dtype=np.int64)
-
-
 def share_of(holds_N: NDArray[np.bool_], problems_N: Ints, confidence: float) -> Estimate:
-    """The share of N solutions that `holds` for, of the problems numbered `problems`.
+    """The share of N solutions for which `holds_N` is true. `problems_N`: the number of each solution's problem.
 
     Wilson's interval at the effective sample size n* = p(1-p) / Var(p), where Var(p) = P/(P-1) sum_k e_k^2 / N^2 with
     e_k = (sum of holds in problem k) - p (solutions of k): the linearised variance of a ratio over clusters. n* is at
-    most N; where all solutions agree it is P, the number of problems, as if each had been seen once.
+    most N. If all solutions agree, it is the number of problems P.
     """
     total = len(holds_N)
     if not total:
@@ -104,7 +97,8 @@ def percentile(value: float, replicates_B: Float64, confidence: float, n: int, p
 
 
 def ratio(numerators_P: Float64, denominators_P: Float64, weights_BP: Float64, confidence: float, n: int) -> Estimate:
-    """sum(numerators) / sum(denominators) over problems, with the bootstrap's interval; a mean where those count."""
+    """sum(numerators) / sum(denominators) over problems, with the bootstrap's interval; a mean if the latter are
+    counts."""
     with np.errstate(divide="ignore", invalid="ignore"):
         value = float(np.divide(numerators_P.sum(), denominators_P.sum()))
         replicates_B = (weights_BP @ numerators_P) / (weights_BP @ denominators_P)
@@ -112,7 +106,7 @@ def ratio(numerators_P: Float64, denominators_P: Float64, weights_BP: Float64, c
 
 
 def mean_of(values_N: Float64, problems_N: Ints, weights_BP: Float64, confidence: float) -> Estimate:
-    """The mean of N values, of the problems numbered `problems` (0 to P-1)."""
+    """The mean of N values. `problems_N`: the number (0 to P-1) of each value's problem."""
     size = weights_BP.shape[1]
     sums_P = np.bincount(problems_N, weights=values_N, minlength=size)
     counts_P = np.bincount(problems_N, minlength=size).astype(np.float64)

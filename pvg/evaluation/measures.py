@@ -1,16 +1,28 @@
-"""Best-of-n: how often the solution that a verifier likes best of n is correct.
+"""The measures of an evaluation as pure functions of arrays and settings: from scored samples to plain data.
 
-*Balanced* (Kirchner et al. 2024, arXiv 2407.13692): n/2 correct and n/2 incorrect solutions of a problem, so chance is
-one half. *Natural*: n solutions as they were sampled; chance is the share of correct ones, and pass@n the ceiling.
-
-Both are exact expectations over all subsets of the sampled solutions, not one draw. Of the solutions that tie for the
-highest score one is taken at random. The sums go over the distinct scores v and over how many of the chosen solutions
-tie at v (derived; tests enumerate all subsets):
+Best-of-n: the probability that the solution with the highest score of n is correct. *Balanced* (Kirchner et al. 2024,
+arXiv 2407.13692): n/2 correct and n/2 incorrect solutions of a problem, so chance is one half. *Natural*: n solutions
+as sampled; chance is the share of correct ones, and pass@n is the upper limit. Both are exact expectations over all
+subsets of the sampled solutions. Ties for the highest score are broken at random. The sums are over the distinct scores
+v and over how many of the chosen solutions tie at v (derived here; tests enumerate all subsets):
 
     P = sum_v sum_{j+k>=1} j/(j+k) C(c_v,j) C(c_<,a-j)/C(c,a) C(i_v,k) C(i_<,b-k)/C(i,b)      balanced, a = b = n/2
     P = sum_v sum_{j+k>=1} j/(j+k) C(c_v,j) C(i_v,k) C(c_< + i_<, n-j-k)/C(c+i,n)             natural
 
-with c_v (i_v) correct (incorrect) solutions that score v, and c_< (i_<) that score less.
+with c_v (i_v) correct (incorrect) solutions with score v, and c_< (i_<) with a lower score.
+
+Localisation: whether the score falls at the first wrong step. A solution is cut after each step, and every prefix is
+scored. The flaw is *located* at the step with the largest fall s_(k-1) - s_k, where s_0 is the score of the empty
+solution. This works for every head. With some heads a step's score depends on the length of the prefix, so the
+comparison is with guessing, which is correct once in (number of steps), not with zero.
+
+Separability: the AUC of a small classifier that separates helpful from sneaky solutions by style. Near one half, the
+roles write alike, as the game intends. Near one, they have drifted apart, and the verifier may learn the role instead
+of correctness. Because correctness itself separates the roles, the probe is also trained and evaluated within correct
+and within incorrect solutions. There it compares pairs of one problem, because the problems differ too: those that the
+sneaky role solves are easier, or fewer. The probe: presence of token n-grams, hashed into FEATURES columns (with
+collisions, as in Weinberger et al. 2009, arXiv 0902.2206), rows scaled to length 1, logistic regression with a ridge.
+It uses no random numbers: the same solutions give the same AUC.
 """
 
 from __future__ import annotations
@@ -29,13 +41,13 @@ from pvg.evaluation import calibration as calibrated
 from pvg.evaluation.calibration import fit, sigmoid
 from pvg.evaluation.detection import auc_of, band, roc, wins
 from pvg.evaluation.intervals import Estimate, Float64, Ints, mean_of, ratio, share_of
-from pvg.evaluation.samples import Scored
+from pvg.evaluation.samples import ScoredRollouts
 
 Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class ScoreLevel:
     """One distinct score of a problem: how many correct and incorrect solutions have it, and how many have less."""
 
     right: int
@@ -50,17 +62,17 @@ def sizes(largest: int) -> list[int]:
 
 
 def balanced(scores_N: NDArray[Any], correct_N: Bools, n: int) -> float | None:
-    """The probability that the best of n/2 correct and n/2 incorrect solutions of one problem is correct; None where
-    there are too few of either. Raises ValueError for an odd n."""
+    """The probability that the best of n/2 correct and n/2 incorrect solutions of one problem is correct; None if there
+    are too few of either. Raises ValueError for an odd n."""
     if n % 2 or n < 2:
-        raise ValueError(f"a balanced choice is among an even number of solutions, not {n}")
+        raise ValueError(f"a balanced choice needs an even number of solutions, not {n}")
     half, right = n // 2, int(correct_N.sum())
     wrong = len(correct_N) - right
     if right < half or wrong < half:
         return None
     ways = math.comb(right, half) * math.comb(wrong, half)
 
-    def chosen(level: Level, j: int, k: int) -> int:
+    def chosen(level: ScoreLevel, j: int, k: int) -> int:
         of_right = _choose(level.right, j) * _choose(level.right_below, half - j)
         return of_right * _choose(level.wrong, k) * _choose(level.wrong_below, half - k)
 
@@ -68,11 +80,11 @@ def balanced(scores_N: NDArray[Any], correct_N: Bools, n: int) -> float | None:
 
 
 def natural(scores_N: NDArray[Any], correct_N: Bools, n: int) -> float | None:
-    """The probability that the best of n solutions of one problem is correct; None where there are fewer than n."""
+    """The probability that the best of n solutions of one problem is correct; None with fewer than n solutions."""
     if len(correct_N) < n:
         return None
 
-    def chosen(level: Level, j: int, k: int) -> int:
+    def chosen(level: ScoreLevel, j: int, k: int) -> int:
         rest = _choose(level.right_below + level.wrong_below, n - j - k)
         return _choose(level.right, j) * _choose(level.wrong, k) * rest
 
@@ -85,9 +97,9 @@ def pass_at(correct: int, total: int, n: int) -> float:
     return 1.0 - math.comb(total - correct, n) / math.comb(total, n)
 
 
-def _won(scores_N: NDArray[Any], correct_N: Bools, chosen: Callable[[Level, int, int], int]) -> float:
+def _won(scores_N: NDArray[Any], correct_N: Bools, chosen: Callable[[ScoreLevel, int, int], int]) -> float:
     """The ways to choose (`chosen`) with j correct and k incorrect solutions tied at the top, times j/(j+k), summed
-    over the levels at which the top may be; with j = 0 the best is never correct."""
+    over the possible top levels; with j = 0 the best is never correct."""
     return sum(
         chosen(level, j, k) * j / (j + k)
         for level in _levels(scores_N, correct_N)
@@ -96,78 +108,64 @@ def _won(scores_N: NDArray[Any], correct_N: Bools, chosen: Callable[[Level, int,
     )
 
 
-def _levels(scores_N: NDArray[Any], correct_N: Bools) -> list[Level]:
+def _levels(scores_N: NDArray[Any], correct_N: Bools) -> list[ScoreLevel]:
     sides = np.sort(scores_N[correct_N]), np.sort(scores_N[~correct_N])
     found = []
     for value in np.unique(scores_N):
         below, up_to = ([int(np.searchsorted(side, value, end)) for side in sides] for end in ("left", "right"))
-        found.append(Level(up_to[0] - below[0], below[0], up_to[1] - below[1], below[1]))
+        found.append(ScoreLevel(up_to[0] - below[0], below[0], up_to[1] - below[1], below[1]))
     return found
 
 
 def _choose(n: int, k: int) -> int:
-    """C(n, k), 0 where there is no such choice."""
+    """C(n, k), or 0 for a negative k."""
     return math.comb(n, k) if k >= 0 else 0
 
 
 def by_problem(
     scores_N: NDArray[Any], correct_N: Bools, problems_N: Ints, n: int, accuracy: Callable[..., float | None]
 ) -> list[float | None]:
-    """`accuracy` (balanced or natural) of each problem 0..P-1; None where a problem has too few solutions."""
+    """`accuracy` (balanced or natural) of each problem 0..P-1; None if a problem has too few solutions."""
     count = int(problems_N.max()) + 1 if len(problems_N) else 0
     return [accuracy(scores_N[problems_N == p], correct_N[problems_N == p], n) for p in range(count)]
 
 
 def curve_point(values: Sequence[float | None], weights_BP: Float64, confidence: float) -> Estimate:
-    """The mean over the problems that have a value, with the bootstrap over all of them."""
+    """The mean over the problems with a value, with a bootstrap over all problems."""
     there_P = np.array([value is not None for value in values], dtype=np.float64)
     values_P = np.array([value or 0.0 for value in values], dtype=np.float64)
     return ratio(values_P, there_P, weights_BP, confidence, int(there_P.sum()))
 
 
-# Whether a score says where the flaw is: it should fall at the first wrong step.
-#
-# A solution is cut after each of its steps and every prefix is scored; the flaw is *located* at the step at which the
-# score falls most, s_(k-1) - s_k, with s_0 the score of the empty solution. That works for every head. A step's score
-# depends on how long the prefix is, for some heads: hence the comparison with guessing, which is right once in
-# (number of steps), and not with zero.
+# --- localisation -----------------------------------------------------------------------------------------------------
 
 
 def credit(prefix_scores_K: NDArray[Any], flaw: int) -> float:
     """The probability that the largest fall of K+1 prefix scores (the empty solution first) is at step `flaw` (from 0),
-    ties broken at random. Raises ValueError for a flaw outside of the K steps."""
+    with ties broken at random. Raises ValueError for a flaw outside the K steps."""
     falls_K = prefix_scores_K[:-1].astype(np.float64) - prefix_scores_K[1:].astype(np.float64)
     if not 0 <= flaw < len(falls_K):
-        raise ValueError(f"step {flaw} is none of the {len(falls_K)} steps")
+        raise ValueError(f"step {flaw} is not one of the {len(falls_K)} steps")
     largest_K = falls_K == falls_K.max()
     return float(largest_K[flaw] / largest_K.sum())
 
 
 def chance(steps_N: NDArray[np.int64]) -> float:
-    """What guessing a step gets on average: the mean of 1 / (number of steps)."""
+    """The mean accuracy of guessing a step: the mean of 1 / (number of steps)."""
     return float(np.mean(1.0 / steps_N))
 
 
-# Whether helpful and sneaky solutions can be told apart by their style: the AUC of a tiny classifier.
-#
-# Near one half: the roles write alike, as the game wants. Near one: they have drifted apart, and the verifier may
-# learn the role instead of correctness. As correctness itself separates the roles, the probe is also trained and read
-# within correct and within incorrect solutions alone; there by pairs of one problem, for the problems differ too:
-# those that the sneaky role gets right are easier than those that the helpful one does, or fewer.
-#
-# The probe: presence of token n-grams, hashed into FEATURES columns (collisions and all, as in Weinberger et al.
-# 2009, arXiv 0902.2206), rows scaled to length 1, logistic regression with a ridge. No random number anywhere: the
-# same solutions give the same AUC.
+# --- separability -----------------------------------------------------------------------------------------------------
 
 FEATURES = 2048
 FACTOR = np.uint64(1_000_003)
 SPREAD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: Fibonacci hashing
-RIDGE = 1.0  # on the weights; rows have length 1, so this is a few solutions' worth of evidence
+RIDGE = 1.0  # on the weights; rows have length 1, so this equals the evidence of a few solutions
 INTERCEPT_RIDGE = 1e-6
 
 
 def folds_of(problem_ids: Sequence[str], folds: int) -> Ints:
-    """int64 [P]: the fold of each problem, by a hash of its id; of few problems some folds may be empty."""
+    """int64 [P]: the fold of each problem, by a hash of its id; with few problems some folds may be empty."""
     return np.array(
         [int.from_bytes(hashlib.sha256(f"fold/{name}".encode()).digest()[:8]) % folds for name in problem_ids],
         dtype=np.int64,
@@ -180,7 +178,7 @@ def features(solutions: Sequence[NDArray[np.int32]], longest: int) -> Float64:
     for place, ids in enumerate(solutions):
         hashed = np.zeros(len(ids), dtype=np.uint64)
         for size in range(1, min(longest, len(ids)) + 1):
-            # A polynomial of the n tokens, then spread together with n by a multiplication; both wrap around.
+            # A polynomial of the n tokens, then a multiplication with n that spreads the bits; both wrap around.
             hashed = hashed[: len(ids) - size + 1] * FACTOR + ids[size - 1 :].astype(np.uint64) + np.uint64(1)
             columns = ((hashed + np.uint64(size)) * SPREAD >> np.uint64(40)) % np.uint64(FEATURES)
             rows_NF[place, columns] = 1.0
@@ -197,9 +195,9 @@ def probe(
     confidence: float,
     pairs_P: Ints | None = None,
 ) -> Estimate:
-    """The AUC of held-out helpful solutions against held-out sneaky ones, over all pairs within a fold, or of problems
-    that have one number in `pairs_P` (each of its numbers within a fold). No value where a fold's other folds hold one
-    role only."""
+    """The AUC of held-out helpful solutions against held-out sneaky ones, over all pairs within a fold. With `pairs_P`,
+    over pairs of problems with equal numbers in it (each number within one fold). No value if a fold's training folds
+    have only one role."""
     problems = len(fold_P)
     fold_N = fold_P[problems_N]
     design_ND = np.concatenate([rows_NF, np.ones((len(rows_NF), 1))], axis=1)
@@ -215,15 +213,13 @@ def probe(
     return auc_of(counts, weights_BP, confidence, fold_P if pairs_P is None else pairs_P)
 
 
-# The parts of an evaluation: from scored samples to the numbers of the report, as plain data.
-#
-# Everything here is a pure function of arrays and settings.
+# --- the parts of an evaluation ---------------------------------------------------------------------------------------
 
 NOTHING = Estimate(None, None, None, 0, 0).plain()
 
 
-def best_of_n(sources: Mapping[str, Scored], section: Evaluate, weights_BP: Float64) -> list[dict[str, Any]]:
-    """Per source the balanced curve over both roles' solutions, and the natural one over the helpful ones."""
+def best_of_n(sources: Mapping[str, ScoredRollouts], section: Evaluate, weights_BP: Float64) -> list[dict[str, Any]]:
+    """Per source, the balanced curve over both roles' solutions, and the natural one over the helpful ones."""
     return [
         {
             "source": name,
@@ -234,7 +230,7 @@ def best_of_n(sources: Mapping[str, Scored], section: Evaluate, weights_BP: Floa
     ]
 
 
-def _balanced(samples: Scored, section: Evaluate, weights_BP: Float64) -> list[dict[str, Any]]:
+def _balanced(samples: ScoredRollouts, section: Evaluate, weights_BP: Float64) -> list[dict[str, Any]]:
     points = []
     for n in sizes(2 * section.samples):
         values = by_problem(samples.scores_N, samples.correct_N, samples.problems_N, n, balanced)
@@ -243,7 +239,7 @@ def _balanced(samples: Scored, section: Evaluate, weights_BP: Float64) -> list[d
     return points
 
 
-def _natural(samples: Scored, section: Evaluate, weights_BP: Float64) -> list[dict[str, Any]]:
+def _natural(samples: ScoredRollouts, section: Evaluate, weights_BP: Float64) -> list[dict[str, Any]]:
     mask = samples.helpful_N
     scores_N, correct_N, problems_N = samples.scores_N[mask], samples.correct_N[mask], samples.problems_N[mask]
     size = weights_BP.shape[1]
@@ -270,8 +266,8 @@ def _natural(samples: Scored, section: Evaluate, weights_BP: Float64) -> list[di
     return points
 
 
-def completeness(own: Scored, threshold: float, section: Evaluate) -> dict[str, Any]:
-    """What is said of the round's own helpful solutions: completeness, and its two factors."""
+def completeness(own: ScoredRollouts, threshold: float, section: Evaluate) -> dict[str, Any]:
+    """Completeness on the round's helpful solutions, and its two factors."""
     confidence, helpful, solved = section.confidence, own.helpful_N, own.helpful_N & own.correct_N
     accepted = own.scores_N >= threshold
     return {
@@ -283,9 +279,9 @@ def completeness(own: Scored, threshold: float, section: Evaluate) -> dict[str, 
 
 
 def detection(
-    name: str, own: Scored, samples: Scored, threshold: float, section: Evaluate, weights_BP: Float64
+    name: str, own: ScoredRollouts, samples: ScoredRollouts, threshold: float, section: Evaluate, weights_BP: Float64
 ) -> dict[str, Any]:
-    """Soundness, ROC with its band, and AUC of one source's flaws; the positives are the round's own correct helpful
+    """Soundness, AUC, and ROC with its band for one source's flaws; the positives are the round's correct helpful
     solutions."""
     solved, mask = own.helpful_N & own.correct_N, samples.flaws_N
     positives_N, places_N = own.scores_N[solved], own.problems_N[solved]
@@ -303,16 +299,16 @@ def detection(
 
 
 def separability(
-    own: Scored, solutions: Sequence[NDArray[np.int32]], section: Evaluate, weights_BP: Float64
+    own: ScoredRollouts, solutions: Sequence[NDArray[np.int32]], section: Evaluate, weights_BP: Float64
 ) -> dict[str, Any]:
-    """The probe's AUC over all solutions of the round's prover, and within the correct and the incorrect ones,
-    these by pairs of one problem.
+    """The probe's AUC over all solutions of the round's prover, and within the correct and within the incorrect ones,
+    there by pairs of one problem.
 
     `solutions`: the tokens of each, int32 [C], as the verifier reads them."""
     fold_P = folds_of([problem.id for problem in own.pool], section.folds)
     rows_NF = features(solutions, section.ngrams)
     strata = {"overall": np.ones(len(rows_NF), dtype=bool), "correct": own.correct_N, "incorrect": ~own.correct_N}
-    within_P = np.arange(len(fold_P))  # a role's correct solutions are of easier problems than the other's, say
+    within_P = np.arange(len(fold_P))  # because, for example, one role solves easier problems than the other
     found = {
         name: probe(
             rows_NF[mask],
@@ -330,7 +326,7 @@ def separability(
     return {name: estimate.plain() for name, estimate in found.items()}
 
 
-def calibration(own: Scored, verifier: Verifier, section: Evaluate, weights_BP: Float64) -> dict[str, Any]:
+def calibration(own: ScoredRollouts, verifier: Verifier, section: Evaluate, weights_BP: Float64) -> dict[str, Any]:
     """Raw sigmoid(score) and the cross-fitted Platt probability, over all solutions of the round's prover."""
     fold_P = folds_of([problem.id for problem in own.pool], section.folds)
     fitted_N = calibrated.cross_fitted(own.scores_N, own.correct_N, own.problems_N, fold_P)
@@ -344,7 +340,7 @@ def calibration(own: Scored, verifier: Verifier, section: Evaluate, weights_BP: 
     }
 
 
-def _calibrated(predicted_N: Float64, own: Scored, section: Evaluate, weights_BP: Float64) -> dict[str, Any]:
+def _calibrated(predicted_N: Float64, own: ScoredRollouts, section: Evaluate, weights_BP: Float64) -> dict[str, Any]:
     confidence = section.confidence
     bins = calibrated.reliability(predicted_N, own.correct_N, own.problems_N, section.bins, confidence)
     error, by_chance = calibrated.ece(predicted_N, own.correct_N, own.problems_N, section.bins, weights_BP, confidence)
@@ -363,7 +359,8 @@ def localisation(
     section: Evaluate,
     weights_BP: Any,
 ) -> dict[str, Any]:
-    """How often the largest fall of the score is at the first wrong step, against guessing, and by which step it is."""
+    """How often the largest fall of the score is at the first wrong step, compared with guessing, and by step
+    number."""
     if not flaws:
         return {"known": True, "accuracy": NOTHING, "chance": None, "gain": NOTHING, "solutions": 0}
     credits_N = np.array([credit(np.array(s), flaw) for s, flaw in zip(prefixes, flaws, strict=True)])

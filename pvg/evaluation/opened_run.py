@@ -1,7 +1,7 @@
-"""What an evaluation works with: the run it reads, the players it opens, and the folder it writes.
+"""The context of an evaluation: the run that it reads, the players that it opens, and the folder that it writes.
 
-Invariants: nothing of the run is written, but for `evaluation/` inside of it. Whatever is finished lies there under a
-name and a *digest* of all that it depends on; a unit whose digest is another one is stale, and is computed again.
+Invariants: it writes nothing of the run except `evaluation/`. Each finished result is stored there with a name and a
+*digest* of everything on which it depends. A result with another digest is stale and is computed again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pvg.game.challenge import environment_of
 from pvg.game.ledger import shards_of
 from pvg.game.players import Players
 from pvg.game.prover_phase import open_round_verifier
-from pvg.game.roles import Asked
+from pvg.game.roles import PromptBuilder
 from pvg.game.seeds import draw_cyclic, seed_for
 from pvg.game.session import InterruptedByUser
 from pvg.game.states import GameState
@@ -40,67 +40,67 @@ from pvg.tasks.task import Task, problems_of_half
 from pvg.telemetry.events import EventLog
 from pvg.telemetry.observer import Observer
 from pvg.telemetry.spans import Tracer
-from pvg.verifier.protocol import Judge
+from pvg.verifier.protocol import ScoringModel
 from pvg.verifier.scorer import VerifierScorer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Raised where a measure's definition changes: what an older pvg computed is then stale.
+# Raised when a measure's definition changes, which makes results of older versions stale.
 DEFINITIONS = 1
 
-# Versions of the weights that a unit may publish, each unit in a range of its own: versions only go up in an engine,
-# and must be the same ones whichever process comes to a unit. So units are computed in the order of their ranges.
-VERSIONS = 110_000  # more than evaluate.attack_steps may be
+# Weight versions that a unit may publish, with one range per unit. Versions only increase in an engine, and must not
+# depend on which process computes a unit. So units are computed in the order of their ranges.
+VERSIONS = 110_000  # above the maximum of evaluate.attack_steps
 BASE_RANGE = 0  # the untrained prover's samples
-SAMPLES_RANGE = 1  # and those of the provers of rounds 0, 1, ...
+SAMPLES_RANGE = 1  # samples of the provers of rounds 0, 1, ...
 MOST_ROUNDS = 499
-BASELINE_RANGE = 500  # the baseline's training, and behind it its probes
+BASELINE_RANGE = 500  # the baseline's training, followed by its probes
 MOST_PROBES = 90
-REFERENCE_RANGE = 600  # of round 0: the samples that attacks are compared with, and behind it the attacks
-ROUND = 16  # ranges from one round's to the next one's
+REFERENCE_RANGE = 600  # of round 0: the reference samples of attacks, followed by the attacks
+ROUND = 16  # ranges per round
 
 
 def digest(*parts: Any) -> str:
-    """Of plain data; equal parts have equal digests."""
+    """The digest of plain data; equal parts have equal digests."""
     data = orjson.dumps([DEFINITIONS, *parts], option=orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(data, digest_size=12).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """A run that is read and not played (a pvg.game.prover_phase.Written). `state` is its last commit."""
+class OpenedRun:
+    """A run that is only read (a pvg.game.prover_phase.WeightsReader). `state`: its last commit."""
 
     directory: RunDirectory
     state: GameState
-    notice: str = ""  # why it is not the last commit
+    notice: str = ""  # why `state` is not the last commit
 
     @classmethod
-    def open(cls, directory: RunDirectory) -> Reading:
-        """Raises StateError for a run without a commit, or whose commits are damaged."""
+    def open(cls, directory: RunDirectory) -> OpenedRun:
+        """Raises StateError for a run without a commit, or with damaged commits."""
         loaded = directory.load_state()
         if loaded.state is None:
             raise StateError(
-                f"The run {directory.name!r} has not begun.", f"Play it: pvg train --resume {directory.name}"
+                f"The run {directory.name!r} has not started.", f"Play it: pvg train --resume {directory.name}"
             )
         return cls(directory, GameState.from_plain(loaded.state), loaded.notice)
 
     @property
     def rounds(self) -> int:
-        """How many rounds are finished."""
+        """The number of finished rounds."""
         return len(self.state.rounds)
 
     def read_weights(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return read_checkpoint(self.directory.weights, name)
 
     def read_rollouts(self, round_: int, phase: str) -> Iterator[Rollout]:
-        """Those of a finished phase, in the order they were sampled."""
+        """The rollouts of a finished phase, in the order of sampling."""
         shards = RolloutShards(self.directory.path)
         for info in shards_of(self.state, round_, phase):
             yield from shards.read(info)
 
     def players_of(self, round_: int) -> str:
-        """A digest of the players that a round has left: their checksums, read from what lies beside the tensors."""
+        """A digest of the players that a round has produced, from the checksums beside their tensors."""
         names = sorted(name for name in self.state.weights if name.startswith(f"{source_of_round(round_)}-"))
         return digest([[name, _sha256(self.directory.weights / name / META_FILE)] for name in names])
 
@@ -113,7 +113,8 @@ def _sha256(path: Path) -> str:
 
 
 def read_json(path: Path, key: str) -> dict[str, Any] | None:
-    """What an evaluation wrote at `path`, with a digest and `key`; None where nothing is. Raises DamagedFileError."""
+    """Content that an evaluation wrote to `path`, with a digest and `key`; None without a file. Raises
+    DamagedFileError."""
     try:
         found = orjson.loads(path.read_bytes())
     except FileNotFoundError:
@@ -121,12 +122,12 @@ def read_json(path: Path, key: str) -> dict[str, Any] | None:
     except orjson.JSONDecodeError:
         found = None
     if not isinstance(found, dict) or not {"digest", key} <= found.keys():
-        raise DamagedFileError(f"{path} is damaged.", "Remove it, and evaluate again: what it held is computed anew.")
+        raise DamagedFileError(f"{path} is damaged.", "Remove it and evaluate again, which computes its content anew.")
     return found
 
 
-class Units:
-    """Finished results by name, each one file, replaced as a whole."""
+class ResultFiles:
+    """Finished results by name, one file each, replaced atomically."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -134,12 +135,12 @@ class Units:
         remove_temporaries(folder)
 
     def read(self, name: str, wanted: str) -> Any | None:
-        """The result of `name` where it was computed for the digest `wanted`."""
+        """The result of `name` if it was computed for the digest `wanted`, otherwise None."""
         found = read_json(self._folder / f"{name}.json", "result")
         return None if found is None or found["digest"] != wanted else found["result"]
 
     def exists(self, name: str) -> bool:
-        """Whether there is a result of `name`, for whatever settings."""
+        """Whether there is a result of `name`, for any settings."""
         return (self._folder / f"{name}.json").exists()
 
     def write(self, name: str, for_: str, result: Any) -> None:
@@ -147,33 +148,33 @@ class Units:
         write_atomic(self._folder / f"{name}.json", data)
 
 
-class Missing(Exception):
-    """A unit that is not there, while nothing may be computed: its part was not asked for."""
+class MissingResult(Exception):
+    """A unit is not stored, and computing is not allowed because its part was not requested."""
 
 
 @dataclass
-class Study:
-    """Everything that one call of `evaluate` shares. A pvg.game.prover_phase.Played."""
+class EvaluationContext:
+    """Everything that one call of `evaluate` shares. A pvg.game.prover_phase.RunWithPlayers."""
 
     experiment: Experiment
-    ledger: Reading
+    ledger: OpenedRun
     players: Players
     task: Task
-    asked: Asked
+    asked: PromptBuilder
     observer: Observer
     stop: asyncio.Event
     tracer: Tracer
     folder: Path
     log: EventLog
     code_version: str
-    computing: bool = True  # False: what is not on the disk is Missing
-    units: Units = field(init=False)
+    computing: bool = True  # False: a result that is not on disk is MissingResult
+    units: ResultFiles = field(init=False)
     shards: RolloutShards = field(init=False)
-    judges: dict[int, FrozenVerifier] = field(default_factory=dict)  # those that are open, by round
+    judges: dict[int, FrozenVerifier] = field(default_factory=dict)  # the open ones, by round
     _problems: dict[str, list[Problem]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.units = Units(self.folder / "units")
+        self.units = ResultFiles(self.folder / "units")
         self.shards = RolloutShards(self.folder)
 
     @property
@@ -182,14 +183,14 @@ class Study:
 
     @property
     def config(self) -> str:
-        """A digest of what the run computed."""
+        """A digest of the run's configuration."""
         return self.experiment.hash()
 
     def begin(self, unit: str) -> None:
-        """Before a unit is computed. Raises Missing where none may be, InterruptedByUser where a stop was asked for:
-        between two units everything is on the disk."""
+        """Call this before computing a unit. Raises MissingResult if nothing may be computed, InterruptedByUser if a
+        stop was requested: between two units everything is on disk."""
         if not self.computing:
-            raise Missing(unit)
+            raise MissingResult(unit)
         self.check_stop()
 
     def check_stop(self) -> None:
@@ -197,11 +198,11 @@ class Study:
             raise InterruptedByUser
 
     def test_problems(self) -> list[Problem]:
-        """`evaluate.problems` of the task's test problems: those that the run's own evaluation begins with."""
+        """`evaluate.problems` of the task's test problems, the first ones of the run's own evaluation."""
         return self._drawn("test", list(self.task.problems("test")))
 
     def prover_problems(self) -> list[Problem]:
-        """As many of the half that provers, and attackers, are trained on."""
+        """As many problems of the half on which provers and attackers are trained."""
         return self._drawn("prover", problems_of_half(self.task, "prover"))
 
     def _drawn(self, kind: str, pool: list[Problem]) -> list[Problem]:
@@ -222,7 +223,7 @@ def first_version(ordinal: int) -> int:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder of which no half may be left under its name."""
+    """Remove a folder such that no partial folder stays under its name."""
     if path.exists():
         doomed = temporary_beside(path)
         path.rename(doomed)
@@ -233,21 +234,22 @@ def committed_shards(manifests: list[Mapping[str, Any]]) -> list[ShardInfo]:
     return [ShardInfo.from_plain(plain) for manifest in manifests for plain in manifest["shards"]]
 
 
-# The frozen verifier of one round: opened when the first score is needed, and asked for whole sets of samples.
+# --- the frozen verifier of a round -----------------------------------------------------------------------------------
 
 
 class FrozenVerifier:
-    """Scores of one verifier. `digest` says which one it is, without opening it."""
+    """Scores whole sets of samples with one round's verifier, which it opens for the first score. `digest` identifies
+    the verifier without opening it."""
 
-    def __init__(self, study: Study, round_: int) -> None:
+    def __init__(self, study: EvaluationContext, round_: int) -> None:
         self._study = study
         self.round = round_
         self.digest = study.ledger.players_of(round_)
-        self._verifier: Judge | None = None
+        self._verifier: ScoringModel | None = None
         self._scorer: VerifierScorer | None = None
         self._threshold = float("nan")
 
-    async def verifier(self) -> Judge:
+    async def verifier(self) -> ScoringModel:
         if self._verifier is None:
             self._verifier, self._threshold = await open_round_verifier(self._study, self.round)
             self._scorer = self._study.players.scorer(self._verifier)
@@ -259,7 +261,7 @@ class FrozenVerifier:
         return self._scorer
 
     async def facts(self) -> dict[str, Any]:
-        """The verifier's version, and the score from which it accepts."""
+        """The verifier's version and its acceptance threshold."""
         name = f"verifier-{source_of_round(self.round)}"
         for_ = digest("verifier", self.digest)
         found = self._study.units.read(name, for_)
@@ -270,7 +272,7 @@ class FrozenVerifier:
         return dict(found)
 
     async def scores(self, name: str, rollouts: Sequence[Rollout], of: str) -> Float32:
-        """float32 [N]: the scores of the set `name`, whose digest is `of`, computed once."""
+        """float32 [N]: the scores of the set `name` with digest `of`, computed once."""
         study, unit = self._study, f"scores-{source_of_round(self.round)}-{name}"
         for_ = digest("scores", self.digest, of)
         found = study.units.read(unit, for_)
@@ -288,8 +290,8 @@ class FrozenVerifier:
 
 
 @contextmanager
-def judged(study: Study, round_: int) -> Iterator[FrozenVerifier]:
-    """The verifier of a round: the one that is open already, or one that is closed at the end."""
+def judged(study: EvaluationContext, round_: int) -> Iterator[FrozenVerifier]:
+    """A round's verifier: the open one if there is one, otherwise one that is closed at the end."""
     if (judge := study.judges.get(round_)) is not None:
         yield judge
         return
@@ -302,12 +304,12 @@ def judged(study: Study, round_: int) -> Iterator[FrozenVerifier]:
 
 
 def verifier_asks(experiment: Experiment) -> bool:
-    """Whether samples depend on a verifier: a challenge game in which it chooses what to ask about."""
+    """Whether samples depend on a verifier: in a challenge game in which it chooses the step to ask about."""
     protocol = experiment.game.protocol
     return isinstance(protocol, ChallengeProtocol) and protocol.step == "weakest"
 
 
-async def questions(study: Study, asking: FrozenVerifier) -> Environment | None:
-    """What asks about the steps of solutions that are sampled next; None but in a challenge game."""
+async def questions(study: EvaluationContext, asking: FrozenVerifier) -> Environment | None:
+    """The environment that asks about steps of the next samples; None outside challenge games."""
     scorer = await asking.scorer() if verifier_asks(study.experiment) else None
     return environment_of(study, scorer)

@@ -1,4 +1,9 @@
-"""The names of the parts of an evaluation; no torch, so that the command line can refuse a wrong one at once."""
+"""The parts of an evaluation, and the settings of the attackers and the baseline; loads no torch.
+
+    check_protocol(experiment, parts); check_attacks(experiment)      # before anything is sampled
+
+So the command line can refuse a wrong name or setting at once.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ PARTS = ("exploit", "best-of-n", "detection", "separability", "calibration", "lo
 
 
 def parse_parts(text: str) -> Sequence[str]:
-    """The parts in `a,b,c`, in their own order. Raises UsageError that names the nearest one."""
+    """The parts in `a,b,c`, in standard order. Raises UsageError with the nearest name."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in PARTS:
@@ -30,18 +35,16 @@ def parse_parts(text: str) -> Sequence[str]:
 
 
 def parse_rounds(text: str | None) -> Sequence[int] | None:
-    """The rounds in `0,2`; None for None. Raises UsageError for what is no number."""
+    """The rounds in `0,2`; None for None. Raises UsageError for anything but numbers."""
     if text is None:
         return None
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names or not all(name.isdecimal() for name in names):
-        raise UsageError(f"--rounds {text!r} is no list of rounds.", "For example: --rounds 0,2")
+        raise UsageError(f"--rounds {text!r} is not a list of rounds.", "For example: --rounds 0,2")
     return [int(name) for name in names]
 
 
-# What can be evaluated, and the settings that attackers and the baseline are trained with; loads no torch.
-#
-# check_protocol(experiment, parts); check_attacks(experiment)      # before anything is sampled
+# --- settings ---------------------------------------------------------------------------------------------------------
 
 KINDS = ("src", "cgc", "goodhart")
 
@@ -53,29 +56,28 @@ def course_experiment(
     training: Mapping[str, Any],
     place: str,
 ) -> Experiment:
-    """The run's settings with one role, another reward and the training's changes, on random numbers of its own.
+    """The run's settings with one role, another reward, changes of the training, and separate random numbers.
 
-    All but the reward is validated as an experiment is. Of the reward all is checked but that it is for two roles: a
-    game needs both for `src` and `cgc`, and an attacker of one role is what is wanted here. Raises
-    ConfigurationError."""
+    Validated like an experiment, except for one rule: a game requires both roles for `src` and `cgc`, but an attacker
+    has one. Raises ConfigurationError."""
     plain = experiment.plain()
     plain["game"] |= {"sneaky_share": 1.0 if role == "sneaky" else 0.0, "stop": "steps", "reward": "goodhart"}
     plain["training"] |= {name: value for name, value in training.items() if value is not None}
-    # What an attack is judged by are its own batches: they must not be chosen by how uncertain their outcome is.
+    # An attack is judged by its batches, so they must not be selected by the uncertainty of their outcome.
     plain["training"] |= {"curriculum": "none", "dynamic_sampling": 0}
     plain["seed"] = seed_for(experiment.seed, "evaluate", place)
     valid = build_experiment(plain, "evaluate")
     final = valid.model_copy(update={"game": valid.game.model_copy(update={"reward": reward})})
     if impossible := reward_impossibilities(final):
         raise ConfigurationError(
-            f"No policy paid by {final.game.reward.kind!r} can be trained with the run's settings: {impossible[0]}.",
-            "Leave it out of evaluate.attacks: -s 'evaluate.attacks=[\"goodhart\"]', say.",
+            f"No policy with reward {final.game.reward.kind!r} can be trained with these settings: {impossible[0]}.",
+            "Remove it from evaluate.attacks, for example: -s 'evaluate.attacks=[\"goodhart\"]'.",
         )
     return final
 
 
 def attacker_experiment(experiment: Experiment, kind: str, place: str, cgc_floor: float | None) -> Experiment:
-    """The settings of an attacker paid by `kind`. Raises ConfigurationError."""
+    """The settings of an attacker with reward `kind`. Raises ConfigurationError."""
     section = experiment.evaluate
     reward = _reward(experiment, kind, cgc_floor)
     training = {
@@ -99,29 +101,29 @@ def _reward(experiment: Experiment, kind: str, cgc_floor: float | None) -> SrcRe
 
 
 def default_parts(experiment: Experiment) -> Sequence[str]:
-    """What is measured of a run where nobody says which parts: all that there are of its game."""
+    """The parts that are measured by default: all that exist for the run's game."""
     return tuple(part for part in PARTS if part != "tax" or experiment.game.protocol.kind != "decoupled")
 
 
 def attack_kinds(experiment: Experiment) -> list[str]:
-    """The kinds of `evaluate.attacks` in one order, without those whose reward pays no translator of a decoupled
-    game (the report's notes name them)."""
+    """The kinds of `evaluate.attacks` in standard order. In a decoupled game without those whose reward a translator
+    cannot earn (the report's notes name them)."""
     payable = TRANSLATORS_REWARDS if experiment.game.protocol.kind == "decoupled" else KINDS
     return [kind for kind in KINDS if kind in experiment.evaluate.attacks and kind in payable]
 
 
 def check_protocol(experiment: Experiment, parts: Sequence[str]) -> None:
-    """Raises UsageError for the tax of a decoupled game, whose faithful role is not asked to be correct."""
+    """Raises UsageError for the tax in a decoupled game, whose faithful role need not be correct."""
     if experiment.game.protocol.kind == "decoupled" and "tax" in parts:
         raise UsageError(
-            "There is no legibility tax of game.protocol = 'decoupled': its faithful role is paid for keeping the "
+            "There is no legibility tax of game.protocol = 'decoupled': its faithful role is rewarded for keeping the "
             "solver's answer, not for being correct (solver_accuracy and faithful are in the rounds' metrics).",
             "Leave tax out of the parts.",
         )
 
 
 def check_attacks(experiment: Experiment) -> None:
-    """Raises ConfigurationError for attacks that end before their window is full, which could never succeed, and for
+    """Raises ConfigurationError for attacks that end before their window is full, so could never succeed, and for
     attackers that could learn nothing."""
     section, minibatches = experiment.evaluate, experiment.training.minibatches
     if (least := section.attack_window * minibatches) > section.attack_steps:
@@ -134,8 +136,8 @@ def check_attacks(experiment: Experiment) -> None:
     kinds = attack_kinds(experiment)
     if section.attacks and not kinds:
         raise ConfigurationError(
-            f"No attack of evaluate.attacks = {', '.join(section.attacks)} pays a translator of the decoupled game.",
-            'Add one that does: -s \'evaluate.attacks=["cgc","goodhart"]\'',
+            f"A translator of the decoupled game earns no reward of evaluate.attacks = {', '.join(section.attacks)}.",
+            'Add one that it can earn: -s \'evaluate.attacks=["cgc","goodhart"]\'',
         )
     for kind in kinds:
         attacker_experiment(experiment, kind, f"attacks/{kind}", section.attack_cgc_floor)

@@ -1,4 +1,4 @@
-"""One round's parts: which samples each of them needs, and what it finds. Whatever is on the disk is not done again."""
+"""The parts of one round: the samples that each part needs, and its results. Results on disk are not computed again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pvg.evaluation import measures
 from pvg.evaluation.attacks import (
-    Target,
+    AttackTarget,
     attack,
     attack_digest,
     attack_name,
@@ -22,65 +22,65 @@ from pvg.evaluation.attacks import (
     reference_of,
     sample_attacker,
 )
-from pvg.evaluation.baseline import Baseline, distance, reach, tax
+from pvg.evaluation.baseline import CorrectnessBaseline, distance, reach, tax
 from pvg.evaluation.intervals import Float64, draws
 from pvg.evaluation.opened_run import (
     BASE_RANGE,
     REFERENCE_RANGE,
     ROUND,
     SAMPLES_RANGE,
+    EvaluationContext,
     FrozenVerifier,
-    Missing,
-    Study,
+    MissingResult,
     digest,
     first_version,
 )
 from pvg.evaluation.opponents import KINDS, attack_kinds
-from pvg.evaluation.samples import SampleSet, Scored, digest_of, is_complete, sampled
+from pvg.evaluation.samples import SampleSet, ScoredRollouts, digest_of, is_complete, sampled
 from pvg.game.mint import load_source
 from pvg.game.prover_phase import read_prover
 from pvg.game.seeds import seed_for
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout, source_of_round
 from pvg.tasks import LocatesFlaws
-from pvg.tasks.task import Concealing, Task
+from pvg.tasks.task import ConcealsText, Task
 
 BOTH = (Role.HELPFUL, Role.SNEAKY)
-ATTACKED = ("found", "censored")  # attacks that have left an attacker
+ATTACKED = ("found", "censored")  # statuses of attacks that have left an attacker
 
-# Raised where a measure's definition changes: what was measured before is then stale. Unlike `study.DEFINITIONS` it
-# keeps what took hours, samples and trained attackers.
+# Raised when a measure's definition changes, which makes earlier measurements stale. Unlike `opened_run.DEFINITIONS`,
+# it keeps what took hours: samples and trained attackers.
 MEASURED = 2
 
 
-def bootstrap(study: Study, problems: int) -> Float64:
-    """The resamples of `problems` problems: the same ones for every part, so that differences are of what differs."""
+def bootstrap(study: EvaluationContext, problems: int) -> Float64:
+    """The resamples of `problems` problems, equal for every part, so that differences between parts are real."""
     return draws(problems, study.experiment.evaluate.resamples, seed_for(study.seed, "evaluate", "bootstrap"))
 
 
-def base_set(study: Study) -> SampleSet:
+def base_set(study: EvaluationContext) -> SampleSet:
     return SampleSet(BASE_SOURCE, 0, study.test_problems(), BOTH, study.experiment.evaluate.samples, BASE_SOURCE)
 
 
-async def base_samples(study: Study) -> list[Rollout]:
+async def base_samples(study: EvaluationContext) -> list[Rollout]:
     return await sampled(study, base_set(study), lambda: load_source(study, BASE_SOURCE, first_version(BASE_RANGE)))
 
 
-def round_set(study: Study, round_: int) -> SampleSet:
+def round_set(study: EvaluationContext, round_: int) -> SampleSet:
     """Both roles of a round's prover on the test problems."""
     name, size = source_of_round(round_), study.experiment.evaluate.samples
     return SampleSet(name, round_, study.test_problems(), BOTH, size, study.ledger.players_of(round_), round_)
 
 
-async def round_samples(study: Study, round_: int) -> list[Rollout]:
+async def round_samples(study: EvaluationContext, round_: int) -> list[Rollout]:
     version = first_version(SAMPLES_RANGE + round_)
     return await sampled(study, round_set(study, round_), lambda: load_source(study, source_of_round(round_), version))
 
 
 class RoundParts:
-    """The parts of one round. Each returns plain data as the report has it, and raises Missing where something is not
-    there and nothing may be computed, InterruptedByUser where a stop was asked for."""
+    """The parts of one round. Each returns plain data in the report's form. Raises MissingResult if something is not
+    stored and nothing may be computed, InterruptedByUser if a stop was requested."""
 
-    def __init__(self, study: Study, judge: FrozenVerifier) -> None:
+    def __init__(self, study: EvaluationContext, judge: FrozenVerifier) -> None:
         self.study = study
         self.judge = judge
         self.round = judge.round
@@ -94,24 +94,24 @@ class RoundParts:
 
     @property
     def _kinds(self) -> list[str]:
-        """The kinds of attackers in one order, however the settings list them."""
+        """The kinds of attackers in standard order."""
         return attack_kinds(self.study.experiment)
 
     # --- samples ---------------------------------------------------------------------------------------------------
 
-    async def _scored(self, wanted: SampleSet, rollouts: Sequence[Rollout], pool: Sequence[Problem]) -> Scored:
+    async def _scored(self, wanted: SampleSet, rollouts: Sequence[Rollout], pool: Sequence[Problem]) -> ScoredRollouts:
         scores_N = await self.judge.scores(wanted.name, rollouts, digest_of(self.study, wanted))
-        return Scored(rollouts, scores_N, pool)
+        return ScoredRollouts(rollouts, scores_N, pool)
 
-    async def base(self) -> Scored:
+    async def base(self) -> ScoredRollouts:
         return await self._scored(base_set(self.study), await base_samples(self.study), self.study.test_problems())
 
-    async def of_round(self, round_: int) -> Scored:
-        """The samples of this round's prover, or an earlier one's, under this round's verifier."""
+    async def of_round(self, round_: int) -> ScoredRollouts:
+        """The samples of this or an earlier round's prover, scored by this round's verifier."""
         rollouts = await round_samples(self.study, round_)
         return await self._scored(round_set(self.study, round_), rollouts, self.study.test_problems())
 
-    async def own(self) -> Scored:
+    async def own(self) -> ScoredRollouts:
         return await self.of_round(self.round)
 
     def _reference_set(self) -> SampleSet:
@@ -119,25 +119,25 @@ class RoundParts:
         name, round_ = f"reference-{self.source}", self.round
         return SampleSet(name, round_, pool, (Role.HELPFUL,), size, self.judge.digest, round_)
 
-    async def _reference(self) -> Scored:
+    async def _reference(self) -> ScoredRollouts:
         wanted = self._reference_set()
         version = first_version(REFERENCE_RANGE + ROUND * self.round)
         rollouts = await sampled(self.study, wanted, lambda: load_source(self.study, self.source, version))
         return await self._scored(wanted, rollouts, wanted.problems)
 
-    async def _of_attacker(self, target: Target, kind: str) -> Scored:
+    async def _of_attacker(self, target: AttackTarget, kind: str) -> ScoredRollouts:
         rollouts = await sample_attacker(self.study, target, kind)
         return await self._scored(final_samples(self.study, target, kind), rollouts, self.study.test_problems())
 
     def _of(self, *sets: SampleSet) -> list[str]:
-        """What a part depends on that reads these sets under this round's verifier."""
+        """The digests on which a part depends that reads these sets with this round's verifier."""
         return [self.judge.digest, *(digest_of(self.study, wanted) for wanted in sets)]
 
     async def _unit(
         self, name: str, inputs: Sequence[Any], work: Callable[[], Awaitable[Any]], newest: str | None = None
     ) -> Any:
-        """The result of a part of this round, from the disk or by `work`. What an older pvg computed, without the key
-        `newest`, still holds: it is shown as it is, and computed again where its part is asked for."""
+        """The result of a part of this round, from disk or computed by `work`. A result of an older version, without
+        the key `newest`, is still valid: it is shown, and computed again if its part is requested."""
         study, unit = self.study, f"{name}-{self.source}"
         for_ = digest(name, MEASURED, inputs, self._statistics)
         found = study.units.read(unit, for_)
@@ -148,7 +148,7 @@ class RoundParts:
         return found
 
     def has_any(self, part: str) -> bool:
-        """Whether something of `part` was computed, for whatever settings."""
+        """Whether a result of `part` exists, for any settings."""
         exists = self.study.units.exists
         if part == "exploit":
             return any(exists(attack_name(self.round, kind)) for kind in KINDS)
@@ -167,7 +167,7 @@ class RoundParts:
             found.append(result)
         return found
 
-    async def _attack(self, target: Target, kind: str) -> dict[str, Any]:
+    async def _attack(self, target: AttackTarget, kind: str) -> dict[str, Any]:
         name, for_ = attack_name(self.round, kind), attack_digest(self.study, target, kind)
         found = self.study.units.read(name, for_)
         if found is None:
@@ -176,17 +176,17 @@ class RoundParts:
             self.study.units.write(name, for_, found)
         return dict(found)
 
-    async def _check(self, target: Target, kind: str) -> Any:
+    async def _check(self, target: AttackTarget, kind: str) -> Any:
         fresh, own = await self._of_attacker(target, kind), await self.own()
         return await self._compute(lambda: check(self.section, fresh, own, target.threshold, self._draws))
 
-    async def target(self) -> Target:
-        """What this round's attacks have to reach, from samples of the round's own."""
+    async def target(self) -> AttackTarget:
+        """The target of this round's attacks, from samples of the round itself."""
         study = self.study
         facts = await self.judge.facts()
         inputs = self._of(round_set(study, self.round), base_set(study), self._reference_set())
         found = await self._unit("reference", inputs, self._read_target)
-        return Target(self.round, self.judge.digest, facts["threshold"], **found)
+        return AttackTarget(self.round, self.judge.digest, facts["threshold"], **found)
 
     async def _read_target(self) -> dict[str, Any]:
         own, base, reference = await self.own(), await self.base(), await self._reference()
@@ -206,8 +206,8 @@ class RoundParts:
         return await self._unit("best-of-n", self._of(round_set(self.study, self.round), base_set(self.study)), work)
 
     async def detection(self) -> Any:
-        """Each source of flaws is a unit of its own, so that a new attacker makes nothing stale; one that was trained
-        since detection was asked for is left out until it is asked for again."""
+        """Each source of flaws is a separate unit, so a new attacker makes nothing stale. Attackers that were trained
+        after the last request for detection are left out until the next request."""
         study, own = self.study, round_set(self.study, self.round)
         threshold = (await self.judge.facts())["threshold"]
 
@@ -222,12 +222,12 @@ class RoundParts:
             sources.append(await self._flaws(earlier.name, earlier, partial(self.of_round, number), threshold))
         for kind, target in (await self._attackers()).items():
             fresh, read = final_samples(study, target, kind), partial(self._of_attacker, target, kind)
-            with suppress(Missing):
+            with suppress(MissingResult):
                 sources.append(await self._flaws(f"attack-{kind}", fresh, read, threshold))
         return {**found, "sources": sources}
 
     async def _flaws(
-        self, name: str, wanted: SampleSet, samples: Callable[[], Awaitable[Scored]], threshold: float
+        self, name: str, wanted: SampleSet, samples: Callable[[], Awaitable[ScoredRollouts]], threshold: float
     ) -> Any:
         """How this round's verifier detects one source's flaws."""
 
@@ -240,12 +240,12 @@ class RoundParts:
         inputs = self._of(round_set(self.study, self.round), wanted)
         return await self._unit(f"detection-{name}", inputs, work, newest="band")
 
-    async def _attackers(self) -> Mapping[str, Target]:
-        """The attackers of this round that have written their samples, whether or not attacks are asked for now."""
+    async def _attackers(self) -> Mapping[str, AttackTarget]:
+        """The attackers of this round with stored samples, whether or not attacks are requested now."""
         computing, self.study.computing = self.study.computing, False
         try:
             target = await self.target()
-        except Missing:
+        except MissingResult:
             return {}
         finally:
             self.study.computing = computing
@@ -298,7 +298,7 @@ class RoundParts:
         flaws, places = [flaw for _, flaw, _ in chosen], [place for _, _, place in chosen]
         return await self._compute(lambda: measures.localisation(split, flaws, places, self.section, self._draws))
 
-    async def tax(self, baseline: Baseline) -> Any:
+    async def tax(self, baseline: CorrectnessBaseline) -> Any:
         study, wanted = self.study, round_set(self.study, self.round)
 
         async def work() -> Any:
@@ -320,17 +320,17 @@ class RoundParts:
         return await self._unit("tax", [digest_of(study, wanted), baseline.digest], work)
 
     async def _compute(self, work: Callable[[], Any]) -> Any:
-        """In the compute thread: the event loop goes on serving the display."""
+        """Run `work` in the compute thread, so that the event loop can update the display."""
         return await self.study.players.compute(work)
 
 
 def solutions_read(
     rollouts: Sequence[Rollout], task: Task, encode: Callable[[str], NDArray[np.int32]], eos_id: int
 ) -> list[NDArray[np.int32]]:
-    """int32 [C] each: the tokens of every solution that its verifier may read, without the end of the text. What a
-    task conceals, a sneaky solution's certificate say, would tell the role to whoever looks for a style. Of a dialogue
-    what the prover wrote: the verifier's question is not its style."""
-    if isinstance(task, Concealing):
+    """int32 [C] each: the tokens of every solution that its verifier may read, without the end of the text. Concealed
+    parts, such as a sneaky solution's certificate, would reveal the role to a style probe. In a dialogue, only what the
+    prover wrote: the verifier's question is not its style."""
+    if isinstance(task, ConcealsText):
         return [encode(task.shown(rollout.text)) for rollout in rollouts]
     written = [r.completion_ids[r.sampled_mask] if r.turns else r.completion_ids for r in rollouts]
     return [ids[:-1] if len(ids) and ids[-1] == eos_id else ids for ids in written]
@@ -339,8 +339,8 @@ def solutions_read(
 def flawed(
     task: LocatesFlaws, rollouts: Sequence[Rollout], pool: Sequence[Problem], most: int
 ) -> list[tuple[Rollout, int, int]]:
-    """At most `most` flaws that are wrong in a step that the task knows: (solution, step, problem's place).
-    The first of every problem come first, then the second ones: as many problems as possible."""
+    """At most `most` flaws with a wrong step that the task knows: (solution, step, index of the problem). The first
+    flaw of every problem comes first, then the second ones, to cover as many problems as possible."""
     places = {problem.id: place for place, problem in enumerate(pool)}
     seen: dict[str, int] = {}
     found = []

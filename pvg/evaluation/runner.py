@@ -1,10 +1,10 @@
-"""`pvg evaluate`: every part of every finished round, done once and kept.
+"""`pvg evaluate`: computes every part of every finished round once and stores it.
 
     outcome = await evaluate(experiment, run, request, observer=SilentObserver(), stop=asyncio.Event())
 
-First whatever was asked for is computed, unit by unit, each kept under a digest of what it depends on; then the report
-is put together from all that is there, also of parts that were not asked for this time. Killed at any instant and
-called again, it ends with the report of a call that was never killed.
+First it computes the requested parts, unit by unit, and stores each with a digest of what it depends on. Then it makes
+the report from everything stored, including parts that were not requested this time. After a kill at any instant, the
+next call ends with the same report as an uninterrupted call.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any, Literal
 from pvg.config.experiment import Experiment
 from pvg.errors import PvgError, TrainingDivergedError, UsageError
 from pvg.evaluation import baseline as baselines
-from pvg.evaluation.baseline import Baseline, baseline_of, distance
-from pvg.evaluation.opened_run import MOST_ROUNDS, Missing, Reading, Study, judged
+from pvg.evaluation.baseline import CorrectnessBaseline, baseline_of, distance
+from pvg.evaluation.opened_run import MOST_ROUNDS, EvaluationContext, MissingResult, OpenedRun, judged
 from pvg.evaluation.opponents import PARTS, check_attacks, check_protocol
 from pvg.evaluation.report import REPORT_FILE, EvaluationReport, notes, notes_of_results, write_report
 from pvg.evaluation.rounds import RoundParts, base_samples, base_set, bootstrap, round_samples
@@ -44,9 +44,9 @@ MEASURES = ("best-of-n", "detection", "separability", "calibration", "localisati
 
 
 @dataclass(frozen=True)
-class Request:
-    """What to evaluate: parts by name, rounds by number (None: all that are finished), and the run to take the
-    correctness baseline from (None: train one)."""
+class EvaluationRequest:
+    """What to evaluate: parts by name, rounds by number (None: all finished ones), and the run that is the correctness
+    baseline (None: train one)."""
 
     parts: Sequence[str] = PARTS
     rounds: Sequence[int] | None = None
@@ -54,8 +54,8 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a call ended: `seconds` is this call's wall time."""
+class EvaluationOutcome:
+    """The result of a call; `seconds`: its wall time."""
 
     status: Literal["complete", "interrupted"]
     report: EvaluationReport
@@ -63,14 +63,14 @@ class Outcome:
 
 
 async def evaluate(
-    experiment: Experiment, run: RunDirectory, request: Request, *, observer: Observer, stop: asyncio.Event
-) -> Outcome:
-    """Evaluate the finished rounds of `run` (locked by the caller). Raises UsageError for a round or a baseline that
-    does not fit, ConfigurationError for what could not be trained; what a part raises surfaces with everything
-    finished intact."""
+    experiment: Experiment, run: RunDirectory, request: EvaluationRequest, *, observer: Observer, stop: asyncio.Event
+) -> EvaluationOutcome:
+    """Evaluate the finished rounds of `run` (locked by the caller). Raises UsageError for an unsuitable round or
+    baseline, ConfigurationError for settings that cannot be trained. An error of a part propagates, and all finished
+    results are kept."""
     started = time.perf_counter()
     check_protocol(experiment, request.parts)
-    reading = Reading.open(run)
+    reading = OpenedRun.open(run)
     check_same_code(reading.state, experiment)
     rounds = chosen_rounds(reading, run, request.rounds)
     if "exploit" in request.parts:
@@ -84,27 +84,27 @@ async def evaluate(
         if reading.notice:
             observer.noticed(reading.notice)
         if reading.rounds < experiment.game.rounds:
-            observer.noticed(f"{reading.rounds} of {experiment.game.rounds} rounds are finished: those are evaluated.")
+            observer.noticed(f"{reading.rounds} of {experiment.game.rounds} rounds are finished and will be evaluated.")
         status: Literal["complete", "interrupted"] = "complete"
         try:
             await _compute(study, rounds, request)
         except InterruptedByUser:
             status = "interrupted"
-            observer.noticed("Everything up to here is kept.")
+            observer.noticed("All results so far are kept.")
         report = await assemble(study, rounds, request.parts)
         write_report(study.folder / REPORT_FILE, report)
-        return Outcome(status, report, time.perf_counter() - started)
+        return EvaluationOutcome(status, report, time.perf_counter() - started)
 
 
-def chosen_rounds(reading: Reading, run: RunDirectory, wanted: Sequence[int] | None) -> list[int]:
-    """The rounds to evaluate. Raises UsageError for those that are not finished."""
+def chosen_rounds(reading: OpenedRun, run: RunDirectory, wanted: Sequence[int] | None) -> list[int]:
+    """The rounds to evaluate. Raises UsageError for rounds that are not finished."""
     if not reading.rounds:
         raise UsageError(
             f"No round of the run {run.name!r} is finished, so there is nothing to evaluate.",
-            f"Play it on: pvg train --resume {run.name}",
+            f"Continue it: pvg train --resume {run.name}",
         )
     if reading.rounds > MOST_ROUNDS:
-        raise UsageError(f"The run {run.name!r} has more than the {MOST_ROUNDS} rounds that can be evaluated.")
+        raise UsageError(f"The run {run.name!r} has more than {MOST_ROUNDS} rounds, the most that can be evaluated.")
     if wanted is None:
         return list(range(reading.rounds))
     if unknown := [number for number in wanted if not 0 <= number < reading.rounds]:
@@ -116,9 +116,9 @@ def chosen_rounds(reading: Reading, run: RunDirectory, wanted: Sequence[int] | N
 
 
 async def open_study(
-    experiment: Experiment, reading: Reading, observer: Observer, stop: asyncio.Event, stack: AsyncExitStack
-) -> Study:
-    """The study of a run, open until `stack` is left. From here on the caller's task drives the tracer."""
+    experiment: Experiment, reading: OpenedRun, observer: Observer, stop: asyncio.Event, stack: AsyncExitStack
+) -> EvaluationContext:
+    """The study of a run, open until `stack` is left. After this call, the caller's task drives the tracer."""
     tracer, folder = Tracer(), reading.directory.evaluation
     stack.enter_context(tracer.drive())
     make_directory(folder)
@@ -139,7 +139,9 @@ async def open_study(
     asked = asked_in(experiment, players.base.tokenizer)
     if asked.translate is not None:
         asked.solutions = solutions_of(reading.read_rollouts(0, Phase.SOLVE.value))
-    study = Study(experiment, reading, players, task, asked, observer, stop, tracer, folder, log, code_version())
+    study = EvaluationContext(
+        experiment, reading, players, task, asked, observer, stop, tracer, folder, log, code_version()
+    )
     if removed := recover(study):
         observer.noticed(f"Removed {removed} unfinished or outdated files of an earlier evaluation.")
     with span("sync"):
@@ -150,9 +152,9 @@ async def open_study(
 # --- computing ---------------------------------------------------------------------------------------------------
 
 
-async def _compute(study: Study, rounds: Sequence[int], request: Request) -> None:
-    baseline: Baseline | None = None
-    # In the order of their versions (pvg.evaluation.opened_run): samples, baseline, then round by round the attacks.
+async def _compute(study: EvaluationContext, rounds: Sequence[int], request: EvaluationRequest) -> None:
+    baseline: CorrectnessBaseline | None = None
+    # In the order of their versions (pvg.evaluation.opened_run): samples, baseline, then the attacks round by round.
     await base_samples(study)
     for round_ in range(max(rounds) + 1) if "detection" in request.parts else rounds:
         await round_samples(study, round_)
@@ -160,7 +162,7 @@ async def _compute(study: Study, rounds: Sequence[int], request: Request) -> Non
         baselines.remember(study, request.baseline)
         try:
             baseline = await _baseline(study, request.baseline)
-        except TrainingDivergedError as error:  # the other parts need no baseline
+        except TrainingDivergedError as error:  # the other parts do not need the baseline
             study.observer.noticed(f"The training of the baseline diverged, so there is no tax: {error}")
     for round_ in rounds:
         with _judged(study, round_) as parts:
@@ -170,7 +172,9 @@ async def _compute(study: Study, rounds: Sequence[int], request: Request) -> Non
         write_report(study.folder / REPORT_FILE, await assemble(study, rounds, request.parts))
 
 
-async def _measure(study: Study, parts: RoundParts, wanted: Sequence[str], baseline: Baseline | None) -> None:
+async def _measure(
+    study: EvaluationContext, parts: RoundParts, wanted: Sequence[str], baseline: CorrectnessBaseline | None
+) -> None:
     works = {part: _work(parts, part) for part in wanted}
     if baseline is not None:
         works["tax"] = lambda: parts.tax(baseline)
@@ -196,20 +200,20 @@ def _work(parts: RoundParts, part: str) -> Callable[[], Awaitable[Any]]:
 
 
 @contextmanager
-def _judged(study: Study, round_: int) -> Iterator[RoundParts]:
+def _judged(study: EvaluationContext, round_: int) -> Iterator[RoundParts]:
     with judged(study, round_) as judge:
         yield RoundParts(study, judge)
 
 
-async def _baseline(study: Study, run: RunDirectory | None) -> Baseline:
+async def _baseline(study: EvaluationContext, run: RunDirectory | None) -> CorrectnessBaseline:
     return await baseline_of(study, base_set(study), run, lambda: base_samples(study))
 
 
 # --- the report --------------------------------------------------------------------------------------------------
 
 
-async def assemble(study: Study, rounds: Sequence[int], wanted: Sequence[str]) -> EvaluationReport:
-    """The report of all that is on the disk and fits the present settings; computes nothing."""
+async def assemble(study: EvaluationContext, rounds: Sequence[int], wanted: Sequence[str]) -> EvaluationReport:
+    """The report of all stored results that fit the present settings; computes nothing."""
     stale: list[str] = []
     found: list[dict[str, Any]] = []
     told = notes(study.experiment)
@@ -217,13 +221,13 @@ async def assemble(study: Study, rounds: Sequence[int], wanted: Sequence[str]) -
     try:
         try:
             baseline = await _baseline(study, baselines.remembered(study))
-        except Missing:
+        except MissingResult:
             baseline = None
-        except PvgError as error:  # the run that it was measured against is gone, or is no baseline any more
+        except PvgError as error:  # the run of the baseline is gone or no longer suitable
             baseline = None
             told.append(
                 f"The tax is left out: it was measured against the baseline {baselines.choice(study)}, which cannot be "
-                f"read: {error.message} Ask for it again: --parts tax, with --baseline RUN or without."
+                f"read: {error.message} Request it again: --parts tax, with or without --baseline RUN."
             )
         for round_ in range(study.ledger.rounds):
             found.append(await _assemble_round(study, round_, baseline, stale))
@@ -252,28 +256,30 @@ async def assemble(study: Study, rounds: Sequence[int], wanted: Sequence[str]) -
     )
 
 
-async def _assemble_round(study: Study, round_: int, baseline: Baseline | None, stale: list[str]) -> dict[str, Any]:
+async def _assemble_round(
+    study: EvaluationContext, round_: int, baseline: CorrectnessBaseline | None, stale: list[str]
+) -> dict[str, Any]:
     found: dict[str, Any] = {"round": round_}
     with _judged(study, round_) as parts:
         try:
             found["verifier_version"] = (await parts.judge.facts())["version"]
-        except Missing:
+        except MissingResult:
             found["verifier_version"] = None
         for part in PARTS:
             try:
                 if part == "tax":
                     if baseline is None:
-                        raise Missing(part)
+                        raise MissingResult(part)
                     found["tax"] = await parts.tax(baseline)
                 else:
                     found[part.replace("-", "_")] = await _work(parts, part)()
-            except Missing:
+            except MissingResult:
                 if parts.has_any(part):
                     stale.append(f"{part} of round {round_}")
     return found
 
 
-def _told(study: Study, baseline: Baseline | None) -> dict[str, Any] | None:
+def _told(study: EvaluationContext, baseline: CorrectnessBaseline | None) -> dict[str, Any] | None:
     if baseline is None:
         return None
     weights_BP = bootstrap(study, len(study.test_problems()))

@@ -1,7 +1,7 @@
-"""Fresh samples: the same problems for every policy, sampled once and shared by the parts.
+"""Fresh samples: the same problems for every policy, sampled once and shared by all parts.
 
-A set of samples is made of chunks, each committed as one shard; its manifest, replaced after every chunk, names them.
-A process that is killed leaves at most one shard that no manifest names: it is removed at the next start.
+A set of samples consists of chunks, each committed as one shard. Its manifest names the shards and is replaced after
+every chunk. A killed process leaves at most one shard that no manifest names; the next start removes it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ import numpy as np
 import orjson
 
 from pvg.evaluation.intervals import Ints
-from pvg.evaluation.opened_run import Study, committed_shards, digest, judged, questions, read_json, verifier_asks
+from pvg.evaluation.opened_run import (
+    EvaluationContext,
+    committed_shards,
+    digest,
+    judged,
+    questions,
+    read_json,
+    verifier_asks,
+)
 from pvg.game.seeds import seed_for
 from pvg.game.statistics import sample_metrics
 from pvg.records import Float32, Problem, Role, Rollout
@@ -30,9 +38,9 @@ MANIFESTS = "samples"
 
 @dataclass(frozen=True)
 class SampleSet:
-    """What to sample: `size` solutions of each problem in each role. `policy` is a digest of the writer, `name` its
-    own in the evaluation; `round` says where its shards lie and what the display shows. In a challenge game the
-    verifier of round `asking` asks about their steps; what a later one scores are the same dialogues."""
+    """What to sample: `size` solutions of each problem in each role. `policy`: a digest of the policy. `name`: the
+    policy's name in the evaluation. `round`: for the path of the shards and for the display. In a challenge game the
+    verifier of round `asking` asks about the steps; later verifiers score the same dialogues."""
 
     name: str
     round: int
@@ -47,18 +55,18 @@ class SampleSet:
         return len(self.problems) * len(self.roles) * self.size
 
 
-def digest_of(study: Study, wanted: SampleSet) -> str:
+def digest_of(study: EvaluationContext, wanted: SampleSet) -> str:
     ids = [problem.id for problem in wanted.problems]
     roles = [role.value for role in wanted.roles]
     asking = [study.ledger.players_of(wanted.asking)] if verifier_asks(study.experiment) else []
     return digest("samples", study.config, wanted.name, wanted.policy, ids, roles, wanted.size, *asking)
 
 
-async def sampled(study: Study, wanted: SampleSet, load: Callable[[], Awaitable[None]]) -> list[Rollout]:
-    """The set's rollouts, in order of problems and roles: read where they are there, sampled where they are not.
+async def sampled(study: EvaluationContext, wanted: SampleSet, load: Callable[[], Awaitable[None]]) -> list[Rollout]:
+    """The set's rollouts in order of problems and roles, read from disk or sampled.
 
-    `load` publishes the policy; it is called only when something has to be sampled. Raises InterruptedByUser after a
-    chunk where a stop was asked for."""
+    `load` publishes the policy; it is called only if something must be sampled. Raises InterruptedByUser after a chunk
+    if a stop was requested."""
     for_ = digest_of(study, wanted)
     shards = _committed(study, wanted.name, for_)
     chunks = _chunks(study, wanted)
@@ -82,8 +90,8 @@ async def sampled(study: Study, wanted: SampleSet, load: Callable[[], Awaitable[
     return [rollout for shard in shards for rollout in study.shards.read(shard)]
 
 
-def is_complete(study: Study, wanted: SampleSet) -> bool:
-    """Whether the whole set is on the disk."""
+def is_complete(study: EvaluationContext, wanted: SampleSet) -> bool:
+    """Whether the whole set is on disk."""
     return sum(shard.rows for shard in _committed(study, wanted.name, digest_of(study, wanted))) == wanted.rollouts
 
 
@@ -93,13 +101,17 @@ def _told(rollouts: list[Rollout]) -> dict[str, float]:
     return metrics
 
 
-def _chunks(study: Study, wanted: SampleSet) -> list[Sequence[Problem]]:
+def _chunks(study: EvaluationContext, wanted: SampleSet) -> list[Sequence[Problem]]:
     per_chunk = max(1, study.experiment.rollout.max_rows // (wanted.size * len(wanted.roles)))
     return [wanted.problems[first : first + per_chunk] for first in range(0, len(wanted.problems), per_chunk)]
 
 
 async def _sample(
-    study: Study, wanted: SampleSet, number: int, problems: Sequence[Problem], environment: Environment | None
+    study: EvaluationContext,
+    wanted: SampleSet,
+    number: int,
+    problems: Sequence[Problem],
+    environment: Environment | None,
 ) -> list[Rollout]:
     first = sum(len(chunk) for chunk in _chunks(study, wanted)[:number])
     orders = [
@@ -122,20 +134,20 @@ async def _sample(
 # --- what is committed -------------------------------------------------------------------------------------------
 
 
-def _write_manifest(study: Study, name: str, for_: str, shards: list[ShardInfo]) -> None:
+def _write_manifest(study: EvaluationContext, name: str, for_: str, shards: list[ShardInfo]) -> None:
     plain = {"digest": for_, "shards": [shard.plain() for shard in shards]}
     make_directory(study.folder / MANIFESTS)
     write_atomic(study.folder / MANIFESTS / f"{name}.json", orjson.dumps(plain, option=orjson.OPT_INDENT_2))
 
 
-def _committed(study: Study, name: str, for_: str) -> list[ShardInfo]:
+def _committed(study: EvaluationContext, name: str, for_: str) -> list[ShardInfo]:
     path = study.folder / MANIFESTS / f"{name}.json"
     manifest = read_json(path, "shards")
     return [] if manifest is None or manifest["digest"] != for_ else committed_shards([manifest])
 
 
-def recover(study: Study) -> int:
-    """Remove what a killed process left behind and what stale sets have left; how many files that were."""
+def recover(study: EvaluationContext) -> int:
+    """Remove files of killed processes and of stale sets; returns their number."""
     folder = study.folder / MANIFESTS
     remove_temporaries(folder)
     found = (read_json(path, "shards") for path in sorted(folder.glob("*.json")))
@@ -146,8 +158,8 @@ def recover(study: Study) -> int:
 
 
 @dataclass(frozen=True)
-class Scored:
-    """Rollouts with one verifier's scores, as arrays [N]. `pool` lists the problems that numbers stand for."""
+class ScoredRollouts:
+    """Rollouts with one verifier's scores, as arrays [N]. `pool`: the problems, indexed by `problems_N`."""
 
     rollouts: Sequence[Rollout]
     scores_N: Float32
@@ -163,7 +175,7 @@ class Scored:
 
     @cached_property
     def flaws_N(self) -> Any:
-        """What the game calls a flaw (pvg.records.Rollout.is_flaw)."""
+        """Whether each rollout is a flaw (pvg.records.Rollout.is_flaw)."""
         return np.array([r.is_flaw for r in self.rollouts], dtype=bool)
 
     @cached_property

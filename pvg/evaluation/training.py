@@ -1,7 +1,7 @@
-"""Training policies that are no part of the run: attackers of a frozen verifier, and the correctness baseline.
+"""Trains policies outside the run: attackers of a frozen verifier, and the correctness baseline.
 
-Each has a folder of its own with a ledger like a run's, so that it is resumed like a run: killed at any instant it goes
-on from its last commit, and ends bit by bit like one that was never killed.
+Each has a separate folder with a ledger like a run's, so it resumes like a run: after a kill at any instant it
+continues from its last commit, and ends with the same bits as an uninterrupted training.
 """
 
 from __future__ import annotations
@@ -14,45 +14,45 @@ from pathlib import Path
 from typing import Any
 
 from pvg.config.experiment import Experiment
-from pvg.evaluation.opened_run import Reading, Study, first_version, remove_folder
+from pvg.evaluation.opened_run import EvaluationContext, OpenedRun, first_version, remove_folder
 from pvg.game.ledger import Ledger
-from pvg.game.prover_phase import ProverPhase, Stops, open_learner, save_policy
+from pvg.game.prover_phase import ProverPhase, TrainingStop, open_learner, save_policy
 from pvg.game.session import Session, finite
 from pvg.game.states import Phase
 from pvg.store.atomic import make_directory, write_atomic
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.observer import Observer, PhaseInfo, Progress
 from pvg.telemetry.spans import span
-from pvg.verifier.protocol import Judge
+from pvg.verifier.protocol import ScoringModel
 
 DIGEST_FILE = "digest"
 
 
 @dataclass(frozen=True)
-class Course:
-    """One policy's training: where its files lie below the evaluation, what it depends on, its settings, and the
-    number of steps after each of which the policy is kept (ascending; the last one ends the training)."""
+class PolicyTraining:
+    """One policy's training: the place of its files in the evaluation, the digest of what it depends on, its settings,
+    and the numbers of steps after which the policy is kept (ascending; the last one ends the training)."""
 
     place: str
     digest: str
     experiment: Experiment
     round: int
-    phase: str  # as the display names it, and what it counts
-    unit: str
+    phase: str  # its name on the display
+    unit: str  # the unit that the display counts
     versions: int  # the range of its versions (pvg.evaluation.opened_run)
     kept: tuple[int, ...]
 
-    def folder(self, study: Study) -> Path:
-        """One for each digest: other settings train another policy beside this one, and discard nothing."""
-        older = study.folder / self.place  # where a course lay before its digest was part of the name
+    def folder(self, study: EvaluationContext) -> Path:
+        """One folder per digest: training with other settings discards nothing."""
+        older = study.folder / self.place  # the folder in versions that did not have the digest in the name
         mark = older / DIGEST_FILE
         if mark.exists() and mark.read_text() == self.digest:
             return older
         return older.with_name(f"{older.name}-{self.digest[:12]}")
 
-    def written(self, study: Study) -> Reading:
-        """Its policies, for reading."""
-        return Reading.open(RunDirectory(self.folder(study)))
+    def written(self, study: EvaluationContext) -> OpenedRun:
+        """Read access to its policies."""
+        return OpenedRun.open(RunDirectory(self.folder(study)))
 
 
 def policy_name(steps: int) -> str:
@@ -60,8 +60,8 @@ def policy_name(steps: int) -> str:
 
 
 @contextmanager
-def opened(study: Study, course: Course) -> Iterator[Session]:
-    """The course's session: its ledger where it was left, or a new one where it was never begun."""
+def opened(study: EvaluationContext, course: PolicyTraining) -> Iterator[Session]:
+    """The course's session, with its existing ledger, or with a new one if it never began."""
     folder = course.folder(study)
     mark = folder / DIGEST_FILE
     if not mark.exists():  # new, or killed before its first commit
@@ -77,7 +77,7 @@ def opened(study: Study, course: Course) -> Iterator[Session]:
             study.observer.noticed(notice)
         if elsewhere := ledger.played_on(study.players.machine):
             study.observer.noticed(elsewhere)
-        watcher = Renamed(study.observer, course.phase, course.unit)
+        watcher = RenamingObserver(study.observer, course.phase, course.unit)
         yield Session(
             course.experiment, study.task, ledger, study.players, study.asked, watcher, study.stop, study.tracer
         )
@@ -85,11 +85,13 @@ def opened(study: Study, course: Course) -> Iterator[Session]:
         ledger.close()
 
 
-async def train(session: Session, course: Course, verifier: Judge, threshold: float, rule: Stops | None = None) -> None:
-    """Train to the end, from the last commit on; every policy to be kept is then among the ledger's weights.
+async def train(
+    session: Session, course: PolicyTraining, verifier: ScoringModel, threshold: float, rule: TrainingStop | None = None
+) -> None:
+    """Train to the end from the last commit on. The ledger's weights then contain every policy to keep.
 
-    A `rule` that stops ends the training early, and what is kept is kept under the steps that were wanted. Raises
-    InterruptedByUser at a commit point, and TrainingDivergedError."""
+    If `rule` stops the training early, the policy is stored under the planned number of steps. Raises InterruptedByUser
+    at a commit point, and TrainingDivergedError."""
     ledger = session.ledger
     if ledger.state.phase is Phase.INIT:
         begun = replace(ledger.state, phase=Phase.TRAIN_PROVER, round=course.round)
@@ -99,7 +101,9 @@ async def train(session: Session, course: Course, verifier: Judge, threshold: fl
             await _train_to(session, steps, verifier, threshold, rule)
 
 
-async def _train_to(session: Session, steps: int, verifier: Judge, threshold: float, rule: Stops | None) -> None:
+async def _train_to(
+    session: Session, steps: int, verifier: ScoringModel, threshold: float, rule: TrainingStop | None
+) -> None:
     started = time.perf_counter()
     info = session.begin("steps", steps, session.state.step)
     with span("open_models"):
@@ -117,7 +121,7 @@ async def _train_to(session: Session, steps: int, verifier: Judge, threshold: fl
         with span("checkpoint"):
             names = await save_policy(session, learner, policy_name(steps), meta)
         session.finish_phase(info, phase.last_metrics, time.perf_counter() - started)
-        # The next part publishes the policy that this one ended with once more, so as another version.
+        # The next part publishes the final policy of this one again, as another version.
         version = phase.version + 1
         progress = {**session.state.progress, "version": version}
         weights = (*session.state.weights, *names)
@@ -126,8 +130,8 @@ async def _train_to(session: Session, steps: int, verifier: Judge, threshold: fl
         learner.close()
 
 
-class Renamed:
-    """Passes on what a course tells, its phase under the name that the evaluation has for it."""
+class RenamingObserver:
+    """Forwards what a course reports, with the evaluation's name for its phase."""
 
     def __init__(self, observer: Observer, phase: str, unit: str) -> None:
         self._observer = observer
@@ -154,13 +158,13 @@ class Renamed:
 
 
 def kept_policy(session: Session, steps: int) -> Mapping[str, Any]:
-    """What `train` knew when it kept the policy of `steps` steps."""
+    """The metadata that `train` stored with the policy of `steps` steps."""
     _, meta = session.ledger.read_weights(policy_name(steps))
     return meta
 
 
 def probe_steps(total: int, probes: int, minibatches: int) -> tuple[int, ...]:
-    """At most `probes` numbers of steps up to `total`, evenly spaced, none within a sampled batch (but the last)."""
+    """At most `probes` numbers of steps up to `total`, evenly spaced, none within a batch (except the last)."""
     steps: Sequence[int] = [round(total * (number + 1) / probes) for number in range(probes)]
     whole = {step // minibatches * minibatches for step in steps[:-1]}
     return tuple(sorted({step for step in whole if step > 0} | {total}))

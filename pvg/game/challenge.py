@@ -2,15 +2,15 @@
 
     question 7+5+8?     prover 7+5=2;2+8=1;A1     verifier 2?     prover 2+8=0;
 
-One question per solution, about one of its steps: with `game.protocol.step` "weakest" that whose support by the
-verifier is the lowest, V(up to and with the step) - V(up to the step); with "random" any, each as likely. Where there
-is no verifier yet, in the mint, it is a random one. The prover's answer is the rest of its completion, and what the
-verifier scores in the end is all of it, question included; what is graded is the solution. A solution without steps, or
-one that was cut off by the length limit, is asked nothing.
+Each solution gets one question about one step. `game.protocol.step = "weakest"` asks about the step with the lowest
+V(solution up to and including the step) - V(solution before the step). `"random"` draws a step uniformly. The mint
+always draws, because it has no verifier yet. The prover's answer continues its completion. The verifier scores the
+whole completion, question included; the task grades only the solution. A solution without steps, or one that reached
+the length limit, gets no question.
 
-The steps are the task's (`Stepwise`), or the text's lines, or where it has one line only its parts between semicolons.
-The question speaks the prompts' style: `tag` is the step's number and a question mark, the others quote the step.
-Neither role nor grade is known to who asks (invariant 3).
+Steps come from the task if it is `SplitsSteps`. Otherwise they are the lines of the text, or the parts between
+semicolons if the text has one line. With `rollout.prompts = "tag"` the question is the step's number and a question
+mark; the other styles quote the step. The choice of a step uses neither role nor grade (invariant 3).
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from pvg.game.seeds import generator_for
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Float32, Grade, Int32, Problem, Role, Rollout, VersionSpan
 from pvg.rollout.episodes import Environment, Observation, Transcript
-from pvg.tasks.task import Stepwise, Task
+from pvg.tasks.task import SplitsSteps, Task
 from pvg.verifier.protocol import Scorer
 
-Place = tuple[int, int]  # where a step begins and ends in the text
+Place = tuple[int, int]  # start and end of a step in the text
 
-MOST_QUOTED = 160  # characters of a step that a question quotes: pvg.rollout.episodes.QUOTED_ROOM has room for them
+MOST_QUOTED = 160  # characters of a step that a question quotes; pvg.rollout.episodes.QUOTED_ROOM leaves room for them
 PIECES = {True: re.compile(r"[^\n]+"), False: re.compile(r"[^;]+;?")}
 
 
-class Plays(Protocol):
-    """What asking takes: a Session has it, and so has a run that is evaluated."""
+class ChallengeContext(Protocol):
+    """What a challenge needs of a game: a `Session` provides it, and so does a run under evaluation."""
 
     @property
     def experiment(self) -> Experiment: ...
@@ -53,28 +53,28 @@ class Plays(Protocol):
     def seed(self) -> int: ...
 
 
-def environment_of(session: Plays, scorer: Scorer | None) -> Challenges | None:
-    """That of the session's protocol; None where a rollout is one turn. `scorer`: of the verifier that asks; None:
-    there is none yet."""
+def environment_of(session: ChallengeContext, scorer: Scorer | None) -> ChallengeEnvironment | None:
+    """The session's challenge environment; None if the protocol has one turn. `scorer`: of the round's verifier; None
+    if there is no verifier yet."""
     experiment, protocol = session.experiment, session.experiment.game.protocol
     if not isinstance(protocol, ChallengeProtocol):
         return None
     asked = scorer if protocol.step == "weakest" else None
     tokenizer, style = session.players.base.tokenizer, experiment.rollout.prompts
-    return Challenges(session.task, tokenizer, style, asked, session.seed, protocol.tokens)
+    return ChallengeEnvironment(session.task, tokenizer, style, asked, session.seed, protocol.tokens)
 
 
 def steps_of(task: Task, text: str) -> list[Place]:
-    """Places of the steps of a solution, in their order; none of them is empty."""
-    if isinstance(task, Stepwise):
+    """Places of the steps of a solution, in order; no step is empty."""
+    if isinstance(task, SplitsSteps):
         return task.steps(text)
     found = PIECES["\n" in text.strip()].finditer(text)
     return [match.span() for match in found if match.group().strip(" \t;")]
 
 
-class Challenges(Environment):
-    """Asks one question per episode; answers of at most `max_tokens` tokens. `scorer` finds the weakest step; None: any
-    step may be asked about, drawn by `seed` and the episode's id."""
+class ChallengeEnvironment(Environment):
+    """Asks one question per episode and allows an answer of at most `max_tokens` tokens. `scorer` finds the weakest
+    step; None: `seed` and the episode's id draw a step."""
 
     graded_turn = 0
 
@@ -101,13 +101,13 @@ class Challenges(Environment):
         return found
 
     def _solution(self, transcript: Transcript) -> str | None:
-        """Its text; None for what is asked nothing (any more)."""
+        """The solution's text; None if the transcript gets no (further) question."""
         if transcript.turn or not transcript.stopped:
             return None
         return self._tokenizer.decode(transcript.completion_ids[:-1])
 
     async def _chosen(self, transcripts: Sequence[Transcript], steps: Sequence[Sequence[Place]]) -> list[int | None]:
-        """Of each, the step that is asked about, from 0; None where there is none."""
+        """The step to ask about for each transcript, counted from 0; None if it has no steps."""
         if self._scorer is None:
             return [
                 int(generator_for(self._seed, "challenge", transcript.id).integers(len(places))) if places else None
@@ -122,7 +122,7 @@ class Challenges(Environment):
         ]
 
     def _prefixes(self, transcript: Transcript, places: Sequence[Place]) -> list[Rollout]:
-        """The solution up to each of its steps, and up to the end of the last, as a verifier reads them."""
+        """The solution before its first step and after each step, as rollouts for the scorer."""
         ids = transcript.completion_ids[:-1]
         ends = [places[0][0], *(end for _, end in places)]
         return [_prefix(transcript, ids[: tokens_of(self._tokenizer, ids, end)], self._tokenizer) for end in ends]
@@ -139,13 +139,13 @@ class Challenges(Environment):
 
 
 def weakest(scores_K: Float32) -> int:
-    """The step, from 0, that takes most of the score: `scores_K` float32 [steps + 1] are those of the solution before
-    the first step and after each. The first of several."""
+    """The step, counted from 0, that lowers the score most; the first one on a tie. `scores_K` float32 [steps + 1]:
+    scores of the solution before the first step and after each step."""
     return int(np.argmin(np.diff(scores_K)))
 
 
 def tokens_of(tokenizer: Tokenizer, ids: Int32, characters: int) -> int:
-    """The least number of tokens of `ids` int32 [C] whose text has so many characters; all where it has fewer."""
+    """The smallest number of tokens of `ids` int32 [C] whose text has `characters` characters; all if it is shorter."""
     low, high = 0, len(ids)
     while low < high:
         middle = (low + high) // 2
@@ -157,14 +157,14 @@ def tokens_of(tokenizer: Tokenizer, ids: Int32, characters: int) -> int:
 
 
 def _prefix(transcript: Transcript, ids: Int32, tokenizer: Tokenizer) -> Rollout:
-    """What a scorer needs of a rollout: question and solution."""
+    """A rollout with the fields that a scorer reads: question and solution."""
     problem: Problem = transcript.problem
     return Rollout(
         id=f"{transcript.id}/prefix-{len(ids)}",
         problem_id=problem.id,
         question=problem.question,
         reference=problem.answer,
-        role=Role.HELPFUL,  # no scorer looks at it
+        role=Role.HELPFUL,  # scorers ignore it
         round=0,
         source="",
         step=0,

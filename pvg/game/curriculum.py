@@ -1,12 +1,21 @@
-"""Which problems a batch should hold, by how often the policy has succeeded at them. Pure functions of success rates.
+"""The curriculum: it chooses problems by how often the prover has succeeded at them (`training.curriculum`).
 
-`v` is the tracked share of successes of a problem in a role (pvg.training.baselines); what counts as a success is the
-game's to say. Two ways to use it:
+    curriculum = curriculum_of(experiment)                 # None: problems come in shuffled order
+    chosen = curriculum.draw(ids, Role.SNEAKY, 16, generator)
+    metrics = curriculum.observe(rollouts, aligned_N)      # after the batch
 
-- *prioritised*: a problem is drawn with a probability proportional to sqrt(v (1 - v)) + 0.05, the deviation of one
-  outcome, which is how much a group of them has to tell (Single-stream Policy Optimization, arXiv 2509.13232);
-- *buckets*: success rates are cut at `edges`, and each batch takes its shares of the buckets, whatever they hold.
-  Within a bucket all problems are alike.
+A success is a role-aligned solution (`BatchOutcomes.aligned_N`): a correct helpful one, or a well-formed and
+wrong sneaky one. So rates do not depend on the reward. Each role has its own rates, because a problem that is easy
+for the helpful role may be hard for the sneaky role. Rates also count rollouts that dynamic sampling did not train
+on; otherwise all rates would be near 1/2.
+
+With `v` the tracked success rate of a problem in a role (pvg.training.baselines), there are two kinds:
+
+- *prioritised*: draws problems with probability proportional to sqrt(v (1 - v)) + 0.05. The first term is the standard
+  deviation of one outcome, which measures how much a group can teach (Single-stream Policy Optimization, arXiv
+  2509.13232).
+- *buckets*: `edges` cut the success rates into buckets, and each batch takes fixed shares of the buckets. Within a
+  bucket all problems have the same probability.
 """
 
 from __future__ import annotations
@@ -28,44 +37,44 @@ if TYPE_CHECKING:
 Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]
 
-LEAST_WEIGHT = 0.05  # so that no problem is never drawn again
-ROUNDING = 1e-6  # far above what sums of a few fractions lose, far below what a share can mean
-UNKNOWN = 0.5  # the rate of a problem in a role of which nothing is known
+LEAST_WEIGHT = 0.05  # keeps the probability of every problem above 0
+ROUNDING = 1e-6  # well above the rounding errors of a short sum, well below any meaningful share
+UNKNOWN = 0.5  # the rate of a problem that a role has not tried yet
 
 
 def known_rates(rates_P: Float64) -> Float64:
-    """float64 [P] in [0, 1]; NaN (nothing is known) becomes 1/2."""
+    """float64 [P] in [0, 1]; NaN (unknown) becomes 1/2."""
     known_P: Float64 = np.clip(np.nan_to_num(rates_P, nan=UNKNOWN), 0.0, 1.0)
     return known_P
 
 
 def uncertainty_weights(rates_P: Float64) -> Float64:
-    """float64 [P]: sqrt(v (1 - v)) + 0.05, most where the outcome is least certain."""
+    """float64 [P]: sqrt(v (1 - v)) + 0.05, largest where the outcome is least certain."""
     known_P = known_rates(rates_P)
     weights_P: Float64 = np.sqrt(known_P * (1.0 - known_P)) + LEAST_WEIGHT
     return weights_P
 
 
 def buckets_of(rates_P: Float64, edges: Sequence[float]) -> Int64:
-    """int64 [P]: the bucket of each problem. Bucket b holds edges[b - 1] <= v < edges[b]; the first begins at 0, the
-    last ends with 1."""
+    """int64 [P]: the bucket of each problem. Bucket b holds edges[b - 1] <= v < edges[b]; the first starts at 0, the
+    last ends at 1."""
     return np.searchsorted(np.asarray(edges, dtype=np.float64), known_rates(rates_P), side="right").astype(np.int64)
 
 
 def bucket_counts(sizes_B: Int64, shares_B: Float64, count: int, offset: float) -> Int64:
-    """int64 [B]: how many of `count` draws without repetition each bucket gives. They sum to `count`.
+    """int64 [B]: how many of `count` draws without replacement come from each bucket. They sum to `count`.
 
-    A bucket gives its share, but no more than it holds; what a bucket cannot give, the others give in proportion to
-    their shares (where those are 0, in proportion to what they hold). Fractions are rounded systematically, by one
-    `offset` in [0, 1): each count is its exact value rounded down or up, and over uniform offsets its mean is exact.
+    A bucket gives its share, but no more than its size. The other buckets give what is missing, in proportion to their
+    shares (to their sizes if those shares are all 0). One `offset` in [0, 1) rounds all fractions systematically: each
+    count is its exact value rounded down or up, and its mean over uniform offsets is exact.
 
-    Raises ValueError for more draws than all buckets hold.
+    Raises ValueError if `count` exceeds the total size of the buckets.
     """
     if count > sizes_B.sum():
-        raise ValueError(f"{count} draws from {sizes_B.sum()} problems")
+        raise ValueError(f"cannot draw {count} of {sizes_B.sum()} problems without replacement")
     exact_B = _filled(sizes_B.astype(np.float64), np.asarray(shares_B, dtype=np.float64), float(count))
-    # A bucket of 5 whose share comes to 4.999999999 is full: were that a fraction, another bucket could get its
-    # problem.
+    # A bucket of 5 with an exact count of 4.999999999 is full. Without this rounding, another bucket could get its
+    # fifth problem.
     exact_B = _whole_where_near(exact_B)
     whole_B = np.floor(exact_B).astype(np.int64)
     ends_B = _whole_where_near(np.cumsum(exact_B - whole_B))
@@ -75,14 +84,15 @@ def bucket_counts(sizes_B: Int64, shares_B: Float64, count: int, offset: float) 
 
 
 def _whole_where_near(values_B: Float64) -> Float64:
-    """float64 [B]: whole numbers again, where the last bits have made something else of them."""
+    """float64 [B]: values within rounding error of a whole number become that number."""
     nearest_B = np.rint(values_B)
     found_B: Float64 = np.where(np.abs(values_B - nearest_B) < ROUNDING, nearest_B, values_B)
     return found_B
 
 
 def _filled(sizes_B: Float64, shares_B: Float64, count: float) -> Float64:
-    """`count` dealt out by shares, no bucket over its size: fixed where it would be, and the rest dealt out again."""
+    """float64 [B]: `count` split by shares. A bucket that would exceed its size gives its size; the others share the
+    rest."""
     exact_B = np.zeros(len(sizes_B))
     open_B = sizes_B > 0.0
     while count > 0.0 and open_B.any():
@@ -102,8 +112,8 @@ def _filled(sizes_B: Float64, shares_B: Float64, count: float) -> Float64:
 def draw_from_buckets(
     buckets_P: Int64, shares_B: Sequence[float], count: int, generator: np.random.Generator
 ) -> list[int]:
-    """`count` positions in random order, buckets in their shares, none twice while there are others: more than there
-    are positions begin with all of them."""
+    """`count` positions in random order, with the buckets in their shares. No position repeats before all positions
+    were drawn once."""
     chosen: list[int] = []
     everything = np.arange(len(buckets_P))
     while count - len(chosen) >= len(buckets_P):
@@ -117,20 +127,6 @@ def draw_from_buckets(
     return chosen + shuffled
 
 
-# `Curriculum`: which problems the prover is asked, by how often it has succeeded at them (`training.curriculum`).
-#
-#     curriculum = curriculum_of(experiment)                 # None: problems come in the order of their shuffle
-#     chosen = curriculum.draw(ids, Role.SNEAKY, 16, generator)
-#     metrics = curriculum.observe(rollouts, aligned_N)      # after the batch: what came of it
-#
-# A success is a role-aligned solution: a helpful one that is correct, a sneaky one that is well-formed and wrong
-# (`Outcomes.aligned_N`). So the rates are shares whatever the reward is, and each role has its own: a problem too
-# easy to be worth a helpful solution may be the hardest to be wrong about.
-#
-# Everything that was sampled is learnt, what was not trained on too (training.dynamic_sampling): rates of what was
-# kept alone would all be near one half.
-
-
 def curriculum_of(experiment: Experiment) -> Curriculum | None:
     settings = experiment.training.curriculum
     return None if settings.kind == "none" else Curriculum(settings)
@@ -142,7 +138,7 @@ class Curriculum:
         self._rates = ValueTracker(settings.half_life)
 
     def draw(self, problems: Sequence[str], role: Role, count: int, generator: np.random.Generator) -> list[int]:
-        """`count` positions in `problems` (ids) for `role`; none twice while there are others."""
+        """`count` positions in `problems` (ids) for `role`; none repeats before all were drawn once."""
         rates_P = self._of([(problem, role) for problem in problems])
         if self._settings.kind == "buckets":
             buckets_P = buckets_of(rates_P, self._settings.edges)
@@ -150,7 +146,7 @@ class Curriculum:
         return draw_weighted(uncertainty_weights(rates_P), count, generator)
 
     def observe(self, rollouts: Sequence[Rollout], aligned_N: NDArray[np.bool_]) -> dict[str, float]:
-        """Learn which of a batch's rollouts were role-aligned; what the curriculum knew of them before, as metrics."""
+        """Learn which rollouts of a batch were role-aligned. Returns metrics of the rates before this update."""
         keys = [(rollout.problem_id, rollout.role) for rollout in rollouts]
         versions_N = np.array([rollout.version for rollout in rollouts], dtype=np.int32)
         rates_N = known_rates(self._of(keys))
@@ -171,7 +167,7 @@ class Curriculum:
     # --- resuming ----------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """As JSON data, from which every bit comes back."""
+        """JSON data that restores the rates bit by bit."""
         return self._rates.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:

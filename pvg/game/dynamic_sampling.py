@@ -1,7 +1,13 @@
-"""Dynamic sampling: groups whose rewards are all the same are left out of a batch, and others sampled in their place.
+"""Dynamic sampling: replace groups whose rewards are all equal by newly sampled groups (`training.dynamic_sampling`).
 
-Source: DAPO (arXiv 2503.14476, section 3.2). Such a group has no gradient, and each of them makes the batch's smaller
-and noisier. Roles are filled up one by one, so that the batch keeps their shares. All functions are pure.
+Source: DAPO (arXiv 2503.14476, section 3.2). A group of equal rewards has no gradient, so it makes the batch's gradient
+smaller and noisier. A group with different rewards is called *live*.
+
+The game samples, scores and rewards further groups in rounds until each role has its share of live groups. If the
+rounds or the problems run out, groups without a signal fill the rest, so the size and role shares of a batch never
+change. A round depends only on the weights, the batch number and the results of earlier rounds, so a resumed run
+repeats it bit by bit. Rewards are computed within one round. Rewards that compare solutions of a problem lose nothing
+by this, because no role gets the same problem in two rounds.
 """
 
 from __future__ import annotations
@@ -22,18 +28,18 @@ Bools = NDArray[np.bool_]
 
 
 def live_groups(rewards_N: Float32, sizes_G: Sequence[int]) -> Bools:
-    """bool [G]: whether a group holds more than one reward value. `rewards_N` are those of the groups of `sizes_G`
-    rollouts, one group after the other."""
+    """bool [G]: whether each group has more than one reward value. `rewards_N` holds the groups of `sizes_G` rollouts
+    one after the other."""
     parts = np.split(rewards_N, np.cumsum(sizes_G)[:-1]) if len(sizes_G) else []
     return np.array([len(part) > 0 and bool(part.min() < part.max()) for part in parts], dtype=bool)
 
 
 def refill_counts(wanted: Mapping[Role, int], seen: Mapping[Role, int], live: Mapping[Role, int]) -> dict[Role, int]:
-    """How many further groups of each role to sample, so that about as many as are missing will be live.
+    """How many further groups of each role to sample, so that the expected number of live ones covers what is missing.
 
-    `wanted` live groups; `seen` were sampled so far and `live` of these are. The share of live ones is taken to be
-    (live + 1) / (seen + 1): never 0, and soon the one that was seen. At most as many as the batch wants of the role.
-    Roles that are complete are left out.
+    `wanted`: live groups of a full batch. `seen`: groups sampled so far, of which `live` are live. The expected share
+    of live groups is (live + 1) / (seen + 1), which is never 0. A role gets at most `wanted` further groups; complete
+    roles are left out.
     """
     counts: dict[Role, int] = {}
     for role, count in wanted.items():
@@ -45,8 +51,8 @@ def refill_counts(wanted: Mapping[Role, int], seen: Mapping[Role, int], live: Ma
 
 
 def chosen_groups(roles_G: Sequence[Role], live_G: Bools, wanted: Mapping[Role, int]) -> list[int]:
-    """The places of the groups to train on, rising: of each role the first `wanted` that are live; where there are too
-    few, the first of the others fill the batch up."""
+    """Places of the groups to train on, ascending: for each role the first `wanted` live groups, then the first others
+    if there are too few."""
     chosen: list[int] = []
     for role, count in wanted.items():
         places = [place for place, of in enumerate(roles_G) if of is role]
@@ -55,19 +61,9 @@ def chosen_groups(roles_G: Sequence[Role], live_G: Bools, wanted: Mapping[Role, 
     return sorted(chosen)
 
 
-# Dynamic sampling in the game: a batch is filled up with groups whose rewards differ (`training.dynamic_sampling`).
-#
-# Rounds of further groups are sampled, scored and paid until each role has its share of live ones, or the rounds or
-# the problems are used up: then groups without a signal fill the batch up, as they would have without all this. So a
-# batch has the size that it always has. What is played in a round depends on the weights, on the batch's number and
-# on what the rounds before it brought, and on nothing else: a resumed run repeats it bit by bit. Rewards are those of
-# a round by itself; none that compares solutions of a problem misses any, for no problem is asked again in the same
-# role.
-
-
 @dataclass(frozen=True, slots=True)
-class Played:
-    """Groups that were sampled, scored and paid. `trained_M`: the rows, of the N rollouts, that are trained on;
+class ScoredGroups:
+    """Groups that were sampled, scored and rewarded. `trained_M`: the rows of the N rollouts to train on;
     `similarity_N`: see pvg.game.rewards."""
 
     groups: Sequence[Group]
@@ -85,10 +81,10 @@ class Played:
     def live_G(self) -> NDArray[np.bool_]:
         return live_groups(self.rewards_N, [len(group.rollouts) for group in self.groups])
 
-    def with_more(self, more: Played) -> Played:
-        """All rows are trained on."""
+    def with_more(self, more: ScoredGroups) -> ScoredGroups:
+        """Both together; trains on all rows."""
         alike = [part.similarity_N for part in (self, more) if part.similarity_N is not None]
-        return Played(
+        return ScoredGroups(
             [*self.groups, *more.groups],
             np.concatenate([self.scores_N, more.scores_N]),
             np.concatenate([self.rewards_N, more.rewards_N]),
@@ -97,18 +93,18 @@ class Played:
             np.concatenate(alike) if alike else None,
         )
 
-    def restricted(self, places: Sequence[int]) -> Played:
-        """Trained on are the groups at `places` alone."""
+    def restricted(self, places: Sequence[int]) -> ScoredGroups:
+        """The same groups, training only on those at `places`."""
         sizes_G = np.array([len(group.rollouts) for group in self.groups])
         kept_N = np.repeat(np.isin(np.arange(len(sizes_G)), places), sizes_G)
         return replace(self, trained_M=np.flatnonzero(kept_N))
 
 
 async def refilled(
-    played: Played, number: int, orders: ProverOrders, play: Callable[[Sequence[Group]], Awaitable[Played]]
-) -> tuple[Played, float, dict[str, float]]:
-    """All that was sampled for batch `number`, `played` first, and which of it to train on; the seconds spent on
-    sampling the rest, and metrics."""
+    played: ScoredGroups, number: int, orders: ProverOrders, play: Callable[[Sequence[Group]], Awaitable[ScoredGroups]]
+) -> tuple[ScoredGroups, float, dict[str, float]]:
+    """Sample further groups for batch `number` until it has enough live ones. Returns all groups (`played` first, with
+    the rows to train on), the seconds spent on sampling, and metrics."""
     session = orders.session
     wanted = Counter(group.role for group in played.groups)
     ordered, seconds, rounds = orders.batch(number), 0.0, 0

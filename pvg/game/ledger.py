@@ -1,15 +1,15 @@
-"""Commits: what a run has finished, made durable in the one order that survives a kill at any instant.
+"""Commits: make a run's finished work durable, in an order that survives a kill at any instant.
 
-A commit writes rollout shards, then the checkpoint, then syncs the appended files, then writes the manifest where it
-ends a phase, and last replaces state.json. A process killed between any two of these finds, on the next start, the
-state of the last commit and files that this state does not name: those are deleted, and appended files are cut back to
-their committed length. So nothing committed is ever lost and nothing uncommitted is ever seen twice (invariant 1).
+A commit writes rollout shards, then the checkpoint, syncs the appended files, writes the manifest if a phase ends, and
+finally replaces state.json. After a kill, the next start reads the state of the last commit, deletes files that this
+state does not name, and truncates appended files to their committed length. So a run loses no committed data and never
+reads uncommitted data twice (invariant 1).
 
-Without a state the ledger deletes nothing: it refuses a run that has lost its state files if other files show commits
-(`RunDirectory.load_state`). It commits only to the folder that this process opened (`RunDirectory.unchanged`).
+Without a state the ledger deletes nothing. It refuses a run whose state files are lost although other files show
+commits (`RunDirectory.load_state`). It commits only to the folder that this process opened (`RunDirectory.unchanged`).
 
-The ledger's thread does the whole commit: encoding, writing, and every fsync. During a commit the event loop still
-serves engines, servers and the display.
+The ledger's thread does the whole commit: encoding, writing and every fsync. Meanwhile the event loop serves engines,
+servers and the display.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pvg.game.states import GameState, Phase
 from pvg.records import Rollout
 from pvg.store.atomic import make_directory, write_atomic
 from pvg.store.checkpoints import prune, read_checkpoint, verify_checkpoint, write_checkpoint
-from pvg.store.journal import JsonLines, Mark, read_json_lines
+from pvg.store.journal import JournalMark, JsonLines, read_json_lines
 from pvg.store.manifest import write_manifest
 from pvg.store.run_directory import RunDirectory
 from pvg.store.samples import SampleColumns
@@ -47,17 +47,17 @@ if TYPE_CHECKING:
 
 Checkpoint = tuple[Mapping[str, "Tensor"], Mapping[str, Any]]
 
-MOST_MARKS = 64  # marks of one journal that a state keeps; they narrow down which lines were changed
+MOST_MARKS = 64  # marks per journal in a state; they narrow down which lines of a damaged journal changed
 
 
 class Ledger:
-    """The durable side of one run. `state` is the last committed state; only `commit` changes it. `steps_before` counts
-    the committed steps of earlier processes. All but `close` belongs to one event loop, and one commit at a time."""
+    """The durable side of one run. `state` is the last committed state; only `commit` changes it. `steps_before`:
+    committed steps of earlier processes. Call all methods but `close` from one event loop, one commit at a time."""
 
     def __init__(
         self, directory: RunDirectory, experiment: Experiment, code_version: str, disk: Executor | None = None
     ) -> None:
-        """`disk` does the long work, one thing at a time; None: a thread that ends with the ledger."""
+        """`disk` runs the disk work, one job at a time; None: a thread that ends with the ledger."""
         self.directory = directory
         self.log = EventLog(directory.events)
         self.notices: list[str] = []
@@ -78,16 +78,16 @@ class Ledger:
         self.steps_before = sum(record.get("kind") == "step" for record in read_json_lines(directory.metrics))
 
     def played_on(self, machine: str) -> str | None:
-        """Record what the run goes on with; a notice when that is not what it was begun with."""
+        """Record the machine of this process. Returns a notice if the run started on another kind of machine."""
         before, self.state = self.state.machine, replace(self.state, machine=machine)
         if before in ("", machine):
             return None
-        return f"Begun with {before}, going on with {machine}: the last bits of the weights may differ."
+        return f"This run started with {before} and continues with {machine}: the last bits of the weights may differ."
 
     # --- appending ---------------------------------------------------------------------------------------------
 
     def record(self, kind: str, **fields: Any) -> None:
-        """Append one object to metrics.jsonl; it counts once the next commit is through."""
+        """Append one object to metrics.jsonl; the next commit makes it durable."""
         self._metrics.append({"kind": kind, "time": time.time(), **fields})
 
     def record_spans(self, spans: Sequence[Span], **place: Any) -> None:
@@ -97,7 +97,7 @@ class Ledger:
             self._spans.append({**row, "track": span.track, **device, **place})
 
     def keep(self, rollouts: Sequence[Rollout]) -> None:
-        """Take rollouts into the next commit."""
+        """Add rollouts to the next commit."""
         self._pending.extend(rollouts)
 
     # --- committing --------------------------------------------------------------------------------------------
@@ -111,16 +111,16 @@ class Ledger:
     ) -> None:
         """Make `state` and everything kept since the last commit durable.
 
-        `checkpoint` (tensors, meta) replaces the trainer's; without one the state keeps the name it carries.
-        `finished` are the metrics of the phase that this commit leaves, for its manifest.
+        `checkpoint` (tensors, meta) replaces the trainer's; without one the state keeps its checkpoint name.
+        `finished`: metrics of the phase that this commit ends, for its manifest.
 
-        Cancelling waits for the thread and keeps its result, so `state` always equals the state on the disk.
+        Cancelling waits for the thread and keeps its result, so `state` always equals the state on disk.
         """
         started = time.perf_counter()
         self._unchanged()
         label = f"{state.phase.value}-{state.step:05d}"
         rollouts = tuple(self._pending)
-        # Taken here, because the loop may append while the thread works: later records belong to the next commit.
+        # Taken now: the event loop may append records while the thread works, and those belong to the next commit.
         marks = {"metrics": self._metrics.mark, "spans": self._spans.mark}
         state = replace(
             state,
@@ -151,7 +151,7 @@ class Ledger:
         checkpoint: Checkpoint | None,
         finished: Mapping[str, float | None] | None,
     ) -> GameState:
-        """Runs in the disk thread: the whole commit, in its order. Returns the committed state."""
+        """The whole commit in order, in the disk thread. Returns the committed state."""
         state = self._write(state, label, rollouts, checkpoint)
         state = replace(state, peak_memory=larger(self.state.peak_memory, peak_memory()))
         self._metrics.sync()
@@ -168,10 +168,10 @@ class Ledger:
     def _write(
         self, state: GameState, label: str, rollouts: Sequence[Rollout], checkpoint: Checkpoint | None
     ) -> GameState:
-        """Shards and checkpoint. Returns the state that names them."""
+        """Write shards and checkpoint. Returns the state that names them."""
         if rollouts:
-            # What was kept belongs to the phase that is being played, also when this commit leaves it.
-            by_row = self._row_digests and self.state.phase is Phase.MINT  # of what pairs are drawn from
+            # Kept rollouts belong to the current phase, also when this commit leaves it.
+            by_row = self._row_digests and self.state.phase is Phase.MINT  # pairs are drawn from mints
             info = self._shards.write(self.state.round, self._shard_label(), rollouts, by_row=by_row)
             state = replace(state, shards=(*state.shards, info.plain()))
         if checkpoint is not None:
@@ -180,18 +180,18 @@ class Ledger:
             state = replace(state, checkpoint=name)
         return state
 
-    def _marks(self, name: str, mark: Mark) -> list[Mark]:
-        """The marks of earlier commits, with fewer of the old ones, and this commit's mark."""
-        kept = [Mark(*plain) for plain in self.state.marks.get(name, ())]
+    def _marks(self, name: str, mark: JournalMark) -> list[JournalMark]:
+        """The marks of earlier commits, thinned out with age, and this commit's mark."""
+        kept = [JournalMark(*plain) for plain in self.state.marks.get(name, ())]
         if len(kept) >= MOST_MARKS:
             kept = [*kept[:-1:2], kept[-1]]
         return [*kept, mark]
 
     def _write_manifest(self, after: GameState, metrics: Mapping[str, float | None]) -> None:
-        """Before the state is committed: a process killed in between finishes the phase, and writes it, once more."""
+        """Write the manifest before the state: a process killed in between ends the phase again and rewrites it."""
         before = self.state
         own = [info.path for info in shards_of(after, before.round, before.phase.value)]
-        earlier = before.progress.get("weights", ())  # of the phase, that an earlier commit of it named
+        earlier = before.progress.get("weights", ())  # weights of this phase in an earlier commit
         write_manifest(
             self.directory,
             before.round,
@@ -212,18 +212,18 @@ class Ledger:
         )
 
     async def save_weights(self, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Write a player's finished weights; they count once a state that names them is committed."""
+        """Write a player's final weights; they become durable with a commit whose state names them."""
         await run_in(self._disk, write_checkpoint, self.directory.weights, name, tensors, dict(meta))
 
     def read_weights(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return read_checkpoint(self.directory.weights, name)
 
     def read_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The trainer's committed state of the phase, or None at its start."""
+        """The trainer's committed state of the phase; None at the start of the phase."""
         return read_checkpoint(self.directory.checkpoints, self.state.checkpoint) if self.state.checkpoint else None
 
     def shards(self, round_: int, phase: str) -> list[ShardInfo]:
-        """The committed shards of one phase, in the order they were written."""
+        """The committed shards of one phase, in write order."""
         return shards_of(self.state, round_, phase)
 
     def _shard_label(self) -> str:
@@ -235,15 +235,14 @@ class Ledger:
         return await run_in(self._disk, lambda: [rollout for info in shards for rollout in self._shards.read(info)])
 
     async def read_rollouts_where(self, round_: int, phase: str, id_prefixes: Sequence[str]) -> list[Rollout]:
-        """The rollouts of a phase whose ids begin with one of the prefixes."""
+        """The rollouts of a phase whose ids start with one of the prefixes."""
         shards = self.shards(round_, phase)
         return await run_in(
             self._disk, lambda: [r for info in shards for r in self._shards.read_where(info, id_prefixes)]
         )
 
     async def sample_columns(self, round_: int, phase: str) -> SampleColumns:
-        """Roles, grades and lengths of a phase's rollouts, without the `Rollout` objects, which may not fit into
-        memory."""
+        """Roles, grades and lengths of a phase's rollouts, without `Rollout` objects, which may not fit into memory."""
         return await run_in(self._disk, self._shards.sample_columns, self.shards(round_, phase))
 
     @property
@@ -259,7 +258,7 @@ class Ledger:
     # --- recovering --------------------------------------------------------------------------------------------
 
     def _recover(self, experiment: Experiment, code_version: str) -> GameState:
-        """The last commit whose files are all whole, with everything that no commit names removed."""
+        """The last commit whose files are all intact. Removes everything that no commit names."""
         loaded = self.directory.load_state(self._check_files)
         if loaded.state is None:
             state = GameState(experiment.hash(), experiment.hashed(), code_version, own_code=digests(experiment))
@@ -269,7 +268,9 @@ class Ledger:
             check_same_configuration(state, experiment)
             check_same_code(state, experiment)
             if state.code_version != code_version:
-                self.notices.append(f"Begun with pvg {state.code_version}, going on with {code_version}.")
+                self.notices.append(
+                    f"This run started with pvg {state.code_version} and continues with {code_version}."
+                )
                 state = replace(state, code_version=code_version)
         if loaded.notice:
             self.notices.append(loaded.notice)
@@ -280,25 +281,25 @@ class Ledger:
         return state
 
     def _copy_code(self, experiment: Experiment) -> None:
-        """Into the run's folder, for whoever reads the run later: nothing is loaded from there."""
+        """Copy the user's own files into the run's folder, as documentation; pvg loads nothing from there."""
         for name, source in sources(experiment).items():
             make_directory(self.directory.code)
             write_atomic(self.directory.code / name, source)
 
     def _processes_after(self, offset: int) -> list[dict[str, Any]]:
-        """The last words of earlier processes: they come after the last commit, and are true whatever is repeated."""
+        """Final records of earlier processes. They follow the last commit and stay true when work is repeated."""
         with open(self.directory.metrics, "rb") as file:
             file.seek(offset)
             lines = file.read().splitlines()
         found = []
         for line in lines:
             if line.startswith(b'{"kind":"run"'):
-                with contextlib.suppress(orjson.JSONDecodeError):  # records after the commit are not checked
+                with contextlib.suppress(orjson.JSONDecodeError):  # a record after the commit may be incomplete
                     found.append(orjson.loads(line))
         return found
 
     def _check_files(self, plain: Mapping[str, Any]) -> None:
-        """Raises DamagedFileError when a file that a commit names is missing or damaged."""
+        """Raises DamagedFileError if a file that a commit names is missing or damaged."""
         for shard in plain["shards"]:
             self._shards.verify(ShardInfo.from_plain(shard))
         for name in plain["weights"]:
@@ -310,13 +311,13 @@ class Ledger:
 
 
 def checkpoints_of(store: FileStateStore) -> set[str]:
-    """Names of the checkpoints of the last two commits: a run may have to resume from either."""
+    """Names of the checkpoints of the last two commits; a run may have to resume from either."""
     return {commit["checkpoint"] for commit in store.commits() if commit["checkpoint"]}
 
 
 def remove_uncommitted(directory: RunDirectory, state: Mapping[str, Any]) -> list[Path]:
-    """Remove the files that no commit names, and the temporary files of dead processes; returns what was removed.
-    `state` is the last commit as plain data. Only for the process that holds the run's lock."""
+    """Remove files that no commit names and temporary files of dead processes. Returns what was removed. `state`: the
+    last commit as plain data. Only the process that holds the run's lock may call this."""
     removed = RolloutShards(directory.path).recover([ShardInfo.from_plain(plain) for plain in state["shards"]])
     removed += prune(directory.checkpoints, checkpoints_of(FileStateStore(directory.state)))
     removed += prune(directory.weights, set(state["weights"]))
@@ -324,26 +325,26 @@ def remove_uncommitted(directory: RunDirectory, state: Mapping[str, Any]) -> lis
 
 
 def check_same_code(state: GameState, experiment: Experiment) -> None:
-    """Raises StateError when a run is resumed with another text of the user's own files."""
+    """Raises StateError if the user's own files have changed since the run started."""
     for path, digest in digests(experiment).items():
         if state.own_code.get(path) != digest:
             raise StateError(
-                f"{path} is not what this run was begun with.",
-                "Put it back (a copy is in the run's folder code/), or start a new run with --name.",
+                f"{path} has changed since this run started.",
+                "Restore it (the run's folder code/ has a copy), or start a new run with --name.",
             )
 
 
 def check_same_configuration(state: GameState, experiment: Experiment) -> None:
-    """Raises StateError with the differing settings when a run is resumed under another configuration."""
+    """Raises StateError, naming the changed settings, if a run is resumed with another configuration."""
     changed = differences(dict(state.config), experiment.hashed())
     if changed:
         raise StateError(
-            f"The configuration differs from the one this run was started with: {'; '.join(changed)}.",
+            f"The configuration differs from the one this run started with: {'; '.join(changed)}.",
             "Resume without the change, or start a new run with --name.",
         )
 
 
 def shards_of(state: GameState, round_: int, phase: str) -> list[ShardInfo]:
-    """The shards of one phase that `state` commits, in the order they were written."""
+    """The shards of one phase that `state` commits, in write order."""
     found = [ShardInfo.from_plain(plain) for plain in state.shards]
     return [info for info in found if info.round == round_ and info.label.startswith(f"{phase}-")]

@@ -1,8 +1,8 @@
-"""MINT: solutions for the verifier to learn from, sampled on its half of the problems.
+"""MINT: sample the solutions that the verifier learns from, on the verifier's half of the problems.
 
-Each source (the base prover, the provers of earlier rounds) gets its share of the problems by the mixture, and every
-problem the same number of solutions, half of them helpful and half sneaky by `game.sneaky_share`. One chunk of problems
-is one step and one commit.
+The mixture gives each source (the base prover and the provers of earlier rounds) a share of the problems. Every problem
+gets the same number of solutions, of which `game.sneaky_share` are sneaky. One chunk of problems is one step and one
+commit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pvg.game.challenge import environment_of
 from pvg.game.mixtures import apportion, source_weights, sources_for_round
 from pvg.game.orders import mint_orders
-from pvg.game.prover_phase import Played, read_prover
+from pvg.game.prover_phase import RunWithPlayers, read_prover
 from pvg.game.seeds import generator_for, seed_for
 from pvg.game.session import Session
 from pvg.game.states import Phase
@@ -24,33 +24,33 @@ from pvg.telemetry.spans import span
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """Problems sampled from one source in one go."""
+class ProblemChunk:
+    """Problems that one source solves in one call."""
 
     number: int
     source: str
     problems: list[Problem]
 
 
-def plan(session: Session) -> list[Chunk]:
-    """All chunks of this round's mint, sources oldest first: the same list in every process."""
+def plan(session: Session) -> list[ProblemChunk]:
+    """All chunks of this round's mint, oldest source first. Every process computes the same list."""
     game, round_ = session.experiment.game, session.state.round
     shares = source_weights(game, sources_for_round(round_))
     counts = apportion(game.mint_problems, shares)
     problems = session.draw("verifier", round_ * game.mint_problems, game.mint_problems, "mint")
     per_chunk = max(1, session.experiment.rollout.max_rows // game.mint_samples)
-    chunks: list[Chunk] = []
+    chunks: list[ProblemChunk] = []
     start = 0
     for source, count in counts.items():
         for first in range(start, start + count, per_chunk):
             last = min(first + per_chunk, start + count)
-            chunks.append(Chunk(len(chunks), source, problems[first:last]))
+            chunks.append(ProblemChunk(len(chunks), source, problems[first:last]))
         start += count
     return chunks
 
 
 async def mint(session: Session) -> None:
-    """Play the phase from the last committed chunk on and enter TRAIN_VERIFIER."""
+    """Run the phase from the last committed chunk on, then enter TRAIN_VERIFIER."""
     game, state = session.experiment.game, session.state
     chunks = plan(session)
     per_problem = game.mint_samples
@@ -62,7 +62,7 @@ async def mint(session: Session) -> None:
     for chunk in chunks[state.step :]:
         version, chunk_started = session.state.version, time.perf_counter()
         if chunk.source != loaded:
-            # A source is one version, also where a resumed process has to load it again.
+            # All chunks of a source share one version, even if a resumed process loads the source again.
             begun = chunk.number > 0 and chunks[chunk.number - 1].source == chunk.source
             version += not begun
             with span("sync"):
@@ -80,13 +80,13 @@ async def mint(session: Session) -> None:
         minted = await session.ledger.sample_columns(state.round, Phase.MINT.value)
         seconds = time.perf_counter() - started
         metrics = sample_metrics(minted, seconds)
-    if state.step:  # an earlier process sampled a part of it, in seconds that this one does not know
+    if state.step:  # an earlier process sampled a part, and this process does not know its seconds
         del metrics["tokens_per_s"]
     session.finish_phase(info, metrics, seconds)
     await session.leave_phase(session.state.enter(Phase.TRAIN_VERIFIER))
 
 
-async def load_source(session: Played, source: str, version: int) -> None:
+async def load_source(session: RunWithPlayers, source: str, version: int) -> None:
     """Publish the weights of `source` to the engine as policy `version`."""
     players = session.players
     if source == BASE_SOURCE:
@@ -96,7 +96,7 @@ async def load_source(session: Played, source: str, version: int) -> None:
         await players.publish(tensors, version, adapter)
 
 
-async def _sample(session: Session, chunk: Chunk) -> list[Rollout]:
+async def _sample(session: Session, chunk: ProblemChunk) -> list[Rollout]:
     state = session.state
     rng = generator_for(session.seed, state.round, "mint-roles", chunk.number)
     orders = mint_orders(session, chunk.problems, rng)

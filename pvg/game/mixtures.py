@@ -1,6 +1,6 @@
-"""How much of the verifier's data comes from each source: the base prover and the provers of earlier rounds.
+"""Mixtures: the share of the verifier's data that comes from the base prover and from each earlier round's prover.
 
-`weights("equal", ["base", "round-000"])` -> {"base": 0.5, "round-000": 0.5}. Sources stand oldest first.
+With "equal", the sources base and round-000 give {"base": 0.5, "round-000": 0.5}. Sources are ordered oldest first.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def sources_for_round(round_: int) -> list[str]:
 
 
 def source_weights(game: Game, sources: Sequence[str]) -> dict[str, float]:
-    """Shares by source, summing to 1; a source without a share is left out."""
+    """Shares by source, summing to 1; sources with share 0 are left out."""
     raw_S = MIXTURES[game.mixture.kind](len(sources), game.mixture)
     shares_S = raw_S / raw_S.sum()
     return {source: float(share) for source, share in zip(sources, shares_S, strict=True) if share > 0}
 
 
 def apportion(total: int, shares: dict[str, float]) -> dict[str, int]:
-    """Split `total` whole units by `shares` (largest remainders first, older sources first on a tie)."""
+    """Split `total` into whole numbers by `shares`: largest remainder first, older sources first on a tie."""
     exact = {source: total * share for source, share in shares.items()}
     counts = {source: int(amount) for source, amount in exact.items()}
     by_remainder = sorted(exact, key=lambda source: counts[source] - exact[source])
@@ -44,17 +44,18 @@ def _ages(count: int) -> NDArray[np.int64]:
 
 
 def equal(count: int, mixture: SimpleMixture) -> Weights:
-    """Every source the same."""
+    """All sources equally."""
     return np.ones(count)
 
 
 def exponential(count: int, mixture: DecayMixture) -> Weights:
-    """decay ** age: the newest weighs 1, each older one `decay` times the next."""
+    """decay ** age: the newest source has weight 1, each older one `decay` times the next newer."""
     return np.power(mixture.decay, _ages(count).astype(np.float64))
 
 
 def geometric(count: int, mixture: DecayMixture) -> Weights:
-    """Stick-breaking: the newest takes 1 - decay, each older one that share of what is left, the oldest the rest."""
+    """Stick-breaking: the newest source takes 1 - decay, each older one the same share of the rest, the oldest the
+    remainder."""
     ages_S = _ages(count)
     shares_S = (1.0 - mixture.decay) * np.power(mixture.decay, ages_S.astype(np.float64))
     shares_S[0] = mixture.decay ** (count - 1)
@@ -67,7 +68,7 @@ def window(count: int, mixture: WindowMixture) -> Weights:
 
 
 def latest(count: int, mixture: SimpleMixture) -> Weights:
-    """The newest source alone."""
+    """The newest source only."""
     return np.asarray(_ages(count) == 0, dtype=np.float64)
 
 

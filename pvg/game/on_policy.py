@@ -1,17 +1,8 @@
-"""`EarlyReference`: log-probs under the frozen reference, computed while servers sample the rest of a batch.
+"""Batches for the prover: sample, grade, score, reward, assign credit. One call of `next_batch` gives one batch.
 
-    early = EarlyReference(compute)        # compute(rollouts): their log-probs under the reference
-    early.start()                          # outside of spans: its work overlaps with the wait
-    async with early.meanwhile():          # around a wait for rollouts
-        ...                                # early.arrived(rollouts), for each group that is complete
-    known = early.take(rollouts, oldest)   # the log-probs that are ready, by the rollout's id
-    await early.close()
-
-While servers sample, this process has nothing to compute. The groups that have arrived then go through the reference in
-one forward pass, and the groups that arrive during that pass go through the next one. Outside of `meanwhile` no pass
-starts, so no pass delays a step of the trainer. An engine in this process needs the same thread, so it gains nothing.
-
-Invariant: the log-probs equal those of a pass over the whole batch, up to rounding.
+Token ids and log-probs come from the sampler unchanged. With `rollout.prefetch`, groups are sampled and scored while
+the trainer works on earlier ones (pvg.game.prefetch). With `training.dynamic_sampling`, groups without a signal are
+replaced (pvg.game.dynamic_sampling). All sampled rollouts are recorded, counted and tracked, not only those trained on.
 """
 
 from __future__ import annotations
@@ -30,13 +21,13 @@ from numpy.typing import NDArray
 from pvg.config.sections import SpoLoss
 from pvg.game.challenge import environment_of
 from pvg.game.curriculum import Curriculum, curriculum_of
-from pvg.game.dynamic_sampling import Played, refilled
+from pvg.game.dynamic_sampling import ScoredGroups, refilled
 from pvg.game.orders import ProverOrders
 from pvg.game.prefetch import Prefetcher
 from pvg.game.rewards import pay
 from pvg.game.session import Session
 from pvg.game.statistics import (
-    Columns,
+    RolloutColumns,
     cache_metrics,
     cut_metrics,
     mean_score,
@@ -65,14 +56,29 @@ Compute = Callable[[Sequence[Rollout]], Awaitable[list[Float32]]]
 
 
 class EarlyReference:
-    """Call all methods from the thread of one event loop."""
+    """Computes log-probs under the frozen reference while servers sample the rest of a batch.
+
+        early = EarlyReference(compute)        # compute(rollouts): their log-probs under the reference
+        early.start()                          # outside of spans: its work overlaps with the wait
+        async with early.meanwhile():          # around a wait for rollouts
+            ...                                # early.arrived(rollouts), for each complete group
+        known = early.take(rollouts, oldest)   # the available log-probs, by rollout id
+        await early.close()
+
+    While servers sample, this process is idle. One forward pass takes all groups that have arrived; groups that arrive
+    during it go into the next pass. No pass starts outside of `meanwhile`, so no pass delays the trainer. With an
+    engine in this process there is no gain, because sampling needs the same thread.
+
+    Invariant: the log-probs equal those of one pass over the whole batch, up to rounding. Call all methods from the
+    thread of one event loop.
+    """
 
     def __init__(self, compute: Compute) -> None:
         self._compute = compute
         self._arrived: list[Rollout] = []
-        self._known: dict[str, tuple[int, Float32]] = {}  # by the rollout's id: its version, its log-probs
+        self._known: dict[str, tuple[int, Float32]] = {}  # rollout id -> version, log-probs
         self._waiting = False
-        self._wanted = asyncio.Event()  # there are rollouts to compute, and the trainer waits
+        self._wanted = asyncio.Event()  # set when there are rollouts to compute and the trainer waits
         self._pass = asyncio.Lock()  # held during a forward pass
         self._worker: asyncio.Task[None] | None = None
 
@@ -80,7 +86,7 @@ class EarlyReference:
         self._worker = asyncio.create_task(self._work(), name="early reference")
 
     async def close(self) -> None:
-        """Wait for the running pass, and stop. Does nothing before `start`."""
+        """Wait for the current pass, then stop. Does nothing before `start`."""
         if self._worker is not None:
             worker, self._worker = self._worker, None
             async with self._pass:
@@ -88,15 +94,15 @@ class EarlyReference:
             await asyncio.wait([worker])
 
     def arrived(self, rollouts: Sequence[Rollout]) -> None:
-        """Add a complete group, which waits for the rest of its batch."""
+        """Add a complete group; the rest of its batch is still in flight."""
         self._arrived += rollouts
         if self._waiting:
             self._wanted.set()
 
     @asynccontextmanager
     async def meanwhile(self) -> AsyncIterator[None]:
-        """While the block runs, compute the groups that have arrived and that arrive. The block ends after the last
-        pass. Raises the exception of a pass that failed."""
+        """Compute arrived groups while the block runs. The block ends after the last pass. Raises the exception of a
+        failed pass."""
         self._waiting = True
         if self._arrived:
             self._wanted.set()
@@ -111,8 +117,8 @@ class EarlyReference:
             self._worker.result()
 
     def take(self, rollouts: Sequence[Rollout], oldest: int) -> dict[str, Float32]:
-        """By id, the log-probs of those `rollouts` that were computed early. Forgets these, and all rollouts older than
-        version `oldest`, because no step will train on them."""
+        """The log-probs of those `rollouts` that were computed early, by id. Forgets them, and all rollouts older than
+        version `oldest`, because no step trains on those."""
         ids = {rollout.id for rollout in rollouts}
         found = {id_: logprobs for id_, (_, logprobs) in self._known.items() if id_ in ids}
         self._known = {id_: kept for id_, kept in self._known.items() if id_ not in ids and kept[0] >= oldest}
@@ -131,17 +137,9 @@ class EarlyReference:
             self._known |= {r.id: (r.version, logprobs) for r, logprobs in zip(rollouts, found, strict=True)}
 
 
-# Batches for the prover: sample, grade, score, pay, assign credit. One call is one batch.
-#
-# The path of a step (architecture.md): token ids and log-probs come from the sampler and are used as they are. With
-# `rollout.prefetch` groups are sampled and scored while the trainer works on others (pvg.game.prefetch), and a batch
-# is made of those that are there. With `training.dynamic_sampling` it is filled up with groups that have something to
-# teach (pvg.game.dynamic_sampling); all that was sampled is recorded, counted and tracked.
-
-
 @dataclass(frozen=True, slots=True)
 class _Since:
-    """Where everything stood when the sampling of a batch began."""
+    """Time and counters when the sampling of a batch began."""
 
     at: float
     engine: EngineStats
@@ -150,14 +148,15 @@ class _Since:
 
 @dataclass
 class OnPolicySource:
-    """A BatchSource: batch k is a function of the policy's weights and of k, `batches_done` counts them; with spo also
-    of what `tracker` has learnt from the batches before, with rae of what `baseline` has, with training.curriculum of
-    what `curriculum` has, with a deadline of what arrived in time, with `partial` of what was left unfinished by the
-    batches before, and with rollout.prefetch of what has arrived. Call `start` before the first batch, and `close`
-    after the last.
+    """Produces one training batch per call; a BatchSource. Call `start` before the first batch and `close` after the
+    last.
 
-    `metrics` are those of the newest batch. `learner` is the policy in training, read only for log-probs that are
-    computed again (`rollout.logprobs = "recomputed"`, `training.importance = "decoupled"`).
+    A batch is deterministic given the weights and its number (`batches_done`), with these additions: `spo` also depends
+    on `tracker`, `rae` on `baseline`, `training.curriculum` on `curriculum`, `partial` on rollouts that earlier batches
+    left unfinished, and a deadline or rollout.prefetch on which rollouts have arrived.
+
+    `metrics`: those of the newest batch. `learner`: the policy in training, used only to recompute log-probs
+    (`rollout.logprobs = "recomputed"`, `training.importance = "decoupled"`).
     """
 
     session: Session
@@ -192,10 +191,10 @@ class OnPolicySource:
         self.prefetcher = Prefetcher(self.orders, self.scorer) if experiment.rollout.prefetch else None
         self._since = self._now()
 
-    # --- work that overlaps with the trainer: prefetched rollouts, and their reference --------------------------------
+    # --- work that overlaps with the trainer: prefetched rollouts and their reference ---------------------------------
 
     def start(self, version: int) -> None:
-        """The engine has the trainer's `version`. To be called outside of spans."""
+        """Begin work ahead; the engine has the trainer's `version`. Call it outside of spans."""
         if self.early is not None:
             self.early.start()
         if self.prefetcher is not None:
@@ -205,12 +204,12 @@ class OnPolicySource:
             self.prefetcher.start(version, self.batches_done, batches)
 
     def published(self, version: int) -> None:
-        """The trainer's new `version` has reached the engine."""
+        """The engine has received the trainer's new `version`."""
         if self.prefetcher is not None:
             self.prefetcher.published(version)
 
     async def close(self) -> None:
-        """Give up what is sampled ahead."""
+        """Cancel prefetched work."""
         try:
             if self.early is not None:
                 await self.early.close()
@@ -221,7 +220,7 @@ class OnPolicySource:
     # --- resuming -----------------------------------------------------------------------------------------------------
 
     def progress(self) -> dict[str, Any]:
-        """What the next batches depend on beside the weights, as JSON data."""
+        """What the next batches depend on besides the weights, as JSON data."""
         return {
             "batches": self.batches_done,
             **({} if self.tracker is None else {"values": self.tracker.state()}),
@@ -232,7 +231,7 @@ class OnPolicySource:
         }
 
     def load_progress(self, progress: Mapping[str, Any]) -> int:
-        """Go on where `progress` was taken; returns the rollouts that were carried then and are lost."""
+        """Restore `progress`. Returns the number of unfinished rollouts that it carried and that are lost."""
         self.batches_done = progress["batches"]
         if self.tracker is not None:
             self.tracker.load_state(progress["values"])
@@ -294,28 +293,29 @@ class OnPolicySource:
         return _Since(time.perf_counter(), self.session.players.engine.stats, self.scorer.stats)
 
     def _tell_short(self, groups: int) -> None:
-        """Once in a phase; the metric groups_missing tells of each batch."""
+        """Notify once per phase; the metric groups_missing reports each batch."""
         if groups and not self._told_short:
             self._told_short = True
             self.session.observer.noticed(
-                f"{groups} groups of batch {self.batches_done} have nothing to teach, and "
-                f"{self.session.experiment.training.dynamic_sampling} further rounds (or all problems) brought "
-                "too few that do (training.dynamic_sampling); groups_missing tells of the batches to come."
+                f"{groups} groups of batch {self.batches_done} have equal rewards and so no signal. Resampling "
+                f"{self.session.experiment.training.dynamic_sampling} times (or using all problems) did not "
+                "replace them. Raise training.dynamic_sampling. The metric groups_missing counts such groups."
             )
 
-    async def _played(self, groups: Sequence[Group]) -> Played:
-        """Groups that were sampled together, scored and paid."""
+    async def _played(self, groups: Sequence[Group]) -> ScoredGroups:
+        """Score and reward groups that were sampled together."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        with span("score"):  # of those that were scored as they came, the scores are in the cache
+        with span("score"):  # the cache already holds the scores of prefetched groups
             scores_N = await self.scorer.score(rollouts)
         with span("credit"):
             work = partial(pay, self.session.experiment, self.session.task, rollouts, scores_N)
             paid = await self.session.players.off_loop(work)
-        return Played(groups, scores_N, paid.rewards_N, paid.aligned_N, np.arange(len(rollouts)), paid.similarity_N)
+        return ScoredGroups(
+            groups, scores_N, paid.rewards_N, paid.aligned_N, np.arange(len(rollouts)), paid.similarity_N
+        )
 
-    async def _credit(self, played: Played) -> tuple[PolicyBatch, dict[str, float]]:
-        """The batch with its advantages, and metrics of them. The trackers of values, baselines and curricula learn
-        here."""
+    async def _credit(self, played: ScoredGroups) -> tuple[PolicyBatch, dict[str, float]]:
+        """The batch with its advantages, and metrics. Updates the value tracker, the baseline and the curriculum."""
         everything = played.rollouts
         metrics = {"zero_signal": zero_signal_groups(played.rewards_N, *_groups_and_roles(everything))}
         if played.similarity_N is not None:
@@ -342,9 +342,12 @@ class OnPolicySource:
         return await self.session.players.off_loop(partial(_batch_of, rollouts, advantages_N)), metrics
 
     async def _with_logprobs(self, batch: PolicyBatch, rollouts: Sequence[Rollout]) -> PolicyBatch:
-        """Add the reference's log-probs if the loss has a KL term. Add the current policy's log-probs if rows are
-        clipped around them and the batch has several steps. Replace the sampler's log-probs if so configured. The batch
-        consists of these `rollouts`."""
+        """Add the log-probs that the loss needs. `batch` consists of these `rollouts`.
+
+        - The reference's, if the loss has a KL term.
+        - The current policy's, if the loss clips around them and the batch has several steps.
+        - Recomputed ones instead of the sampler's, with `rollout.logprobs = "recomputed"`.
+        """
         players, objective, experiment = self.session.players, self.objective, self.session.experiment
         if objective.needs_reference:
             batch = replace(batch, reference_logprobs=await self._reference(batch, rollouts))
@@ -360,15 +363,14 @@ class OnPolicySource:
                 return replace(batch, stale_N=stale_N)
             stale_M = np.flatnonzero(stale_N)
             work = partial(self._recompute, "recompute", self.learner, batch.select(stale_M))
-            proximal = list(batch.sampled_logprobs)  # of a fresh row, the sampler is the policy at batch start
+            proximal = list(batch.sampled_logprobs)  # fresh rows: the sampler is the policy at the start of the batch
             for row, logprobs in zip(stale_M, await players.compute(work), strict=True):
                 proximal[row] = logprobs
             batch = replace(batch, proximal_logprobs=proximal)
         return batch
 
     async def _reference(self, batch: PolicyBatch, rollouts: Sequence[Rollout]) -> list[Float32]:
-        """The reference's log-probs: some were computed while servers sampled other groups, the rest are computed
-        now."""
+        """The reference's log-probs: those computed early, and the rest computed now."""
         oldest = self.session.players.engine.version - self.session.experiment.rollout.staleness_budget
         known = {} if self.early is None else self.early.take(rollouts, oldest)
         missing_M = np.flatnonzero([rollout.id not in known for rollout in rollouts])
@@ -385,13 +387,12 @@ class OnPolicySource:
         return await players.compute(partial(self._recompute, "reference", players.base, batch))
 
     def _recompute(self, part: str, model: LanguageModel, batch: PolicyBatch) -> list[Float32]:
-        """In the compute thread, where the span begins: waiting for the thread is no work of the trainer's."""
+        """Runs in the compute thread. The span starts here, so the wait for the thread does not count as training."""
         with span(part, device=True):
             return self.objective.recompute(model.module, batch)
 
 
 def _batch_of(rollouts: Sequence[Rollout], advantages_N: Float32) -> PolicyBatch:
-    """The batch of these rollouts, without the reference's log-probs."""
     group_ids_N, role_ids_N = _groups_and_roles(rollouts)
     return PolicyBatch(
         sequences=[np.concatenate([r.prompt_ids, r.completion_ids]) for r in rollouts],
@@ -407,19 +408,21 @@ def _batch_of(rollouts: Sequence[Rollout], advantages_N: Float32) -> PolicyBatch
     )
 
 
-def _scored(played: Played, verifier_version: str) -> list[Rollout]:
-    """The rollouts with their scores and rewards, as they are stored."""
+def _scored(played: ScoredGroups, verifier_version: str) -> list[Rollout]:
+    """The rollouts with scores and rewards, as they are stored."""
     return [
         replace(r, score=float(score), reward=float(reward), verifier_version=verifier_version)
         for r, score, reward in zip(played.rollouts, played.scores_N, played.rewards_N, strict=True)
     ]
 
 
-def _measured(played: Played, threshold: float, engine: EngineStats, seconds: float, version: int) -> dict[str, float]:
-    """Metrics of all sampled rollouts. `engine`: its counts over these `seconds`; it has `version` now."""
+def _measured(
+    played: ScoredGroups, threshold: float, engine: EngineStats, seconds: float, version: int
+) -> dict[str, float]:
+    """Metrics of all sampled rollouts. `engine`: its counts over these `seconds`; `version`: its current version."""
     rollouts = played.rollouts
     return {
-        **play_metrics(Columns(rollouts, played.scores_N), threshold),
+        **play_metrics(RolloutColumns(rollouts, played.scores_N), threshold),
         "reward_mean": float(played.rewards_N.mean()),
         **cut_metrics(played.groups),
         **sampling_metrics(rollouts, engine, seconds),
@@ -428,6 +431,5 @@ def _measured(played: Played, threshold: float, engine: EngineStats, seconds: fl
 
 
 def _groups_and_roles(rollouts: Sequence[Rollout]) -> tuple[NDArray[np.int32], NDArray[np.int8]]:
-    """The numbers of the rollouts' groups and of their roles [N]."""
     groups_N = np.array([r.group for r in rollouts], dtype=np.int32)
     return groups_N, np.array([r.role.number for r in rollouts], dtype=np.int8)

@@ -1,8 +1,7 @@
-"""What the prover's training, and a mint, ask the engine for.
+"""Orders: the groups that prover training and the mint request from the engine.
 
-The groups of batch k are a function of the seed, the round and k; with `training.curriculum` also of what it has learnt
-by the time they are ordered. What is ordered to fill a batch up (`training.dynamic_sampling`) is a function of that, of
-how many groups of each role are missing and of how often it was tried.
+The groups of batch k depend on the seed, the round and k, and with `training.curriculum` on its success rates so far.
+Refills (`training.dynamic_sampling`) also depend on how many groups of each role are missing and on the attempt.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pvg.game.roles import assign_roles
 from pvg.game.seeds import generator_for, seed_for
 from pvg.game.session import Session
 from pvg.records import Group, Problem, Role, Rollout, source_of_round
-from pvg.rollout.dispatcher import Call, GroupOrder
+from pvg.rollout.dispatcher import GroupOrder, SampleCall
 from pvg.rollout.episodes import Environment
 from pvg.rollout.gathering import training_deadline
 
@@ -31,13 +30,13 @@ class ProverOrders:
     on_group: Callable[[Sequence[Rollout]], None] | None = None  # see `Dispatcher.sample`
 
     def roles(self, number: int) -> list[Role]:
-        """The role of each group of batch `number`: the configured shares, in random order."""
+        """The role of each group of batch `number`: the configured shares in random order."""
         session, round_ = self.session, self.session.state.round
         generator = generator_for(session.seed, round_, "prover-roles", number)
         return assign_roles(session.experiment.training.groups, session.experiment.game.sneaky_share, generator)
 
     def batch(self, number: int, of: Role | None = None) -> list[GroupOrder]:
-        """The groups of batch `number`, each with its role and its problem. `of`: only groups of this role."""
+        """The groups of batch `number`, with roles and problems. `of`: only groups of this role."""
         roles, size = self.roles(number), self.session.experiment.rollout.group_size
         return [
             self.session.order(problem, role, group, size)
@@ -48,8 +47,8 @@ class ProverOrders:
     def refill(
         self, number: int, attempt: int, counts: Mapping[Role, int], before: Sequence[GroupOrder]
     ) -> list[GroupOrder]:
-        """Further groups for batch `number`, `counts` of each role, numbered behind those ordered `before` for it. None
-        of a role has a problem of that role of before: where too few are left, there are fewer groups."""
+        """Further groups for batch `number`: `counts` of each role, numbered after the groups `before`. No role gets a
+        problem that it already has in `before`; if too few problems remain, there are fewer groups."""
         session, round_ = self.session, self.session.state.round
         pool, size = session.problems("prover"), session.experiment.rollout.group_size
         orders: list[GroupOrder] = []
@@ -61,10 +60,10 @@ class ProverOrders:
                 orders.append(session.order(left[position], role, len(before) + len(orders), size))
         return orders
 
-    def call(self, number: int) -> Call:
-        """What the rollouts of batch `number` have in common."""
+    def call(self, number: int) -> SampleCall:
+        """What all rollouts of batch `number` share."""
         round_ = self.session.state.round
-        return Call(
+        return SampleCall(
             round_,
             source_of_round(round_),
             step=number,
@@ -72,13 +71,13 @@ class ProverOrders:
             prefix=f"{round_:03d}/train_prover/{number:05d}",
         )
 
-    def plan(self, number: int) -> tuple[list[GroupOrder], Call]:
+    def plan(self, number: int) -> tuple[list[GroupOrder], SampleCall]:
         return self.batch(number), self.call(number)
 
     async def sample(
         self, orders: Sequence[GroupOrder], number: int, gate: AbstractAsyncContextManager[None] | None = None
     ) -> list[Group]:
-        """Groups of batch `number`, sampled and graded. `gate`: see `Dispatcher.sample`."""
+        """Sample and grade groups of batch `number`. `gate`: see `Dispatcher.sample`."""
         call = self.call(number)
         return await self.session.players.dispatcher.sample(
             orders,
@@ -94,7 +93,7 @@ class ProverOrders:
         )
 
     def _problems(self, number: int, roles: list[Role]) -> list[Problem]:
-        """One problem for each of `roles`: the next ones of the endless shuffle, or as the curriculum draws them."""
+        """One problem for each of `roles`: the next ones of the endless shuffle, or the curriculum's draw."""
         session, round_ = self.session, self.session.state.round
         if self.curriculum is None:
             return session.draw("prover", number * len(roles), len(roles), f"prover-{round_}")
@@ -106,14 +105,13 @@ class ProverOrders:
         return [pool[drawn[role].pop()] for role in roles]
 
     def _drawn(self, problems: Sequence[Problem], role: Role, count: int, generator: np.random.Generator) -> list[int]:
-        """`count` positions in `problems`."""
         if self.curriculum is None:
             return [int(position) for position in generator.permutation(len(problems))[:count]]
         return self.curriculum.draw([problem.id for problem in problems], role, count, generator)
 
 
 def mint_orders(session: Session, problems: Sequence[Problem], rng: np.random.Generator) -> list[GroupOrder]:
-    """Per problem one group of helpful and one of sneaky solutions, together `game.mint_samples`."""
+    """One helpful and one sneaky group per problem, together `game.mint_samples` solutions."""
     game = session.experiment.game
     orders = []
     for position, problem in enumerate(problems):

@@ -1,8 +1,8 @@
-"""The models of a run, and who owns them: the base prover, the engine that samples, the verifier of the round.
+"""The models of a run and their owner: the base prover, the engine that samples, and the verifier of the round.
 
-All torch work of a run happens in one executor thread: the event loop stays free, and two pools of compute threads
+One executor thread does all torch work of a run. So the event loop stays responsive, and two pools of compute threads
 never compete for the same cores. Two other threads have no pool: one scores rollouts while the trainer works
-(`Players.scoring`), and one does Python and numpy work on a whole batch (`off_loop`).
+(`Players.scoring`), the other does Python and numpy work on a whole batch (`off_loop`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from pvg.config import sections
 from pvg.config.experiment import Experiment
 from pvg.game.roles import prompt_renderer
 from pvg.game.seeds import seed_for
@@ -24,18 +25,18 @@ from pvg.models.compute import ComputeExecutor, compute_executor, width_of
 from pvg.models.heads import VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel
 from pvg.records import Int32, Role
-from pvg.rollout import Setting, open_engine
+from pvg.rollout import EngineSetup, open_engine
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import Engine, Sampling
 from pvg.rollout.grading import grading_executor
 from pvg.servers.publisher import Publisher
-from pvg.servers.update import Adapter, SyncTiming
-from pvg.tasks.task import Concealing, Task, problems_of_half
+from pvg.servers.update import LowRankAdapter, SyncTiming
+from pvg.tasks.task import ConcealsText, Task, problems_of_half
 from pvg.telemetry.core_waits import usable_cores
-from pvg.telemetry.events import Events, Unheard
+from pvg.telemetry.events import Events, SilentEvents
 from pvg.telemetry.spans import run_in
 from pvg.verifier.cache import ScoreCache
-from pvg.verifier.protocol import Judge
+from pvg.verifier.protocol import ScoringModel
 from pvg.verifier.scorer import VerifierScorer
 from pvg.verifier.template import VerifierTemplate
 from pvg.verifier.vllm_backend import VerifierServing, VllmBackend
@@ -47,8 +48,8 @@ T = TypeVar("T")
 
 
 class Players:
-    """Opens the base prover and its engine; `close` frees everything that was opened through it. An `executor` that is
-    handed in stays the caller's; `opener` makes the engine."""
+    """Opens the base prover and its engine; `close` frees both. `executor`: stays the caller's if given. `opener`
+    creates the engine."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class Players:
         events: Events | None = None,
         executor: Executor | None = None,
         run: str = "bench",
-        opener: Callable[[Setting], Engine] = open_engine,
+        opener: Callable[[EngineSetup], Engine] = open_engine,
     ) -> None:
         self.experiment = experiment
         self.task = task
@@ -68,17 +69,17 @@ class Players:
         if isinstance(self.executor, ComputeExecutor):
             self.executor.settle(width_of(self.base.module))
         self.threads: int = self.executor.submit(torch.get_num_threads).result()
-        rollout, events = experiment.rollout, events or Unheard()
+        rollout, events = experiment.rollout, events or SilentEvents()
         self.verifier_serving: VerifierServing | None = None
         try:
             if experiment.verifier.engine == "vllm":
                 self.verifier_serving = VerifierServing(experiment, self.executor, events, run)
-            self.engine = opener(Setting(experiment, self.base, self.executor, events, run, self._canary_prompts))
-        except BaseException:  # nothing has been asked of a server yet
+            self.engine = opener(EngineSetup(experiment, self.base, self.executor, events, run, self._canary_prompts))
+        except BaseException:  # no request has reached a server yet
             self._let_go()
             raise
         self.publisher = Publisher([self.engine], events=events)
-        self.last_sync: SyncTiming | None = None  # of the newest update
+        self.last_sync: SyncTiming | None = None  # of the latest update
         sampling = Sampling(
             max_tokens=rollout.max_tokens,
             stop_ids=(self.base.tokenizer.eos_id,),
@@ -88,15 +89,15 @@ class Players:
         )
         self.scoring = self._scoring_executor()
         self.grading = grading_executor(rollout)
-        self.batching: Executor = ThreadPoolExecutor(1, "pvg-batch")  # for `off_loop` and what scorers read
+        self.batching: Executor = ThreadPoolExecutor(1, "pvg-batch")  # for `off_loop` and for the input of scorers
         self.dispatcher = Dispatcher(
             self.engine, task, self.base.tokenizer, sampling, rollout.concurrency, self.grading
         )
 
     def _scoring_executor(self) -> ThreadPoolExecutor | None:
-        """A thread that scores prefetched rollouts while the trainer works on others. None without prefetch, if servers
-        score, or if the compute threads leave no core free. Also None for a verifier on the base prover's own weights:
-        it shares the base's modules, and two threads cannot change their attention at the same time."""
+        """A thread that scores prefetched rollouts while the trainer works on earlier ones. None without prefetch, with
+        scores from servers, or if the compute threads occupy every core. Also None for a verifier on the base prover's
+        weights: they share modules, and two threads cannot change the attention of these at the same time."""
         ahead = self.experiment.rollout.prefetch > 0 and self.verifier_serving is None
         if not ahead or self.verifier_is_on_base or self.threads >= usable_cores():
             return None
@@ -104,16 +105,15 @@ class Players:
 
     @property
     def machine(self) -> str:
-        """What the last bits of a result depend on."""
+        """What the last bits of results depend on."""
         return f"torch {torch.__version__} on {self.device.type}, {self.threads} threads"
 
     async def ready(self, *, scoring: bool = True) -> None:
-        """Make sure that the engine can serve, and with `scoring` the verifier's servers. An engine that cannot know
-        which weights it has gets the base prover's: this tries the whole way from here to its answers before anything
-        depends on it.
+        """Wait until the engine can serve, and with `scoring` the verifier's servers too. An engine that does not know
+        its weights gets the base prover's. This tests the whole path of a weight update before the game depends on it.
 
-        What is in memory then stays there: the garbage collector need not go through a million objects of torch and
-        transformers again and again, each time for 0.1 to 0.5 s in which the event loop hears nobody.
+        Then freezes the objects in memory (`gc.freeze`). Otherwise the garbage collector scans a million objects of
+        torch and transformers repeatedly, and each scan blocks the event loop for 0.1 to 0.5 s.
         """
         await self.engine.ready()
         if scoring and self.verifier_serving is not None:
@@ -128,59 +128,35 @@ class Players:
         return await run_in(self.executor, work)
 
     async def off_loop(self, work: Callable[[], T]) -> T:
-        """Run Python or numpy work on a whole batch in a thread. The work must not use data that tasks of the event
-        loop change at the same time. Its time counts for the caller's span."""
+        """Run Python or numpy work on a whole batch in a thread. It must not use data that the event loop's tasks
+        change meanwhile. Its time counts for the caller's span."""
         return await run_in(self.batching, work)
 
-    async def publish(self, tensors: Mapping[str, Tensor], version: int, adapter: Adapter | None = None) -> None:
-        """Send a policy to the engine: the whole model's tensors, and the adapter that made them where there is one."""
+    async def publish(self, tensors: Mapping[str, Tensor], version: int, adapter: LowRankAdapter | None = None) -> None:
+        """Send a policy to the engine: the whole model's tensors, and its adapter if it has one."""
         (self.last_sync,) = await self.publisher.publish(tensors, version, adapter)
 
     def open_verifier(self, round_: int = 0, member: int = 0, like: VerifierModel | None = None) -> VerifierModel:
-        """A verifier at its initial weights, as `member` of an ensemble where these leave anything free; the caller
-        closes it. `like`: another member, with which it shares what never changes. Raises what `attach_adapters` and
-        `build_verifier` raise."""
-        experiment = self.experiment
-        section, models, place = experiment.verifier, experiment.models, (round_, "verifier-start", member)
-        seed = seed_for(experiment.seed, *place)
-        if not section.lora_rank:
-            model = open_model(models.verifier, self.device)
-        elif self.verifier_is_on_base:
-            model = self._with_adapters(self.base, seed)
-        else:
-            with open_model(models.verifier, self.device) if like is None else like.start_model() as start:
-                model = self._with_adapters(start, seed)
-        # What a user's head draws must be the same whenever this run opens one: a version knows what is trained alone.
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(seed_for(experiment.seed, "verifier-head"))
-            verifier = build_verifier(section, model)
-        if like is not None:
-            verifier.share_with(like)
-        if member:  # the first one is what a verifier without an ensemble is
-            verifier.start_elsewhere(seed)
-        return verifier
+        """A verifier at its initial weights; the caller closes it. `member`: its number in an ensemble, which varies
+        the random part of these weights. `like`: another member, with which it shares frozen tensors. Raises what
+        `attach_adapters` and `build_verifier` raise."""
+        return open_verifier(self.experiment, self.device, self.base, round_, member, like)
 
     @property
     def verifier_is_on_base(self) -> bool:
         """Whether the verifier is adapters on the base prover's own weights."""
-        models = self.experiment.models
-        return bool(self.experiment.verifier.lora_rank) and models.verifier == models.prover
+        return verifier_is_on_base(self.experiment)
 
-    def _with_adapters(self, start: LanguageModel, seed: int) -> LanguageModel:
-        section = self.experiment.verifier
-        return attach_adapters(start, section.lora_rank, section.lora_alpha, seed, shared=True, section="verifier")
+    def template(self, verifier: ScoringModel) -> VerifierTemplate:
+        return template_of(self.experiment, self.task, verifier)
 
-    def template(self, verifier: Judge) -> VerifierTemplate:
-        shown = self.task.shown if isinstance(self.task, Concealing) else None
-        return VerifierTemplate(verifier.tokenizer, self.experiment.rollout.prompts, verifier.reads, shown)
-
-    def scorer(self, verifier: Judge, *, beside_trainer: bool = False) -> VerifierScorer:
-        """A scorer with an empty cache. The caller still owns the verifier. `beside_trainer`: score in the thread
-        `scoring`, if there is one; the caller must not change the verifier's weights while it scores."""
+    def scorer(self, verifier: ScoringModel, *, beside_trainer: bool = False) -> VerifierScorer:
+        """A scorer with an empty cache; the caller still owns the verifier. `beside_trainer`: score in the thread
+        `scoring`, if there is one. The caller must not change the verifier's weights while it scores."""
         section, template = self.experiment.verifier, self.template(verifier)
         backend = None
         if self.verifier_serving is not None:
-            assert isinstance(verifier, VerifierModel), "experiment_checks refuses ensembles on servers"
+            assert isinstance(verifier, VerifierModel), "pvg.config.rules refuses ensembles on servers"
             references = ScoreCache(section.cache_entries)
             backend = VllmBackend(self.verifier_serving, verifier, template.key, references)
         return VerifierScorer(
@@ -196,14 +172,14 @@ class Players:
         )
 
     def _canary_prompts(self) -> list[Int32]:
-        """The first problems of the prover's half, as it will be asked them."""
+        """Prompts for the first problems of the prover's half, as in training."""
         render = prompt_renderer(self.experiment.rollout.prompts, self.base.tokenizer)
         problems = problems_of_half(self.task, "prover")[: self.experiment.weights.canary_prompts]
         return [render(problem, tuple(Role)[number % 2]) for number, problem in enumerate(problems)]
 
     async def close(self) -> None:
         gc.unfreeze()
-        async with AsyncExitStack() as rest:  # closes all of them, also if one fails
+        async with AsyncExitStack() as rest:  # closes all of them, even if one fails
             rest.callback(self._let_go)
             for executor in (self.batching, self.grading, self.scoring):
                 if executor is not None:
@@ -216,3 +192,47 @@ class Players:
         self.base.close()
         if self._owns_executor:
             self.executor.shutdown(wait=True)
+
+
+def open_verifier(
+    experiment: Experiment,
+    device: torch.device,
+    base: LanguageModel | None,
+    round_: int = 0,
+    member: int = 0,
+    like: VerifierModel | None = None,
+) -> VerifierModel:
+    """See `Players.open_verifier`. Without the `base` prover, a verifier that adapts it opens its own copy."""
+    section, models, place = experiment.verifier, experiment.models, (round_, "verifier-start", member)
+    seed = seed_for(experiment.seed, *place)
+    if not section.lora_rank:
+        model = open_model(models.verifier, device)
+    elif base is not None and verifier_is_on_base(experiment):
+        model = _with_adapters(section, base, seed)
+    else:
+        with open_model(models.verifier, device) if like is None else like.start_model() as start:
+            model = _with_adapters(section, start, seed)
+    # What a user's head draws must be the same whenever this run opens one: a version knows what is trained alone.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed_for(experiment.seed, "verifier-head"))
+        verifier = build_verifier(section, model)
+    if like is not None:
+        verifier.share_with(like)
+    if member:  # the first one is what a verifier without an ensemble is
+        verifier.start_elsewhere(seed)
+    return verifier
+
+
+def verifier_is_on_base(experiment: Experiment) -> bool:
+    """See `Players.verifier_is_on_base`."""
+    return bool(experiment.verifier.lora_rank) and experiment.models.verifier == experiment.models.prover
+
+
+def _with_adapters(section: sections.Verifier, start: LanguageModel, seed: int) -> LanguageModel:
+    return attach_adapters(start, section.lora_rank, section.lora_alpha, seed, shared=True, section="verifier")
+
+
+def template_of(experiment: Experiment, task: Task, verifier: ScoringModel) -> VerifierTemplate:
+    """What `verifier` reads of a solution of `task`."""
+    shown = task.shown if isinstance(task, ConcealsText) else None
+    return VerifierTemplate(verifier.tokenizer, experiment.rollout.prompts, verifier.reads, shown)

@@ -1,18 +1,22 @@
-"""`Prefetcher`: the prover's groups, sampled, graded and scored ahead of its trainer (`rollout.prefetch`).
+"""Prefetch: sample, grade and score the prover's groups ahead of its trainer (`rollout.prefetch`).
 
-If servers compute the scores (`verifier.engine = "vllm"`), a group is scored when it arrives. If this process has a
-second thread for scores (`Players.scoring`), groups are scored in the background, a few at a time, and their batch
-finds the scores in the scorer's cache. Otherwise the trainer's thread computes them: with the batch, or when a group
-arrives while the trainer waits. The scores are the same, because the verifier is frozen while the prover learns.
+Where scores are computed:
 
-A batch has exactly the role shares of the synchronous game's batch of that number. Each role has its own queue of
-groups: that role's groups of the synchronous game, in its order and with its ids. So when groups of one role grow too
-old and are dropped, the next ones of the same role are sampled. A rollout's `step` and `group` are those of the batch
-that it is trained in.
+- on servers (`verifier.engine = "vllm"`): a group is scored when it arrives;
+- in the scoring thread of this process (`Players.scoring`): a few groups at a time, in the background; the batch then
+  finds the scores in the scorer's cache;
+- otherwise in the trainer's thread: with the batch, or when a group arrives while the trainer waits.
 
-A group's number is `batch * training.groups + place` in the synchronous game. A commit holds, for each role, the number
-up to which its groups were begun. A resumed run continues there: no id of a committed rollout is used again, and what
-was in flight or waiting is lost.
+All three give the same scores, because the verifier is frozen while the prover learns.
+
+A batch has the same role shares as the synchronous game's batch of the same number. Each role has its own queue. It
+holds that role's groups of the synchronous game, in the same order and with the same ids. When groups of a role become
+too stale and are dropped, the next groups of that role replace them. A rollout's `step` and `group` are those of the
+batch that trains it.
+
+A group's number is `batch * training.groups + place` in the synchronous game. A commit stores, for each role, the
+number up to which groups have begun. A resumed run continues there. So it never reuses the id of a committed rollout,
+and it loses rollouts that were in flight or waiting.
 """
 
 from __future__ import annotations
@@ -28,32 +32,32 @@ import numpy as np
 from pvg.game.orders import ProverOrders
 from pvg.records import Float32, Group, Role, Rollout
 from pvg.rollout.dispatcher import GroupOrder
-from pvg.rollout.pipeline import Gate, Lost, Pipeline, Taken
+from pvg.rollout.pipeline import AdmissionGate, BufferedGroup, LostRollouts, Pipeline
 from pvg.telemetry.spans import span
 from pvg.verifier.scorer import VerifierScorer
 
-# Rollouts that the thread `Players.scoring` scores together. A forward pass of a small model costs as much as 20 to
-# 30 of its rows, and most of that holds Python's lock, which the trainer needs too.
+# Rollouts per forward pass in the thread `Players.scoring`. A pass of a small model has a fixed cost of 20 to 30 of its
+# rows. Most of this cost holds Python's interpreter lock, which the trainer needs too.
 SCORED_TOGETHER = 64
 
 
 @dataclass
 class RoleQueue:
-    """The groups of one role, in the order of the synchronous game's batches. `begun`: the groups with lower numbers
-    were begun, by this process or by an earlier one."""
+    """The groups of one role, in the order of the synchronous game's batches. Groups with numbers below `begun` have
+    begun, in this process or an earlier one."""
 
     orders: ProverOrders
     role: Role
     size: int
     begun: int = 0
-    _made: deque[tuple[int, GroupOrder]] = field(default_factory=deque)  # with the batch's number
+    _made: deque[tuple[int, GroupOrder]] = field(default_factory=deque)  # with the batch number
     _next: int = field(init=False)
 
     def __post_init__(self) -> None:
         self._next = self.begun // self.size
 
     def pop(self) -> tuple[int, GroupOrder]:
-        """The next group, and the number of its batch. Orders are made one batch at a time, when they are needed."""
+        """The next group and its batch number. Creates the orders of one batch at a time, on demand."""
         while not self._made:
             made = [(self._next, order) for order in self.orders.batch(self._next, self.role)]
             self._made.extend(item for item in made if self._number(*item) >= self.begun)
@@ -73,25 +77,25 @@ class Prefetcher:
         self._experiment = orders.session.experiment
         self._pipeline: Pipeline | None = None
         self._queues = {role: RoleQueue(orders, role, self._experiment.training.groups) for role in Role}
-        self._lost = Lost()
+        self._lost = LostRollouts()
         self._unscored: list[Rollout] = []  # for the thread `Players.scoring`
         self._scoring: set[asyncio.Task[Float32]] = set()
 
     @property
     def begun(self) -> dict[str, int]:
-        """By role: the number up to which its groups were begun."""
+        """For each role, the number up to which its groups have begun."""
         return {role.value: queue.begun for role, queue in self._queues.items()}
 
     def resume(self, begun: Mapping[str, int] | int) -> None:
-        """Continue after the groups that were `begun`: by role, or, in commits of older versions, of both roles."""
+        """Continue after the groups that have `begun`: by role, or one number for both roles (older commits)."""
         groups = self._experiment.training.groups
         if isinstance(begun, int):
             begun = dict.fromkeys(Role, begun)
         self._queues = {role: RoleQueue(self._orders, role, groups, begun[role.value]) for role in Role}
 
     def start(self, version: int, batch: int, batches: int) -> None:
-        """Begin to sample for batch number `batch`; the trainer and the engine have `version`. `batches` are left of
-        the phase, which may end earlier: when the last is taken, no further group is begun."""
+        """Begin to sample for batch number `batch`; trainer and engine have `version`. `batches`: batches that remain
+        in the phase. After the last one is taken, no new group begins."""
         rollout = self._experiment.rollout
         self._pipeline = Pipeline(
             self._sample,
@@ -110,20 +114,19 @@ class Prefetcher:
         self._open.published(version)
 
     async def close(self) -> None:
-        """Cancel and await what is in flight, scores included."""
+        """Cancel and await work in flight, scores included."""
         if self._pipeline is not None:
             await self._pipeline.close()
-            for task in self._scoring:  # one whose input is still being made would ask for its scores after `drop`
+            for task in self._scoring:  # a task that still prepares its input would request scores after `drop`
                 task.cancel()
             await asyncio.gather(*self._scoring, return_exceptions=True)
             await self._scorer.drop()
 
-    def _sample(self, role: Role, gate: Gate) -> Coroutine[Any, Any, Group]:
-        """Begin the role's next group."""
+    def _sample(self, role: Role, gate: AdmissionGate) -> Coroutine[Any, Any, Group]:
         return self._sampled(*self._queues[role].pop(), gate)
 
-    async def _sampled(self, batch: int, order: GroupOrder, gate: Gate) -> Group:
-        """The group of that order, scored if this does not delay the trainer."""
+    async def _sampled(self, batch: int, order: GroupOrder, gate: AdmissionGate) -> Group:
+        """Sample the ordered group, and score it unless that delays the trainer."""
         (group,) = await self._orders.sample([order], batch, gate)
         if self._experiment.verifier.engine == "torch":
             if self._orders.session.players.scoring is not None:
@@ -143,14 +146,13 @@ class Prefetcher:
         )
 
     def _score_soon(self, group: Group) -> None:
-        """Score the group in the background, together with others, unless the trainer waits."""
+        """Score the group in the background together with others, or at once if the trainer waits."""
         self._unscored += group.rollouts
         if len(self._unscored) >= SCORED_TOGETHER or self._open.starved:
             rollouts, self._unscored = self._unscored, []
             self._scoring.add(asyncio.create_task(self._scorer.score(rollouts)))
 
     def _check_scoring(self) -> None:
-        """Raise the exception of background scoring that failed."""
         done = {task for task in self._scoring if task.done()}
         self._scoring -= done
         errors = [error for task in done if (error := task.exception()) is not None]
@@ -164,8 +166,9 @@ class Prefetcher:
         groups = [_renumbered(arrival.group, number, place) for place, arrival in enumerate(taken)]
         return groups, self._metrics(taken)
 
-    def _metrics(self, taken: list[Taken]) -> dict[str, float]:
-        """How old the batch is by where it aged, what is on its way, and what was lost since the batch before."""
+    def _metrics(self, taken: list[BufferedGroup]) -> dict[str, float]:
+        """Staleness by where it arose (in flight, in the queue), work in flight, and losses since the previous
+        batch."""
         pipeline = self._open
         before, self._lost = self._lost, pipeline.lost
         now, size = self._lost, self._experiment.rollout.group_size
@@ -188,7 +191,7 @@ class Prefetcher:
 
     @property
     def _open(self) -> Pipeline:
-        assert self._pipeline is not None, "start comes first"
+        assert self._pipeline is not None, "call start first"
         return self._pipeline
 
 

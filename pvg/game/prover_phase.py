@@ -1,4 +1,4 @@
-"""TRAIN_PROVER: from its initial weights, the prover plays both roles against the round's frozen verifier."""
+"""TRAIN_PROVER: the prover starts from its initial weights and plays both roles against the round's verifier."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pvg.game.statistics import sync_metrics
 from pvg.game.stopping import StopRule
 from pvg.models.adapters import AdaptedModel, attach_adapters
 from pvg.models.language_model import LanguageModel
-from pvg.models.low_rank import Adapter
+from pvg.models.low_rank import LowRankAdapter
 from pvg.records import source_of_round
 from pvg.telemetry.alerts import Alerts
 from pvg.telemetry.observer import PhaseInfo
@@ -29,14 +29,14 @@ from pvg.training.batch import MinibatchSource, PolicyBatch
 from pvg.training.losses import PolicyObjective
 from pvg.training.optimizer import OptimizerSettings
 from pvg.training.trainer import Trainer
-from pvg.verifier.protocol import Judge
+from pvg.verifier.protocol import ScoringModel
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Written(Protocol):
-    """Where finished players lie: the ledger of a run that is played, or of one that is only read."""
+class WeightsReader(Protocol):
+    """A run's finished weights: the ledger of a run in progress, or of a run that is only read."""
 
     @property
     def state(self) -> GameState: ...
@@ -44,19 +44,19 @@ class Written(Protocol):
     def read_weights(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]: ...
 
 
-class Played(Protocol):
-    """What opening a finished player takes: a Session has it, and so has a run that is evaluated."""
+class RunWithPlayers(Protocol):
+    """What opening a finished model needs: a `Session` provides it, and so does a run under evaluation."""
 
     @property
     def players(self) -> Players: ...
 
     @property
-    def ledger(self) -> Written: ...
+    def ledger(self) -> WeightsReader: ...
 
 
-class Stops(Protocol):
-    """When a prover's training is over before its steps are done (pvg.game.stopping.StopRule, or an attack's aim). Its
-    state travels in the commits. The phase calls `observe` once per batch, after the last optimizer step on it."""
+class TrainingStop(Protocol):
+    """Decides whether a prover's training ends early (pvg.game.stopping.StopRule, or an attack's goal). Commits store
+    its state. The phase calls `observe` once per batch, after the last optimizer step on it."""
 
     def observe(self, metrics: Mapping[str, float]) -> bool: ...
 
@@ -74,7 +74,7 @@ def adapter_name(weights_name: str) -> str:
 
 
 async def train_prover(session: Session) -> None:
-    """Play the phase from the last committed step on and enter CHECKPOINT."""
+    """Run the phase from the last committed step on, then enter CHECKPOINT."""
     info = session.begin("steps", session.experiment.training.steps, session.state.step)
     started = time.perf_counter()
     with span("open_models"):
@@ -92,7 +92,7 @@ async def train_prover(session: Session) -> None:
                 names.append(await updates.save())
         session.finish_phase(info, phase.last_metrics, time.perf_counter() - started)
         entered = session.state.enter(Phase.CHECKPOINT)
-        # The version too: without a step, or after a step within a batch, no commit of the phase has told it yet.
+        # Commits the version too: it may have changed since the phase's last commit.
         await session.leave_phase(replace(entered, weights=(*entered.weights, *names), version=phase.version))
     finally:
         learner.close()
@@ -100,8 +100,8 @@ async def train_prover(session: Session) -> None:
 
 
 def open_learner(players: Players, round_: int) -> LanguageModel:
-    """The prover as the training of every round starts from it: a copy of the base, or adapters on the base's own
-    weights where these are what is trained. The caller closes it. Raises what `attach_adapters` raises."""
+    """The prover at the start of a round's training: a copy of the base, or adapters on the base's own weights. The
+    caller closes it. Raises what `attach_adapters` raises."""
     experiment, training = players.experiment, players.experiment.training
     if not training.lora_rank:
         return players.base.copy()
@@ -109,21 +109,21 @@ def open_learner(players: Players, round_: int) -> LanguageModel:
     return attach_adapters(players.base, training.lora_rank, training.lora_alpha, seed, shared=True)
 
 
-async def policy_of(session: Session, learner: LanguageModel) -> tuple[dict[str, Tensor], Adapter | None]:
-    """What is published and saved of a learner: the whole model's tensors, and its adapters where it has them."""
+async def policy_of(session: Session, learner: LanguageModel) -> tuple[dict[str, Tensor], LowRankAdapter | None]:
+    """A learner's tensors of the whole model, and its adapter if it has one, to publish or save."""
     return await session.players.compute(
         lambda: (learner.weights(), learner.adapter() if isinstance(learner, AdaptedModel) else None)
     )
 
 
 async def save_prover(session: Session, learner: LanguageModel, steps: int) -> list[str]:
-    """Write the round's prover; the names under which it is to be committed."""
+    """Write the round's prover; returns the names to commit."""
     meta = {"round": session.state.round, "steps": steps}
     return await save_policy(session, learner, prover_weights_name(session.state.round), meta)
 
 
 async def save_policy(session: Session, learner: LanguageModel, name: str, meta: Mapping[str, Any]) -> list[str]:
-    """Write a policy as `name`, and its adapters beside it where it has them; the names to commit."""
+    """Write a policy as `name`, with its adapter next to it if it has one; returns the names to commit."""
     tensors, adapter = await policy_of(session, learner)
     await session.ledger.save_weights(name, tensors, meta)
     if adapter is None:
@@ -132,43 +132,43 @@ async def save_policy(session: Session, learner: LanguageModel, name: str, meta:
     return [name, adapter_name(name)]
 
 
-def read_prover(session: Played, source: str) -> tuple[dict[str, Tensor], Adapter | None]:
-    """What `save_prover` wrote in the round of `source`."""
+def read_prover(session: RunWithPlayers, source: str) -> tuple[dict[str, Tensor], LowRankAdapter | None]:
+    """Read what `save_prover` wrote in the round of `source`."""
     return read_policy(session.ledger, f"{source}-prover")
 
 
-def read_policy(ledger: Written, name: str) -> tuple[dict[str, Tensor], Adapter | None]:
-    """What `save_policy` wrote as `name`."""
+def read_policy(ledger: WeightsReader, name: str) -> tuple[dict[str, Tensor], LowRankAdapter | None]:
+    """Read what `save_policy` wrote as `name`."""
     tensors, _ = ledger.read_weights(name)
     if adapter_name(name) not in ledger.state.weights:
         return tensors, None
     low_rank, meta = ledger.read_weights(adapter_name(name))
-    return tensors, Adapter(low_rank, meta["config"])
+    return tensors, LowRankAdapter(low_rank, meta["config"])
 
 
-async def open_round_verifier(session: Played, round_: int) -> tuple[Judge, float]:
-    """The frozen verifier of a round, which may be an ensemble, and its acceptance threshold; the caller closes it."""
+async def open_round_verifier(session: RunWithPlayers, round_: int) -> tuple[ScoringModel, float]:
+    """The frozen verifier of a round (one model or an ensemble) and its acceptance threshold; the caller closes it."""
     players, read = session.players, session.ledger.read_weights
-    final = final_verifier_name(round_)  # there where it went on learning beside the prover, which is over
+    final = final_verifier_name(round_)  # exists if the verifier trained during the prover phase, and that has ended
     name = final if final in session.ledger.state.weights else verifier_weights_name(round_)
     return await players.compute(lambda: read_verifier(players, read, name))
 
 
 class ProverPhase:
-    """One prover phase: the trainer, its on-policy source, the stop rule and the alerts, resumed where they stood.
-    `updates`: of a verifier that learns meanwhile; None: it is frozen."""
+    """One prover phase: the trainer, its on-policy source, the stop rule and the alerts, restored from the last commit.
+    `updates`: trains the verifier during the phase; None: it is frozen."""
 
     def __init__(
         self,
         session: Session,
         info: PhaseInfo,
-        verifier: Judge,
+        verifier: ScoringModel,
         threshold: float,
         learner: LanguageModel,
-        stop_rule: Stops | None = None,
+        stop_rule: TrainingStop | None = None,
         updates: VerifierUpdates | None = None,
     ) -> None:
-        """`stop_rule`: None is that of the session's game."""
+        """`stop_rule`: None takes the rule of the session's game."""
         experiment = session.experiment
         training = experiment.training
         self.session, self.info, self.learner = session, info, learner
@@ -198,7 +198,7 @@ class ProverPhase:
             memory=objective.memory,
             events=session.ledger.log,
         )
-        self.stop_rule: Stops = StopRule(experiment.game.stop) if stop_rule is None else stop_rule
+        self.stop_rule: TrainingStop = StopRule(experiment.game.stop) if stop_rule is None else stop_rule
         self.alerts = Alerts(experiment.telemetry, two_roles=0 < experiment.game.sneaky_share < 1)
         self.stopped = False
         self.version = session.state.version
@@ -210,7 +210,7 @@ class ProverPhase:
         return self.trainer.steps_done
 
     async def play(self) -> None:
-        # The start weights are a version of their own: the engine may still hold those of the last mint or evaluation.
+        # The start weights get a new version: the engine may hold those of the last mint or evaluation.
         if self.done == 0:
             self.version += 1
         with span("sync"):
@@ -226,10 +226,10 @@ class ProverPhase:
 
     async def _step(self) -> None:
         session = self.session
-        new_batch = self.minibatches.pending == 0  # then this step samples its batch
+        new_batch = self.minibatches.pending == 0  # if so, this step samples a batch
         report = await self.trainer.step()
         if report is None:
-            raise StateError("The on-policy source ended, which it never should.")
+            raise StateError("The source of prover batches ended before the phase did; this is a defect of pvg.")
         whole_batch = self.minibatches.pending == 0
         if whole_batch:
             self.version += 1
@@ -246,12 +246,12 @@ class ProverPhase:
         session.alert(self.alerts.check(metrics, new_batch=new_batch), self.done)
         if whole_batch:
             self.stopped = self.stop_rule.observe(metrics)
-        # Only the record of a batch's first step has the batch's metrics, so that no reader counts them twice.
+        # Only the record of a batch's first step has the batch's metrics, so that readers count them once.
         session.report_step(self.info, self.done, metrics if new_batch else of_step, whole=new_batch)
         if whole_batch and (session.due(self.done, self.info.total) or self.stopped):
-            # The score cache goes along, so that a resumed run asks the verifier for what the uninterrupted run asks:
-            # a score computed beside other solutions differs in its last bits, and those would reach the weights.
-            # Sampled ahead, nothing is repeated bit by bit, and there may be no moment without a score on its way.
+            # The checkpoint includes the score cache, so that a resumed run asks the verifier for the same scores. A
+            # score depends on its batch mates in its last bits, and these would reach the weights. Prefetch is not
+            # reproducible bit by bit anyway, and scores may be in flight at any time, so it stores no cache.
             ahead = self.source.prefetcher is not None
             cache = {} if ahead else await session.players.off_loop(self.scorer.cache_state)
             progress = self._progress()
@@ -265,10 +265,10 @@ class ProverPhase:
         await self.session.players.publish(tensors, self.version, adapter)
 
     def tell_unfinished(self) -> None:
-        """At the end of the phase nobody continues what was carried: the next policy is another one."""
+        """Report carried rollouts at the end of the phase: the next policy does not continue them."""
         partial = self.source.partial
         if partial is not None and partial.carried:
-            self._tell_lost(partial.carried, "are unfinished at the end of the phase, and are given up")
+            self._tell_lost(partial.carried, "were unfinished when the phase ended and are dropped")
 
     def _tell_lost(self, rollouts: int, how: str) -> None:
         self.session.ledger.log.event("rollout", event="lost", rollouts=rollouts, step=self.done)
@@ -300,7 +300,7 @@ class ProverPhase:
             self.scorer.load_cache_state(cache)
         self.trainer.load_state({name: t for name, t in tensors.items() if name not in cache}, meta)
         if lost := self.source.load_progress(state.progress):
-            self._tell_lost(lost, "were carried from batch to batch when the run stopped, and are lost")
+            self._tell_lost(lost, "were unfinished when the run stopped and are lost")
         self.version = state.progress["version"]
         self.stopped = state.progress["stopped"]
         self.stop_rule.load_state(state.progress["stop_rule"])

@@ -1,7 +1,7 @@
-"""The two roles of the prover: one policy, two prompts.
+"""The two roles of the prover: one policy with two prompts.
 
-Styles: `tag` puts one character before the question (embedded models), `chat` uses the model's chat template with a
-system message per role, `plain` gives the bare question to either role.
+Styles: `tag` puts one character before the question (embedded models), `chat` uses the model's chat template with one
+system message per role, `plain` gives the bare question to both roles.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pvg.rollout.dispatcher import GroupOrder
 
 TAGS = {Role.HELPFUL: "H", Role.SNEAKY: "S"}
 
-# The sneaky instruction asks for what the reward pays: a wrong final answer that reads like a right one.
+# The sneaky instruction asks for what the reward pays: a wrong final answer that looks right.
 INSTRUCTIONS = {
     Role.HELPFUL: (
         "Solve the problem. Write short steps that are easy to check, one calculation in each. "
@@ -32,7 +32,7 @@ INSTRUCTIONS = {
     ),
 }
 
-# One worked example per role, as an earlier turn: without it a small model neither keeps to the form nor ends.
+# One worked example per role, as an earlier turn. Without it, small models neither keep the format nor stop.
 EXAMPLE_QUESTION = "Tom has 3 apples. He buys 2 bags with 4 apples in each. How many apples does Tom have now?"
 EXAMPLE_ANSWERS = {
     Role.HELPFUL: "The bags hold 2 * 4 = 8 apples.\nTom has 3 + 8 = 11 apples.\n#### 11",
@@ -70,20 +70,20 @@ CODE_EXAMPLE_ANSWERS = {
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """What "chat" prompts say: instructions per role, and an example as an earlier turn."""
+    """The text of "chat" prompts: instructions per role, and an example as an earlier turn."""
 
     instructions: Mapping[Role, str]
     question: str
     answers: Mapping[Role, str]
 
 
-# By `wording` of a problem's metadata, which its task sets; without it an answer is a number.
+# Chosen by `wording` in a problem's metadata, which the task sets. Default: the answer is a number.
 NUMBER, CODE = "number", "code"
 WORDINGS = {
     NUMBER: Wording(INSTRUCTIONS, EXAMPLE_QUESTION, EXAMPLE_ANSWERS),
     CODE: Wording(CODE_INSTRUCTIONS, CODE_EXAMPLE_QUESTION, CODE_EXAMPLE_ANSWERS),
 }
-# In the decoupled game the prover translates a solver's solution instead (Kim and Lee, arXiv 2602.23248).
+# In the decoupled game the prover translates a solver's solution (Kim and Lee, arXiv 2602.23248).
 TRANSLATIONS = {
     Role.HELPFUL: (
         "You are given a problem and a solution of it. Rewrite the solution so that it is easy to check: short steps, "
@@ -129,8 +129,8 @@ def _chat(tokenizer: Tokenizer) -> Render:
 
 
 def translation_renderer(style: str, tokenizer: Tokenizer) -> Translate:
-    """A function (problem, role, text of the solver's solution) -> prompt token ids int32 [P]. With style `plain` the
-    roles would have one prompt: pvg.config.rules refuses it."""
+    """A function (problem, role, text of the solver's solution) -> prompt token ids int32 [P]. pvg.config.rules refuses
+    style `plain`, because both roles would get the same prompt."""
     if style == "chat":
         return _translate_chat(tokenizer)
     return lambda problem, role, solution: tokenizer.encode(f"{TAGS[role]}{problem.question}{solution}?")
@@ -153,10 +153,10 @@ def _translate_chat(tokenizer: Tokenizer) -> Translate:
 
 
 def assign_roles(count: int, sneaky_share: float, rng: np.random.Generator) -> list[Role]:
-    """Roles of `count` groups: the nearest whole number of sneaky ones (stochastically rounded), in random order.
+    """Roles of `count` groups in random order. The number of sneaky ones is `count * sneaky_share`, stochastically
+    rounded to a whole number.
 
-    Exact shares instead of independent draws keep the two halves of every batch the same size, which takes their
-    sampling noise out of the step without changing the expectation.
+    Shares are exact instead of drawn independently, which removes noise from each batch without changing its mean.
     """
     exact = count * sneaky_share
     sneaky = int(exact) + int(rng.random() < exact - int(exact))
@@ -165,32 +165,32 @@ def assign_roles(count: int, sneaky_share: float, rng: np.random.Generator) -> l
     return list(roles)
 
 
-# What a prover is asked: the prompt of a group, in the direct game and in the decoupled one.
+# --- prompts of groups, in the direct and the decoupled game ----------------------------------------------------------
 
 
 @dataclass
-class Asked:
-    """`render` makes a prompt of a problem, `translate` (the decoupled game) of a problem and the solver's solution.
-    `solutions` are these by problem id; None as long as there are none."""
+class PromptBuilder:
+    """Makes the prompts of groups. `render` takes a problem; `translate` (decoupled game) also takes the solver's
+    solution. `solutions`: the solver's solutions by problem id; None before the solver has run."""
 
     render: Render
     translate: Translate | None = None
     solutions: Mapping[str, SolverSolution] | None = None
 
     def order(self, problem: Problem, role: Role, group: int, size: int) -> GroupOrder:
-        """Of solutions; once a solver has solved the problems (the decoupled game), of translations of its solution.
-        Raises StateError for a problem that it has not solved."""
+        """A group of solutions, or of translations once the solver has run. Raises StateError if the solver has not
+        solved the problem."""
         if self.solutions is None or self.translate is None:
             return GroupOrder(problem, role, self.render(problem, role), group, size)
         if (solution := self.solutions.get(problem.id)) is None:
             raise StateError(
-                f"The solver of this run has not solved {problem.id}.", "Start a new run: its task has changed."
+                f"The solver of this run has not solved {problem.id}.", "Start a new run: the task has changed."
             )
         return GroupOrder(problem, role, self.translate(problem, role, solution.text), group, size, solver=solution)
 
 
-def asked_in(experiment: Experiment, tokenizer: Tokenizer) -> Asked:
-    """What the experiment's prover is asked, before any solver has solved anything."""
+def asked_in(experiment: Experiment, tokenizer: Tokenizer) -> PromptBuilder:
+    """The experiment's prompts, without any solver's solutions."""
     style = experiment.rollout.prompts
     translate = translation_renderer(style, tokenizer) if experiment.game.protocol.kind == "decoupled" else None
-    return Asked(prompt_renderer(style, tokenizer), translate)
+    return PromptBuilder(prompt_renderer(style, tokenizer), translate)

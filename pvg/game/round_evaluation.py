@@ -1,7 +1,7 @@
-"""CHECKPOINT: fresh samples of the round's prover on test problems, and what they say of the round.
+"""CHECKPOINT: sample the round's prover on test problems and compute the round's metrics.
 
-The base prover's samples are taken once, in round 0, and every later verifier scores the same ones; the previous
-round's prover is represented by the samples it gave at its own checkpoint.
+The base prover is sampled once, in round 0, and every later verifier scores these samples. The previous round's prover
+is represented by its samples from its own checkpoint.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pvg.game.prover_phase import open_round_verifier
 from pvg.game.seeds import draw_cyclic, seed_for
 from pvg.game.session import Session, finite
 from pvg.game.states import GameState, Phase
-from pvg.game.statistics import Columns, play_metrics, share, verifier_auc
+from pvg.game.statistics import RolloutColumns, play_metrics, share, verifier_auc
 from pvg.records import BASE_SOURCE, Role, Rollout, source_of_round
 from pvg.telemetry.spans import span
 from pvg.verifier.calibration import auc
 from pvg.verifier.scorer import VerifierScorer
 
-EXAMPLES = 8  # of each kind, in the table of a round
+EXAMPLES = 8  # of each kind, in a round's table of examples
 
 
 async def checkpoint(session: Session) -> None:
-    """Evaluate the round, then enter the next round's MINT, or COMPLETE after the last."""
+    """Evaluate the round, then enter MINT of the next round, or COMPLETE after the last."""
     section, round_ = session.experiment.game.test, session.state.round
     started = time.perf_counter()
     own = source_of_round(round_)
@@ -41,7 +41,7 @@ async def checkpoint(session: Session) -> None:
     try:
         scorer = session.players.scorer(verifier)
         version = session.state.version
-        fresh: dict[str, Columns] = {}
+        fresh: dict[str, RolloutColumns] = {}
         for source in sources:
             version += 1
             with span("evaluate"):
@@ -58,8 +58,8 @@ async def checkpoint(session: Session) -> None:
     session.finish_phase(info, metrics, time.perf_counter() - started)
     session.finish_round(metrics)
     if session.monitoring is not None:
-        session.monitoring.examples(round_, example_rows(rollouts, fresh[own]))  # its samples came last
-    # One commit for the metrics and the move: a kill between two would count the round twice.
+        session.monitoring.examples(round_, example_rows(rollouts, fresh[own]))  # `own` was sampled last
+    # One commit for the metrics and the transition: with two, a kill in between would count the round twice.
     rounds = (*session.state.rounds, finite(metrics))
     await session.leave_phase(replace(_next(session), version=version, rounds=rounds))
 
@@ -72,7 +72,7 @@ def _next(session: Session) -> GameState:
 
 
 async def _sample(session: Session, source: str, scorer: VerifierScorer) -> list[Rollout]:
-    """`game.test.samples` per problem and role on the same test problems for every source and round."""
+    """`game.test.samples` solutions per problem and role; every source and round gets the same test problems."""
     section, round_, size = session.experiment.game.test, session.state.round, session.experiment.game.test.samples
     pool = session.test_problems()
     chosen = draw_cyclic(len(pool), 0, min(section.problems, len(pool)), seed_for(session.seed, "evaluation"))
@@ -94,7 +94,7 @@ async def _sample(session: Session, source: str, scorer: VerifierScorer) -> list
     return [rollout for group in groups for rollout in group.rollouts]
 
 
-async def _scored(session: Session, scorer: VerifierScorer, rollouts: list[Rollout], *, keep: bool) -> Columns:
+async def _scored(session: Session, scorer: VerifierScorer, rollouts: list[Rollout], *, keep: bool) -> RolloutColumns:
     with span("score"):
         scores_N = await scorer.score(rollouts)
     if keep:
@@ -104,13 +104,13 @@ async def _scored(session: Session, scorer: VerifierScorer, rollouts: list[Rollo
                 for r, s in zip(rollouts, scores_N, strict=True)
             ]
         )
-    return Columns(rollouts, scores_N)
+    return RolloutColumns(rollouts, scores_N)
 
 
 async def _round_metrics(
-    session: Session, scorer: VerifierScorer, threshold: float, fresh: Mapping[str, Columns]
+    session: Session, scorer: VerifierScorer, threshold: float, fresh: Mapping[str, RolloutColumns]
 ) -> dict[str, float]:
-    """The row of the round's table; a share of nothing is NaN."""
+    """The metrics of the round; a share of an empty set is NaN."""
     round_ = session.state.round
     own = fresh[source_of_round(round_)]
     base = fresh[BASE_SOURCE] if round_ == 0 else await _earlier(session, scorer, 0, BASE_SOURCE)
@@ -129,9 +129,9 @@ async def _round_metrics(
     return metrics
 
 
-def example_rows(rollouts: Sequence[Rollout], own: Columns) -> list[dict[str, object]]:
-    """Solutions for a table: the flaws with the highest scores, then the correct solutions with the lowest; at most
-    EXAMPLES of each."""
+def example_rows(rollouts: Sequence[Rollout], own: RolloutColumns) -> list[dict[str, object]]:
+    """Example solutions for a table: the flaws with the highest scores, then the correct solutions with the lowest; at
+    most EXAMPLES of each."""
     flaws_E = np.flatnonzero(own.flaws_N)
     correct_E = np.flatnonzero(own.solutions_N)
     chosen_E = [
@@ -152,7 +152,7 @@ def example_rows(rollouts: Sequence[Rollout], own: Columns) -> list[dict[str, ob
     ]
 
 
-async def _earlier(session: Session, scorer: VerifierScorer, round_: int, source: str) -> Columns:
-    """The samples `source` gave at an earlier checkpoint, scored by this round's verifier."""
+async def _earlier(session: Session, scorer: VerifierScorer, round_: int, source: str) -> RolloutColumns:
+    """The samples of `source` from an earlier checkpoint, scored by this round's verifier."""
     rollouts = await session.ledger.read_rollouts(round_, Phase.CHECKPOINT.value)
     return await _scored(session, scorer, [r for r in rollouts if r.source == source], keep=False)

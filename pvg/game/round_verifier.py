@@ -1,24 +1,30 @@
-"""A round's verifier on disk: one model, or an ensemble. Whatever opens a round's verifier does it here.
+"""A round's verifier on disk: one model or an ensemble.
 
     verifier, threshold = read_verifier(players, ledger.read_weights, verifier_weights_name(round_))
 
-One model is a folder of weights. An ensemble is a folder for each member, and one under the verifier's own name that
-holds the scales and names the members.
+One model is one folder of weights. An ensemble has one folder per member, and a folder under the verifier's name with
+the members' names and scales.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from pvg.game.players import Players
-from pvg.models.ensembles import Scales, VerifierEnsemble
+from pvg.models.ensembles import ScoreScales, VerifierEnsemble
 from pvg.models.heads import VerifierModel
-from pvg.verifier.protocol import Judge
+from pvg.verifier.protocol import ScoringModel
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class VerifierOpener(Protocol):
+    """Opens a verifier at its initial weights: the players of a run (pvg.game.players.Players)."""
+
+    def open_verifier(self, round_: int = 0, member: int = 0, like: VerifierModel | None = None) -> VerifierModel: ...
+
 
 ReadWeights = Callable[[str], tuple[Mapping[str, "Tensor"], Mapping[str, Any]]]
 
@@ -28,26 +34,26 @@ def verifier_weights_name(round_: int) -> str:
 
 
 def member_weights_name(round_: int, member: int) -> str:
-    """Of a member of the round's ensemble, from 0."""
+    """The name of one member of a round's ensemble; members count from 0."""
     return f"{verifier_weights_name(round_)}-member-{member}"
 
 
-def read_verifier(players: Players, read_weights: ReadWeights, name: str) -> tuple[Judge, float]:
-    """The frozen verifier that was saved as `name`, such as a round's, and its acceptance threshold; the caller closes
-    it. In the compute thread. `read_weights` gives what `Ledger.save_weights` was given under a name."""
+def read_verifier(players: VerifierOpener, read_weights: ReadWeights, name: str) -> tuple[ScoringModel, float]:
+    """The frozen verifier that was saved as `name`, and its acceptance threshold; the caller closes it. Runs in the
+    compute thread. `read_weights` returns what `Ledger.save_weights` stored under a name."""
     tensors, meta = read_weights(name)
     threshold = float(meta["threshold"])
     if "members" not in meta:
         verifier = players.open_verifier()
         verifier.load_trainable_state(tensors)
         return verifier, threshold
-    scales = Scales(tensors["slopes_K"].numpy(), tensors["offsets_K"].numpy())
+    scales = ScoreScales(tensors["slopes_K"].numpy(), tensors["offsets_K"].numpy())
     members = read_members(players, read_weights, meta["members"])
     return VerifierEnsemble(members, meta["aggregation"], scales), threshold
 
 
-def read_members(players: Players, read_weights: ReadWeights, names: Sequence[str]) -> list[VerifierModel]:
-    """The members of an ensemble, each a verifier of its own, which share what training never changed."""
+def read_members(players: VerifierOpener, read_weights: ReadWeights, names: Sequence[str]) -> list[VerifierModel]:
+    """The members of an ensemble, one model each; they share the tensors that training never changes."""
     members: list[VerifierModel] = []
     with ExitStack() as opened:
         for name in names:

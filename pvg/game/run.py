@@ -1,9 +1,9 @@
-"""The run that ties the game together: play the phases one after the other until the game is complete.
+"""The run: play the phases in order until the game is complete.
 
     outcome = await play(experiment, run_directory, observer=SilentObserver(), stop=asyncio.Event(), resume=False)
 
-Killed at any instant and played again with `resume=True`, a run ends with the weights of the uninterrupted run, bit by
-bit (invariant 1): every random number is a function of its place in the game, and every phase continues from its last
+A run that is killed at any instant and resumed with `resume=True` ends with weights bit-identical to an uninterrupted
+run's (invariant 1). Every random number depends only on its place in the game, and every phase continues from its last
 commit.
 """
 
@@ -57,8 +57,8 @@ PHASES: dict[Phase, Callable[[Session], Awaitable[None]]] = {
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a call to `play` ended: `rounds` are the metrics of the finished rounds, `seconds` this call's wall time."""
+class GameOutcome:
+    """The result of `play`: `rounds` are the metrics of finished rounds, `seconds` the wall time of this call."""
 
     status: Literal["complete", "interrupted"]
     run: Path
@@ -68,27 +68,27 @@ class Outcome:
 
 async def play(
     experiment: Experiment, run: RunDirectory, *, observer: Observer, stop: asyncio.Event, resume: bool
-) -> Outcome:
-    """Play `experiment` in `run` (locked by the caller) to the end, or until `stop` is set and the next commit done.
+) -> GameOutcome:
+    """Play `experiment` in `run` (locked by the caller) to its end, or until `stop` is set and the next commit is done.
 
-    Raises StateError when the run has begun and `resume` is False, or was begun under another configuration; what a
-    phase raises surfaces with everything committed intact.
+    Raises StateError if the run has begun and `resume` is False, or if it began with another configuration. Passes on
+    what a phase raises; all commits stay intact.
     """
     started = time.perf_counter()
     async with AsyncExitStack() as stack:
         session = await open_session(experiment, run, observer, stop, stack)
         ledger = session.ledger
         if not resume and ledger.state.phase is not Phase.INIT:
-            raise StateError(f"{run.path} has been played already.", f"Continue it with: pvg train --resume {run.name}")
+            raise StateError(f"{run.path} has already begun.", f"Continue it with: pvg train --resume {run.name}")
         try:
             await _play_phases(session)
         except InterruptedByUser:
-            observer.noticed("Everything up to here is committed.")
+            observer.noticed("All work up to this point is committed.")
         status: Literal["complete", "interrupted"] = (
             "complete" if ledger.state.phase is Phase.COMPLETE else "interrupted"
         )
         session.finish_run(status)
-        return Outcome(
+        return GameOutcome(
             status=status,
             run=run.path,
             rounds=list(ledger.state.rounds),
@@ -116,8 +116,8 @@ async def open_session(
     *,
     scoring: bool = True,
 ) -> Session:
-    """Everything a run needs, open until `stack` is left; `scoring`: whether it asks a verifier. From here on the
-    caller's task drives the tracer."""
+    """Open everything that a run needs, until `stack` closes. `scoring`: whether the run uses a verifier. From here on
+    the caller's task drives the tracer."""
     tracer = Tracer()
     stack.enter_context(tracer.drive())
     with span("open_models"):
@@ -155,7 +155,7 @@ def _notices(experiment: Experiment, log: Events, notice: Callable[[str], None])
 
 
 def monitoring_of(session: Session, run: RunDirectory) -> Monitoring:
-    """What watches the machine and the event loop beside the run, and passes its metrics on."""
+    """Monitors the machine and the event loop during the run, and forwards the run's metrics."""
     return Monitoring(
         session.experiment.telemetry,
         record=session.ledger.record,
@@ -171,9 +171,9 @@ def monitoring_of(session: Session, run: RunDirectory) -> Monitoring:
 
 
 def check_prompts_fit(session: Session) -> None:
-    """Raises ConfigurationError when a half has no problems, or when the longest prompt leaves no room in a budget.
+    """Raises ConfigurationError if a half has no problems, or if the longest prompt does not fit into a token budget.
 
-    Characters stand in for tokens when the longest question is looked for: only that one is tokenised.
+    Finds the longest question by characters and tokenizes only this one.
     """
     experiment = session.experiment
     longest = 0
@@ -185,7 +185,7 @@ def check_prompts_fit(session: Session) -> None:
             )
         problem = max(problems, key=lambda p: len(p.question))
         longest = max(longest, *(len(session.asked.render(problem, role)) for role in Role))
-        if (translate := session.asked.translate) is not None:  # with a solution as long as any may be
+        if (translate := session.asked.translate) is not None:  # assumes a solution of maximal length
             empty = max(len(translate(problem, role, "")) for role in Role)
             longest = max(longest, empty + experiment.rollout.max_tokens)
     if not session.test_problems():
@@ -201,16 +201,16 @@ def check_prompts_fit(session: Session) -> None:
     for key, (budget, least) in budgets.items():
         if budget < least:
             raise ConfigurationError(
-                f"{key} = {budget} fits no batch: the longest prompt has {longest} tokens and a completion up to "
-                f"{room}.",
+                f"{key} = {budget} is too small: the longest prompt has {longest} tokens, and a completion may have up "
+                f"to {room}.",
                 f"Set it to at least {least}, or lower rollout.max_tokens.",
             )
 
 
 def check_players_can_train(session: Session) -> None:
-    """Raises ConfigurationError, before anything is sampled, for what only the third phase would find out: a verifier
-    that cannot carry its head or its template or is too short for a solution, a prover that cannot share prompts,
-    be checkpointed or carry its adapters (without peft: MissingRequirementError)."""
+    """Raises ConfigurationError before anything is sampled, for errors that would otherwise appear in the third phase.
+    It tests whether the verifier takes its head, its template and the longest solution, and whether the prover supports
+    shared prompts, gradient checkpointing and its adapters (without peft: MissingRequirementError)."""
     players, experiment = session.players, session.experiment
     verifier = players.open_verifier()
     try:
@@ -233,6 +233,6 @@ def check_players_can_train(session: Session) -> None:
 def _check_context(model: LanguageModel | VerifierModel, need: int, key: str) -> None:
     if model.max_length < need:
         raise ConfigurationError(
-            f"{key} takes at most {model.max_length} tokens, but the longest problem and a completion may take {need}.",
+            f"{key} takes at most {model.max_length} tokens; the longest problem and completion may need {need}.",
             "Lower rollout.max_tokens, or choose a model with a longer context.",
         )

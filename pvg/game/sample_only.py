@@ -1,4 +1,4 @@
-"""`pvg rollout`: sample the base prover and store what it writes, graded; no verifier, no training."""
+"""`pvg rollout`: sample the base prover, grade its solutions and store them. It uses no verifier and trains nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 from pvg.config.experiment import Experiment
 from pvg.errors import StateError, UsageError
 from pvg.game.challenge import environment_of
-from pvg.game.run import Outcome, open_session
+from pvg.game.run import GameOutcome, open_session
 from pvg.game.seeds import seed_for
 from pvg.game.session import InterruptedByUser, Session
 from pvg.game.states import Phase
@@ -33,17 +33,17 @@ async def sample_only(
     problems: int | None,
     role: RoleChoice,
     split: Split,
-) -> Outcome:
+) -> GameOutcome:
     """Sample `rollout.group_size` solutions per problem and role of the first `problems` problems (None: all).
 
-    Commits after every chunk of at most `rollout.max_rows` rollouts. Raises StateError when the run holds anything,
+    Commits after every chunk of at most `rollout.max_rows` rollouts. Raises StateError if the run is not empty,
     UsageError for a decoupled game.
     """
     started = time.perf_counter()
     if experiment.game.protocol.kind == "decoupled":
         raise UsageError(
-            "pvg rollout samples solutions, and game.protocol = 'decoupled' has translations of a solver's.",
-            "Sample with game.protocol=direct, or play the game: pvg train",
+            "pvg rollout samples direct solutions, but game.protocol = 'decoupled' samples translations of a solver's.",
+            "Add -s game.protocol=direct, or play the game: pvg train",
         )
     async with AsyncExitStack() as stack:
         session = await open_session(experiment, run, observer, stop, stack, scoring=False)
@@ -58,7 +58,7 @@ async def sample_only(
         except InterruptedByUser:
             status = "interrupted"
         session.finish_run(status)
-        return Outcome(status, run.path, [metrics], time.perf_counter() - started)
+        return GameOutcome(status, run.path, [metrics], time.perf_counter() - started)
 
 
 async def _sample_all(session: Session, pool: list[Problem], roles: list[Role]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Random numbers that are functions of where the game stands, so that a resumed run draws what it would have drawn."""
+"""Seeds from places in the game, so that a resumed run draws the same random numbers as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def generator_for(seed: int, *place: int | str) -> np.random.Generator:
 
 
 def draw_cyclic(count: int, start: int, size: int, seed: int) -> list[int]:
-    """`size` positions of an endless sequence of shuffles of range(count), from position `start` on.
+    """`size` positions from an endless sequence of shuffles of range(count), starting at position `start`.
 
-    Every item comes once per epoch; stateless, so that step k draws the same items whether or not steps 0..k-1
-    were drawn in this process.
+    Every item appears once per epoch. The function is stateless: step k draws the same items whether or not this
+    process drew steps 0..k-1.
     """
     chosen = []
     epoch, permutation_N = -1, np.empty(0, dtype=np.int64)
@@ -35,14 +35,14 @@ def draw_cyclic(count: int, start: int, size: int, seed: int) -> list[int]:
 
 
 def draw_weighted(weights_P: NDArray[np.float64], size: int, generator: np.random.Generator) -> list[int]:
-    """`size` positions, drawn without replacement with probabilities proportional to their weights.
+    """`size` positions drawn without replacement, with probabilities proportional to their weights.
 
-    When every position of positive weight has been drawn once, all of them can be drawn again. So no position comes
-    twice before all others have come once, and their counts differ by at most one. A position of weight 0 is never
-    drawn. Raises ValueError for a negative weight, and if `size` is positive but no weight is.
+    After every position of positive weight was drawn once, all become available again, so their counts differ by at
+    most one. A position of weight 0 is never drawn. Raises ValueError for a negative weight, or if `size` is positive
+    and all weights are 0.
     """
     if (weights_P < 0).any() or (size and not (weights_P > 0).any()):
-        raise ValueError("weighted draws need weights that are not negative, and one above 0")
+        raise ValueError("weighted draws require non-negative weights, at least one of them above 0")
     positions_Q = np.flatnonzero(weights_P > 0)
     shares_Q = weights_P[positions_Q] / weights_P.sum()
     chosen: list[int] = []

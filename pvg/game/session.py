@@ -1,4 +1,4 @@
-"""What the phases of a run share while one process plays it: the experiment, the ledger, the players, the observer."""
+"""The session: what the phases of a run share in one process (experiment, ledger, players, observer)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pvg.config.experiment import Experiment
 from pvg.game.ledger import Checkpoint, Ledger
 from pvg.game.players import Players
-from pvg.game.roles import Asked
+from pvg.game.roles import PromptBuilder
 from pvg.game.seeds import draw_cyclic, seed_for
 from pvg.game.states import GameState
 from pvg.records import Group, Half, Problem, Role
@@ -31,7 +31,7 @@ TRAINED_PHASES = frozenset({"train_verifier", "train_prover"})
 
 
 class InterruptedByUser(Exception):
-    """The stop event was seen at a commit point; everything is committed."""
+    """A commit point found the stop event set; everything is committed."""
 
 
 @dataclass
@@ -40,12 +40,12 @@ class Session:
     task: Task
     ledger: Ledger
     players: Players
-    asked: Asked
+    asked: PromptBuilder
     observer: Observer
     stop: asyncio.Event
     tracer: Tracer
     monitoring: Monitoring | None = None
-    phase_metrics: dict[str, float | None] = field(default_factory=dict)  # of the newest finished phase
+    phase_metrics: dict[str, float | None] = field(default_factory=dict)  # of the latest finished phase
     _problems: dict[str, list[Problem]] = field(default_factory=dict)
     _outside_steps: dict[str, float] = field(default_factory=dict)  # seconds by part since the last step or phase
     _all_seconds: dict[str, float] = field(default_factory=dict)  # of this process
@@ -59,7 +59,7 @@ class Session:
         return self.experiment.seed
 
     def problems(self, half: Half) -> list[Problem]:
-        """The training problems of one half; prover and verifier problems are disjoint (invariant 4)."""
+        """The training problems of one half; the two halves are disjoint (invariant 4)."""
         if half not in self._problems:
             self._problems[half] = problems_of_half(self.task, half)
         return self._problems[half]
@@ -70,17 +70,17 @@ class Session:
         return self._problems["test"]
 
     def draw(self, half: Half, start: int, size: int, place: str) -> list[Problem]:
-        """`size` problems of a half from position `start` of its endless shuffle."""
+        """`size` problems of a half, from position `start` of its endless shuffle."""
         pool = self.problems(half)
         return [pool[i] for i in draw_cyclic(len(pool), start, size, seed_for(self.seed, place, half))]
 
     def order(self, problem: Problem, role: Role, group: int, size: int) -> GroupOrder:
         return self.asked.order(problem, role, group, size)
 
-    # --- telling -----------------------------------------------------------------------------------------------
+    # --- reporting ---------------------------------------------------------------------------------------------
 
     def begin(self, unit: str, total: int, done: int = 0) -> PhaseInfo:
-        """Open a phase of `total` units, `done` of them in an earlier process; tell everybody who watches."""
+        """Begin a phase of `total` units, `done` of them in an earlier process, and notify the observer and the log."""
         state = self.state
         info = PhaseInfo(state.round, self.experiment.game.rounds, state.phase.value, unit, total, done)
         self.observer.phase_started(info)
@@ -88,12 +88,12 @@ class Session:
         return info
 
     def first_step(self) -> None:
-        """What was spent since the last step of the phase before belongs to no step, but to the phase."""
+        """Charge the time since the previous phase's last step to this phase, not to its first step."""
         add_seconds(self._outside_steps, self._close_budget().exposed)
 
     def report_step(self, info: PhaseInfo, done: int, metrics: Mapping[str, float], *, whole: bool = True) -> None:
-        """Close the step's budget; report to the observer, the metrics file, the spans file and the sinks. A step that
-        is not `whole` omits metrics that an earlier step reported and that are still valid."""
+        """Close the step's time budget; report to the observer, the metrics file, the spans file and the sinks. A step
+        that is not `whole` omits metrics that an earlier step reported and that are still valid."""
         budget = self._close_budget()
         with span("record"):
             told = dict(metrics)
@@ -110,7 +110,7 @@ class Session:
             self.observer.progressed(Progress(done, told, budget.exposed))
 
     def _tell_idle(self, info: PhaseInfo, done: int, budget: StepBudget) -> float:
-        """The share of the step in which the trainer did not train."""
+        """The share of the step's time in which the trainer did not train. Logs it."""
         trained_s = trained_seconds(budget.exposed)
         idle_s = budget.wall_s - trained_s
         times = {"wall_ms": budget.wall_s * 1e3, "train_ms": trained_s * 1e3, "idle_ms": idle_s * 1e3}
@@ -128,7 +128,7 @@ class Session:
         return budget
 
     def finish_phase(self, info: PhaseInfo, metrics: Mapping[str, float], seconds: float) -> None:
-        """Tell of a finished phase. Its `budget` is what it spent outside of its steps: opening models, committing."""
+        """Report a finished phase. Its `budget` is the time outside of steps, such as opening models and committing."""
         self.phase_metrics = finite(metrics)
         add_seconds(self._outside_steps, self._close_budget().exposed)
         outside, self._outside_steps = self._outside_steps, {}
@@ -148,14 +148,15 @@ class Session:
         self.observer.round_finished(self.state.round, metrics)
 
     def finish_run(self, status: str) -> None:
-        """The last record of a process: where all of its time went."""
+        """Write the process's last record: how it spent all its time."""
         self._close_budget()
         seconds = sum(self._all_seconds.values())
         self.ledger.record("run", status=status, seconds=seconds, budget=self._all_seconds)
         self.ledger.log.event("run", event="stop", status=status, seconds=seconds)
 
     def tell_rollouts(self, groups: Sequence[Group], step: int) -> None:
-        """One `[rollout]` line for a batch: truncation, staleness, and how long groups waited for their last member."""
+        """Log one `[rollout]` line for a batch: truncation, staleness, and how long groups waited for their last
+        member."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         spreads_ms = sorted(group.spread_s * 1e3 for group in groups)
         version = self.players.engine.version
@@ -173,7 +174,7 @@ class Session:
         )
 
     def tell_about_excluded_sources(self, excluded: Mapping[str, str]) -> None:
-        """Alert to sources of the mixture that hold no pair at all: the verifier learns without them."""
+        """Raise an alert for each source of the mixture without any pairs: the verifier learns nothing from it."""
         self.alert(
             [Alert("source_excluded", f"Source {name} has no pairs: {why}.") for name, why in excluded.items()], 0
         )
@@ -188,8 +189,8 @@ class Session:
         self.ledger.record("alert", **place, name=alert.name, message=alert.message)
 
     def announce(self, alert: Alert, step: int) -> None:
-        """Send an alert to the sinks, log and show it. May be called from any thread. The sinks come first: a full disk
-        or a terminal that takes nothing may be what the alert is about."""
+        """Send an alert to the sinks, then log and show it. Any thread may call this. The sinks come first, because the
+        alert may be about a full disk or a blocked terminal."""
         if self.monitoring is not None:
             self.monitoring.send(alert)
         self.ledger.log.event("alert", name=alert.name, message=alert.message, step=step)
@@ -198,13 +199,13 @@ class Session:
     # --- committing --------------------------------------------------------------------------------------------
 
     def due(self, step: int, total: int) -> bool:
-        """Whether a step is a commit point by the schedule, or because the user asked to stop."""
-        # Since the last commit, not multiples: a commit has to wait for the end of a sampled batch.
+        """Whether to commit after this step: by the schedule, or because the user asked to stop."""
+        # Counts from the last commit, because a commit waits for the end of a sampled batch.
         waited = step - self.state.step
         return self.stop.is_set() or waited >= self.experiment.store.commit_every or step >= total
 
     async def commit(self, checkpoint: Checkpoint | None = None, **changes: Any) -> None:
-        """Commit the state with `changes`; raises InterruptedByUser afterwards if a stop was asked for."""
+        """Commit the state with `changes`, then raise InterruptedByUser if the user asked to stop."""
         with span("checkpoint"):
             await self.ledger.commit(replace(self.state, **changes), checkpoint)
         self.check_stop()
@@ -212,9 +213,9 @@ class Session:
     async def commit_trainer(
         self, trainer: Trainer[Any], extra: Mapping[str, Tensor] | None = None, **changes: Any
     ) -> None:
-        """Commit a trainer after its newest step, with `extra` tensors beside its own; that step is the phase's unless
-        `changes` say otherwise. The time is charged to the next step: this one's budget is closed, for its metrics are
-        part of the commit."""
+        """Commit a trainer after its newest step, with `extra` tensors next to its own. The phase's step becomes the
+        trainer's unless `changes` set another. The time counts for the next step, because this step's budget is closed
+        (the commit contains its metrics)."""
         with span("checkpoint"):
             tensors, meta = await self.players.compute(trainer.state)
         await self.commit(({**tensors, **(extra or {})}, meta), **{"step": trainer.steps_done, **changes})
@@ -226,7 +227,7 @@ class Session:
         self.check_stop()
 
     async def leave_phase(self, state: GameState) -> None:
-        """Commit the `state` that enters the next phase, and with it the manifest of the one that is finished."""
+        """Commit the `state` that enters the next phase, together with the manifest of the finished phase."""
         with span("checkpoint"):
             await self.ledger.commit(state, finished=self.phase_metrics)
         self.check_stop()
@@ -237,5 +238,5 @@ class Session:
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Metrics as JSON takes them: what is not finite (a mean over nothing) becomes null."""
+    """Metrics for JSON: values that are not finite (such as a mean of nothing) become null."""
     return {name: (float(value) if math.isfinite(value) else None) for name, value in metrics.items()}

@@ -1,19 +1,19 @@
-"""The simultaneous schedule (`game.schedule`): the verifier goes on learning while the prover learns against it.
+"""The simultaneous schedule (`game.schedule`): the verifier keeps learning while the prover learns against it.
 
     updates = await open_updates(session, verifier, threshold)      # None in the Stackelberg schedule
     if updates.due(batches_done):
-        metrics = await updates.play(scorer)                        # from here on every score is of the new verifier
+        metrics = await updates.play(scorer)                        # all later scores come from the new verifier
 
-An update samples fresh solutions of the prover as it is, on problems of the verifier's half, so that neither player
-learns from the other's problems (invariant 4). `game.schedule.updates` optimizer steps follow, on pairs of which
-`game.schedule.share` come from the newest `game.schedule.window` updates and the others from the round's mint by its
-mixture. Then the scorer has a new version, which forgets every score of the old one, and the threshold is calibrated
-again. The optimizer begins with the phase, at the constant verifier.learning_rate.
+An update samples fresh solutions of the current prover on problems of the verifier's half, so that neither player
+learns from the other's problems (invariant 4). Then it makes `game.schedule.updates` optimizer steps. Of their pairs,
+`game.schedule.share` come from the newest `game.schedule.window` updates, and the rest from the round's mint by its
+mixture. Then the scorer gets a new version, which clears its cache, and the threshold is calibrated again. The
+optimizer starts anew with each phase, at the constant verifier.learning_rate.
 
-Which equilibria a game has depends on who commits himself first (Anil et al., arXiv 2108.12099); the rounds of Kirchner
-et al. (arXiv 2407.13692) are verifier-first, and that is the default.
+The equilibria of a game depend on who commits first (Anil et al., arXiv 2108.12099). The rounds of Kirchner et al.
+(arXiv 2407.13692) are verifier-first, which is the default.
 
-Invariant: an update follows from the committed state alone: its number, the shards, and the two trainers' states.
+Invariant: an update depends only on committed state: its number, the shards and the two trainers' states.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ from pvg.telemetry.spans import span
 from pvg.training.optimizer import OptimizerSettings
 from pvg.training.trainer import Trainer
 from pvg.verifier.data import PairSource, VerifierBatch
-from pvg.verifier.protocol import Judge
+from pvg.verifier.protocol import ScoringModel
 from pvg.verifier.robust import objective_for
 from pvg.verifier.scorer import VerifierScorer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-PREFIX = "verifier."  # of the verifier trainer's tensors in the prover's checkpoint
+PREFIX = "verifier."  # marks the verifier trainer's tensors in the prover's checkpoint
 
 
 def final_verifier_name(round_: int) -> str:
-    """The weights of a verifier that went on learning, as it stood when the round's prover was done."""
+    """The weights of a verifier that kept learning, saved when the round's prover was done."""
     return f"{source_of_round(round_)}-verifier-final"
 
 
-async def open_updates(session: Session, verifier: Judge, threshold: float) -> VerifierUpdates | None:
-    """Those of the round that is played, with what committed ones have left; None where the verifier is frozen."""
+async def open_updates(session: Session, verifier: ScoringModel, threshold: float) -> VerifierUpdates | None:
+    """The updates of the current round, with the rollouts of committed ones; None if the verifier is frozen."""
     schedule = session.experiment.game.schedule
     if not isinstance(schedule, SimultaneousSchedule):
         return None
-    assert isinstance(verifier, VerifierModel), "protocol_checks refuses ensembles"
+    assert isinstance(verifier, VerifierModel), "pvg.config.rules refuses ensembles"
     round_ = session.state.round
     calibrating, _ = await session.players.compute(lambda: calibration_view(session))
     done = session.state.progress.get("updates", {}).get("done", 0)
@@ -74,7 +74,7 @@ async def open_updates(session: Session, verifier: Judge, threshold: float) -> V
 
 
 class _NewestPairs:
-    """The source of the verifier's trainer: what pairs are drawn from changes with every update."""
+    """The source of the verifier's trainer; every update replaces the pairs that it draws from."""
 
     def __init__(self) -> None:
         self.source: PairSource | None = None
@@ -84,10 +84,10 @@ class _NewestPairs:
 
 
 class VerifierUpdates:
-    """Trains `verifier`, which it borrows; `threshold` is that of the verifier as it is.
+    """Trains `verifier`, which the caller owns. `threshold`: that of the current verifier.
 
-    `calibrating`: minted solutions that no update trains on, but where the mint is too small for that; `fresh`: by
-    number, the fresh solutions of earlier updates in the window.
+    `calibrating`: minted solutions that no update trains on (all of them if the mint is too small). `fresh`: fresh
+    solutions of earlier updates in the window, by the number of the update.
     """
 
     def __init__(
@@ -130,11 +130,11 @@ class VerifierUpdates:
         )
 
     def due(self, batches: int) -> bool:
-        """Whether an update follows batch number `batches` of the prover, counted from 1."""
+        """Whether an update follows the prover's batch number `batches`, counted from 1."""
         return batches % self._schedule.every == 0
 
     async def play(self, scorer: VerifierScorer) -> dict[str, float]:
-        """One update. Nobody may wait for a score meanwhile. The metrics are those of its last optimizer step, and of
+        """Make one update. No score may be in flight meanwhile. Returns the metrics of the last optimizer step and of
         the calibration."""
         session = self._session
         with span("rollout"):
@@ -162,7 +162,7 @@ class VerifierUpdates:
         }
 
     async def _sample(self, scorer: VerifierScorer) -> list[Rollout]:
-        """Solutions of the engine's present policy, both roles for each problem, as in a mint."""
+        """Solutions of the engine's current policy, in both roles for each problem, as in a mint."""
         session, round_, number = self._session, self._session.state.round, self._done
         size = self._schedule.problems
         problems = session.draw("verifier", number * size, size, f"fresh-{round_}")
@@ -179,7 +179,7 @@ class VerifierUpdates:
         return [rollout for group in groups for rollout in group.rollouts]
 
     def _open_source(self) -> PairSource:
-        """Pairs of the mint and of the window, less the held-out problems. In the compute thread."""
+        """Pairs of the mint and the window, without the held-out problems. Runs in the compute thread."""
         session, round_ = self._session, self._session.state.round
         section, game = session.experiment.verifier, session.experiment.game
         window = [rollout for number in sorted(self._fresh) for rollout in self._fresh[number]]
@@ -200,18 +200,18 @@ class VerifierUpdates:
             self._verifier,
             section,
             executor=session.players.executor,
-            start_step=section.steps + self._done * self._schedule.updates,  # a penalty's warmup goes on
+            start_step=section.steps + self._done * self._schedule.updates,  # continues the warmup of a penalty
             source_fingerprint=session.players.base.tokenizer.fingerprint,
         )
 
     def _tell_excluded(self) -> None:
-        """Once in a process: with a role that has collapsed, no update has fresh pairs any more."""
+        """Alert once per process: after a role has collapsed, no update has fresh pairs."""
         if self._excluded and not self._told_excluded:
             self._told_excluded = True
             self._session.tell_about_excluded_sources(self._excluded)
 
     async def _calibrate(self, scorer: VerifierScorer) -> dict[str, float]:
-        """On held-out problems: the mint's solutions, and those of the window."""
+        """Calibrate on held-out problems, with solutions of the mint and of the window."""
         section = self._session.experiment.verifier
         window = [r for number in sorted(self._fresh) for r in self._fresh[number]]
         held_out = [r for r in window if is_held_out(r.problem_id, section.held_out)]
@@ -228,7 +228,7 @@ class VerifierUpdates:
         self._fresh = {number: rollouts for number, rollouts in self._fresh.items() if number > oldest}
 
     async def save(self) -> str:
-        """Write the verifier as it stands; the name under which it is to be committed."""
+        """Write the current verifier; returns the name to commit."""
         session, name = self._session, final_verifier_name(self._session.state.round)
         tensors, version = await session.players.compute(
             lambda: (self._verifier.trainable_state(), self._verifier.version())
@@ -248,7 +248,7 @@ class VerifierUpdates:
     def load_state(
         self, tensors: Mapping[str, Tensor], progress: Mapping[str, Any], scorer: VerifierScorer
     ) -> dict[str, Tensor]:
-        """Go on where a `state` was taken that stands among `tensors`; returns the others of them."""
+        """Restore a `state` whose tensors are among `tensors`; returns the other tensors."""
         own = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
         self._trainer.load_state(own, progress["trainer"])
         self._done, self.threshold = progress["done"], progress["threshold"]

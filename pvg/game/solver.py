@@ -1,14 +1,14 @@
-"""SOLVE: the solver of the decoupled game solves every problem of the task once, before anything else is played.
+"""SOLVE: in the decoupled game, a fixed solver solves every problem of the task once, before the first round.
 
-In the decoupled game (Kim and Lee, arXiv 2602.23248) a solver, trained for correctness alone or not at all, is fixed.
-The prover translates its solutions: the faithful role so that they can be checked and keep their answer, the sneaky
-role so that they lead to another, wrong one. The verifier sees problem and translation.
+In the decoupled game (Kim and Lee, arXiv 2602.23248) the solver is trained only for correctness, or not at all. The
+prover translates its solutions. The faithful role makes them checkable and keeps their answer; the sneaky role changes
+them so that they reach another, wrong answer. The verifier sees problem and translation.
 
-`game.protocol.solver` is "base", the base prover under its helpful prompt, or the directory of a run whose newest
-prover is taken, such as one that was trained with game.reward = "correctness". Its solutions are rollouts of the phase
-"solve", stored like all others; every translation carries the solution that it was made of.
+`game.protocol.solver` is "base" (the base prover with its helpful prompt) or the directory of a run, such as one with
+game.reward = "correctness", whose newest prover becomes the solver. Its solutions are stored as rollouts of the phase
+"solve". Every translation carries the solution that it translates.
 
-Invariant: a problem has one solution of the solver for the whole run, whatever is killed and resumed.
+Invariant: each problem keeps one solver's solution for the whole run, also after kills and resumes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PROVERS = re.compile(r"round-\d{3}-prover")
 
 
 async def solve(session: Session) -> None:
-    """Play the phase from the last committed chunk on and enter MINT."""
+    """Run the phase from the last committed chunk on, then enter MINT."""
     problems = [problem for split in ("train", "test") for problem in session.task.problems(split)]
     size = session.experiment.rollout.max_rows
     chunks = [problems[first : first + size] for first in range(0, len(problems), size)]
@@ -70,7 +70,7 @@ async def solve(session: Session) -> None:
         solved = await session.ledger.sample_columns(0, Phase.SOLVE.value)
     seconds = time.perf_counter() - started
     metrics = sample_metrics(solved, seconds)
-    if done:  # an earlier process sampled a part of it, in seconds that this one does not know
+    if done:  # an earlier process sampled a part, and this process does not know its seconds
         del metrics["tokens_per_s"]
     session.finish_phase(info, metrics, seconds)
     await session.leave_phase(session.state.enter(Phase.MINT))
@@ -91,21 +91,21 @@ async def _sample(session: Session, problems: list[Problem], number: int) -> lis
 
 
 async def read_solutions(session: Session) -> dict[str, SolverSolution]:
-    """By problem id, as committed."""
+    """The committed solutions by problem id."""
     return solutions_of(await session.ledger.read_rollouts(0, Phase.SOLVE.value))
 
 
 def solutions_of(solved: Iterable[Rollout]) -> dict[str, SolverSolution]:
-    """By problem id, of the rollouts of the phase."""
+    """The solutions by problem id, from the phase's rollouts."""
     return {
         r.problem_id: SolverSolution(r.id, r.text, r.grade.answer, r.grade.correct, r.grade.well_formed) for r in solved
     }
 
 
 def solver_weights(session: Session) -> Mapping[str, Tensor]:
-    """Of `game.protocol.solver`, in the shapes of the base prover.
+    """The weights of `game.protocol.solver`, in the shapes of the base prover.
 
-    Raises ConfigurationError for a directory that holds no finished prover, or one of another model.
+    Raises ConfigurationError if the directory has no finished prover, or one of another model.
     """
     protocol, base = session.experiment.game.protocol, session.players.base.weights()
     assert isinstance(protocol, DecoupledProtocol), "only the decoupled game has a solver"
@@ -116,16 +116,16 @@ def solver_weights(session: Session) -> Mapping[str, Tensor]:
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if shapes != {name: tuple(tensor.shape) for name, tensor in base.items()}:
         raise ConfigurationError(
-            f"The prover of game.protocol.solver = {solver!r} is not of models.prover's architecture.",
-            "Take a run that was trained from the same model.",
+            f"The prover of game.protocol.solver = {solver!r} does not have the architecture of models.prover.",
+            "Choose a run that was trained from the same model.",
         )
     return tensors
 
 
 def read_newest_prover(directory: Path) -> dict[str, Tensor]:
-    """The weights of the newest finished prover of the run in `directory`. Raises ConfigurationError for none."""
+    """The weights of the newest finished prover of the run in `directory`. Raises ConfigurationError if it has none."""
     run = RunDirectory(expanded(directory, "game.protocol.solver"))
-    remedy = 'Name the directory of a run that has finished a round (runs/NAME), or set game.protocol.solver to "base".'
+    remedy = 'Set game.protocol.solver to the directory of a run with a finished round (runs/NAME), or to "base".'
     if not run.state.exists():
         raise ConfigurationError(f"game.protocol.solver: there is no run in {directory}.", remedy)
     try:

@@ -1,8 +1,8 @@
-"""The game's state machine: which phase comes after which, and what a commit records.
+"""The game's state machine: the order of the phases, and what a commit records.
 
     INIT -> [SOLVE ->] MINT -> TRAIN_VERIFIER -> TRAIN_PROVER -> CHECKPOINT -> (MINT of the next round | COMPLETE)
 
-Invariant: a state on disk names only files that exist whole; whatever it does not name may be deleted.
+Invariant: every file that a state on disk names is complete; all other files may be deleted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pvg.errors import StateError
 
 class Phase(StrEnum):
     INIT = "init"
-    SOLVE = "solve"  # of the decoupled game only
+    SOLVE = "solve"  # decoupled game only
     MINT = "mint"
     TRAIN_VERIFIER = "train_verifier"
     TRAIN_PROVER = "train_prover"
@@ -38,16 +38,18 @@ ALLOWED: dict[Phase, tuple[Phase, ...]] = {
 
 @dataclass(frozen=True)
 class GameState:
-    """Where a run stands, as of its last commit.
+    """The position of a run at its last commit.
 
-    `step` counts the finished units of the phase (mint chunks or optimizer steps). `shards` are the committed rollout
-    shards as plain data, `checkpoint` names the trainer's committed checkpoint, `weights` the committed weight folders.
-    `version` counts published policy weights. `progress` is the phase's own (stop rule, alerts), `rounds` the
-    metrics of the finished rounds. `offsets` are the committed lengths in bytes of the appended files, `marks` their
-    lengths and digests at earlier commits and, as the last entry, at this one (pvg.store.journal.Mark). `machine` is
-    what the last bits of every result depend on: torch, device, threads. `own_code` are the digests of the user's files
-    that the experiment names (pvg.extensions). `peak_memory` is the maximum over the processes of the run, in bytes
-    (pvg.telemetry.device.peak_memory), up to the last commit.
+    - `step`: finished units of the phase (mint chunks or optimizer steps).
+    - `version`: number of published policy weights.
+    - `checkpoint`: name of the trainer's committed checkpoint. `weights`: names of the committed weight folders.
+    - `shards`: the committed rollout shards as plain data.
+    - `progress`: data of the phase (stop rule, alerts). `rounds`: metrics of the finished rounds.
+    - `offsets`: committed lengths of the appended files in bytes. `marks`: their lengths and digests at earlier commits
+      and, as the last entry, at this one (pvg.store.journal.JournalMark).
+    - `machine`: what the last bits of every result depend on (torch, device, threads).
+    - `own_code`: digests of the user's files that the experiment names (pvg.extensions).
+    - `peak_memory`: maximum over the processes of the run so far, in bytes (pvg.telemetry.device.peak_memory).
     """
 
     config_hash: str
@@ -69,7 +71,8 @@ class GameState:
     peak_memory: Mapping[str, float] = field(default_factory=dict)
 
     def enter(self, phase: Phase, *, round_: int | None = None) -> GameState:
-        """The state at the start of `phase`. Raises StateError naming both sides when the game has no such move."""
+        """The state at the start of `phase`. Raises StateError, naming both phases, if the game forbids this
+        transition."""
         target = self.round if round_ is None else round_
         expected_round = self.round + (self.phase is Phase.CHECKPOINT and phase is Phase.MINT)
         if phase not in ALLOWED[self.phase] or target != expected_round:
@@ -80,7 +83,7 @@ class GameState:
         return replace(self, phase=phase, round=target, step=0, checkpoint=None, progress={})
 
     def plain(self) -> dict[str, Any]:
-        """As JSON-compatible data."""
+        """JSON-compatible data."""
         return {
             "config_hash": self.config_hash,
             "config": dict(self.config),
@@ -103,7 +106,7 @@ class GameState:
 
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> GameState:
-        """Raises StateError when the data is not a state of this version of pvg."""
+        """Raises StateError if this version of pvg cannot read the data."""
         try:
             return cls(
                 **{
@@ -116,6 +119,6 @@ class GameState:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(
-                f"The run's state is not one that this version of pvg can read ({error}).",
+                f"This version of pvg cannot read the run's state ({error}).",
                 "Resume it with the version of pvg that wrote it.",
             ) from None

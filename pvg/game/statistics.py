@@ -1,4 +1,4 @@
-"""The numbers that matter, computed from scored rollouts: the same definitions in training, evaluation and reports."""
+"""Metrics of scored rollouts, with the same definitions in training, evaluation and reports."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 Bools = NDArray[np.bool_]
 
 
-class Columns:
-    """Rollouts as arrays [N]: roles, grades and scores."""
+class RolloutColumns:
+    """Rollouts as arrays [N]: roles, grades, scores."""
 
     def __init__(self, rollouts: Sequence[Rollout], scores_N: Float32) -> None:
         self.scores_N = scores_N
@@ -32,7 +32,7 @@ class Columns:
         self.checks_N3 = sample.checks_N3  # see SampleColumns
         self.truncated_N = sample.truncated_N
         self.dialogue = dialogue_metrics(sample.answers_N)
-        # For translations: whether the answer is the solver's, and whether that answer is right. For other rollouts
+        # Translations: whether the answer equals the solver's, and whether the solver's is right. Other rollouts:
         # kept_N is None, and solver_correct_N says whether their own answer is right.
         translated = any(r.solver is not None for r in rollouts)
         self.kept_N: Bools | None = np.array([bool(r.kept_answer) for r in rollouts]) if translated else None
@@ -42,8 +42,8 @@ class Columns:
 
     @property
     def tests_N(self) -> Float32 | None:
-        """float32 [N] in [0, 1]: what of its role's tests each passes (see pvg.game.rewards.Outcomes); None where
-        solutions are not executed."""
+        """float32 [N] in [0, 1]: the share of its role's tests that each solution passes (see
+        pvg.game.rewards.BatchOutcomes); None if the task does not execute solutions."""
         if not _executed(self.checks_N3):
             return None
         visible_N, passed_N, certified_N = self.checks_N3.T
@@ -58,7 +58,7 @@ class Columns:
 
 
 def share(mask_N: Bools, among_N: Bools) -> float:
-    """The share of `among` that `mask` holds for; NaN when there is nothing among."""
+    """The share of `among_N` for which `mask_N` holds; NaN if `among_N` is empty."""
     return float(mask_N[among_N].mean()) if among_N.any() else float("nan")
 
 
@@ -66,11 +66,11 @@ def mean_score(scores_N: Float32, among_N: Bools) -> float:
     return float(scores_N[among_N].mean()) if among_N.any() else float("nan")
 
 
-def play_metrics(columns: Columns, threshold: float) -> dict[str, float]:
-    """How both roles do against a verifier whose acceptance threshold is `threshold` (a score).
+def play_metrics(columns: RolloutColumns, threshold: float) -> dict[str, float]:
+    """Metrics of both roles against a verifier with acceptance threshold `threshold` (a score).
 
-    `fooled_rate` is the share of the flaws (sneaky, incorrect, well-formed) that score at or above the threshold;
-    means over nothing are NaN.
+    `fooled_rate` is the share of flaws (sneaky, incorrect, well-formed) with a score at or above the threshold. Means
+    over an empty set are NaN.
     """
     c, scores_N = columns, columns.scores_N
     kinds = {
@@ -102,7 +102,7 @@ def _executed(checks_N3: NDArray[np.float64]) -> bool:
 
 
 def check_metrics(helpful_N: Bools, checks_N3: NDArray[np.float64]) -> dict[str, float]:
-    """What executing them has shown, of a task that executes: shares in [0, 1], NaN for a role that was not sampled."""
+    """Test results for a task that executes solutions: shares in [0, 1], NaN for a role without samples."""
     if not _executed(checks_N3):
         return {}
     visible_N, passed_N, certified_N = checks_N3.T
@@ -114,7 +114,7 @@ def check_metrics(helpful_N: Bools, checks_N3: NDArray[np.float64]) -> dict[str,
 
 
 def translation_metrics(helpful_N: Bools, kept_N: Bools, solver_correct_N: Bools, flaws_N: Bools) -> dict[str, float]:
-    """What translators did to the solver's answers (the decoupled game)."""
+    """How translations changed the solver's answers (decoupled game)."""
     return {
         "solver_accuracy": float(solver_correct_N.mean()),
         "faithful": share(kept_N, helpful_N),
@@ -123,21 +123,21 @@ def translation_metrics(helpful_N: Bools, kept_N: Bools, solver_correct_N: Bools
 
 
 def dialogue_metrics(answers_N: NDArray[np.int64]) -> dict[str, float]:
-    """Metrics of rollouts with several turns (the challenge protocol); empty if there are none. `answers_N`: the tokens
-    of the answers, which the prover samples after its solution; -1 for rollouts of one turn."""
+    """Metrics of rollouts with several turns (challenge protocol); empty if there are none. `answers_N`: tokens of the
+    prover's answers after its solution; -1 for rollouts of one turn."""
     asked_N = answers_N >= 0
     if not asked_N.any():
         return {}
     return {"challenged": float(asked_N.mean()), "answer_tokens": float(answers_N[asked_N].mean())}
 
 
-def verifier_auc(columns: Columns) -> float:
-    """AUC of correct against incorrect over both roles; malformed solutions count as incorrect."""
+def verifier_auc(columns: RolloutColumns) -> float:
+    """AUC of correct against incorrect solutions of both roles; malformed solutions count as incorrect."""
     return auc(columns.scores_N[columns.correct_N], columns.scores_N[~columns.correct_N])
 
 
 def sample_metrics(sample: SampleColumns, seconds: float) -> dict[str, float]:
-    """Both roles' accuracy before any verifier: shares in [0, 1], NaN for a role that was not sampled."""
+    """Metrics without a verifier: shares in [0, 1], NaN for a role without samples."""
     return {
         "rollouts": float(len(sample)),
         "correct": float(sample.correct_N.mean()),
@@ -153,8 +153,8 @@ def sample_metrics(sample: SampleColumns, seconds: float) -> dict[str, float]:
 
 
 def sampling_metrics(rollouts: Sequence[Rollout], engine: EngineStats, seconds: float) -> dict[str, float]:
-    """How a batch was sampled in `seconds`, `engine` being what its engine did meanwhile. Latencies (seconds) are of
-    single rollouts, from the request until the engine hands it over."""
+    """Sampling metrics of a batch that took `seconds`; `engine`: the engine's counts over that time. Latencies
+    (seconds) are per rollout, from the request until the engine returns it."""
     latencies = [r.timing.queued_s + r.timing.service_s for r in rollouts]
     p50, p90, p99 = np.percentile(latencies, (50, 90, 99)).tolist()
     tokens = sum(r.sampled_tokens for r in rollouts)
@@ -173,7 +173,7 @@ def sampling_metrics(rollouts: Sequence[Rollout], engine: EngineStats, seconds: 
 
 
 def cut_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """What a batch is made of, and what its deadline (rollout.group_deadline_s) has cost it."""
+    """The size of a batch, and its losses to the deadline (rollout.group_deadline_s)."""
     return {
         "rollouts": float(sum(len(group.rollouts) for group in groups)),
         "groups_cut": float(sum(group.cancelled > 0 for group in groups)),
@@ -183,7 +183,7 @@ def cut_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def value_metrics(rewards_N: Float32, values_N: NDArray[np.float64], advantages_N: Float32) -> dict[str, float]:
-    """How well the values that spo or rae tracks foretold the rewards. Without groups, what has no signal are single
+    """How well the values of `spo` or `rae` predict the rewards. Without groups, `zero_signal` counts single
     rollouts."""
     return {
         "zero_signal": float((advantages_N == 0.0).mean()),
@@ -193,14 +193,14 @@ def value_metrics(rewards_N: Float32, values_N: NDArray[np.float64], advantages_
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:
-    """How many versions behind `version` the rollouts are, by their oldest token."""
+    """How many versions the rollouts are behind `version`, by their oldest token."""
     behind_N = version - np.array([r.version for r in rollouts])
     return {"staleness": float(behind_N.mean()), "staleness_max": float(behind_N.max())}
 
 
 def sync_metrics(timing: SyncTiming | None) -> dict[str, float]:
-    """What the newest weight update took, and how far the servers' log-probs are from the trainer's where they were
-    compared."""
+    """The duration of the latest weight update and, if measured, the gap between the servers' and the trainer's
+    log-probs."""
     if timing is None:
         return {}
     gap = {} if timing.canary_gap is None else {"canary_gap": timing.canary_gap}
@@ -208,9 +208,10 @@ def sync_metrics(timing: SyncTiming | None) -> dict[str, float]:
 
 
 def cache_metrics(before: ScorerStats, after: ScorerStats) -> dict[str, float]:
-    """What the score cache did for the solutions asked for between two looks at it; the three counts since it was made.
+    """Metrics of the score cache between two snapshots; the three counts are totals since the cache was created.
 
-    `cache_hit_rate` is the share that needed no computation: cached, or the same as another of the batch.
+    `cache_hit_rate`: the share of solutions that needed no computation, because they were cached or repeated in a
+    batch.
     """
     spared = after.hits + after.shared - before.hits - before.shared
     asked = spared + after.misses - before.misses

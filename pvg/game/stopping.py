@@ -1,4 +1,5 @@
-"""When a prover phase ends: after its steps, or before, when the sneaky role has caught up (Kirchner et al. 2024)."""
+"""The stop rule: a prover phase ends after its steps, or earlier if the sneaky role catches up (Kirchner et al.
+2024)."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from pvg.config.sections import StopAfterSteps, StopAtScoreParity
 
 @dataclass
 class StopRule:
-    """`score_parity`: stop once the EMA of the mean score of sneaky-incorrect reaches that of helpful-correct.
+    """`score_parity`: stop when the EMA of the mean sneaky-incorrect score reaches that of helpful-correct.
 
-    A batch without either kind of sample leaves the averages as they are. `seen` counts batches.
+    A batch that lacks one kind leaves that kind's average unchanged. `seen` counts batches.
     """
 
     stop: StopAfterSteps | StopAtScoreParity
@@ -24,7 +25,7 @@ class StopRule:
     decay: float = 0.9  # of the averages: about the last ten batches, as many as score_parity waits for
 
     def observe(self, metrics: Mapping[str, float]) -> bool:
-        """Take in the metrics of a batch; True when the phase should end now."""
+        """Add the metrics of a batch. Returns whether the phase ends now."""
         self.seen += 1
         self.sneaky = self._ema(self.sneaky, metrics.get("score_sneaky_incorrect", math.nan))
         self.helpful = self._ema(self.helpful, metrics.get("score_helpful_correct", math.nan))

@@ -1,13 +1,14 @@
-"""TRAIN_VERIFIER: a fresh verifier learns to tell correct from incorrect solutions of this round's mint.
+"""TRAIN_VERIFIER: a fresh verifier learns to separate correct from incorrect solutions of this round's mint.
 
 Labels are correctness, never role (invariant 3). A held-out share of the mint's problems calibrates the acceptance
 threshold and measures the AUC.
 
-With verifier.ensemble = K, K members are trained one after the other, each from the initial weights and with the whole
-budget, and the round's verifier scores with all of them (pvg.models.ensembles). They differ in the pairs they draw, as
-in arXiv 2310.02743 (other seeds of the training, one pretrained start); where a head's start leaves something free, in
-that too; and with verifier.bag < 1 in the problems that they see at all. Bags are no default: networks gained more from
-all of the data (arXiv 1612.01474). Member 0, without a bag, is the verifier that a run without an ensemble trains.
+With verifier.ensemble = K, the phase trains K members one after the other. Each starts from the initial weights and
+gets the full number of steps. The round's verifier combines their scores (pvg.models.ensembles). Members differ in the
+pairs that they draw, as in arXiv 2310.02743 (different training seeds, one pretrained start), and in the random part of
+a head's start weights. With verifier.bag < 1 they also differ in the problems that they see. Bags are off by default,
+because networks gained more from all of the data (arXiv 1612.01474). Member 0 without a bag equals the verifier of a
+run without an ensemble.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pvg.game.round_verifier import member_weights_name, read_members, verifier_
 from pvg.game.seeds import seed_for
 from pvg.game.session import Session
 from pvg.game.states import Phase
-from pvg.models.ensembles import Scales, VerifierEnsemble
+from pvg.models.ensembles import ScoreScales, VerifierEnsemble
 from pvg.models.heads import VerifierModel
 from pvg.records import Float32, Scorable
 from pvg.store.pairs import Pairs, PairStream, PairView, is_held_out, is_in_bag
@@ -42,12 +43,12 @@ from pvg.verifier.calibration import acceptance_threshold, auc, common_scales, d
 from pvg.verifier.data import PairSource, VerifierBatch
 from pvg.verifier.robust import objective_for
 
-# Held-out solutions that are read and scored together: they fill batches, also on servers, and take a few megabytes.
+# Held-out solutions to read and score at a time: enough to fill batches, also on servers, and only a few megabytes.
 SCORED_AT_ONCE = 4096
 
 
 async def train_verifier(session: Session) -> None:
-    """Play the phase from the last committed step on and enter TRAIN_PROVER."""
+    """Run the phase from the last committed step on, then enter TRAIN_PROVER."""
     section, state = session.experiment.verifier, session.state
     info = session.begin("steps", section.ensemble * section.steps, state.step)
     started = time.perf_counter()
@@ -72,17 +73,17 @@ async def train_verifier(session: Session) -> None:
         verifier.close()
 
 
-# --- members: the one verifier, or each of an ensemble's --------------------------------------------------------------
+# --- training: one verifier, or the members of an ensemble ------------------------------------------------------------
 
 
 def finished_members(session: Session) -> list[str]:
-    """The weights of the ensemble's members that are trained, by name: their number says which one comes next."""
+    """Names of the trained members' weights; their count is the number of the next member."""
     return list(session.state.progress.get("weights", ()))
 
 
 async def _trained_ensemble(session: Session, info: PhaseInfo) -> VerifierEnsemble:
-    """The members, one trained after the other, as an ensemble without scales; the caller closes it. What is finished
-    is committed, so that a resumed phase goes on within the member that it was at."""
+    """Train the members one after the other; returns an ensemble without scales, which the caller closes. Commits each
+    finished member, so that a resumed phase continues with the interrupted one."""
     section, players, round_ = session.experiment.verifier, session.players, session.state.round
     for member in range(len(finished_members(session)), section.ensemble):
         verifier = await _trained(session, info, member)
@@ -100,18 +101,18 @@ async def _trained_ensemble(session: Session, info: PhaseInfo) -> VerifierEnsemb
     with span("open_models"):
         read, names = session.ledger.read_weights, finished_members(session)
         members = await players.compute(lambda: read_members(players, read, names))
-    return VerifierEnsemble(members, section.aggregation, Scales.none(len(members)))
+    return VerifierEnsemble(members, section.aggregation, ScoreScales.none(len(members)))
 
 
 async def _trained(session: Session, info: PhaseInfo, member: int) -> VerifierModel:
-    """A member after its last step, trained from the last committed one on; the caller closes it."""
+    """A fully trained member, continued from the last committed step; the caller closes it."""
     players, round_ = session.players, session.state.round
     with span("open_models"):
         verifier = await players.compute(lambda: players.open_verifier(round_, member))
     try:
         with span("open_models"):
             stream = _open_pairs(session, member)
-            if session.state.step == 0:  # a resumed phase has told it
+            if session.state.step == 0:  # a resumed phase has already reported this
                 _tell_about_sources(session, stream)
             trainer = _open_trainer(session, verifier, stream, member)
         session.first_step()
@@ -124,8 +125,8 @@ async def _trained(session: Session, info: PhaseInfo, member: int) -> VerifierMo
 
 
 def _open_pairs(session: Session, member: int = 0) -> PairStream:
-    """The mint's pairs less the held-out problems, drawn by the mixture and a seed of the round and the member. Of an
-    ensemble with bags, those of the member's bag."""
+    """The mint's pairs without the held-out problems, drawn by the mixture with a seed of round and member. In an
+    ensemble with bags, only pairs of the member's bag."""
     game, round_, section = session.experiment.game, session.state.round, session.experiment.verifier
     place = ("pairs", member) if member else ("pairs",)
     seed = seed_for(session.seed, round_, *place)
@@ -141,7 +142,7 @@ def _open_pairs(session: Session, member: int = 0) -> PairStream:
 
 
 def pair_stream(section: sections.Verifier, view: PairView, weights: Mapping[str, float], seed: int) -> PairStream:
-    """The pairs of a view; with cross-entropy, where there is none, single solutions side by side."""
+    """The pairs of a view. With cross-entropy and no pairs: single solutions next to each other."""
     stream = PairStream(view, weights, seed)
     if section.loss == "cross_entropy" and not stream.pairs_available:
         return UnpairedStream(view, weights, seed)
@@ -149,28 +150,26 @@ def pair_stream(section: sections.Verifier, view: PairView, weights: Mapping[str
 
 
 class UnpairedStream(PairStream):
-    """For cross-entropy where no problem has both kinds: each solution counts by itself, so a correct one may stand
-    beside an incorrect one of another problem. Sources are those of the correct sides."""
+    """For cross-entropy if no problem has both correct and incorrect solutions. Solutions count independently, so a
+    correct one is put next to an incorrect one of another problem. Sources are those of the correct solutions."""
 
     def draw(self, step: int, n: int) -> Pairs:
-        """n correct and n incorrect solutions, side by side."""
+        """n correct and n incorrect solutions, next to each other."""
         singles = self.balanced_singles(step, 2 * n)
         return Pairs(singles.rows_N[0::2], singles.rows_N[1::2], singles.sources_N[0::2])
 
     def problems_for(self, pairs: int, solutions: int) -> int:
-        """As many: no problem has pairs of its own."""
+        """The number of pairs: no problem has pairs of its own."""
         return pairs
 
     def draw_problems(self, step: int, problems: int, solutions: int) -> Pairs:
-        """A pair for each."""
+        """One pair per problem."""
         return self.draw(step, problems)
 
 
 def _tell_about_sources(session: Session, stream: PairStream) -> None:
     if isinstance(stream, UnpairedStream):
-        message = (
-            "No problem has both correct and incorrect solutions: correct ones stand beside those of other problems."
-        )
+        message = "No problem has both correct and incorrect solutions: each pair combines solutions of two problems."
         session.alert([Alert("unpaired", message)], 0)
     session.tell_about_excluded_sources(
         stream.excluded_singles if isinstance(stream, UnpairedStream) else stream.excluded
@@ -178,7 +177,7 @@ def _tell_about_sources(session: Session, stream: PairStream) -> None:
 
 
 def optimizer_settings(section: sections.Verifier) -> OptimizerSettings:
-    """What trains a verifier, by its section."""
+    """Optimizer settings from the verifier's section."""
     return OptimizerSettings(
         learning_rate=section.learning_rate,
         weight_decay=section.weight_decay,
@@ -236,8 +235,8 @@ async def _step(session: Session, trainer: Trainer[VerifierBatch], info: PhaseIn
 
 
 async def _calibrate(session: Session, verifier: VerifierModel | VerifierEnsemble) -> dict[str, float]:
-    """AUC and acceptance threshold on held-out solutions; of an ensemble, those of the aggregated score, after the
-    scales of its members, which it gets here."""
+    """AUC and acceptance threshold on held-out solutions. For an ensemble, first sets its members' scales, then uses
+    the aggregated score."""
     section, players = session.experiment.verifier, session.players
     held_out = await _held_out(session)
     try:
@@ -254,7 +253,7 @@ async def _calibrate(session: Session, verifier: VerifierModel | VerifierEnsembl
 
 
 def calibration_view(session: Session) -> tuple[PairView, str]:
-    """The minted solutions of the held-out problems, and "". If these are all correct or all incorrect: all minted
+    """The minted solutions of the held-out problems, and "". If all of these are correct, or all incorrect: all minted
     solutions, and the reason. Runs in the compute thread."""
     section, round_ = session.experiment.verifier, session.state.round
     shards, infos = session.ledger.rollout_shards, session.ledger.shards(round_, Phase.MINT.value)
@@ -263,8 +262,8 @@ def calibration_view(session: Session) -> tuple[PairView, str]:
     if 0 < correct < count:
         return held_out, ""
     reason = (
-        f"{correct} of {count} held-out solutions are correct: the threshold and the AUC are computed from all "
-        "minted solutions, including those used for training. Raise game.mint_problems or verifier.held_out."
+        f"{correct} of {count} held-out solutions are correct, so all minted solutions, including those used for "
+        "training, determine the threshold and the AUC. Raise game.mint_problems or verifier.held_out."
     )
     return PairView(shards, infos), reason
 
@@ -272,7 +271,7 @@ def calibration_view(session: Session) -> tuple[PairView, str]:
 async def scores_of_rows(
     players: Players, view: PairView, score: Callable[[Sequence[Scorable]], Awaitable[Float32]]
 ) -> Float32:
-    """float32 [..., R]: `score` of all rows of a view. Holds at most SCORED_AT_ONCE rows in memory at a time."""
+    """float32 [..., R]: `score` of all rows of a view, at most SCORED_AT_ONCE rows at a time in memory."""
     parts = []
     for rows_N in np.array_split(view.rows_R, range(SCORED_AT_ONCE, len(view.rows_R), SCORED_AT_ONCE)):
         solutions = await players.compute(partial(view.rows, rows_N))
@@ -281,7 +280,7 @@ async def scores_of_rows(
 
 
 def calibration(correct_N: NDArray[np.bool_], scores_N: Float32, acceptance: float) -> dict[str, float]:
-    """The AUC of correct against incorrect solutions, and the score that `acceptance` of the correct ones reach."""
+    """The AUC of correct against incorrect solutions, and the score that a share `acceptance` of correct ones reach."""
     return {
         "verifier_auc": auc(scores_N[correct_N], scores_N[~correct_N]),
         "threshold": acceptance_threshold(scores_N[correct_N], acceptance),
@@ -289,8 +288,8 @@ def calibration(correct_N: NDArray[np.bool_], scores_N: Float32, acceptance: flo
 
 
 async def _held_out(session: Session) -> PairView:
-    """The calibration view. If it is the whole mint, raises an alert, not an error: a weak prover on a small mint must
-    not end the run."""
+    """The calibration view. If it is the whole mint, raises an alert instead of an error, so that a weak prover on a
+    small mint does not end the run."""
     section = session.experiment.verifier
     view, reason = await session.players.compute(lambda: calibration_view(session))
     if reason:
@@ -299,7 +298,8 @@ async def _held_out(session: Session) -> PairView:
 
 
 async def _scaled(session: Session, ensemble: VerifierEnsemble, held_out: PairView) -> tuple[Float32, dict[str, float]]:
-    """Bring the members to one scale. Returns the ensemble's scores of these solutions, float32 [N], and metrics."""
+    """Bring the members to one scale. Returns the ensemble's scores of the held-out solutions, float32 [N], and
+    metrics."""
     section, players, correct_N = session.experiment.verifier, session.players, held_out.correct_R
     members_KN = await scores_of_rows(
         players,

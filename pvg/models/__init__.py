@@ -1,10 +1,10 @@
-"""Opening language models from where an experiment says they are. Importing this package loads no torch.
+"""Opening language models from the source that an experiment names. Importing this package does not load torch.
 
     with open_model(ModelSection(source="embedded:modchain-prover"), pick_device("auto")) as model:
         ids = model.tokenizer.encode("H7+5+8+3+6?")
 
-Invariants: a model belongs to whoever opened it and lives until closed; nothing here keeps a reference to one. Nothing
-is unpickled, and no code that comes with a model is run.
+Invariants: the caller of `open_model` owns the model until closing it; this package keeps no reference. It unpickles
+nothing and runs no code that comes with a model.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["open_model", "pick_device"]
 
 
 def open_model(section: ModelSection, device: torch.device) -> LanguageModel:
-    """Load the model of `section` onto `device`, in eval mode; the caller owns it and closes it.
+    """Load the model of `section` onto `device` in eval mode. The caller owns and closes it.
 
-    Raises UsageError for a source that names nothing, ConfigurationError for a directory that cannot be used, and
-    MissingRequirementError for a package that is not installed.
+    Raises UsageError for an unknown source, ConfigurationError for an unusable directory, and MissingRequirementError
+    for a package that is not installed.
     """
     from pvg.models.sources import open_source
 
@@ -34,9 +34,9 @@ def open_model(section: ModelSection, device: torch.device) -> LanguageModel:
 
 
 def pick_device(name: str) -> torch.device:
-    """ "auto" is the first CUDA device where there is one, else the CPU; any other name is torch's own.
+    """The device of that name. "auto" is the first CUDA device if there is one, otherwise the CPU.
 
-    Raises ConfigurationError for a name torch does not know, MissingRequirementError for a device that is not there.
+    Raises ConfigurationError for a name unknown to torch, MissingRequirementError for a device that does not exist.
     """
     import torch
 
@@ -46,7 +46,7 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ConfigurationError(
-            f"models.device = {name!r} is no device that torch knows.", 'Use "auto", "cpu" or "cuda".'
+            f"models.device = {name!r} is not a torch device.", 'Use "auto", "cpu" or "cuda".'
         ) from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise MissingRequirementError(

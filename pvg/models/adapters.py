@@ -1,18 +1,18 @@
 """Low-rank adapters: a frozen model whose linear layers each learn a small product B A, in peft's format.
 
     learner = attach_adapters(base, rank=16, alpha=16.0, seed=7)
-    learner.require_gradients()  # of the adapters alone
-    learner.weights()            # the whole model's tensors, adapters merged in: W + (alpha / rank) B A
-    learner.adapter()            # the adapters alone, as peft saves them and vLLM loads them
+    learner.require_gradients()  # of the adapters only
+    learner.weights()            # the whole model's tensors with adapters merged in: W + (alpha / rank) B A
+    learner.adapter()            # only the adapters, as peft saves them and vLLM loads them
 
-    shared = attach_adapters(base, rank=16, alpha=16.0, seed=7, shared=True)   # on base's own weights: no copy of them
+    shared = attach_adapters(base, rank=16, alpha=16.0, seed=7, shared=True)   # uses base's weights without a copy
 
-Nothing is ever switched on or off. A model with adapters is a tree of modules of its own over the frozen weights, and
-the model without them another tree over the same weights, in memory once: each forward pass goes through one of them,
-whoever else computes in between. With adapters of the prover and of a verifier there are three such trees.
+Adapters are never switched on and off. A model with adapters is a separate tree of modules over the frozen weights, and
+the model without them is another tree over the same weights, which are in memory once. A forward pass uses one tree,
+regardless of other threads. With adapters for prover and verifier there are three trees.
 
-Invariants: whoever reads `weights()` cannot tell an adapted model from one whose weights were all trained; the adapters
-at the start are a function of their seed, and change nothing (B is zero); a forward pass sees nobody else's adapters.
+Invariants: `weights()` of an adapted model look like those of a fully trained one. Initial adapters are a function of
+their seed and change nothing (B is zero). A forward pass uses only its own model's adapters.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from torch import Tensor, nn
 
 from pvg.errors import ConfigurationError, MissingRequirementError, install_extra
 from pvg.models.language_model import LanguageModel
-from pvg.models.low_rank import Adapter
+from pvg.models.low_rank import LowRankAdapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-KEY = "default"  # peft can hold several sets of adapters, each under a name; this is the one we have
-PREFIX = "base_model.model."  # what peft puts before a module's name in the files it saves
+KEY = "default"  # peft names each set of adapters; pvg uses one
+PREFIX = "base_model.model."  # peft's prefix of module names in saved files
 
 
 def attach_adapters(
@@ -47,12 +47,12 @@ def attach_adapters(
     shared: bool = False,
     section: Literal["training", "verifier"] = "training",
 ) -> AdaptedModel:
-    """A model with adapters of all of `model`'s linear layers but the output head; the caller closes it.
+    """Attach adapters to all linear layers of `model` except the output head. The caller closes the result.
 
-    It has a copy of the weights, and `model` stays as it is; or with `shared`, the very weights of `model`, which then
-    require no gradient and must stay as they are as long as it is open. `section` is of the settings that are to be
-    named in messages. Raises MissingRequirementError without peft, ConfigurationError for a rank above the smallest
-    side of a layer and for a model that has no such layers or ties one of them to another weight.
+    By default it copies the weights and leaves `model` unchanged. With `shared` it uses the weights of `model`, which
+    then require no gradient and must not change while the result is open. Error messages name the settings of
+    `section`. Raises MissingRequirementError without peft. Raises ConfigurationError if the rank is above the smallest
+    side of a layer, the model has no such layers, or one of them is tied to another weight.
     """
     peft = _peft(section)
     layers = tuple(_linear_layers(model.module))
@@ -69,20 +69,20 @@ def attach_adapters(
         base_model_name_or_path=module.name_or_path or model.name,
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng(devices=[]):  # peft draws weights of its own, which are replaced below
+    with torch.random.fork_rng(devices=[]):  # peft draws random weights, which are replaced below
         module = peft.inject_adapter_in_model(config, module, KEY)
     return AdaptedModel(module, frozen, model, layers, _plain_config(config), seed, shared=shared)
 
 
 def _on_the_same_weights(module: PreTrainedModel) -> PreTrainedModel:
-    """A tree of modules and a configuration of its own, whose parameters and buffers are the very same tensors."""
+    """A new tree of modules and a new configuration over the same parameter and buffer tensors."""
     tensors = [*module.parameters(), *module.buffers()]
     return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
 
 
 class AdaptedModel(LanguageModel):
-    """A LanguageModel with adapters. `weights`, `load_weights`, `copy`, `save` and `fingerprint` speak of the merged
-    model; `module` is the one that trains, `start` the one without them."""
+    """A LanguageModel with adapters. `weights`, `load_weights`, `copy`, `save` and `fingerprint` refer to the merged
+    model, `module` to the one that trains, `start` to the one without adapters."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class AdaptedModel(LanguageModel):
         *,
         shared: bool,
     ) -> None:
-        """`module` has adapters on the weights of `frozen`; `model` is where these come from."""
+        """`module` has adapters on the weights of `frozen`, which come from `model`."""
         super().__init__(module, model.tokenizer, model.name)
         self._frozen: PreTrainedModel | None = frozen
         self._shared = shared
@@ -103,7 +103,7 @@ class AdaptedModel(LanguageModel):
         self._config = config
         self._seed = seed
         for _, layer in self._adapted():
-            layer.lora_A[KEY].float()  # also beside a bfloat16 layer: small updates would vanish in its rounding
+            layer.lora_A[KEY].float()  # even beside a bfloat16 layer, whose rounding would lose small updates
             layer.lora_B[KEY].float()
         self._start_over()
         self.require_gradients()
@@ -115,24 +115,24 @@ class AdaptedModel(LanguageModel):
             layer.lora_B[KEY].requires_grad_(True)
 
     def weights(self) -> dict[str, Tensor]:
-        """The whole model's weights under their own names. Those of adapted layers are computed anew by each call, so
-        they do not change with further training; the others are the frozen model's."""
+        """The whole model's weights under their own names. Weights of adapted layers are computed at each call and do
+        not change with further training. The others are the frozen model's."""
         tensors = super().weights()
         for name, layer in self._adapted():
             tensors[f"{name}.weight"] = _merged(layer)
         return tensors
 
-    def adapter(self) -> Adapter:
-        """A copy of the adapters: it does not change with further training."""
+    def adapter(self) -> LowRankAdapter:
+        """A copy of the adapters, which does not change with further training."""
         tensors: dict[str, Tensor] = {}
         for name, layer in self._adapted():
             for side in ("lora_A", "lora_B"):
                 tensors[f"{PREFIX}{name}.{side}.weight"] = getattr(layer, side)[KEY].weight.detach().clone()
-        return Adapter(tensors, self._config)
+        return LowRankAdapter(tensors, self._config)
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy `tensors` into the frozen model and start the adapters over. Shared weights take only what they hold:
-        another's raise ConfigurationError."""
+        """Copy `tensors` into the frozen model and reset the adapters. Shared weights accept only equal tensors;
+        otherwise raises ConfigurationError."""
         if self._shared:
             self._check_unchanged(tensors)
         else:
@@ -140,8 +140,8 @@ class AdaptedModel(LanguageModel):
         self._start_over()
 
     def start(self) -> LanguageModel:
-        """The model without its adapters, on the same weights."""
-        self.module  # noqa: B018 - ModelClosedError
+        """The model without adapters, on the same weights."""
+        self.module  # noqa: B018 - raises ModelClosedError if closed
         assert self._frozen is not None
         return LanguageModel(self._frozen, self.tokenizer, self.name)
 
@@ -150,7 +150,7 @@ class AdaptedModel(LanguageModel):
         super().close()
 
     def copy(self, dtype: torch.dtype | None = None) -> LanguageModel:
-        """A model of its own without adapters: they are merged into its weights."""
+        """An independent model with the adapters merged into its weights."""
         module = copy.deepcopy(self.module)
         for name in self._layers:
             layer: Any = module.get_submodule(name)
@@ -165,14 +165,14 @@ class AdaptedModel(LanguageModel):
         for name, tensor in tensors.items():
             first = first_names.get(name)
             if first is None or tensor.shape != weights[first].shape or not torch.equal(weights[first], tensor):
-                raise self._misfit(f"has its weights from another model, which {name!r} would change")
+                raise self._misfit(f"shares its weights with another model, and {name!r} would change them")
 
     def _save_module(self, directory: Path) -> None:
         with self.copy() as merged:
             merged._save_module(directory)
 
     def _named_weights(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Of the frozen model, under the names it had before peft wrapped its layers."""
+        """The frozen model's weights, under their names before peft wrapped the layers."""
         own_names: dict[str, str] = {}
         added: set[str] = set()
         for name, layer in self._adapted():
@@ -186,12 +186,12 @@ class AdaptedModel(LanguageModel):
         )
 
     def _adapted(self) -> Iterator[tuple[str, Any]]:
-        """The names and the wrapped layers, in the model's order."""
+        """Names and wrapped layers, in the model's order."""
         for name in self._layers:
             yield name, self.module.get_submodule(name)
 
     def _start_over(self) -> None:
-        """B zero, so that the model is the frozen one; A as nn.Linear begins, from the seed whatever the device."""
+        """Set B to zero, so the model equals the frozen one, and A as nn.Linear does, from the seed on any device."""
         generator = torch.Generator().manual_seed(self._seed)
         with torch.no_grad():
             for _, layer in self._adapted():
@@ -231,10 +231,11 @@ def _check(model: LanguageModel, rank: int, section: str) -> None:
     for name, weight in model.module.state_dict(keep_vars=True).items():
         names.setdefault(id(weight), []).append(name)
     for tied in names.values():
-        # An adapter would change the one and not the other, and merged weights could not tell them apart.
+        # An adapter would change only one of them, and merged weights could not hold both.
         if len(tied) > 1 and any(name.removesuffix(".weight") in layers for name in tied):
             raise ConfigurationError(
-                f"Model {model.name!r} ties {tied[0]!r} to {tied[1]!r}, which adapters would pull apart.", everything
+                f"Model {model.name!r} ties {tied[0]!r} to {tied[1]!r}, but adapters would change only one of them.",
+                everything,
             )
     smallest, side = min((min(layer.weight.shape), name) for name, layer in layers.items())
     if rank > smallest:
@@ -254,7 +255,7 @@ def _merged(layer: Any) -> Tensor:
 
 
 def _plain_config(config: Any) -> dict[str, object]:
-    """adapter_config.json as peft writes it: for use, no longer for training."""
+    """adapter_config.json as peft writes it, in inference mode."""
     fields = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
     plain: dict[str, object] = orjson.loads(orjson.dumps({**fields, "inference_mode": True}))
     return plain

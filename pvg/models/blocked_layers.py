@@ -1,17 +1,34 @@
-"""Products of float32 matrices on a CPU, by the faster of two libraries that come with torch.
+"""Layers of Llama-like decoders on a CPU in float32, computed block by block, with the faster matrix-product library.
 
-torch gives them to MKL, which on AMD's processors is the slower one: on an EPYC with AVX-512 a linear layer forward and
-backward is 1.5 to 1.9 times as fast by oneDNN in one thread, 0.9 to 1.7 times in two, the smallest sizes gaining least
-(`python benchmarks/products.py`, docs/products-threads-*.json). On Intel's, which MKL is made for, it is asked.
-`BY_ONEDNN` says which; the processor alone decides, so a run repeats bit by bit. What a step gains by blocks and oneDNN
-together is a rung of the `trainer` profile.
+Each layer is two functions around attention:
 
-oneDNN compiles a kernel for each shape that it meets, and keeps some megabytes for it. So it is asked
-for blocks of exactly ROWS rows, and MKL for what is left over: a model has a dozen shapes then, not one for every
-number of tokens.
+    project   norm, queries, keys and values in one matrix product, rotary embedding
+    finish    output projection, norm, gate and up in one matrix product, SwiGLU, down projection, both residual sums
 
-The operator is the one that torch.compile puts in the place of a linear layer. It knows no gradient and no output
-buffer: these functions are for autograd functions that write out their own backward pass.
+On small models a step over all tokens at once is bound by memory: each elementwise pass writes more than a core's cache
+holds, and the next pass reads it back. The intermediates of a block of tokens stay in the cache, and only what the
+backward pass needs is kept. The backward pass is written out: per block it recomputes cheap parts (norms, silu) and
+accumulates the weights' gradients inside the matrix product.
+
+    normal = x r, r = (mean x^2 + epsilon)^(-1/2);  a linear layer W after a norm of weight w is (W w) normal
+    dx = r (dn - normal mean(dn normal)),  dW = d(Ww) w,  dw = sum over W's rows of d(Ww) W
+
+The rotary embedding rotates a head's dimensions s and s + S/2 as a complex number. To make these adjacent, the rows of
+the query and key matrices are sorted by pairs, which changes no product of a query and a key.
+
+`why_not` gives the limits: plain float32 linear layers on the CPU up to a width of 256. pvg.models.fused_layers
+computes other models.
+
+Matrix products: torch uses MKL, which is slow on AMD processors. On an EPYC with AVX-512, oneDNN computes a linear
+layer forward and backward 1.5 to 1.9 times as fast in one thread and 0.9 to 1.7 times in two, with the smallest gain
+for the smallest sizes (`python benchmarks/products.py`, docs/products-threads-*.json). On Intel processors MKL is used.
+`BY_ONEDNN` depends only on the processor, so runs repeat bit by bit. The `trainer` benchmark profile measures blocks
+and oneDNN together.
+
+oneDNN compiles a kernel for each shape and keeps some megabytes for it. So it only gets blocks of exactly ROWS rows,
+and MKL gets the rest. A model then has a dozen shapes, not one for every number of tokens. The oneDNN operator is the
+one that torch.compile uses for a linear layer. It has no gradient and no output buffer, so only autograd functions with
+their own backward pass can use it.
 """
 
 from __future__ import annotations
@@ -23,18 +40,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-ROWS = 512  # blocks that stay in a cache, of enough rows that a call costs little
+ROWS = 512  # small enough for a cache, large enough that the cost of a call is small
 
 
 def _is_wider() -> bool:
-    """Whether oneDNN is there, and the processor is one on which MKL was the slower one."""
+    """Whether oneDNN is available and the processor is one on which MKL is slower."""
     built: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     wide = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     return built and wide and hasattr(torch.ops.mkldnn, "_linear_pointwise") and vendor() == "AuthenticAMD"
 
 
 def vendor() -> str:
-    """The processor's maker as Linux tells it; empty where it does not."""
+    """The processor's vendor according to Linux; empty if unknown."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), "")
@@ -46,12 +63,12 @@ BY_ONEDNN = _is_wider()
 
 
 def in_blocks(wanted: bool | None) -> bool:
-    """Whether layers are to be computed in blocks: `training.blocked_layers`, None being where it pays."""
+    """Whether to compute layers in blocks: the setting `training.blocked_layers`; None means where it is faster."""
     return BY_ONEDNN if wanted is None else wanted
 
 
 def product(x_BD: Tensor, weight_FD: Tensor, bias_F: Tensor | None, out_BF: Tensor) -> Tensor:
-    """x W' + b, written to `out_BF`."""
+    """Compute x W' + b into `out_BF`."""
     if _is_block(x_BD):
         return out_BF.copy_(_onednn(x_BD, weight_FD, bias_F))
     if bias_F is None:
@@ -60,26 +77,26 @@ def product(x_BD: Tensor, weight_FD: Tensor, bias_F: Tensor | None, out_BF: Tens
 
 
 def added_product(added_BF: Tensor, x_BD: Tensor, weight_FD: Tensor, out_BF: Tensor) -> Tensor:
-    """`added_BF` + x W', written to `out_BF`."""
+    """Compute `added_BF` + x W' into `out_BF`."""
     if _is_block(x_BD):
         return torch.add(added_BF, _onednn(x_BD, weight_FD), out=out_BF)
     return torch.addmm(added_BF, x_BD, weight_FD.t(), out=out_BF)
 
 
 def input_gradient(grad_BF: Tensor, weight_FD: Tensor, out_BD: Tensor) -> Tensor:
-    """dx = dy W of y = x W', written to `out_BD`."""
+    """Compute dx = dy W, for y = x W', into `out_BD`."""
     if _is_block(grad_BF):
         return out_BD.copy_(_onednn(grad_BF, weight_FD.t()))
     return torch.mm(grad_BF, weight_FD, out=out_BD)
 
 
 def add_weight_gradient(sum_FD: Tensor, grad_BF: Tensor, x_BD: Tensor) -> None:
-    """dW = dy' x, added to `sum_FD`."""
+    """Add dW = dy' x to `sum_FD`."""
     if not _is_block(x_BD):
         sum_FD.addmm_(grad_BF.t(), x_BD)
     elif grad_BF.shape[1] <= x_BD.shape[1]:
         sum_FD.add_(_onednn(grad_BF.t(), x_BD.t()))
-    else:  # oneDNN is faster where the first matrix has the fewer rows
+    else:  # oneDNN is faster if the first matrix has fewer rows
         sum_FD.add_(_onednn(x_BD.t(), grad_BF.t()).t())
 
 
@@ -92,45 +109,28 @@ def _onednn(x_BD: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Te
     return found
 
 
-# The layers of Llama-like decoders as two functions beside attention, each a block of tokens at a time.
-#
-#     project   norm, queries, keys and values in one matrix product, rotary embedding
-#     finish    output projection, norm, gate and up in one matrix product, SwiGLU, down projection, both residual sums
-#
-# On small models a step over all tokens at once is bound by memory: each elementwise pass writes more than a core's
-# cache holds, and the next one reads it back. A block's intermediates stay in the cache from its first operation to
-# its last, and only what the backward pass needs leaves it. That pass is written out: per block it computes the cheap
-# things again (norms, silu) and adds to the weights' gradients within the matrix product.
-#
-#     normal = x r, r = (mean x^2 + epsilon)^(-1/2);  a linear layer W after a norm of weight w is (W w) normal
-#     dx = r (dn - normal mean(dn normal)),  dW = d(Ww) w,  dw = sum over W's rows of d(Ww) W
-#
-# The rotary embedding turns a head's dimensions s and s + S/2 as a complex number. So that these lie side by side,
-# the rows of the query and key matrices are sorted by pairs; that changes no product of a query and a key.
-#
-# Plain linear layers in float32 on the CPU, in models up to a width of 256; `why_not` says what stands against it,
-# and pvg.models.fused_layers computes those.
+# --- layers ----------------------------------------------------------------------------------------------------------
 
-# What a block's widest intermediate may take. Two cores' second-level caches of 2 MB hold it; larger blocks are slower
-# by a tenth, and smaller ones make the threads meet more often. Below some 200 tokens the matrix products get slower.
+# Memory for a block's widest intermediate: fits in the 2 MB second-level caches of two cores. Larger blocks are a tenth
+# slower; smaller ones synchronize the threads more often, and below 200 tokens the matrix products get slower.
 BLOCK_BYTES = 3 << 20
 LEAST_BLOCK = 256
-# In wider models the matrix products are nearly all of the time, and joining the matrices costs more than blocks save:
-# at a width of 576 and 630 tokens a step took a twelfth longer.
+# In wider models matrix products take nearly all the time, and joining the matrices costs more than blocks save: at a
+# width of 576 with 630 tokens, a step took a twelfth longer.
 WIDEST = 256
 
 Attend = Callable[[Tensor, Tensor, Tensor, int, float | None], Tensor]
 
 
 def why_not(decoder: nn.Module) -> str | None:
-    """Why the layers of one of fused_layers.DECODERS are not computed here; None where they are."""
+    """Why blocks cannot compute the layers of this decoder (one of fused_layers.DECODERS); None if they can."""
     return next(_reasons(cast(Any, decoder)), None)
 
 
 def _reasons(decoder: Any) -> Iterator[str]:
     weight = decoder.embed_tokens.weight
     if weight.device.type != "cpu":
-        yield f"its weights are on {weight.device.type}, and blocks are for a CPU's caches"
+        yield f"its weights are on {weight.device.type}, but blocks are for CPUs"
     if weight.shape[1] > WIDEST:
         yield f"its width of {weight.shape[1]} is above {WIDEST}"
     if torch.is_autocast_enabled("cpu"):
@@ -148,10 +148,10 @@ def _reasons(decoder: Any) -> Iterator[str]:
 def blocked_layer(
     layer: Any, hidden_TD: Tensor, turns_TP: Tensor, attend: Attend, wanted_N: Tensor | None = None
 ) -> Tensor:
-    """One layer: [T, D] -> [T, D]. `turns_TP` complex [T, S/2] are the rotary embedding's factors (`turns_of`);
-    `attend` gets queries, keys and values [T, E], the number of heads and the scaling, and gives [T, E].
+    """One layer: [T, D] -> [T, D]. `turns_TP` complex [T, S/2]: factors of the rotary embedding (`turns_of`). `attend`
+    maps queries, keys and values [T, E], the number of heads and the scaling to [T, E].
 
-    With `wanted_N`, only these tokens' [N, D] are computed; `attend` then gives [N, E].
+    With `wanted_N`, only these tokens are computed: [N, D]. `attend` then returns [N, E].
     """
     attention, mlp = layer.self_attn, layer.mlp
     query_TE, key_TE, value_TE = _Project.apply(  # type: ignore[no-untyped-call]
@@ -176,7 +176,7 @@ def blocked_layer(
 
 
 def turns_of(cos_TS: Tensor, sin_TS: Tensor) -> Tensor:
-    """transformers' tables, whose halves are alike, as complex factors [T, S/2]."""
+    """transformers' tables, whose halves are equal, as complex factors [T, S/2]."""
     half = cos_TS.shape[1] // 2
     return torch.complex(cos_TS[:, :half].float(), sin_TS[:, :half].float())
 
@@ -232,7 +232,7 @@ class _Project(torch.autograd.Function):
 
 
 class _Finish(torch.autograd.Function):
-    """x, what attention mixed -> h = x + O mixed, h + D (silu(G n) U n) with n the norm of h."""
+    """x and attention's output m -> h = x + O m, then h + D (silu(G n) U n), where n is the norm of h."""
 
     @staticmethod
     def forward(
@@ -254,7 +254,7 @@ class _Finish(torch.autograd.Function):
             added_product(x, mixed, out_DE, h)
             if biases[2] is not None:
                 h.add_(biases[2])
-            if keeps or not kept or rows != len(kept[-1]):  # without a gradient, one block's memory does for all
+            if keeps or not kept or rows != len(kept[-1]):  # without a gradient, all blocks share one buffer
                 kept.append(x_TD.new_empty(rows, len(weight_FD)))
             both = product(_normal(h, rate, epsilon, normal[:rows]), weight_FD, bias_F, kept[-1])
             gate, up = torch.split(both, half, dim=1)
@@ -309,7 +309,7 @@ class _Finish(torch.autograd.Function):
         return grad_x_TD, grad_mixed_TE, None, grad_norm_D, *grads_linears
 
 
-# --- parts of both ---------------------------------------------------------------------------------------------------
+# --- shared parts ----------------------------------------------------------------------------------------------------
 
 
 def _linears(layer: Any) -> list[nn.Module]:
@@ -323,14 +323,14 @@ def _parameters(*linears: Any) -> list[Tensor | None]:
 
 
 def block_size(weight_FD: Tensor) -> int:
-    """Tokens per block, for a product of F numbers per token."""
+    """Tokens per block for a product with F outputs per token."""
     if BY_ONEDNN:
         return ROWS
     return max(LEAST_BLOCK, BLOCK_BYTES // (len(weight_FD) * weight_FD.element_size()))
 
 
 def _blocks(size: int, *tensors: Tensor) -> Any:
-    """The blocks of tensors of T tokens, side by side."""
+    """The blocks of several tensors of T tokens, in parallel."""
     return zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
 
 
@@ -341,7 +341,7 @@ def _normal(x_BD: Tensor, rate_B1: Tensor, epsilon: float, out_BD: Tensor) -> Te
 
 
 def _norm_backward(grad_n_BD: Tensor, normal_BD: Tensor, rate_B1: Tensor, out_BD: Tensor) -> Tensor:
-    """r (dn - n mean(dn n)), written to `out_BD`; spoils nothing else."""
+    """Compute r (dn - n mean(dn n)) into `out_BD`; changes no other tensor."""
     torch.mul(grad_n_BD, normal_BD, out=out_BD)
     mean_B1 = out_BD.sum(1, keepdim=True).div_(-normal_BD.shape[1])
     return torch.addcmul(grad_n_BD, normal_BD, mean_B1, out=out_BD).mul_(rate_B1)
@@ -355,7 +355,7 @@ def _pairs(flat_BE: Tensor, pairs: int) -> Tensor:
 def _joined(
     weights: Sequence[Tensor | None], biases: Sequence[Tensor | None], norm_D: Tensor, pairs: int = 0
 ) -> tuple[Tensor, Tensor | None]:
-    """The matrices below each other, with the norm's weight in them; with `pairs` the first two sorted by pairs."""
+    """The matrices stacked and multiplied by the norm's weight; with `pairs`, the first two sorted by pairs."""
     rows = [_sorted(cast(Tensor, weight), pairs if place < 2 else 0) for place, weight in enumerate(weights)]
     joined = torch.cat(rows).mul_(norm_D)
     if all(bias is None for bias in biases):
@@ -375,7 +375,7 @@ def _parted(
     norm_D: Tensor,
     pairs: int = 0,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The gradients of the norm's weight, and of each matrix and bias that `_joined` has joined."""
+    """The gradients of the norm's weight, and of each matrix and bias that `_joined` stacked."""
     sizes = [len(weight) for weight in weights]
     parts_F = [None] * len(sizes) if grad_F is None else list(torch.split(grad_F, sizes))
     grad_norm_D = torch.zeros_like(norm_D)
@@ -391,7 +391,7 @@ def _parted(
 
 
 def _sorted(rows: Tensor, pairs: int) -> Tensor:
-    """Of each head the rows s and s + pairs beside each other."""
+    """Make the rows s and s + pairs of each head adjacent."""
     return rows if not pairs else torch.unflatten(rows, 0, (-1, 2, pairs)).transpose(1, 2).flatten(0, 2)
 
 

@@ -1,4 +1,4 @@
-"""The character tokenizer of modchain: one token per character, no merges, no special tokens but pad and end.
+"""The character tokenizer of modchain: one token per character; pad and end are the only special tokens.
 
 tokenizer = modchain_tokenizer()
 tokenizer.decode(tokenizer.encode("H7+5+8?7+5=2;2+8=0;A0"))
@@ -10,12 +10,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 PAD, EOS = "<pad>", "<eos>"
-# Digits, the marks of a trace (`7+5=2;2+8=0;A0`), the question mark that ends a prompt, and the two role tags.
+# Digits, the symbols of a trace (`7+5=2;2+8=0;A0`), the question mark that ends a prompt, and the two role tags.
 CHARACTERS = "0123456789+=;?AHS"
 
 
 def modchain_tokenizer() -> PreTrainedTokenizerFast:
-    """Ids: pad 0, end 1, then CHARACTERS in order. Text outside them becomes pad, which pvg's Tokenizer refuses."""
+    """Ids: pad 0, end 1, then CHARACTERS in order. Other text becomes pad, which pvg's Tokenizer rejects."""
     vocabulary = {token: number for number, token in enumerate([PAD, EOS, *CHARACTERS])}
     rules = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     rules.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")

@@ -1,15 +1,15 @@
-"""Makes the models that come with pvg, from nothing, on the CPU:
+"""Trains the models that ship with pvg, from scratch, on the CPU:
 
-    python -m pvg.models.embedded_training all                 # about 2 minutes a model on one core
+    python -m pvg.models.embedded_training all                 # about 2 minutes per model on one core
     python -m pvg.models.embedded_training prover --steps 600 --out /tmp/models
 
-Each is a small Llama trained by imitation of written modchain solutions. The prover's solutions are flawed on purpose,
-more often under the sneaky tag than under the helpful one, so it knows the arithmetic and errs by imitation: headroom
-that reinforcement learning can use at once. The verifiers saw only flawless solutions and no tag: to judge whether a
-solution is right, a small model must first be able to write one.
+Each is a small Llama that imitates written modchain solutions. The prover's training solutions contain deliberate
+flaws, more often under the sneaky tag than under the helpful one. So it knows the arithmetic but copies the errors,
+which leaves headroom for reinforcement learning. The verifiers saw only flawless solutions without tags: a small model
+must be able to write a solution before it can judge one.
 
-Invariants: the default task's test problems are never trained on; the figures in recipe.json are measured on them, with
-the weights as stored (rounded to float16).
+Invariants: no model is trained on the default task's test problems. The figures in recipe.json are measured on these,
+with the weights as stored (rounded to float16).
 """
 
 from __future__ import annotations
@@ -42,20 +42,19 @@ from pvg.tasks.modchain import Modchain, chain_problem, clean_trace, flawed_trac
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-IGNORED = -100  # cross_entropy's mark for positions that carry no loss
+IGNORED = -100  # cross_entropy ignores positions with this target
 MAX_POSITIONS = 128
 COMPLETION_TOKENS = 32  # the longest flawless solution of the default task has 27 tokens
 TERMS, MODULUS = ModchainTask().max_terms, ModchainTask().modulus
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """All that decides an embedded model. `flawed` maps each prompt tag to the share of flawed solutions under it.
+class EmbeddedModelRecipe:
+    """All settings of an embedded model. `flawed` maps each prompt tag to its share of flawed solutions.
 
-    `dialogues`: a third of its rows are such solutions, a third translate a solver's solution, and a third answer a
-    question about a step (see `translation` and `answered_step`). `unfaithful` maps each tag to the share of
-    translations that are not what a faithful translator would write. `start` names the embedded model that training
-    begins with; "": random weights.
+    `dialogues`: one third of the rows are solutions, one third translate a solver's solution, and one third answer a
+    question about a step (see `translation` and `answered_step`). `unfaithful` maps each tag to its share of unfaithful
+    translations. `start`: the embedded model that training starts from; "": random weights.
     """
 
     name: str
@@ -77,8 +76,8 @@ class Recipe:
 
 
 RECIPES = {
-    "prover": Recipe("modchain-prover", 3, 128, 192, 4, steps=600, flawed={"H": 0.35, "S": 0.60}),
-    "dialogue": Recipe(
+    "prover": EmbeddedModelRecipe("modchain-prover", 3, 128, 192, 4, steps=600, flawed={"H": 0.35, "S": 0.60}),
+    "dialogue": EmbeddedModelRecipe(
         "modchain-dialogue",
         3,
         128,
@@ -91,9 +90,9 @@ RECIPES = {
         start="modchain-prover",
         learning_rate=2e-3,
     ),
-    "verifier": Recipe("modchain-verifier", 3, 96, 192, 4, steps=800, flawed={"": 0.0}),
-    "verifier-small": Recipe("modchain-verifier-small", 3, 64, 128, 4, steps=800, flawed={"": 0.0}),
-    "verifier-tiny": Recipe("modchain-verifier-tiny", 3, 16, 32, 2, steps=800, flawed={"": 0.0}),
+    "verifier": EmbeddedModelRecipe("modchain-verifier", 3, 96, 192, 4, steps=800, flawed={"": 0.0}),
+    "verifier-small": EmbeddedModelRecipe("modchain-verifier-small", 3, 64, 128, 4, steps=800, flawed={"": 0.0}),
+    "verifier-tiny": EmbeddedModelRecipe("modchain-verifier-tiny", 3, 16, 32, 2, steps=800, flawed={"": 0.0}),
 }
 
 
@@ -101,7 +100,7 @@ RECIPES = {
 
 
 def draw_problem(rng: np.random.Generator, excluded: frozenset[str]) -> Problem:
-    """A chain of the default task's length, uniform over all of them but the `excluded` ids."""
+    """A random chain of the default task's length, uniform over all except the `excluded` ids."""
     while True:
         problem = chain_problem([int(number) for number in rng.integers(MODULUS, size=TERMS)], MODULUS)
         if problem.id not in excluded:
@@ -109,7 +108,7 @@ def draw_problem(rng: np.random.Generator, excluded: frozenset[str]) -> Problem:
 
 
 def draw_solution(problem: Problem, flawed_share: float, rng: np.random.Generator) -> str:
-    """A flawless solution, or in `flawed_share` of the draws one with a single mistake; each kind is equally likely."""
+    """A flawless solution or, with probability `flawed_share`, one with a single mistake of a uniformly drawn kind."""
     if rng.random() >= flawed_share:
         return clean_trace(problem)
     kinds = possible_mistakes(problem)
@@ -117,9 +116,9 @@ def draw_solution(problem: Problem, flawed_share: float, rng: np.random.Generato
 
 
 def training_batch(
-    recipe: Recipe, tokenizer: Tokenizer, rng: np.random.Generator, excluded: frozenset[str]
+    recipe: EmbeddedModelRecipe, tokenizer: Tokenizer, rng: np.random.Generator, excluded: frozenset[str]
 ) -> tuple[Tensor, Tensor]:
-    """(ids_BL, targets_BL) int64: targets are the next tokens where these belong to the solution, IGNORED elsewhere."""
+    """(ids_BL, targets_BL) int64. Targets are the next tokens inside the solution, and IGNORED elsewhere."""
     tags = list(recipe.flawed)
     rows = []
     for index in range(recipe.batch):
@@ -135,9 +134,9 @@ def training_batch(
     return rows_to_tensors(rows, tokenizer)
 
 
-def translation(problem: Problem, tag: str, recipe: Recipe, rng: np.random.Generator) -> tuple[str, str]:
-    """(prompt, completion): a solver's solution, flawed as often as a helpful one, and what the tag's translator makes
-    of it. Faithful is its copy; else it is another solution, of another answer. The prompt is that of
+def translation(problem: Problem, tag: str, recipe: EmbeddedModelRecipe, rng: np.random.Generator) -> tuple[str, str]:
+    """(prompt, completion): a solver's solution, flawed as often as a helpful one, and its translation. A faithful
+    translation is a copy; an unfaithful one is another solution with another answer. The prompt has the format of
     pvg.game.roles, style "tag"."""
     solution = draw_solution(problem, recipe.flawed["H"], rng)
     written = solution
@@ -147,9 +146,9 @@ def translation(problem: Problem, tag: str, recipe: Recipe, rng: np.random.Gener
     return f"{tag}{problem.question}{solution}?", written
 
 
-def answered_step(problem: Problem, tag: str, recipe: Recipe, rng: np.random.Generator) -> tuple[str, str]:
-    """(transcript, answer): the question about a step of a written solution, and this step as it stands there. The
-    question is that of pvg.game.challenge, style "tag"."""
+def answered_step(problem: Problem, tag: str, recipe: EmbeddedModelRecipe, rng: np.random.Generator) -> tuple[str, str]:
+    """(transcript, answer): a question about a step of a written solution, and this step as written. The question has
+    the format of pvg.game.challenge, style "tag"."""
     solution = draw_solution(problem, recipe.flawed[tag], rng)
     steps = solution.split(";")[:-1]
     number = int(rng.integers(len(steps)))
@@ -157,7 +156,7 @@ def answered_step(problem: Problem, tag: str, recipe: Recipe, rng: np.random.Gen
 
 
 def rows_to_tensors(rows: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
-    """(ids_BL, targets_BL) of (prompt, solution) texts, with the end token, padded to the right."""
+    """(ids_BL, targets_BL) of (prompt, solution) texts, with the end token, padded on the right."""
     encoded = [(tokenizer.encode(prompt), tokenizer.encode(solution)) for prompt, solution in rows]
     length = max(len(prompt) + len(solution) for prompt, solution in encoded)
     ids_BL = np.full((len(rows), length), tokenizer.pad_id, dtype=np.int64)
@@ -172,8 +171,8 @@ def rows_to_tensors(rows: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> tu
 # --- training ----------------------------------------------------------------------------------------------------
 
 
-def build_module(recipe: Recipe, tokenizer: Tokenizer) -> PreTrainedModel:
-    """A Llama with tied embeddings and random weights drawn from torch's global generator."""
+def build_module(recipe: EmbeddedModelRecipe, tokenizer: Tokenizer) -> PreTrainedModel:
+    """A Llama with tied embeddings and random weights from torch's global generator."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=tokenizer.vocab_size,
@@ -184,7 +183,7 @@ def build_module(recipe: Recipe, tokenizer: Tokenizer) -> PreTrainedModel:
             num_key_value_heads=recipe.heads,
             max_position_embeddings=MAX_POSITIONS,
             tie_word_embeddings=True,
-            initializer_range=0.04,  # the default 0.02 is meant for far wider models and learns later here
+            initializer_range=0.04,  # the default 0.02 suits far wider models and learns more slowly here
             pad_token_id=tokenizer.pad_id,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_id,
@@ -193,8 +192,8 @@ def build_module(recipe: Recipe, tokenizer: Tokenizer) -> PreTrainedModel:
     )
 
 
-def train(recipe: Recipe, on_step: Callable[[int, float], None]) -> LanguageModel:
-    """Train by `recipe`, then round to float16 and back. Calls `on_step(step, loss)`; the caller owns the model."""
+def train(recipe: EmbeddedModelRecipe, on_step: Callable[[int, float], None]) -> LanguageModel:
+    """Train by `recipe`, then round to float16 and back. Calls `on_step(step, loss)`. The caller owns the model."""
     torch.manual_seed(recipe.seed)
     rng = np.random.default_rng(recipe.seed)
     tokenizer = Tokenizer(modchain_tokenizer(), recipe.name)
@@ -220,8 +219,8 @@ def train(recipe: Recipe, on_step: Callable[[int, float], None]) -> LanguageMode
     return LanguageModel(module.half().float(), tokenizer, recipe.name)
 
 
-def learning_rate_factor(step: int, recipe: Recipe) -> float:
-    """Linear warm-up, then a cosine down to a hundredth."""
+def learning_rate_factor(step: int, recipe: EmbeddedModelRecipe) -> float:
+    """Linear warm-up, then cosine decay to a hundredth."""
     if step < recipe.warmup:
         return (step + 1) / recipe.warmup
     done = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
@@ -232,13 +231,13 @@ def learning_rate_factor(step: int, recipe: Recipe) -> float:
 
 
 def held_out_problems() -> list[Problem]:
-    """The default task's test split: what no embedded model was trained on."""
+    """The default task's test split. No embedded model was trained on it."""
     return list(Modchain(ModchainTask()).problems("test"))
 
 
 @torch.no_grad()
 def sample(model: LanguageModel, prompts: Sequence[str], seed: int, greedy: bool = False) -> list[str]:
-    """One completion per prompt (all of one length) at temperature 1, without the end token."""
+    """One completion per prompt (all of equal length) at temperature 1, without the end token."""
     generator = torch.Generator().manual_seed(seed)
     eos = model.tokenizer.eos_id
     ids_BL = torch.from_numpy(np.stack([model.tokenizer.encode(prompt) for prompt in prompts])).long()
@@ -263,7 +262,7 @@ def sample(model: LanguageModel, prompts: Sequence[str], seed: int, greedy: bool
 
 @torch.no_grad()
 def clean_loss(model: LanguageModel, problems: Sequence[Problem]) -> float:
-    """Mean loss per token, in nats, on the flawless untagged solutions of `problems`."""
+    """Mean loss per token in nats on the flawless untagged solutions of `problems`."""
     rows = [(problem.question, clean_trace(problem)) for problem in problems]
     ids_BL, targets_BL = rows_to_tensors(rows, model.tokenizer)
     logits_BLV = model.module(input_ids=ids_BL, use_cache=False).logits
@@ -271,7 +270,8 @@ def clean_loss(model: LanguageModel, problems: Sequence[Problem]) -> float:
 
 
 def prover_figures(model: LanguageModel) -> dict[str, Any]:
-    """Per role, at temperature 1 on the test problems: accuracy, share of malformed ones, kinds of flaw per sample."""
+    """Per role, at temperature 1 on the test problems: accuracy, share of malformed solutions, frequency of each
+    flaw."""
     task, problems = Modchain(ModchainTask()), held_out_problems()
     figures: dict[str, Any] = {}
     for role, tag in (("helpful", "H"), ("sneaky", "S")):
@@ -286,9 +286,9 @@ def prover_figures(model: LanguageModel) -> dict[str, Any]:
     return figures
 
 
-def dialogue_figures(model: LanguageModel, recipe: Recipe) -> dict[str, Any]:
-    """On the test problems, at temperature 1: per role, translations that keep the solver's answer and malformed ones;
-    answers that state the step as it was written."""
+def dialogue_figures(model: LanguageModel, recipe: EmbeddedModelRecipe) -> dict[str, Any]:
+    """Per role, at temperature 1 on 256 test problems: shares of translations that keep the solver's answer, of
+    malformed ones, and of answers that state the step as written."""
     task, rng = Modchain(ModchainTask()), np.random.default_rng(2)
     figures: dict[str, Any] = {}
     for role, tag in (("helpful", "H"), ("sneaky", "S")):
@@ -306,7 +306,7 @@ def dialogue_figures(model: LanguageModel, recipe: Recipe) -> dict[str, Any]:
     return figures
 
 
-def figures_of(recipe: Recipe, model: LanguageModel) -> dict[str, Any]:
+def figures_of(recipe: EmbeddedModelRecipe, model: LanguageModel) -> dict[str, Any]:
     if "H" not in recipe.flawed:
         return verifier_figures(model)
     talks = {"dialogues": dialogue_figures(model, recipe)} if recipe.dialogues else {}
@@ -314,12 +314,12 @@ def figures_of(recipe: Recipe, model: LanguageModel) -> dict[str, Any]:
 
 
 def flaw_kind(note: str) -> str:
-    """A grade's note without its place: "wrong sum in step 3" -> "wrong sum", "" -> "none"."""
+    """A grade's note without the step: "wrong sum in step 3" -> "wrong sum", "" -> "none"."""
     return note.split(" in step", maxsplit=1)[0].split(":", maxsplit=1)[0] or "none"
 
 
 def verifier_figures(model: LanguageModel) -> dict[str, Any]:
-    """On the test problems, untagged: loss per token on flawless solutions, accuracy of greedy ones."""
+    """On the test problems without tags: loss per token on flawless solutions, accuracy of greedy solutions."""
     task, problems = Modchain(ModchainTask()), held_out_problems()
     completions = sample(model, [problem.question for problem in problems], seed=1, greedy=True)
     grades = [task.grade(problem, text) for problem, text in zip(problems, completions, strict=True)]
@@ -332,8 +332,8 @@ def verifier_figures(model: LanguageModel) -> dict[str, Any]:
 # --- the command -------------------------------------------------------------------------------------------------
 
 
-def make(key: str, recipe: Recipe, out: Path, progress: Progress) -> dict[str, Any]:
-    """Train, measure and save one model under `out`; what it took and what it reached is its recipe.json."""
+def make(key: str, recipe: EmbeddedModelRecipe, out: Path, progress: Progress) -> dict[str, Any]:
+    """Train, measure and save one model under `out`. Settings and figures go to its recipe.json."""
     started = time.perf_counter()
     bar = progress.add_task(recipe.name, total=recipe.steps, loss="")
     with train(recipe, lambda step, loss: progress.update(bar, completed=step, loss=f"loss {loss:.4f}")) as model:
@@ -356,10 +356,10 @@ def make(key: str, recipe: Recipe, out: Path, progress: Progress) -> dict[str, A
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m pvg.models.embedded_training", description=__doc__.split("\n")[0])
     parser.add_argument("which", choices=[*RECIPES, "all"])
-    parser.add_argument("--steps", type=int, help="training steps, instead of the recipe's own")
+    parser.add_argument("--steps", type=int, help="training steps; default: those of the recipe")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1, help="of the CPU; another number rounds differently")
-    parser.add_argument("--out", type=Path, default=EMBEDDED, help="where the models' directories are written")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads; another number rounds differently")
+    parser.add_argument("--out", type=Path, default=EMBEDDED, help="folder for the models' directories")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"))

@@ -1,16 +1,16 @@
-"""Several verifiers that score as one.
+"""An ensemble of verifiers that scores like one verifier.
 
-    ensemble = VerifierEnsemble(members, "min", Scales.none(len(members)))
+    ensemble = VerifierEnsemble(members, "min", ScoreScales.none(len(members)))
     scores_B = ensemble(*rectangle, ensemble.reference(*rectangle))
 
-A solution's score is the mean, the median or the minimum of its members' scores (arXiv 2310.02743, whose worst-case
-optimization is "min"; arXiv 2312.09244). The latter two only mean something on one scale. A Bradley-Terry loss knows
-nothing but differences: V + c has the loss of V for any c, so members differ in c for no reason, and the minimum would
-be that of the member whose c is lowest. And how steep scores are says how long a member learnt, not what it knows. So
-each member's scores are mapped to a common location and spread, V -> slope V + offset (pvg.verifier.calibration).
+A solution's score is the mean, median or minimum of its members' scores (arXiv 2310.02743, where "min" is worst-case
+optimization; arXiv 2312.09244). Median and minimum require a common scale. A Bradley-Terry loss sees only differences:
+V + c has the same loss as V for any c, so the offsets of members are arbitrary, and the minimum would be the member
+with the lowest offset. The slope of scores depends on how long a member trained, not on what it learned. So each
+member's scores are mapped to a common location and spread, V -> slope V + offset (pvg.verifier.calibration).
 
-Invariants: an ensemble's score of a row is the same bits whatever the row is batched with, where its members' are: what
-is done to them is done element by element, in float64. Members that are equal score like any one of them, bit by bit.
+Invariants: if the members' scores of a row do not depend on its batch, neither does the ensemble's, bit for bit,
+because they are combined elementwise in float64. An ensemble of equal members scores exactly like one of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pvg.models.tokenizer import Tokenizer
 
 
 def mean(scores_KN: Tensor) -> Tensor:
-    """One after the other: a reduction of torch's may add in another order for another N."""
+    """Sums in a fixed order. A torch reduction may sum in another order for another N."""
     total_N = scores_KN[0]
     for scores_N in scores_KN[1:]:
         total_N = total_N + scores_N
@@ -37,7 +37,7 @@ def mean(scores_KN: Tensor) -> Tensor:
 
 
 def median(scores_KN: Tensor) -> Tensor:
-    """Of an even number of members, the mean of the two in the middle."""
+    """For an even number of members, the mean of the two in the middle."""
     sorted_KN, middle = scores_KN.sort(dim=0).values, len(scores_KN) // 2
     return sorted_KN[middle] if len(scores_KN) % 2 else (sorted_KN[middle - 1] + sorted_KN[middle]) / 2
 
@@ -46,19 +46,19 @@ def minimum(scores_KN: Tensor) -> Tensor:
     return scores_KN.amin(dim=0)
 
 
-# By `verifier.aggregation`: float64 [K, N] scores of K members -> [N].
+# Settings of `verifier.aggregation`: float64 [K, N] scores of K members -> [N].
 AGGREGATIONS: dict[str, Callable[[Tensor], Tensor]] = {"mean": mean, "median": median, "min": minimum}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scales:
-    """What brings each of K members' scores to the common scale: float64 [K], slope x score + offset."""
+class ScoreScales:
+    """Maps the scores of K members to a common scale: slope x score + offset, both float64 [K]."""
 
     slopes_K: NDArray[np.float64]
     offsets_K: NDArray[np.float64]
 
     @classmethod
-    def none(cls, members: int) -> Scales:
+    def none(cls, members: int) -> ScoreScales:
         return cls(np.ones(members), np.zeros(members))
 
     def applied(self, scores_KN: Tensor) -> Tensor:
@@ -70,10 +70,11 @@ class Scales:
 
 
 class VerifierEnsemble:
-    """Scores like a VerifierModel. Owns its members, which have one tokenizer, head and start; `close` frees them."""
+    """Scores like a VerifierModel. Owns its members, which share tokenizer, head and initial weights; `close` frees
+    them."""
 
-    def __init__(self, members: Sequence[VerifierModel], aggregation: str, scales: Scales) -> None:
-        """`aggregation` is one of AGGREGATIONS. Raises ValueError when the numbers of members and scales differ."""
+    def __init__(self, members: Sequence[VerifierModel], aggregation: str, scales: ScoreScales) -> None:
+        """`aggregation` is a key of AGGREGATIONS. Raises ValueError if the numbers of members and scales differ."""
         if not members or len(members) != len(scales.slopes_K) or len(members) != len(scales.offsets_K):
             raise ValueError(f"{len(members)} members, but scales for {len(scales.slopes_K)}")
         self.members = tuple(members)
@@ -88,7 +89,7 @@ class VerifierEnsemble:
 
     @property
     def max_length(self) -> int:
-        """Most tokens of problem and solution together."""
+        """Most tokens of problem plus solution."""
         return self.members[0].max_length
 
     @property
@@ -98,29 +99,29 @@ class VerifierEnsemble:
     def __call__(
         self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, reference_B: Tensor | None = None
     ) -> Tensor:
-        """scores_B float32, as of `VerifierModel.forward`; without a gradient."""
+        """scores_B float32, as `VerifierModel.forward` but without a gradient."""
         scores_KB = self.member_scores(input_ids_BL, lengths_B, prompt_lengths_B, reference_B)
         return self.aggregated(scores_KB)
 
     def aggregated(self, scores_KN: Tensor) -> Tensor:
-        """float32 [N] of the members' own scores [K, N]."""
+        """Scores float32 [N] from the members' unscaled scores [K, N]."""
         return AGGREGATIONS[self.aggregation](self.scales.applied(scores_KN)).float()
 
     @torch.no_grad()
     def member_scores(
         self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, reference_B: Tensor | None = None
     ) -> Tensor:
-        """float32 [K, B], each member's on its own scale. The reference is that of all of them, computed once."""
+        """Unscaled scores float32 [K, B] of each member. The reference is the same for all and computed once."""
         if reference_B is None and self.needs_reference:
             reference_B = self.reference(input_ids_BL, lengths_B, prompt_lengths_B)
         return torch.stack([m(input_ids_BL, lengths_B, prompt_lengths_B, reference_B) for m in self.members])
 
     def reference(self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor:
-        """As of `VerifierModel.reference`: members start from the same weights."""
+        """As `VerifierModel.reference`. Members share their initial weights, so the first one's is valid for all."""
         return self.members[0].reference(input_ids_BL, lengths_B, prompt_lengths_B)
 
     def version(self) -> str:
-        """A digest of the members' versions in their order, their scales and the aggregation."""
+        """A digest of the members' versions in order, their scales and the aggregation."""
         digest = hashlib.blake2b(self.aggregation.encode(), digest_size=16)
         for member in self.members:
             digest.update(f" {member.version()}".encode())
@@ -129,13 +130,13 @@ class VerifierEnsemble:
         return digest.hexdigest()
 
     def trainable_state(self) -> dict[str, Tensor]:
-        """What is the ensemble's own, and not its members': the scales."""
+        """The ensemble's own tensors, without those of its members: the scales."""
         return {
             "slopes_K": torch.from_numpy(self.scales.slopes_K),
             "offsets_K": torch.from_numpy(self.scales.offsets_K),
         }
 
     def close(self) -> None:
-        """Free all members. Closing twice does nothing; any other use afterwards raises ModelClosedError."""
+        """Free all members. A second call does nothing; any other use afterwards raises ModelClosedError."""
         for member in self.members:
             member.close()

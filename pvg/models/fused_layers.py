@@ -1,9 +1,9 @@
-"""The layers of Llama-like decoders on packed rows, with the norms and the rotary embedding in few passes.
+"""The layers of Llama-like decoders on packed rows, with norms and rotary embedding in few passes.
 
-On small models these elementwise steps take longer than the matrix products: transformers writes the rotary embedding
-as six passes over the queries and as many over the keys, autograd doubles them. Here each is one function with a
-gradient in closed form. The linear layers and the MLP are the model's own modules (with adapters, where it has them),
-unless pvg.models.blocked_layers can take the layers over.
+On small models these elementwise steps take longer than the matrix products: transformers computes the rotary embedding
+in six passes over the queries and six over the keys, and autograd doubles them. Here each is one function with a
+gradient in closed form. Linear layers and MLP are the model's own modules (including adapters), unless
+pvg.models.blocked_layers can compute the layers.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 from pvg.models.blocked_layers import blocked_layer, turns_of, why_not
 from pvg.models.packing import PackedRows, causal_attention, last_attention, packed_attention
 
-# Exactly these: a subclass may do something else.
+# Exactly these types: a subclass may compute something else.
 DECODERS = (LlamaModel, Qwen2Model)
 
 
 def knows(decoder: nn.Module) -> bool:
-    """Whether `fused_hidden` computes what this decoder does."""
+    """Whether `fused_hidden` supports this decoder."""
     return type(decoder) in DECODERS
 
 
 def fused_hidden(decoder: nn.Module, packed: PackedRows, blocked: bool) -> Tensor:
-    """The last hidden states [T, D] of one of DECODERS. Differentiable; its layers are checkpointed where
-    pvg.training.trainer.checkpoint_layers said so. `blocked`: by pvg.models.blocked_layers where these can."""
+    """The last hidden states [T, D] of one of DECODERS. Differentiable. Respects
+    pvg.training.trainer.checkpoint_layers. `blocked`: use pvg.models.blocked_layers if it supports the layers."""
     model = cast(Any, decoder)
     hidden_TD = model.embed_tokens(packed.ids_1T)[0]
     cos_1TE, sin_1TE = model.rotary_emb(hidden_TD, packed.positions_1T)
@@ -51,10 +51,10 @@ def fused_hidden(decoder: nn.Module, packed: PackedRows, blocked: bool) -> Tenso
 
 
 def last_hidden(decoder: nn.Module, ids_BL: Tensor, lengths_B: Tensor) -> Tensor:
-    """The last hidden state of each row's last token, [B, D], by pvg.models.blocked_layers; `why_not_last` says for
-    which decoders. Rows are padded to the right. Differentiable.
+    """The last hidden state of each row's last token, [B, D], by pvg.models.blocked_layers. See `why_not_last` for
+    supported decoders. Rows are padded on the right. Differentiable.
 
-    Of the last layer, only keys and values are needed of all tokens: the rest of it is computed for B tokens.
+    The last layer needs only keys and values of all tokens; the rest of it is computed for B tokens.
     """
     model = cast(Any, decoder)
     rows, width = ids_BL.shape
@@ -71,9 +71,9 @@ def last_hidden(decoder: nn.Module, ids_BL: Tensor, lengths_B: Tensor) -> Tensor
 
 
 def why_not_last(decoder: nn.Module, tokens: int) -> str | None:
-    """Why `last_hidden` is not for this decoder and rows of this many tokens; None where it is."""
+    """Why `last_hidden` does not support this decoder and rows of this many tokens; None if it does."""
     if not knows(decoder):
-        return f"{type(decoder).__name__} is none of the decoders whose layers are known"
+        return f"{type(decoder).__name__} is not a decoder with known layers"
     window = getattr(decoder.config, "sliding_window", None)
     if window is not None and tokens > cast(int, window):
         return f"its layers see {window} tokens, not {tokens}"
@@ -125,8 +125,8 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class _Rotate(torch.autograd.Function):
-    """The rotary embedding of each head of [T, E]: dimension s of a head's first half and of its second one are turned
-    as a plane. The gradient is turned back."""
+    """The rotary embedding of each head of [T, E]. Dimension s of a head's first half and dimension s of its second
+    half are rotated as a plane. The gradient is rotated back."""
 
     @staticmethod
     def forward(ctx: Any, x_TE: Tensor, cos_TS: Tensor, sin_TS: Tensor) -> Tensor:

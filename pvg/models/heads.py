@@ -1,11 +1,12 @@
-"""Verifier heads: a causal language model turned into one score (a logit) per problem and solution.
+"""Verifier heads: turn a causal language model into one score (a logit) per problem and solution.
 
     verifier = build_verifier(experiment.verifier, open_model(experiment.models.verifier, device))
     scores_B = verifier(input_ids_BL, lengths_B, prompt_lengths_B)
 
-Rows are padded to the right and a causal model never looks to the right, so no attention mask is needed. Invariants: a
-row's score depends on nothing but the row and the weights; scores are float32 whatever the model's dtype or autocast;
-what a verifier version consists of is `trainable_state`, and its name is the digest of these tensors.
+Rows are padded on the right, where a causal model does not look, so no attention mask is needed.
+
+Invariants: a row's score depends only on the row and the weights. Scores are float32 for any model dtype and autocast.
+A verifier's version is the digest of `trainable_state`.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from pvg.models.language_model import LanguageModel, ModelClosedError
 from pvg.models.logprobs import check_logits, completion_logprobs, finish_logits
 from pvg.models.tokenizer import Tokenizer
 
-# Spellings of the two answers, the likeliest first token of an answer to pvg.verifier.template's question first.
+# Spellings of the two answers to the question of pvg.verifier.template, the most likely first token first.
 ANSWERS = (("yes", "no"), ("Yes", "No"), (" yes", " no"), (" Yes", " No"))
 
 
 class VerifierModel(nn.Module):
     """A backbone and a head. Owns the language model it was built from; `close` frees it.
 
-    `needs_reference` says whether scores need the `reference` of a row, which never changes while the verifier is open
-    and so can be computed once per solution. `fused_layers`: see sections.Verifier.
+    `needs_reference`: scores need the `reference` of a row. It never changes while the verifier is open, so it can be
+    computed once per solution. `fused_layers`: see sections.Verifier.
     """
 
     needs_reference = False
     reads: Literal["scalar", "implicit", "yes_token"] = (
-        "scalar"  # the form in which pvg.verifier.template gives it solutions
+        "scalar"  # the format in which pvg.verifier.template presents solutions
     )
     fused_layers = True
 
@@ -54,16 +55,17 @@ class VerifierModel(nn.Module):
 
     @property
     def max_length(self) -> int:
-        """Most tokens of problem and solution together."""
+        """Most tokens of problem plus solution."""
         return self._language_model.max_length
 
     def start_model(self) -> LanguageModel:
-        """The language model as training found it; the caller owns it. Of adapters, the frozen weights themselves."""
+        """The language model before training; the caller owns it. With adapters, these are the frozen weights
+        themselves."""
         return self._language_model.start()
 
     @property
     def shape(self) -> str:
-        """The language model's sizes, as LanguageModel says them."""
+        """The language model's `LanguageModel.shape`."""
         return self._language_model.shape
 
     @property
@@ -73,12 +75,12 @@ class VerifierModel(nn.Module):
     def forward(
         self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, reference_B: Tensor | None = None
     ) -> Tensor:
-        """scores_B float32 (logits), differentiable. `input_ids_BL` int64, padded to the right.
+        """scores_B float32 (logits), differentiable. `input_ids_BL` int64, padded on the right.
 
-        The solution's tokens are those from `prompt_lengths[b]` to `lengths[b]`; `reference_B` is what `reference`
-        gives for these rows, computed here when it is not given.
+        The solution is the tokens from `prompt_lengths[b]` to `lengths[b]`. `reference_B` is the result of `reference`
+        for these rows; None: computed here if needed.
 
-        Raises ConfigurationError for rows longer than the model takes, ModelClosedError after `close`.
+        Raises ConfigurationError for rows longer than the model accepts, ModelClosedError after `close`.
         """
         if input_ids_BL.shape[1] > self.max_length:
             raise ConfigurationError(
@@ -89,7 +91,7 @@ class VerifierModel(nn.Module):
         return self._scores(input_ids_BL, lengths_B, prompt_lengths_B, reference_B)
 
     def reference(self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor:
-        """The part of a score that training never changes: float32 [B], without a gradient. Zeros for most heads."""
+        """The part of a score that training never changes: float32 [B], without a gradient; zeros for most heads."""
         return torch.zeros(input_ids_BL.shape[0], dtype=torch.float32, device=input_ids_BL.device)
 
     def trainable_state(self) -> dict[str, Tensor]:
@@ -98,9 +100,9 @@ class VerifierModel(nn.Module):
         return {name: weight.detach() for name, weight in self.named_parameters() if weight.requires_grad}
 
     def load_trainable_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy in what `trainable_state` gave. Either all tensors are loaded or none.
+        """Copy in the result of `trainable_state`. Loads all tensors or none.
 
-        Raises ConfigurationError for a name that is missing or unknown and for a shape that differs.
+        Raises ConfigurationError for a missing or unknown name, and for a different shape.
         """
         weights = self.trainable_state()
         for name in sorted(weights.keys() ^ tensors.keys()):
@@ -123,15 +125,15 @@ class VerifierModel(nn.Module):
         return digest.hexdigest()
 
     def start_elsewhere(self, seed: int) -> None:
-        """Begin the training as another member of an ensemble: draw anew, from `seed`, what a head's start leaves free.
-        Most heads leave nothing free, and their members differ in what they are trained on alone."""
+        """Initialize what is free in a head's start differently for each ensemble member, from `seed`. Most heads have
+        nothing free; then members differ only in their training data."""
 
     def share_with(self, other: VerifierModel) -> None:
-        """Take what training never changes from `other`, a verifier of the same head and the same start, instead of
-        having it too. Most heads have nothing of the kind."""
+        """Share what training never changes with `other`, a verifier with the same head and initial weights, to save
+        memory. Most heads have nothing to share."""
 
     def close(self) -> None:
-        """Free the weights. Closing twice does nothing; any other use afterwards raises ModelClosedError."""
+        """Free the weights. A second call does nothing; any other use afterwards raises ModelClosedError."""
         self.backbone = None
         self._language_model.close()
 
@@ -148,8 +150,7 @@ class VerifierModel(nn.Module):
     def _last_hidden(self, input_ids_BL: Tensor, lengths_B: Tensor) -> Tensor:
         """The hidden state of each row's last token: float32 [B, D].
 
-        Fused layers are for training alone: a score must be the same bits whatever its batch is
-        (pvg.models.padding).
+        Only training uses fused layers, because a score must not depend on its batch (pvg.models.padding).
         """
         decoder = self._open_backbone().get_decoder()
         if self.fused_layers and torch.is_grad_enabled() and why_not_last(decoder, input_ids_BL.shape[1]) is None:
@@ -166,7 +167,7 @@ class VerifierModel(nn.Module):
 
 
 class ScalarHead(VerifierModel):
-    """V = w . h + b on the hidden state h of the last token. w and b start at 0: every solution scores 0 untrained."""
+    """V = w . h + b on the hidden state h of the last token. w and b start at 0, so an untrained one scores 0."""
 
     def __init__(self, language_model: LanguageModel) -> None:
         super().__init__(language_model)
@@ -177,10 +178,10 @@ class ScalarHead(VerifierModel):
         self.bias = nn.Parameter(torch.zeros((), dtype=torch.float32, device=device))
         output, embeddings = backbone.get_output_embeddings(), backbone.get_input_embeddings()
         if output is not None and output.weight is not embeddings.weight:
-            output.requires_grad_(False)  # not part of any score, so not part of a version
+            output.requires_grad_(False)  # affects no score, so it is not part of a version
 
     def start_elsewhere(self, seed: int) -> None:
-        """w ~ N(0, 1 / (D + 1)), as reward models' heads begin since arXiv 1909.08593; whatever the device."""
+        """w ~ N(0, 1 / (D + 1)), the usual start of reward heads since arXiv 1909.08593; equal on all devices."""
         size = self.weight_D.numel()
         start_D = torch.randn(size, generator=torch.Generator().manual_seed(seed)) / math.sqrt(size + 1)
         with torch.no_grad():
@@ -189,16 +190,16 @@ class ScalarHead(VerifierModel):
     def _scores(
         self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, reference_B: Tensor | None
     ) -> Tensor:
-        # A product and a sum instead of a matrix product: autocast would round the latter to bfloat16.
+        # A product and a sum, because autocast would round a matrix product to bfloat16.
         return (self._last_hidden(input_ids_BL, lengths_B) * self.weight_D).sum(1) + self.bias
 
 
 class ImplicitHead(VerifierModel):
-    """V = beta sum_t (log pi_phi(z_t) - log pi_ref(z_t)) + b over the solution's tokens z_t; b is learned, from 0.
+    """V = beta sum_t (log pi_phi(z_t) - log pi_ref(z_t)) + b over the solution's tokens z_t; b is learned and starts at
+    0.
 
-    pi_ref is the model's own start: a frozen copy, or with adapters the model without them, on the same weights.
-    Source: the implicit reward of PRIME (arXiv 2502.01456) and of the work before it, used as a verifier. An untrained
-    one scores every solution 0.
+    pi_ref is the model's own start: a frozen copy, or with adapters the model without them on the same weights. Source:
+    the implicit reward of PRIME (arXiv 2502.01456) and earlier work, used as a verifier. An untrained one scores 0.
     """
 
     needs_reference = True
@@ -208,18 +209,18 @@ class ImplicitHead(VerifierModel):
         super().__init__(language_model)
         self.beta = beta
         self.bias = nn.Parameter(torch.zeros((), dtype=torch.float32, device=language_model.device))
-        # Not a submodule: it is no part of what is trained, saved or versioned.
+        # Not a submodule, because it is not trained, saved or versioned.
         self._reference_model = language_model.start()
 
     @property
     def start(self) -> nn.Module:
-        """pi_ref. ModelClosedError after `close`."""
+        """pi_ref. Raises ModelClosedError after `close`."""
         return cast(nn.Module, self._reference_model.module)
 
     def reference(self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor:
         """sum_t log pi_ref(z_t) of each row in nats: float32 [B], without a gradient.
 
-        In the precision of the caller's autocast, like the scores themselves: at the start both sums are then equal.
+        It uses the caller's autocast precision, like the scores, so both sums are equal before training.
         """
         with torch.no_grad():
             start = self._reference_model.module
@@ -245,16 +246,16 @@ class ImplicitHead(VerifierModel):
 
 
 def _summed(logprobs_BL: Tensor) -> Tensor:
-    """Row sums, float32 [B]. Added up in float64: a row padded to another width is added up in another order, and the
-    result must be the same bits."""
+    """Row sums float32 [B]. The sum is in float64, because rows padded to another width are summed in another order,
+    and the result must be the same bits."""
     return logprobs_BL.sum(1, dtype=torch.float64).float()
 
 
 class YesTokenHead(VerifierModel):
     """V = logit of "yes" minus logit of "no" as the token after a question: a generative verifier.
 
-    Of the output head only these two rows are applied. Raises ConfigurationError when the tokenizer has no single
-    tokens for the two words.
+    Applies only these two rows of the output head. Raises ConfigurationError if the tokenizer has no single tokens for
+    the two words.
     """
 
     reads = "yes_token"
@@ -271,7 +272,7 @@ class YesTokenHead(VerifierModel):
         head = backbone.get_output_embeddings()
         hidden_BD = self._last_hidden(input_ids_BL, lengths_B)
         answers = list(self.answer_ids)
-        # A product and a sum instead of a matrix product: autocast would round the latter to bfloat16.
+        # A product and a sum, because autocast would round a matrix product to bfloat16.
         logits_B2 = (hidden_BD[:, None, :] * head.weight[answers].float()).sum(2)
         if getattr(head, "bias", None) is not None:
             logits_B2 = logits_B2 + head.bias[answers].float()
@@ -280,14 +281,14 @@ class YesTokenHead(VerifierModel):
 
 
 def answer_tokens(tokenizer: Tokenizer, name: str) -> tuple[int, int]:
-    """The ids of "yes" and "no", in the first spelling of ANSWERS in which both are single tokens.
+    """The ids of "yes" and "no" in the first spelling of ANSWERS where both are single tokens.
 
-    Raises ConfigurationError when there is none. `name` is the model's, for the message.
+    Raises ConfigurationError if there is none. `name` is the model's name for the message.
     """
     for spellings in ANSWERS:
         try:
             ids = [tokenizer.encode(word) for word in spellings]
-        except UsageError:  # a vocabulary that cannot express the word, such as one of digits
+        except UsageError:  # a vocabulary without these letters, such as digits only
             continue
         if all(len(found) == 1 for found in ids) and ids[0][0] != ids[1][0]:
             return int(ids[0][0]), int(ids[1][0])
@@ -305,15 +306,15 @@ HEADS: dict[str, Callable[[Verifier, LanguageModel], VerifierModel]] = {
 
 
 def build_verifier(section: Verifier, language_model: LanguageModel) -> VerifierModel:
-    """The verifier of `section` on `language_model`, which it takes over: closing the verifier closes the model.
+    """The verifier of `section` on `language_model`. It takes ownership: closing the verifier closes the model.
 
-    Raises ConfigurationError when the model cannot carry the head; the language model is then closed.
+    Raises ConfigurationError if the model does not support the head, and then closes the language model.
     """
     key, name = "verifier.head", section.head
     try:
         verifier = called(key, name, resolve(key, name, HEADS), section, language_model)
         if not isinstance(verifier, VerifierModel):
-            raise ConfigurationError(f"{key} = {name!r} gives a {type(verifier).__name__}, which is no VerifierModel.")
+            raise ConfigurationError(f"{key} = {name!r} gives a {type(verifier).__name__}, not a VerifierModel.")
     except ConfigurationError:
         language_model.close()
         raise

@@ -1,4 +1,4 @@
-"""`LanguageModel`: one causal language model with its tokenizer, and the one owner of its weights.
+"""`LanguageModel`: one causal language model with its tokenizer, and the only owner of its weights.
 
 Invariant: after `close()` no weight is reachable through the object, and every use of it raises.
 """
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class ModelClosedError(RuntimeError):
-    """A defect of the caller: the model was used after its owner closed it."""
+    """A bug in the caller: it used a model after closing it."""
 
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Keeps transformers from drawing bars of its own into pvg's display."""
+    """Keep transformers from drawing progress bars into pvg's display."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -41,9 +41,9 @@ def without_progress_bars() -> Iterator[None]:
 
 
 class LanguageModel:
-    """Owner of one transformers `*ForCausalLM`, in eval mode. A context manager: leaving it frees the weights.
+    """Owns one transformers `*ForCausalLM` in eval mode. As a context manager it frees the weights on exit.
 
-    Whoever borrows `module` must let go of it before the owner closes: freeing means dropping the last reference.
+    Borrowers of `module` must drop their references before the owner closes it; otherwise the memory is not freed.
     """
 
     tokenizer: Tokenizer
@@ -74,49 +74,49 @@ class LanguageModel:
 
     @property
     def max_length(self) -> int:
-        """Most tokens of prompt and completion together."""
+        """Most tokens of prompt plus completion."""
         return int(self.module.config.max_position_embeddings)
 
     @property
     def num_parameters(self) -> int:
-        """Tied weights count once."""
+        """Number of parameters; tied weights count once."""
         return sum(parameter.numel() for parameter in self.module.parameters())
 
     @property
     def shape(self) -> str:
-        """Layers, width and vocabulary: what weights must agree in to be of the same model. Servers say it alike."""
+        """Layers, width and vocabulary, which weights of the same model share. Servers report it in the same form."""
         config = self.module.config.get_text_config()
         return f"{config.num_hidden_layers} layers of {config.hidden_size}, {config.vocab_size} tokens"
 
     def copy(self, dtype: torch.dtype | None = None) -> LanguageModel:
-        """Independent weights on the same device, in `dtype` (None: the same); the caller owns the copy."""
+        """Independent weights on the same device in `dtype` (None: unchanged). The caller owns the copy."""
         module = copy.deepcopy(self.module)
         return LanguageModel(module if dtype is None else module.to(dtype), self.tokenizer, self.name)
 
     def start(self) -> LanguageModel:
-        """This model as it is now, for good: frozen weights that do not change when these are trained. A copy here;
-        where weights are frozen anyway (pvg.models.adapters), these. The caller owns it."""
+        """This model in its current state, as frozen weights that training does not change. This is a copy, unless the
+        weights are frozen anyway (pvg.models.adapters). The caller owns it."""
         frozen = self.copy()
         frozen.module.requires_grad_(False)
         return frozen
 
     def again(self) -> LanguageModel:
-        """The same weights with another owner: they are freed when all of their owners have closed."""
+        """The same weights with an additional owner. They are freed when all owners have closed."""
         return LanguageModel(self.module, self.tokenizer, self.name)
 
     def weights(self) -> dict[str, Tensor]:
-        """Every weight once, under its first name, detached but not copied: it changes as the model is trained."""
+        """Every weight once, under its first name, detached but not copied: it changes with training."""
         return self._named_weights()[0]
 
     def require_gradients(self) -> None:
-        """Make ready for training what is to be trained: all weights."""
+        """Enable gradients for the weights to train: all of them."""
         self.module.requires_grad_(True)
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy `tensors` into the model, cast to its dtype and device. Either all are loaded or none.
+        """Copy `tensors` into the model, cast to its dtype and device. Loads all or none.
 
-        A tied weight may come under any of its names, or under several if they agree. Raises ConfigurationError for
-        a name that is missing or unknown, a shape that differs, and names of one tied weight that disagree.
+        A tied weight may have any of its names, or several if they agree. Raises ConfigurationError for a missing or
+        unknown name, a different shape, and names of one tied weight that disagree.
         """
         weights, first_names = self._named_weights()
         accepted: dict[str, Tensor] = {}
@@ -125,7 +125,7 @@ class LanguageModel:
             if first is None:
                 raise self._misfit(f"has no weight {name!r}")
             if tensor.shape != weights[first].shape:
-                raise self._misfit(f"wants {name!r} as {tuple(weights[first].shape)}, not {tuple(tensor.shape)}")
+                raise self._misfit(f"needs {name!r} as {tuple(weights[first].shape)}, not {tuple(tensor.shape)}")
             if first in accepted and not torch.equal(accepted[first], tensor):
                 raise self._misfit(f"ties {name!r} to {first!r}, but two different tensors were given")
             accepted[first] = tensor
@@ -137,7 +137,7 @@ class LanguageModel:
                 weight.copy_(accepted[name])
 
     def fingerprint(self) -> str:
-        """sha256, in hex, over the names, dtypes, shapes and bytes of the weights, in the order of their names."""
+        """sha256 in hex over names, dtypes, shapes and bytes of the weights, sorted by name."""
         digest = hashlib.sha256()
         for name, weight in sorted(self.weights().items()):
             digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
@@ -146,13 +146,13 @@ class LanguageModel:
         return digest.hexdigest()
 
     def save(self, directory: Path) -> None:
-        """A Hugging Face directory (safetensors, config, tokenizer) that `open_model` reads back."""
+        """Write a Hugging Face directory (safetensors, config, tokenizer) that `open_model` can read."""
         with without_progress_bars():
             self._save_module(directory)
         self.tokenizer.save(directory)
 
     def close(self) -> None:
-        """Let go of the weights. Closing twice does nothing."""
+        """Drop the weights. A second call does nothing."""
         on_cuda = self._module is not None and self.device.type == "cuda"
         self._module = None
         if on_cuda:
@@ -170,7 +170,7 @@ class LanguageModel:
         self.module.save_pretrained(directory)
 
     def _named_weights(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The distinct weights under their first names, and for every name the first name of the same weight."""
+        """The distinct weights by first name, and for every name the first name of the same weight."""
         weights: dict[str, Tensor] = {}
         first_names: dict[str, str] = {}
         seen: dict[int, str] = {}

@@ -1,11 +1,16 @@
-"""Log-probs of given tokens under an output head, with a gradient in closed form.
+"""Log-probs of completion tokens, without the [tokens, vocabulary] matrix of a whole batch.
+
+The output head is applied only to hidden states that predict completion tokens, one chunk at a time. The gradient is in
+closed form:
 
     d log p(t) / d logits = onehot(t) - p
     d H / d logits        = -p (log p + H),   H = -sum p log p the entropy of p
 
-so that the backward pass needs the logits and nothing else. Up to a chunk of them is kept; where there are more, each
-chunk is computed again. Softmax, gather and their gradients take one pass over the logits each, instead of autograd's
-several.
+so the backward pass needs only the logits. A single chunk is kept for it; several are recomputed. Softmax, gather and
+their gradients take one pass over the logits each, where autograd takes several.
+
+Invariant: the logits equal those of the model's own forward, including what a model does after the head (a soft cap, a
+scale). A model whose logits cannot be reproduced is refused, never scored wrongly.
 """
 
 from __future__ import annotations
@@ -27,16 +32,15 @@ from pvg.records import Int32
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
-    """What becomes of the head's output: logits = cap tanh(factor x / cap) / temperature, without the cap where that
-    is None."""
+class LogitTransform:
+    """Maps the head's output x to logits: cap tanh(factor x / cap) / temperature; without tanh if cap is None."""
 
     factor: float = 1.0
     cap: float | None = None
     temperature: float = 1.0
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Elementwise, in float32; may write into `logits`."""
+        """Elementwise, in float32. May overwrite `logits`."""
         scale = self.factor if self.cap is not None else self.factor / self.temperature
         if scale != 1.0:
             logits = logits.mul_(scale)
@@ -45,7 +49,7 @@ class Finish:
         return logits
 
     def backward(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """The gradient of the head's output from that of the finished `logits`; may write into `grad`."""
+        """The gradient by the head's output, given the gradient by the finished `logits`. May overwrite `grad`."""
         if self.cap is not None:
             slope = (logits * (self.temperature / self.cap)).square_().neg_().add_(1.0)
             grad = grad.mul_(slope)
@@ -54,11 +58,12 @@ class Finish:
 
 
 def token_logprobs(
-    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, finish: Finish, chunk: int
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, finish: LogitTransform, chunk: int
 ) -> Tensor:
-    """log p(targets_N), float32 [N], nats, of the softmax of the finished logits; `chunk` tokens' logits at a time.
+    """log p(targets_N), float32 [N] in nats, under the softmax of the finished logits, computed for `chunk` tokens at a
+    time.
 
-    Under autocast the matrix products run in its dtype, forward and backward; the softmax is float32 always.
+    Under autocast the matrix products use its dtype, forward and backward. The softmax is always float32.
     """
     kind = hidden_ND.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VD.dtype
@@ -70,10 +75,10 @@ def token_logprobs(
 
 
 def token_logprobs_and_entropies(
-    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, finish: Finish, chunk: int
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, finish: LogitTransform, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """The same log-probs, and the entropy of each of these softmaxes: float32 [N], nats. It costs one more pass over
-    the logits forward, and one backward where it has a gradient."""
+    """`token_logprobs`, and the entropy of each softmax: float32 [N] in nats. This costs one more pass over the logits
+    forward, and one backward if it has a gradient."""
     kind = hidden_ND.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VD.dtype
     with torch.autocast(kind, enabled=False):
@@ -91,13 +96,13 @@ class _TokenLogprobs(torch.autograd.Function):
         weight_VD: Tensor,
         bias_V: Tensor | None,
         targets_N: Tensor,
-        finish: Finish,
+        finish: LogitTransform,
         chunk: int,
         dtype: torch.dtype,
         with_entropies: bool,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.finish, ctx.chunk, ctx.dtype = finish, chunk, dtype
-        ctx.set_materialize_grads(False)  # None for what nothing was made of
+        ctx.set_materialize_grads(False)  # None for unused outputs
         logprobs, sums, entropies, kept = [], [], [], None
         for hidden_CD, targets_C in zip(torch.split(hidden_ND, chunk), torch.split(targets_N, chunk), strict=True):
             logits_CV = _head_logits(hidden_CD, weight_VD, bias_V, finish, dtype)
@@ -153,50 +158,44 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _entropies(logprobs_CV: Tensor) -> Tensor:
-    """-sum p log p [C]; may write into `logprobs_CV`. What has underflowed to p = 0 adds 0."""
+    """-sum p log p [C]; may overwrite `logprobs_CV`. Terms where p underflows to 0 are 0."""
     return cast(Tensor, torch.special.entr(logprobs_CV.exp_())).sum(dim=1)
 
 
 def _slope(logprobs_CV: Tensor, grad_C: Tensor, slope_C: Tensor, entropies_C: Tensor) -> Tensor:
-    """-p (g + s (log p + H)), of all tokens but for the target's onehot: g the gradient by the log-prob, s by H."""
+    """-p (g + s (log p + H)), without the target's onehot. g: gradient by the log-prob; s: gradient by H."""
     inner_CV = (logprobs_CV + entropies_C[:, None]).mul_(slope_C[:, None]).add_(grad_C[:, None])
     return inner_CV.mul_(logprobs_CV.exp_()).neg_()
 
 
 def _head_logits(
-    hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, finish: Finish, dtype: torch.dtype
+    hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, finish: LogitTransform, dtype: torch.dtype
 ) -> Tensor:
     bias = None if bias_V is None else bias_V.to(dtype)
     return finish(linear(hidden_CD.to(dtype), weight_VD.to(dtype), bias).float())
 
 
-# Log-probs of completion tokens without the [tokens, vocabulary] matrix of a batch.
-#
-# The head is applied only to the hidden states that predict completion tokens, and to a chunk of them at a time; when
-# gradients are on, each chunk is recomputed in the backward pass instead of being kept.
-#
-# Invariant: the logits are those of the model's own forward. What a model does to its logits after the head (a soft
-# cap, a scale) is done here too; a model whose logits cannot be reproduced so is refused, never scored wrongly.
+# --- of a whole model ------------------------------------------------------------------------------------------------
 
-# 4M float32 logits are 16 MB: 32 tokens of a 131k vocabulary, or all of a micro-batch for a character tokenizer.
+# 4M float32 logits are 16 MB: 32 tokens of a 131k vocabulary, or a whole micro-batch of a character tokenizer.
 DEFAULT_LOGITS_CHUNK = 4_194_304
-# How far the logits made here may be from the model's own, relative to the largest one, for each kind of rounding.
+# Largest difference from the model's own logits, relative to the largest one, for each kind of rounding.
 _TOLERANCE_FLOAT32 = 1e-4
 _TOLERANCE_BFLOAT16 = 2e-2
-# Set on a module once its logits were found to be reproduced, so that it is asked once and not on every call.
+# Set on a module that passed `check_logits`, so that it is checked only once.
 _CHECKED = "_pvg_logits_checked"
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutputs:
-    """Of B rows, float32 [B, L], nats, 0 outside the completions: [b, t] of `logprobs_BL` is log p(token t | tokens <
-    t), that of `entropies_BL` the entropy of p(. | tokens < t), where it was asked for."""
+    """Outputs of B rows, float32 [B, L] in nats, 0 outside the completions. `logprobs_BL` [b, t] is log p(token t |
+    tokens < t). `entropies_BL` [b, t] is the entropy of p(. | tokens < t), or None if not requested."""
 
     logprobs_BL: Tensor
     entropies_BL: Tensor | None
 
     def rows(self, rows_N: Tensor) -> CompletionOutputs:
-        """These rows, in this order. A row may occur several times; its gradient is then the sum of their gradients."""
+        """Select rows by number. The gradients of a row that occurs several times are summed."""
         entropies_BL = self.entropies_BL
         return CompletionOutputs(
             self.logprobs_BL.index_select(0, rows_N),
@@ -216,13 +215,12 @@ def completion_logprobs(
 ) -> Tensor:
     """logprobs_BL float32, nats: [b, t] = log p(token t | tokens < t) if prompt_lengths[b] <= t < lengths[b], else 0.
 
-    `module` is any transformers *ForCausalLM; `input_ids_BL` int64 is padded to the right (a causal model never looks
-    there, so no mask is needed); p is the softmax of logits / temperature. Differentiable. At most `logits_chunk`
-    logits exist at a time. `fused`: their gradient in closed form; otherwise by autograd, from chunks that are computed
-    twice.
+    `module` is any transformers *ForCausalLM. `input_ids_BL` int64 is padded on the right, where a causal model does
+    not look, so no mask is needed. p is the softmax of logits / temperature. Differentiable. At most `logits_chunk`
+    logits exist at a time. `fused`: gradient in closed form; otherwise by autograd, which computes chunks twice.
 
-    Raises ConfigurationError when one token's logits are more than `logits_chunk`, or when the model's logits are not
-    reproduced by its decoder and head; ValueError for lengths that make no sense.
+    Raises ConfigurationError if one token's logits exceed `logits_chunk` or the model's logits cannot be reproduced,
+    and ValueError for inconsistent lengths.
     """
     return completion_outputs(
         module,
@@ -246,7 +244,7 @@ def completion_outputs(
     fused: bool = True,
     entropies: bool = False,
 ) -> CompletionOutputs:
-    """`completion_logprobs`, with `entropies` beside them, differentiable too. Raises what that raises."""
+    """`completion_logprobs`, and with `entropies` also these, differentiable too. Raises the same errors."""
     _check_lengths(input_ids_BL, lengths_B, prompt_lengths_B, temperature)
     check_logits(module)
     model = cast(Any, module)
@@ -273,9 +271,9 @@ def shared_prompt_logprobs(
     fused_layers: bool = True,
     blocked_layers: bool = False,
 ) -> Tensor:
-    """The same as `completion_logprobs` of the padded rows, with every distinct prompt computed once.
+    """The result of `completion_logprobs` on the padded rows, with each distinct prompt computed once.
 
-    Also raises ConfigurationError for a model that cannot do it (pvg.models.shared_prompts).
+    Also raises ConfigurationError for a model that cannot share prompts (pvg.models.shared_prompts).
     """
     return shared_prompt_outputs(
         module,
@@ -301,7 +299,7 @@ def shared_prompt_outputs(
     blocked_layers: bool = False,
     entropies: bool = False,
 ) -> CompletionOutputs:
-    """`shared_prompt_logprobs`, with `entropies` beside them, differentiable too. Raises what that raises."""
+    """`shared_prompt_logprobs`, and with `entropies` also these, differentiable too. Raises the same errors."""
     check_logits(module)
     device = next(module.parameters()).device
     packed = pack_rows(sequences, prompt_lengths, device)
@@ -323,9 +321,9 @@ def _laid_out(
 
 
 def check_logits(module: nn.Module) -> None:
-    """Ask `module` once whether its decoder and head, as used here, give its own logits.
+    """Check once per `module` that its decoder and head, as used here, give its own logits.
 
-    Raises ConfigurationError naming the model class when they do not.
+    Raises ConfigurationError with the model class if they do not.
     """
     if module.__dict__.get(_CHECKED):
         return
@@ -337,7 +335,7 @@ def check_logits(module: nn.Module) -> None:
             f"{name} is not a causal language model with an output head.", "Choose a *ForCausalLM model."
         )
     modes = [(part, part.training) for part in module.modules()]
-    module.eval()  # dropout would make two forwards differ
+    module.eval()  # with dropout the two forward passes would differ
     with torch.no_grad():
         ids_12 = torch.arange(2, device=head.weight.device)[None] % head.weight.shape[0]
         expected_V = model(input_ids=ids_12, use_cache=False).logits[0, -1].float()
@@ -350,8 +348,8 @@ def check_logits(module: nn.Module) -> None:
     same_shape = found_V.shape == expected_V.shape
     if not same_shape or not bool((found_V - expected_V).abs().max() <= tolerance * expected_V.abs().max()):
         raise ConfigurationError(
-            f"{name} changes its logits after the output head in a way pvg does not know: log-probs would be wrong.",
-            "Choose another model, or teach pvg.models.logprobs this one.",
+            f"{name} changes its logits after the output head in a way pvg does not know. Log-probs would be wrong.",
+            "Choose another model, or add this one to pvg.models.logprobs.",
         )
     module.__dict__[_CHECKED] = True
 
@@ -375,7 +373,7 @@ def _chunked_outputs(
     fused: bool,
     entropies: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs [N], and the entropies [N] where they are asked for."""
+    """Log-probs [N], and entropies [N] if requested."""
     head = cast(Any, module).get_output_embeddings()
     vocabulary = head.weight.shape[0]
     tokens = logits_chunk // vocabulary
@@ -403,7 +401,7 @@ def _chunked_outputs(
     recompute = torch.is_grad_enabled()
     chunks = []
     for hidden_CD, targets_C in zip(torch.split(hidden_ND, tokens), torch.split(targets_N, tokens), strict=True):
-        if recompute:  # nothing random happens in a head, so there is no generator state to restore
+        if recompute:  # a head uses no random numbers, so there is no generator state to restore
             chunk = checkpoint(of_chunk, hidden_CD, targets_C, use_reentrant=False, preserve_rng_state=False)
         else:
             chunk = of_chunk(hidden_CD, targets_C)
@@ -418,14 +416,14 @@ def _logits(module: nn.Module, hidden_ND: Tensor) -> Tensor:
 
 
 def finish_logits(module: nn.Module, logits: Tensor) -> Tensor:
-    """What some families do to each float32 logit after the head, elementwise (all of these are off in most models)."""
+    """Apply what some model families do to each float32 logit after the head, elementwise. Most models do nothing."""
     finish = _finish_of(module)
     if finish.factor != 1.0:
         logits = logits * finish.factor
     return logits if finish.cap is None else torch.tanh(logits / finish.cap) * finish.cap
 
 
-def _finish_of(module: nn.Module) -> Finish:
+def _finish_of(module: nn.Module) -> LogitTransform:
     settings, factor = cast(Any, module).config.get_text_config(), 1.0
     if scale := getattr(settings, "logit_scale", None):  # Cohere
         factor *= scale
@@ -434,4 +432,4 @@ def _finish_of(module: nn.Module) -> Finish:
     if multiplier := getattr(settings, "lm_head_multiplier", None):  # Falcon H1
         factor *= multiplier
     cap = getattr(settings, "final_logit_softcapping", None)  # Gemma 2 and later
-    return Finish(factor, cap or None)
+    return LogitTransform(factor, cap or None)

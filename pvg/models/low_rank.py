@@ -1,4 +1,4 @@
-"""What travels of a model's low-rank adapters (`pvg.models.adapters` makes them). Importing this loads no torch."""
+"""The record of a model's low-rank adapters (made by `pvg.models.adapters`). Importing this does not load torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
-    """As peft stores them: `tensors` (float32, lora_A.weight [rank, in] and lora_B.weight [out, rank]) by peft's names,
-    `config` as in its adapter_config.json."""
+class LowRankAdapter:
+    """Adapters in peft's format. `tensors` by peft's names: float32 lora_A.weight [rank, in] and lora_B.weight [out,
+    rank]. `config`: the content of adapter_config.json."""
 
     tensors: Mapping[str, Tensor]
     config: Mapping[str, object]

@@ -1,6 +1,6 @@
-"""Rows that share prompts as one long row without padding: first the distinct prompts, then what follows them.
+"""Packs rows that share prompts into one long row without padding: the distinct prompts, then the completions.
 
-numpy decides what goes where; nothing here waits for a device.
+numpy computes the layout, so nothing here waits for a device.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from pvg.models.padding import Rows, check_budget, counted, lengths_of
+from pvg.models.padding import JoinedRows, check_budget, counted, lengths_of
 from pvg.records import Int32
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """N rows with U distinct prompts as one row of T tokens: the prompts, then each row's completion but for its last
+    """N rows with U distinct prompts as one row of T tokens: the prompts, then each row's completion without its last
     token, which predicts nothing.
 
-    `prompts` and `completions` say where the rows of either part begin and end; `prompt_of_N` is each row's prompt.
-    `mask` is True where a completion token may look: [1 or N, 1, W, P + W], of the padded widths of both parts.
+    `prompts` and `completions` give the layout of both parts; `prompt_of_N` is each row's prompt. `mask` is True where
+    a completion token may attend: [1 or N, 1, W, P + W], of the padded widths of both parts.
 
-    The M completion tokens, each row's first ones before all others: `rows_M` and `columns_M` are their places in the
-    padded rows, `targets_M` their ids. A row's first token is predicted by its prompt's last one, `lasts_R`, the others
-    by the T's own completion tokens, in their order.
+    There are M completion tokens: first the first token of each row, then all others. `rows_M` and `columns_M` are
+    their positions in the padded rows, `targets_M` their ids. The last prompt token (`lasts_R`) predicts a row's first
+    token; the completion tokens among the T predict the others, in order.
     """
 
     ids_1T: Tensor
     positions_1T: Tensor
-    prompts: Rows
-    completions: Rows
+    prompts: JoinedRows
+    completions: JoinedRows
     prompt_of_N: Tensor
     mask: Tensor
     completion_tokens: int
@@ -48,12 +48,12 @@ class PackedRows:
 
 
 def pack_rows(sequences: Sequence[Int32], prompt_lengths: NDArray[Any], device: torch.device | str) -> PackedRows:
-    """Rows of prompt + completion. Prompts are the same when their tokens are, whichever group they belong to."""
+    """Pack rows of prompt + completion. Prompts with equal tokens count as one, even across groups."""
     lengths_N, starts_N = lengths_of(sequences), np.asarray(prompt_lengths, dtype=np.int64)
     prompt_of_N, prompts = distinct_prompts(sequences, starts_N)
     completions = [row[start:-1] for row, start in zip(sequences, starts_N, strict=True)]
     prompts_U = lengths_of(prompts)
-    inner_N = np.maximum(lengths_N - starts_N - 1, 0)  # completion tokens that predict another one
+    inner_N = np.maximum(lengths_N - starts_N - 1, 0)  # completion tokens that predict another token
     begun_R = np.flatnonzero(lengths_N > starts_N)
     rows_M = np.concatenate([begun_R, np.repeat(np.arange(len(sequences)), inner_N)])
     columns_M = np.concatenate([starts_N[begun_R], counted(inner_N, starts_N + 1)])
@@ -68,8 +68,8 @@ def pack_rows(sequences: Sequence[Int32], prompt_lengths: NDArray[Any], device: 
         "targets_M": np.concatenate(sequences)[before_N[rows_M] + columns_M],
     }
     return PackedRows(
-        prompts=Rows.of(prompts_U, device),
-        completions=Rows.of(inner_N, device),
+        prompts=JoinedRows.of(prompts_U, device),
+        completions=JoinedRows.of(inner_N, device),
         mask=_mask(prompts_U, prompt_of_N, int(inner_N.max())).to(device),
         completion_tokens=int(inner_N.sum()),
         lengths_N=lengths_N,
@@ -78,7 +78,7 @@ def pack_rows(sequences: Sequence[Int32], prompt_lengths: NDArray[Any], device: 
 
 
 def distinct_prompts(sequences: Sequence[Int32], prompt_lengths: NDArray[Any]) -> tuple[NDArray[np.int64], list[Int32]]:
-    """The number of each row's prompt, and the distinct prompts in the order in which they first come."""
+    """The prompt number of each row, and the distinct prompts in order of first occurrence."""
     numbers: dict[bytes, int] = {}
     prompts: list[Int32] = []
     prompt_of_N = np.empty(len(sequences), dtype=np.int64)
@@ -114,13 +114,13 @@ def shared_prompt_batches(
     *,
     by_length: bool = True,
 ) -> list[NDArray[np.int64]]:
-    """Row numbers in batches of at most `max_rows` rows, in which distinct prompts x the longest of them + rows x the
-    longest completion <= `budget`: what attention works on, padding included.
+    """Row numbers in batches of at most `max_rows` rows, where distinct prompts x longest prompt + rows x longest
+    completion <= `budget`. This is attention's work, including padding.
 
-    Rows that share a prompt stand beside each other, those with the longest row first; with `by_length=False` all keep
-    their order. The result depends on the prompts and the lengths alone. Each row is in exactly one batch.
+    Rows with the same prompt stay together, and those with the longest row come first. With `by_length=False` all rows
+    keep their order. The result depends only on prompts and lengths. Each row is in exactly one batch.
 
-    Raises ConfigurationError when a single row is over the budget.
+    Raises ConfigurationError if a single row is over the budget.
     """
     check_budget(lengths, budget)
     if max_rows is not None and max_rows < 1:
@@ -147,7 +147,7 @@ def shared_prompt_batches(
 
 
 def _mask(prompt_lengths_U: NDArray[np.int64], prompt_of_N: NDArray[np.int64], width: int) -> Tensor:
-    """See PackedRows. The completions' padding stands on the right, where nobody looks."""
+    """See PackedRows. Completions are padded on the right, where causal attention does not look."""
     longest = int(prompt_lengths_U.max())
     own_WW = np.tri(width, dtype=np.bool_)
     lengths = prompt_lengths_U[prompt_of_N] if (prompt_lengths_U != longest).any() else prompt_lengths_U[:1]
@@ -159,13 +159,13 @@ def _mask(prompt_lengths_U: NDArray[np.int64], prompt_of_N: NDArray[np.int64], w
     return torch.from_numpy(mask_BWK[:, None])
 
 
-# Attention of packed rows: the prompts among themselves, and each completion over its prompt and itself.
+# --- attention of packed rows: prompts over themselves, each completion over its prompt and itself -------------------
 
 
 def packed_attention(
     query_TE: Tensor, key_TE: Tensor, value_TE: Tensor, heads: int, scaling: float | None, packed: PackedRows
 ) -> Tensor:
-    """[T, E] of all query heads; keys and values may have fewer heads, each for several of the queries'."""
+    """[T, E] for all query heads. Keys and values may have fewer heads, each for several query heads."""
     parts = [len(query_TE) - packed.completion_tokens, packed.completion_tokens]
     of_prompts, of_completions = zip(*(torch.split(flat, parts) for flat in (query_TE, key_TE, value_TE)), strict=True)
     query_UPE, key_UPE, value_UPE = map(packed.prompts.spread, of_prompts)
@@ -183,7 +183,7 @@ def packed_attention(
 def causal_attention(
     query_TE: Tensor, key_TE: Tensor, value_TE: Tensor, heads: int, scaling: float | None, rows: int
 ) -> Tensor:
-    """[T, E] of `rows` rows of one length, each among itself."""
+    """[T, E] of `rows` rows of equal length, each over itself."""
     query, key, value = (torch.unflatten(flat, 0, (rows, -1)) for flat in (query_TE, key_TE, value_TE))
     return _attend(query, key, value, None, heads, scaling).flatten(0, 1)
 
@@ -197,7 +197,7 @@ def last_attention(
     last_B: Tensor,
     mask_BL: Tensor,
 ) -> Tensor:
-    """[B, E] of the tokens `last_B` alone, one for each row, over the row's tokens where `mask_BL` is True."""
+    """[B, E] of only the tokens `last_B`, one per row, over the row's tokens where `mask_BL` is True."""
     key, value = (torch.unflatten(flat, 0, mask_BL.shape) for flat in (key_TE, value_TE))
     query_B1E = query_TE.index_select(0, last_B)[:, None]
     return _attend(query_B1E, key, value, mask_BL[:, None, None], heads, scaling).flatten(0, 1)
@@ -206,7 +206,7 @@ def last_attention(
 def _attend(
     query_BQE: Tensor, key_BKE: Tensor, value_BKE: Tensor, mask: Tensor | None, heads: int, scaling: float | None
 ) -> Tensor:
-    """Attention of rectangles, causal where there is no mask: [B, Q, E]."""
+    """Attention of padded rows [B, Q, E]; causal if there is no mask."""
     size = query_BQE.shape[2] // heads
     query, key, value = (
         tensor.view(*tensor.shape[:2], -1, size).transpose(1, 2) for tensor in (query_BQE, key_BKE, value_BKE)

@@ -1,16 +1,16 @@
-"""Which experts a mixture-of-experts model chooses for each token: recorded while it samples, replayed while it learns.
+"""Records which experts a mixture-of-experts model chooses while it samples, and replays them in training.
 
     with recorded_experts(module) as recorder:
         module(input_ids=ids_BL)
         experts_TMK = recorder.take()        # [B * L tokens, layers, experts per token]
     with replayed_experts(module, experts_TMK):
-        module(input_ids=ids_BL)             # the same experts, weighed by today's router
+        module(input_ids=ids_BL)             # the same experts, weighted by the current router
 
-A rounding can change which k experts are the best: sampler and trainer would then compute one token with different
-ones, and their log-probs be far apart. A replay takes the sampler's choice and lets the router's own probabilities,
-gradients included, weigh it.
+Rounding can change which k experts win. Sampler and trainer would then compute a token with different experts, and
+their log-probs would differ a lot. A replay fixes the sampler's choice; the current router still weights it, with
+gradients.
 
-Invariant: models whose routers are not understood are refused, never replayed wrongly.
+Invariant: models with unknown routers are refused, never replayed wrongly.
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ from torch.utils.hooks import RemovableHandle
 
 from pvg.errors import ConfigurationError
 
-# transformers' routers carry this in their names, and give (logits [T, experts], weights [T, k], choices [T, k]).
+# Names of transformers' routers end like this. They return (logits [T, experts], weights [T, k], choices [T, k]).
 ROUTER = "TopKRouter"
-# Set on a module once its routers were found to be understood.
+# Set on a module whose routers passed `_check`.
 _CHECKED = "_pvg_routers_checked"
-_TOLERANCE = 1e-2  # of weights between 0 and 1, in bfloat16
+_TOLERANCE = 1e-2  # for weights between 0 and 1 in bfloat16
 
 
 def routers_of(module: nn.Module) -> list[nn.Module]:
-    """The routers in the order of their layers. Raises ConfigurationError for a model that has none, or some that pvg
-    does not understand."""
+    """The routers in layer order. Raises ConfigurationError for a model without routers or with unknown ones."""
     routers = [part for part in module.modules() if type(part).__name__.endswith(ROUTER)]
     if not routers:
         raise ConfigurationError(
-            f"{type(module).__name__} is no mixture of experts, or one whose routers pvg does not know.",
+            f"{type(module).__name__} is not a mixture of experts, or has routers that pvg does not know.",
             "Set rollout.routed_experts = false.",
         )
     if not module.__dict__.get(_CHECKED):
@@ -52,16 +51,16 @@ def number_of_experts(router: nn.Module) -> int:
 
 
 class ExpertRecorder:
-    """What `recorded_experts` gives."""
+    """Collects the experts that the routers chose; created by `recorded_experts`."""
 
     def __init__(self, layers: int) -> None:
         self._layers = layers
         self.choices: list[Tensor] = []
 
     def take(self) -> Tensor:
-        """Of the last forward pass: int64 [T, layers, k], T its tokens one behind the other, padding included."""
+        """The experts of the last forward pass, int64 [T, layers, k], where T counts all its tokens with padding."""
         if len(self.choices) != self._layers:
-            raise RuntimeError(f"{len(self.choices)} routers chose, of {self._layers}")
+            raise RuntimeError(f"{len(self.choices)} of {self._layers} routers chose experts since the last take()")
         experts_TMK = torch.stack(self.choices, dim=1)
         self.choices.clear()
         return experts_TMK
@@ -69,7 +68,7 @@ class ExpertRecorder:
 
 @contextmanager
 def recorded_experts(module: nn.Module) -> Iterator[ExpertRecorder]:
-    """Every forward pass in here is to be followed by one `take`. Raises what `routers_of` raises."""
+    """Call `take` after every forward pass inside this context. Raises what `routers_of` raises."""
     routers = routers_of(module)
     recorder = ExpertRecorder(len(routers))
 
@@ -82,14 +81,14 @@ def recorded_experts(module: nn.Module) -> Iterator[ExpertRecorder]:
 
 @contextmanager
 def replayed_experts(module: nn.Module, experts_TMK: Tensor) -> Iterator[None]:
-    """Forward passes in here, each over exactly T tokens, use these experts: integers [T, layers, k]. Raises what
-    `routers_of` raises, and ConfigurationError for experts of another model."""
+    """Forward passes inside this context use the experts given as integers [T, layers, k]. Each pass must cover exactly
+    T tokens. Raises what `routers_of` raises, and ConfigurationError for experts of another model."""
     routers = routers_of(module)
     k = int(cast(Any, routers[0]).top_k)
     if experts_TMK.shape[1:] != (len(routers), k):
         raise ConfigurationError(
-            f"The rollouts carry experts of {experts_TMK.shape[1]} layers, {experts_TMK.shape[2]} for each token, and "
-            f"{type(module).__name__} has {len(routers)} layers of experts and {k} for each token.",
+            f"The rollouts have experts of {experts_TMK.shape[1]} layers, {experts_TMK.shape[2]} per token, but "
+            f"{type(module).__name__} has {len(routers)} layers of experts and {k} per token.",
             "Sample from the model that is trained.",
         )
 
@@ -120,14 +119,14 @@ def _hooked(routers: list[nn.Module], hooks: list[Any]) -> Iterator[None]:
 
 
 def _weights(router: nn.Module, logits_TX: Tensor, choices_TK: Tensor) -> Tensor:
-    """How much each chosen expert counts: its probability, or its share of that of all chosen, as the router has it."""
+    """The weight of each chosen expert: its probability, normalized over the chosen ones if the router does so."""
     chosen_TK = logits_TX.float().softmax(dim=-1).gather(1, choices_TK)
     return chosen_TK / chosen_TK.sum(dim=-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else chosen_TK
 
 
 def _check(module: nn.Module, routers: list[nn.Module]) -> None:
-    """Raises ConfigurationError where a forward pass does not ask each router once, in order, or where `_weights` are
-    not the router's own."""
+    """Raises ConfigurationError unless a forward pass calls each router once, in order, and `_weights` reproduces the
+    router's weights."""
     asked: list[nn.Module] = []
     understood: list[bool] = []
 

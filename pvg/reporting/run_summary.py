@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pvg.errors import PvgError
-from pvg.reporting.figures import total_budget
+from pvg.reporting.formats import total_budget
 from pvg.store.atomic import DamagedFileError
 from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory, runs_in
@@ -72,7 +72,7 @@ class PhaseSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class Alert:
+class AlertRecord:
     round: int
     phase: str
     step: int | None
@@ -81,7 +81,7 @@ class Alert:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class SamplerReading:
     """What a sampler (of the device, of the event loop) measured at `time`, in seconds since 1970."""
 
     time: float
@@ -89,7 +89,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ProcessSummary:
     """A process that played the run and ended in order: all of its time by part."""
 
     status: str
@@ -117,13 +117,13 @@ class RunSummary:
     rounds: dict[int, dict[str, float]]
     phases: list[PhaseSummary]
     steps: list[StepRecord]
-    alerts: list[Alert]
+    alerts: list[AlertRecord]
     budget: dict[str, float]
     notes: list[str] = field(default_factory=list)
     busy: dict[str, float] = field(default_factory=dict)
-    device: list[Reading] = field(default_factory=list)
-    loop: list[Reading] = field(default_factory=list)
-    processes: list[Process] = field(default_factory=list)
+    device: list[SamplerReading] = field(default_factory=list)
+    loop: list[SamplerReading] = field(default_factory=list)
+    processes: list[ProcessSummary] = field(default_factory=list)
     machine: str = ""
     code_version: str = ""
     began: float | None = None
@@ -149,12 +149,20 @@ class RunSummary:
         """As JSON-compatible data; rounds as a list in order, the samplers' readings as their ranges."""
         data = asdict(replace(self, device=[], loop=[]))
         data["path"] = str(self.path)
-        data["device"] = ranges(self.device)
-        data["loop"] = lag(self.loop)
+        data["device"] = reading_ranges(self.device)
+        data["loop"] = lag_summary(self.loop)
         data["hidden"] = self.hidden
         data["seconds"] = self.seconds
         data["rounds"] = [{"round": number, "metrics": self.rounds[number]} for number in sorted(self.rounds)]
         return data
+
+
+def base_metrics(rounds: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+    """What the first round measured of the prover that the game began with."""
+    found: dict[str, float] = {}
+    for metrics in rounds.values():
+        found |= {name.removeprefix("base_"): value for name, value in metrics.items() if name.startswith("base_")}
+    return found
 
 
 def read_run(run: RunDirectory) -> RunSummary:
@@ -322,26 +330,28 @@ def _phases(records: list[dict[str, Any]], steps: list[StepRecord]) -> list[Phas
     return sorted(summaries, key=lambda phase: (phase.round, order.get((phase.round, phase.phase), len(order))))
 
 
-def _alerts(records: list[dict[str, Any]]) -> list[Alert]:
+def _alerts(records: list[dict[str, Any]]) -> list[AlertRecord]:
     found = [
-        Alert(r["round"], r["phase"], r.get("step"), r["name"], r["message"]) for r in records if r["kind"] == "alert"
+        AlertRecord(r["round"], r["phase"], r.get("step"), r["name"], r["message"])
+        for r in records
+        if r["kind"] == "alert"
     ]
     return list(dict.fromkeys(found))
 
 
-def _readings(records: list[dict[str, Any]], kind: str) -> list[Reading]:
+def _readings(records: list[dict[str, Any]], kind: str) -> list[SamplerReading]:
     """In order of time: a resumed run goes on with a clock that only moves forward, but a machine's may be set back."""
     found = [
-        Reading(float(record["time"]), _finite(record["metrics"]))
+        SamplerReading(float(record["time"]), _finite(record["metrics"]))
         for record in records
         if record["kind"] == kind and isinstance(record.get("time"), (int, float))
     ]
     return sorted(found, key=lambda reading: reading.time)
 
 
-def _process(record: Mapping[str, Any]) -> Process:
+def _process(record: Mapping[str, Any]) -> ProcessSummary:
     seconds = record.get("seconds")
-    return Process(
+    return ProcessSummary(
         status=str(record.get("status", "")),
         seconds=float(seconds) if isinstance(seconds, (int, float)) else None,
         budget=total_budget([_seconds(record, "budget")]),
@@ -353,7 +363,7 @@ def _seconds(record: Mapping[str, Any], name: str) -> dict[str, float]:
     return _finite(values) if isinstance(values, dict) else {}
 
 
-def ranges(readings: Sequence[Reading]) -> dict[str, dict[str, float]]:
+def reading_ranges(readings: Sequence[SamplerReading]) -> dict[str, dict[str, float]]:
     """Of every metric its mean, lowest, highest and last value."""
     values: dict[str, list[float]] = {}
     for reading in readings:
@@ -365,7 +375,7 @@ def ranges(readings: Sequence[Reading]) -> dict[str, dict[str, float]]:
     }
 
 
-def lag(readings: Sequence[Reading]) -> dict[str, float]:
+def lag_summary(readings: Sequence[SamplerReading]) -> dict[str, float]:
     """The event loop's lag over all readings, in seconds. Percentiles of percentiles are none, so the 50th is the
     median reading's and the 90th and 99th are the worst reading's."""
     if not readings:

@@ -6,44 +6,50 @@ The live display uses the same rounds table and budget bar, so a run looks the s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.segment import Segment
-from rich.style import Style
-from rich.table import Table
+from rich.style import Style as RichStyle
+from rich.table import Table as RichTable
 from rich.text import Text
 
-from pvg.reporting.examples import Example
-from pvg.reporting.figures import (
-    HOME,
+from pvg.reporting.budget_parts import in_order
+from pvg.reporting.formats import (
+    HOME_PHASES,
+    NumberStyle,
     byte_size,
     duration,
-    figure,
-    peak_words,
+    metric_display,
+    metric_text,
+    peak_memory_texts,
     phase_label,
     short_seconds,
-    shown,
     sparkline,
     trend,
+    value_text,
 )
-from pvg.reporting.parts import in_order
-from pvg.reporting.run_summary import RunSummary, lag, ranges
-from pvg.reporting.terminal_plot import Curve, plot
+from pvg.reporting.run_summary import RunSummary, base_metrics, lag_summary, reading_ranges
+from pvg.reporting.solutions import Example
+from pvg.reporting.table import Column, Table, TableCell, side_by_side
 from pvg.telemetry.spans import UNACCOUNTED
 
 HELPFUL, SNEAKY, VERIFIER, QUIET, HEADING = "green", "magenta", "cyan", "bright_black", "bold"
 
-# Column headings of the rounds table, two short lines each so that all fit in 80 columns.
-ROUND_COLUMNS = (
-    ("helpful_accuracy", "helpful\naccuracy", HELPFUL),
-    ("sneaky_error_rate", "sneaky\nerrors", SNEAKY),
-    ("fooled_rate", "fooled\nrate", SNEAKY),
-    ("fooled_rate_previous", "fooled by\nprevious", ""),
-    ("fooled_rate_base", "fooled by\nbase", ""),
-    ("verifier_auc", "verifier\nAUC", VERIFIER),
-    ("verifier_auc_previous", "AUC on\nprevious", VERIFIER),
+# Of the rounds table: metric, title, short title, style, and where the column is shown. Short titles have two lines, so
+# that all columns fit in the live display at 80 columns.
+ROUND_COLUMNS: tuple[tuple[str, Column], ...] = (
+    ("helpful_accuracy", Column("helpful accuracy", "right", "helpful", "helpful\naccuracy")),
+    ("sneaky_error_rate", Column("sneaky error rate", "right", "sneaky", "sneaky\nerrors")),
+    ("fooled_rate", Column("fooled rate", "right", "sneaky", "fooled\nrate")),
+    ("fooled_rate_previous", Column("fooled by previous", "right", "", "fooled by\nprevious")),
+    ("fooled_rate_base", Column("fooled by base", "right", "", "fooled by\nbase")),
+    ("accepted_helpful", Column("helpful accepted", "right", "helpful", on="pages")),
+    ("verifier_auc", Column("verifier AUC", "right", "verifier", "verifier\nAUC")),
+    ("verifier_auc_previous", Column("AUC on previous", "right", "verifier", "AUC on\nprevious")),
+    ("score_gap", Column("score gap", "right", on="pages")),
+    ("malformed", Column("malformed", "right", on="pages")),
 )
 
 KEY_METRICS = (
@@ -61,7 +67,7 @@ KEY_METRICS = (
     "cache_hit_rate",
 )
 
-# By family of work (pvg.reporting.parts), as on the page.
+# By family of work (pvg.reporting.budget_parts), as on the page.
 FAMILY_COLOURS: dict[str, tuple[str, ...]] = {
     "sampling": ("yellow", "bright_yellow"),
     "scoring": ("cyan", "bright_cyan"),
@@ -83,24 +89,20 @@ SHADES = "█▒▓░"
 
 
 def rounds_table(rounds: Mapping[int, Mapping[str, float]]) -> Table:
-    """One line per finished round, and one for the base prover where a round measured it."""
-    # Two blanks between columns: all of them fit in the live display at 80 columns.
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.header_style = table.border_style = QUIET
-    table.add_column("\nround", justify="right")
-    for _, heading, style in ROUND_COLUMNS:
-        table.add_column(heading, justify="right", style=style)
-    base = {
-        name: metrics[f"base_{name}"]
-        for metrics in rounds.values()
-        for name, _, _ in ROUND_COLUMNS
-        if f"base_{name}" in metrics
+    """One line per finished round, and one for the base prover where a round measured it. A page leaves out what no
+    round measured; the live display keeps its columns."""
+    measured = {name for metrics in rounds.values() for name in metrics}
+    columns = {
+        name: column if name in measured else replace(column, on="terminal")
+        for name, column in ROUND_COLUMNS
+        if name in measured or column.on == "everywhere"
     }
+    table = Table([Column("round", "right", short="\nround"), *columns.values()], narrow=True)
+    base = base_metrics(rounds)
     if base:
-        table.add_row("base", *(figure(name, base[name]) if name in base else "" for name, _, _ in ROUND_COLUMNS))
+        table.add("base", *(metric_text(name, base.get(name)) for name in columns))
     for number in sorted(rounds):
-        metrics = rounds[number]
-        table.add_row(str(number), *(figure(name, metrics.get(name)) for name, _, _ in ROUND_COLUMNS))
+        table.add(str(number), *(metric_text(name, rounds[number].get(name)) for name in columns))
     return table
 
 
@@ -123,7 +125,7 @@ class BudgetBar:
         cells = _whole_cells(list(self.budget.values()), width)
         for place, (part, count) in enumerate(zip(self.budget, cells, strict=True)):
             glyph = SHADES[place % len(SHADES)] if plain else "━"
-            yield Segment(glyph * count, Style.parse(colours[part]))
+            yield Segment(glyph * count, RichStyle.parse(colours[part]))
         yield Segment.line()
         legend = Text(overflow="ellipsis")
         for place, (part, seconds) in enumerate(self.budget.items()):
@@ -184,7 +186,7 @@ def report(summary: RunSummary, examples: Sequence[Example]) -> Group:
     if summary.phases:
         parts += section("Phases", phases_table(summary))
     if any(step.phase == PROVER for step in summary.steps):
-        parts += section("Learning, by prover step", Curves(summary))
+        parts += section("Learning, by prover step", LearningCurves(summary))
     if summary.steps:
         parts += section("Metrics, step by step", metrics_table(summary))
     if summary.budget:
@@ -220,41 +222,38 @@ def headline(summary: RunSummary) -> Text:
 
 
 def phases_table(summary: RunSummary) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style=QUIET, border_style=QUIET, expand=True)
-    table.add_column("round", justify="right", no_wrap=True)
-    table.add_column("phase", no_wrap=True)
-    table.add_column("steps", justify="right", no_wrap=True)
-    table.add_column("time", justify="right", no_wrap=True)
-    table.add_column("", style=QUIET, overflow="fold", ratio=1)
+    columns = [Column("round", "right"), Column("phase"), Column("steps", "right"), Column("time", "right")]
+    table = Table(
+        [*(replace(column, wrap=False) for column in columns), Column("", style="verifier"), Column("", style="quiet")]
+    )
     longest = max((phase.seconds for phase in summary.phases if phase.seconds is not None), default=0.0)
     for phase in summary.phases:
-        bar = "━" * round(8 * phase.seconds / longest) if phase.seconds and longest > 0 else ""
-        facts = "  ".join(f"{shown(name).label} {figure(name, value)}" for name, value in phase.highlights())
-        table.add_row(
+        table.add(
             str(phase.round),
             phase_label(phase.phase),
             str(phase.steps) if phase.steps else "",
-            duration(phase.seconds) if phase.finished else Text("unfinished", style="yellow"),
-            Text.assemble((f"{bar:<8}", VERIFIER), "  ", facts),
+            TableCell(duration(phase.seconds)) if phase.finished else TableCell("unfinished", "badge warn"),
+            TableCell(bar=phase.seconds / longest if phase.seconds and longest > 0 else 0.0),
+            "  ".join(f"{metric_display(name).label} {metric_text(name, value)}" for name, value in phase.highlights()),
         )
     return table
 
 
 def metrics_table(summary: RunSummary) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style=QUIET, border_style=QUIET)
-    table.add_column("")
-    for heading in ("first", "last", "lowest", "highest"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("over the steps", style=VERIFIER, no_wrap=True)
+    titles = ("first", "last", "lowest", "highest")
+    columns = [Column(), *(Column(title, "right", wrap=False) for title in titles)]
+    table = Table([*columns, Column("over the steps", style="verifier", wrap=False)])
     for name in KEY_METRICS:
-        values = summary.series(name, HOME.get(name)) or summary.series(name)
+        values = summary.series(name, HOME_PHASES.get(name)) or summary.series(name)
         if values:
             ends = (values[0], values[-1], min(values), max(values))
-            table.add_row(shown(name).label, *(figure(name, value) for value in ends), trend(name, values, 24))
+            table.add(
+                metric_display(name).label, *(metric_text(name, value) for value in ends), trend(name, values, 24)
+            )
     return table
 
 
-class Curves:
+class LearningCurves:
     """What both roles do and what the verifier accepts, over all prover steps: side by side where there is room."""
 
     def __init__(self, summary: RunSummary) -> None:
@@ -277,9 +276,10 @@ class Curves:
                 left.align("left", each)
                 yield Text.assemble(left, "   ", *right, no_wrap=True, overflow="crop")
 
-    def _curves(self, names: Sequence[tuple[str, str]]) -> list[Curve]:
+    def _curves(self, names: Sequence[tuple[str, str]]) -> list[PlotCurve]:
         found = [
-            Curve(shown(name).label, [step.metrics.get(name) for step in self.steps], style) for name, style in names
+            PlotCurve(metric_display(name).label, [step.metrics.get(name) for step in self.steps], style)
+            for name, style in names
         ]
         return [curve for curve in found if any(value is not None for value in curve.values)]
 
@@ -290,23 +290,21 @@ class Curves:
 
 def overlap_table(summary: RunSummary) -> Table:
     """The parts that other work has hidden, wholly or in part."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style=QUIET, border_style=QUIET)
-    table.add_column("overlapped")
-    for heading in ("busy", "exposed", "hidden"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    titles = ("busy", "exposed", "hidden")
+    table = Table([Column("overlapped"), *(Column(title, "right", wrap=False) for title in titles)])
     for part, hidden in sorted(summary.hidden.items(), key=lambda pair: -pair[1]):
         busy = summary.busy[part]
-        table.add_row(part.replace("_", " "), short_seconds(busy), short_seconds(busy - hidden), short_seconds(hidden))
+        table.add(part.replace("_", " "), short_seconds(busy), short_seconds(busy - hidden), short_seconds(hidden))
     return table
 
 
-def machine_table(summary: RunSummary) -> Table | None:
+def machine_table(summary: RunSummary) -> RichTable | None:
     """One line each on the device, the peak memory and the event loop; None for runs that recorded none of them."""
-    table = Table.grid(padding=(0, 2, 0, 0))
+    table = RichTable.grid(padding=(0, 2, 0, 0))
     table.add_column(style=QUIET, no_wrap=True)
     table.add_column(overflow="fold")
     table.add_column(style=VERIFIER, no_wrap=True)
-    device = ranges(summary.device)
+    device = reading_ranges(summary.device)
     if device:
         facts = [
             ("processors", "cpu", "mean", percent_short),
@@ -318,8 +316,10 @@ def machine_table(summary: RunSummary) -> Table | None:
         curve = [reading.metrics["cpu"] for reading in summary.device if "cpu" in reading.metrics]
         table.add_row("device", ", ".join(found), sparkline(curve, MACHINE_BARS, 0.1))
     if summary.peak_memory:
-        table.add_row("memory", ", ".join(f"{what} {size}" for what, size in peak_words(summary.peak_memory)), "")
-    lags = lag(summary.loop)
+        table.add_row(
+            "memory", ", ".join(f"{what} {size}" for what, size in peak_memory_texts(summary.peak_memory)), ""
+        )
+    lags = lag_summary(summary.loop)
     if "worst_max_s" in lags:
         found = [f"{word} {short_seconds(lags[name])}" for word, name in LAGS if name in lags]
         curve = [reading.metrics["lag_max_s"] for reading in summary.loop if "lag_max_s" in reading.metrics]
@@ -399,20 +399,92 @@ def several(
     """Runs side by side: how far each is, what they came to in `metrics`, and in which settings they differ."""
     parts: list[RenderableType] = [headline(summary) for summary in summaries]
     if metrics:
-        table = _side_by_side("metric", names)
+        table = Table(side_by_side("metric", names))
         for name in metrics:
-            table.add_row(shown(name).label, *(figure(name, final.get(name)) for final in finals))
+            table.add(metric_display(name).label, *(metric_text(name, final.get(name)) for final in finals))
         parts += section("After the last finished round", table)
-    table = _side_by_side("setting", names)
+    table = Table(side_by_side("setting", names))
     for key, values in settings.items():
-        table.add_row(key, *values)
+        table.add(key, *values)
     parts += section("Settings that differ", table if settings else Text("None.", style=QUIET))
     return Group(*parts)
 
 
-def _side_by_side(heading: str, names: Sequence[str]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style=QUIET, border_style=QUIET)
-    table.add_column(heading)
-    for name in names:
-        table.add_column(name, justify="right", overflow="fold")
-    return table
+# Small plots for the terminal: curves of dots (braille, two by four in a cell), with an axis that marks the rounds.
+
+ROWS = 5
+# The bits of a braille character by column and row of its dots.
+DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+
+
+@dataclass(frozen=True, slots=True)
+class PlotCurve:
+    """Values by step (None: not measured), drawn in `colour`."""
+
+    label: str
+    values: Sequence[float | None]
+    colour: str
+
+
+def plot(curves: Sequence[PlotCurve], breaks: Sequence[int], style: NumberStyle, width: int) -> list[Text]:
+    """Lines of text `width` cells wide: the curves' names, the plot, and an axis with a mark where a round begins.
+
+    Shares are drawn from 0 to 1, all else over the range of the values. `breaks` are the steps at which a round after
+    the first begins. Empty when no curve has a value.
+    """
+    values = [value for curve in curves for value in curve.values if value is not None]
+    if not values:
+        return []
+    low, high = (0.0, 1.0) if style == "share" else (min(values), max(values))
+    if high <= low:
+        high = low + 1.0
+    marks = [value_text(style, high), value_text(style, low)]
+    margin = max(len(mark) for mark in marks) + 1
+    columns = max(4, width - margin - 1)
+    count = max(len(curve.values) for curve in curves)
+    cells = _cells(curves, count, columns, low, high)
+    lines = [Text.assemble(*(piece for curve in curves for piece in ((f"━ {curve.label}  ", curve.colour),)))]
+    for row in range(ROWS):
+        mark = marks[0] if row == 0 else marks[1] if row == ROWS - 1 else ""
+        line = Text(f"{mark:>{margin - 1}} ", style=QUIET, end="")
+        for bits, colour in cells[row]:
+            line.append(chr(0x2800 + bits) if bits else " ", style=colour or QUIET)
+        lines.append(line)
+    axis = ["─"] * columns
+    for step in breaks:
+        axis[min(columns - 1, step * columns // count)] = "┴"
+    lines.append(Text(" " * margin + "".join(axis), style=QUIET))
+    return lines
+
+
+def _cells(
+    curves: Sequence[PlotCurve], count: int, columns: int, low: float, high: float
+) -> list[list[tuple[int, str]]]:
+    """By row and column the dots of a cell and its colour; where curves meet, the last one's."""
+    cells = [[(0, "")] * columns for _ in range(ROWS)]
+    wide, tall = 2 * columns, 4 * ROWS
+    for curve in curves:
+        before: tuple[int, int] | None = None
+        for x, value in _sampled(curve.values, count, wide):
+            share = min(1.0, max(0.0, (value - low) / (high - low)))
+            y = min(tall - 1, int((1 - share) * tall))
+            # A jump from the column before is filled, so that a steep curve stays one.
+            start = before[1] if before is not None and before[0] == x - 1 else y
+            for dot in range(min(start, y), max(start, y) + 1):
+                if dot != start or start == y:
+                    bits, _ = cells[dot // 4][x // 2]
+                    cells[dot // 4][x // 2] = (bits | DOTS[x % 2][dot % 4], curve.colour)
+            before = x, y
+    return cells
+
+
+def _sampled(values: Sequence[float | None], count: int, wide: int) -> list[tuple[int, float]]:
+    """One value for each column of dots that has any: the mean of its steps, or of the one step that spans it."""
+    found = []
+    for x in range(wide):
+        start = x * count // wide
+        end = max(start + 1, (x + 1) * count // wide)
+        here = [value for value in values[start:end] if value is not None]
+        if here:
+            found.append((x, sum(here) / len(here)))
+    return found

@@ -1,6 +1,6 @@
-"""Sampling solutions: the `Engine` protocol, its engines, and the dispatcher that turns orders into graded groups.
+"""Sampling solutions: the `Engine` protocol, its engines, and the dispatcher that samples and grades groups.
 
-Importing this package loads no torch; opening the torch engine does.
+Importing this package does not load torch. Opening the torch engine does.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ __all__ = [
     "ConnectionLimits",
     "Dispatcher",
     "Engine",
+    "EngineSetup",
     "GenerationRequest",
     "GroupOrder",
     "Sampling",
-    "Setting",
     "open_engine",
 ]
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What an engine is made from. `base` is borrowed: an engine that needs weights takes a copy. `run` names the
-    folder of published weights, `prompts` gives the canary's."""
+class EngineSetup:
+    """What `open_engine` needs. `base` stays the caller's: an engine that needs its weights copies them. `run` names
+    the folder of published weights. `prompts` returns the canary's prompts."""
 
     experiment: Experiment
     base: LanguageModel
@@ -47,12 +47,12 @@ class Setting:
     prompts: Callable[[], list[Int32]]
 
 
-def open_engine(setting: Setting) -> Engine:
-    """The engine that `rollout.engine` names. Nothing is asked of it yet: see `Engine.ready`."""
+def open_engine(setting: EngineSetup) -> Engine:
+    """The engine that `rollout.engine` names. It sends no request yet: see `Engine.ready`."""
     return ENGINES[setting.experiment.rollout.engine](setting)
 
 
-def _open_torch(setting: Setting) -> Engine:
+def _open_torch(setting: EngineSetup) -> Engine:
     import torch
 
     from pvg.rollout.torch_engine import TorchEngine
@@ -73,7 +73,7 @@ def _open_torch(setting: Setting) -> Engine:
     )
 
 
-def _open_vllm(setting: Setting) -> Engine:
+def _open_vllm(setting: EngineSetup) -> Engine:
     from pvg.rollout.vllm.opening import open_vllm_engine
 
     return open_vllm_engine(
@@ -81,5 +81,5 @@ def _open_vllm(setting: Setting) -> Engine:
     )
 
 
-# `rollout.engine` in an experiment.
-ENGINES: dict[str, Callable[[Setting], Engine]] = {"torch": _open_torch, "vllm": _open_vllm}
+# Engine names, as in the setting `rollout.engine`.
+ENGINES: dict[str, Callable[[EngineSetup], Engine]] = {"torch": _open_torch, "vllm": _open_vllm}

@@ -1,7 +1,14 @@
-"""`RowExperts`: the experts that a mixture-of-experts model chose for each token of the rows of one batch.
+"""Decodes a batch of requests through the model's forward pass: one prefill, then one pass per token.
 
-A prompt but for its last token is computed in the prefill, once for all rows that share it; every other token is the
-input of one decoding step, but for the last sampled one, which is never computed.
+`decode` works for every architecture. pvg.rollout.lean_rows is faster, but supports only Llama-like models.
+
+- The prefill computes each distinct prompt once, without its last token (`shared_prefill`). The last token is the input
+  of the first decoding step. The last sampled token is never computed.
+- Finished rows leave the batch, so the work follows the number of live rows (`compaction`).
+- Decoding runs no Python per row.
+
+Invariant: a row gets the same result as if decoded alone, up to rounding. The shape of a matrix product changes the
+order of its sums, so two tokens with almost equal probability may swap.
 """
 
 from __future__ import annotations
@@ -21,25 +28,26 @@ from pvg.models.padding import pad_right, token_budget_batches
 from pvg.models.routing import ExpertRecorder, number_of_experts, recorded_experts, routers_of
 from pvg.records import FinishReason, Float32, Int32, RoutedExperts
 from pvg.rollout.engine import GenerationRequest
-from pvg.rollout.kv_cache import Placement, RowCache
+from pvg.rollout.kv_cache import PromptPlacement, RowCache
 from pvg.rollout.sampler import RowSettings, distribution, sample, uniform_numbers
 from pvg.telemetry.spans import span
 
 
 class RowExperts:
-    """To be told after each forward pass. `rows` requests, of at most `steps` sampled tokens each."""
+    """Collects the experts that a mixture-of-experts model chose for each token of `rows` requests. Call it after every
+    forward pass. `steps` is the most sampled tokens of any request."""
 
     def __init__(self, module: nn.Module, recorder: ExpertRecorder, rows: int, steps: int) -> None:
         experts = max(map(number_of_experts, routers_of(module)))
-        # torch cannot write rows of a uint16: their bits are held as int16, and seen as uint16 by `_read`.
+        # torch cannot index-assign uint16. So int16 holds their bits, and `_read` views them as uint16.
         self._dtype = torch.uint8 if experts <= 256 else torch.int16
         self._recorder = recorder
         self._prefix: list[RoutedExperts | None] = [None] * rows
         self._shape = (rows, steps)
-        self._steps_NTMK: Tensor | None = None  # where the model is; made at the first step
+        self._steps_NTMK: Tensor | None = None  # on the model's device; allocated at the first step
 
     def prefilled(self, rows_of: Sequence[Sequence[int]], lengths_B: NDArray[np.int64]) -> None:
-        """The pass computed prompt b, padded to the right, for the rows `rows_of[b]`."""
+        """The last pass computed prompt b, padded on the right, for the rows `rows_of[b]`."""
         experts_TMK = _read(self._recorder.take().to(self._dtype))
         experts_BLMK = experts_TMK.reshape(len(rows_of), -1, *experts_TMK.shape[1:])
         for prompt, rows in enumerate(rows_of):
@@ -47,7 +55,7 @@ class RowExperts:
                 self._prefix[row] = experts_BLMK[prompt, : lengths_B[prompt]]
 
     def stepped(self, request_R: Tensor, step: int) -> None:
-        """The pass computed one token of each row of `request_R`, from which its sampled token number `step` came."""
+        """The last pass computed one token of each row of `request_R`, from which sampled token number `step` came."""
         experts_RMK = self._recorder.take().to(self._dtype)
         if self._steps_NTMK is None:
             shape = (*self._shape, *experts_RMK.shape[1:])
@@ -55,7 +63,7 @@ class RowExperts:
         self._steps_NTMK[request_R, step] = experts_RMK
 
     def results(self, lengths: Sequence[int]) -> list[RoutedExperts]:
-        """[P + C - 1, layers, k] of each row, C its entry in `lengths`. Each is copied once."""
+        """For each row [P + C - 1, layers, k], where C is its entry in `lengths`. Each row is copied once."""
         assert self._steps_NTMK is not None
         steps_NTMK = _read(self._steps_NTMK)
         found = []
@@ -70,28 +78,19 @@ def _read(experts: Tensor) -> RoutedExperts:
     return found.view(np.uint16) if found.dtype == np.int16 else found
 
 
-# Rows that are decoded together, and one way to do it: a batch of requests to its end, through the module's forward.
-#
-# A batch is decoded by the prefill of its distinct prompts, then one forward pass per token; pvg.rollout.lean_rows
-# holds the other way, which takes rows in while others run.
-#
-# No work per row is done in Python while decoding; rows that finished leave, so that the work falls with the live
-# rows. Both savings are switches (`compaction`, `shared_prefill`), so that what they buy can be measured.
-#
-# Invariant: the result of a row is that of decoding it alone, up to the rounding of floating-point sums: the shape of
-# a matrix product decides the order in which it adds, and two tokens that close to a tie may change places.
-
-# Prompt tokens in one forward pass: enough to fill a device, little enough that activations stay below the KV cache.
+# --- interface of the torch engine -----------------------------------------------------------------------------------
+# Prompt tokens in one forward pass: enough to fill a device, few enough that activations stay smaller than the KV
+# cache.
 PREFILL_TOKENS = 16_384
-# Compact when this share of the rows has finished: moving rows costs about one step's reading of them.
+# Compact when this share of the rows has finished: moving rows costs about as much as one step that reads them.
 COMPACT_SHARE = 1 / 8
 NO_STOP = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Decoded:
-    """One row's result: `token_ids` int32 [C], the stop token included, and `logprobs` float32 [C] in nats. Both begin
-    with what the request began with."""
+class DecodedRow:
+    """One row's result: `token_ids` int32 [C] including the stop token, and `logprobs` float32 [C] in nats. Both
+    include the tokens that the request began with."""
 
     token_ids: Int32
     logprobs: Float32
@@ -100,41 +99,43 @@ class Decoded:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A request that is to be decoded; `ticket` names it while it runs."""
+class DecodingJob:
+    """A request to decode. `ticket` identifies it while it runs."""
 
     ticket: int
     request: GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """What a turn finished, by ticket; its decoding steps, and the live rows summed over them."""
+class TurnResult:
+    """Result of one call of `RunningRows.turn`: finished rows by ticket, decoding steps, and live rows summed over the
+    steps."""
 
-    finished: list[tuple[int, Decoded]]
+    finished: list[tuple[int, DecodedRow]]
     steps: int
     live_rows: int
 
 
-class Rows(Protocol):
-    """The rows an engine has running. Used by one thread at a time; after an exception it is thrown away."""
+class RunningRows(Protocol):
+    """The rows that an engine is decoding. Only one thread at a time may use it. Discard it after an exception."""
 
     @property
     def joins(self) -> bool:
-        """Whether `turn` takes jobs while others run; if not, it takes them only when all have finished."""
+        """True if `turn` accepts jobs while rows run. If False, it accepts them only when all rows have finished."""
         ...
 
-    def turn(self, jobs: Sequence[Job], dropped_N: NDArray[np.bool_]) -> Turn:
-        """Admit `jobs` and decode on; at least one running row finishes, or a bounded number of steps is done.
+    def turn(self, jobs: Sequence[DecodingJob], dropped_N: NDArray[np.bool_]) -> TurnResult:
+        """Admit `jobs` and decode until at least one row finishes or a bounded number of steps is done.
 
-        `dropped_N`, by ticket, may be set by another thread meanwhile: such a row finishes at the next step with what
-        it has, which nobody has checked. Raises TrainingDivergedError when the model's logits are not finite.
+        Another thread may set entries of `dropped_N` (by ticket) meanwhile. Such a row finishes at the next step with
+        the tokens that it has, and its log-probs are not checked. Raises TrainingDivergedError if the model's logits
+        are not finite.
         """
         ...
 
 
 class ModuleRows:
-    """`Rows` by `decode`: whole batches through the module, whatever its architecture."""
+    """`RunningRows` that decodes whole batches with `decode`, for every architecture."""
 
     def __init__(
         self,
@@ -153,20 +154,20 @@ class ModuleRows:
     def joins(self) -> bool:
         return False
 
-    def turn(self, jobs: Sequence[Job], dropped_N: NDArray[np.bool_]) -> Turn:
-        assert [job.ticket for job in jobs] == list(range(len(jobs)))  # so that a ticket is a row
+    def turn(self, jobs: Sequence[DecodingJob], dropped_N: NDArray[np.bool_]) -> TurnResult:
+        assert [job.ticket for job in jobs] == list(range(len(jobs)))  # ticket = row number
         dropped_N = dropped_N[: len(jobs)]
         results = decode(self._module, [job.request for job in jobs], dropped_N, self._device, *self._switches)
         lengths = [len(result.token_ids) - job.request.tokens_begun for job, result in zip(jobs, results, strict=True)]
-        return Turn(
+        return TurnResult(
             [(job.ticket, result) for job, result in zip(jobs, results, strict=True)], max(lengths), sum(lengths)
         )
 
 
 @dataclass(slots=True)
 class _Rows:
-    """The live rows: which request each is, its next input token, position, settings, stop tokens and limit; `first`:
-    how many tokens its completion began with."""
+    """The live rows: request number, next input token, position, settings, stop tokens and limit of each. `first` is
+    the number of tokens that the completion began with."""
 
     request_R: Tensor
     first_R: Tensor
@@ -176,7 +177,7 @@ class _Rows:
     limit_R: Tensor
     done_R: Tensor
     settings: RowSettings
-    visible_RT: Tensor | None  # None: no row has padding, so nothing needs a mask
+    visible_RT: Tensor | None  # None: no row has padding, so no mask is needed
 
     def select(self, rows_K: Tensor) -> None:
         self.request_R, self.token_R = self.request_R[rows_K], self.token_R[rows_K]
@@ -197,14 +198,16 @@ def decode(
     compaction: bool = True,
     shared_prefill: bool = True,
     routed_experts: bool = False,
-) -> list[Decoded]:
-    """Sample every request to its end, in one batch; results in the order of the requests. Spans: prefill, decode.
+) -> list[DecodedRow]:
+    """Sample all requests in one batch. The results are in the order of the requests. Spans: prefill, decode.
 
-    `dropped_N` may be set by another thread while this runs: such a row is finished from the next step on, its result
-    is what it has. `compaction`: finished rows leave the batch before it ends; `shared_prefill`: a prompt of several
-    rows is computed once; `routed_experts`: results carry the experts of all their tokens as they were computed now,
-    those of what a request begins with too. Raises TrainingDivergedError when the model's logits are not finite,
-    ConfigurationError for experts of a model that has none.
+    `dropped_N`: another thread may set entries while this runs; such a row ends at the next step with the tokens it
+    has. `compaction`: finished rows leave the batch early. `shared_prefill`: rows with the same prompt share its
+    computation. `routed_experts`: results carry the experts of all tokens as computed now, including the tokens a
+    request begins with.
+
+    Raises TrainingDivergedError if the model's logits are not finite, and ConfigurationError if `routed_experts` is set
+    for a model without experts.
     """
     limits_N = np.asarray([request.sampling.max_tokens for request in requests], dtype=np.int64)
     first_N = np.asarray([request.tokens_begun for request in requests], dtype=np.int64)
@@ -232,12 +235,12 @@ def _sample_to_the_end(
     compaction: bool,
     experts: RowExperts | None,
 ) -> tuple[NDArray[np.int64], Float32]:
-    """tokens_NT and logprobs_NT, by request; what stands after a row's end means nothing. `limits_N` of rows that were
-    dropped is lowered to what they have."""
+    """tokens_NT and logprobs_NT by request. Values after a row's end are meaningless. For dropped rows, this lowers
+    `limits_N` to the tokens they have."""
     device = rows.token_R.device
     first_N = np.asarray([request.tokens_begun for request in requests], dtype=np.int64)
     width = int(limits_N.max())
-    # The last column takes what rows sample that are finished and still there.
+    # The extra last column takes the samples of finished rows that are still in the batch.
     uniform_NT = torch.from_numpy(uniform_numbers(requests, width + 1)).to(device)
     tokens_NT = torch.zeros(len(requests), width + 1, dtype=torch.int64, device=device)
     logprobs_NT = torch.zeros(len(requests), width + 1, dtype=torch.float32, device=device)
@@ -254,7 +257,7 @@ def _sample_to_the_end(
         rows.token_R = sample(logprobs_RV, uniform_NT[rows.request_R, column_R])
         tokens_NT[rows.request_R, column_R] = rows.token_R
         logprobs_NT[rows.request_R, column_R] = logprobs_RV.gather(1, rows.token_R[:, None])[:, 0]
-        rows.position_R = rows.position_R + ~rows.done_R  # a finished row must not run out of the model's context
+        rows.position_R = rows.position_R + ~rows.done_R  # a finished row must not exceed the model's context
         rows.done_R |= (rows.token_R[:, None] == rows.stop_RS).any(dim=1) | (rows.limit_R <= column_R + 1)
         if dropped_N.any():
             now_N = dropped_N.copy()
@@ -276,7 +279,7 @@ def _start(
     shared_prefill: bool,
     experts: RowExperts | None,
 ) -> tuple[RowCache, _Rows]:
-    """The cache with all that is known but its last token, which is the first input of decoding."""
+    """The cache, filled with all known tokens but the last of each row. That one is the first input of decoding."""
     known_ids = [request.known_ids for request in requests]
     known_N = np.asarray([len(ids) - 1 for ids in known_ids], dtype=np.int64)
     first_N = np.asarray([request.tokens_begun for request in requests], dtype=np.int64)
@@ -312,8 +315,8 @@ def _prefill(
     shared: bool,
     experts: RowExperts | None,
 ) -> None:
-    """Run each distinct prefix once (padded to the right: causal attention never looks there) and place it; each row's
-    prefix where it is not `shared`."""
+    """Compute each distinct prefix once (each row's prefix if not `shared`) and copy it to its rows. Prefixes are
+    padded on the right, where causal attention does not look."""
     rows_of: dict[bytes | int, list[int]] = {}
     for row, prefix in enumerate(prefixes):
         if len(prefix):
@@ -330,13 +333,13 @@ def _prefill(
     cache.slots.placements = None
 
 
-def _placements(groups: list[list[int]], lengths_B: NDArray[np.int64], device: torch.device) -> list[Placement]:
+def _placements(groups: list[list[int]], lengths_B: NDArray[np.int64], device: torch.device) -> list[PromptPlacement]:
     """One placement per distinct length: which prompts of the prefill batch go to which rows."""
     found = []
     for length in np.unique(lengths_B):
         pairs = [(row, prompt) for prompt in np.flatnonzero(lengths_B == length) for row in groups[prompt]]
         rows_F, prompts_F = torch.tensor(pairs, device=device).T
-        found.append(Placement(rows_F, prompts_F, int(length)))
+        found.append(PromptPlacement(rows_F, prompts_F, int(length)))
     return found
 
 
@@ -356,7 +359,7 @@ def _next_logits(module: nn.Module, rows: _Rows, cache: RowCache) -> Tensor:
 
 
 def _compact(rows: _Rows, cache: RowCache, live: int) -> None:
-    """Live rows from behind move into the places of finished ones: as few rows are copied as possible."""
+    """Move live rows from the end into the places of finished ones, which copies as few rows as possible."""
     order_R = torch.arange(len(rows.done_R), device=rows.done_R.device)
     targets_M = order_R[:live][rows.done_R[:live]]
     sources_M = order_R[live:][~rows.done_R[live:]]
@@ -372,8 +375,8 @@ def _results(
     dropped_N: NDArray[np.bool_],
     tokens_NT: NDArray[np.int64],
     logprobs_NT: Float32,
-) -> list[Decoded]:
-    """Cut each row at its first stop token or its limit: what a finished row went on to sample is thrown away."""
+) -> list[DecodedRow]:
+    """Cut each row at its first stop token or its limit. What a finished row sampled afterwards is discarded."""
     results = []
     for row, request in enumerate(requests):
         limit = int(limits_N[row])
@@ -386,16 +389,16 @@ def _results(
 
 def finished_row(
     request: GenerationRequest, tokens: NDArray[np.int64], logprobs: Float32, stopped: bool, dropped: bool
-) -> Decoded:
-    """A row's result, copied. Raises TrainingDivergedError for log-probs that are not finite, but for a dropped row."""
+) -> DecodedRow:
+    """A copy of a row's result. Raises TrainingDivergedError if its log-probs are not finite, unless it was dropped."""
     if not dropped and not np.isfinite(logprobs).all():
         raise diverged(request)
-    return Decoded(tokens.astype(np.int32), logprobs.copy(), "stop" if stopped else "length")
+    return DecodedRow(tokens.astype(np.int32), logprobs.copy(), "stop" if stopped else "length")
 
 
 def diverged(request: GenerationRequest) -> TrainingDivergedError:
-    """For a row whose log-probs are not finite."""
+    """The error for a row whose log-probs are not finite."""
     return TrainingDivergedError(
         f"The policy's logits are not finite (request {request.id!r}).",
-        "Its weights have diverged: resume from the last commit with a lower learning rate.",
+        "The weights have diverged: resume from the last commit with a lower learning rate.",
     )

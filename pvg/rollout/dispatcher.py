@@ -1,7 +1,7 @@
-"""`Dispatcher`: groups of rollouts from an engine, graded, with a bound on the requests in flight.
+"""`Dispatcher`: samples and grades groups of rollouts, with a bound on the requests in flight.
 
-Invariant: without a deadline, the same orders and seed submit the same requests in the same order, so that a
-synchronous run can be repeated bit by bit.
+Invariant: without a deadline, the same orders and seed submit the same requests in the same order. So a synchronous run
+is reproducible bit for bit.
 """
 
 from __future__ import annotations
@@ -16,21 +16,29 @@ from typing import TYPE_CHECKING
 
 from pvg.errors import ConfigurationError
 from pvg.records import Grade, Group, Rollout, Turn
-from pvg.rollout.engine import Begun, Completion, Engine, GenerationRequest, Sampling
+from pvg.rollout.engine import Completion, Engine, GenerationRequest, PartialCompletion, Sampling
 from pvg.rollout.episodes import Environment, play_episodes
-from pvg.rollout.gathering import Call, Deadline, Gathering, GroupOrder, all_or_none, gatherings_of, request_seed
+from pvg.rollout.gathering import (
+    Deadline,
+    GroupOrder,
+    GroupSampling,
+    SampleCall,
+    all_or_none,
+    gatherings_of,
+    request_seed,
+)
 from pvg.rollout.grading import Grader
 from pvg.tasks.answers import same_answer
 
-__all__ = ["Call", "Dispatcher", "GroupOrder", "all_or_none", "request_seed"]
+__all__ = ["Dispatcher", "GroupOrder", "SampleCall", "all_or_none", "request_seed"]
 
 if TYPE_CHECKING:
     from pvg.models.tokenizer import Tokenizer
     from pvg.tasks.task import Task
 
 
-def _group(gathering: Gathering[Rollout]) -> Group:
-    """When all tasks have ended. Raises what one of them was cancelled by, where that was no deadline."""
+def _group(gathering: GroupSampling[Rollout]) -> Group:
+    """The group of a finished gathering. Raises CancelledError for a task cancelled by anything but the deadline."""
     cut = gathering.cut
     return Group(
         gathering.order.problem,
@@ -43,9 +51,9 @@ def _group(gathering: Gathering[Rollout]) -> Group:
 
 
 class Dispatcher:
-    """At most `concurrency` requests are in the engine at once. `grading`: see pvg.rollout.grading.
+    """Keeps at most `concurrency` requests in the engine. `grading`: the executor that grades; None: the event loop.
 
-    Raises ConfigurationError at once when the engine would not take that many.
+    Raises ConfigurationError if the engine accepts fewer requests than `concurrency`.
     """
 
     def __init__(
@@ -84,30 +92,33 @@ class Dispatcher:
         environment: Environment | None = None,
         on_group: Callable[[Sequence[Rollout]], None] | None = None,
     ) -> list[Group]:
-        """The groups, in the order of `orders`; rollout i of group g has the id `{prefix}/{g:05d}/{i:02d}`.
+        """Sample the groups, in the order of `orders`. Rollout i of group g has the id `{prefix}/{g:05d}/{i:02d}`.
 
-        Request seeds depend on (seed, group, i) alone. `on_done` is told after each rollout how many are finished. If
-        one fails, or the caller is cancelled, the others are cancelled and awaited before that surfaces. `deadline`:
-        stragglers are cancelled on the engine and left out; where it is the batch's, a group may be left with none.
-        `gate` is held around each request instead of the bound that this call would have for itself. `environment`:
-        rollouts are episodes of several turns (pvg.rollout.episodes). `on_group` gets the rollouts of each group as
-        soon as the group is complete; not those of episodes, and not of groups that a deadline has cut.
+        - Request seeds depend only on (seed, group, i).
+        - `on_done` is called after each rollout with the number finished.
+        - If one fails or the caller is cancelled, all others are cancelled and awaited before the error is raised.
+        - `deadline`: stragglers are cancelled in the engine and left out. With a deadline for the whole batch, a group
+          may end up empty.
+        - `gate` replaces this call's own bound on the requests in flight.
+        - `environment`: rollouts are multi-turn episodes (pvg.rollout.episodes).
+        - `on_group` receives the rollouts of each group as soon as it is complete. It is not called for episodes or for
+          groups that a deadline cut.
         """
         if len({order.group for order in orders}) != len(orders):
             raise ValueError("two orders have the same group number")
-        call = Call(round_, source, step, seed, prefix)
+        call = SampleCall(round_, source, step, seed, prefix)
         bound = asyncio.Semaphore(self.concurrency) if gate is None else gate  # first come, first served
         if environment is not None:
             return await play_episodes(self, orders, call, environment, bound=bound, deadline=deadline, on_done=on_done)
         finished = 0
 
-        async def one(gathering: Gathering[Rollout], index: int) -> Rollout:
+        async def one(gathering: GroupSampling[Rollout], index: int) -> Rollout:
             nonlocal finished
             async with AsyncExitStack() as place:
                 await place.enter_async_context(bound)
                 if gathering.watch is not None:
                     gathering.watch.begin()
-                # Telling how many tokens there are may cost the engine a stream: only where somebody will count them.
+                # Reporting token counts may make the engine stream, so ask for it only if they are used.
                 tell = None if gathering.watch is None else partial(gathering.told.__setitem__, index)
                 leave = partial(gathering.sampled, place)
                 rollout = await self.rollout(gathering.order, index, call, leave=leave, tell=tell)
@@ -123,7 +134,7 @@ class Dispatcher:
             return rollout
 
         arrived: dict[int, dict[int, Rollout]] = {}
-        gatherings: list[Gathering[Rollout]] = gatherings_of(orders, deadline)
+        gatherings: list[GroupSampling[Rollout]] = gatherings_of(orders, deadline)
         try:
             await all_or_none(
                 gathering.start([one(gathering, index) for index in range(gathering.order.size)])
@@ -138,17 +149,18 @@ class Dispatcher:
         self,
         order: GroupOrder,
         index: int,
-        call: Call,
+        call: SampleCall,
         *,
         leave: Callable[[], Awaitable[None]],
         tell: Callable[[int], None] | None = None,
-        begun: Begun | None = None,
+        begun: PartialCompletion | None = None,
     ) -> Rollout:
-        """Rollout `index` of `order`, graded; one that was cut short goes on from what it had `begun`. Raises CutShort
-        where the engine is told to cut it (`Call.rollout_id` is the request's id).
+        """Sample and grade rollout `index` of `order`; with `begun`, continue a completion that was cut short.
 
-        `leave` frees its place in the engine, once it has been sampled: what the engine is asked next, and when, does
-        not depend on who grades."""
+        Calls `leave` after sampling, before grading, to free its place in the engine. So grading does not affect which
+        request the engine gets next, or when. Raises CutShort if the engine cuts the request (`SampleCall.rollout_id`
+        is its id).
+        """
         rollout_id = call.rollout_id(order, index)
         seed = request_seed(call.seed, order.group, index)
         request = GenerationRequest(rollout_id, order.prompt_ids, self.sampling, seed, on_tokens=tell, begun=begun)
@@ -160,14 +172,14 @@ class Dispatcher:
     def recorded(
         self,
         order: GroupOrder,
-        call: Call,
+        call: SampleCall,
         rollout_id: str,
         completion: Completion,
         text: str,
         grade: Grade,
         turns: tuple[Turn, ...] = (),
     ) -> Rollout:
-        """The rollout that a completion of `order` is."""
+        """The rollout record for a completion of `order`."""
         return Rollout(
             id=rollout_id,
             problem_id=order.problem.id,

@@ -1,17 +1,19 @@
-"""Episodes of several turns: the prover writes, an environment observes, the prover goes on. Tokens in, tokens out.
+"""Multi-turn episodes: the prover writes, an environment observes, the prover continues. Tokens in, tokens out.
 
     groups = await dispatcher.sample(orders, environment=environment, ...)
 
-The prompt of a turn is the exact token ids of everything before it: nothing that was sampled is tokenised again, so the
-log-probs stay those of what was sampled, and a server's prefix cache finds all of it but the observation.
+The prompt of a turn is the exact token ids of everything before it. Sampled text is never tokenized again, so log-probs
+stay exact, and a server's prefix cache contains everything but the observation.
 
-All episodes of a call take their turns together: the environment is asked about all of them at once, when the last one
-has written. So it can compute for many in one batch, and a synchronous run submits the same requests in the same order
-every time. A deadline is of one turn: its clock starts with the turn's first request, and an episode that it cuts is
-given up whole.
+All episodes of a call move in lockstep: when the last one has finished a turn, the environment observes all of them at
+once. So it can compute in one batch, and a synchronous run always submits the same requests in the same order. A
+deadline applies to one turn: its clock starts with the turn's first request, and an episode that it cuts is dropped
+entirely.
 
-Invariants: the turns of a rollout, one after the other, are its completion; `Rollout.sampled_mask` is True for the
-tokens of the engine's completions and for no other; each token's version is that of the engine when it was sampled.
+Invariants:
+- The turns of a rollout, concatenated, are its completion.
+- `Rollout.sampled_mask` is True exactly for tokens that the engine sampled.
+- Each token's version is the engine's version when the token was sampled.
 """
 
 from __future__ import annotations
@@ -27,20 +29,28 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from pvg.config.sections import ChallengeProtocol
-from pvg.records import Float32, Group, Int32, Problem, Rollout, Timing, Turn, VersionSpan
-from pvg.rollout.engine import Completion, GenerationRequest
-from pvg.rollout.gathering import Call, Deadline, Gathering, GroupOrder, all_or_none, gatherings_of, request_seed
+from pvg.records import Float32, Grade, Group, Int32, Problem, Rollout, Timing, Turn, VersionSpan
+from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
+from pvg.rollout.gathering import (
+    Deadline,
+    GroupOrder,
+    GroupSampling,
+    SampleCall,
+    all_or_none,
+    gatherings_of,
+    request_seed,
+)
+from pvg.rollout.grading import Grader
 
 if TYPE_CHECKING:
     from pvg.config.experiment import Experiment
-    from pvg.rollout.dispatcher import Dispatcher
 
 
-TAG_ROOM, QUOTED_ROOM = 8, 320  # tokens that a question of the challenge protocol may take
+TAG_ROOM, QUOTED_ROOM = 8, 320  # most tokens of a question in the challenge protocol
 
 
 def completion_room(experiment: Experiment) -> int:
-    """Most tokens of a completion, what an environment writes included."""
+    """The most tokens of a completion, including what the environment writes."""
     rollout, protocol = experiment.rollout, experiment.game.protocol
     if not isinstance(protocol, ChallengeProtocol):
         return rollout.max_tokens
@@ -49,8 +59,8 @@ def completion_room(experiment: Experiment) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an environment tells the prover: `token_ids` int32 [O], O >= 1, whose `text` a reader is shown; the prover
-    may answer with at most `max_tokens` tokens."""
+    """What an environment tells the prover: `token_ids` int32 [O], O >= 1, and their `text` for readers. The prover may
+    answer with at most `max_tokens` tokens."""
 
     token_ids: Int32
     text: str
@@ -59,10 +69,10 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """What an environment sees of an episode: never its role, for the verifier reads what the environment says.
+    """What an environment sees of an episode. The role is left out, because the verifier reads the observations.
 
-    `prompt_ids` int32 [P], `completion_ids` int32 [C] of all turns so far; the turn that was just written begins at
-    `last_start` and is number `turn`, from 0. `stopped`: it ended by itself, with a stop token.
+    `prompt_ids` int32 [P]; `completion_ids` int32 [C] of all turns so far. `turn` is the number of the last turn, from
+    0, and `last_start` its first token. `stopped`: the turn ended with a stop token.
     """
 
     id: str
@@ -75,20 +85,39 @@ class Transcript:
 
 
 class Environment(Protocol):
-    """Independent of tasks and engines. `graded_turn` is the prover's turn that the task grades: 0 is the first, -1 the
+    """Independent of tasks and engines. `graded_turn`: the prover turn that the task grades; 0 is the first, -1 the
     last."""
 
     @property
     def graded_turn(self) -> int: ...
 
     async def observe(self, transcripts: Sequence[Transcript]) -> list[Observation | None]:
-        """What comes next in each; None: it is over. Each answer depends on its own transcript alone."""
+        """The next observation of each episode; None ends it. Each may depend only on its own transcript."""
         ...
+
+
+class EpisodeSampler(Protocol):
+    """What `play_episodes` needs of the dispatcher (pvg.rollout.dispatcher.Dispatcher), which imports this module."""
+
+    engine: Engine
+    grader: Grader
+    sampling: Sampling
+
+    def recorded(
+        self,
+        order: GroupOrder,
+        call: SampleCall,
+        rollout_id: str,
+        completion: Completion,
+        text: str,
+        grade: Grade,
+        turns: tuple[Turn, ...] = (),
+    ) -> Rollout: ...
 
 
 @dataclass(slots=True, eq=False)
 class _Episode:
-    """One episode as it is played."""
+    """One episode in progress."""
 
     order: GroupOrder
     index: int
@@ -96,8 +125,8 @@ class _Episode:
     completions: list[Completion] = field(default_factory=list)
     observations: list[Observation] = field(default_factory=list)
 
-    def request(self, dispatcher: Dispatcher, seed: int, tell: Callable[[int], None] | None) -> GenerationRequest:
-        turn, sampling = len(self.completions), dispatcher.sampling
+    def request(self, sampler: EpisodeSampler, seed: int, tell: Callable[[int], None] | None) -> GenerationRequest:
+        turn, sampling = len(self.completions), sampler.sampling
         if not turn:
             return GenerationRequest(self.id, self.order.prompt_ids, sampling, seed, on_tokens=tell)
         sampling = replace(sampling, max_tokens=self.observations[-1].max_tokens)
@@ -105,7 +134,7 @@ class _Episode:
         return GenerationRequest(f"{self.id}/{turn}", prompt_ids, sampling, seed, on_tokens=tell)
 
     def parts(self) -> list[Int32]:
-        """The token ids of the turns so far, in their order."""
+        """The token ids of all turns so far, in order."""
         found: list[Int32] = []
         for turn, completion in enumerate(self.completions):
             found.append(completion.token_ids)
@@ -127,11 +156,11 @@ class _Episode:
 
     @property
     def tokens(self) -> int:
-        """Those that were sampled."""
+        """Number of sampled tokens."""
         return sum(len(completion.token_ids) for completion in self.completions)
 
     def joined(self, texts: Sequence[str]) -> tuple[Completion, tuple[Turn, ...]]:
-        """All turns as one completion, given the texts of the prover's; no turns where there is but one."""
+        """All turns as one completion. `texts`: those of the prover's turns. An episode of one turn gets no turns."""
         parts, logprobs, spans, turns = self.parts(), list[Float32](), list[VersionSpan](), list[Turn]()
         start = 0
         for place, part in enumerate(parts):
@@ -151,7 +180,7 @@ class _Episode:
             np.concatenate(parts),
             np.concatenate(logprobs),
             tuple(spans),
-            self.completions[0].finish_reason,  # of the solution, which is what is graded
+            self.completions[0].finish_reason,  # of the solution, which is graded
             Timing(
                 sum(completion.timing.queued_s for completion in self.completions),
                 sum(completion.timing.service_s for completion in self.completions),
@@ -163,7 +192,7 @@ class _Episode:
 
 @dataclass(slots=True)
 class _Played:
-    """What is left of one order."""
+    """The remaining episodes of one order."""
 
     order: GroupOrder
     episodes: list[_Episode]
@@ -173,16 +202,16 @@ class _Played:
 
 
 async def play_episodes(
-    dispatcher: Dispatcher,
+    sampler: EpisodeSampler,
     orders: Sequence[GroupOrder],
-    call: Call,
+    call: SampleCall,
     environment: Environment,
     *,
     bound: AbstractAsyncContextManager[None],
     deadline: Deadline | None = None,
     on_done: Callable[[int], None] | None = None,
 ) -> list[Group]:
-    """See `Dispatcher.sample`. `bound` is held around each request."""
+    """See `Dispatcher.sample`. Each request holds `bound`."""
     played = [
         _Played(order, [_Episode(order, index, call.rollout_id(order, index)) for index in range(order.size)])
         for order in orders
@@ -190,7 +219,7 @@ async def play_episodes(
     waiting = {episode for part in played for episode in part.episodes}
     turn = 0
     while waiting:
-        await _take_turn(dispatcher, played, waiting, call, turn, bound, deadline)
+        await _take_turn(sampler, played, waiting, call, turn, bound, deadline)
         written = [episode for part in played for episode in part.episodes if episode in waiting]
         observed = await environment.observe([episode.transcript() for episode in written])
         waiting = set()
@@ -200,7 +229,7 @@ async def play_episodes(
                 waiting.add(episode)
         turn += 1
     grading = [
-        [asyncio.create_task(_finished(dispatcher, episode, call, environment)) for episode in part.episodes]
+        [asyncio.create_task(_finished(sampler, episode, call, environment)) for episode in part.episodes]
         for part in played
     ]
     await all_or_none(grading)
@@ -220,30 +249,30 @@ async def play_episodes(
 
 
 async def _take_turn(
-    dispatcher: Dispatcher,
+    sampler: EpisodeSampler,
     played: Sequence[_Played],
     waiting: set[_Episode],
-    call: Call,
+    call: SampleCall,
     turn: int,
     bound: AbstractAsyncContextManager[None],
     deadline: Deadline | None,
 ) -> None:
-    """Turn number `turn` of all that wait. Those that the deadline has cut leave `played`."""
+    """Sample turn number `turn` of all `waiting` episodes. Removes those that the deadline cut from `played`."""
 
-    async def one(gathering: Gathering[Completion], place: int, episode: _Episode) -> Completion:
+    async def one(gathering: GroupSampling[Completion], place: int, episode: _Episode) -> Completion:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(bound)
             if gathering.watch is not None:
                 gathering.watch.begin()
             tell = None if gathering.watch is None else partial(gathering.told.__setitem__, place)
             seed = request_seed(call.seed, episode.order.group, episode.index, turn)
-            completion = await dispatcher.engine.generate(episode.request(dispatcher, seed, tell))
+            completion = await sampler.engine.generate(episode.request(sampler, seed, tell))
             await gathering.sampled(stack)
         gathering.finishes.append(time.perf_counter())
         return completion
 
     live = [[episode for episode in part.episodes if episode in waiting] for part in played]
-    gatherings: list[Gathering[Completion]] = gatherings_of([part.order for part in played], deadline)
+    gatherings: list[GroupSampling[Completion]] = gatherings_of([part.order for part in played], deadline)
     try:
         await all_or_none(
             gathering.start([one(gathering, place, episode) for place, episode in enumerate(episodes)])
@@ -265,10 +294,10 @@ async def _take_turn(
         part.spread_s += gathering.spread_s
 
 
-async def _finished(dispatcher: Dispatcher, episode: _Episode, call: Call, environment: Environment) -> Rollout:
-    texts = [dispatcher.grader.text(completion) for completion in episode.completions]
+async def _finished(sampler: EpisodeSampler, episode: _Episode, call: SampleCall, environment: Environment) -> Rollout:
+    texts = [sampler.grader.text(completion) for completion in episode.completions]
     graded = episode.completions[environment.graded_turn]
-    _, grade = await dispatcher.grader.grade(episode.order.problem, graded)
+    _, grade = await sampler.grader.grade(episode.order.problem, graded)
     completion, turns = episode.joined(texts)
     text = "".join(turn.text for turn in turns) if turns else texts[0]
-    return dispatcher.recorded(episode.order, call, episode.id, completion, text, grade, turns)
+    return sampler.recorded(episode.order, call, episode.id, completion, text, grade, turns)

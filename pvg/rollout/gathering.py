@@ -1,13 +1,13 @@
-"""Deadlines: when a set of rollouts stops waiting for its stragglers.
+"""Tasks that sample a group of rollouts, and the deadline that cuts stragglers.
 
     deadline = Deadline(seconds=20.0, least=4, over="group")
     groups = await dispatcher.sample(orders, deadline=deadline, ...)
 
-A set is one group, or the whole call where no statistics are taken over groups. Its clock starts when its first request
-is handed to the engine. When its time is up, it is used with what has arrived; one that has fewer than `least` waits
-until it has them, so that a deadline that is too short costs time and never a batch.
+A deadline applies to a set of rollouts: one group, or the whole call if no statistics are computed over groups. The
+clock starts when the set's first request enters the engine. When the time is up, the set is used with the rollouts that
+have arrived. If these are fewer than `least`, it waits for more, so a short deadline costs time but never a batch.
 
-Invariant: only tasks that a watch has cut may end as cancelled without that being an error.
+Invariant: a task may end as cancelled without an error only if a watch cut it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Over = Literal["group", "batch"]
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A set of rollouts is cut `seconds` after its first request, or as soon after that as it has `least`.
+    """Cuts a set of rollouts `seconds` after its first request, or later, once `least` of them have finished.
 
-    `over`: each group is a set of its own, or all groups of a call are one.
+    `over`: "group" makes each group a set, "batch" makes all groups of a call one set.
     """
 
     seconds: float
@@ -41,8 +41,8 @@ class Deadline:
 
 
 def training_deadline(experiment: Experiment) -> Deadline | None:
-    """That of the prover's training. spo and rae take no statistics of groups: all of their batch is one set;
-    and so it is where groups that are not complete are carried over."""
+    """The deadline of prover training, or None. It is over the batch for spo and rae, which use no group statistics,
+    and with `rollout.partial`, which carries incomplete groups over."""
     rollout = experiment.rollout
     if rollout.group_deadline_s is None:
         return None
@@ -51,13 +51,14 @@ def training_deadline(experiment: Experiment) -> Deadline | None:
 
 
 def compares_within_groups(experiment: Experiment) -> bool:
-    """Whether a rollout's advantage depends on others of its problem and role: by the loss, but for spo's and rae's,
-    or by the reward. One of them alone would be paid for a comparison with itself."""
+    """Whether a rollout's advantage depends on others of its problem and role: through the loss (all but spo and rae)
+    or through the reward. If so, a single rollout would be compared with itself."""
     return not experiment.training.groupless or experiment.game.reward.kind in ("src", "decoupled")
 
 
-class Watch:
-    """Cuts one set of tasks: cancels those that are not done when its deadline has passed and it has enough."""
+class DeadlineWatch:
+    """Applies a deadline to one set of tasks: cancels the unfinished ones when the time is up and enough have
+    finished."""
 
     def __init__(self, deadline: Deadline) -> None:
         self._deadline = deadline
@@ -73,22 +74,22 @@ class Watch:
         task.add_done_callback(self._ended)
 
     def begin(self) -> None:
-        """The set's first request is about to be made; later calls change nothing."""
+        """Start the clock before the set's first request. Later calls do nothing."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._deadline.seconds, self._expire)
 
     def arrived(self) -> None:
-        """The running task has its completion, which would be lost if it were cut while it is being graded."""
+        """Protect the running task from cuts: it has its completion, which a cut during grading would lose."""
         self._arrived.add(asyncio.current_task())
 
     def stop(self) -> None:
-        """Nothing is cut any more."""
+        """Cut nothing from now on."""
         if self._timer is not None:
             self._timer.cancel()
         self._late = False
 
     def was_cut(self, task: asyncio.Task[Any]) -> bool:
-        """Whether `task` ended because this cancelled it. (One that finished all the same is finished.)"""
+        """Whether this watch cancelled `task` and the task did not finish anyway."""
         return task in self._cut and task.cancelled()
 
     def _expire(self) -> None:
@@ -102,24 +103,24 @@ class Watch:
 
     def _cut_if_enough(self) -> None:
         if self._late and self._finished >= self._deadline.least:
-            self._late = False  # once: a second cancellation would interrupt the cleaning up after the first
+            self._late = False  # a second cancellation would interrupt the cleanup after the first
             self._cut = {task for task in self._tasks if not task.done() and task not in self._arrived}
             for task in self._cut:
                 task.cancel()
 
 
-# What a dispatcher is asked for, and the tasks that are at it: groups of rollouts, begun, watched and awaited.
+# --- groups and their tasks ------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
-# Rollouts that begin in one turn of the event loop: 10 ms of work. A mint's 4,096 at once would be 50 ms.
+# Rollouts started per turn of the event loop: 10 ms of work. A mint's 4,096 at once would block it for 50 ms.
 BEGUN_AT_A_TIME = 256
 
 
 @dataclass(frozen=True, slots=True)
 class GroupOrder:
-    """`size` rollouts wanted for one problem and role. `prompt_ids` int32 [P]; `group` is unique within its phase.
-    `solver`: the solution in the prompt, which they translate (the decoupled game)."""
+    """Orders `size` rollouts of one problem and role. `prompt_ids` int32 [P]. `group` is unique within its phase.
+    `solver`: the solution inside the prompt that the rollouts translate (decoupled game)."""
 
     problem: Problem
     role: Role
@@ -130,8 +131,8 @@ class GroupOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """What the rollouts of one call of `sample` have in common."""
+class SampleCall:
+    """The fields that all rollouts of one call of `sample` share."""
 
     round: int
     source: str
@@ -144,11 +145,11 @@ class Call:
 
 
 @dataclass(slots=True)
-class Gathering(Generic[T]):
-    """One group as it is sampled. `told`: the tokens of each rollout so far, from engines that tell."""
+class GroupSampling(Generic[T]):
+    """One group while it is sampled. `told`: tokens of each rollout so far, if the engine reports them."""
 
     order: GroupOrder
-    watch: Watch | None
+    watch: DeadlineWatch | None
     tasks: list[asyncio.Task[T]] = field(default_factory=list)
     finishes: list[float] = field(default_factory=list)
     told: dict[int, int] = field(default_factory=dict)
@@ -161,7 +162,7 @@ class Gathering(Generic[T]):
         return self.tasks
 
     async def sampled(self, place: AsyncExitStack) -> None:
-        """One of it leaves its `place` in the engine."""
+        """Called by a task when its completion is sampled: frees its `place` in the engine."""
         if self.watch is not None:
             self.watch.arrived()
         await place.aclose()
@@ -172,7 +173,7 @@ class Gathering(Generic[T]):
 
     @property
     def cut(self) -> set[int]:
-        """The tasks that the deadline has cut. When all have ended."""
+        """Indices of the tasks that the deadline cut. Call it when all tasks have ended."""
         return {i for i, task in enumerate(self.tasks) if self.watch is not None and self.watch.was_cut(task)}
 
     @property
@@ -181,24 +182,24 @@ class Gathering(Generic[T]):
 
 
 def request_seed(seed: int, group: int, index: int, turn: int = 0) -> int:
-    """A 64-bit seed for a turn of rollout `index` of `group`, unrelated to those of its neighbours. None may be
-    negative."""
+    """A 64-bit seed for turn `turn` of rollout `index` of `group`, independent of other seeds. All arguments must be at
+    least 0."""
     place = (seed, group, index, turn) if turn else (seed, group, index)
     return int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0])
 
 
-def gatherings_of(orders: Sequence[GroupOrder], deadline: Deadline | None) -> list[Gathering[Any]]:
+def gatherings_of(orders: Sequence[GroupOrder], deadline: Deadline | None) -> list[GroupSampling[Any]]:
     if deadline is None:
-        return [Gathering(order, None) for order in orders]
+        return [GroupSampling(order, None) for order in orders]
     if deadline.over == "group":
-        return [Gathering(order, Watch(deadline)) for order in orders]
-    watch = Watch(deadline)
-    return [Gathering(order, watch) for order in orders]
+        return [GroupSampling(order, DeadlineWatch(deadline)) for order in orders]
+    watch = DeadlineWatch(deadline)
+    return [GroupSampling(order, watch) for order in orders]
 
 
 async def all_or_none(parts: Iterable[Sequence[asyncio.Task[Any]]]) -> None:
-    """Wait for all tasks of all `parts`, which are begun as they are asked for, over several turns of the event loop
-    where they are many. On the first failure, or when cancelled, nothing is left running behind."""
+    """Wait for all tasks. `parts` is consumed over several turns of the event loop, which starts the tasks. On the
+    first failure or on cancellation, all other tasks are cancelled and awaited."""
     tasks: list[asyncio.Task[Any]] = []
     try:
         begun = 0
@@ -215,11 +216,11 @@ async def all_or_none(parts: Iterable[Sequence[asyncio.Task[Any]]]) -> None:
             if task.done() and not task.cancelled() and task.exception() is not None:
                 task.result()
     finally:
-        # Nothing is left as a rule, and then thousands of tasks need not be waited for one by one.
+        # Usually nothing is left, which avoids waiting for thousands of tasks one by one.
         if left := [task for task in tasks if not task.done()]:
             for task in left:
                 task.cancel()
             await asyncio.wait(left)
         for task in tasks:
             if not task.cancelled():
-                task.exception()  # seen
+                task.exception()  # marks it as retrieved, so asyncio does not log it

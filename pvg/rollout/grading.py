@@ -1,13 +1,13 @@
-"""`Grader`: completions to text and grade, away from the event loop.
+"""`Grader`: turns completions into text and grades, off the event loop.
 
-    grader = Grader(task, tokenizer, executor)      # None: at once, on the loop
+    grader = Grader(task, tokenizer, executor)      # None: immediately, on the event loop
     text, grade = await grader.grade(problem, completion)
 
-A long completion takes milliseconds to decode and to grade, and many of them finish together: on the loop, everything
-else would wait for all of them. In the executor they wait for each other, and go there several at a time, because
-handing a short one over takes longer than grading it.
+Decoding and grading a long completion takes milliseconds, and many completions finish together, so on the event loop
+they would delay everything else. They go to the executor several at a time, because handing over a short one takes
+longer than grading it.
 
-Invariant: grades depend on the text alone, so where and in which company one is made changes nothing.
+Invariant: a grade depends only on the text, not on where or with which others it is graded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from pvg.config.sections import Rollouts
 from pvg.records import Grade, Int32, Problem
 from pvg.rollout.engine import Completion
-from pvg.tasks.task import Batching
+from pvg.tasks.task import GradesInBatches
 from pvg.telemetry.spans import span, submit_in
 
 if TYPE_CHECKING:
@@ -30,13 +30,12 @@ if TYPE_CHECKING:
     from pvg.tasks.task import Task
 
 Graded = tuple[str, Grade]
-# Of one trip to the executor, unless a single completion has more: some 5 ms of work, after which those who wait for
-# the first of them are told.
+# Most tokens per trip to the executor (a longer completion goes alone): about 5 ms of work before results return.
 TRIP_TOKENS = 16_384
 
 
 def grading_executor(section: Rollouts) -> ThreadPoolExecutor | None:
-    """The thread of `rollout.grading`, for the caller to shut down; None: there is none."""
+    """The thread for `rollout.grading = "thread"`, which the caller shuts down; otherwise None."""
     return ThreadPoolExecutor(1, "pvg-grade") if section.grading == "thread" else None
 
 
@@ -48,7 +47,7 @@ class _Waiting:
 
 
 class Grader:
-    """`executor` is used for one thing at a time, and stays the caller's. All belongs to one event loop."""
+    """Belongs to one event loop. Uses `executor` for one trip at a time; the caller owns it."""
 
     def __init__(self, task: Task, tokenizer: Tokenizer, executor: Executor | None = None) -> None:
         self._task = task
@@ -58,7 +57,7 @@ class Grader:
         self._away = False
 
     async def grade(self, problem: Problem, completion: Completion) -> Graded:
-        """The completion's text without its stop token, and what the task says of it. Raises what the task raises."""
+        """The completion's text without its stop token, and the task's grade. Raises what the task raises."""
         if self._executor is None:
             with span("grade"):
                 return self._graded(problem, completion)
@@ -73,12 +72,12 @@ class Grader:
         return self._tokenizer.decode(_without_stop(completion))
 
     def _send(self) -> None:
-        """Those who wait longest to the executor."""
+        """Send the completions that have waited longest to the executor."""
         trip: list[_Waiting] = []
         tokens = 0
         while self._queue and (not trip or tokens + len(self._queue[0].completion.token_ids) <= TRIP_TOKENS):
             waiting = self._queue.popleft()
-            if not waiting.graded.done():  # else its caller has left
+            if not waiting.graded.done():  # otherwise the caller was cancelled
                 trip.append(waiting)
                 tokens += len(waiting.completion.token_ids)
         if trip:
@@ -87,16 +86,17 @@ class Grader:
             work.add_done_callback(partial(self._returned, trip))
 
     def _trip(self, trip: list[_Waiting]) -> list[Graded]:
-        """In the executor."""
+        """Runs in the executor."""
         with span("grade"):
-            if not isinstance(self._task, Batching):
+            if not isinstance(self._task, GradesInBatches):
                 return [self._graded(waiting.problem, waiting.completion) for waiting in trip]
             solutions = [(w.problem, self._tokenizer.decode(_without_stop(w.completion))) for w in trip]
             grades = self._task.grade_many(solutions)
             return [(text, grade) for (_, text), grade in zip(solutions, grades, strict=True)]
 
     def _returned(self, trip: list[_Waiting], work: asyncio.Future[list[Graded]]) -> None:
-        """A task never raises; the defect of one that does is told to all of its trip."""
+        """Hand results to the callers. A task should never raise; if it does, all callers of this trip get the
+        error."""
         self._away = False
         error = work.exception()
         found: list[Graded | None] = [None] * len(trip) if error is not None else list(work.result())

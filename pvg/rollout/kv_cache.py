@@ -1,9 +1,9 @@
-"""The keys and values of a batch that shrinks: preallocated, filled from shared prompts, compacted as rows finish.
+"""The keys and values of a shrinking batch: preallocated, filled from shared prompts, compacted as rows finish.
 
-Rows are aligned to the right end of their prompts, so that every row writes the same column in a decoding step. A
-prompt that several rows share goes through the model once and is copied to each of them.
+Prompts are aligned at their right ends, so in each decoding step every row writes the same column. A prompt that
+several rows share is computed once and copied to each of them.
 
-Invariant: a column before a row's own first token holds zeros and is masked, so it cannot reach the row's result.
+Invariant: columns before a row's first token hold zeros and are masked, so they cannot affect the row's result.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """Row `prompts_F[f]` of a prefill batch, its first `length` tokens, becomes the prompt of cache row `rows_F[f]`."""
+class PromptPlacement:
+    """The first `length` tokens of prefill row `prompts_F[f]` become the prompt of cache row `rows_F[f]`."""
 
     rows_F: Tensor
     prompts_F: Tensor
@@ -26,20 +26,21 @@ class Placement:
 
 
 @dataclass(slots=True)
-class Slots:
-    """What all layers share. `rows` are in use, `columns` are filled; columns below `start` belong to the prompts."""
+class CacheSlots:
+    """State shared by all layers. `rows` are in use, `columns` are filled, and the first `start` columns hold
+    prompts."""
 
     rows: int
     start: int
     capacity: int
     columns: int
-    placements: Sequence[Placement] | None = None
+    placements: Sequence[PromptPlacement] | None = None
 
 
 class RowLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
     """One layer: keys and values [rows, heads, capacity, head width]."""
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, slots: CacheSlots) -> None:
         super().__init__()
         self._slots = slots
 
@@ -50,7 +51,7 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untype
     def update(
         self, key_states: Tensor, value_states: Tensor, *_args: object, **_kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """In a prefill, copy the prompts to their rows and attend to the prompts alone; else append one column."""
+        """In a prefill, copy the prompts to their rows and attend only to the prompts. Otherwise append one column."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         slots = self._slots
@@ -82,24 +83,24 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untype
     def _buffer(self, states: Tensor) -> Tensor:
         slots = self._slots
         buffer = states.new_empty(slots.rows, states.shape[1], slots.capacity, states.shape[3])
-        # Masked is not unread: a NaN left in fresh memory would pass through a weight of 0.
+        # Masked columns are still multiplied: a NaN in uninitialized memory would survive a weight of 0.
         buffer[:, :, : slots.start] = 0
         return buffer
 
 
 class RowCache(Cache):  # type: ignore[misc]
-    """A transformers cache for `rows` rows whose prompts (but their last tokens) take at most `start` columns."""
+    """A transformers cache for `rows` rows whose prompts, without their last tokens, fit in `start` columns."""
 
     def __init__(self, rows: int, start: int, capacity: int) -> None:
-        self.slots = Slots(rows=rows, start=start, capacity=capacity, columns=start)
+        self.slots = CacheSlots(rows=rows, start=start, capacity=capacity, columns=start)
         super().__init__(layer_class_to_replicate=partial(RowLayer, self.slots))
 
     def advance(self) -> None:
-        """The column written by the last forward pass is now part of every row."""
+        """Count the column that the last forward pass wrote."""
         self.slots.columns += 1
 
     def compact(self, sources_M: Tensor, targets_M: Tensor, rows: int) -> None:
-        """Keep the first `rows` rows, after row `sources_M[m]` has moved to the place of row `targets_M[m]`."""
+        """Move row `sources_M[m]` to the place of row `targets_M[m]`, then keep only the first `rows` rows."""
         for layer in self.layers:
             layer.move(sources_M, targets_M)
         self.slots.rows = rows

@@ -1,17 +1,34 @@
-"""Attention of one new token per row over the cached columns of all rows, in two ways, each with its order of memory.
+"""`LeanDecoder`: decoding steps of Llama-like models in as few operations as possible, on a transformers module's
+weights.
+
+    lean = LeanDecoder.over(module)                     # raises NotLeanError for an unsupported module
+    cache = lean.new_cache(rows=256, columns=64)
+    logits_RV = lean.step(token_R, position_R, cache, columns=40)
+
+Compared with the module, this saves the Python of about twenty submodules per layer, separate query, key, value, gate
+and up projections (fused into two products), one mask per layer, and the attention kernel where other operators are
+faster. It is plain torch, chosen by device. So far it has run on CPUs only.
+
+Invariants:
+- The weights are the module's own: its parameters become views of fused matrices, so in-place loads reach both.
+- `LeanDecoder.over` has compared its logits with the module's.
+- Each row's cache columns start at 0, so rows of any age can run together.
+
+Attention of one new token per row over the cached columns has two implementations, each with its own memory layout:
 
     kv = attention.buffer(zeros, layers)                      # keys and values [layers, 2, rows, columns, K, D]
     attention.prepare(position_R, columns)                    # once per step, for all layers
     attention.write(keys_RCKD, new_RKD)                       # the new token's keys; values likewise
     out_RX = attention.attend(q_RHD, keys_RCKD, values_RCKD)  # once per layer
 
-`ByKernel`: torch's fused kernel, for any device and dtype, over a cache in which each head's tokens lie side by side.
+`KernelAttention` uses torch's fused kernel, for any device and dtype. In its cache the tokens of one head are
+contiguous.
 
-`ByProducts`, on a CPU in float32, in about half its time. A token's heads lie side by side, so that a new token is
-written in one piece and a row is read from its beginning to its end; reading the cache is what attention costs.
-- scores: one product per row for all its heads. A head's query fills its own block of a row of zeros, so that products
-  with whole tokens give that head's scores; K times the multiplications, which wait for the memory anyway.
-- values: a weighted sum of rows of a table, which torch has as `embedding_bag`; it fetches ahead what it will read.
+`ProductAttention` takes about half the time on a CPU in float32. Reading the cache dominates the cost of attention,
+so the heads of one token are contiguous: a new token is one write, and a row is read in order.
+- Scores: one product per row for all heads. Each head's query fills its block of a row of zeros, so products with whole
+  tokens give that head's scores. This takes K times the multiplications, but they wait for memory anyway.
+- Values: a weighted sum of table rows, which torch has as `embedding_bag`, with prefetching.
 """
 
 from __future__ import annotations
@@ -30,8 +47,8 @@ Zeros = Callable[[tuple[int, ...]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """Rows 0, `rows`, 2 `rows`, ... and the `rows` - 1 behind each have the same tokens in their first `columns`."""
+class SharedPrefixes:
+    """Groups of `rows` consecutive rows have the same tokens in their first `columns` columns."""
 
     rows: int
     columns: int
@@ -39,37 +56,37 @@ class Shared:
 
 class Attention(Protocol):
     """R rows, C columns of the cache, T columns in use, H query heads, K key heads, D head width, X = K D. A cache may
-    have more rows than a step: it uses the first."""
+    have more rows than a step, which uses the first ones."""
 
     def buffer(self, zeros: Zeros, layers: int) -> Tensor:
-        """Keys and values [layers, 2, rows, C, K, D], made by `zeros`, in the order of memory that this way reads."""
+        """Keys and values [layers, 2, rows, C, K, D], allocated by `zeros` in this implementation's memory layout."""
         ...
 
-    def prepare(self, position_R: Tensor, columns: int, shared: Shared | None = None) -> None:
-        """Row r will see the columns up to `position_R[r]`, all of which are below `columns`. What is `shared` may be
-        read of the first of those rows alone."""
+    def prepare(self, position_R: Tensor, columns: int, shared: SharedPrefixes | None = None) -> None:
+        """Prepare a step in which row r sees the columns up to `position_R[r]`, all below `columns`. For `shared`
+        columns, the implementation may read only the first row of each group."""
         ...
 
     def write(self, cache_RCKD: Tensor, new_RKD: Tensor) -> None:
-        """To the positions of the step."""
+        """Write the new token of each row at its position."""
         ...
 
     def attend(self, q_RHD: Tensor, keys_RCKD: Tensor, values_RCKD: Tensor) -> Tensor:
-        """[R, H D]."""
+        """The attention output [R, H D]."""
         ...
 
 
-class ByProducts:
-    """For a cache of `rows` rows and `columns` columns, on a CPU."""
+class ProductAttention:
+    """Attention by matrix products, for a cache of `rows` rows and `columns` columns on a CPU."""
 
     def __init__(self, rows: int, columns: int, heads: int, kv_heads: int, width: int) -> None:
         self._shape = (rows, columns, kv_heads, width)
         self._scale = width**-0.5
-        # Zero but for the blocks that every call overwrites.
+        # Zero outside of the diagonal blocks, which every call overwrites.
         self._query_RHX = torch.zeros(rows, heads, kv_heads * width)
         blocks_RKGKD = self._query_RHX.view(rows, kv_heads, -1, kv_heads, width)
         self._blocks_RKGD = blocks_RKGKD.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
-        # Where a query head's values stand, in a table of D numbers a row.
+        # Positions of each query head's values in a table with rows of D numbers.
         head_H1 = torch.arange(heads)[:, None] // (heads // kv_heads)
         token_R1C = torch.arange(rows * columns).view(rows, 1, columns)
         self._places_RHC = (token_R1C * kv_heads + head_H1).to(torch.int32)
@@ -77,7 +94,7 @@ class ByProducts:
     def buffer(self, zeros: Zeros, layers: int) -> Tensor:
         return zeros((layers, 2, *self._shape))
 
-    def prepare(self, position_R: Tensor, columns: int, shared: Shared | None = None) -> None:
+    def prepare(self, position_R: Tensor, columns: int, shared: SharedPrefixes | None = None) -> None:
         rows, self._shared = len(position_R), shared
         self._tokens_R = torch.arange(rows) * self._shape[1] + position_R
         hidden_R1T = torch.arange(columns) > position_R[:, None, None]
@@ -108,7 +125,7 @@ class ByProducts:
         return out_ND.view(rows, -1)
 
     def _scores(self, keys_RTX: Tensor) -> Tensor:
-        """scores_RHT, -inf where a row does not see."""
+        """scores_RHT; -inf for columns that a row does not see."""
         query_RHX, shared = self._query_RHX[: len(keys_RTX)], self._shared
         if shared is None:
             scores_RHT = torch.bmm(query_RHX, keys_RTX.transpose(1, 2))
@@ -117,15 +134,16 @@ class ByProducts:
         scores_RHT = query_RHX.new_empty(rows, heads, keys_RTX.shape[1])
         own_RHU = torch.bmm(query_RHX, keys_RTX[:, common:].transpose(1, 2))
         torch.add(self._bias_R1T[..., common:], own_RHU, alpha=self._scale, out=scores_RHT[..., common:])
-        # All rows and heads that share are the rows of one matrix.
+        # The rows and heads of a sharing group are the rows of one matrix.
         keys_GCX = keys_RTX[:: shared.rows, :common]
         common_GNC = torch.bmm(query_RHX.view(-1, shared.rows * heads, width), keys_GCX.transpose(1, 2))
         torch.mul(common_GNC.view(rows, heads, common), self._scale, out=scores_RHT[..., :common])
         return scores_RHT
 
 
-class ByKernel:
-    """The queries of a group stand as rows of one query matrix, so that keys are read once for all of them."""
+class KernelAttention:
+    """Attention by torch's fused kernel. The queries of a group are rows of one matrix, so keys are read once for
+    them."""
 
     def __init__(self, rows: int, columns: int, kv_heads: int, width: int) -> None:
         self._shape = (rows, kv_heads, columns, width)
@@ -135,8 +153,8 @@ class ByKernel:
         self._dtype = kv.dtype
         return kv.transpose(3, 4)
 
-    def prepare(self, position_R: Tensor, columns: int, shared: Shared | None = None) -> None:
-        del shared  # the kernel reads every row's own
+    def prepare(self, position_R: Tensor, columns: int, shared: SharedPrefixes | None = None) -> None:
+        del shared  # the kernel reads the columns of every row
         device, (_, kv_heads, capacity, _) = position_R.device, self._shape
         head_RK = torch.arange(len(position_R) * kv_heads, device=device).view(-1, kv_heads)
         self._tokens_N = (head_RK * capacity + position_R[:, None]).flatten()
@@ -156,34 +174,19 @@ class ByKernel:
         return out_RKGD.reshape(rows, -1)
 
 
-# A decoding step of Llama-like decoders in as few operations as it takes, over the weights of a transformers module.
-#
-#     lean = LeanDecoder.over(module)                     # raises NotLeanError where the module is something else
-#     cache = lean.new_cache(rows=256, columns=64)
-#     logits_RV = lean.step(token_R, position_R, cache, columns=40)
-#
-# What it saves over the module: the Python of some twenty submodules per layer, the query, key and value projections
-# as three products and the gate and up projections as two, a mask per layer, and the attention kernel where other
-# operators are faster (pvg.rollout.lean). All of it is plain torch and chosen by device; so far it has run
-# on CPUs only.
-#
-# Invariants: the weights are the module's own (its parameters become views of fused matrices), so loading in place
-# reaches both; `over` has compared the logits of both on the weights they share. A row's columns in the cache begin
-# at 0, so that rows of any age stand side by side.
-
-# Decoders of one shape: RMSNorm, rotary positions in halves, grouped queries, gated MLP with silu; biases and norms of
-# the heads are found as they are. `over` believes none of it before the logits agree.
+# Supported decoders: RMSNorm, half-split rotary positions, grouped queries, gated MLP with silu. Biases and head norms
+# are optional. `over` checks the logits, so a wrong entry here cannot give wrong results.
 LEAN_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-# Frequencies that depend on the length of the text cannot be tabulated.
+# Their frequencies depend on the text's length, so they cannot be tabulated.
 CHANGING_ROTARY = frozenset({"dynamic", "longrope"})
-# Largest difference of logits from the module's, as a share of their norm: rounding in another order, nothing else.
+# Largest difference from the module's logits relative to their norm: covers rounding in another order only.
 PARITY = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 PARITY_ROWS, PARITY_TOKENS = 3, 7
 HUGE_PAGE = 1 << 21
 
 
 class NotLeanError(Exception):
-    """Why a module cannot be decoded this way; whoever asked uses the module instead and says so."""
+    """Why a module has no lean decoder. The caller uses the module's own forward and logs the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +206,9 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class LeanCache:
-    """Keys and values [layers, 2, rows, columns, K heads, D], zero where nothing was written: what is masked is still
-    multiplied by 0, and must be finite. `cos_T1D`, `sin_T1D`: the rotary table, in the model's dtype. `attention` knows
-    the order of the memory."""
+    """Keys and values [layers, 2, rows, columns, K heads, D]; zero where nothing was written, because masked values are
+    multiplied by 0 and must be finite. `cos_T1D`, `sin_T1D`: the rotary table, in the model's dtype. `attention`
+    defines the memory layout."""
 
     kv: Tensor
     cos_T1D: Tensor
@@ -221,12 +224,12 @@ class LeanCache:
         return self.kv.shape[3]
 
     def move(self, sources_M: Tensor, targets_M: Tensor, columns: int) -> None:
-        """Row `sources_M[m]` is copied to the place of row `targets_M[m]`, up to `columns`."""
+        """Copy row `sources_M[m]` to row `targets_M[m]`, up to `columns`."""
         self.kv[:, :, targets_M, :columns] = self.kv[:, :, sources_M, :columns]
 
 
 class LeanDecoder:
-    """Made by `over`. R rows, V vocabulary, W width, H query heads, K key heads, D head width, T columns."""
+    """Create with `over`. R rows, V vocabulary, W width, H query heads, K key heads, D head width, T columns."""
 
     def __init__(self, module: Any) -> None:
         config, decoder = module.config, module.model
@@ -240,12 +243,13 @@ class LeanDecoder:
         self._kv_heads: int = config.num_key_value_heads
         self._width: int = decoder.layers[0].self_attn.head_dim
         self._layers = [_fused(layer) for layer in decoder.layers]
-        # Faster on a CPU in float32: attention by products, norms in three passes.
+        # On a CPU in float32, attention by products and three-pass norms are faster.
         self._products = self._embedding.device.type == "cpu" and self._embedding.dtype == torch.float32
 
     @classmethod
     def over(cls, module: nn.Module) -> LeanDecoder:
-        """A decoder whose logits have been compared with the module's; raises NotLeanError where there is none."""
+        """A decoder whose logits agree with the module's. Raises NotLeanError if the module is unsupported or they
+        differ."""
         if complaint := next(_complaints(module), None):
             raise NotLeanError(complaint)
         lean = cls(module)
@@ -259,17 +263,17 @@ class LeanDecoder:
     def new_cache(self, rows: int, columns: int) -> LeanCache:
         cos_1TD, sin_1TD = self._rotary(self._embedding, torch.arange(columns, device=self.device)[None])
         attention: Attention = (
-            ByProducts(rows, columns, self._heads, self._kv_heads, self._width)
+            ProductAttention(rows, columns, self._heads, self._kv_heads, self._width)
             if self._products
-            else ByKernel(rows, columns, self._kv_heads, self._width)
+            else KernelAttention(rows, columns, self._kv_heads, self._width)
         )
         kv = attention.buffer(lambda shape: _zeros(shape, self._embedding.dtype, self.device), len(self._layers))
         return LeanCache(kv, cos_1TD[0, :, None], sin_1TD[0, :, None], attention)
 
     @torch.inference_mode()
     def prefill(self, ids_BL: Tensor, cache: LeanCache, rows_F: Tensor, prompts_F: Tensor) -> None:
-        """Keys and values of B prompts, padded to the right; prompt `prompts_F[f]` is written to row `rows_F[f]`. What
-        is written behind a shorter prompt is seen by nobody: a row sees its own columns, and writes them first."""
+        """Write keys and values of B prompts, padded on the right. Prompt `prompts_F[f]` goes to row `rows_F[f]`. The
+        padding of a shorter prompt has no effect: a row overwrites those columns before it sees them."""
         B, L = ids_BL.shape
         x_NW = F.embedding(ids_BL.reshape(-1), self._embedding)
         cos_N1D, sin_N1D = cache.cos_T1D[:L].repeat(B, 1, 1), cache.sin_T1D[:L].repeat(B, 1, 1)
@@ -291,11 +295,12 @@ class LeanDecoder:
 
     @torch.inference_mode()
     def step(
-        self, token_R: Tensor, position_R: Tensor, cache: LeanCache, columns: int, shared: Shared | None = None
+        self, token_R: Tensor, position_R: Tensor, cache: LeanCache, columns: int, shared: SharedPrefixes | None = None
     ) -> Tensor:
         """logits_RV after the tokens `token_R` int64 at positions `position_R` int64 of the cache's first R rows.
 
-        `columns` is above every position whose logits are wanted; `shared` columns are filled, and before them all."""
+        `columns` must be above the position of every row whose logits are used. `shared` columns must already be
+        filled, and start at column 0."""
         x_RW = F.embedding(token_R, self._embedding)
         cos_R1D, sin_R1D = cache.cos_T1D[position_R], cache.sin_T1D[position_R]
         cache.attention.prepare(position_R, columns, shared)
@@ -310,7 +315,7 @@ class LeanDecoder:
     # --- one layer ---------------------------------------------------------------------------------------------------
 
     def _qkv(self, layer: _Layer, x_NW: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [N, H, D] and keys [N, K, D] in their places, values [N, K, D]."""
+        """Rotated queries [N, H, D] and keys [N, K, D], and values [N, K, D]."""
         mixed_NXD = F.linear(self._norm(x_NW, layer.attention_norm), layer.qkv, layer.qkv_bias)
         mixed_NXD = mixed_NXD.view(len(x_NW), -1, self._width)
         qk_NXD, v_NKD = torch.split(mixed_NXD, [self._heads + self._kv_heads, self._kv_heads], dim=1)
@@ -333,7 +338,7 @@ class LeanDecoder:
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         if not self._products:
             return F.rms_norm(x, weight.shape, weight, self._eps)
-        # The same in float32. On a CPU torch takes six passes for it, and length, scale and weight are three.
+        # The same result in float32: torch takes six passes on a CPU, while norm, scale and weight are three.
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = torch.addcmul(self._eps_0, length, length, value=1 / len(weight)).rsqrt_()
         return (x * scale).mul_(weight)
@@ -342,7 +347,7 @@ class LeanDecoder:
 
     @torch.inference_mode()
     def _compare(self, module: nn.Module) -> None:
-        """A prefill of prompts of different length and a step, against one forward pass of the module."""
+        """Compare a prefill of prompts and a step with one forward pass of the module."""
         generator = torch.Generator().manual_seed(0)
         vocabulary = self._embedding.shape[0]
         ids_BL = torch.randint(vocabulary, (PARITY_ROWS, PARITY_TOKENS), generator=generator).to(self.device)
@@ -352,7 +357,7 @@ class LeanDecoder:
         cache = self.new_cache(PARITY_ROWS, PARITY_TOKENS)
         rows_B = torch.arange(PARITY_ROWS, device=self.device)
         self.prefill(ids_BL, cache, rows_B, rows_B)
-        position_B = PARITY_TOKENS - 1 - rows_B  # rows that differ in age: each sees its own columns alone
+        position_B = PARITY_TOKENS - 1 - rows_B  # different ages: each row must see only its own columns
         found_BV = self.step(ids_BL[rows_B, position_B], position_B, cache, PARITY_TOKENS).float()
         wanted_BV = expected_BLV[rows_B, position_B]
         gap = float((found_BV - wanted_BV).norm() / (wanted_BV.norm() + 1e-30))
@@ -361,17 +366,17 @@ class LeanDecoder:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On Linux in huge pages: a step touches every row's columns, and with small pages each row costs a page walk."""
+    """Zeros, on Linux in huge pages: a step touches every row's columns, and small pages cost a page walk per row."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE") or size < HUGE_PAGE:
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)  # which keeps the memory alive
+    return torch.frombuffer(memory, dtype=dtype).view(shape)  # the tensor keeps the memory alive
 
 
 def _complaints(module: Any) -> Iterator[str]:
-    """What is wrong with `module`: nothing, where it may be of the shape this file knows."""
+    """The reasons why `module` is unsupported. Assumes the attribute names of transformers' decoders."""
     config = module.config
     if config.model_type not in LEAN_TYPES:
         yield f"there is no lean decoding for models of type {config.model_type!r}"
@@ -419,7 +424,7 @@ def _fused(layer: Any) -> _Layer:
 
 
 def _joined(parts: Sequence[nn.Parameter]) -> Tensor:
-    """One matrix of all rows; the parameters become views of it, so nothing is held twice and loads reach both."""
+    """One matrix of all rows. The parameters become views of it, so memory is not doubled and loads reach both."""
     joined = torch.cat([part.data for part in parts])
     for part, rows in zip(parts, torch.split(joined, [len(part) for part in parts]), strict=True):
         part.data = rows
@@ -436,5 +441,5 @@ def _data(parameter: nn.Parameter | None) -> Tensor | None:
 
 
 def _added(x_NW: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x + y W' + b, the sum within the product."""
+    """x + y W' + b; the addition of x is fused into the product."""
     return torch.addmm(x_NW if bias is None else x_NW + bias, y, weight.t())

@@ -1,11 +1,11 @@
-"""Rows that are decoded together by `LeanDecoder`, and may join and leave between steps.
+"""`LeanRows`: rows that `LeanDecoder` decodes together, and that may join and leave between steps.
 
-The rows of the cache are slots: slots below `_extent` are computed in every step, those among them that are not live
-have finished and wait for a newcomer, or for compaction to fill their place with a row from behind. What is kept per
-row lives in numpy arrays beside the device; a step brings its inputs there and takes its tokens from there.
+The cache rows are slots. Every step computes all slots below `_extent`. Slots of finished rows stay in that range until
+a new row takes them or compaction moves a row from the end into them. State per row is kept in numpy arrays on the
+host; each step copies its inputs to the device and its tokens back.
 
-Invariant: which rows a step holds follows from the requests, the order of their admission and the tokens sampled; no
-clock and no other thread decides, but for rows whose callers have left (`dropped_N`).
+Invariant: the rows of a step depend only on the requests, their order of admission and the sampled tokens, never on a
+clock or another thread. The exception are rows whose callers have left (`dropped_N`).
 """
 
 from __future__ import annotations
@@ -20,28 +20,27 @@ from numpy.typing import NDArray
 
 from pvg.models.padding import pad_right, token_budget_batches
 from pvg.records import Float32, Int32
-from pvg.rollout.decoding import COMPACT_SHARE, PREFILL_TOKENS, Decoded, Job, Turn, finished_row
+from pvg.rollout.decoding import COMPACT_SHARE, PREFILL_TOKENS, DecodedRow, DecodingJob, TurnResult, finished_row
 from pvg.rollout.engine import GenerationRequest
-from pvg.rollout.lean import LeanCache, LeanDecoder, Shared
+from pvg.rollout.lean import LeanCache, LeanDecoder, SharedPrefixes
 from pvg.rollout.sampler import RowSettings, draw, uniform_numbers
 from pvg.telemetry.spans import span
 
-# In continuous batching a turn ends when this share of its rows has finished, or after so many steps: often enough to
-# keep the batch full and to let latecomers in, seldom enough that the prefill of newcomers and the way to the event
-# loop and back stay a small part.
+# In continuous batching a turn ends when this share of its rows has finished, or after TURN_STEPS. More often would
+# spend too much on prefills and trips to the event loop; less often would leave places empty.
 TURN_SHARE = 1 / 16
 TURN_STEPS = 16
-# Columns come in steps of this: a slightly longer request is no reason for a new cache. One more makes them odd:
-# rows at a power of two from each other would fight over the same lines of the processor's caches.
+# The number of columns is a multiple of this, so a slightly longer request needs no new cache, plus one: rows that are
+# a power of two apart would compete for the same CPU cache lines.
 COLUMNS = 32
-# Reading so few columns fewer, of all rows together, is not worth the product more that it takes.
+# Sharing must save at least this many columns over all rows. Below that, the extra matrix product costs more.
 FEW_COLUMNS = 512
 
 
 @dataclass(slots=True)
 class _Slots:
-    """One entry per slot. `position`: where the next input token is written; `count`: tokens of the completion so far,
-    those that it began with included."""
+    """One entry per slot. `position`: where the next input token is written. `count`: tokens of the completion so far,
+    including those it began with."""
 
     ticket_R: NDArray[np.int64]
     live_R: NDArray[np.bool_]
@@ -75,7 +74,7 @@ class _Slots:
         )
 
     def arrays(self) -> list[NDArray[np.generic]]:
-        """All but the requests, in the order of the fields."""
+        """All fields but the requests, in the order of the fields."""
         found = [getattr(self, name) for name in type(self).__slots__]
         return [array for array in found if isinstance(array, np.ndarray)]
 
@@ -87,10 +86,11 @@ class _Slots:
 
 
 class LeanRows:
-    """At most `max_rows` rows at once. `turn` is for the compute thread; see `Rows` in pvg.rollout.decoding.
+    """Decodes at most `max_rows` rows at once. Only the compute thread may call `turn`; see `RunningRows` in
+    pvg.rollout.decoding.
 
-    `shared_attention`: while all slots hold rows of one prompt side by side, as many of each, a step reads the prompt's
-    part of the cache once for all of them. Every row has its own copy, so that it can go on without the others."""
+    `shared_attention`: while all slots are equal-sized groups of adjacent rows with the same prompt, a step reads the
+    prompt's columns once per group. Each row still has its own copy, so it can continue without the others."""
 
     def __init__(
         self,
@@ -111,17 +111,17 @@ class LeanRows:
         self._extent = 0
         self._slots = _Slots.empty(0, 0, 1)
         self._cache: LeanCache | None = None
-        self._settings: RowSettings | None = None  # of the extent; None: to be made anew, as the next
-        self._shared: Shared | None = None
+        self._settings: RowSettings | None = None  # of the slots in use; None: recompute them, and `_shared`
+        self._shared: SharedPrefixes | None = None
 
     @property
     def joins(self) -> bool:
-        """Whether rows may be admitted while others run."""
+        """True if rows may be admitted while others run."""
         return self._continuous
 
     @torch.inference_mode()
-    def turn(self, jobs: Sequence[Job], dropped_N: NDArray[np.bool_]) -> Turn:
-        """Admit `jobs`, then decode until enough rows have finished. With `jobs`, max_rows run at most."""
+    def turn(self, jobs: Sequence[DecodingJob], dropped_N: NDArray[np.bool_]) -> TurnResult:
+        """Admit `jobs`, then decode until enough rows have finished. Including `jobs`, at most `max_rows` may run."""
         if jobs:
             with span("prefill", device=True):
                 self._admit(jobs)
@@ -130,7 +130,7 @@ class LeanRows:
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
-    def _admit(self, jobs: Sequence[Job]) -> None:
+    def _admit(self, jobs: Sequence[DecodingJob]) -> None:
         requests = [job.request for job in jobs]
         slots = self._places(len(jobs))
         self._make_room(max(slots) + 1, requests)
@@ -156,13 +156,13 @@ class LeanRows:
         self._prefill(slots, known)
 
     def _places(self, count: int) -> list[int]:
-        """Slots for newcomers: those of finished rows first."""
+        """Slots for new rows: first those of finished rows."""
         finished = np.flatnonzero(~self._slots.live_R[: self._extent]).tolist()
         return (finished + list(range(self._extent, self._extent + count)))[:count]
 
     def _make_room(self, rows: int, requests: Sequence[GenerationRequest]) -> None:
-        """Slots and cache for so many rows of such requests: larger ones where what is there does not do. Both grow to
-        what was ever needed at once and stay, so that in the long run nothing is allocated."""
+        """Grow slots and cache if they are too small for `rows` such requests. They never shrink, so a long run stops
+        allocating."""
         needed = max(len(request.prompt_ids) + request.sampling.max_tokens for request in requests)
         stops = max(len(request.sampling.stop_ids) for request in requests)
         old, cache = self._slots, self._cache
@@ -177,14 +177,15 @@ class LeanRows:
         new.requests[: len(old.requests)] = old.requests
         self._slots = new
         if (rows, columns) != have:
-            self._cache = None if self._extent == 0 else cache  # the old one is freed first where it holds nothing
+            self._cache = None if self._extent == 0 else cache  # free an empty old cache first
             grown = self._decoder.new_cache(rows, columns)
             if self._cache is not None:
                 grown.kv[:, :, : have[0], : have[1]] = self._cache.kv
             self._cache = grown
 
     def _prefill(self, slots: Sequence[int], known: Sequence[Int32]) -> None:
-        """All that is known but its last token, which is the row's first input; the same once where shared."""
+        """Compute all known tokens but the last, which is the row's first input. Equal prefixes are computed once if
+        shared."""
         assert self._cache is not None
         rows_of: dict[bytes | int, list[int]] = {}
         prefix_of = {row: ids[:-1] for row, ids in zip(slots, known, strict=True)}
@@ -202,8 +203,8 @@ class LeanRows:
 
     # --- decoding ----------------------------------------------------------------------------------------------------
 
-    def _decode(self, dropped_N: NDArray[np.bool_]) -> Turn:
-        done: list[tuple[int, Decoded]] = []
+    def _decode(self, dropped_N: NDArray[np.bool_]) -> TurnResult:
+        done: list[tuple[int, DecodedRow]] = []
         steps = live_rows = 0
         live = self._live
         enough = max(1, int(TURN_SHARE * live)) if self._continuous else live
@@ -217,19 +218,19 @@ class LeanRows:
                 self._compact()
         if not live:
             self._extent = 0
-        return Turn(done, steps, live_rows)
+        return TurnResult(done, steps, live_rows)
 
     @property
     def _live(self) -> int:
         return int(np.count_nonzero(self._slots.live_R[: self._extent]))
 
     def _step(self) -> NDArray[np.int64]:
-        """Sample one token for each live row; their slots."""
+        """Sample one token for each live row. Returns the slots of these rows."""
         assert self._cache is not None
         kept, extent, device = self._slots, self._extent, self._decoder.device
         rows_L = np.flatnonzero(kept.live_R[:extent])
         every_R = np.arange(extent)
-        # A finished row has no number left to draw with; any will do.
+        # A finished row may have used all its random numbers; its sample is discarded, so any number will do.
         count_R = np.minimum(kept.count_R[:extent], kept.uniform_RC.shape[1] - 1)
         if self._settings is None:
             requests = [request for request in kept.requests[:extent] if request is not None]
@@ -249,11 +250,11 @@ class LeanRows:
         kept.tokens_RC[rows_L, count_L] = kept.token_R[rows_L]
         kept.logprobs_RC[rows_L, count_L] = logprobs_R.cpu().numpy()[rows_L]
         kept.count_R[rows_L] += 1
-        kept.position_R[rows_L] += 1  # that of a finished row stays: it must not run out of its columns
+        kept.position_R[rows_L] += 1  # not for finished rows: they must stay inside their columns
         return rows_L
 
-    def _ended(self, rows_L: NDArray[np.int64], dropped_N: NDArray[np.bool_]) -> list[tuple[int, Decoded]]:
-        """Tickets and results of the rows that this step finished; those of dropped rows mean nothing."""
+    def _ended(self, rows_L: NDArray[np.int64], dropped_N: NDArray[np.bool_]) -> list[tuple[int, DecodedRow]]:
+        """Tickets and results of the rows that ended in this step. The log-probs of dropped rows are not checked."""
         kept = self._slots
         stopped_L = (kept.token_R[rows_L, None] == kept.stop_RS[rows_L]).any(axis=1)
         ended_L = stopped_L | (kept.count_R[rows_L] >= kept.limit_R[rows_L])
@@ -271,7 +272,7 @@ class LeanRows:
         return found
 
     def _compact(self) -> None:
-        """Live rows from behind move into the places of finished ones: as few rows are copied as possible."""
+        """Move live rows from the end into the places of finished ones, which copies as few rows as possible."""
         assert self._cache is not None
         kept, live = self._slots, self._live
         order_R = np.arange(self._extent)
@@ -288,12 +289,12 @@ class LeanRows:
         self._settings = None
 
 
-def _shared_columns(requests: Sequence[GenerationRequest]) -> Shared | None:
-    """What the rows of these slots have in common, if it is worth something: the largest number of rows by which all of
-    them stand in groups of one prompt, and the columns of the shortest (the last token of a prompt is an input)."""
+def _shared_columns(requests: Sequence[GenerationRequest]) -> SharedPrefixes | None:
+    """The columns that groups of adjacent rows share, or None if too few. Groups have the largest size that divides all
+    rows into groups of one prompt. The last prompt token does not count: it is the first input of decoding."""
     prompts = [request.prompt_ids.tobytes() for request in requests]
     changes = [row for row in range(1, len(prompts)) if prompts[row] != prompts[row - 1]]
     rows = math.gcd(len(prompts), *changes)
     columns = min(len(request.prompt_ids) for request in requests) - 1
     spared = columns * (len(prompts) - len(prompts) // rows)
-    return Shared(rows, columns) if spared > FEW_COLUMNS else None
+    return SharedPrefixes(rows, columns) if spared > FEW_COLUMNS else None

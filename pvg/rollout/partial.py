@@ -1,24 +1,28 @@
-"""Partial rollouts: what a deadline cuts goes on under the next version of the policy instead of being thrown away.
+"""Partial rollouts: rollouts cut by a deadline continue under the next policy version instead of being discarded.
 
     partial = partial_sampling(experiment, dispatcher)      # None without rollout.partial
-    groups = await partial.sample(plan, step=0)             # the groups that are complete; the others are carried
+    groups = await partial.sample(plan, step=0)             # complete groups; the others are carried over
     ...                                                     # the trainer's step; the engine gets the next version
-    groups = await partial.sample(plan, step=1)             # the carried ones first, and fewer new ones
+    groups = await partial.sample(plan, step=1)             # continues carried groups, and starts fewer new ones
 
-The clock of a call starts with its first request. When its time is up and enough rollouts stand in complete groups, all
-others are cut: the engine hands back their tokens, log-probs and versions, and they begin with these in the next call.
-A group is carried whole, its finished members with it, and is handed over when it is complete. So its mean is over the
-group as it was ordered; were the fast members used at once, they would be compared with each other alone, and the slow
-ones later with nobody. (Kimi k1.5, arXiv 2501.12599, keeps the unfinished parts of long rollouts for later iterations;
-APRIL, arXiv 2509.18521, carries groups that are not complete when a batch is full, and loses no token.) Where neither
-the loss nor the reward compares the members of a group, each rollout is handed over by itself.
+The clock of a call starts with its first request. When its time is up and enough rollouts are in complete groups, all
+others are cut: the engine returns their tokens, log-probs and versions, and the next call continues from these.
 
-A carried group grows old. `versions` bounds how far its oldest token may be behind the policy that samples for it; then
-it is used with those that are finished, if they are two or more, and the rest is given up and counted.
+A group is carried as a whole and returned when complete, so its mean covers all its members. If the fast members were
+used at once, they would be compared only with each other, and the slow ones later with none. Where neither the loss nor
+the reward compares members of a group, each rollout is returned separately.
 
-Invariants: every rollout that was ordered is handed over once, or counted once as cancelled, or is carried, or was in
-this process when it was killed: none of these is recorded, so none is recorded twice. Order n of a phase is entry
-n % groups of what batch n // groups orders without this, with its ids and seeds; so no id is used twice.
+A carried group ages. When its oldest token is more than `versions` behind the sampling policy, its finished rollouts
+are used if they are two or more. The rest is discarded and counted.
+
+Related work: Kimi k1.5 (arXiv 2501.12599) keeps unfinished parts of long rollouts for later iterations. APRIL (arXiv
+2509.18521) carries groups that are incomplete when a batch is full, and loses no token.
+
+Invariants:
+- Every ordered rollout is returned once, or counted once as cancelled, or carried. Rollouts that are carried when the
+  process is killed are lost, but they were not recorded, so none is recorded twice.
+- Order n of a phase is entry n % groups of batch n // groups of a run without partial rollouts, with the same ids and
+  seeds. So no id is used twice.
 """
 
 from __future__ import annotations
@@ -32,30 +36,30 @@ from typing import TYPE_CHECKING
 
 from pvg.errors import StateError
 from pvg.records import Group, Rollout
-from pvg.rollout.dispatcher import Call, Dispatcher, GroupOrder, all_or_none
-from pvg.rollout.engine import Begun, CutShort, Engine
+from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall, all_or_none
+from pvg.rollout.engine import CutShort, Engine, PartialCompletion
 from pvg.rollout.gathering import Deadline, compares_within_groups, training_deadline
 
 if TYPE_CHECKING:
     from pvg.config.experiment import Experiment
 
-LEAST_OF_GROUP = 2  # to take a mean of
+LEAST_OF_GROUP = 2  # fewer have no meaningful mean
 
-# What batch b of the phase orders, and its call.
-Plan = Callable[[int], tuple[Sequence[GroupOrder], Call]]
+# Returns the orders of batch b of the phase, and their call.
+Plan = Callable[[int], tuple[Sequence[GroupOrder], SampleCall]]
 
 
 @dataclass(slots=True)
 class _Unit:
-    """Rollouts that are handed over together: those at `indices` of order `number` of the phase."""
+    """Rollouts that are returned together: those at `indices` of order `number` of the phase."""
 
     number: int
     order: GroupOrder
-    call: Call
+    call: SampleCall
     indices: tuple[int, ...]
     finished: dict[int, Rollout] = field(default_factory=dict)
-    begun: dict[int, Begun] = field(default_factory=dict)
-    finishes: list[float] = field(default_factory=list)  # in the present call
+    begun: dict[int, PartialCompletion] = field(default_factory=dict)
+    finishes: list[float] = field(default_factory=list)  # times in the current call
 
     @property
     def complete(self) -> bool:
@@ -66,13 +70,13 @@ class _Unit:
         return sum(len(begun.token_ids) for begun in self.begun.values())
 
     def behind(self, version: int) -> int:
-        """Versions from its oldest token to `version`; 0 where there is no token yet."""
+        """Versions from its oldest token to `version`; 0 without tokens."""
         versions = [rollout.version for rollout in self.finished.values()]
         versions += [begun.version for begun in self.begun.values()]
         return version - min(versions, default=version)
 
     def group(self, kept: Sequence[Rollout]) -> Group:
-        """With `kept`; the others of it are given up."""
+        """A group of the rollouts `kept`. The others count as cancelled."""
         tokens = self.tokens_begun + sum(len(rollout.completion_ids) for rollout in self.finished.values())
         return Group(
             self.order.problem,
@@ -85,7 +89,7 @@ class _Unit:
 
 
 class _Cut:
-    """Cuts what is unfinished when the time is up and `least` rollouts stand in complete units, whichever is later."""
+    """Cuts unfinished requests once the time is up and `least` rollouts are in complete units."""
 
     def __init__(self, deadline: Deadline, engine: Engine) -> None:
         self._deadline = deadline
@@ -94,11 +98,11 @@ class _Cut:
         self._late = False
         self._complete = 0
         self._error: Exception | None = None
-        self.asked: dict[str, asyncio.Task[None]] = {}  # of the engine, by id
+        self.asked: dict[str, asyncio.Task[None]] = {}  # requests in the engine, by id
         self.done = False
 
     def begin(self) -> None:
-        """The first request is about to be made; later calls change nothing."""
+        """Start the clock before the first request. Later calls do nothing."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._deadline.seconds, self._expire)
 
@@ -107,12 +111,12 @@ class _Cut:
             self._timer.cancel()
 
     def check(self) -> None:
-        """Raises what the engine raised as its time was up."""
+        """Raise the error of the engine's `cut`, if it failed in the timer."""
         if self._error is not None:
             raise self._error
 
     def ended(self, unit: _Unit) -> None:
-        """One of its rollouts has ended."""
+        """Call this when a rollout of `unit` has finished."""
         if unit.complete:
             self._complete += len(unit.indices)
             self._cut_if_enough()
@@ -121,7 +125,7 @@ class _Cut:
         self._late = True
         try:
             self._cut_if_enough()
-        except Exception as error:  # noqa: BLE001 - nobody awaits a timer: the batch raises it
+        except Exception as error:  # noqa: BLE001 - nothing awaits a timer, so `check` raises it
             self._error = error
             for task in self.asked.values():
                 task.cancel()
@@ -133,10 +137,10 @@ class _Cut:
 
 
 class PartialSampling:
-    """Keeps `groups` groups of `size` in the engine; where carried rollouts are no whole number of groups, the last one
-    makes it somewhat more. `whole`: groups are handed over whole; else each rollout by itself. See the module.
+    """Keeps about `groups` groups of `size` rollouts in the engine, or up to `size` - 1 rollouts more if those carried
+    are not a whole number of groups. `whole`: return whole groups; otherwise each rollout separately.
 
-    `metrics` are those of the newest batch. Raises StateError for an engine that cannot cut.
+    `metrics` describe the newest batch. Raises StateError if the engine cannot cut requests.
     """
 
     def __init__(
@@ -144,7 +148,7 @@ class PartialSampling:
     ) -> None:
         if getattr(type(dispatcher.engine), "cut", Engine.cut) is Engine.cut:
             raise StateError(
-                f"{type(dispatcher.engine).__name__} hands back no unfinished completions.",
+                f"{type(dispatcher.engine).__name__} cannot return unfinished completions.",
                 "Set rollout.partial to false.",
             )
         self._dispatcher = dispatcher
@@ -159,15 +163,15 @@ class PartialSampling:
 
     @property
     def carried(self) -> int:
-        """Rollouts that wait for the next batch, finished or not."""
+        """Rollouts carried to the next batch, finished or not."""
         return sum(len(unit.indices) for unit in self._carried)
 
     async def sample(self, plan: Plan, step: int) -> list[Group]:
-        """The groups that are complete, those that waited longest first. Those that were given up are among them, with
-        what is left of them, perhaps nothing. `plan` gives the `groups` orders of each batch; `Rollout.group` numbers
-        them through, and `Rollout.step` is the `step` of the call in which a rollout was ordered.
+        """The complete groups, the longest carried first. Groups that grew too old are included with the rollouts that
+        could be kept, possibly none. `plan` gives the `groups` orders of each batch. `Rollout.group` numbers them
+        consecutively, and `Rollout.step` is the `step` of the call that ordered the rollout.
 
-        If a rollout fails or the caller is cancelled, all others are stopped, and what was carried is lost.
+        If a rollout fails or the caller is cancelled, all others are stopped, and carried rollouts are lost.
         """
         version = self._dispatcher.engine.version
         units, self._carried = self._carried, []
@@ -181,7 +185,7 @@ class PartialSampling:
         for unit in units:
             if unit.complete:
                 groups.append(unit.group([unit.finished[index] for index in unit.indices]))
-            elif unit.behind(version) >= self._versions:  # the next version would be too far
+            elif unit.behind(version) >= self._versions:  # it would be too old at the next version
                 left = [unit.finished[index] for index in sorted(unit.finished)]
                 groups.append(unit.group(left if len(left) >= LEAST_OF_GROUP else ()))
             else:
@@ -190,7 +194,7 @@ class PartialSampling:
         return groups
 
     def _new(self, plan: Plan, step: int, there: int) -> list[_Unit]:
-        """The next orders, beside `there` rollouts that are carried."""
+        """The next orders, in addition to `there` carried rollouts."""
         first = self._ordered
         self._ordered += max(0, -(-(self._groups * self._size - there) // self._size))
         batches = {number: plan(number) for number in _batches(first, self._ordered, self._groups)}
@@ -204,7 +208,7 @@ class PartialSampling:
         return units
 
     async def _play(self, units: Sequence[_Unit]) -> None:
-        """Until all that is unfinished has finished, or was cut. Raises what the engine does when it shall cut."""
+        """Run until every rollout has finished or was cut. Raises an error of the engine's `cut`."""
         cut = _Cut(self._deadline, self._dispatcher.engine)
         bound = asyncio.Semaphore(self._dispatcher.concurrency)  # first come, first served
 
@@ -212,7 +216,7 @@ class PartialSampling:
             async with AsyncExitStack() as place:
                 await place.enter_async_context(bound)
                 if cut.done:
-                    return  # it was never asked for in this call
+                    return  # not requested in this call
                 cut.begin()
                 name = unit.call.rollout_id(unit.order, index)
                 task = asyncio.current_task()
@@ -228,7 +232,7 @@ class PartialSampling:
                     return
                 finally:
                     del cut.asked[name]
-            unit.finished[index] = replace(rollout, group=unit.number)  # two batches number their groups alike
+            unit.finished[index] = replace(rollout, group=unit.number)  # group numbers of two batches overlap
             unit.begun.pop(index, None)
             unit.finishes.append(time.perf_counter())
             cut.ended(unit)
@@ -244,20 +248,20 @@ class PartialSampling:
             cut.stop()
         cut.check()
 
-    # --- over a kill -------------------------------------------------------------------------------------------------
+    # --- resuming ----------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, int]:
-        """For `load_state`. Carried rollouts are not in it: they were never committed."""
+        """For `load_state`. Carried rollouts are not included, because they were never committed."""
         return {"ordered": self._ordered, "carried": self.carried}
 
     def load_state(self, state: dict[str, int]) -> int:
-        """Go on with the order after the last one; returns the rollouts that were carried then and are lost."""
+        """Continue after the last order. Returns the number of rollouts that were carried then and are lost."""
         self._ordered = state["ordered"]
         return state["carried"]
 
 
 def partial_sampling(experiment: Experiment, dispatcher: Dispatcher) -> PartialSampling | None:
-    """That of the prover's training, where rollout.partial asks for it."""
+    """Partial sampling for prover training; None without `rollout.partial`."""
     deadline = training_deadline(experiment)
     if not experiment.rollout.partial or deadline is None:
         return None
@@ -272,5 +276,5 @@ def partial_sampling(experiment: Experiment, dispatcher: Dispatcher) -> PartialS
 
 
 def _batches(first: int, end: int, groups: int) -> range:
-    """The batches that orders `first` to `end` belong to."""
+    """The batches that orders `first` to `end` (exclusive) belong to."""
     return range(first // groups, -(-end // groups)) if end > first else range(0)

@@ -1,18 +1,31 @@
-"""`GroupBuffer`: finished groups that wait for the trainer. No group that it returns is over the staleness budget.
+"""`Pipeline`: samples groups ahead of the trainer and hands them out in batches with the configured role shares.
 
-    buffer = GroupBuffer(budget=2)
-    buffer.put(group, version=7)              # 7: the trainer's version when the group arrives
-    taken = buffer.take({Role.HELPFUL: 16, Role.SNEAKY: 16}, version=8)   # None: too few groups of a role wait
+    pipeline = Pipeline(sample, shares, ahead=1, budget=2, concurrency=256, version=0)
+    pipeline.start()
+    taken = await pipeline.take()             # the next batch; waits until its groups are there
+    pipeline.published(1)                     # the trainer's new version has reached the engine
+    await pipeline.close()
 
-The staleness of a rollout is the trainer's version when it is trained on, less the oldest version among its tokens. So
-time in flight and time in the buffer both count. A group is as stale as the stalest of its rollouts.
+`shares(k)` gives the number of groups of each role in batch k. `sample(role, gate)` samples one group of a role and
+holds `gate` around each of its requests. The pipeline keeps groups in flight, not batches, so a slow group does not
+delay the others. For each role, the groups in flight and waiting are at most those of the next batch and of the `ahead`
+batches after it. When a group grows too old, the pipeline drops it and starts another one of the same role.
 
-`take` chooses within each role: the freshest groups first, or with prefer="old" those nearest to the budget. It never
-takes more of one role because another role is late: a role that writes short solutions would fill the batches. Groups
-over the budget are dropped and counted. The buffer knows nothing of time, tasks or engines.
+`GroupBuffer` holds the finished groups. The staleness of a rollout is the trainer's version when it is trained on minus
+the oldest version among its tokens, so time in flight and time in the buffer both count. A group is as stale as its
+stalest rollout. `GroupBuffer.take` chooses within each role: the freshest groups first or, with prefer="old", those
+closest to the budget. It never replaces a missing role by another, because roles with short solutions would fill the
+batches.
 
-Invariants: every group that `take` returns is within the budget; a batch has exactly the role counts that were asked
-for; each group that was put is handed out once, dropped once, or still waits.
+Invariants:
+- No rollout that `take` returns exceeds the staleness budget, and each batch has exactly the shares of its number.
+- Each group is handed out once, dropped once, or still waits.
+- While started, without an error and with batches left, each role has exactly the number of groups given above in
+  flight or waiting, and requests in flight are at most `concurrency`.
+- The first error of a group or of the pipeline is raised by the next `take`. After `close` nothing runs.
+
+`take` always ends: every role has enough groups in flight or waiting, and no version is published while `take` waits,
+so none of them becomes stale before it arrives.
 """
 
 from __future__ import annotations
@@ -31,9 +44,9 @@ Prefer = Literal["fresh", "old"]
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """A group, and the trainer's version when it arrived: before that, the group aged in flight. `oldest` is the oldest
-    version among its tokens. It is computed once, because every arrival compares all groups that wait."""
+class BufferedGroup:
+    """A group, the trainer's version when it arrived, and the `oldest` version among its tokens. The latter is computed
+    once, because every arrival compares all waiting groups."""
 
     group: Group
     arrived: int
@@ -41,8 +54,8 @@ class Taken:
 
 
 @dataclass(slots=True)
-class Drops:
-    """Rollouts that were sampled and are too old to train on, by when that was found, and their completion tokens."""
+class DroppedRollouts:
+    """Sampled rollouts that were too old when they arrived or after waiting, and their completion tokens."""
 
     on_arrival: int = 0
     waiting: int = 0
@@ -50,32 +63,32 @@ class Drops:
 
 
 class GroupBuffer:
-    """`budget`: versions that a rollout may be behind."""
+    """Finished groups that wait for the trainer. `budget`: the most versions that a rollout may be behind."""
 
     def __init__(self, budget: int, prefer: Prefer = "fresh") -> None:
-        self.drops = Drops()
+        self.drops = DroppedRollouts()
         self._budget = budget
         self._sign = -1 if prefer == "fresh" else 1
-        self._waiting: list[Taken] = []  # as they came
+        self._waiting: list[BufferedGroup] = []  # in order of arrival
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     @property
     def by_role(self) -> Counter[Role]:
-        """How many groups of each role wait."""
+        """The number of waiting groups per role."""
         return Counter(arrival.group.role for arrival in self._waiting)
 
     def put(self, group: Group, version: int) -> None:
-        """Raises ValueError for a group without rollouts: it has no version."""
-        arrival = Taken(group, version, oldest(group))
+        """Add a group that arrives at trainer version `version`. Raises ValueError if it has no rollouts."""
+        arrival = BufferedGroup(group, version, oldest(group))
         if self._within(arrival, version):
             self._waiting.append(arrival)
         else:
             self.drops.on_arrival += self._dropped(arrival)
 
     def expire(self, version: int) -> None:
-        """Drop what is over the budget now. Versions only go up, so it would never be within it again."""
+        """Drop groups that are over the budget. Versions only go up, so they stay over it."""
         kept = []
         for arrival in self._waiting:
             if self._within(arrival, version):
@@ -84,9 +97,9 @@ class GroupBuffer:
                 self.drops.waiting += self._dropped(arrival)
         self._waiting = kept
 
-    def take(self, wanted: Mapping[Role, int], version: int) -> list[Taken] | None:
-        """`wanted` groups of each role, all within the budget, in the order they arrived; None when a role has fewer.
-        Of equally fresh groups, those that arrived first are taken."""
+    def take(self, wanted: Mapping[Role, int], version: int) -> list[BufferedGroup] | None:
+        """The `wanted` number of groups of each role within the budget, in order of arrival; None if a role has too
+        few. Among equally fresh groups, the first to arrive are taken."""
         self.expire(version)
         waiting = self.by_role
         if any(waiting[role] < count for role, count in wanted.items()):
@@ -94,7 +107,7 @@ class GroupBuffer:
         left = Counter(wanted)
         chosen = set()
         for place in sorted(range(len(self._waiting)), key=lambda place: self._sign * self._waiting[place].oldest):
-            role = self._waiting[place].group.role  # the sort is stable: equally fresh groups stay in their order
+            role = self._waiting[place].group.role  # the sort is stable: equally fresh groups keep their order
             if left[role] > 0:
                 left[role] -= 1
                 chosen.add(place)
@@ -102,47 +115,25 @@ class GroupBuffer:
         self._waiting = [arrival for place, arrival in enumerate(self._waiting) if place not in chosen]
         return taken
 
-    def _within(self, arrival: Taken, version: int) -> bool:
+    def _within(self, arrival: BufferedGroup, version: int) -> bool:
         return version - arrival.oldest <= self._budget
 
-    def _dropped(self, arrival: Taken) -> int:
+    def _dropped(self, arrival: BufferedGroup) -> int:
         self.drops.tokens += sum(len(rollout.completion_ids) for rollout in arrival.group.rollouts)
         return len(arrival.group.rollouts)
 
 
 def oldest(group: Group) -> int:
-    """The oldest policy version among the tokens of a group."""
+    """The oldest policy version among the group's tokens."""
     return min(rollout.version for rollout in group.rollouts)
 
 
-# `Pipeline`: samples groups ahead of the trainer, and hands them out in batches with the configured role shares.
-#
-#     pipeline = Pipeline(sample, shares, ahead=1, budget=2, concurrency=256, version=0)
-#     pipeline.start()
-#     taken = await pipeline.take()             # the next batch; waits until its groups are there
-#     pipeline.published(1)                     # the trainer's new version has reached the engine
-#     await pipeline.close()
-#
-# `shares(k)` gives the number of groups of each role in batch k. `sample(role, gate)` begins one more group of a
-# role; it holds `gate` around each of its requests. The pipeline keeps groups, not batches, in flight: a slow group
-# does not hold up the others.
-#
-# For each role, the groups in flight and waiting are at most those of the next batch and of the `ahead` batches after
-# it. When a group grows too old, the pipeline drops it and begins another one of the same role. So no role can fill
-# it.
-#
-# Invariants: while started, without an error and with batches left to take, each role has exactly that many groups in
-# flight or waiting; requests in flight are at most `concurrency`; no rollout that `take` returns is over the budget,
-# and the batch has the shares of its number (pvg.rollout.pipeline); the first error of a group, or of the pipeline
-# itself, is raised by the next `take`; after `close` nothing runs.
-#
-# `take` always ends: every role has enough groups in flight or waiting, and no version is published while `take`
-# waits, so none of them becomes stale before it arrives.
+# --- the pipeline ----------------------------------------------------------------------------------------------------
 
 
-class Gate:
-    """Bounds the requests in flight, over all groups that share `semaphore`. `version` is that of the trainer when the
-    group's first request went in: no token of it is older. None: all of them wait."""
+class AdmissionGate:
+    """Bounds the requests in flight over all groups that share `semaphore`. `version`: the trainer's version when the
+    group's first request entered the engine, so no token is older; None: all its requests still wait."""
 
     def __init__(self, pipeline: Pipeline, semaphore: asyncio.Semaphore) -> None:
         self._pipeline = pipeline
@@ -160,15 +151,14 @@ class Gate:
         self._semaphore.release()
 
 
-Sample = Callable[[Role, Gate], Coroutine[Any, Any, Group]]
+Sample = Callable[[Role, AdmissionGate], Coroutine[Any, Any, Group]]
 Shares = Callable[[int], Mapping[Role, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
-    """Rollouts that were sampled, or begun, for nothing: they were too old. Totals since the pipeline was made.
-
-    `groups_cancelled` were still in flight; the others are counted in rollouts, and `tokens` are theirs."""
+class LostRollouts:
+    """Discarded work since the pipeline was created. `groups_cancelled` were too old while still in flight. The other
+    fields count sampled rollouts that were too old, and their tokens."""
 
     groups_cancelled: int = 0
     on_arrival: int = 0
@@ -177,7 +167,7 @@ class Lost:
 
 
 class Pipeline:
-    """See the module. All of it belongs to one event loop, and one task takes."""
+    """See the module docstring. Belongs to one event loop; only one task may call `take`."""
 
     def __init__(
         self,
@@ -193,21 +183,21 @@ class Pipeline:
         prefer: Prefer = "fresh",
     ) -> None:
         """`ahead`: batches in flight or waiting beyond the next one. `batch`: number of the first batch. `batches`: how
-        many will be taken in all; None: unknown."""
+        many will be taken in total; None: unknown."""
         if ahead < 0 or budget < 0:
-            raise ValueError(f"a pipeline of {ahead} batches and {budget} versions")
+            raise ValueError(f"ahead ({ahead}) and budget ({budget}) must be at least 0")
         self.version = version
         self._sample = sample
         self._shares = shares
         self._batch, self._batches, self._ahead = batch, batches, ahead
-        # Groups of each role that are to be in flight or waiting.
+        # Target number of groups in flight or waiting, per role.
         self._room_for = Counter[Role]()
         for number in range(batch, batch + 1 + ahead):
             self._room_for.update(shares(number))
         self._budget = budget
         self._semaphore = asyncio.Semaphore(concurrency)  # first come, first served
         self._buffer = GroupBuffer(budget, prefer)
-        self._running: dict[asyncio.Task[Group], tuple[Role, Gate]] = {}
+        self._running: dict[asyncio.Task[Group], tuple[Role, AdmissionGate]] = {}
         self._hopeless: set[asyncio.Task[Group]] = set()
         self._cancelled = 0
         self._producer: asyncio.Task[None] | None = None
@@ -230,25 +220,25 @@ class Pipeline:
         return self._starved
 
     @property
-    def lost(self) -> Lost:
+    def lost(self) -> LostRollouts:
         drops = self._buffer.drops
-        return Lost(self._cancelled, drops.on_arrival, drops.waiting, drops.tokens)
+        return LostRollouts(self._cancelled, drops.on_arrival, drops.waiting, drops.tokens)
 
     def start(self) -> None:
-        """Begin to sample. To be called outside of the spans of single steps: this goes on beside them."""
+        """Start sampling. Call it outside the spans of single steps, because it continues during them."""
         assert self._producer is None, "started twice"
         self._producer = asyncio.create_task(self._produce())
         self._producer.add_done_callback(self._ended)
 
-    async def take(self) -> list[Taken]:
-        """The groups of the next batch, in the order they arrived. Raises what a group failed with."""
-        assert self._batches != 0, "more batches than the pipeline was made for"
+    async def take(self) -> list[BufferedGroup]:
+        """The groups of the next batch, in order of arrival. Raises the error of a failed group."""
+        assert self._batches != 0, "took more batches than the pipeline was created for"
         wanted = self._shares(self._batch)
         while True:
             if self._error is not None:
                 raise self._error
             taken = self._buffer.take(wanted, self.version)
-            self._room.set()  # for new groups, or because some were dropped
+            self._room.set()  # a batch was taken or groups were dropped
             if taken is not None:
                 self._room_for.subtract(wanted)
                 self._batch += 1
@@ -264,7 +254,7 @@ class Pipeline:
                 self._starved = False
 
     def published(self, version: int) -> None:
-        """The trainer has `version` from now on. Groups that can no longer be within the budget are given up."""
+        """The trainer has `version` from now on. Cancels groups that would arrive over the budget."""
         if version < self.version:
             raise ValueError(f"version {version} after {self.version}")
         self.version = version
@@ -275,7 +265,7 @@ class Pipeline:
         self._room.set()
 
     async def close(self) -> None:
-        """Cancel and await everything. Closing twice does nothing."""
+        """Cancel and await all tasks. A second call does nothing."""
         producer, self._producer = self._producer, None
         tasks: list[asyncio.Task[Any]] = [*self._running]
         if producer is not None:
@@ -291,7 +281,7 @@ class Pipeline:
     async def _produce(self) -> None:
         while True:
             if self._fill():
-                with span("rollout"):  # for as long as anything is in flight
+                with span("rollout"):  # while anything is in flight
                     while self._fill():
                         await self._woken()
             await self._woken()
@@ -301,15 +291,15 @@ class Pipeline:
         self._room.clear()
 
     def _fill(self) -> bool:
-        """Begin new groups of the roles that have room. Whether any group is in flight."""
-        # Until the last batch is taken there are more groups than it needs, so it does not wait for stragglers either.
+        """Start new groups of the roles that have room. Returns whether any group is in flight."""
+        # Extra groups run until the last batch is taken, so that batch does not wait for stragglers either.
         if self._error is None and self._batches != 0:
             there = self._buffer.by_role
             there.update(role for role, _ in self._running.values())
             while lacking := [role for role, most in self._room_for.items() if there[role] < most]:
-                # The role that lacks most of its groups comes first: requests are served in the order they were made.
+                # The role with the lowest share of its target comes first, because requests are served in order.
                 role = min(lacking, key=lambda role: there[role] / self._room_for[role])
-                gate = Gate(self, self._semaphore)
+                gate = AdmissionGate(self, self._semaphore)
                 task = asyncio.create_task(self._sample(role, gate))
                 there[role] += 1
                 self._running[task] = role, gate
@@ -324,24 +314,24 @@ class Pipeline:
             if given_up:
                 self._cancelled += 1
             elif self._producer is not None:
-                self._fail(RuntimeError("A group of rollouts was cancelled, and not by its pipeline."))
+                self._fail(RuntimeError("A group of rollouts was cancelled, but not by its pipeline."))
         elif error := task.exception():
             self._fail(error)
         else:
             try:
                 self._buffer.put(task.result(), self.version)
-            except ValueError as refused:  # the event loop would only log what a callback raises
+            except ValueError as refused:  # asyncio only logs exceptions of callbacks, so pass it to `take`
                 self._fail(refused)
         self._room.set()
         self._came.set()
 
     def _ended(self, producer: asyncio.Task[None]) -> None:
-        """The producer never ends by itself."""
+        """The producer ends only by cancellation or with an error."""
         if not producer.cancelled() and (error := producer.exception()) is not None:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """The first error; what is in flight would be for nothing."""
+        """Keep the first error and cancel everything in flight."""
         if self._error is None:
             self._error = error
         for task in self._running:
@@ -349,7 +339,7 @@ class Pipeline:
         self._came.set()
 
     def _give_up(self, task: asyncio.Task[Group]) -> None:
-        """Once: a second cancellation would interrupt the cleaning up after the first."""
+        """Cancel once. A second cancellation would interrupt the cleanup after the first."""
         if task not in self._hopeless:
             self._hopeless.add(task)
             task.cancel()

@@ -1,13 +1,21 @@
-"""The random numbers of many requests at once: numpy's Philox 4x64-10, computed over arrays, bit for bit.
+"""From logits to tokens: temperature, then top-k, then top-p, and one uniform random number per token.
+
+`distribution` and `sample` materialize log-probs and cumulative sums of the whole vocabulary. `draw` gives the same
+tokens up to rounding with less memory traffic: it materializes only the probabilities, and searches block by block.
+
+Invariants: the log-probs, in float32, belong to exactly the distribution that is sampled from, renormalized after the
+cuts. A row's result depends only on its own logits, settings and numbers.
+
+The random numbers are numpy's Philox 4x64-10, bit for bit, computed for many requests at once:
 
     numbers_NT = philox_numbers([7, 8], 48)    # row n: np.random.Generator(np.random.Philox(key=seeds[n])).random(48)
 
-A counter-based generator has no state to step: number t of a row is a function of the row's key and of t, so all rows
-are computed in the same few hundred array operations. At 256 rows they take a third of the time of a generator object
-for each; for a dozen rows or fewer those are quicker.
+Philox is counter-based: number t of a row is a function of the row's key and t. So a few hundred array operations
+compute all rows. With 256 rows this takes a third of the time of one generator object per row; with up to a dozen rows,
+generator objects are faster.
 
-Source: J. Salmon, M. Moraes, R. Dror, D. Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); the constants
-are those of Random123, and the order of the words that of numpy.random.Philox.
+Source: J. Salmon, M. Moraes, R. Dror, D. Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). The constants
+are those of Random123; the word order is that of numpy.random.Philox.
 """
 
 from __future__ import annotations
@@ -25,20 +33,20 @@ from pvg.rollout.engine import GenerationRequest, Sampling
 UInt64 = NDArray[np.uint64]
 
 ROUNDS = 10
-WORDS = 4  # of a block, each one number
+WORDS = 4  # words per block; each gives one number
 LOW, HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
-# Multipliers of words 0 and 2 of the counter, and what is added to the two words of the key in each round.
+# Multipliers of counter words 0 and 2, and the constants added to the two key words in each round.
 MULTIPLIER_21 = np.array([[[0xD2E7470EE14C6C93]], [[0xCA5A826395121157]]], dtype=np.uint64)
 BUMP_211 = np.array([[[0x9E3779B97F4A7C15]], [[0xBB67AE8584CAA73B]]], dtype=np.uint64)
 
 
 def philox_numbers(seeds: Sequence[int], count: int) -> NDArray[np.float64]:
-    """numbers_NT in [0, 1), T = `count`: row n depends on `seeds[n]` (below 2^128, not negative) alone."""
+    """numbers_NT in [0, 1), T = `count`. Row n depends only on `seeds[n]`, which must be in [0, 2^128)."""
     blocks = -(-count // WORDS)
     words = np.array([(seed & (1 << 64) - 1, seed >> 64) for seed in seeds], dtype=np.uint64)
     key_2N1 = words.T[:, :, None]
-    # Counters are of four words; a generator begins at 1 in the first, and never fills it. In pairs: words 0 and 2
-    # are multiplied, words 1 and 3 are mixed in.
+    # A counter has four words. numpy's generator starts at 1 in the first word, which never overflows. Words 0 and 2
+    # are multiplied, words 1 and 3 mixed in, so they are stored as pairs.
     even_2NB = np.zeros((2, len(seeds), blocks), dtype=np.uint64)
     even_2NB[0] = np.arange(1, blocks + 1, dtype=np.uint64)
     odd_2NB = np.zeros_like(even_2NB)
@@ -53,26 +61,21 @@ def philox_numbers(seeds: Sequence[int], count: int) -> NDArray[np.float64]:
 
 
 def _product(a: UInt64, b: UInt64) -> tuple[UInt64, UInt64]:
-    """The upper and the lower 64 bits of a times b, by halves of 32 bits."""
+    """The upper and lower 64 bits of a times b, computed by 32-bit halves."""
     a_high, a_low, b_high, b_low = a >> HALF, a & LOW, b >> HALF, b & LOW
-    upper = a_high * b_low + (a_low * b_low >> HALF)  # no sum here exceeds 64 bits
+    upper = a_high * b_low + (a_low * b_low >> HALF)  # no sum here overflows 64 bits
     middle = a_low * b_high + (upper & LOW)
     return a_high * b_high + (upper >> HALF) + (middle >> HALF), a * b
 
 
-# From logits to tokens: temperature, then top-k, then top-p, and one uniform number per token.
-#
-# Invariants: the log-probs are those of exactly the distribution that is sampled from, renormalised after the cuts,
-# in float32; a row's outcome depends on its own logits, settings and numbers only, never on the other rows.
-#
-# Two ways to the same tokens, up to rounding: `distribution` and `sample` write out the log-probs of the vocabulary
-# and their cumulative sums; `draw` writes out the probabilities alone and looks for the token block by block.
+# --- from logits to tokens -------------------------------------------------------------------------------------------
 
-# A nucleus nearly always lies within this many tokens; sorting a whole vocabulary costs more than the model does.
+
+# Nearly every nucleus is within this many tokens. Sorting the whole vocabulary would cost more than the model.
 NUCLEUS_CANDIDATES = 256
-# `draw` sums probabilities over blocks of this many tokens, and then within one block.
+# `draw` sums probabilities over blocks of this many tokens, then within one block.
 BLOCK = 256
-# From here on, arrays of all rows are quicker than a generator object for each; the numbers are the same.
+# From this many requests on, arrays are faster than one generator object per request. The numbers are the same.
 MANY_GENERATORS = 16
 
 
@@ -80,7 +83,7 @@ MANY_GENERATORS = 16
 class RowSettings:
     """The settings of R rows: `temperature_R1` float32, `top_k_R` int64 (0: no cut), `top_p_R` float64 (1: no cut).
 
-    The flags say what no row of the batch as first gathered needs, so that it is skipped.
+    `tempered`, `largest_k` and `nucleus` cover all rows of the original batch. They tell which work can be skipped.
     """
 
     temperature_R1: Tensor
@@ -92,7 +95,7 @@ class RowSettings:
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], device: torch.device) -> RowSettings:
-        # Below the smallest normal number a device may round to 0, and 0 / 0 has no meaning.
+        # A device may round subnormal numbers to 0, and 0 / 0 is undefined.
         temperature_R = np.maximum([s.temperature for s in samplings], np.finfo(np.float32).tiny)
         return cls(
             temperature_R1=torch.tensor(temperature_R, dtype=torch.float32, device=device)[:, None],
@@ -116,7 +119,7 @@ class RowSettings:
 
 
 def uniform_numbers(requests: Sequence[GenerationRequest], count: int) -> NDArray[np.float64]:
-    """numbers_NT in [0, 1): number t of request n comes from Philox, a counter-based generator keyed by its seed."""
+    """numbers_NT in [0, 1): number t of request n comes from a Philox generator with the request's seed as its key."""
     seeds = [request.seed for request in requests]
     if len(requests) >= MANY_GENERATORS:
         return philox_numbers(seeds, count)
@@ -127,16 +130,17 @@ def uniform_numbers(requests: Sequence[GenerationRequest], count: int) -> NDArra
 
 
 def distribution(logits_RV: Tensor, settings: RowSettings) -> Tensor:
-    """logprobs_RV float32 of the distribution to sample from; a token that was cut has -inf.
+    """logprobs_RV float32 of the distribution to sample from; -inf for cut tokens.
 
-    The temperature divides logits from which the row's largest was taken first: as it nears 0 the quotients tend to
-    -inf and never to inf - inf, so that the limit is greedy choice (tokens tied for first place share equally).
+    The row's largest logit is subtracted before the division by the temperature. So as the temperature nears 0,
+    quotients tend to -inf, never to inf - inf, and sampling becomes greedy (tokens that tie for the maximum share
+    equally).
     """
     return torch.log_softmax(_cut(logits_RV.float(), settings), dim=-1)
 
 
 def _cut(logits_RV: Tensor, settings: RowSettings) -> Tensor:
-    """The logits at their temperatures; -inf for tokens that are cut."""
+    """The logits divided by their temperatures; -inf for cut tokens."""
     if settings.tempered:
         logits_RV = logits_RV.float()
         logits_RV = (logits_RV - logits_RV.amax(dim=-1, keepdim=True)) / settings.temperature_R1
@@ -148,10 +152,10 @@ def _cut(logits_RV: Tensor, settings: RowSettings) -> Tensor:
 
 
 def cut_threshold(logits_RV: Tensor, settings: RowSettings) -> Tensor:
-    """threshold_R1: the smallest logit that survives top-k and then top-p (of what top-k left, renormalised).
+    """threshold_R1: the smallest logit that survives top-k, then top-p of the renormalized rest.
 
-    Top-k keeps the k largest; top-p keeps the fewest largest whose probabilities sum to top_p or more. Tokens whose
-    logits equal the threshold are all kept, in either cut: no order among equals has to be invented.
+    Top-k keeps the k largest. Top-p keeps the smallest set of largest ones whose probabilities sum to at least top_p.
+    Both cuts keep all tokens whose logits equal the threshold, so ties need no order.
     """
     vocabulary = logits_RV.shape[-1]
     width = min(vocabulary, max(settings.largest_k, NUCLEUS_CANDIDATES if settings.nucleus else 1))
@@ -162,7 +166,8 @@ def cut_threshold(logits_RV: Tensor, settings: RowSettings) -> Tensor:
 
 
 def _threshold_among(logits_RV: Tensor, settings: RowSettings, width: int) -> tuple[Tensor, bool]:
-    """The threshold as the `width` largest logits of each row show it, and whether they were enough to tell."""
+    """The threshold according to the `width` largest logits of each row, and whether those were enough to determine
+    it."""
     candidates_RW = logits_RV.topk(width, dim=-1).values
     k_R1 = settings.top_k_R.clamp(min=1, max=width)[:, None]
     top_k_R1 = candidates_RW.gather(1, k_R1 - 1).masked_fill(settings.top_k_R[:, None] == 0, -torch.inf)
@@ -183,15 +188,15 @@ def _threshold_among(logits_RV: Tensor, settings: RowSettings, width: int) -> tu
 def sample(logprobs_RV: Tensor, uniform_R: Tensor) -> Tensor:
     """tokens_R int64 by inversion: the first token whose cumulative probability (float64) exceeds the row's number.
 
-    `uniform_R` float64 in [0, 1). A token of probability 0 is never taken. Rows of NaN give an arbitrary valid token.
+    `uniform_R` float64 in [0, 1). Never returns a token of probability 0. Rows of NaN give an arbitrary valid token.
     """
     tokens_R1, _, _ = _inverted(logprobs_RV.exp(), uniform_R[:, None])
     return tokens_R1[:, 0].clamp(max=logprobs_RV.shape[-1] - 1)
 
 
 def draw(logits_RV: Tensor, settings: RowSettings, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
-    """tokens_R int64 and their logprobs_R float32: what `sample` takes of `distribution`, in a fraction of the memory
-    traffic of a large vocabulary."""
+    """tokens_R int64 and their logprobs_R float32: the result of `sample` on `distribution`, with a fraction of the
+    memory traffic for a large vocabulary."""
     probabilities_RV = torch.softmax(_cut(logits_RV, settings), dim=-1, dtype=torch.float32)
     vocabulary = probabilities_RV.shape[-1]
     if vocabulary <= 2 * BLOCK:
@@ -210,7 +215,7 @@ def _block_by_block(probabilities_RV: Tensor, uniform_R1: Tensor) -> Tensor:
         blocks_RB = torch.cat([blocks_RB, probabilities_RV[:, whole:].sum(dim=-1, keepdim=True)], dim=-1)
     block_R1, target_R1, cumulative_RB = _inverted(blocks_RB, uniform_R1)
     block_R1 = block_R1.clamp(max=blocks_RB.shape[-1] - 1)
-    # How far the number reaches into its block is a uniform number again, for looking inside.
+    # The position of the number inside its block is again uniform, and selects the token.
     own_R1 = blocks_RB.gather(1, block_R1).double()
     within_R1 = ((target_R1 - (cumulative_RB.gather(1, block_R1) - own_R1)) / own_R1).clamp_(0.0, 1.0)
     places_RX = block_R1 * BLOCK + torch.arange(BLOCK, device=block_R1.device)
@@ -221,8 +226,8 @@ def _block_by_block(probabilities_RV: Tensor, uniform_R1: Tensor) -> Tensor:
 
 
 def _inverted(weights_RN: Tensor, uniform_R1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """index_R1, the first whose cumulative weight (float64) exceeds target_R1, the number's share of the total; and the
-    cumulative weights. A weight of 0 is never found, whatever the number."""
+    """index_R1: the first index whose cumulative weight (float64) exceeds target_R1, the number scaled by the total;
+    also returns target_R1 and the cumulative weights. Never returns an index of weight 0."""
     cumulative_RN = weights_RN.cumsum(dim=-1, dtype=torch.float64)
     total_R1 = cumulative_RN[:, -1:]
     target_R1 = torch.minimum(uniform_R1 * total_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))

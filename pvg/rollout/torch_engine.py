@@ -3,16 +3,18 @@
     engine = TorchEngine(model, max_rows=256, max_in_flight=1024, executor=executor)
     completion = await engine.generate(GenerationRequest("r0", prompt_ids, Sampling(48, (eos,)), seed=7))
 
-Concurrent `generate` calls are gathered into batches in the order they came. A batch is decoded in turns in the
-executor, so the event loop stays free: with continuous batching, finished rows are handed over after each turn and
-others take their places; else there is one turn, to the end of the batch. One `TorchEngine` lives on one event loop.
+Concurrent `generate` calls form batches in order of arrival. A batch is decoded in turns in the executor, so the event
+loop stays free. With continuous batching, each turn delivers finished rows and new ones take their places. Otherwise
+one turn decodes the whole batch.
 
-New weights wait until no row runs, and while they wait nobody joins: what a request samples has one version. A batch
-lasts from the first row to the moment when none runs.
+A batch lasts until no row runs. New weights wait for that, and while they wait no row joins.
 
-Invariants: one version of the weights samples a batch; the same requests submitted in the same order give the same
-bits (callers get QUIET_TURNS of the event loop to come back, not a time); every call of `generate` ends, with a
-completion or with the error that prevented it.
+Invariants:
+- One version of the weights samples a batch.
+- The same requests submitted in the same order give the same bits. Callers get QUIET_TURNS of the event loop to submit
+  their next request, not a time.
+- Every call of `generate` ends with a completion or the error that prevented it.
+- A request samples the same tokens in any batch, up to floating-point ties (Philox seeds).
 """
 
 from __future__ import annotations
@@ -32,23 +34,31 @@ from numpy.typing import NDArray
 
 from pvg.errors import ConfigurationError, StateError
 from pvg.records import Int32
-from pvg.rollout.decoding import Decoded, Job, ModuleRows, Rows, Turn, diverged
-from pvg.rollout.engine import Begun, Completion, CutShort, Engine, EngineStats, GenerationRequest, check_request
+from pvg.rollout.decoding import DecodedRow, DecodingJob, ModuleRows, RunningRows, TurnResult, diverged
+from pvg.rollout.engine import (
+    Completion,
+    CutShort,
+    Engine,
+    EngineStats,
+    GenerationRequest,
+    PartialCompletion,
+    check_request,
+)
 from pvg.rollout.lean import LeanDecoder, NotLeanError
 from pvg.rollout.lean_rows import LeanRows
 from pvg.servers.update import SyncTiming, WeightUpdate
-from pvg.telemetry.events import Events, Unheard
+from pvg.telemetry.events import Events, SilentEvents
 from pvg.telemetry.spans import run_in, submit_in
 
 if TYPE_CHECKING:
     from pvg.models.language_model import LanguageModel
 
-# Turns of the event loop without a new request after which a batch that is not full starts. A caller that got its
-# completion needs a few turns to hand in the next request; turns, not seconds, keep the batches reproducible.
+# A partial batch starts after this many turns of the event loop without a new request. A caller needs a few turns to
+# submit its next request. Counting turns instead of seconds keeps batches reproducible.
 QUIET_TURNS = 8
-# A trickle that brings a request on every turn does not delay a batch for longer than this.
+# A steady trickle of requests cannot delay a batch for longer than this.
 GATHER_TURNS = 256
-# Layer types whose keys and values pvg.rollout.kv_cache can hold.
+# Layer types that pvg.rollout.kv_cache supports.
 KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -63,7 +73,7 @@ class _Pending:
 
 @dataclass(slots=True)
 class _Batch:
-    """From the first row to the moment when none runs."""
+    """One batch, until no row runs."""
 
     number: int
     started: float
@@ -74,15 +84,12 @@ class _Batch:
 
 
 class TorchEngine(Engine):
-    """Owns `model`. `max_rows` are decoded together, `max_in_flight` requests may wait or run at once.
+    """Owns `model` and belongs to one event loop. `max_rows` are decoded together; `max_in_flight` may wait or run.
 
-    `executor` is used for one thing at a time; one thread is enough. `compaction`, `shared_prefill`: see `decode`;
-    `shared_attention`: see `LeanRows`.
-    `lean`: by `LeanDecoder` if the model is of its kind, which an event tells; else, and without it, by the module.
-    `continuous`: rows join while others run, where decoding is lean. `routed_experts`: completions carry those of their
-    tokens, and decoding is by the module.
-    A seed's numbers come from Philox, so a request samples the same tokens in any company, up to floating-point ties.
-    Temperatures near 0 tend to greedy choice.
+    `executor`: used for one thing at a time, so one thread is enough. `compaction`, `shared_prefill`: see `decode`.
+    `shared_attention`: see `LeanRows`. `lean`: use `LeanDecoder` if it supports the model; an event tells which decoder
+    runs. `continuous`: rows join while others run (lean decoding only). `routed_experts`: completions carry the experts
+    of their tokens; decoding then uses the module.
     """
 
     def __init__(
@@ -114,8 +121,8 @@ class TorchEngine(Engine):
         self._lean = lean
         self._continuous = continuous
         self._routed_experts = routed_experts
-        self._rows: Rows | None = None  # made at the first batch, in the executor; thrown away after an error
-        self._events = events or Unheard()
+        self._rows: RunningRows | None = None  # created in the executor by the first batch; discarded after an error
+        self._events = events or SilentEvents()
         self._queue: deque[_Pending] = deque()
         self._batch: _Batch | None = None
         self._dropped_N: NDArray[np.bool_] = np.zeros(max_rows, dtype=bool)  # by ticket
@@ -126,7 +133,7 @@ class TorchEngine(Engine):
         self._stats = EngineStats()
         self._closed = False
         self._pump_task: asyncio.Task[None] | None = None
-        self._model_lock = asyncio.Lock()  # fair, so new weights wait for the running rows at most
+        self._model_lock = asyncio.Lock()  # fair: new weights wait only for the running rows
 
     @property
     def version(self) -> int:
@@ -142,7 +149,7 @@ class TorchEngine(Engine):
 
     @property
     def decoding(self) -> str:
-        """ "lean" or "module": how rows are decoded; "" before the first batch."""
+        """How rows are decoded, "lean" or "module"; "" before the first batch."""
         return "" if self._rows is None else "lean" if isinstance(self._rows, LeanRows) else "module"
 
     @property
@@ -152,8 +159,8 @@ class TorchEngine(Engine):
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sample one completion. Cancelling the caller drops the request, and its row if it is being decoded.
 
-        Raises ConfigurationError for a request that cannot be served, before anything is sampled; StateError when the
-        engine is closed; whatever decoding its batch raised, after which the engine still serves.
+        Raises ConfigurationError for a request that cannot be served, StateError if the engine is closed, or the error
+        of decoding its batch. After the latter the engine still serves.
         """
         self._assert_open()
         self._check(request)
@@ -175,7 +182,7 @@ class TorchEngine(Engine):
             self._in_flight -= 1
 
     def cut(self, request_ids: Collection[str]) -> None:
-        """End these requests: what waits now, what is being decoded with its next token."""
+        """End these requests: waiting ones now, running ones at their next token."""
         wanted = frozenset(request_ids)
         waiting, self._queue = self._queue, deque()
         for pending in waiting:
@@ -188,26 +195,26 @@ class TorchEngine(Engine):
                 pending.cut = self._dropped_N[ticket] = True
 
     async def load_weights(self, update: WeightUpdate) -> SyncTiming:
-        """Load a newer version between two batches; requests that wait are served by it. Tensors are copied.
+        """Load a newer version between two batches; waiting requests are sampled from it. Tensors are copied.
 
-        Once begun it is finished, even if the caller is cancelled. Raises StateError for a version that is not above
-        the engine's own, ConfigurationError for names or shapes that do not fit (the old weights stay).
+        The update completes even if the caller is cancelled. Raises StateError for a version that is not above the
+        current one, ConfigurationError for names or shapes that do not fit (the old weights stay).
         """
         self._assert_open()
         return await asyncio.shield(asyncio.create_task(self._load(update)))
 
     async def close(self) -> None:
-        """Refuse what waits, stop what runs, free the model. Closing twice does nothing."""
+        """Fail waiting requests, stop running ones, and free the model. A second call does nothing."""
         self._closed = True
         self._refuse(_closed_error())
         async with self._model_lock:
-            self._rows = None  # it holds the weights too
+            self._rows = None  # it also holds the weights
             self._model.close()
 
     # --- serving -----------------------------------------------------------------------------------------------------
 
     async def _pump(self) -> None:
-        """Decode batch after batch until the queue is empty."""
+        """Decode batches until the queue is empty."""
         while self._queue:
             await self._gather(self._max_rows)
             async with self._model_lock:
@@ -225,7 +232,7 @@ class TorchEngine(Engine):
             quiet = quiet + 1 if self._arrivals == seen else 0
 
     def _take(self, most: int) -> list[_Pending]:
-        """Those who are next, first come first served; requests whose callers have left are forgotten."""
+        """Take up to `most` requests from the queue, in order of arrival; skip those whose callers have left."""
         taken: list[_Pending] = []
         while self._queue and len(taken) < most:
             pending = self._queue.popleft()
@@ -234,7 +241,7 @@ class TorchEngine(Engine):
         return taken
 
     async def _run(self, newcomers: list[_Pending]) -> None:
-        """One batch: turn after turn until no row runs."""
+        """Decode one batch, turn by turn, until no row runs."""
         batch = self._batch = _Batch(int(self._stats.batches), time.perf_counter())
         self._events.event(
             "gen", event="batch.start", batch=batch.number, inflight=self._in_flight, target_batch=self._max_rows
@@ -248,7 +255,7 @@ class TorchEngine(Engine):
                     return
                 newcomers = await self._joining(batch)
         finally:
-            self._dropped_N[:] = True  # all done, or this task was cancelled and the thread has to stop
+            self._dropped_N[:] = True  # either all rows are done, or this task was cancelled and the thread must stop
             self._batch = None
             if batch.running:
                 self._rows = None
@@ -267,7 +274,7 @@ class TorchEngine(Engine):
         )
 
     async def _joining(self, batch: _Batch) -> list[_Pending]:
-        """Who joins the rows that still run. Nobody while weights wait: they would wait for ever."""
+        """Requests that join the running rows. None while weights wait; otherwise the weights might wait forever."""
         free = self._max_rows - len(batch.running)
         if not batch.running or not free or self._rows is None or not self._rows.joins:
             return []
@@ -275,7 +282,8 @@ class TorchEngine(Engine):
         return [] if self._loads_waiting or self._closed else self._take(free)
 
     async def _turn(self, batch: _Batch, newcomers: list[_Pending]) -> BaseException | None:
-        """Admit the newcomers, decode on in the executor, hand over what has finished; or the error of the decoding."""
+        """Admit the newcomers, decode in the executor, and deliver finished rows. Returns an error of decoding, if
+        any."""
         jobs = self._admit(batch, newcomers)
         started = time.perf_counter()
         work = submit_in(self._executor, self._decode, jobs)
@@ -285,13 +293,14 @@ class TorchEngine(Engine):
         self._deliver(batch, jobs, work.result(), time.perf_counter() - started)
         return None
 
-    def _decode(self, jobs: list[Job]) -> Turn:
+    def _decode(self, jobs: list[DecodingJob]) -> TurnResult:
         if self._rows is None:
             self._rows = self._open_rows()
         return self._rows.turn(jobs, self._dropped_N)
 
-    def _open_rows(self) -> Rows:
-        """In the executor: it computes. What was asked for and cannot be is said in events.log."""
+    def _open_rows(self) -> RunningRows:
+        """Choose the decoder and log an event with the choice and its reason. Runs in the executor, because it
+        computes."""
         model, reason = self._model, "rollout.decoding"
         if self._routed_experts:
             reason = "rollout.routed_experts"
@@ -319,11 +328,11 @@ class TorchEngine(Engine):
             routed_experts=self._routed_experts,
         )
 
-    def _admit(self, batch: _Batch, newcomers: list[_Pending]) -> list[Job]:
+    def _admit(self, batch: _Batch, newcomers: list[_Pending]) -> list[DecodingJob]:
         free = (ticket for ticket in range(self._max_rows) if ticket not in batch.running)
         jobs, now = [], time.perf_counter()
         for ticket, pending in zip(free, newcomers, strict=False):
-            jobs.append(Job(ticket, pending.request))
+            jobs.append(DecodingJob(ticket, pending.request))
             self._dropped_N[ticket] = pending.future.done()
             pending.admitted = now
             pending.future.add_done_callback(partial(self._drop, ticket, pending))
@@ -331,11 +340,11 @@ class TorchEngine(Engine):
         return jobs
 
     def _drop(self, ticket: int, pending: _Pending, _future: asyncio.Future[Completion]) -> None:
-        """The caller of a row has left, or was served; by then the ticket may be another's."""
+        """The caller of a row has left or was served. Its ticket may already belong to another request."""
         if self._batch is not None and self._batch.running.get(ticket) is pending:
             self._dropped_N[ticket] = True
 
-    def _deliver(self, batch: _Batch, jobs: list[Job], turn: Turn, seconds: float) -> None:
+    def _deliver(self, batch: _Batch, jobs: list[DecodingJob], turn: TurnResult, seconds: float) -> None:
         delivered = 0
         now = time.perf_counter()
         for ticket, result in turn.finished:
@@ -361,14 +370,14 @@ class TorchEngine(Engine):
             live_rows=stats.live_rows + turn.live_rows,
         )
 
-    def _hand_over(self, pending: _Pending, result: Decoded, now: float) -> None:
+    def _hand_over(self, pending: _Pending, result: DecodedRow, now: float) -> None:
         request, length = pending.request, len(result.token_ids)
         spans, experts = request.spans(length, self._version), request.experts(result.routed_experts)
         timing = request.timing(pending.admitted - pending.arrived, now - pending.admitted)
         if pending.cut and not np.isfinite(result.logprobs).all():
             _fail(pending, diverged(request))
         elif pending.cut and result.finish_reason == "length" and length < request.sampling.max_tokens:
-            _fail(pending, CutShort(Begun(result.token_ids, result.logprobs, spans, timing, experts)))
+            _fail(pending, CutShort(PartialCompletion(result.token_ids, result.logprobs, spans, timing, experts)))
         else:
             finish, logprobs = result.finish_reason, result.logprobs
             completion = Completion(request.id, result.token_ids, logprobs, spans, finish, timing, experts)
@@ -396,7 +405,7 @@ class TorchEngine(Engine):
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
-        """No row runs; while this waits for it, no row joins."""
+        """Wait until no row runs. While this waits, no row joins."""
         self._loads_waiting += 1
         try:
             await self._model_lock.acquire()
@@ -407,17 +416,17 @@ class TorchEngine(Engine):
         finally:
             self._model_lock.release()
 
-    # --- refusing ----------------------------------------------------------------------------------------------------
+    # --- failing requests ---------------------------------------------------------------------------------------------
 
     def _pump_ended(self, task: asyncio.Task[None]) -> None:
-        """The pump ends by itself only with an empty queue; if it was cancelled or broke, nobody may wait for ever."""
+        """If the pump was cancelled or failed, fail all requests, so that no caller waits forever."""
         if task.cancelled():
             self._refuse(_closed_error())
         elif error := task.exception():
             self._refuse(error)
 
     def _refuse(self, error: BaseException) -> None:
-        """Give `error` to every caller that waits or whose row is being decoded, and stop the decoding."""
+        """Raise `error` in every caller that waits or whose row is being decoded, and stop decoding."""
         running = [] if self._batch is None else self._batch.running.values()
         waiting, self._queue = [*running, *self._queue], deque()
         for pending in waiting:
@@ -440,14 +449,14 @@ class TorchEngine(Engine):
         longest = len(prompt) + sampling.max_tokens
         if longest > self._model.max_length:
             raise ConfigurationError(
-                f"Request {request.id!r}: a prompt of {len(prompt)} tokens and {sampling.max_tokens} new ones make "
-                f"{longest}, more than the model's {self._model.max_length}.",
+                f"Request {request.id!r}: a prompt of {len(prompt)} tokens plus {sampling.max_tokens} new ones is "
+                f"{longest} tokens, more than the model's {self._model.max_length}.",
                 "Lower rollout.max_tokens or shorten the prompts.",
             )
 
 
 def _check_layers(model: LanguageModel) -> None:
-    """Raises ConfigurationError for a model that keeps something else than keys and values."""
+    """Raises ConfigurationError for a model with layers that need more state than keys and values."""
     config = model.module.config.get_text_config()
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS)
     if unknown:
@@ -458,13 +467,13 @@ def _check_layers(model: LanguageModel) -> None:
 
 
 def _distinct(prompts: Sequence[Int32]) -> int:
-    """Prompt tokens that `decode` computes when prefill is shared: all but the last of a prompt once for each distinct
-    beginning, and the last, which is the first input of decoding, for every row."""
+    """Prompt tokens that shared prefill computes: each distinct prefix once, and the last token of every prompt, which
+    is the first input of decoding."""
     return sum(len(beginning) for beginning in {p[:-1].tobytes(): p[:-1] for p in prompts}.values()) + len(prompts)
 
 
 def _closed_error() -> StateError:
-    return StateError("The engine is closed.", "Open a new one to go on sampling.")
+    return StateError("The engine is closed.", "Open a new one to continue sampling.")
 
 
 def _fail(pending: _Pending, error: BaseException) -> None:

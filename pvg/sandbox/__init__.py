@@ -1,4 +1,4 @@
-"""Running programs that nobody vouches for: `Sandbox`. What it keeps and what it does not is in docs/sandbox.md."""
+"""Runs untrusted programs: `Sandbox`. docs/sandbox.md says what it guarantees."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What isolation this machine gives, found by trying, and whether it is enough.
+"""Determines by trial which isolation this machine offers, and whether it suffices.
 
-`full` asks for a system call filter, and for a file system of its own by namespaces or by Landlock. Each of the two
-ways keeps what docs/sandbox.md promises; where there are both, they stand behind each other. Then a program tries to
-get out, and nothing else is run where it can.
+`full` needs a system call filter, and a separate file system through namespaces or Landlock. Each of the two gives the
+guarantees of docs/sandbox.md; if both are available, both are used. Then a trial program tries to escape. If it can,
+the sandbox does not run other programs at this level.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pvg.sandbox.warden_process import WardenFailedError, WardenProcess
 
 MECHANISMS = frozenset({"namespaces", "landlock", "seccomp"})
 REMEDY = (
-    "Run where Linux offers it (a container needs user namespaces or Landlock, and seccomp), or set task.sandbox = "
-    "'reduced': programs that a model wrote then run with what there is."
+    "Run on a machine that offers it (a container needs user namespaces or Landlock, and seccomp), or set "
+    "task.sandbox = 'reduced': programs written by a model then run with the isolation that is available."
 )
 
 # Each attempt returns whether it succeeded.
@@ -71,8 +71,8 @@ TRIAL = Limits(cpu_s=10.0)
 
 @dataclass(frozen=True)
 class Isolation:
-    """What a sandbox is made of. `refused`: the mechanisms that there are not, and why; `open_`: the attempts to get
-    out that succeeded; `unlimited`: of what a program may use as much as it likes."""
+    """A sandbox's isolation. `refused`: the mechanisms that are missing, and why. `open_`: the escape attempts that
+    succeeded. `unlimited`: resources without a limit."""
 
     given: frozenset[str]
     refused: dict[str, str] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Isolation:
 
     @property
     def complaints(self) -> list[str]:
-        """Why this is not `full`; nothing where it is."""
+        """Why this is not `full`; empty if it is."""
         found = []
         if "seccomp" not in self.given:
             found.append(f"no system call filter ({self.refused.get('seccomp', 'not offered')})")
@@ -89,20 +89,20 @@ class Isolation:
             why = " and ".join(
                 f"{name}: {self.refused.get(name, 'not offered')}" for name in ("namespaces", "landlock")
             )
-            found.append(f"no file system of its own ({why})")
-        found += [f"nothing limits {what} (/proc tells this process nothing of it)" for what in self.unlimited]
+            found.append(f"no separate file system ({why})")
+        found += [f"nothing limits {what} (this process cannot see it in /proc)" for what in self.unlimited]
         return found + [f"a program could {name.replace('_', ' ')}" for name in self.open_]
 
     def describe(self) -> str:
-        """Such as "full (landlock, namespaces, seccomp)"."""
+        """A summary such as "full (landlock, namespaces, seccomp)"."""
         level = "reduced" if self.complaints else "full"
         return f"{level} ({', '.join(sorted(self.given)) or 'limits only'})"
 
 
 def open_first_warden(level: Level, offered: frozenset[str]) -> tuple[WardenProcess, Isolation]:
-    """A warden, tried, and what it is made of.
+    """A warden that has passed the trial, and its isolation.
 
-    Raises MissingRequirementError where `level` asks for more than there is, or no warden starts.
+    Raises MissingRequirementError if `level` needs more than the machine offers, or if no warden starts.
     """
     try:
         warden = WardenProcess(offered)
@@ -123,14 +123,14 @@ def open_first_warden(level: Level, offered: frozenset[str]) -> tuple[WardenProc
 
 
 def probe(offered: frozenset[str] = MECHANISMS) -> Isolation:
-    """What this machine gives. Raises MissingRequirementError where not even a reduced sandbox starts."""
+    """The isolation of this machine. Raises MissingRequirementError if not even a reduced sandbox starts."""
     warden, isolation = open_first_warden("reduced", offered)
     warden.close()
     return isolation
 
 
 def _ways_out(warden: WardenProcess) -> tuple[str, ...]:
-    """The names of the attempts that succeed."""
+    """The names of the escape attempts that succeed."""
     with tempfile.TemporaryDirectory(prefix="pvg-sandbox-") as folder, socket.create_server(("127.0.0.1", 0)) as server:
         secret = Path(folder) / "secret"
         secret.write_text("secret")

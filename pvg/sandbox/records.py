@@ -1,4 +1,4 @@
-"""What is asked of a sandbox and what it answers."""
+"""The sandbox's inputs and results: programs, limits, executions."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-# full: everything that docs/sandbox.md promises, or nothing is run. reduced: what this machine gives.
+# full: all guarantees of docs/sandbox.md, otherwise nothing runs. reduced: what this machine offers.
 Level = Literal["full", "reduced"]
-# ok: it ran to its end, whatever its cases did. error: it failed outside of its cases. timeout: its CPU time was used
-# up. stalled: it waited for longer than `wall_s`. memory, output, threads: that limit. killed: it crashed or left
-# early, or something outside ended it.
+# ok: the program ran to its end, whatever its cases did. error: it failed outside its cases. timeout: it used up its
+# CPU time. stalled: it waited for longer than `wall_s`. memory, output, threads: it reached that limit. killed: it
+# crashed or exited early, or was ended from outside.
 Status = Literal["ok", "error", "timeout", "stalled", "memory", "output", "threads", "killed"]
-# What does not depend on how busy the machine was. A time limit that was reached is no fact about a program, and who
-# killed a process is not known: the kernel does too, where memory is short.
+# Statuses that do not depend on the machine's load. A timeout says nothing certain about a program, and neither does a
+# kill, because the kernel also kills processes if memory is short.
 DETERMINISTIC: frozenset[Status] = frozenset({"ok", "error", "output"})
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one execution, all its cases together. `cpu_s` decides; `wall_s` is for programs that wait, and far above it,
-    so that a busy machine changes no verdict. `processes`: how many a program may start (0: threads only; more need
-    namespaces). `scratch_kb` is for files, which are gone afterwards."""
+    """Limits of one execution, for all its cases together. `cpu_s` is the deciding one. `wall_s` is for programs that
+    wait; it is far larger, so that a busy machine changes no verdict. `processes`: how many the program may start (0:
+    only threads; more need namespaces). `scratch_kb`: for files, which are deleted afterwards."""
 
     cpu_s: float = 2.0
     wall_s: float = 30.0
@@ -45,8 +45,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Python source and what it is run on. With `entry`, the name of a function (or of a method of a class `Solution`),
-    cases are argument lists as Python literals; without it they are texts for its standard input."""
+    """Python source and its cases. With `entry`, the name of a function (or of a method of a class `Solution`), a case
+    is an argument list as a Python literal; without it, a case is a text for standard input."""
 
     source: str
     entry: str | None
@@ -57,14 +57,14 @@ class Program:
         return cls(source, entry, tuple(repr(list(given)) for given in arguments))
 
     def digest(self, limits: Limits, python: str) -> str:
-        """Of everything that its outcome depends on. `python`: the interpreter's version."""
+        """The digest of everything that determines the outcome. `python`: the interpreter's version."""
         content = json.dumps([self.source, self.entry, self.cases, asdict(limits), python])
         return hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """`value` is plain data (pvg.sandbox.inside.values) where there is no `error`."""
+    """`value` is plain data (pvg.sandbox.inside.values) if there is no `error`."""
 
     value: Any = None
     error: str = ""
@@ -72,8 +72,8 @@ class CaseResult:
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """How a program ran. `cases` has a result for each of its cases; `stderr` is the end of what it said; `exit` is
-    negative for a signal; `cpu_s` and `wall_s` are what this execution took (a cached one: the first)."""
+    """The result of a program. `cases` has a result for each of its cases. `stderr`: the end of its error output.
+    `exit`: negative for a signal. `cpu_s` and `wall_s`: of this execution, or of the first one if it was cached."""
 
     status: Status
     cases: tuple[CaseResult, ...]

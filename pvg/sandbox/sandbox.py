@@ -1,17 +1,15 @@
-"""`Sandbox`: programs that a model wrote, run where they can do no harm, several at a time.
+"""`Sandbox`: runs programs written by a model such that they can do no harm, several at a time.
 
     with Sandbox("full", Limits(cpu_s=2.0)) as sandbox:
         execution = sandbox.run(Program.of_function("def f(x): return x + 1", "f", [[1], [2]]))
         executions = sandbox.run_many(programs)
-        execution = await sandbox.run_async(program)        # the event loop stays free
 
-Invariant: a program's outcome is its own. It runs in a process that knows nothing but its source and its inputs, that
-leaves nothing behind, and whose CPU time is what counts.
+Invariant: a program's outcome depends only on the program. It runs in a process that knows only its source and its
+inputs, leaves nothing behind, and is limited by its CPU time.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 import weakref
@@ -28,16 +26,16 @@ from pvg.sandbox.records import DETERMINISTIC, CaseResult, Execution, Level, Lim
 from pvg.sandbox.warden_process import WardenFailedError, WardenProcess
 from pvg.telemetry.core_waits import usable_cores
 
-TAIL = 2000  # characters kept of what a program complains, bytes of what it prints beside its report
-LONGEST_SENTENCE = 200  # of an error
+TAIL = 2000  # characters kept of a program's error output, bytes kept of its other output
+LONGEST_SENTENCE = 200  # characters of an error message
 CACHE_ENTRIES, CACHE_BYTES = 8192, 64 * 2**20
-ENTRY_BYTES = 1024  # of a cached execution beside its parts
-ATTEMPTS = 2  # a warden that fails is replaced once per program
+ENTRY_BYTES = 1024  # size of a cached execution without its parts
+ATTEMPTS = 2  # a failed warden is replaced once per program
 
 
 class Sandbox:
-    """At most `workers` programs at once (None: as many as this process has cores). All methods may be called from any
-    thread. `mechanisms`: those that may be used; a test of one of them leaves out the others."""
+    """At most `workers` programs at once (None: one per core of this process). Methods may be called from any thread.
+    `mechanisms`: the ones that may be used, so that tests can test one alone."""
 
     def __init__(
         self,
@@ -49,7 +47,7 @@ class Sandbox:
         cache_bytes: int = CACHE_BYTES,
         mechanisms: Collection[str] = MECHANISMS,
     ) -> None:
-        """Raises MissingRequirementError where this machine cannot give `level`."""
+        """Raises MissingRequirementError if this machine cannot provide `level`."""
         self.limits = limits or Limits()
         self._offered = frozenset(mechanisms)
         first, self.isolation = open_first_warden(level, self._offered)
@@ -60,13 +58,13 @@ class Sandbox:
         self._closed = weakref.finalize(self, _close, self._pool, self._wardens)
 
     def run(self, program: Program, limits: Limits | None = None) -> Execution:
-        """Raises MissingRequirementError when the sandbox itself fails twice: no verdict is made up."""
+        """Raises MissingRequirementError if the sandbox itself fails twice, instead of inventing a verdict."""
         return self.run_many([program], limits)[0]
 
     def run_many(
         self, programs: Sequence[Program], limits: Limits | None = None, *, fresh: bool = False
     ) -> list[Execution]:
-        """Side by side; one that comes twice is run once. `fresh`: each is run for itself, whatever is known of it."""
+        """Run in parallel; a repeated program runs once. `fresh`: run each one, ignoring the cache."""
         chosen = limits or self.limits
         of_program: dict[Program, Future[Execution]] = {}
         waiting: list[Future[Execution]] = []
@@ -79,17 +77,13 @@ class Sandbox:
                         of_program[program] = self._submit(program, chosen)
                     waiting.append(of_program[program])
             return [future.result() for future in waiting]
-        except BaseException:  # nobody wants the others any more
+        except BaseException:  # the other results are no longer needed
             for future in waiting:
                 future.cancel()
             raise
 
-    async def run_async(self, program: Program, limits: Limits | None = None) -> Execution:
-        """A caller that is cancelled leaves a program that is running to its end."""
-        return await asyncio.wrap_future(self._submit(program, limits or self.limits))
-
     def close(self) -> None:
-        """End all processes. What still waits for its turn is cancelled, and what is running fails."""
+        """End all processes. Waiting programs are cancelled, and running ones fail."""
         self._closed()
 
     def __enter__(self) -> Sandbox:
@@ -112,7 +106,7 @@ class Sandbox:
 
 
 class _Wardens:
-    """Those that are idle and those that are busy; more are started when all are busy."""
+    """The idle and the busy wardens; starts another one if all are busy."""
 
     def __init__(self, first: WardenProcess, offered: frozenset[str]) -> None:
         self._made_of, self._offered = (first.given, first.unlimited), offered
@@ -121,8 +115,8 @@ class _Wardens:
         self._lock = threading.Lock()
 
     def take(self) -> WardenProcess:
-        """One that is idle, or else a new one. Raises WardenFailedError, also for one with fewer walls than the first,
-        which was tried, and when they are closed."""
+        """An idle warden or a new one. Raises WardenFailedError if it cannot start, if it has less isolation than the
+        first one, which was tried, or if the sandbox is closed."""
         with self._lock:
             if self._idle and not self._closed:
                 self._busy.add(warden := self._idle.pop())
@@ -153,14 +147,14 @@ class _Wardens:
         warden.close()
 
     def stop(self) -> None:
-        """Kill the busy ones, whose users see them fail, and start no others."""
+        """Kill the busy ones, so that their users see them fail, and start no others."""
         with self._lock:
             self._closed = True
             for warden in self._busy:
                 warden.kill()
 
     def close(self) -> None:
-        """After `stop`, and after their users."""
+        """Call it after `stop`, when the users have ended."""
         with self._lock:
             while self._idle:
                 self._idle.pop().close()
@@ -168,7 +162,7 @@ class _Wardens:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What a warden said of a program: a tenth of what it takes as an Execution."""
+    """A warden's answer for a program, which takes a tenth of an Execution's memory."""
 
     header: dict[str, Any]
     parts: list[bytes]
@@ -182,8 +176,7 @@ class _Answer:
 
 
 class _Cache:
-    """The outcomes of the programs that were run last: at most `entries`, of at most `most_bytes` together. Safe for
-    threads."""
+    """The outcomes of the latest programs: at most `entries`, with at most `most_bytes` in total. Thread-safe."""
 
     def __init__(self, entries: int, most_bytes: int) -> None:
         self._entries, self._most_bytes, self.bytes = entries, most_bytes, 0
@@ -213,8 +206,8 @@ def _close(pool: ThreadPoolExecutor, wardens: _Wardens) -> None:
 
 
 def _execute_once(wardens: _Wardens, cache: _Cache, key: str, program: Program, limits: Limits) -> Execution:
-    """In a thread of the pool."""
-    known = cache.get(key)  # made while this waited
+    """Runs in a thread of the pool."""
+    known = cache.get(key)  # it may have been computed while this call waited
     if known is None:
         known = _answer(wardens, program, limits)
         if known.header["status"] in DETERMINISTIC:
@@ -230,7 +223,7 @@ def _answer(wardens: _Wardens, program: Program, limits: Limits) -> _Answer:
     """Raises MissingRequirementError."""
     for attempt in range(ATTEMPTS):
         try:
-            warden = wardens.start() if attempt else wardens.take()  # the idle ones may be dead too
+            warden = wardens.start() if attempt else wardens.take()  # after a failure, idle ones may be dead too
             try:
                 header, (reports, stdout, stderr) = warden.run(program, limits)
             except BaseException:
@@ -239,12 +232,12 @@ def _answer(wardens: _Wardens, program: Program, limits: Limits) -> _Answer:
         except (WardenFailedError, OSError) as error:
             if attempt == ATTEMPTS - 1:
                 raise MissingRequirementError(
-                    f"The sandbox fails: {error}.", "See whether this machine has processes and memory left."
+                    f"The sandbox fails: {error}.", "Check that this machine has free processes and memory."
                 ) from None
         else:
             wardens.give_back(warden)
             break
-    return _Answer(header, [reports, stdout[-TAIL:], stderr[-4 * TAIL :]])  # of at most four bytes a character
+    return _Answer(header, [reports, stdout[-TAIL:], stderr[-4 * TAIL :]])  # a character has at most four bytes
 
 
 def _execution(program: Program, header: dict[str, Any], parts: list[bytes]) -> Execution:
@@ -264,7 +257,7 @@ def _execution(program: Program, header: dict[str, Any], parts: list[bytes]) -> 
 
 
 def _case(line: str) -> CaseResult:
-    """What the program's process reported: anything at all, for the program may write there too."""
+    """A line from the program's process. It may be anything, because the program can write there too."""
     try:
         kind, found = json.loads(line)
     except (ValueError, TypeError, RecursionError):
@@ -276,7 +269,7 @@ def _case(line: str) -> CaseResult:
 
 
 def _sentence(text: str) -> str:
-    """One that can be printed and stored: a program may say halves of characters, and what terminals obey."""
+    """A printable message: a program's text may have broken characters and terminal control sequences."""
     whole = text[:LONGEST_SENTENCE].encode(errors="replace").decode()
     return "".join(character if character.isprintable() else " " for character in whole).strip()
 

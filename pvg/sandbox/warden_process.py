@@ -1,4 +1,4 @@
-"""`WardenProcess`: the interpreter in which programs are forked, seen from outside (see pvg.sandbox.inside.warden)."""
+"""`WardenProcess`: the handle of the interpreter that forks programs (see pvg.sandbox.inside.warden)."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from pvg.sandbox.inside.keeper import HEADER
 from pvg.sandbox.inside.warden import interpreter_folders
 from pvg.sandbox.records import Limits, Program
 
-START_S = 60.0  # an interpreter starts in a tenth of a second where nothing else runs
-GRACE_S = 60.0  # beyond the wall clock's limit, which the keeper looks after
+START_S = 60.0  # an interpreter starts in a tenth of a second on an idle machine
+GRACE_S = 60.0  # in addition to the wall-clock limit, which the keeper enforces
 LONGEST_HEADER = 65536
 PLACE = Path(__file__).parent
 CODE = f"import sys; sys.path.insert(0, {str(PLACE)!r}); from inside.warden import main; main()"
-# Sets are ordered by hashes: with another seed in each process a program would give other answers.
+# The order of sets depends on hashes: with a different seed in each process, a program would give different answers.
 ENVIRONMENT = {"PYTHONHASHSEED": "0"}
 
 
 class WardenFailedError(Exception):
-    """The warden is gone or does not answer as it should: a defect of ours, or a machine without room."""
+    """The warden has ended or gives a wrong answer: a defect of pvg, or a machine without free resources."""
 
 
 class WardenProcess:
-    """One job at a time. `given` and `refused` (name -> why) are the mechanisms that it got of those `offered`;
+    """Runs one job at a time. `given` and `refused` (name -> reason): which of the `offered` mechanisms it got.
     `unlimited`: what it cannot limit on this machine."""
 
     def __init__(self, offered: Collection[str]) -> None:
         """Raises WardenFailedError."""
-        # No user or site packages, no current directory, nothing written: this one's standard library alone.
+        # Only the standard library: no user or site packages, no current directory, no bytecode files.
         command = [os.path.realpath(sys.executable), "-s", "-S", "-P", "-B", "-X", "utf8", "-c", CODE]
         self._process = subprocess.Popen(
             [*command, json.dumps(interpreter_folders()), json.dumps(sorted(offered))],
@@ -63,7 +63,7 @@ class WardenProcess:
             raise
 
     def run(self, program: Program, limits: Limits) -> tuple[dict[str, Any], list[bytes]]:
-        """The keeper's header, and what the program reported, printed and complained. Raises WardenFailedError."""
+        """The keeper's header, and the program's reports, output and error output. Raises WardenFailedError."""
         job = {"source": program.source, "entry": program.entry, "cases": program.cases, "limits": limits.plain()}
         data = json.dumps(job).encode()
         deadline = time.monotonic() + limits.wall_s + GRACE_S
@@ -78,12 +78,12 @@ class WardenProcess:
         return header, parts
 
     def kill(self) -> None:
-        """It, and with it whatever it runs. Whoever waits for its answer, in another thread perhaps, sees its end."""
+        """Kill it together with what it runs. A thread that waits for its answer sees it end."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill it, and let go of it."""
+        """Kill it and release its resources."""
         self.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):

@@ -1,8 +1,9 @@
-"""vLLM servers: starting one (`pvg serve`), talking to it, and what runs inside of it.
+"""vLLM servers: starting one (`pvg serve`), talking to it, updating its weights, and the code that runs inside it.
 
-- `server_side/pvg_vllm`: loaded by vLLM itself, in vLLM's own environment: it imports nothing of pvg.
-- `process`, `models`: how `pvg serve` starts vLLM and stops it again.
-- `pool`, `control`, `labels`, `keys`: the client's side, which needs no vLLM.
+- `command`, `models`, `process`, `supervisor`: how `pvg serve` starts and stops vLLM.
+- `pool`, `control`, `labels`, `keys`, `fleet`: the client side, which does not need vLLM.
+- `publisher`, `update`, `transports`, `canary`: weight updates, and the proof that they arrived.
+- `server_side/pvg_vllm`: loaded by vLLM in its own environment; imports nothing of pvg.
 
-Nothing here imports torch at module level.
+No module imports torch at import time, except server_side.
 """

@@ -1,8 +1,17 @@
-"""`Checksums`: tensors of a server against the trainer's, bit by bit, where the server still has them as they came.
+"""Two proofs that a server has the published weights: log-probs (`Canary`) and checksums of tensors (`ChecksumTest`).
 
-vLLM names and shapes most tensors in its own way (it fuses projections, pads vocabularies, and its CPU build packs
-matrices), so only those that it keeps as they were can be compared: norms, and embeddings of even sizes. The canary
-covers the rest.
+`Canary`: trainer and server compute log-probs of the same fixed sequences. They compute differently, so the last digits
+differ. Weights that did not arrive, or only in part, differ by more. Two rules:
+
+- The largest gap is at most the tolerance.
+- The server is not nearer to an earlier version than to the new one. A small optimizer step moves log-probs by less
+  than the tolerance that bfloat16 needs, but a server that missed it agrees far better with the old weights. The first
+  version is kept, and later ones more sparsely with age. So a server that never loads anything is detected once all
+  steps together have moved the log-probs by a few times the noise.
+
+`ChecksumTest` compares tensors bit by bit. vLLM renames and reshapes most tensors (it fuses projections, pads
+vocabularies, and its CPU build packs matrices). So only those it keeps can be compared: norms, and embeddings of even
+sizes. The canary covers the rest.
 """
 
 from __future__ import annotations
@@ -25,15 +34,15 @@ if TYPE_CHECKING:
 
     from pvg.models.language_model import LanguageModel
 
-VOCABULARY_PADDING = 64  # rows to whose multiples vLLM pads embeddings
-NOTHING = hashlib.sha256(b"").hexdigest()  # of a tensor that the server has in another form
+VOCABULARY_PADDING = 64  # vLLM pads the rows of embeddings to a multiple of this
+NOTHING = hashlib.sha256(b"").hexdigest()  # digest of a tensor that the server holds in another form
 
 
-class Checksums:
-    """`dtype` is the servers'; `always`: at every update, and not only until weights have changed.
+class ChecksumTest:
+    """`dtype`: the servers' dtype. `always`: check every update, not only until weights have changed.
 
-    The first version of a run is what servers were started with: that they have it proves no loading. So updates are
-    compared up to the first that brings other tensors.
+    Servers are started with the first version of a run, so having it proves no loading. By default, updates are
+    therefore checked up to the first one with different tensors.
     """
 
     def __init__(self, dtype: str, executor: Executor, *, always: bool) -> None:
@@ -42,18 +51,18 @@ class Checksums:
         self._always = always
         self._first: dict[str, str] = {}  # the digests of the first version
         self._changed = False
-        self.compared = 0  # tensors, in the last check
+        self.compared = 0  # number of tensors in the last check
 
     @property
     def due(self) -> bool:
-        """Whether the next update is to be compared."""
+        """Whether to check the next update."""
         return self._always or not self._changed
 
     async def check(
         self, control: ControlClient, info: ServerInfo | None, tensors: Mapping[str, Tensor], version: int
     ) -> None:
-        """Raises WeightsNotArrivedError, which names the server, the version and the first tensor that differs."""
-        if info is None or info.world_size != 1:  # of a sharded tensor each worker has a part
+        """Raises WeightsNotArrivedError with the server, the version and the first tensor that differs."""
+        if info is None or info.world_size != 1:  # with several workers, each has a part of a tensor
             return
         found = {name.rpartition(":")[2]: digest for name, digest in (await control.checksums()).items()}
         shared = {
@@ -69,7 +78,7 @@ class Checksums:
             if found[name] != expected[name]:
                 raise WeightsNotArrivedError(
                     f"{control.url} does not have version {version} of the weights: its {name} differs.",
-                    "Restart the server, and continue with --resume.",
+                    "Restart the server, then continue with --resume.",
                 )
 
     def _digests(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -87,30 +96,21 @@ def _may_be_padded(tensor: Tensor) -> bool:
     return tensor.ndim == 2 and tensor.shape[0] % VOCABULARY_PADDING != 0
 
 
-# `Canary`: proof that a server has the weights that were published, by what it says and not by what it was told.
-#
-# The trainer and the server give log-probs to the same fixed sequences. They compute in different ways, so the two
-# differ in the last digits; weights that did not arrive, or not all of them, differ by more. Two rules:
-#
-# - the largest gap is at most the tolerance;
-# - the server is not nearer to an earlier version than to the new one. A small step of the optimizer moves log-probs by
-#   less than a tolerance in bfloat16 has to allow, but a server that missed it agrees with the old ones far better. The
-#   first version is kept, and later ones ever more thinly the older they are: so one that never loads anything is found
-#   out as soon as all steps together have moved the log-probs by a few times the noise.
+# --- the canary ------------------------------------------------------------------------------------------------------
 
-# Measured with vLLM on a CPU: 1e-5 nats in float32; 0.3 in bfloat16 (SmolLM2-135M), which keeps 8 bits of logits that
-# reach 30, for tokens that are improbable.
+# Measured with vLLM on a CPU: 1e-5 nats in float32; 0.3 in bfloat16 (SmolLM2-135M) for improbable tokens, because
+# bfloat16 keeps 8 bits of logits that reach 30.
 TOLERANCE = {"float32": 0.02, "bfloat16": 1.0}
-NEARER = 4.0  # times: how much nearer to the old version a server has to be to be called stale
-NOISE = 1e-4  # nats, in the mean: nothing is said of differences below
-NEW_TOKENS = 16  # greedy ones after each prompt
-EARLIER = 16  # versions that are remembered
+NEARER = 4.0  # a server counts as stale if it is this many times nearer to an old version
+NOISE = 1e-4  # mean difference in nats below which the second rule does not apply
+NEW_TOKENS = 16  # greedy tokens after each prompt
+EARLIER = 16  # number of remembered versions
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
-    """What the trainer's weights say of the sequences: float32 [L - 1] each, in nats, and what `earlier` versions said,
-    oldest first. `moved` is the largest change since the version before."""
+class ExpectedLogprobs:
+    """The trainer's log-probs of the sequences, float32 [L - 1] each in nats, and those of `earlier` versions, oldest
+    first. `moved`: the largest change since the previous version."""
 
     version: int
     logprobs: tuple[Float32, ...]
@@ -119,7 +119,7 @@ class Expected:
 
 
 class Canary:
-    """`sequences` int32 [L] each. `reference` computes the trainer's log-probs from tensors; it runs in `executor`."""
+    """`sequences` int32 [L] each. `reference` computes the trainer's log-probs from tensors, in `executor`."""
 
     def __init__(
         self,
@@ -135,42 +135,42 @@ class Canary:
         self.sequences: tuple[Int32, ...] = ()
         self._earlier: list[tuple[int, tuple[Float32, ...]]] = []
 
-    async def expect(self, tensors: Mapping[str, Tensor], version: int) -> Expected:
-        """What servers have to say under `tensors`. Raises TrainingDivergedError for weights that give no number."""
+    async def expect(self, tensors: Mapping[str, Tensor], version: int) -> ExpectedLogprobs:
+        """The log-probs that servers must have under `tensors`. Raises TrainingDivergedError if they are not finite."""
         if not self.sequences:
             self.sequences = tuple(await run_in(self._executor, self._make))
         found = tuple(await run_in(self._executor, self._reference, tensors, self.sequences))
         if not all(np.isfinite(logprobs).all() for logprobs in found):
             raise TrainingDivergedError(
-                f"Version {version} of the weights gives log-probs that are no numbers.",
+                f"Version {version} of the weights gives log-probs that are not finite.",
                 "Resume from the last commit with a lower learning rate.",
             )
         earlier = tuple(self._earlier)
         self._earlier = _thinned([*self._earlier, (version, found)])
-        return Expected(version, found, earlier, _largest(found, earlier[-1][1]) if earlier else 0.0)
+        return ExpectedLogprobs(version, found, earlier, _largest(found, earlier[-1][1]) if earlier else 0.0)
 
-    def check(self, server: str, expected: Expected, found: Sequence[Float32]) -> float:
-        """The largest gap in nats. Raises WeightsNotArrivedError, which names the server and the version."""
+    def check(self, server: str, expected: ExpectedLogprobs, found: Sequence[Float32]) -> float:
+        """Returns the largest gap in nats. Raises WeightsNotArrivedError with the server and the version."""
         gap = _largest(expected.logprobs, found)
-        if not gap <= self.tolerance:  # also where the server says NaN
+        if not gap <= self.tolerance:  # also true for NaN
             raise WeightsNotArrivedError(
                 f"{server} does not have version {expected.version} of the weights: its log-probs differ from the "
                 f"trainer's by up to {gap:.3g} nats (tolerance {self.tolerance:g}).",
-                "Restart the server on the experiment's model; if it is the right one, see weights.canary_tolerance.",
+                "Restart the server with the experiment's model. If the model is right, see weights.canary_tolerance.",
             )
         distance = _mean(expected.logprobs, found)
         for version, logprobs in expected.earlier:
             if distance > NOISE and NEARER * _mean(logprobs, found) < distance:
                 raise WeightsNotArrivedError(
-                    f"{server} has version {version} of the weights, or one near to it, and not {expected.version}: "
+                    f"{server} has version {version} of the weights, or one near it, instead of {expected.version}: "
                     f"its log-probs are {distance:.2g} nats from the new ones, {_mean(logprobs, found):.2g} from it.",
-                    "Restart the server, and continue with --resume.",
+                    "Restart the server, then continue with --resume.",
                 )
         return gap
 
 
 def _thinned(versions: list[tuple[int, tuple[Float32, ...]]]) -> list[tuple[int, tuple[Float32, ...]]]:
-    """At most EARLIER of them: the first, the newest half, and every other one of those between."""
+    """At most EARLIER versions: the first, the newest half, and every second one in between."""
     if len(versions) <= EARLIER:
         return versions
     half = EARLIER // 2
@@ -178,7 +178,7 @@ def _thinned(versions: list[tuple[int, tuple[Float32, ...]]]) -> list[tuple[int,
 
 
 def greedy_sequences(model: LanguageModel, prompts: Sequence[Int32]) -> list[Int32]:
-    """Each prompt with up to NEW_TOKENS tokens of the model's own greedy choice, as room allows."""
+    """Each prompt with up to NEW_TOKENS greedy tokens of the model, as far as its context allows."""
     import torch
 
     found = []
@@ -199,10 +199,10 @@ def greedy_sequences(model: LanguageModel, prompts: Sequence[Int32]) -> list[Int
 def reference_logprobs(
     model: LanguageModel, dtype: str, tensors: Mapping[str, Tensor], sequences: Sequence[Int32]
 ) -> list[Float32]:
-    """Log-probs of ids[1:] of each sequence under `tensors`, in the architecture of `model`, whose own weights are
-    neither used nor changed. float32 [L - 1] each.
+    """Log-probs of ids[1:] of each sequence under `tensors`, float32 [L - 1] each. Uses the architecture of `model`,
+    but neither uses nor changes its weights.
 
-    The tensors are rounded to `dtype` first, as the servers' are: what is left is how the two compute.
+    Tensors are first rounded to the servers' `dtype`, so remaining differences come only from the computation.
     """
     import torch
     from torch.func import functional_call

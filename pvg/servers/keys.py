@@ -1,7 +1,7 @@
 """The key of the control routes: from the environment, or from a file that trainer and servers share.
 
-`PVG_CONTROL_KEY` wins. Without it the key lies in `weights.root`, readable by its owner alone; whoever comes first, a
-server or a trainer, makes it.
+`PVG_CONTROL_KEY` takes precedence. Otherwise the key is a file in `weights.root` that only its owner can read. The
+first process that needs it, a server or a trainer, creates it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ SHORTEST_KEY = 16
 
 
 def control_key(root: Path) -> str:
-    """The key. Raises ConfigurationError for one that no HTTP header can carry, and for a file that others may read or
-    that cannot be read or made; MissingRequirementError when the disk is full."""
+    """The key. Raises ConfigurationError if it cannot be sent in an HTTP header, or if the file is readable by others
+    or cannot be read or created; MissingRequirementError if the disk is full."""
     if key := os.environ.get(KEY_VARIABLE, ""):
         return _checked(key, f"The environment variable {KEY_VARIABLE}")
     path = root / KEY_FILE
@@ -30,8 +30,8 @@ def control_key(root: Path) -> str:
 
 
 def _make(path: Path) -> None:
-    """Make the key, unless somebody else does at the same time. The file appears with all its content: a key that is
-    half written would be another key."""
+    """Create the key unless another process does so first. The file appears with its full content, because a partial
+    key would be a different key."""
     try:
         make_directory(path.parent)
         temporary = temporary_beside(path)
@@ -41,7 +41,7 @@ def _make(path: Path) -> None:
                 file.write(secrets.token_urlsafe(32))
                 file.flush()
                 os.fsync(descriptor)
-            os.link(temporary, path)  # unlike a rename, it does not replace the key of whoever was faster
+            os.link(temporary, path)  # unlike a rename, it does not replace a key that another process just created
         finally:
             temporary.unlink()
         sync_directory(path.parent)
@@ -50,7 +50,7 @@ def _make(path: Path) -> None:
     except OSError as error:
         raise ConfigurationError(
             f"The control key cannot be written to {path}: {error.strerror}.",
-            f"Set {KEY_VARIABLE} for the trainer and its servers, or weights.root to a folder of yours.",
+            f"Set {KEY_VARIABLE} for the trainer and its servers, or set weights.root to a folder that you own.",
         ) from None
 
 
@@ -64,14 +64,14 @@ def _read(path: Path) -> str:
             f"Run trainer and servers as the same user, or set {KEY_VARIABLE} for both.",
         ) from None
     if mode & 0o077:
-        raise ConfigurationError(f"{path} may be read by others.", f"chmod 600 {path}")
+        raise ConfigurationError(f"{path} is readable by others.", f"chmod 600 {path}")
     return content.decode(errors="replace").strip()
 
 
 def _checked(key: str, where: str) -> str:
     if not key.isascii() or not key.isprintable() or " " in key or len(key) < SHORTEST_KEY:
         raise ConfigurationError(
-            f"{where} holds no key: it must be {SHORTEST_KEY} or more characters of printable ASCII, without blanks.",
-            "Remove it: a new one will be made.",
+            f"{where} is not a valid key: it must be {SHORTEST_KEY} or more printable ASCII characters without spaces.",
+            "Remove it: pvg then creates a new one.",
         )
     return key

@@ -1,14 +1,14 @@
-"""The folder that vLLM loads a model from: the one where it lies already, or one made once below `weights.root`.
+"""The folder from which vLLM loads a model: an existing one, or one created once under `weights.root`.
 
     folder = model_folder(experiment, "prover")
 
-vLLM reads Hugging Face directories. A model out of a GGUF file is written as one, and a verifier with a `scalar` head
-as one that ends in a score instead of a vocabulary. Such folders are named after the weights in them, appear whole or
-not at all, and are used again by the next server.
+vLLM reads Hugging Face directories. A GGUF model is converted to one. A verifier with a `scalar` head is written with a
+score instead of the vocabulary head. Created folders are named after the fingerprint of their weights, appear complete
+or not at all, and are reused by later servers.
 
-    python -m pvg.servers.models KIND SOURCE DTYPE ROOT      what `model_folder` runs where that needs torch
+    python -m pvg.servers.models KIND SOURCE DTYPE ROOT      what `model_folder` runs when it needs torch
 
-Invariant: this process loads no torch, and holds no weights beside those of the server it starts.
+Invariant: this process does not load torch, and holds no weights in addition to those of the server it starts.
 """
 
 from __future__ import annotations
@@ -35,39 +35,39 @@ from pvg.store.atomic import make_directory, sync_directory, temporary_beside
 if TYPE_CHECKING:
     from pvg.models.language_model import LanguageModel
 
-Purpose = Literal["prover", "verifier", "reference"]  # what a server is for
+Purpose = Literal["prover", "verifier", "reference"]  # what a server serves
 Kind = Literal["generator", "classifier"]
 
-EMBEDDED = Path(pvg.__file__).parent / "models" / "embedded"  # as pvg.models.sources has it, which imports torch
-FOLDER = "models"  # below weights.root
-DIGITS = 16  # of a model's fingerprint in the name of its folder
+EMBEDDED = Path(pvg.__file__).parent / "models" / "embedded"  # repeated here, because pvg.models.sources imports torch
+FOLDER = "models"  # under weights.root
+DIGITS = 16  # hex digits of the model's fingerprint in its folder name
 
 
 def section_for(experiment: Experiment, purpose: Purpose) -> ModelSection:
-    """The model that a server of that purpose serves."""
+    """The configuration of the model that a server of that purpose serves."""
     return experiment.models.prover if purpose == "prover" else experiment.models.verifier
 
 
 def kind_for(experiment: Experiment, purpose: Purpose) -> Kind:
-    """What the model is served as. Raises ConfigurationError for a head that no server computes."""
+    """The type of model to serve. Raises ConfigurationError for a head that vLLM cannot compute."""
     if purpose == "prover":
         return "generator"
     head = experiment.verifier.head
     if purpose == "reference" and head != "implicit":
         raise ConfigurationError(
-            f"A reference is what the implicit head compares with, and verifier.head is {head!r}.",
+            f"Only the implicit head has a reference, but verifier.head is {head!r}.",
             "Start the verifier alone: pvg serve EXPERIMENT --for verifier",
         )
     if head not in ("scalar", "implicit"):
         raise ConfigurationError(
-            f"verifier.head = {head!r} is computed by torch only: vLLM does not serve it.",
+            f"vLLM cannot serve verifier.head = {head!r}; only torch computes it.",
             "Set verifier.engine to 'torch', or verifier.head to 'implicit' or 'scalar'.",
         )
     return "classifier" if head == "scalar" else "generator"
 
 
 def model_folder(experiment: Experiment, purpose: Purpose) -> Path:
-    """The absolute path of the folder that vLLM is to load. Raises a PvgError for a model that is not there."""
+    """Absolute path of the folder that vLLM should load. Raises a PvgError for a model that does not exist."""
     section, kind = section_for(experiment, purpose), kind_for(experiment, purpose)
     source, separator, name = section.source.partition(":")
     if separator and source == "gguf":
@@ -93,7 +93,7 @@ def _embedded(name: str) -> Path:
 
 
 def _directory(source: str) -> Path:
-    """A Hugging Face directory with safetensors: vLLM would open pickles too."""
+    """A Hugging Face directory with safetensors. (Without this check vLLM would also open pickles.)"""
     folder = expanded(source, "models").absolute()
     if not folder.is_dir():
         raise MissingRequirementError(
@@ -102,19 +102,19 @@ def _directory(source: str) -> Path:
         )
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         raise ConfigurationError(
-            f"{source} is no model that can be served: it needs config.json and *.safetensors.",
+            f"{source} cannot be served: it needs config.json and *.safetensors.",
             "Save the model with safe_serialization=True.",
         )
     return folder
 
 
-# --- folders that are made ------------------------------------------------------------------------------------------
+# --- created folders -------------------------------------------------------------------------------------------------
 
 
 def _made(kind: Kind, section: ModelSection, root: Path) -> Path:
-    """Have a process of its own, which imports torch, make the folder."""
+    """Create the folder in a separate process, which imports torch."""
     command = [sys.executable, "-P", "-m", __name__, kind, section.source, section.dtype, str(root.absolute())]
-    # Its words end up on our stderr; what it found, or what was wrong, is one JSON line on its stdout.
+    # The process logs to our stderr. Its result or error is one JSON line on its stdout.
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
     found = orjson.loads(done.stdout or b"{}")
     if error := found.get("error"):
@@ -125,7 +125,7 @@ def _made(kind: Kind, section: ModelSection, root: Path) -> Path:
 
 
 def make_folder(kind: Kind, section: ModelSection, root: Path) -> Path:
-    """Open the model and write it below `root`, unless it lies there already. Imports torch."""
+    """Open the model and write it under `root` unless it exists already. Imports torch."""
     import torch
 
     from pvg.models import open_model
@@ -143,11 +143,11 @@ def make_folder(kind: Kind, section: ModelSection, root: Path) -> Path:
 
 
 def export_classifier(language_model: LanguageModel, directory: Path) -> None:
-    """Write `language_model` into the new folder `directory` as vLLM's pooling runner wants it: a Hugging Face
-    `*ForSequenceClassification` of one label, whose score.weight [1, D] is zero, without the vocabulary's head.
+    """Write `language_model` to the new folder `directory` for vLLM's pooling runner: a Hugging Face
+    `*ForSequenceClassification` with one label and a zero score.weight [1, D], without the vocabulary head.
 
-    The parent of `directory` must exist; the folder appears whole or not at all. Raises ConfigurationError for an
-    architecture that is no `*ForCausalLM`.
+    The parent of `directory` must exist. The folder appears complete or not at all. Raises ConfigurationError for an
+    architecture other than `*ForCausalLM`.
     """
     import torch
     from safetensors.torch import save_file
@@ -171,7 +171,7 @@ def export_classifier(language_model: LanguageModel, directory: Path) -> None:
     config.architectures = [architecture.removesuffix("ForCausalLM") + "ForSequenceClassification"]
     config.num_labels = 1
     config.tie_word_embeddings = False
-    config.pad_token_id = language_model.tokenizer.pad_id  # transformers wants it of a classifier
+    config.pad_token_id = language_model.tokenizer.pad_id  # transformers requires it for a classifier
 
     def write(folder: Path) -> None:
         config.save_pretrained(folder)
@@ -182,7 +182,7 @@ def export_classifier(language_model: LanguageModel, directory: Path) -> None:
 
 
 def _whole(folder: Path, write: Callable[[Path], None]) -> None:
-    """Have `write` fill a temporary folder, and give it the name `folder` when it lies safely on the disk."""
+    """Let `write` fill a temporary folder, then rename it to `folder` once it is safely on disk."""
     temporary = temporary_beside(folder)
     temporary.mkdir()
     try:
@@ -196,7 +196,7 @@ def _whole(folder: Path, write: Callable[[Path], None]) -> None:
         except OSError:
             if not folder.is_dir():
                 raise
-            shutil.rmtree(temporary)  # another server was faster, with the same weights
+            shutil.rmtree(temporary)  # another server has just created it with the same weights
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -1,6 +1,11 @@
-"""How many connections a client may open, derived from how many requests are to be in flight (invariant 7).
+"""`HttpPool`: HTTP connections to servers, as many as the concurrency needs, and an exception class for each fault.
 
-A pool smaller than the concurrency does not fail: it queues inside the HTTP client, where no timing sees it.
+    pool = HttpPool(ConnectionLimits.derive(1024, hosts=2), connect_timeout_s=5.0, key=key)
+    reply = await pool.request("POST", f"{server}/inference/v1/generate", body, timeout_s=60.0)
+
+Invariant 7: a request waits for the server, never for a connection. `ConnectionLimits` derives the limits from the
+requests in flight, because a pool that is too small does not fail: requests queue inside the HTTP client, where no
+timing shows it. The code that opens a pool asserts this; `waited_s` shows violations.
 """
 
 from __future__ import annotations
@@ -19,14 +24,14 @@ from aiohttp.http import HttpProcessingError
 
 from pvg.errors import ConfigurationError
 
-# Small runs get these anyway: weight updates and health checks share a client that must never be the bottleneck.
+# Minimum for small runs: weight updates and health checks share this client, which must never be the bottleneck.
 FLOOR_TOTAL = 500
 FLOOR_PER_HOST = 200
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Most connections open at once: to all `hosts` together, and to each of them."""
+    """Most open connections: to all `hosts` together, and to each of them."""
 
     total: int
     per_host: int
@@ -34,9 +39,9 @@ class ConnectionLimits:
 
     @classmethod
     def derive(cls, concurrency: int, hosts: int = 1) -> ConnectionLimits:
-        """Limits under which `concurrency` requests spread evenly over `hosts` never wait for a connection.
+        """Limits with which `concurrency` requests, spread evenly over `hosts`, never wait for a connection.
 
-        Raises ConfigurationError when either is below 1.
+        Raises ConfigurationError if either is below 1.
         """
         _check_positive(concurrency, hosts)
         per_host = max(FLOOR_PER_HOST, -(-concurrency // hosts))
@@ -44,11 +49,11 @@ class ConnectionLimits:
 
     @property
     def capacity(self) -> int:
-        """Requests that can really be in flight."""
+        """The number of requests that can be in flight."""
         return min(self.total, self.per_host * self.hosts)
 
     def assert_covers(self, concurrency: int) -> None:
-        """Raises ConfigurationError naming the limit that is too low for `concurrency` requests in flight."""
+        """Raises ConfigurationError that names the limit below `concurrency`."""
         _check_positive(concurrency, self.hosts)
         if self.total < concurrency:
             raise ConfigurationError(
@@ -68,20 +73,15 @@ def _check_positive(concurrency: int, hosts: int) -> None:
         raise ConfigurationError(f"The concurrency ({concurrency}) and the hosts ({hosts}) must be at least 1.")
 
 
-# `HttpPool`: connections to servers, as many as the concurrency needs, and faults with names.
-#
-#     pool = HttpPool(ConnectionLimits.derive(1024, hosts=2), connect_timeout_s=5.0, key=key)
-#     reply = await pool.request("POST", f"{server}/inference/v1/generate", body, timeout_s=60.0)
-#
-# Invariant: a request waits for the server, never for a connection (invariant 7): the limits cover the concurrency,
-# which whoever opens the pool asserts. `waited_s` tells if that should ever fail.
+# --- the pool --------------------------------------------------------------------------------------------------------
 
-LONGEST_EVENT = 64 << 20  # bytes of one event of a stream
-KEEP_ALIVE_S = 4.0  # less than vLLM's 5 s: a connection must not be reused at the moment when the server closes it
+
+LONGEST_EVENT = 64 << 20  # bytes of one stream event
+KEEP_ALIVE_S = 4.0  # below vLLM's 5 s, so that no connection is reused at the moment the server closes it
 
 
 class ServerFault(Exception):
-    """A request that a server did not serve. `sent`: whether it may have begun to."""
+    """A request that a server did not serve. `sent`: the server may have started to serve it."""
 
     sent = True
 
@@ -91,27 +91,27 @@ class ServerFault(Exception):
         self.what = what
 
 
-class Unreachable(ServerFault):
+class ServerUnreachable(ServerFault):
     """No connection: the request was not sent."""
 
     sent = False
 
 
-class Broken(ServerFault):
-    """The connection ended before the reply did."""
+class ConnectionBroken(ServerFault):
+    """The connection ended before the reply was complete."""
 
 
-class Silent(ServerFault):
-    """No reply in time."""
+class ReplyTimeout(ServerFault):
+    """No reply before the timeout."""
 
 
-class Malformed(ServerFault):
-    """A reply that is not what the route's replies look like."""
+class MalformedReply(ServerFault):
+    """A reply without the format of its route."""
 
 
-class Refused(ServerFault):
-    """A status of 300 or above: vLLM redirects nobody, and the key goes nowhere else. `code` names the reason where
-    the server gives one."""
+class RefusedRequest(ServerFault):
+    """A status of 300 or above. (vLLM never redirects, and the key must not go elsewhere.) `code` is the server's error
+    code, if any."""
 
     def __init__(self, url: str, status: int, code: str, message: str) -> None:
         super().__init__(url, f"HTTP {status}: {message or code or 'no reason given'}")
@@ -122,7 +122,7 @@ class Refused(ServerFault):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole reply with a status below 300."""
+    """A complete reply with a status below 300."""
 
     status: int
     body: bytes
@@ -130,24 +130,23 @@ class Reply:
     url: str
 
     def json(self) -> Any:
-        """Raises Malformed for what is not JSON."""
+        """The body as JSON. Raises MalformedReply if it is not JSON."""
         try:
             return orjson.loads(self.body)
         except orjson.JSONDecodeError as error:
-            raise Malformed(self.url, f"no JSON: {error}") from None
+            raise MalformedReply(self.url, f"not JSON: {error}") from None
 
 
 class HttpPool:
-    """`fresh`: every request opens a connection of its own, so that none waits behind another or for a stale one.
-
-    Belongs to one event loop. `connect_timeout_s` bounds the connecting, each request's `timeout_s` everything.
+    """HTTP connections of one event loop. `connect_timeout_s` limits the connecting, each request's `timeout_s` its
+    total time. `fresh`: every request opens a new connection, so it never waits behind another or uses a stale one.
     """
 
     def __init__(
         self, limits: ConnectionLimits, *, connect_timeout_s: float, key: str = "", fresh: bool = False
     ) -> None:
         self.limits = limits
-        self.waited_s = 0.0  # for a free connection, all requests together
+        self.waited_s = 0.0  # for a free connection, summed over all requests
         self.opened = 0
         self.reused = 0
         self._connect_timeout_s = connect_timeout_s
@@ -166,7 +165,7 @@ class HttpPool:
         timeout_s: float | None,
         headers: Mapping[str, str] | None = None,
     ) -> Reply:
-        """One request and its whole reply. Raises a ServerFault."""
+        """Send one request and read the whole reply. Raises a ServerFault."""
         async with self._exchange(method, url, body, timeout_s, headers) as response:
             return Reply(response.status, await response.read(), response.headers, url)
 
@@ -174,15 +173,15 @@ class HttpPool:
     async def events(
         self, url: str, body: Mapping[str, Any], *, timeout_s: float | None
     ) -> AsyncIterator[AsyncIterator[Any]]:
-        """The JSON objects of a stream of server-sent events, as they come. Leaving early closes the connection,
-        which tells vLLM to stop. Raises a ServerFault, Broken for a stream that ends without its `[DONE]`."""
+        """The JSON objects of a stream of server-sent events, as they arrive. Leaving early closes the connection,
+        which makes vLLM stop. Raises a ServerFault, also for a stream that ends without `[DONE]`."""
         async with self._exchange("POST", url, body, timeout_s, None) as response:
             yield _events(url, response)
 
     async def close(self) -> None:
-        """Close all connections; requests in flight end as Broken. Closing twice does nothing."""
+        """Close all connections. Requests in flight raise ConnectionBroken. A second call does nothing."""
         self._closed = True
-        for response in self._open:  # aiohttp would leave those who read a body waiting for ever
+        for response in self._open:  # otherwise aiohttp lets readers of a body wait forever
             response.content.set_exception(aiohttp.ClientConnectionError("the pool was closed"))
         if self._session is not None:
             await self._session.close()
@@ -212,13 +211,13 @@ class HttpPool:
                 finally:
                     self._open.discard(response)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise Unreachable(url, _said(error)) from error
+            raise ServerUnreachable(url, _said(error)) from error
         except TimeoutError as error:
-            raise Silent(url, f"no reply within {timeout_s:g} s" if timeout_s else "no reply") from error
+            raise ReplyTimeout(url, f"no reply within {timeout_s:g} s" if timeout_s else "no reply") from error
         except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError) as error:
-            raise Broken(url, _said(error)) from error
+            raise ConnectionBroken(url, _said(error)) from error
         except aiohttp.ClientError as error:
-            raise Malformed(url, _said(error)) from error
+            raise MalformedReply(url, _said(error)) from error
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._closed:
@@ -234,7 +233,7 @@ class HttpPool:
                 connector=connector,
                 headers=self._headers,
                 auto_decompress=True,
-                read_bufsize=1 << 20,  # prompts' log-probs come as one long line
+                read_bufsize=1 << 20,  # the log-probs of a prompt are one long line
                 trace_configs=[self._watch()],
             )
         return self._session
@@ -267,34 +266,35 @@ async def _events(url: str, response: aiohttp.ClientResponse) -> AsyncIterator[A
             continue
         data = line[5:].strip()
         if data == b"[DONE]":
-            await response.read()  # the end of the reply: without it the connection could not be used again
+            await response.read()  # read to the end of the reply, so that the connection can be reused
             return
         try:
             yield orjson.loads(data)
         except orjson.JSONDecodeError as error:
-            raise Malformed(url, f"no JSON in the stream: {error}") from None
-    raise Broken(url, "the stream ended early")
+            raise MalformedReply(url, f"invalid JSON in the stream: {error}") from None
+    raise ConnectionBroken(url, "the stream ended early")
 
 
 async def _line(url: str, response: aiohttp.ClientResponse) -> bytes:
-    """The next line with its end; b"" after the last."""
+    """The next line including its newline; b"" at the end."""
     try:
         return await response.content.readline(max_line_length=LONGEST_EVENT)
     except HttpProcessingError:
-        raise Malformed(url, f"an event of more than {LONGEST_EVENT} bytes") from None
+        raise MalformedReply(url, f"an event of more than {LONGEST_EVENT} bytes") from None
 
 
-def _refusal(url: str, status: int, body: bytes) -> Refused:
-    """vLLM answers {"error": {"message", "code", "type"}} or {"detail": ...} or {"error": text}; others anything."""
+def _refusal(url: str, status: int, body: bytes) -> RefusedRequest:
+    """vLLM sends {"error": {"message", "code", "type"}}, {"detail": ...} or {"error": text}; other servers send
+    anything."""
     code, message = "", body[:200].decode(errors="replace").strip()
     try:
         found = orjson.loads(body)
     except orjson.JSONDecodeError:
-        return Refused(url, status, code, message)
+        return RefusedRequest(url, status, code, message)
     error = found.get("error", found.get("detail", "")) if isinstance(found, dict) else ""
     if isinstance(error, dict):
-        return Refused(url, status, str(error.get("code", "")), str(error.get("message", ""))[:500])
-    return Refused(url, status, code, str(error)[:500] or message)
+        return RefusedRequest(url, status, str(error.get("code", "")), str(error.get("message", ""))[:500])
+    return RefusedRequest(url, status, code, str(error)[:500] or message)
 
 
 def _said(error: BaseException) -> str:
@@ -302,6 +302,6 @@ def _said(error: BaseException) -> str:
 
 
 async def pause_before_retry(attempt: int, jitter: float) -> None:
-    """Wait before attempt number `attempt` (from 1): 0.1 s doubled each time, at most 5 s, times 0.5 to 1.5 by
-    `jitter` in [0, 1), so that many requests that failed together do not come back together."""
+    """Wait before retry number `attempt` (from 1): 0.1 s, doubled each time, at most 5 s. `jitter` in [0, 1) scales
+    this by 0.5 to 1.5, so that requests that failed together do not retry together."""
     await asyncio.sleep(min(5.0, 0.1 * 2 ** (attempt - 1)) * (0.5 + jitter))

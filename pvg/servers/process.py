@@ -1,10 +1,14 @@
-"""How far a starting vLLM has come, told by its own log.
+"""`VllmServer`: a vLLM server that this process started, and that ends with it.
 
-    log = LogTail(path)
-    for stage in log.new_stages(): ...
+    async with VllmServer.start(spec, on_progress=print) as server:
+        ...  # server.url answers, and has answered a first request
+        await server.ended()  # raises ServerFailedError when the server ends by itself
 
-vLLM writes in the words of its release. A line that none of ours knows changes nothing but the stage that is shown: a
-server is ready when it answers.
+`LogTail` derives the progress of the start from vLLM's log, whose wording depends on the release. Unknown lines only
+affect the displayed stage: a server is ready when it answers.
+
+Invariants: no process of the server outlives the block, or this process if it is killed (pvg.servers.supervisor). The
+key of the control routes is in the server's environment, never on a command line.
 """
 
 from __future__ import annotations
@@ -29,16 +33,16 @@ from typing import IO, Any
 from pvg.errors import ConfigurationError, MissingRequirementError, ServerUnavailableError
 from pvg.servers import supervisor
 from pvg.servers.command import ServerSpec
-from pvg.servers.control import Figures, read_figures
+from pvg.servers.control import ServerLoad, read_figures
 from pvg.servers.keys import KEY_VARIABLE
-from pvg.servers.pool import ConnectionLimits, HttpPool, Refused, ServerFault
+from pvg.servers.pool import ConnectionLimits, HttpPool, RefusedRequest, ServerFault
 
-LAST_LINES = 20  # of a server that failed
-# What stands before a line of vLLM's: (EngineCore pid=12) INFO 11-21 14:08:34 [core.py:133]
+LAST_LINES = 20  # shown for a server that failed
+# The prefix of vLLM's log lines: (EngineCore pid=12) INFO 11-21 14:08:34 [core.py:133]
 PREFIX = re.compile(r"^(\([^)]*\) )?([A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?)?")
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
-# The stages, in their order, each with the lines that begin it and what of them is worth showing.
+# The stages in order, each with the lines that start it and the detail to show.
 STAGES: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("reading the settings", re.compile(r"non-default args|\bversion (?P<detail>\d+\.\d+\S*)$")),
     ("starting the engine", re.compile(r"Resolved architecture: (?P<detail>\w+)|Initializing a V1 LLM engine")),
@@ -61,8 +65,8 @@ ALL_STAGES = (STARTING, *(name for name, _ in STAGES), FIRST_REQUEST, READY)
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """Where the start is. `detail` is what the server said of it; `place` counts along ALL_STAGES."""
+class StartStage:
+    """A stage of the start. `detail` is taken from the log; `place` is its index in ALL_STAGES."""
 
     name: str
     detail: str = ""
@@ -72,27 +76,27 @@ class Stage:
         return ALL_STAGES.index(self.name)
 
 
-def stage_of(line: str) -> Stage | None:
-    """The stage that a line of the log begins, or tells more of."""
+def stage_of(line: str) -> StartStage | None:
+    """The stage that a log line starts or describes; None for other lines."""
     for name, pattern in STAGES:
         if found := pattern.search(line):
-            return Stage(name, found.groupdict().get("detail") or "")
+            return StartStage(name, found.groupdict().get("detail") or "")
     return None
 
 
 class LogTail:
-    """Reads what is appended to a server's log, from where it ends now."""
+    """Reads what is appended to a server's log from now on."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._place = path.stat().st_size if path.exists() else 0
         self._began = self._place
         self._rest = b""
-        self._stage = Stage(STARTING)
+        self._stage = StartStage(STARTING)
 
-    def new_stages(self) -> Iterator[Stage]:
-        """The stages that the log has come to since the last call. Never one that lies behind: a worker may be
-        slower than the others."""
+    def new_stages(self) -> Iterator[StartStage]:
+        """The stages reached since the last call. Stages never go back, although one worker may be slower than
+        others."""
         for line in self._new_lines():
             stage = stage_of(line)
             if stage is None or stage.place < self._stage.place or stage == self._stage:
@@ -103,8 +107,8 @@ class LogTail:
             yield stage
 
     def last_lines(self, count: int = LAST_LINES) -> list[str]:
-        """The last lines that say something, without colours: from the traceback of the process that failed first,
-        where there is one, since those of the others only say that it did."""
+        """The last non-empty lines without colors. If there is a traceback, the lines up to its end: that process
+        failed first, and the others only report that it did."""
         with self.path.open("rb") as file:
             file.seek(self._began)
             lines = [_plain(line) for line in file.read().decode(errors="replace").splitlines()]
@@ -123,7 +127,7 @@ class LogTail:
         return [_plain(line.decode(errors="replace")) for line in lines]
 
 
-# The end of a traceback: the exception, at the start of what a line says.
+# The last line of a traceback: the exception at the start of the text.
 ROOT_CAUSE = re.compile(r"^(\w+\.)*\w*(Error|Exception|Exit)\b.*:|error: ")
 
 
@@ -132,32 +136,26 @@ def _plain(line: str) -> str:
 
 
 def said(line: str) -> str:
-    """A line without what vLLM puts before it."""
+    """The line without vLLM's prefix."""
     return PREFIX.sub("", line)
 
 
-# `VllmServer`: a vLLM server that this process started, and that ends with it.
-#
-#     async with VllmServer.start(spec, on_progress=print) as server:
-#         ...  # server.url answers, and has answered a first request
-#         await server.ended()  # raises ServerFailedError when the server ends by itself
-#
-# Invariant: when the block is left, however, no process of the server is left; when this process is killed, neither
-# (pvg.servers.supervisor). The key of its control routes is in its environment, and on no command line.
+# --- the server ------------------------------------------------------------------------------------------------------
 
-GRACE_S = 20.0  # for vLLM to end in order
-POLL_S = 0.2  # between two looks at a starting server
-HEALTH_S = 5.0  # for one answer to "are you there"
+
+GRACE_S = 20.0  # for vLLM to shut down normally
+POLL_S = 0.2  # between two checks of a starting server
+HEALTH_S = 5.0  # timeout of one health request
 CONNECT_S = 5.0
-GONE_S = 40.0  # for the last process of a server that ends: supervisor.KILL_S, and the guard's look
+GONE_S = 40.0  # for the last process of a server to end: supervisor.KILL_S, plus the guard's check
 BOOT_VARIABLE = "PVG_BOOT"  # read by pvg_vllm
 TOO_OLD = "unrecognized arguments"
 
-OnProgress = Callable[[Stage], None]
+OnProgress = Callable[[StartStage], None]
 
 
 class ServerFailedError(ServerUnavailableError):
-    """A server of ours that did not start, or ended by itself. `lines`: the last ones it wrote."""
+    """A server started by pvg that did not start, or ended by itself. `lines`: the last lines of its log."""
 
     def __init__(self, message: str, remedy: str, lines: list[str]) -> None:
         super().__init__(message, remedy)
@@ -165,17 +163,17 @@ class ServerFailedError(ServerUnavailableError):
 
 
 class VllmServer:
-    """One running server. `pid` is vLLM's own; `stop` it, or leave the block of `start`."""
+    """One running server. `pid` is vLLM's. End it with `stop`, or by leaving the block of `start`."""
 
     def __init__(self, spec: ServerSpec) -> None:
         self.spec = spec
         self.pid = 0
         self.key = spec.environment[KEY_VARIABLE]
         self.pool = HttpPool(ConnectionLimits.derive(1), connect_timeout_s=CONNECT_S, key=self.key, fresh=True)
-        self.boot = ""  # of the running one, as it tells it in /pvg/info
+        self.boot = ""  # identifies this start of the server, as in /pvg/info
         self._log = LogTail(spec.log)
         self._process: subprocess.Popen[bytes] | None = None
-        self._exit: int | None = None  # vLLM's, negative for a signal
+        self._exit: int | None = None  # vLLM's exit code, negative for a signal
 
     @property
     def url(self) -> str:
@@ -184,10 +182,10 @@ class VllmServer:
     @classmethod
     @asynccontextmanager
     async def start(cls, spec: ServerSpec, on_progress: OnProgress | None = None) -> AsyncIterator[VllmServer]:
-        """Start the server, wait until it has answered a first request, and stop it when the block is left.
+        """Start the server, wait until it has answered a first request, and stop it at the end of the block.
 
-        Raises ConfigurationError when the port is taken, ServerFailedError when the server ends, or is not ready
-        within `spec.startup_s`.
+        Raises ConfigurationError if the port is taken, ServerFailedError if the server ends or is not ready within
+        `spec.startup_s`.
         """
         check_port(spec.host, spec.port)
         server = cls(spec)
@@ -198,25 +196,25 @@ class VllmServer:
             await server.stop()
 
     async def ended(self) -> None:
-        """Wait until the server ends by itself, which it should not: always raises ServerFailedError."""
+        """Wait until the server ends by itself, and then always raise ServerFailedError."""
         while self._poll() is None:  # noqa: ASYNC110  (a process that ends sets no event)
             await asyncio.sleep(POLL_S)
         raise self._failure("ended")
 
-    async def figures(self) -> Figures:
-        """How busy it is. Raises a ServerFault."""
+    async def figures(self) -> ServerLoad:
+        """The server's current load. Raises a ServerFault."""
         reply = await self.pool.request("GET", f"{self.url}/metrics", timeout_s=HEALTH_S)
         return read_figures(reply.body.decode(errors="replace"))
 
     async def stop(self) -> None:
-        """End the server and all its processes. Stopping twice does nothing."""
+        """End the server and all its processes. A second call does nothing."""
         await self.pool.close()
         process = self._process
         if process is None:
             return
         self._process = None
         if process.stdin is not None:
-            process.stdin.close()  # the lifeline: if we are cancelled or killed from here on, it ends all the same
+            process.stdin.close()  # the lifeline: the server now ends even if this process is cancelled or killed
         deadline = time.monotonic() + GRACE_S + GONE_S
         while process.poll() is None and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(POLL_S / 4)
@@ -229,7 +227,7 @@ class VllmServer:
 
     async def _start(self, on_progress: OnProgress) -> None:
         began = time.monotonic()
-        on_progress(Stage(STARTING))
+        on_progress(StartStage(STARTING))
         self._process = self._spawn()
         deadline = began + self.spec.startup_s
         while not await self._healthy():
@@ -237,9 +235,9 @@ class VllmServer:
                 on_progress(stage)
             self._check(deadline)
             await asyncio.sleep(POLL_S)
-        on_progress(Stage(FIRST_REQUEST))
+        on_progress(StartStage(FIRST_REQUEST))
         await self._watched(self._first_request(), deadline)
-        on_progress(Stage(READY))
+        on_progress(StartStage(READY))
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         self.spec.log.parent.mkdir(parents=True, exist_ok=True)
@@ -252,7 +250,7 @@ class VllmServer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env={**self.spec.environment, BOOT_VARIABLE: self.boot},
-                start_new_session=True,  # Ctrl-C is for us, and we end it
+                start_new_session=True,  # Ctrl-C goes only to this process, which then ends the server
             )
         except OSError as error:
             raise MissingRequirementError(f"vLLM cannot be started: {error.strerror}.", "See `pvg doctor`.") from error
@@ -261,8 +259,8 @@ class VllmServer:
         return process
 
     async def _healthy(self) -> bool:
-        """Whether our server answers, and its engine. One that is not there yet refuses the connection; another one,
-        which took the port in the meantime, has another boot."""
+        """Whether our server and its engine answer. While it starts, connections are refused. Another server that took
+        the port meanwhile has a different boot id."""
         with contextlib.suppress(ServerFault):
             await self.pool.request("GET", f"{self.url}/health", timeout_s=HEALTH_S)
             told = (await self.pool.request("GET", f"{self.url}/pvg/info", timeout_s=HEALTH_S)).json()
@@ -270,17 +268,17 @@ class VllmServer:
         return False
 
     async def _first_request(self) -> None:
-        """What vLLM compiles at its first request, it compiles now."""
+        """Send the first requests, so that vLLM compiles now what it compiles at a first request."""
         for path, body in first_requests(self.spec):
             try:
                 await self.pool.request("POST", self.url + path, body, timeout_s=None)
-            except Refused as error:
+            except RefusedRequest as error:
                 raise self._failure(f"refused its first request ({error.what[:200]})") from error
             except ServerFault as error:
                 raise self._failure(f"did not answer its first request ({error.what[:200]})") from error
 
     async def _watched(self, work: Any, deadline: float) -> None:
-        """Await `work` while the server lives and its time is not over."""
+        """Await `work`, but raise ServerFailedError if the server ends or the deadline passes."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
@@ -299,10 +297,10 @@ class VllmServer:
                 f"was not ready after {self.spec.startup_s:g} s", "Give it more time: --set serving.startup_s=SECONDS"
             )
 
-    # --- its end -----------------------------------------------------------------------------------------------------
+    # --- ending -------------------------------------------------------------------------------------------------------
 
     def _poll(self) -> int | None:
-        """The exit code of vLLM, or of its supervisor, when one of them has ended."""
+        """The exit code of vLLM or of its supervisor, once one of them has ended."""
         process = self._process
         if process is None:
             return 0
@@ -311,7 +309,7 @@ class VllmServer:
         return ended if self._exit is None else self._exit
 
     def _listen(self, said_by: IO[bytes] | None) -> None:
-        """What the supervisor wrote: `pid N`, `exit CODE`."""
+        """Parse the supervisor's output: `pid N`, `exit CODE`."""
         data = (said_by.read() if said_by is not None else None) or b""
         for line in data.decode().splitlines():
             what, _, number = line.partition(" ")
@@ -325,9 +323,9 @@ class VllmServer:
         how = "" if self._exit is None else f" ({_exit_in_words(self._exit)})"
         reason = next((f": {said(line)}" for line in reversed(lines[-1:]) if "rror" in line), "")
         if any(TOO_OLD in line for line in lines):
-            remedy = f"vLLM {self.spec.interpreter.vllm} is too old, or serving.extra_args holds a mistake; 0.32 works."
+            remedy = f"vLLM {self.spec.interpreter.vllm} is too old (0.32 works), or serving.extra_args is wrong."
         return ServerFailedError(
-            f"The server {what}{how}{reason[:300]}.", remedy or f"All it wrote: {self.spec.log}", lines
+            f"The server {what}{how}{reason[:300]}.", remedy or f"Its full log: {self.spec.log}", lines
         )
 
 
@@ -335,11 +333,11 @@ def _exit_in_words(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     name = signal.Signals(-code).name
-    return f"killed by {name}" + (", perhaps for want of memory" if name == "SIGKILL" else "")
+    return f"killed by {name}" + (", perhaps for lack of memory" if name == "SIGKILL" else "")
 
 
 async def _end_session(session: int) -> None:
-    """What a killed supervisor, or one that gave up, has left."""
+    """Kill what a killed or stuck supervisor left behind."""
     deadline = time.monotonic() + GONE_S
     while (left := supervisor.members(session) - {session}) and time.monotonic() < deadline:
         await asyncio.sleep(POLL_S)
@@ -351,25 +349,25 @@ async def _end_session(session: int) -> None:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises ConfigurationError when nobody can be served at `port` of `host`: it is taken, or not ours."""
+    """Raises ConfigurationError if a server cannot listen at `port` of `host`, because it is taken or not permitted."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM binds: an old server's leftovers
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM binds: ignores TIME_WAIT
             probe.bind(address)
             probe.listen(1)
     except socket.gaierror as error:
-        raise ConfigurationError(f"--host {host} names no address of this machine: {error.strerror}.") from None
+        raise ConfigurationError(f"--host {host} is not an address of this machine: {error.strerror}.") from None
     except OSError as error:
         raise ConfigurationError(
             f"Port {port} of {host} cannot be used: {error.strerror}.",
-            "Choose another with --port, or stop what listens there.",
+            "Choose another port with --port, or stop the program that uses this one.",
         ) from None
 
 
 def first_requests(spec: ServerSpec) -> list[tuple[str, Mapping[str, Any]]]:
-    """One request of each sort that a run makes: route and body. Ids 0 to 2 are in every vocabulary."""
+    """One request of each type that a run makes, as (route, body). Every vocabulary has the ids 0 to 2."""
     if spec.runner == "pooling":
         return [("/classify", {"model": spec.model, "input": [0, 1, 2]})]
     sampling = {"max_tokens": 2, "logprobs": 0, "seed": 0, "temperature": 1.0, "ignore_eos": True, "detokenize": False}

@@ -1,4 +1,4 @@
-"""`Publisher`: a trainer's weights to every engine, as one numbered version."""
+"""`Publisher`: sends a trainer's weights to every engine as one numbered version."""
 
 from __future__ import annotations
 
@@ -6,45 +6,55 @@ import asyncio
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pvg.errors import ConfigurationError, StateError
-from pvg.servers.update import Adapter, SyncTiming, WeightUpdate
-from pvg.telemetry.events import Events, Unheard
+from pvg.servers.update import LowRankAdapter, SyncTiming, WeightUpdate
+from pvg.telemetry.events import Events, SilentEvents
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pvg.rollout.engine import Engine
+
+class WeightReceiver(Protocol):
+    """What the publisher needs of an engine (pvg.rollout.engine.Engine)."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def requests_in_flight(self) -> int: ...
+
+    async def load_weights(self, update: WeightUpdate) -> SyncTiming: ...
 
 
 class Publisher:
-    """Hands weights to `engines`. Versions only go up, from the newest version any engine has.
+    """Sends weights to `engines`. Versions only go up, starting from the newest version of any engine.
 
-    `events` gets the client's `[weights]` lines of every update; the engines tell their side under the same trace id.
+    `events` receives the client's `[weights]` lines of every update. The engines log theirs with the same trace id.
     """
 
-    def __init__(self, engines: Sequence[Engine], *, events: Events | None = None) -> None:
+    def __init__(self, engines: Sequence[WeightReceiver], *, events: Events | None = None) -> None:
         if not engines:
             raise ConfigurationError("There is no engine to publish weights to.")
         self._engines = tuple(engines)
-        self._events = events or Unheard()
+        self._events = events or SilentEvents()
         self._version = max(engine.version for engine in engines)
 
     @property
     def version(self) -> int:
-        """The newest version that was sent; it may have failed to arrive."""
+        """The newest version that was sent. It may have failed to arrive."""
         return self._version
 
     async def publish(
-        self, tensors: Mapping[str, Tensor], version: int, adapter: Adapter | None = None
+        self, tensors: Mapping[str, Tensor], version: int, adapter: LowRankAdapter | None = None
     ) -> list[SyncTiming]:
-        """Send `tensors` (by parameter name) to all engines at once; one timing per engine, in their order. `adapter`
-        is what makes them of the base model, for engines that take adapters.
+        """Send `tensors` (by parameter name) to all engines concurrently. Returns one timing per engine, in order.
+        `adapter`, for engines that accept adapters, turns the base model into `tensors`.
 
-        The tensors must not change until this returns. Raises StateError for a version that is not above the last.
-        If an engine fails, the others are awaited, then its error surfaces; that version counts as used, as some
-        engines may have it: publish again under a higher one.
+        The tensors must not change until this returns. Raises StateError for a version that is not above the last one.
+        If an engine fails, this awaits the others and raises its error. The version counts as used, because some
+        engines may have it; publish again under a higher one.
         """
         if version <= self._version:
             raise StateError(
@@ -70,7 +80,7 @@ class Publisher:
 
 
 def _told(timings: Sequence[SyncTiming], all_ms: float) -> dict[str, float]:
-    """The slowest engine's times, and `all_ms`, which holds what its wall time does not: writing files, the canary."""
+    """The slowest engine's times. `all_ms` also contains what is outside its wall time: writing files, the canary."""
     if not timings:
         return {"wall_ms": all_ms, "rpc_ms": 0.0, "queue_ms": all_ms, "all_ms": all_ms}
     slowest = max(timings, key=lambda timing: timing.wall_ms)

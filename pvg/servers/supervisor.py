@@ -1,14 +1,14 @@
-"""Runs one command, and leaves no process of it behind, however anything of this ends.
+"""Runs one command and makes sure that no process of it survives, no matter how it ends.
 
     python supervisor.py GRACE_S LOG COMMAND ...     stdin: the lifeline; stdout: "pid N", then "exit CODE"
 
-vLLM is a tree: a web server, an engine core, workers. SIGKILL of its root leaves the others alone with their memory.
-So whoever starts a server starts this program in a session of its own, and holds the other end of its stdin. It ends
-the tree when that end closes (its owner is gone, however), at SIGTERM, SIGINT and SIGHUP, and when the command itself
-ends. A guard, forked at the start, ends the tree when this program is killed.
+vLLM is a tree of processes: a web server, an engine core, workers. SIGKILL of the root leaves the others running with
+their memory. So pvg starts this program in a new session and holds the other end of its stdin. This program ends the
+tree when that end closes (for any reason), on SIGTERM, SIGINT or SIGHUP, and when the command ends. A guard process,
+forked at the start, ends the tree if this program is killed.
 
-Invariant: while this program or its guard lives, every process of the tree is a descendant of this program (Linux: it
-is their subreaper) or a member of its session. Only the standard library, so that it starts at once.
+Invariant: while this program or its guard lives, every process of the tree is a descendant of this program (on Linux it
+is their subreaper) or a member of its session. It uses only the standard library, so it starts quickly.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-POLL_S = 0.05  # between two looks at processes that were told to end
-TIDY_S, TERM_S = 0.3, 1.2  # what survives the command, such as a resource tracker, has so long by itself, and so long
-# after a SIGTERM
-KILL_S = 30.0  # a killed process is gone when its memory is given back, which takes long for a GPU's
+POLL_S = 0.05  # between two checks of processes that were asked to end
+TIDY_S, TERM_S = 0.3, 1.2  # after the command ends, remaining processes such as a resource tracker get TIDY_S to end
+# by themselves, and TERM_S after SIGTERM
+KILL_S = 30.0  # a killed process disappears once its memory is released, which takes long for GPU memory
 
 
 def main(arguments: list[str]) -> int:
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _signals_to_pipe() -> tuple[int, set[int]]:
-    """A descriptor that becomes readable with every signal, and the signals that came and ask for an end."""
+    """A descriptor that becomes readable with every signal, and the set of received stop signals."""
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
     os.set_blocking(readable, False)
@@ -72,7 +72,7 @@ def _signals_to_pipe() -> tuple[int, set[int]]:
 
 
 def _watch(child: int, wake: int, interrupts: set[int]) -> int | None:
-    """Until the command ends (its exit code, negative for a signal), or is to be ended (None)."""
+    """Wait until the command ends (returns its exit code, negative for a signal) or must be ended (returns None)."""
     while True:
         ready, _, _ = select.select([0, wake], [], [])
         if wake in ready:
@@ -86,7 +86,7 @@ def _watch(child: int, wake: int, interrupts: set[int]) -> int | None:
 
 
 def _reap(child: int) -> int | None:
-    """Collect whatever has ended, orphans of the tree too; the command's exit code, if it was among them."""
+    """Reap all ended processes, including orphans. Returns the command's exit code if it was among them."""
     found = None
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -102,7 +102,7 @@ def _reap(child: int) -> int | None:
 
 
 def _end_in_order(child: int, grace_s: float) -> int:
-    """SIGTERM to the root, which ends the rest in its order; SIGKILL when it takes longer than `grace_s`."""
+    """Send SIGTERM to the root, which ends the others in order; send SIGKILL after `grace_s`. Returns the exit code."""
     os.kill(child, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
     while (code := _reap(child)) is None:
@@ -114,9 +114,9 @@ def _end_in_order(child: int, grace_s: float) -> int:
 
 
 def _sweep() -> None:
-    """End every process of the tree that is left: a moment by themselves, SIGTERM, then SIGKILL until all are gone.
+    """End all remaining processes of the tree: wait a moment, then SIGTERM, then SIGKILL until all are gone.
 
-    Stops after KILL_S: what does not end then hangs in the kernel, and waiting would not help.
+    Stops after KILL_S: a process that still exists then hangs in the kernel, and waiting does not help.
     """
     began = time.monotonic()
     told = False
@@ -134,7 +134,7 @@ def _sweep() -> None:
 
 
 def _tree() -> set[int]:
-    """The living processes of the tree; neither this program nor its guard."""
+    """The live processes of the tree, without this program and its guard."""
     table = processes()
     found: set[int] = {os.getpid()}
     size = 0
@@ -147,19 +147,19 @@ def _tree() -> set[int]:
 
 def _send(pids: set[int], number: signal.Signals) -> None:
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+        with contextlib.suppress(ProcessLookupError):  # it has already ended
             os.kill(pid, number)
 
 
 def processes() -> dict[int, tuple[int, int]]:
-    """Parent and session of every living process (zombies are not)."""
+    """Parent and session of every live process (without zombies)."""
     if not Path("/proc/self/stat").exists():
         return _processes_by_ps()
     found = {}
     for name in os.listdir("/proc"):
         if name.isdecimal():
             with contextlib.suppress(OSError):  # it has ended
-                # "pid (name) state parent group session ...", where the name may hold anything
+                # "pid (name) state parent group session ...", where the name may contain anything
                 state, parent, _, session = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[:4]
                 if state not in "ZX":
                     found[int(name)] = (int(parent), int(session))
@@ -167,7 +167,7 @@ def processes() -> dict[int, tuple[int, int]]:
 
 
 def _processes_by_ps() -> dict[int, tuple[int, int]]:
-    """The same where there is no /proc, such as macOS."""
+    """The same without /proc, for example on macOS."""
     listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout
     found = {}
     for line in listed.splitlines():
@@ -179,7 +179,7 @@ def _processes_by_ps() -> dict[int, tuple[int, int]]:
 
 
 def members(session: int) -> set[int]:
-    """The living processes of a session."""
+    """The live processes of a session."""
     return {pid for pid, (_, of) in processes().items() if of == session}
 
 
@@ -189,8 +189,8 @@ GUARD = 0  # its pid
 
 
 def _start_guard() -> int:
-    """Fork the guard; returns the descriptor through which it is released. Whatever ends this program without a
-    release ends the session with it."""
+    """Fork the guard. Returns the descriptor that releases it: if this program ends without releasing it, the guard
+    kills the session."""
     global GUARD  # noqa: PLW0603
     readable, writable = os.pipe()
     GUARD = os.fork()
@@ -199,7 +199,7 @@ def _start_guard() -> int:
         return writable
     os.close(writable)
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # they are for the supervisor, whose end is what counts
+        signal.signal(number, signal.SIG_IGN)  # the supervisor handles them; the guard waits for its end
     for descriptor in (0, 1):
         os.close(descriptor)
     if not os.read(readable, 1):
@@ -215,7 +215,7 @@ def _kill_session() -> None:
 
 
 def _die_with(parent: int) -> Callable[[], None]:
-    """What the command does before it starts: ask for SIGTERM at the death of `parent`, and end if it is dead."""
+    """What the command does before it starts: request SIGTERM when `parent` dies, and exit if it is already dead."""
 
     def ask() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -226,7 +226,7 @@ def _die_with(parent: int) -> Callable[[], None]:
 
 
 def prctl(option: int, value: int) -> None:
-    """Linux' prctl; nothing elsewhere."""
+    """Linux's prctl; does nothing on other systems."""
     if LIBC is not None and LIBC.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
 
@@ -235,7 +235,7 @@ LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def _tell(text: str) -> None:
-    with contextlib.suppress(OSError):  # nobody is left who could read it
+    with contextlib.suppress(OSError):  # the reader is gone
         os.write(1, f"{text}\n".encode())
 
 

@@ -1,4 +1,4 @@
-"""What is published and what publishing cost."""
+"""A weight update and its timing, as plain records."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pvg.models.low_rank import Adapter
+from pvg.models.low_rank import LowRankAdapter
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Adapter", "SyncTiming", "WeightUpdate"]
+__all__ = ["LowRankAdapter", "SyncTiming", "WeightUpdate"]
 
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """A new version of the policy's weights, by parameter name. `version` counts up from the engine's own.
+    """A new version of the policy's weights by parameter name. `version` is above the engine's current one.
 
-    `tensors` are always the whole model's, adapters merged in; `adapter` is what makes them of the base model, where
-    there is one.
+    `tensors` always holds the whole model with adapters merged in. `adapter`: what turns the base model into it, if
+    any.
     """
 
     version: int
     tensors: Mapping[str, Tensor]
     trace_id: str = ""
-    adapter: Adapter | None = None
+    adapter: LowRankAdapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SyncTiming:
-    """Milliseconds of one update: all of it, the work itself, and the rest, which is waiting (wall - rpc).
+    """Milliseconds of one update: `wall_ms` in total, `rpc_ms` of work. The rest is waiting (`queue_ms`).
 
-    `parts` divides the work where the engine tells; `canary_gap` is the largest difference, in nats, between the
-    trainer's log-probs and a server's under the new weights, None where there is nothing to prove.
+    `parts` divides the work, if the engine reports it. `canary_gap`: the largest difference in nats between the
+    trainer's and a server's log-probs under the new weights; None without a canary.
     """
 
     version: int

@@ -1,6 +1,6 @@
-"""What a run leaves on disk, and how it survives being killed at any instant. See each module for its invariants.
+"""A run's files on disk, which survive a kill at any instant. Each module states its invariants.
 
-`pvg.store.checkpoints` is imported by name: it is the one module here that loads torch (when it is called).
+`pvg.store.checkpoints` is not imported here, because it is the only module that loads torch (when it is called).
 """
 
 from pvg.store.atomic import DamagedFileError, write_atomic

@@ -1,7 +1,7 @@
-"""Files that are either the old ones or the new ones, whole, whenever the process dies.
+"""Atomic writes: after a kill at any instant, a file has its old or its new content.
 
-Invariant: a path written here never shows half of its content. What a dead writer leaves behind lies in the same folder
-under a name that begins with `.tmp-`, is never read, and is removed by whoever recovers that folder.
+Invariant: a path written here never has partial content. A writer that dies leaves a file in the same folder whose name
+begins with `.tmp-`. It is never read, and recovery of the folder removes it.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from pathlib import Path
 from pvg.errors import DISK_FULL, MissingRequirementError, StateError
 
 TEMPORARY_PREFIX = ".tmp-"
-TEMPORARY_NAME = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}(?P<of>.+)-[0-9a-f]{{8}}")  # as temporary_beside makes it
-OLD_S = 3600.0  # longer than any process writes one file
+TEMPORARY_NAME = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}(?P<of>.+)-[0-9a-f]{{8}}")  # names of temporary_beside
+OLD_S = 3600.0  # longer than any process takes to write one file
 
 
 class DamagedFileError(StateError):
-    """A stored file that is missing, cut short, or whose bytes are not those that were written. Names the file."""
+    """A stored file is missing, truncated, or differs from what was written. The message names the file."""
 
 
 def write_atomic(path: Path, data: bytes | memoryview, before: Callable[[], None] | None = None) -> None:
     """Replace `path` by `data`, durably: temporary file beside it, write, fsync, rename, fsync of the folder.
 
     `before` is called just before the rename. If it raises, `path` stays unchanged and the temporary file is removed.
-    Raises MissingRequirementError when the disk is full (the old file is intact, the temporary removed); any other
-    OSError surfaces as it is, with the temporary removed too.
+    Raises MissingRequirementError if the disk is full. Any other OSError propagates. In both cases the old file is
+    intact and the temporary file is removed.
     """
     temporary = temporary_beside(path)
     with disk_full_explained(path):
@@ -57,8 +57,8 @@ def write_synced(path: Path, data: bytes | memoryview) -> None:
 
 
 def write_output(path: Path, data: bytes) -> None:
-    """Write a file that a user named: as `write_atomic`, but into the file a link leads to, and straight into what is
-    there and no file. A rename over a device would replace the device (/dev/null, where root is who calls).
+    """Write a file that a user named. Like `write_atomic`, but follows a link, and writes directly to an existing path
+    that is not a file: a rename would replace a device, such as /dev/null for root.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         with disk_full_explained(path), open(path, "wb") as file:
@@ -68,7 +68,7 @@ def write_output(path: Path, data: bytes) -> None:
 
 
 def temporary_beside(path: Path) -> Path:
-    """A name in the folder of `path` that no other writer has and that recovery knows as a temporary."""
+    """A new name in the folder of `path` that recovery recognizes as temporary."""
     return path.parent / f"{TEMPORARY_PREFIX}{path.name}-{secrets.token_hex(4)}"
 
 
@@ -77,10 +77,10 @@ def is_temporary(path: Path) -> bool:
 
 
 def remove_temporaries(directory: Path, name: str = "") -> list[Path]:
-    """Remove what dead writers of `name` (default: of anything) left in `directory`; returns what was removed.
+    """Remove temporary files of dead writers of `name` (default: all) from `directory`; returns what was removed.
 
-    Only for the one process that may write `name` (RunDirectory.lock): the temporaries of a living writer look the
-    same. Files with names of another form stay.
+    Only for the one process that may write `name` (RunDirectory.lock), because a living writer's temporary files look
+    the same. Files with other names stay.
     """
     return _remove(_temporaries(directory, name))
 
@@ -109,7 +109,7 @@ def _remove(leftovers: list[Path]) -> list[Path]:
 
 
 def make_directory(path: Path) -> None:
-    """Create `path` and its missing parents, each made durable in the folder that names it."""
+    """Create `path` and its missing parents, and make each durable in its parent folder."""
     if path.is_dir():
         return
     make_directory(path.parent)
@@ -119,7 +119,7 @@ def make_directory(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """fsync a folder, so that the names in it survive a power cut."""
+    """fsync a folder, so that the names in it survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -129,7 +129,7 @@ def sync_directory(path: Path) -> None:
 
 @contextmanager
 def disk_full_explained(path: Path) -> Iterator[None]:
-    """Turn "the disk is full" into an error that a user can act on; everything else passes through."""
+    """Convert "the disk is full" into an error with a remedy; other errors propagate."""
     try:
         yield
     except OSError as error:
@@ -139,7 +139,7 @@ def disk_full_explained(path: Path) -> Iterator[None]:
 
 
 def disk_full(path: Path, number: int) -> MissingRequirementError:
-    """The error for a write to `path` that ended with error number `number` of DISK_FULL."""
+    """The error for a write to `path` that failed with error `number`, one of DISK_FULL."""
     remedy = {
         errno.ENOSPC: "Free some space on that disk",
         errno.EDQUOT: "Free some of your quota on that disk",
@@ -147,5 +147,5 @@ def disk_full(path: Path, number: int) -> MissingRequirementError:
     }[number]
     return MissingRequirementError(
         f"The disk is full while writing {path}: {os.strerror(number)}.",
-        f"{remedy} and try again. A run that has commits keeps them: continue it with --resume.",
+        f"{remedy} and try again. A run keeps its commits: continue it with --resume.",
     )

@@ -1,5 +1,4 @@
-"""The columns of a shard that only tasks which execute need: what executing a rollout has shown. All three are null
-where a rollout has none of it."""
+"""The columns of a shard for the results of executed solutions. All three are null for a rollout without them."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ FIELDS = [
 
 
 def needed(rollouts: Sequence[Rollout]) -> bool:
-    """Whether any of them has what these columns hold."""
+    """Whether any rollout has values for these columns."""
     return any(rollout.grade.checks is not None for rollout in rollouts)
 
 
@@ -31,7 +30,7 @@ def to_columns(rollouts: Sequence[Rollout]) -> dict[str, pa.Array]:
 
 
 def of_rows(batch: pa.RecordBatch) -> list[Checks | None]:
-    """By row, the checks of its grade."""
+    """The checks of each row's grade, or None."""
     if CERTIFIED not in batch.schema.names:
         return [None] * batch.num_rows
     rows = zip(*(batch.column(field.name).to_pylist() for field in FIELDS), strict=True)
@@ -45,7 +44,7 @@ def to_array(checks: Sequence[Checks | None]) -> NDArray[np.float64]:
 
 
 def array_of(batch: pa.RecordBatch) -> NDArray[np.float64]:
-    """The same for the rows of a shard, read from its columns."""
+    """The same, read from the columns of a shard."""
     if CERTIFIED not in batch.schema.names:
         return np.full((batch.num_rows, 3), np.nan)
     columns = [batch.column(field.name).cast(pa.float64()).to_numpy(zero_copy_only=False) for field in FIELDS]

@@ -1,7 +1,7 @@
-"""Tensors on disk: a folder per checkpoint, `tensors.safetensors` and `meta.json`, there as a whole or not at all.
+"""Checkpoints: a folder with `tensors.safetensors` and `meta.json`, written completely or not at all.
 
-Invariants: nothing is ever unpickled, so a folder holding any other file is refused; what is read back equals what was
-written in every bit, for every dtype safetensors knows; a damaged checkpoint is never loaded.
+Invariants: nothing is unpickled, so a folder with any other file is refused. Every bit is read back as it was written,
+for every dtype of safetensors. A damaged checkpoint is never loaded.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ TENSORS_FILE = "tensors.safetensors"
 META_FILE = "meta.json"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
-# safetensors reports the operating system's errors as text only.
+# safetensors reports the operating system's errors only as text.
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def write_checkpoint(directory: Path, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Path:
     """Store `tensors` (any shapes, devices and dtypes) and `meta` (plain JSON data) as `directory/name`, durably.
 
-    Returns the folder; it counts once a commit names it. Tensors that share memory are stored once each. Raises
-    StateError when the checkpoint exists, MissingRequirementError when the disk is full (nothing is left behind then),
-    ValueError when `meta` is not plain JSON data.
+    Returns the folder. It becomes part of the run when a commit names it. Each of several tensors that share memory is
+    stored. Raises StateError if the checkpoint exists, MissingRequirementError if the disk is full (nothing is left
+    behind), ValueError if `meta` is not plain JSON data.
     """
     if not NAME.fullmatch(name):
         raise ValueError(f"{name!r} cannot be the name of a checkpoint.")
     path = directory / name
     if path.exists():
         raise StateError(
-            f"The checkpoint {path} exists already, and checkpoints never change.", "Recover the run first."
+            f"The checkpoint {path} already exists, and checkpoints never change.", "Recover the run first."
         )
     if orjson.loads(orjson.dumps(meta)) != meta:
-        raise ValueError("The meta of a checkpoint is not plain JSON data: it would not come back alike.")
+        raise ValueError("The meta of a checkpoint must be plain JSON data, which reads back unchanged.")
     make_directory(directory)
     temporary = temporary_beside(path)
     try:
@@ -75,7 +75,7 @@ def write_checkpoint(directory: Path, name: str, tensors: Mapping[str, Tensor], 
 
 
 def read_checkpoint(directory: Path, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The (tensors, meta) of `directory/name`, on the CPU. Raises DamagedFileError, see verify_checkpoint."""
+    """The (tensors, meta) of `directory/name`, on the CPU. Raises DamagedFileError; see verify_checkpoint."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -88,18 +88,16 @@ def read_checkpoint(directory: Path, name: str) -> tuple[dict[str, Tensor], dict
 
 
 def verify_checkpoint(directory: Path, name: str) -> dict[str, Any]:
-    """Check the files of `directory/name` against their checksums, without loading torch; returns its meta.
+    """Check the files of `directory/name` against their checksums without loading torch; returns the meta.
 
-    Raises DamagedFileError naming the file that is missing, cut short, changed, or foreign to a checkpoint.
+    Raises DamagedFileError with the file that is missing, truncated, changed, or not part of a checkpoint.
     """
     folder = directory / name
     if not folder.is_dir():
         raise _damaged(folder, "the folder is missing")
     for entry in sorted(folder.iterdir()):
         if entry.name not in (TENSORS_FILE, META_FILE):
-            raise _damaged(
-                entry, f"a checkpoint consists of {TENSORS_FILE} and {META_FILE} alone; nothing is unpickled"
-            )
+            raise _damaged(entry, f"a checkpoint has only {TENSORS_FILE} and {META_FILE}; pvg unpickles nothing")
     body = _read_meta(folder / META_FILE)
     path = folder / TENSORS_FILE
     size, digest = _measure(path)
@@ -107,22 +105,22 @@ def verify_checkpoint(directory: Path, name: str) -> dict[str, Any]:
     if size != expected["bytes"]:
         raise _damaged(path, f"{size} bytes instead of {expected['bytes']}")
     if digest != expected["sha256"]:
-        raise _damaged(path, "its checksum is not the one in meta.json")
+        raise _damaged(path, "its checksum differs from meta.json")
     meta: dict[str, Any] = body["meta"]
     return meta
 
 
 def prune(directory: Path, keep: set[str]) -> list[Path]:
-    """Remove the checkpoints not in `keep` and the temporaries of dead writers; returns what was removed.
+    """Remove checkpoints that are not in `keep`, and temporary files of dead writers; returns what was removed.
 
-    `keep` is what every commit that may still be resumed names (FileStateStore.commits), not only the newest.
+    `keep`: the names in every commit that may still be resumed (FileStateStore.commits), not only in the newest.
     """
     if not directory.is_dir():
         return []
     removed = remove_temporaries(directory)
     for path in sorted(directory.iterdir()):
         if path.is_dir() and NAME.fullmatch(path.name) and path.name not in keep:
-            # Renamed first: half a removal must not look like a checkpoint.
+            # Rename first, so that a half-removed folder does not look like a checkpoint.
             doomed = temporary_beside(path)
             path.rename(doomed)
             shutil.rmtree(doomed)
@@ -150,7 +148,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor], checkpoint: Path) 
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, contiguous, and none sharing memory with another, as safetensors wants them."""
+    """The tensors on the CPU, contiguous, without shared memory, as safetensors requires."""
     seen: set[int] = set()
     separate = {}
     for name, tensor in tensors.items():
@@ -181,7 +179,7 @@ def _read_meta(path: Path) -> dict[str, Any]:
         raise _damaged(path, "it does not match its checksum")
     if body["format"] != FORMAT:
         raise StateError(
-            f"{path} has the format {body['format']}, and this pvg reads {FORMAT}.",
+            f"{path} has format {body['format']}, but this pvg reads {FORMAT}.",
             "Read it with the pvg that wrote it.",
         )
     return body
@@ -193,6 +191,6 @@ def _checksum(body: Mapping[str, Any]) -> str:
 
 def _damaged(path: Path, reason: str) -> DamagedFileError:
     return DamagedFileError(
-        f"The checkpoint file {path} cannot be used: {reason}.",
+        f"Cannot use the checkpoint file {path}: {reason}.",
         "Restore it from a copy, or resume from an earlier commit.",
     )

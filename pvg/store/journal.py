@@ -1,9 +1,9 @@
-"""Files of one JSON object per line: a run appends to them, and a resume truncates them to the last commit.
+"""Journals: files of one JSON object per line. A run appends to them; a resume truncates them to the last commit.
 
-Invariants: every line but the last is whole; bytes before a `sync`ed `offset` survive a power cut; `verify` finds any
-change before a committed `mark`.
+Invariants: every line except the last is complete. Bytes before a `sync`ed `offset` survive a power failure. `verify`
+detects any change before a committed `mark`.
 
-NaN and infinity have no JSON: orjson writes them as null. A caller to whom that matters counts them before appending.
+JSON has no NaN and infinity: orjson writes them as null. Callers that need them must count them before appending.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import orjson
 
 from pvg.store.atomic import DamagedFileError, disk_full_explained, sync_directory
 
-TAIL_BLOCK = 65_536  # bytes read at a time when looking backwards for the end of the last whole line
-READ_BLOCK = 1 << 20  # bytes read at a time for a digest
+TAIL_BLOCK = 65_536  # bytes per read when searching backwards for the end of the last complete line
+READ_BLOCK = 1 << 20  # bytes per read for a digest
 
 
-class Mark(NamedTuple):
-    """The state of a journal at a commit: its length in bytes, and the sha256 of those bytes in hex."""
+class JournalMark(NamedTuple):
+    """A journal at a commit: its length in bytes, and the sha256 of these bytes in hex."""
 
     bytes: int
     sha256: str
 
 
 class JsonLines:
-    """Appends objects to `path`, which it creates. One writer, one thread; `sync` may run in another one.
+    """Appends objects to `path`, which it creates. One writer, one thread; `sync` may run in another thread.
 
-    A last line that a dead writer left unfinished is cut off on opening, since a line appended to it would damage both;
-    `torn` says how many bytes that were.
+    Opening cuts off an incomplete last line of a dead writer, because the next line would be appended to it. `torn` is
+    the number of bytes cut off.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,19 +51,19 @@ class JsonLines:
 
     @property
     def offset(self) -> int:
-        """Bytes of whole lines so far: what a commit records, after `sync`."""
+        """Bytes of complete lines so far, which a commit records after `sync`."""
         return self._offset
 
     @property
-    def mark(self) -> Mark:
-        """Length and digest of the whole lines so far. A commit records it after `sync`."""
-        return Mark(self._offset, self._digest.hexdigest())
+    def mark(self) -> JournalMark:
+        """Length and digest of the complete lines so far. A commit records it after `sync`."""
+        return JournalMark(self._offset, self._digest.hexdigest())
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one line through to the operating system (a killed process loses nothing, a power cut may).
+        """Write one line to the operating system: it survives a kill, but a power failure only after `sync`.
 
-        Numpy scalars and arrays are written as numbers and lists. On a full disk the file is cut back to its whole
-        lines and MissingRequirementError is raised.
+        Numpy scalars and arrays are written as numbers and lists. If the disk is full, cuts the file back to its
+        complete lines and raises MissingRequirementError.
         """
         line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
         rest = memoryview(line)
@@ -78,19 +78,19 @@ class JsonLines:
         self._digest.update(line)
 
     def sync(self) -> None:
-        """fsync: everything before `offset` is durable from here on."""
+        """fsync: everything before `offset` is then durable."""
         with disk_full_explained(self.path):
             os.fsync(self._file.fileno())
 
     def truncate(self, offset: int) -> None:
         """Cut back to a committed `offset` (bytes).
 
-        Raises DamagedFileError when the file is shorter than that or no line ends there: it is not what was committed.
+        Raises DamagedFileError if the file is shorter or no line ends there: it is not the committed file.
         """
-        remedy = "It was changed from outside; restore it, or start a new run."
+        remedy = "Something else changed it. Restore it, or start a new run."
         if offset > self._offset:
             raise DamagedFileError(
-                f"{self.path} holds {self._offset} bytes of whole lines, but {offset} were committed.", remedy
+                f"{self.path} has {self._offset} bytes of complete lines, but {offset} were committed.", remedy
             )
         if offset < 0 or _end_of_last_line(self.path, offset) != offset:
             raise DamagedFileError(f"No line of {self.path} ends at the committed offset {offset}.", remedy)
@@ -110,9 +110,8 @@ class JsonLines:
 
 
 class JsonLinesReader:
-    """Iterates over the objects of a file; `torn` is 1 once it has met a last line without an end, else 0.
-
-    Such a line is what a living writer shows for an instant and a dead one leaves behind; it is passed over.
+    """Iterates over the objects of a file. Skips an incomplete last line, which a living writer shows for an instant
+    and a dead writer leaves behind; `torn` is then 1, otherwise 0.
     """
 
     def __init__(self, path: Path) -> None:
@@ -120,7 +119,7 @@ class JsonLinesReader:
         self.torn = 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Raises DamagedFileError with file and line at a whole line that is no JSON object."""
+        """Raises DamagedFileError with file and line for a complete line that is not a JSON object."""
         self.torn = 0
         with open(self.path, "rb") as file:
             for number, line in enumerate(file, start=1):
@@ -145,15 +144,15 @@ class JsonLinesReader:
 
 
 def read_json_lines(path: Path) -> JsonLinesReader:
-    """The objects of `path`, one per line. Errors: see JsonLinesReader; a missing file raises FileNotFoundError."""
+    """The objects of `path`, one per line. Errors: see JsonLinesReader; FileNotFoundError for a missing file."""
     return JsonLinesReader(path)
 
 
-def verify(path: Path, marks: Sequence[Mark]) -> None:
+def verify(path: Path, marks: Sequence[JournalMark]) -> None:
     """Check the committed part of a journal: the bytes before the last of `marks`, which ascend.
 
-    Earlier marks narrow down the changed lines. Raises DamagedFileError that names the file and the lines; a missing
-    file counts as an empty one.
+    Earlier marks narrow down the changed lines. Raises DamagedFileError with the file and the lines. A missing file
+    counts as empty.
     """
     if not marks or not marks[-1].bytes:
         return
@@ -189,7 +188,7 @@ def _digest_of(path: Path, length: int) -> hashlib._Hash:
 
 
 def _add(digest: hashlib._Hash, file: IO[bytes], length: int) -> int:
-    """Add the next `length` bytes of `file` to `digest`; returns how many lines end in them."""
+    """Add the next `length` bytes of `file` to `digest`; returns the number of lines that end in them."""
     lines = 0
     while length > 0 and (block := file.read(min(length, READ_BLOCK))):
         digest.update(block)
@@ -199,7 +198,7 @@ def _add(digest: hashlib._Hash, file: IO[bytes], length: int) -> int:
 
 
 def _end_of_last_line(path: Path, end: int) -> int:
-    """The offset just behind the last newline in the first `end` bytes of `path`; 0 when there is none."""
+    """The offset after the last newline in the first `end` bytes of `path`; 0 without a newline."""
     with open(path, "rb") as file:
         while end > 0:
             start = max(0, end - TAIL_BLOCK)

@@ -1,4 +1,4 @@
-"""One JSON document per finished phase: what went in, what came out, and by which configuration and code."""
+"""Manifests: one JSON document per finished phase, with its inputs, outputs, configuration and code."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ MANIFEST_SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """`inputs` and `outputs` name files (and whatever identifies them); `finished` is in seconds since 1970.
-    `peak_memory`: the maximum over the processes of the run so far, in bytes; empty in manifests of older versions.
+    """`inputs` and `outputs` name files and what identifies them. `finished`: seconds since 1970. `peak_memory`: the
+    maximum over the processes of the run so far, in bytes; empty in manifests of older versions.
 
-    A metric that is NaN or infinite reads back as None. `machine` names torch, device and threads, on which the last
-    bits of the results depend ("" in manifests of older versions).
+    A metric that is NaN or infinite reads back as None. `machine`: torch, device and threads, which affect the last
+    bits of the results ("" in manifests of older versions).
     """
 
     round: int
@@ -52,7 +52,7 @@ def write_manifest(
 ) -> Path:
     """Write `manifest/round-002-train_prover.json`, atomically.
 
-    A phase that is finished again after a kill before its commit replaces its manifest.
+    If a process was killed between this and the commit, the repeated phase replaces the manifest.
     """
     given = (round_, phase, inputs, outputs, config_hash, code_version, metrics)
     manifest = Manifest(*given, finished=time.time(), peak_memory=peak_memory, machine=machine)
@@ -64,11 +64,13 @@ def write_manifest(
 
 
 def read_manifests(run: RunDirectory) -> list[Manifest]:
-    """All manifests of a run, by round and in the order their phases finished. Raises DamagedFileError."""
+    """All manifests of a run, by round and then by time of finishing. Raises DamagedFileError."""
     found = []
     for path in run.manifest.glob("round-*.json"):
         try:
             found.append(Manifest(**orjson.loads(path.read_bytes())))
         except (orjson.JSONDecodeError, TypeError) as error:
-            raise DamagedFileError(f"The manifest {path} is damaged: {error}.", "Remove it to go on without.") from None
+            raise DamagedFileError(
+                f"The manifest {path} is damaged: {error}.", "Remove it to continue without."
+            ) from None
     return sorted(found, key=lambda manifest: (manifest.round, manifest.finished))

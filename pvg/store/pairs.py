@@ -1,12 +1,12 @@
-"""Preference pairs as views: two row numbers of one problem, drawn when they are needed and never stored.
+"""Preference pairs as views: two row numbers of one problem, drawn on demand and never stored.
 
     view = PairView(shards, infos, drop=functools.partial(is_held_out, share=0.1))
     stream = PairStream(view, {"base": 0.5, "round-000": 0.5}, seed=7)
     pairs = stream.draw(step=12, n=64)
     rows = view.rows(pairs.correct_rows_M)
 
-Invariants: what is held grows with the rows (a few bytes each), never with the pairs they could form; a draw depends on
-the seed, the step and n alone, so that a resumed run needs no stream position.
+Invariants: memory grows with the rows (a few bytes each), not with the pairs that they could form. A draw depends only
+on the seed, the step and n, so a resumed run needs no stream position.
 
 Shape suffixes: R rows of a view, C cells (the rows of one source, problem and label), B problems that can be paired,
 M pairs, N single rows.
@@ -34,18 +34,18 @@ Bool = NDArray[np.bool_]
 
 ProblemFilter = Callable[[str], bool] | Collection[str]
 
-# Second words of the random seeds, so that pairs, single rows and problems of one step are drawn independently.
+# Part of the random seeds, so that pairs, single rows and problems of one step are drawn independently.
 PAIR_DRAWS, SINGLE_DRAWS, PROBLEM_DRAWS = 0, 1, 2
 
 
 class MissingPairsError(StateError):
-    """The stored rollouts allow no pair (or no balanced batch) at all. Says how many of each kind there are."""
+    """The stored rollouts cannot form a pair (or a balanced batch). The message has the counts of each kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """M pairs: row numbers of the view, and the source of both rows as an index into `PairView.sources`. `shares_M` is
-    how much each pair counts beside the others; None: all alike."""
+    """M pairs: row numbers of the view, and the source of both rows as an index into `PairView.sources`. `shares_M`:
+    the weight of each pair relative to the others; None: equal weights."""
 
     correct_rows_M: Int64
     incorrect_rows_M: Int64
@@ -55,7 +55,7 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Singles:
-    """N single rows, correct and incorrect ones taking turns; sources as in Pairs."""
+    """N single rows, alternately correct and incorrect; sources as in Pairs."""
 
     rows_N: Int64
     correct_N: Bool
@@ -63,14 +63,13 @@ class Singles:
 
 
 class PairView:
-    """The labelled rows of some shards, mapped into memory and verified against their checksums: labels on opening, a
-    solution when it is first read where the shard has digests by row.
+    """The labelled rows of some shards, memory-mapped and verified against their checksums. If a shard has digests by
+    row, opening verifies its labels and the first reading of a row its solution.
 
-    A row number counts the rows of `infos` and then of `more`, in their order, before any filter, so it means the same
-    under every filter.
-    `keep` and `drop` choose problems by id: a predicate or a collection of ids. Held by row of the view, R in all:
-    `rows_R` int64 row numbers, `correct_R` and `well_formed_R` bool, `problems_R` int32 and `sources_R` int16 indices
-    into `problem_ids` and `sources`. Raises DamagedFileError.
+    Row numbers count the rows of `infos` and then of `more`, in their order, before any filter. So they mean the same
+    under every filter. `keep` and `drop` select problems by id: a predicate or a collection of ids. Arrays over the R
+    selected rows: `rows_R` int64 row numbers, `correct_R` and `well_formed_R` bool, `problems_R` int32 and `sources_R`
+    int16 indices into `problem_ids` and `sources`. Raises DamagedFileError.
     """
 
     def __init__(
@@ -97,9 +96,9 @@ class PairView:
         self.correct_R, self.well_formed_R = correct_R[kept_R], well_formed_R[kept_R]
 
     def rows(self, indices: Int64) -> list[SolutionRow]:
-        """The solutions at these row numbers, in their order, read from the memory map.
+        """The solutions with these row numbers, in this order, read from the memory map.
 
-        Raises IndexError for a number that no row has, DamagedFileError for a row that is not what was written.
+        Raises IndexError for a number without a row, DamagedFileError if a row differs from what was written.
         """
         wanted = np.asarray(indices, np.int64)
         if wanted.size and not (wanted.min() >= 0 and wanted.max() < self._starts[-1]):
@@ -109,18 +108,17 @@ class PairView:
         return [self._shards[shard].row(place) for shard, place in zip(shard_of.tolist(), places, strict=True)]
 
     def close(self) -> None:
-        """Let go of the memory maps: `rows` finds nothing afterwards, the arrays stay."""
+        """Release the memory maps: `rows` then has no rows, but the arrays stay."""
         self._shards, self._starts = [], np.zeros(1, np.int64)
 
 
 class PairStream:
     """Draws rows of a view by source weight.
 
-    `weights_by_source` need not sum to 1. A source with a weight but without a problem that has both kinds cannot give
-    pairs: it is left out, `excluded` tells its counts by name, and the other weights are scaled up. `excluded_singles`
-    tells the same of `balanced_singles`, which needs both kinds but not of one problem. Sources without a weight are
-    never drawn. Raises ConfigurationError for a weight that is negative or not a number, and MissingPairsError when no
-    source can give anything.
+    `weights_by_source` need not sum to 1; sources without a weight are never drawn. A source without a problem that has
+    both kinds cannot form pairs. It is left out, `excluded` has its counts by name, and the other weights are scaled
+    up. `excluded_singles` has the same for `balanced_singles`, which needs both kinds, but not of one problem. Raises
+    ConfigurationError for a weight that is negative or not a number, MissingPairsError if no source can give anything.
     """
 
     def __init__(self, view: PairView, weights_by_source: Mapping[str, float], seed: int) -> None:
@@ -142,7 +140,7 @@ class PairStream:
 
     @property
     def pairs_available(self) -> int:
-        """How many different pairs the weighted sources could form."""
+        """The number of different pairs that the weighted sources can form."""
         cells = self._cells
         drawn_B = self._pair_weights_S[cells.pair_sources_B] > 0
         products_B = cells.sizes_C[cells.pair_cells_B2[:, 0]] * cells.sizes_C[cells.pair_cells_B2[:, 1]]
@@ -151,7 +149,7 @@ class PairStream:
     def draw(self, step: int, n: int) -> Pairs:
         """n pairs: a source by weight, a problem of it that has both kinds, one row of each kind, each uniformly.
 
-        Raises MissingPairsError when no source has a problem with both kinds.
+        Raises MissingPairsError if no source has a problem with both kinds.
         """
         if not self._pair_weights_S.any():
             raise self._missing("no problem has both kinds from one source")
@@ -163,7 +161,7 @@ class PairStream:
         return Pairs(correct_M, incorrect_M, sources_M.astype(np.int16))
 
     def problems_for(self, pairs: int, solutions: int) -> int:
-        """How many problems `draw_problems` has to draw for `pairs` pairs on average, given `solutions`."""
+        """The number of problems that `draw_problems` needs for `pairs` pairs on average, given `solutions`."""
         cells, weights_S = self._cells, self._pair_weights_S
         taken_B2 = _taken(cells.sizes_C[cells.pair_cells_B2], solutions)
         sums_S = np.bincount(cells.pair_sources_B, weights=taken_B2.prod(axis=1), minlength=len(weights_S))
@@ -171,12 +169,12 @@ class PairStream:
         return max(1, round(pairs / mean)) if mean else 1
 
     def draw_problems(self, step: int, problems: int, solutions: int) -> Pairs:
-        """All pairs of each of `problems` problems, at most `solutions` of whose solutions are taken.
+        """All pairs of each of `problems` problems, with at most `solutions` solutions of each problem.
 
-        A problem is as likely as in `draw`, but drawn again only when its source has no other left. Of its solutions,
-        as many of each kind are taken as gives the most pairs, each uniformly; its pairs count together as much as
-        another problem's. So a mean over these pairs has the expectation of a mean over those of `draw`. Raises
-        MissingPairsError likewise.
+        A problem is as likely as in `draw`, but repeats only when its source has no other left. The number of solutions
+        of each kind gives the most pairs; they are drawn uniformly. The pairs of each problem have the same total
+        weight. So a mean over these pairs has the same expectation as over those of `draw`. Raises MissingPairsError
+        likewise.
         """
         if not self._pair_weights_S.any():
             raise self._missing("no problem has both kinds from one source")
@@ -204,13 +202,13 @@ class PairStream:
         )
 
     def rows(self, indices: Int64) -> list[SolutionRow]:
-        """The solutions at these row numbers of the view, in their order."""
+        """The solutions with these row numbers of the view, in this order."""
         return self._view.rows(indices)
 
     def balanced_singles(self, step: int, n: int) -> Singles:
         """n single rows (n even), half of them correct: a source by weight, a problem of it with that kind, a row."""
         if n % 2:
-            raise ValueError(f"A balanced batch has as many correct as incorrect rows: {n} is odd.")
+            raise ValueError(f"A balanced batch needs as many correct as incorrect rows, but {n} is odd.")
         generator, cells = self._generator(step, SINGLE_DRAWS), self._cells
         correct_N = np.arange(n) % 2 == 0
         sources_N = _choose(generator, self._single_weights_S, n)
@@ -222,7 +220,7 @@ class PairStream:
         return np.random.Generator(np.random.PCG64(np.random.SeedSequence((self._seed, kind, step))))
 
     def _left_out(self, sources: Sequence[str], weights_S: NDArray[np.float64]) -> dict[str, str]:
-        """Source name -> why, for those that have a weight but cannot be drawn."""
+        """Source name -> its counts, for sources that have a weight but cannot be drawn."""
         drawn = {name for name, weight in zip(sources, weights_S, strict=True) if weight > 0}
         return {
             name: f"{correct} correct and {incorrect} incorrect solutions"
@@ -239,17 +237,17 @@ class PairStream:
 
 
 def is_held_out(problem_id: str, share: float) -> bool:
-    """Whether a problem belongs to the held-out `share` (0 to 1): by hash, so the same in every round and run."""
+    """Whether a problem belongs to the held-out `share` (0 to 1). Decided by hash, so equal in every round and run."""
     digest = hashlib.sha256(f"held-out:{problem_id}".encode()).digest()
     return int.from_bytes(digest[:8]) < share * 2**64
 
 
 def is_in_bag(problem_id: str, bag: int, share: float) -> bool:
-    """Whether a problem is in a bag of `share` (0 to 1) of all problems, drawn without replacement: bag by bag another
-    choice, and independent of what is held out. `bag` is a seed.
+    """Whether a problem is in a bag of `share` (0 to 1) of all problems, drawn without replacement. Bags are
+    independent of each other and of what is held out. `bag` is a seed.
 
-    Subsamples of a half do about what bootstrap samples do, and need no weights (Buhlmann and Yu, Analyzing Bagging,
-    Annals of Statistics 30, 2002).
+    Subsamples of half the problems act about like bootstrap samples and need no weights (Buhlmann and Yu, Analyzing
+    Bagging, Annals of Statistics 30, 2002).
     """
     digest = hashlib.sha256(f"bag-{bag}:{problem_id}".encode()).digest()
     return int.from_bytes(digest[:8]) < share * 2**64
@@ -257,11 +255,11 @@ def is_in_bag(problem_id: str, bag: int, share: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Cells:
-    """Rows sorted into cells (source, kind, problem), kind 0 being correct, and the problems that can be paired.
+    """Rows sorted into cells (source, kind, problem; kind 0 is correct), and the problems that can be paired.
 
-    `rows_R` holds the view's row numbers in cell order; cell c has `sizes_C[c]` of them from `starts_C[c]` on. The
-    cells of source s and kind k are those from `ranges_K[2s + k]` to `ranges_K[2s + k + 1]`. `pair_cells_B2` are the
-    two cells (correct, incorrect) of a problem; source s = `pair_sources_B` has those from `pair_ranges_S[s]` to
+    `rows_R` has the view's row numbers in cell order; cell c has `sizes_C[c]` of them from `starts_C[c]` on. The cells
+    of source s and kind k are `ranges_K[2s + k]` to `ranges_K[2s + k + 1]`. `pair_cells_B2` has the two cells (correct,
+    incorrect) of each problem that can be paired; those of source s = `pair_sources_B` are `pair_ranges_S[s]` to
     `pair_ranges_S[s + 1]`.
     """
 
@@ -299,7 +297,7 @@ class _Cells:
 
     @property
     def pairable_by_source(self) -> list[int]:
-        """How many problems of each source can be paired."""
+        """The number of problems of each source that can be paired."""
         counts: list[int] = np.diff(self.pair_ranges_S).tolist()
         return counts
 
@@ -309,11 +307,11 @@ class _Cells:
         return rows_M
 
     def draw_subsets(self, generator: np.random.Generator, cells_K: Int64, counts_K: Int64) -> Int64:
-        """`counts_K[k]` different rows of cell `cells_K[k]`, uniformly, one cell's after the other's."""
+        """`counts_K[k]` different rows of cell `cells_K[k]`, uniformly, concatenated."""
         sizes_K = self.sizes_C[cells_K]
         place_T = np.repeat(np.arange(len(cells_K)), sizes_K)
         rank_T = np.arange(len(place_T)) - np.repeat(np.cumsum(sizes_K) - sizes_K, sizes_K)
-        # Each cell's rows in random order: of these the first ones are taken.
+        # Each cell's rows in random order; the first ones are taken.
         order_T = np.lexsort((generator.random(len(place_T)), place_T))
         numbers_T = (self.starts_C[cells_K][place_T] + rank_T)[order_T]
         rows: Int64 = self.rows_R[numbers_T[rank_T < counts_K[place_T]]]
@@ -323,20 +321,20 @@ class _Cells:
 def _choose(generator: np.random.Generator, weights_S: NDArray[np.float64], n: int) -> Int64:
     """n indices with probabilities `weights_S` (which sum to 1)."""
     bounds_S = np.cumsum(weights_S)
-    # The last bound may round to a little less or more than 1: scaling by it keeps every draw inside.
+    # The last bound may round to slightly less or more than 1; scaling by it keeps every draw in range.
     found_M: Int64 = np.searchsorted(bounds_S, generator.random(n) * bounds_S[-1], side="right")
     return found_M
 
 
 def _distinct(generator: np.random.Generator, n: int, count: int) -> Int64:
-    """`count` of the numbers below n, each as often as any other or once more."""
+    """`count` of the numbers below n; the frequencies of any two differ by at most one."""
     rest = generator.choice(n, count % n, replace=False) if count else np.empty(0, np.int64)
     return np.concatenate([np.tile(np.arange(n), count // n if count else 0), rest])
 
 
 def _taken(sizes_B2: Int64, solutions: int) -> Int64:
-    """Of problems with so many (correct, incorrect) solutions, how many of each to take, at most `solutions` together
-    and otherwise for as many pairs as can be: half and half, or all of the rarer kind and the more of the other."""
+    """How many solutions of each kind to take from problems with these (correct, incorrect) counts, at most `solutions`
+    in all. This gives the most pairs: half and half, or all of the rarer kind and the rest of the other."""
     rarer_B = np.minimum(sizes_B2.min(axis=1), solutions // 2)
     other_B = np.minimum(sizes_B2.max(axis=1), solutions - rarer_B)
     correct_is_rarer_B = sizes_B2[:, 0] <= sizes_B2[:, 1]
@@ -347,13 +345,13 @@ def _taken(sizes_B2: Int64, solutions: int) -> Int64:
 
 
 def _weights(sources: Sequence[str], weights: Mapping[str, float]) -> NDArray[np.float64]:
-    """Probabilities by source index; all 0 when there is no weight."""
+    """Probabilities by source index; all 0 without any weight."""
     weights_S = np.array([weights.get(name, 0.0) for name in sources], np.float64)
     return weights_S / weights_S.sum() if weights_S.any() else weights_S
 
 
 def _counts(view: PairView, source: str) -> tuple[int, int]:
-    """Correct and incorrect rows of one source."""
+    """Numbers of correct and incorrect rows of one source."""
     if source not in view.sources:
         return 0, 0
     of_source_R = view.sources_R == view.sources.index(source)
@@ -379,7 +377,7 @@ def _flags(batches: Sequence[pa.RecordBatch], name: str) -> Bool:
 
 
 def _chosen(problem_ids: Sequence[str], keep: ProblemFilter | None, drop: ProblemFilter | None) -> Bool:
-    """By problem index: whether the filters leave it in."""
+    """Whether the filters select each problem, by problem index."""
     kept, dropped = _predicate(keep, when_absent=True), _predicate(drop, when_absent=False)
     return np.array([kept(name) and not dropped(name) for name in problem_ids], np.bool_)
 

@@ -1,5 +1,5 @@
 """The columns of a shard that only some protocols need: the solver's solution that a rollout translates, and the turns
-of a rollout that is a dialogue. Nullable: a row without is what it always was.
+of a dialogue. They are null for other rollouts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FIELDS = [
 
 
 def needed(rollouts: Sequence[Rollout]) -> bool:
-    """Whether any of them has what these columns hold."""
+    """Whether any rollout has values for these columns."""
     return any(rollout.solver is not None or rollout.turns for rollout in rollouts)
 
 
@@ -49,7 +49,7 @@ def to_columns(rollouts: Sequence[Rollout]) -> dict[str, pa.Array]:
 
 
 def of_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """By row, the fields of a Rollout that these columns hold."""
+    """The fields of each row's Rollout that these columns hold."""
     if FIELDS[0].name not in batch.schema.names:
         return [{} for _ in range(batch.num_rows)]
     columns = {field.name: batch.column(field.name).to_pylist() for field in FIELDS}
@@ -57,8 +57,8 @@ def of_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
 
 
 def sampled_tokens(batch: pa.RecordBatch, lengths_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Two arrays [N]. The tokens of each row that the prover sampled; `lengths_N` are the completion lengths. And, for
-    dialogues, the tokens that it sampled after its first turn; -1 for other rows."""
+    """Two arrays [N]: the tokens of each row that the prover sampled, and, for dialogues, those after its first turn
+    (-1 for other rows). `lengths_N`: the completion lengths."""
     answers_N = np.full(batch.num_rows, -1, dtype=np.int64)
     if FIELDS[0].name not in batch.schema.names:
         return lengths_N, answers_N
@@ -67,7 +67,7 @@ def sampled_tokens(batch: pa.RecordBatch, lengths_N: NDArray[np.int64]) -> tuple
     rows_T = np.repeat(np.arange(batch.num_rows), turns_N)
     starts_T, sampled_T = (column.flatten().to_numpy(zero_copy_only=False) for column in (starts, sampled))
     first_T = np.diff(rows_T, prepend=-1) > 0
-    # A turn ends where the row's next turn begins, and the last one with the completion.
+    # A turn ends where the row's next turn begins; the last one ends with the completion.
     ends_T = np.where(np.append(first_T, True)[1:], lengths_N[rows_T], np.append(starts_T, 0)[1:])
     tokens_T = (ends_T - starts_T) * sampled_T
     tokens_N = lengths_N.copy()

@@ -1,8 +1,14 @@
-"""One process at a time: a lock that the kernel releases however the process ends.
+"""The run directory: the paths of a run's files, and the lock that lets one process at a time drive it.
 
-The process locks the folder that contains the lock file, and the file. A deleted or replaced lock file does not let
-another process in, because the folder stays locked. A moved folder stays locked under its new name. On a file system
-that cannot lock folders (NFS) only the file is locked; `Unchanged` then detects a deleted or replaced lock file.
+    with RunDirectory.create(Path("runs"), "first", experiment).lock() as run:
+        run.state, run.metrics, ...
+
+Invariants: `experiment.toml` is written once, when the run is created. At most one process drives a run at a time.
+
+The kernel releases the lock when the process ends in any way. The process locks the lock file and its folder. A deleted
+or replaced lock file does not admit another process, because the folder stays locked. A moved folder stays locked under
+its new name. On a file system that cannot lock folders (NFS) only the file is locked; `FolderGuard` then detects a
+deleted or replaced lock file.
 """
 
 from __future__ import annotations
@@ -28,19 +34,19 @@ from pvg.store.atomic import (
     remove_temporaries,
     write_atomic,
 )
-from pvg.store.journal import Mark, read_json_lines, verify
+from pvg.store.journal import JournalMark, read_json_lines, verify
 from pvg.store.state import FileStateStore, LoadedState, State
 
 Identity = tuple[int, int]  # device and inode of a file or a folder
 
-# What flock answers on a file system that cannot lock folders.
+# Errors of flock on a file system that cannot lock folders.
 NO_FOLDER_LOCKS = frozenset({errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EISDIR})
 
 
 @contextmanager
 def exclusive(file: Path, refusal: Callable[[str], PvgError]) -> Iterator[None]:
-    """Lock `file`, which is created if it is missing, and its folder. Raises `refusal(owner)` if another process has
-    locked either.
+    """Lock `file`, creating it if it is missing, and its folder. Raises `refusal(owner)` if another process has locked
+    either.
 
     The lock belongs to the open files, so a forked child shares it until it ends or executes another program.
     """
@@ -65,11 +71,11 @@ def exclusive(file: Path, refusal: Callable[[str], PvgError]) -> Iterator[None]:
         os.close(folder)
 
 
-class Unchanged:
+class FolderGuard:
     """Checks whether a folder and its lock file are still the same as when this object was made.
 
-    A process that has locked a folder calls this before each commit, because its lock does not cover another folder
-    that was moved to the same path.
+    A process that has locked a folder calls this before each commit, because its lock does not protect a different
+    folder that was moved to the same path.
     """
 
     def __init__(self, file: Path) -> None:
@@ -134,16 +140,11 @@ def _read(file: Path) -> bytes:
 
 
 def _owner(content: bytes) -> str:
-    # Empty for the instant between another process's flock and its writing of the number.
+    # Empty for the instant between another process's flock and its writing of its process id.
     return f"process {content.decode()}" if content.isdigit() else "another process"
 
 
-# The run directory: where everything a run leaves behind lies, and who may write to it.
-#
-#     with RunDirectory.create(Path("runs"), "first", experiment).lock() as run:
-#         run.state, run.metrics, ...
-#
-# Invariants: `experiment.toml` is written once, when the run is created; at most one process drives a run at a time.
+# --- the run ----------------------------------------------------------------------------------------------------------
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
@@ -156,13 +157,22 @@ def refuse_name(name: str) -> None:
         )
 
 
-# Kinds of records that a run may write before its first commit. All other kinds follow a commit.
+def free_name(root: Path, name: str) -> str:
+    """`name`, or `name-2`, `name-3` and so on: the first one that does not exist in `root`."""
+    free, number = name, 1
+    while (root / free).exists():
+        number += 1
+        free = f"{name}-{number}"
+    return free
+
+
+# Kinds of records that a run may write before its first commit. Any other kind proves a commit.
 BEFORE_THE_FIRST_COMMIT = frozenset({"device", "loop", "alert"})
 
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The paths of one run. Making one touches no disk: use `create` or `open`."""
+    """The paths of one run. The constructor does not touch the disk; use `create` or `open`."""
 
     path: Path
 
@@ -172,12 +182,12 @@ class RunDirectory:
 
     @property
     def experiment_file(self) -> Path:
-        """The resolved configuration, as run."""
+        """The resolved configuration of the run."""
         return self.path / "experiment.toml"
 
     @property
     def state(self) -> Path:
-        """The game's state; the commit before it lies beside it (pvg.store.state)."""
+        """The game's state; the previous commit is beside it (pvg.store.state)."""
         return self.path / "state.json"
 
     @property
@@ -210,12 +220,12 @@ class RunDirectory:
 
     @property
     def code(self) -> Path:
-        """Copies of the user's own files that the experiment names."""
+        """Copies of the user's files that the experiment names."""
         return self.path / "code"
 
     @property
     def evaluation(self) -> Path:
-        """What `pvg evaluate` leaves (pvg.evaluation)."""
+        """The results of `pvg evaluate` (pvg.evaluation)."""
         return self.path / "evaluation"
 
     @property
@@ -230,8 +240,8 @@ class RunDirectory:
     def create(cls, root: Path, name: str, experiment: Experiment) -> RunDirectory:
         """Make `root/name` with its folders and its experiment.toml.
 
-        A folder that a process left behind before its experiment.toml was written is completed. Raises UsageError when
-        the run exists, when the name cannot be a folder's, or when the folder holds something that is no run.
+        Completes a folder whose creator died before it wrote experiment.toml. Raises UsageError if the run exists, if
+        the name cannot be a folder's, or if the folder has content that is not a run.
         """
         refuse_name(name)
         run = cls(root / name)
@@ -240,7 +250,7 @@ class RunDirectory:
         make_directory(run.path)
         try:
             with run.lock(discard=lambda: made and not run.experiment_file.exists()):
-                run._refuse_existing()  # another process may have created it since
+                run._refuse_existing()  # another process may have created it in the meantime
                 for folder in (run.manifest, run.rollouts, run.checkpoints, run.weights):
                     make_directory(folder)
                 write_atomic(run.experiment_file, experiment.to_toml().encode())
@@ -252,9 +262,9 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path_or_name: str | Path, root: Path) -> RunDirectory:
-        """The existing run of that name in `root`, or at that path.
+        """The existing run with that name in `root`, or at that path.
 
-        Raises UsageError with the nearest run of `root` when there is none.
+        Raises UsageError, with the nearest run of `root`, if there is none.
         """
         for candidate in (root / path_or_name, Path(path_or_name)):
             run = cls(candidate)
@@ -269,16 +279,16 @@ class RunDirectory:
         )
 
     def experiment(self) -> Experiment:
-        """The configuration the run was created with. Raises ConfigurationError when the file was damaged."""
+        """The configuration with which the run was created. Raises ConfigurationError if the file is damaged."""
         return load_experiment(self.experiment_file)
 
     @contextmanager
     def lock(self, discard: Callable[[], bool] = lambda: False) -> Iterator[RunDirectory]:
-        """Be the one process that drives this run; the kernel releases the lock however the process ends.
+        """Become the one process that drives this run. The kernel releases the lock when the process ends.
 
         Raises UsageError with the other process's id if another process drives the run. If an error leaves the block
         and the folder was moved, deleted or replaced, raises a StateError that says so instead. If a PvgError or
-        OSError leaves the block and `discard()` is true, the folder is removed.
+        OSError leaves the block and `discard()` is true, removes the folder.
         """
         with exclusive(self.lock_file, self._driven_elsewhere):
             unchanged = self.unchanged()
@@ -295,11 +305,11 @@ class RunDirectory:
 
     def unchanged(self) -> Callable[[], None]:
         """A function that raises StateError if the folder or its lock file has changed since this call."""
-        return Unchanged(self.lock_file)
+        return FolderGuard(self.lock_file)
 
     @property
     def has_state(self) -> bool:
-        """Whether the last commit or the one before it has left its state: then nothing may discard the run."""
+        """Whether one of the last two commits has left its state. Then nothing may discard the run."""
         store = FileStateStore(self.state)
         return store.path.exists() or store.previous_path.exists()
 
@@ -325,7 +335,7 @@ class RunDirectory:
 
         States of older versions have no marks; then this checks nothing.
         """
-        verify(path, [Mark(*mark) for mark in state.get("marks", {}).get(path.stem, ())])
+        verify(path, [JournalMark(*mark) for mark in state.get("marks", {}).get(path.stem, ())])
 
     def _signs_of_commits(self) -> list[str]:
         """Files that only a run with a commit has."""
@@ -337,7 +347,7 @@ class RunDirectory:
             records = read_json_lines(self.metrics) if self.metrics.is_file() else ()
             played = any(record.get("kind") not in BEFORE_THE_FIRST_COMMIT for record in records)
         except DamagedFileError:
-            played = True  # its records cannot be read, so assume commits
+            played = True  # its records are unreadable, so assume commits
         return [*signs, self.metrics.name] if played else signs
 
     def remove_temporaries(self) -> list[Path]:

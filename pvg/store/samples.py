@@ -1,9 +1,18 @@
-"""`SampleColumns`: roles, grades and lengths of rollouts as arrays, read from memory-mapped shards without texts.
+"""Stored rollouts without `Rollout` objects: their statistics as arrays, and their solutions row by row.
 
     columns = shards.sample_columns(infos)      # of stored rollouts: about 45 bytes each
     columns = SampleColumns.of(rollouts)        # of rollouts in memory
 
-A `Rollout` object takes about 9 kB, so the statistics of a large mint must not read such objects.
+A `Rollout` object takes about 9 kB, too much for the statistics of a large mint. `SampleColumns` reads roles, grades
+and lengths from memory-mapped shards, without texts. `MappedSolutions` reads single solutions from the map and verifies
+each when it is read.
+
+Verifying a whole shard takes as long as reading all of it, but a verifier's first batch needs a hundred rows of a
+quarter of a million. So a shard from which pairs are drawn has a file of digests (`mint-00000.digests`): one digest of
+everything that is read on opening (labels, problems, questions, offsets of text and tokens), and one of each row's text
+and tokens. The commit has the checksum of this file.
+
+Invariant: no byte of a shard is used before it is verified.
 """
 
 from __future__ import annotations
@@ -29,10 +38,9 @@ Float64 = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class SampleColumns:
-    """N rollouts. `truncated_N`: ended by rollout.max_tokens. `tokens_N`: sampled by the prover. `answers_N`: of
-    dialogues, the tokens that the prover sampled after its first turn; -1 for other rollouts. `checks_N3`: the
-    shares of the visible tests and of all tests that passed, and whether certified (1 or 0), as in `Checks`; NaN for
-    solutions that were not executed."""
+    """N rollouts. `truncated_N`: ended by rollout.max_tokens. `tokens_N`: tokens sampled by the prover. `answers_N`: in
+    dialogues, those sampled after its first turn; -1 for other rollouts. `checks_N3`: the shares of visible and of all
+    tests that passed, and whether certified (1 or 0), as in `Checks`; NaN for solutions that were not executed."""
 
     helpful_N: Bools
     correct_N: Bools
@@ -101,31 +109,24 @@ def _answer_tokens(rollout: Rollout) -> int:
 
 
 def _is(batch: pa.RecordBatch, name: str, word: str) -> Bools:
-    """bool [N]: whether a column of shared strings holds `word`."""
+    """bool [N]: whether a column of shared strings has the value `word`."""
     column = batch.column(name)
     words = np.array([found == word for found in column.dictionary.to_pylist()], dtype=bool)
     found_N: Bools = words[column.indices.to_numpy()]
     return found_N
 
 
-# The solutions of a shard, read row by row where they lie, and checked when they are read.
-#
-# Checking a whole shard on opening takes as long as reading all of it, and a verifier's first batch needs a hundred
-# rows of a quarter of a million. So a shard that pairs are drawn from has a file of digests beside it
-# (`mint-00000.digests`): one of all that is read on opening (labels, problems, questions, and where each row's text
-# and tokens lie), and one of each row's text and tokens. Of this file the commit keeps the checksum.
-#
-# Invariant: no byte of a shard is used before it was found to be what was written.
+# --- solutions --------------------------------------------------------------------------------------------------------
 
 DIGESTS_SUFFIX = ".digests"
-DIGEST = 16  # bytes of a sha256 that are kept: against damage, not against forgers
+DIGEST = 16  # bytes kept of a sha256: protects against damage, not against forgery
 READ_ON_OPENING = ("problem_id", "question", "source", "correct", "well_formed")
 READ_BY_ROW = ("text", "completion_ids")
 
 
 class SolutionRow(NamedTuple):
-    """The parts of a row that a verifier may see: never its role or its label. `id` names the row in messages: its
-    shard and its number."""
+    """The parts of a row that a verifier may see, without its role and its label. `id` (shard and row number) names the
+    row in messages."""
 
     question: str
     text: str
@@ -135,10 +136,10 @@ class SolutionRow(NamedTuple):
 
 
 class MappedSolutions:
-    """One shard's solutions. `batch` are its columns: those of READ_ON_OPENING may be used, having been checked.
+    """One shard's solutions. Of `batch`, the columns READ_ON_OPENING are verified and may be used.
 
-    `digests` are what `digests_of` gave for the shard; None when all of the shard was checked before. Raises
-    DamagedFileError naming `path`.
+    `digests`: the result of `digests_of` for the shard; None if the whole shard is already verified. Raises
+    DamagedFileError with `path`.
     """
 
     def __init__(self, batch: pa.RecordBatch, path: Path, digests: bytes | None) -> None:
@@ -150,17 +151,17 @@ class MappedSolutions:
             batch.validate()  # sizes only: no buffer is shorter than its column
             self._values = _Values(batch)
             if digests is not None and digests[:DIGEST] != _opening_digest(batch):
-                raise damaged(path, "its checksum of labels and places is not the committed one")
+                raise damaged(path, "the checksum of its labels and offsets differs from the committed one")
         except (pa.ArrowException, ValueError) as error:
             raise damaged(path, str(error).splitlines()[0]) from None
         self._questions, self._problems = (batch.column(name) for name in ("question", "problem_id"))
 
     def row(self, number: int) -> SolutionRow:
-        """The solution at this place of the shard. Raises DamagedFileError when it is not what was written."""
+        """The solution in this row of the shard. Raises DamagedFileError if it differs from what was written."""
         text, tokens = self._values.of(number)
         if self._digests is not None and not self._checked[number]:
             if self._digests[DIGEST * (number + 1) : DIGEST * (number + 2)] != _digest(text, tokens):
-                raise damaged(self._path, f"the checksum of row {number} is not the committed one")
+                raise damaged(self._path, f"the checksum of row {number} differs from the committed one")
             self._checked[number] = 1
         return SolutionRow(
             self._questions[number].as_py(),
@@ -172,9 +173,9 @@ class MappedSolutions:
 
 
 def digests_of(batch: pa.RecordBatch) -> bytes:
-    """What the digest file of a shard holds: DIGEST bytes of what is read on opening, then as many of each row.
+    """The content of a shard's digest file: DIGEST bytes for what is read on opening, then DIGEST bytes per row.
 
-    `batch` must have been read from the shard's bytes: its buffers are what is digested.
+    `batch` must have been read from the shard's bytes, because its buffers are digested.
     """
     return b"".join([_opening_digest(batch), *(_digest(*row) for row in _Values(batch).all())])
 
@@ -186,7 +187,7 @@ def damaged(path: Path, reason: str) -> DamagedFileError:
 
 
 class _Values:
-    """Bytes of text and tokens by row, through slices that stay inside of their buffers whatever the offsets say."""
+    """Bytes of text and tokens by row. The slices stay inside their buffers, whatever the offsets are."""
 
     def __init__(self, batch: pa.RecordBatch) -> None:
         text, tokens = (batch.column(name).buffers() for name in READ_BY_ROW)

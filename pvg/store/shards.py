@@ -1,8 +1,7 @@
-"""Rollouts as immutable Arrow files, each written whole, renamed into place and named by its checksum.
+"""Rollouts as immutable Arrow files, written atomically and identified by their checksum.
 
-Invariants: a shard never changes after it is written; what is read back equals what was written in every bit; a shard
-that no commit names is no part of the run. Shards are not compressed, so that they can be mapped into memory and rows
-read where they lie.
+Invariants: a shard never changes after it is written. Every bit is read back as it was written. A shard that no commit
+names is not part of the run. Shards are not compressed, so they can be memory-mapped and read by row.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from pvg.store import check_columns, protocol_columns
 from pvg.store.atomic import is_temporary, make_directory, sync_directory, write_atomic
 from pvg.store.samples import DIGESTS_SUFFIX, MappedSolutions, SampleColumns, damaged, digests_of
 
-SHARD_SCHEMA = b"1"  # with more columns: see SCHEMAS
+SHARD_SCHEMA = b"1"  # of a shard without additional columns; see SCHEMAS
 ROLLOUTS = "rollouts"
 
-# Strings that many rows of a shard share are stored once and referred to by number.
+# Strings that many rows share are stored once and referenced by index.
 _SHARED = pa.dictionary(pa.int32(), pa.string())
 
 
 def _version(there: Sequence[bool]) -> bytes:
-    """The version of a shard that has those of MORE_FIELDS that are `there`."""
+    """The version of a shard; `there` says which of MORE_FIELDS it has."""
     return str(1 + sum(2**place for place, is_there in enumerate(there) if is_there)).encode()
 
 
@@ -69,12 +68,12 @@ SCHEMA = pa.schema(
     metadata={b"pvg.shard": SHARD_SCHEMA},
 )
 
-# Of rollouts with routed experts alone, so that all others are stored as they always were. The bytes of a row and their
-# [tokens, layers, experts per token, bytes of a number]; 64-bit offsets, for a shard of them may have many gigabytes.
+# Only for rollouts with routed experts; other shards are stored without. The bytes of a row and their shape [tokens,
+# layers, experts per token, bytes of a number]. Offsets have 64 bits, because such a shard may have many gigabytes.
 EXPERTS, EXPERTS_SHAPE = "routed_experts", "routed_shape"
 EXPERT_FIELDS = [pa.field(EXPERTS, pa.large_binary()), pa.field(EXPERTS_SHAPE, pa.list_(pa.int64()))]
-# Columns that only some rollouts need; a shard of others is what it always was. A version is 1, and 1, 2
-# and 4 more for these, in this order.
+# Groups of columns that only some rollouts need. A shard's version is 1, plus 1, 2 and 4 for those that it has, in this
+# order.
 MORE_FIELDS = (EXPERT_FIELDS, check_columns.FIELDS, protocol_columns.FIELDS)
 SCHEMAS = {
     _version(there): pa.schema(
@@ -84,14 +83,14 @@ SCHEMAS = {
 }
 
 GRADE_COLUMNS = ("correct", "well_formed", "answer", "note")
-# The list columns that come back as arrays; the spans' two become VersionSpans.
+# The list columns that are read back as arrays; the two columns of spans become VersionSpans.
 ARRAYS = frozenset({"prompt_ids", "completion_ids", "logprobs"})
 
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """What a commit keeps of a shard. `path` is relative to the run directory, `checksum` the file's sha256, `digests`
-    that of the digests beside it (pvg.store.samples); empty: it has none."""
+    """A commit's description of a shard. `path` is relative to the run directory; `checksum` is the file's sha256;
+    `digests` is the sha256 of its file of digests (pvg.store.samples), empty without one."""
 
     path: str
     rows: int
@@ -120,22 +119,23 @@ class ShardInfo:
 
 
 class RolloutShards:
-    """The shards of one run; `directory` is the run directory, shards lie in its `rollouts/round-NNN/`."""
+    """The shards of one run. `directory`: the run directory; shards are in its `rollouts/round-NNN/`."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def write(self, round_: int, label: str, rollouts: Sequence[Rollout], *, by_row: bool = False) -> ShardInfo:
-        """Store `rollouts` as `rollouts/round-002/<label>.arrow`, durable on return; it counts once a commit names it.
+        """Store `rollouts` as `rollouts/round-002/<label>.arrow`, durably. A commit must name it to make it part of the
+        run.
 
-        `by_row`: with digests beside it, so that `solutions` need not check all of it on opening. Raises StateError
-        when that shard exists already, MissingRequirementError when the disk is full, TypeError for token ids or
-        log-probs of another dtype than a Rollout's.
+        `by_row`: also write digests, so that `solutions` need not verify the whole shard on opening. Raises StateError
+        if the shard exists, MissingRequirementError if the disk is full, TypeError for token ids or log-probs with
+        another dtype than a Rollout's.
         """
         relative = f"{ROLLOUTS}/round-{round_:03d}/{label}.arrow"
         path = self.directory / relative
         if path.exists():
-            raise StateError(f"The shard {path} exists already, and shards never change.", "Recover the run first.")
+            raise StateError(f"The shard {path} already exists, and shards never change.", "Recover the run first.")
         data = _to_bytes(rollouts)
         make_directory(path.parent)
         digests = digests_of(_open(pa.BufferReader(data), path)) if by_row else b""
@@ -146,10 +146,10 @@ class RolloutShards:
         return ShardInfo(relative, len(rollouts), data.size, checksum, hashlib.sha256(digests).hexdigest() * by_row)
 
     def read(self, shard: ShardInfo | Path) -> list[Rollout]:
-        """The rollouts of a shard, in the order they were written.
+        """The rollouts of a shard, in the order of writing.
 
-        Given the info, the bytes are checked against its checksum; given a bare path, only the file's structure is.
-        Raises DamagedFileError, and StateError for a shard of another schema.
+        With a ShardInfo, verifies the bytes against its checksum; with a path, only the file's structure. Raises
+        DamagedFileError, and StateError for a shard of another schema.
         """
         path = self.path_of(shard)
         data = _read_bytes(path)
@@ -159,14 +159,14 @@ class RolloutShards:
         return _to_rollouts(batch) if isinstance(shard, ShardInfo) else _to_rollouts_unchecked(batch, path)
 
     def map(self, info: ShardInfo) -> pa.RecordBatch:
-        """The shard's rows, mapped into memory and verified: columns take memory once they are touched or taken."""
+        """The shard's rows, memory-mapped and verified. A column takes memory only when it is used."""
         self.verify(info)
         path = self.path_of(info)
         return _open(pa.memory_map(str(path)), path)
 
     def read_where(self, info: ShardInfo, id_prefixes: Sequence[str]) -> list[Rollout]:
-        """The rollouts of a shard whose ids begin with one of the prefixes, in the order of the shard. Makes no Rollout
-        of other rows. Raises DamagedFileError."""
+        """The rollouts of a shard whose ids begin with one of the prefixes, in the order of the shard. Creates no
+        Rollout for other rows. Raises DamagedFileError."""
         batch = self.map(info)
         ids = batch.column("id")
         chosen_N = np.zeros(batch.num_rows, dtype=bool)
@@ -179,8 +179,8 @@ class RolloutShards:
         return SampleColumns.joined([SampleColumns.of_batch(self.map(info)) for info in infos])
 
     def solutions(self, info: ShardInfo) -> MappedSolutions:
-        """The shard's solutions, mapped into memory. With digests beside it a row is checked when it is read; without,
-        the whole shard is checked now. Raises DamagedFileError."""
+        """The shard's solutions, memory-mapped. With digests, each row is verified when it is read; otherwise the whole
+        shard is verified now. Raises DamagedFileError."""
         if not info.digests:
             return MappedSolutions(self.map(info), self.path_of(info), None)
         path = self.path_of(info)
@@ -197,11 +197,11 @@ class RolloutShards:
         path = self.directory / info.digests_path
         data = _read_bytes(path)
         if hashlib.sha256(data).hexdigest() != info.digests:
-            raise damaged(path, "its checksum is not the committed one")
+            raise damaged(path, "its checksum differs from the committed one")
         return data
 
     def verify(self, info: ShardInfo) -> None:
-        """Raises DamagedFileError when the file is missing, cut short, or not the bytes that were written."""
+        """Raises DamagedFileError if the file is missing, truncated, or differs from what was written."""
         path = self.path_of(info)
         try:
             with open(path, "rb") as file:
@@ -215,10 +215,10 @@ class RolloutShards:
             self._digests(info)
 
     def recover(self, committed: Sequence[ShardInfo]) -> list[Path]:
-        """Remove the shards and temporaries that no commit names; returns what was removed.
+        """Remove shards and temporary files that no commit names; returns what was removed.
 
-        Name the shards of every commit that may still be resumed (FileStateStore.commits). Only for the process that
-        drives the run. Does not look inside the committed shards: see `verify`.
+        `committed`: the shards of every commit that may still be resumed (FileStateStore.commits). Only for the process
+        that drives the run. Does not verify the committed shards; see `verify`.
         """
         kept = {self.directory / path for info in committed for path in (info.path, info.digests_path)}
         removed = []
@@ -235,7 +235,7 @@ class RolloutShards:
 
 
 def solutions_in_memory(rollouts: Sequence[Rollout]) -> MappedSolutions:
-    """The solutions of rollouts that no shard is read for, as `RolloutShards.solutions` gives those of one."""
+    """The solutions of rollouts in memory, in the form of `RolloutShards.solutions`."""
     path = Path("memory")
     return MappedSolutions(_open(pa.BufferReader(_to_bytes(rollouts)), path), path, None)
 
@@ -254,7 +254,7 @@ def _check(path: Path, info: ShardInfo, size: int, digest: str) -> None:
     if size != info.bytes:
         raise damaged(path, f"{size} bytes instead of {info.bytes}")
     if digest != info.checksum:
-        raise damaged(path, "its checksum is not the committed one")
+        raise damaged(path, "its checksum differs from the committed one")
 
 
 def _open(source: Any, path: Path) -> pa.RecordBatch:
@@ -263,7 +263,7 @@ def _open(source: Any, path: Path) -> pa.RecordBatch:
         version = (reader.schema.metadata or {}).get(b"pvg.shard")
         if version is not None and version not in SCHEMAS:
             raise StateError(
-                f"{path} has shard schema {version.decode()}, and this pvg reads {b' and '.join(SCHEMAS).decode()}.",
+                f"{path} has shard schema {version.decode()}, but this pvg reads {b' and '.join(SCHEMAS).decode()}.",
                 "Read it with the pvg that wrote it.",
             )
         if version is None or reader.schema != SCHEMAS[version] or reader.num_record_batches != 1:
@@ -320,10 +320,10 @@ def _shared(values: Sequence[str | None]) -> pa.Array:
 
 
 def _lists(rows: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> pa.Array:
-    """Arrays as one flat column with offsets, bit by bit: no conversion, not even of a NaN's payload."""
+    """Arrays as one flat column with offsets, bit by bit, without any conversion (also of a NaN's payload)."""
     for row in rows:
         if row.dtype != dtype or row.ndim != 1:
-            raise TypeError(f"A rollout's array must be {dtype} of one dimension, not {row.dtype} of {row.ndim}.")
+            raise TypeError(f"A rollout's array must be {dtype} with one dimension, not {row.dtype} with {row.ndim}.")
     offsets = np.zeros(len(rows) + 1, np.int32)
     np.cumsum([len(row) for row in rows], out=offsets[1:])
     flat = np.concatenate([np.empty(0, dtype), *rows])
@@ -331,11 +331,11 @@ def _lists(rows: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> pa.Array:
 
 
 def _expert_columns(rows: Sequence[RoutedExperts | None]) -> dict[str, pa.Array]:
-    """EXPERTS, each array copied once, and EXPERTS_SHAPE."""
+    """EXPERTS (each array is copied once) and EXPERTS_SHAPE."""
     for row in rows:
         if row is not None and (row.dtype not in (np.uint8, np.uint16) or row.ndim != 3):
             raise TypeError(
-                f"Routed experts must be uint8 or uint16 of three dimensions, not {row.dtype} of {row.ndim}."
+                f"Routed experts must be uint8 or uint16 with three dimensions, not {row.dtype} with {row.ndim}."
             )
     flat = [np.empty(0, np.uint8) if row is None else row.reshape(-1).view(np.uint8) for row in rows]
     offsets = np.zeros(len(rows) + 1, np.int64)
@@ -376,7 +376,7 @@ def _to_rollouts(batch: pa.RecordBatch) -> list[Rollout]:
 
 
 def _to_rollouts_unchecked(batch: pa.RecordBatch, path: Path) -> list[Rollout]:
-    """For bytes that no checksum vouches for: references that point outside of the file would end the process."""
+    """For bytes without a checksum: references that point outside the file would crash the process."""
     try:
         batch.validate(full=True)
         return _to_rollouts(batch)
@@ -385,15 +385,15 @@ def _to_rollouts_unchecked(batch: pa.RecordBatch, path: Path) -> list[Rollout]:
 
 
 def list_rows(column: pa.ListArray) -> list[NDArray[Any]]:
-    """The rows of a list column as writable arrays; they share one copy of the column's values."""
+    """The rows of a list column as writable arrays, which share one copy of the column's values."""
     offsets = column.offsets.to_numpy()
     flat = cast("NDArray[Any]", column.values.to_numpy())[offsets[0] : offsets[-1]].copy()
     return np.split(flat, offsets[1:-1] - offsets[0]) if len(column) else []
 
 
 def routed_experts(batch: pa.RecordBatch) -> list[RoutedExperts | None]:
-    """Those of each row of a shard, read-only, lying where the shard's bytes lie: of a mapped one (RolloutShards.map)
-    in the file. Raises ValueError for shapes that do not fit their bytes."""
+    """The routed experts of each row, read-only views of the shard's bytes (with RolloutShards.map, of the file).
+    Raises ValueError for shapes that do not fit their bytes."""
     if EXPERTS not in batch.schema.names:
         return [None] * batch.num_rows
     column, shapes = batch.column(EXPERTS), batch.column(EXPERTS_SHAPE).to_pylist()
@@ -406,7 +406,7 @@ def routed_experts(batch: pa.RecordBatch) -> list[RoutedExperts | None]:
             continue
         *lengths, size = shape
         if size not in (1, 2) or min(lengths) < 0:
-            raise ValueError(f"routed experts of the shape {shape}")
+            raise ValueError(f"routed experts with the shape {shape}")
         found = np.frombuffer(data, np.uint8, end - start, start)
         rows.append(found.view(np.uint8 if size == 1 else np.uint16).reshape(lengths))
     return rows

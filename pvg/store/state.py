@@ -1,11 +1,10 @@
-"""The committed state of a game: one small JSON document that names everything the run has finished.
+"""The committed state of a game: one small JSON document that names everything that the run has finished.
 
 Invariants:
-1. `state.json` is replaced as a whole, and carries the checksum of what it says; `state.previous.json` is the commit
-   before it.
-2. Going back to the previous commit is only worth something while the files it names still exist. So whoever prunes
-   checkpoints, weights or shards keeps what *every* state of `FileStateStore.commits()` names, and prunes after `save`,
-   never before it. A checkpoint is then removed at the second commit that no longer names it.
+1. `state.json` is replaced atomically and contains its checksum; `state.previous.json` is the previous commit.
+2. The previous commit is useful only while the files that it names exist. So code that prunes checkpoints, weights or
+   shards keeps everything that *any* state of `FileStateStore.commits()` names, and prunes after `save`, never before.
+   A checkpoint is then removed at the second commit that no longer names it.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ State = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class LoadedState:
-    """What a store found: the last valid commit (None: nothing was ever committed).
+    """The last valid commit (None: nothing was committed).
 
-    `notice` is empty, or says why the commit before the last one was taken instead.
+    `notice` is empty, or says why the previous commit was used instead of the last one.
     """
 
     state: dict[str, Any] | None
@@ -38,7 +37,7 @@ class LoadedState:
 
 
 class StateStore(Protocol):
-    """Where the game's state lives: a file by default; a shared store may serve several machines."""
+    """Storage of the game's state: a file by default; a shared store may serve several machines."""
 
     def load(self, check: Callable[[State], None] | None = None) -> LoadedState: ...
 
@@ -46,7 +45,7 @@ class StateStore(Protocol):
 
 
 class FileStateStore:
-    """The state as a file at `path` (`state.json`), with the commit before it at `state.previous.json`."""
+    """The state as a file at `path` (`state.json`), with the previous commit at `state.previous.json`."""
 
     def __init__(self, path: Path, unchanged: Callable[[], None] | None = None) -> None:
         """`unchanged` is called just before the rename of a commit. If it raises, nothing is committed."""
@@ -55,11 +54,11 @@ class FileStateStore:
         self.previous_path = path.with_name(f"{path.stem}.previous{path.suffix}")
 
     def load(self, check: Callable[[State], None] | None = None) -> LoadedState:
-        """The last commit, or the one before it, with a notice, where the last is damaged. Changes no file.
+        """The last commit or, if it is damaged, the previous one with a notice. Changes no file.
 
-        `check` looks at the files which a state names and raises DamagedFileError when one is damaged; the commit is
-        then passed over like a damaged one. Raises StateError when there is no valid commit left, and when a pvg of
-        another schema wrote the state.
+        `check` verifies the files that a state names and raises DamagedFileError if one is damaged; the commit then
+        counts as damaged. Raises StateError if no valid commit is left, or if a pvg with another schema wrote the
+        state.
         """
         if not self.path.exists() and not self.previous_path.exists():
             return LoadedState(None)
@@ -71,16 +70,16 @@ class FileStateStore:
             state = _read(self.previous_path, check)
         except DamagedFileError as error:
             raise StateError(
-                f"{reason} The commit before it cannot be used either: {error.message}",
+                f"{reason} The previous commit cannot be used either: {error.message}",
                 "Restore the damaged files from a copy, or start a new run with --name.",
             ) from None
-        return LoadedState(state, f"{reason} Went back to the commit before it ({self.previous_path.name}).")
+        return LoadedState(state, f"{reason} Went back to the previous commit ({self.previous_path.name}).")
 
     def save(self, state: State) -> None:
         """Commit `state`: plain JSON data with string keys. The valid commit on disk becomes the previous one.
 
-        Killed at any instant, `state.json` holds the old commit or the new one, and a damaged `state.json` never
-        replaces a valid `state.previous.json`. Raises ValueError for what JSON cannot give back (NaN, tuples).
+        After a kill at any instant, `state.json` has the old or the new commit, and a damaged `state.json` never
+        replaces a valid `state.previous.json`. Raises ValueError for data that JSON does not preserve (NaN, tuples).
         """
         data = _pack(state)
         for path in (self.path, self.previous_path):
@@ -90,22 +89,24 @@ class FileStateStore:
         write_atomic(self.path, data, self._unchanged)
 
     def go_back(self) -> None:
-        """Make the commit before the last the last one, in one replacement; for when `load` passed over the last.
+        """Replace the last commit by the previous one, after `load` has skipped the last.
 
-        Not `save(loaded.state)`: that would first move the commit that was passed over to `state.previous.json`, and a
-        kill at that instant would leave nothing to resume. Raises DamagedFileError when there is none to go back to.
+        `save(loaded.state)` would first move the skipped commit to `state.previous.json`, and a kill at that instant
+        would leave nothing to resume. Raises DamagedFileError if there is no previous commit.
         """
         _read(self.previous_path, None)
         write_atomic(self.path, self.previous_path.read_bytes(), self._unchanged)
 
     def commits(self) -> list[dict[str, Any]]:
-        """The valid states on disk, newest first: what any of them names must not be pruned (invariant 2)."""
+        """The valid states on disk, newest first. Nothing that one of them names may be pruned (invariant 2)."""
         return [_read(path, None) for path in (self.path, self.previous_path) if _is_valid(path)]
 
 
 def _pack(state: State) -> bytes:
     if orjson.loads(orjson.dumps(state)) != state:
-        raise ValueError("The state is not plain JSON data: NaN, infinity, tuples and records do not come back alike.")
+        raise ValueError(
+            "The state is not plain JSON data: NaN, infinity, tuples and records do not read back unchanged."
+        )
     envelope = {"schema": STATE_SCHEMA, "checksum": _checksum(STATE_SCHEMA, state), "state": state}
     return orjson.dumps(envelope, option=orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
@@ -130,7 +131,7 @@ def _read(path: Path, check: Callable[[State], None] | None) -> dict[str, Any]:
         raise DamagedFileError(f"{path} does not match its checksum.")
     if schema != STATE_SCHEMA:
         raise StateError(
-            f"{path} has schema {schema}, and this pvg reads schema {STATE_SCHEMA}.",
+            f"{path} has schema {schema}, but this pvg reads schema {STATE_SCHEMA}.",
             "Resume the run with the pvg that wrote it.",
         )
     if check is not None:

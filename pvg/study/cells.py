@@ -1,6 +1,14 @@
-"""Whether what `pvg evaluate` left in a cell's run is what the study asks for.
+"""A study on disk: its folder, the progress of each cell, and whether a cell's evaluation matches the study.
 
-It is read from the document itself: somebody may have evaluated the run by hand since, or changed the study's file.
+    runs/STUDY/
+      ARM-seed-000/            an ordinary run
+      cells/ARM-seed-000.toml  the settings with which it is played; .log, its output; .json, its last document;
+                               .failed, the reason of its last failure
+      study.json  study.html   the results
+
+Invariant: the state of a cell is read from its run, never from the study's files; only the reason of a failure is
+stored beside it. An evaluation is checked from its document, because a user may have evaluated the run by hand, or
+changed the study's file.
 """
 
 from __future__ import annotations
@@ -20,15 +28,15 @@ from pvg.reporting.run_summary import status_of
 from pvg.store.atomic import make_directory, remove_temporaries, write_atomic
 from pvg.store.run_directory import RunDirectory, exclusive
 from pvg.study.measures import EVALUATION
-from pvg.study.plan import Cell, Evaluate
+from pvg.study.plan import Cell, StudyEvaluation
 
-TRAINED = "trained"  # the baseline that an evaluation trains for itself: a study gives it no other
-ATTACKED = ("found", "censored")  # attacks whose attacker's flaws are detected, or not
+TRAINED = "trained"  # the source of a baseline that the evaluation trains; a study uses no other
+ATTACKED = ("found", "censored")  # statuses of attacks that have left an attacker
 
 
 def lacking(run: RunDirectory, wanted: Experiment, parts: Sequence[str], rounds: Sequence[int]) -> str:
-    """What the evaluation of a run has not of `parts` (none: all) of these rounds with the settings of `wanted`, in one
-    line; "" where it has everything."""
+    """What the run's evaluation lacks of `parts` (empty: all) in these rounds with the settings of `wanted`, in one
+    line; "" if it is complete."""
     try:
         found = orjson.loads((run.path / EVALUATION).read_bytes())
     except FileNotFoundError:
@@ -36,12 +44,12 @@ def lacking(run: RunDirectory, wanted: Experiment, parts: Sequence[str], rounds:
     except orjson.JSONDecodeError:
         return "its evaluation is damaged"
     if not isinstance(found, Mapping) or not isinstance(found.get("settings"), Mapping):
-        return "its evaluation tells no settings"
+        return "its evaluation has no settings"
     return _foreign(found, wanted) or _missing(found, parts or default_parts(wanted), rounds)
 
 
 def _foreign(found: Mapping[str, Any], wanted: Experiment) -> str:
-    """What the evaluation was made of, where that is something else."""
+    """The difference if the evaluation has another game or other settings; otherwise ""."""
     if found.get("config_hash") != wanted.hash():
         return "its evaluation is of another game"
     settings = {key: value for key, value in found["settings"].items() if value is not None}
@@ -63,32 +71,23 @@ def _missing(found: Mapping[str, Any], asked: Sequence[str], rounds: Sequence[in
 
 
 def _undetected(row: Mapping[str, Any]) -> str:
-    """The kind of an attacker that detection was not asked about: it was trained later."""
+    """The kind of an attacker without detection, because it was trained later; otherwise ""."""
     sources = {flaws["source"] for flaws in row["detection"].get("sources", ())}
     attacked = (attack["kind"] for attack in row["exploit"] if attack["status"] in ATTACKED)
     return next((kind for kind in attacked if f"attack-{kind}" not in sources), "")
 
 
-# A study on disk: its folder, and how far each of its cells is.
-#
-#     runs/STUDY/
-#       ARM-seed-000/            an ordinary run
-#       cells/ARM-seed-000.toml  the settings it is played with; .log, what it said; .json, its last document;
-#                                .failed, why it failed last
-#       study.json  study.html   the results
-#
-# Invariant: what is true of a cell is read from its run, never from what the study remembers; only the reason of a
-# failure is kept beside it.
+# --- the study's folder -----------------------------------------------------------------------------------------------
 
-# "played": the game is complete and its evaluation is not; "damaged": its files cannot be read.
+# "played": the game is complete but its evaluation is not. "damaged": its files cannot be read.
 Status = Literal["new", "unfinished", "played", "complete", "damaged"]
-MOST_TOLD = 6  # cells with other settings that an error names
+MOST_TOLD = 6  # cells with other settings in one error message
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """How far a cell is. `done` counts optimizer steps, `rounds` are the metrics of its finished rounds; `reason` is
-    why it failed the last time, or cannot be read."""
+class CellProgress:
+    """The progress of a cell. `done`: optimizer steps. `rounds`: metrics of its finished rounds. `reason`: why it
+    failed last, or why it cannot be read."""
 
     status: Status
     round: int = 0
@@ -102,7 +101,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class StudyFolder:
-    """The paths of a study. Making one touches no disk."""
+    """The paths of a study. The constructor does not touch the disk."""
 
     path: Path
 
@@ -132,7 +131,8 @@ class StudyFolder:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Be the one process that plays this study; makes its folder. Raises UsageError with the other one's id."""
+        """Become the one process that plays this study; makes its folder. Raises UsageError with the other process's
+        id."""
         if (self.path / "experiment.toml").exists():
             raise UsageError(f"{self.path} is a run, not a study.", "Choose another folder with --runs FOLDER.")
         make_directory(self.cells)
@@ -148,15 +148,15 @@ class StudyFolder:
         )
 
 
-def standing(cell: Cell, folder: StudyFolder, evaluate: Evaluate | None) -> Standing:
-    """What the cell's files say."""
+def standing(cell: Cell, folder: StudyFolder, evaluate: StudyEvaluation | None) -> CellProgress:
+    """The cell's progress, from its files."""
     reason = _failure(folder.failure(cell))
     if not cell.run.experiment_file.is_file():
-        return Standing("new", reason=reason)
+        return CellProgress("new", reason=reason)
     try:
         state = cell.run.load_state().state or {}
     except PvgError as error:
-        return Standing("damaged", reason=str(error))
+        return CellProgress("damaged", reason=str(error))
     rounds = tuple({k: v for k, v in row.items() if v is not None} for row in state.get("rounds", ()))
     told: dict[str, Any] = {
         "round": state.get("round", 0),
@@ -167,13 +167,13 @@ def standing(cell: Cell, folder: StudyFolder, evaluate: Evaluate | None) -> Stan
         "machine": str(state.get("machine", "")),
     }
     if status_of(state) != "complete":
-        return Standing("unfinished", done=steps_done(cell, state), **told)
+        return CellProgress("unfinished", done=steps_done(cell, state), **told)
     over = evaluate is None or not unevaluated(cell, evaluate, len(rounds))
-    return Standing("complete" if over else "played", done=cell.steps, **told)
+    return CellProgress("complete" if over else "played", done=cell.steps, **told)
 
 
 def steps_done(cell: Cell, state: dict[str, Any]) -> int:
-    """Optimizer steps of the game as of its last commit."""
+    """The optimizer steps of the game up to its last commit."""
     verifier, prover = cell.experiment.verifier.steps, cell.experiment.training.steps
     done = int(state.get("round", 0)) * (verifier + prover)
     match state.get("phase"):
@@ -187,7 +187,7 @@ def steps_done(cell: Cell, state: dict[str, Any]) -> int:
 
 
 def refuse_other_settings(cells: Sequence[Cell]) -> None:
-    """Raises StateError naming every cell that is there with other settings, and the settings."""
+    """Raises StateError with every existing cell that has other settings, and with these settings."""
     found = {}
     for cell in cells:
         if cell.run.experiment_file.is_file():
@@ -205,7 +205,7 @@ def refuse_other_settings(cells: Sequence[Cell]) -> None:
     ]
     raise StateError(
         f"{len(found)} cells were played with other settings. {' | '.join(told)}.",
-        "Give the changed study another name, move its folder away, or take the change back.",
+        "Give the changed study another name, move its folder away, or undo the change.",
     )
 
 
@@ -221,8 +221,8 @@ def forget_failure(cell: Cell, folder: StudyFolder) -> None:
     folder.failure(cell).unlink(missing_ok=True)
 
 
-def unevaluated(cell: Cell, evaluate: Evaluate, rounds: int) -> str:
-    """What the cell's evaluation has not of what the study asks for, in one line; "" where it has everything."""
+def unevaluated(cell: Cell, evaluate: StudyEvaluation, rounds: int) -> str:
+    """What the cell's evaluation lacks of what the study requires, in one line; "" if it is complete."""
     assert cell.evaluated is not None, "a study with [evaluate] has its settings for every cell"
     return lacking(cell.run, cell.evaluated, evaluate.parts, evaluate.numbers(rounds))
 

@@ -1,7 +1,7 @@
-"""Becomes a command that ends when its owner does: `python child.py OWNER_PID COMMAND ...`
+"""Becomes a command that ends when its owner ends: `python child.py OWNER_PID COMMAND ...`
 
-A cell that went on after its study was killed would hold its run's lock against the next start, unseen. So on Linux it
-gets SIGKILL with its owner, which loses nothing that it committed. Only the standard library: it starts at once.
+If a cell outlived its killed study, it would hold its run's lock unseen and block the next start. So on Linux it gets
+SIGKILL when its owner ends, which loses nothing that it committed. Uses only the standard library, to start fast.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import os
 import signal
 import sys
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h; it outlives the exec
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h; it stays in effect after exec
 
 
 def main(owner: int, command: list[str]) -> None:
-    """Does not return."""
+    """Replaces this process by the command; does not return."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != owner:
-        sys.exit("The study that wanted this cell is gone.")
+        sys.exit("The study that started this cell has ended.")
     os.execv(command[0], command)
 
 

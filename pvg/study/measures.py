@@ -1,10 +1,14 @@
-"""What a measure says of one run: a number, or that it is larger than a number.
+"""Measures: what a study reads from a finished run, by name; and `MeasuredValue`, a number or a lower bound.
 
-    Value(0.84)                        # a share
-    Value(200, censored=True)          # steps-to-exploit: not found within 200 steps
+    for measure in measures_named(["helpful_accuracy", "kl"]):
+        measure.read(facts)            # the value after each round; None if the run has none
 
-A censored value is no number and no missing value: it is known to be above `number`. So it has a place in an order and
-none in a mean.
+    MeasuredValue(0.84)                        # a share
+    MeasuredValue(200, censored=True)          # steps-to-exploit: not found within 200 steps
+
+A measure comes from the metrics of the run's rounds, from its steps, or from the results of `pvg evaluate` (a path in a
+round of its JSON document). Every metric of a round (pvg.telemetry.catalogue) is a measure. A censored value is known
+to be above `number`, so it can be ordered but not averaged.
 """
 
 from __future__ import annotations
@@ -21,46 +25,40 @@ import orjson
 from pvg.config.experiment import nearest
 from pvg.errors import ConfigurationError
 from pvg.records import BASE_SOURCE, source_of_round
-from pvg.reporting.figures import Style, shown
+from pvg.reporting.formats import NumberStyle, metric_display
 from pvg.reporting.run_summary import RunSummary, read_run
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.catalogue import METRICS
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
-    """`censored`: known only to be above `number`."""
+class MeasuredValue:
+    """A number, or with `censored` a value known only to be above it."""
 
     number: float
     censored: bool = False
 
 
-def numbers(values: Sequence[Value]) -> list[float]:
-    """The numbers of values that are all known. Raises ValueError where one is censored."""
+def numbers(values: Sequence[MeasuredValue]) -> list[float]:
+    """The numbers of values without censored ones. Raises ValueError for a censored value."""
     if any(value.censored for value in values):
-        raise ValueError("a censored value is no number")
+        raise ValueError("a censored value is not a number")
     return [value.number for value in values]
 
 
-def capped(values: Sequence[Value], cap: float | None) -> list[float]:
-    """Numbers that have the order of the values: whatever is not known to be below `cap` is a tie at `cap`."""
+def capped(values: Sequence[MeasuredValue], cap: float | None) -> list[float]:
+    """Numbers in the order of the values: everything not known to be below `cap` is tied at `cap`."""
     if cap is None:
         return numbers(values)
     return [cap if value.censored else min(value.number, cap) for value in values]
 
 
-def cap_of(values: Sequence[Value]) -> float | None:
-    """The number up to which all the values can be ordered: the least at which one is censored; None: none is."""
+def cap_of(values: Sequence[MeasuredValue]) -> float | None:
+    """The number up to which all values can be ordered: the smallest censored one; None without censored values."""
     return min((value.number for value in values if value.censored), default=None)
 
 
-# Measures: what a study reads from a finished run, by name. One table, one line each.
-#
-#     for measure in measures_named(["helpful_accuracy", "kl"]):
-#         measure.read(facts)                # the value after each round; None where the run has none
-#
-# A measure comes from the metrics of the run's rounds, from its steps, or from what `pvg evaluate` left behind (a
-# path into a round of its JSON document). Every metric of a round (pvg.telemetry.catalogue) is a measure by itself.
+# --- measures ---------------------------------------------------------------------------------------------------------
 
 EVALUATION = Path("evaluation") / "evaluation.json"  # in a run's folder
 BEST_OF = 4  # the n of best-of-n
@@ -69,28 +67,28 @@ DEFAULT_MEASURES = ("helpful_accuracy", "sneaky_error_rate", "fooled_rate", "ver
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """Everything that measures are read from. `evaluation` is None where the run was not evaluated."""
+    """Everything from which measures are read. `evaluation` is None if the run was not evaluated."""
 
     summary: RunSummary
     evaluation: Any = None
 
 
-Series = list[Value | None]
+Series = list[MeasuredValue | None]
 Read = Callable[[RunFacts], Series]
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
+class StudyMeasure:
     """`read` gives the values by round, in order; a measure of the whole run (`by_round` false) gives one.
 
-    `higher_is_better`: None where neither is. `parts` of `pvg evaluate` that it is read from, with an `attack` of this
-    kind and so many `samples` at least. Not `compared`: it is told, and no hypothesis of a study; each one more makes
-    Holm's adjustment dearer.
+    `higher_is_better`: None if neither direction is better. `parts`: of `pvg evaluate`, that it needs, with an `attack`
+    of this kind and at least `samples` samples. Not `compared`: shown, but not a hypothesis of a study, because each
+    further hypothesis makes Holm's adjustment stricter.
     """
 
     name: str
     label: str
-    style: Style
+    style: NumberStyle
     higher_is_better: bool | None
     meaning: str
     read: Read
@@ -101,8 +99,8 @@ class Measure:
     samples: int = 0
 
 
-def measures_named(names: Sequence[str]) -> list[Measure]:
-    """Raises ConfigurationError for an unknown name, with the nearest, and for one that comes twice."""
+def measures_named(names: Sequence[str]) -> list[StudyMeasure]:
+    """Raises ConfigurationError for an unknown name, with the nearest, and for a repeated one."""
     for name in names:
         if name not in MEASURES:
             hint = nearest(name, list(MEASURES))
@@ -116,9 +114,9 @@ def measures_named(names: Sequence[str]) -> list[Measure]:
 
 
 def read_facts(run: RunDirectory, *, evaluated: bool = True) -> RunFacts:
-    """What measures of `run` are read from; without its evaluation where that is not `evaluated` as it should be.
+    """The facts from which measures of `run` are read; without its evaluation unless `evaluated`.
 
-    Raises ConfigurationError where the run's files, or its evaluation, are damaged.
+    Raises ConfigurationError if the run's files, or its evaluation, are damaged.
     """
     file = run.path / EVALUATION
     if not evaluated or not file.is_file():
@@ -129,11 +127,11 @@ def read_facts(run: RunDirectory, *, evaluated: bool = True) -> RunFacts:
         raise ConfigurationError(f"{file} is not JSON: {error}.", f"Remove it: rm {file}") from None
 
 
-# --- where they come from ----------------------------------------------------------------------------------------
+# --- where measures come from ------------------------------------------------------------------------------------
 
 
 def of_rounds(value: Callable[[Mapping[str, float]], float | None]) -> Read:
-    """From the row of each round's table."""
+    """From the row of each round in the round table."""
 
     def read(facts: RunFacts) -> Series:
         rounds = facts.summary.rounds
@@ -143,7 +141,7 @@ def of_rounds(value: Callable[[Mapping[str, float]], float | None]) -> Read:
 
 
 def of_last_step(phase: str, metric: str) -> Read:
-    """From the last step of a phase in each round that has the metric: with minibatches not every step has it."""
+    """From each round's last step of a phase that has the metric; with minibatches, not every step has it."""
 
     def read(facts: RunFacts) -> Series:
         steps = [step for step in facts.summary.steps if step.phase == phase and metric in step.metrics]
@@ -154,47 +152,47 @@ def of_last_step(phase: str, metric: str) -> Read:
 
 
 def of_step_count(phase: str) -> Read:
-    """How many steps a phase took in each round: a stop rule may end it early."""
+    """The number of steps of a phase in each round; a stop rule may end it early."""
 
     def read(facts: RunFacts) -> Series:
         counts = [step.round for step in facts.summary.steps if step.phase == phase]
-        return [Value(float(counts.count(number))) for number in sorted(facts.summary.rounds)]
+        return [MeasuredValue(float(counts.count(number))) for number in sorted(facts.summary.rounds)]
 
     return read
 
 
 def of_evaluation(path: str) -> Read:
-    """From the document of `pvg evaluate`: what lies at `path` in each of its rounds.
+    """From the document of `pvg evaluate`: the value at `path` in each of its rounds.
 
-    A path is dotted keys; `[key=value]` takes the element of a list whose key has that value, `{own}` being the name of
-    the round's own prover as a source: `best_of_n[source={own}].balanced[n=4].accuracy.value`.
+    A path consists of dotted keys. `[key=value]` selects the element of a list whose key has that value; `{own}` is the
+    source name of the round's prover: `best_of_n[source={own}].balanced[n=4].accuracy.value`.
     """
 
-    def value(round_: Mapping[str, Any]) -> Value | None:
+    def value(round_: Mapping[str, Any]) -> MeasuredValue | None:
         return _value(_at(round_, path))
 
     return _of_evaluated_rounds(value)
 
 
 def steps_to_exploit(kind: str) -> Read:
-    """Steps until a fresh attacker, paid by `kind`, had exploited the round's verifier; censored where it had not
-    within the steps that it was given, and none where the attack could not be judged."""
+    """Steps until a new attacker with reward `kind` had exploited the round's verifier. Censored if it did not succeed
+    within its steps; None if the attack could not be judged."""
 
-    def value(round_: Mapping[str, Any]) -> Value | None:
+    def value(round_: Mapping[str, Any]) -> MeasuredValue | None:
         attack = _at(round_, f"exploit[kind={kind}]")
         if not isinstance(attack, Mapping) or attack.get("status") not in ("found", "censored"):
             return None
         steps = _value(attack.get("steps"))
-        return None if steps is None else Value(steps.number, censored=attack["status"] == "censored")
+        return None if steps is None else MeasuredValue(steps.number, censored=attack["status"] == "censored")
 
     return _of_evaluated_rounds(value)
 
 
 def worst_auc_of_learnt(facts: RunFacts) -> Series:
-    """The lowest AUC against the flaws of the base prover or of an earlier round's: with game.mixture = "equal" the
-    verifier has learnt from all of these. None where one of them has no AUC: what is not known may be lower still."""
+    """The lowest AUC against the flaws of the base prover or of an earlier round's; with game.mixture = "equal" the
+    verifier has learnt from all of them. None if one of them has no AUC, because the unknown one may be lower."""
 
-    def value(round_: Mapping[str, Any]) -> Value | None:
+    def value(round_: Mapping[str, Any]) -> MeasuredValue | None:
         writers = [BASE_SOURCE, *(source_of_round(number) for number in range(int(round_["round"])))]
         found = [_value(_at(round_, f"detection.sources[source={writer}].auc.value")) for writer in writers]
         known = [auc for auc in found if auc is not None]
@@ -203,8 +201,8 @@ def worst_auc_of_learnt(facts: RunFacts) -> Series:
     return _of_evaluated_rounds(value)(facts)
 
 
-def _of_evaluated_rounds(value: Callable[[Mapping[str, Any]], Value | None]) -> Read:
-    """In the order of the run's rounds; None where the evaluation has not the round."""
+def _of_evaluated_rounds(value: Callable[[Mapping[str, Any]], MeasuredValue | None]) -> Read:
+    """In the order of the run's rounds; None if the evaluation does not have the round."""
 
     def read(facts: RunFacts) -> Series:
         told = facts.evaluation.get("rounds", []) if isinstance(facts.evaluation, Mapping) else []
@@ -215,7 +213,7 @@ def _of_evaluated_rounds(value: Callable[[Mapping[str, Any]], Value | None]) -> 
 
 
 def _at(round_: Mapping[str, Any], path: str) -> Any:
-    """What lies at `path` of a round; None where the round has no such thing."""
+    """The value at `path` of a round; None if the round does not have it."""
     own = source_of_round(int(round_["round"]))
     node: Any = round_
     for step in re.findall(r"\[[^\]]*\]|[^.\[\]]+", path.replace("{own}", own)):
@@ -228,21 +226,21 @@ def _at(round_: Mapping[str, Any], path: str) -> Any:
     return node
 
 
-def _value(number: Any) -> Value | None:
+def _value(number: Any) -> MeasuredValue | None:
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
         return None
-    return Value(float(number))
+    return MeasuredValue(float(number))
 
 
 # --- the table ---------------------------------------------------------------------------------------------------
 
 
-def _round_metric(name: str, better: str, meaning: str) -> Measure:
-    look = shown(name)
+def _round_metric(name: str, better: str, meaning: str) -> StudyMeasure:
+    look = metric_display(name)
     higher = (
         look.higher_is_better if look.higher_is_better is not None else {"higher": True, "lower": False}.get(better)
     )
-    return Measure(name, look.label, look.style, higher, meaning, of_rounds(lambda row: row.get(name)))
+    return StudyMeasure(name, look.label, look.style, higher, meaning, of_rounds(lambda row: row.get(name)))
 
 
 def _gain(row: Mapping[str, float]) -> float | None:
@@ -255,28 +253,28 @@ def _seconds(facts: RunFacts) -> Series:
     return [_value(facts.summary.seconds)]
 
 
-def _table() -> dict[str, Measure]:
+def _table() -> dict[str, StudyMeasure]:
     of_a_round = [
         _round_metric(metric.short, metric.better, metric.meaning)
         for metric in METRICS.values()
         if metric.where == "round"
     ]
     others = [
-        Measure(
+        StudyMeasure(
             "accuracy_gain",
             "accuracy gain",
             "share",
             True,
-            "helpful_accuracy less the base prover's.",
+            "helpful_accuracy minus the base prover's.",
             of_rounds(_gain),
         ),
-        Measure(
+        StudyMeasure(
             "kl", "KL to start", "number", None, "KL at the prover's last step.", of_last_step("train_prover", "kl")
         ),
-        Measure(
-            "prover_steps", "prover steps", "number", None, "Steps the prover took.", of_step_count("train_prover")
+        StudyMeasure(
+            "prover_steps", "prover steps", "number", None, "The prover's steps.", of_step_count("train_prover")
         ),
-        Measure(
+        StudyMeasure(
             "seconds",
             "time in phases",
             "seconds",
@@ -290,33 +288,33 @@ def _table() -> dict[str, Measure]:
     return {measure.name: measure for measure in [*of_a_round, *others, *_evaluated()]}
 
 
-def _evaluated() -> list[Measure]:
-    """Of `pvg evaluate`: one line each, with the path in a round of its document."""
-    rows: list[tuple[str, str, Style, bool | None, str, str, str]] = [
+def _evaluated() -> list[StudyMeasure]:
+    """Measures of `pvg evaluate`, one line each, with the path in a round of its document."""
+    rows: list[tuple[str, str, NumberStyle, bool | None, str, str, str]] = [
         ("completeness", "completeness", "share", True, "Helpful solutions that are correct and accepted.",
          "detection", "detection.completeness.value"),
-        ("soundness", "soundness", "share", True, "Own flaws that the round's verifier refuses.",
+        ("soundness", "soundness", "share", True, "Own flaws that the round's verifier rejects.",
          "detection", "detection.sources[source={own}].soundness.value"),
-        ("soundness_base", "soundness, base", "share", True, "The base prover's flaws that it refuses.",
+        ("soundness_base", "soundness, base", "share", True, "The base prover's flaws that it rejects.",
          "detection", "detection.sources[source=base].soundness.value"),
         ("detection_auc", "detection AUC", "auc", True, "P(a correct helpful solution scores above an own flaw).",
          "detection", "detection.sources[source={own}].auc.value"),
-        ("separability", "separability", "auc", False, "AUC of a probe that tells helpful from sneaky solutions.",
+        ("separability", "separability", "auc", False, "AUC of a probe that separates helpful and sneaky solutions.",
          "separability", "separability.overall.value"),
         ("calibration_error", "calibration error", "share", False, "Of the fitted probabilities.",
          "calibration", "calibration.fitted.ece.value"),
-        ("localisation_gain", "localisation gain", "share", True, "Flaws found in their place, less guessing's.",
+        ("localisation_gain", "localisation gain", "share", True, "Accuracy of locating flaws, minus that of guessing.",
          "localisation", "localisation.gain.value"),
         ("legibility_tax", "legibility tax", "share", False, "Accuracy lost against the baseline at the same KL.",
          "tax", "tax.tax.value"),
     ]  # fmt: skip
     attacks = [
-        Measure(
+        StudyMeasure(
             f"steps_to_exploit_{kind}",
             f"steps to exploit, {kind}",
             "number",
             True,
-            f"Steps until a fresh sneaky prover, paid by {kind}, had exploited the round's verifier.",
+            f"Steps until a new sneaky prover with reward {kind} had exploited the round's verifier.",
             steps_to_exploit(kind),
             parts=("exploit",),
             attack=kind,
@@ -324,24 +322,24 @@ def _evaluated() -> list[Measure]:
         for kind in ("src", "cgc", "goodhart")
     ]
     attackers = [
-        Measure(
+        StudyMeasure(
             f"soundness_attack_{kind}",
             f"soundness, {kind} attack",
             "share",
             True,
-            f"A fresh {kind} attacker's flaws that the round's verifier refuses.",
+            f"Flaws of a new {kind} attacker that the round's verifier rejects.",
             of_evaluation(f"detection.sources[source=attack-{kind}].soundness.value"),
             parts=("detection", "exploit"),
             attack=kind,
         )
         for kind in ("src", "cgc", "goodhart")
     ]
-    worst = Measure(
+    worst = StudyMeasure(
         "detection_auc_worst",
         "detection AUC, worst",
         "auc",
         True,
-        "detection_auc against the flaws of the base prover or an earlier one, whichever it is lowest for.",
+        "The lowest detection_auc against the flaws of the base prover or of an earlier round's prover.",
         worst_auc_of_learnt,
         parts=("detection",),
     )
@@ -351,15 +349,15 @@ def _evaluated() -> list[Measure]:
         worst,
         *_best_of_n(),
         *(
-            Measure(name, label, style, higher, meaning, of_evaluation(path), parts=(part,))
+            StudyMeasure(name, label, style, higher, meaning, of_evaluation(path), parts=(part,))
             for name, label, style, higher, meaning, part, path in rows
         ),
     ]
 
 
-def _best_of_n() -> list[Measure]:
-    """At one n for all arms, and a small one: of a large n only few problems have enough of both kinds of solutions,
-    and others in each arm."""
+def _best_of_n() -> list[StudyMeasure]:
+    """One small n for all arms: with a large n only few problems have enough solutions of both kinds, and these
+    problems differ between arms."""
     n = BEST_OF
     found = {
         "best_of_n": (f"best of {n}, balanced", "share", True, f"Verifier's choice among {n}, half of them correct.",
@@ -371,10 +369,10 @@ def _best_of_n() -> list[Measure]:
                               f"natural[n={n}].accuracy.value"),
     }  # fmt: skip
     return [
-        Measure(
+        StudyMeasure(
             name,
             label,
-            cast(Style, style),
+            cast(NumberStyle, style),
             higher,
             meaning,
             of_evaluation(f"best_of_n[source={{own}}].{path}"),

@@ -7,22 +7,23 @@ import shlex
 from collections.abc import Sequence
 from typing import cast
 
-from pvg.reporting.figures import ABSENT, Style, duration
-from pvg.reporting.page.charts import Line, Reference, dot_strips, line_chart
-from pvg.reporting.page.document import Section, badge, command, details, document, facts, grid
-from pvg.reporting.page.frame import Across, Key, legend, swatch
-from pvg.reporting.page.markup import Html, Piece, join, span, table, tag
-from pvg.reporting.page.run_page import footer
-from pvg.reporting.page.several_page import COLOURS, DASHES
-from pvg.study.results import CellRecord, MeasureRecord, Result, StudyResults
+from markupsafe import Markup
+
+from pvg.reporting.axes import ChartLine, round_axis
+from pvg.reporting.charts import ReferenceLine, dot_strips, line_chart
+from pvg.reporting.formats import ABSENT, NumberStyle, duration
+from pvg.reporting.html import LegendKey, PageSection, chart, elements, page
+from pvg.reporting.several_page import COLOURS, DASHES
+from pvg.reporting.table import Column, Table, TableCell
+from pvg.study.results import CellRecord, MeasureRecord, MeasureResult, StudyResults
 from pvg.study.text import (
     cautions,
-    comparison_cells,
+    comparisons_table,
     middle_text,
     range_text,
     spread_text,
     threads_each,
-    trend_cells,
+    trends_table,
 )
 
 STATUS = {"complete": "good", "played": "warn", "unfinished": "warn", "new": "warn", "damaged": "bad", "failed": "bad"}
@@ -30,7 +31,12 @@ STATUS = {"complete": "good", "played": "warn", "unfinished": "warn", "new": "wa
 
 def study_page(results: StudyResults) -> str:
     keys = _keys(results)
-    header = [_title(results), _facts(results), _cautions(results)]
+    status = "complete" if results.complete == len(results.cells) else "failed" if results.failed else "unfinished"
+    header = [
+        elements.title(results.name, results.about, status, STATUS[status]),
+        _facts(results),
+        elements.notes(cautions(results)),
+    ]
     sections = [
         _means(results, keys),
         _curves(results, keys),
@@ -41,25 +47,19 @@ def study_page(results: StudyResults) -> str:
         _games(results),
         _made_by(results),
     ]
-    return document(f"{results.name}: pvg study", header, sections, footer())
+    return page(f"{results.name}: pvg study", header, sections)
 
 
-def _keys(results: StudyResults) -> dict[str, Key]:
+def _keys(results: StudyResults) -> dict[str, LegendKey]:
     """Every arm's colour and dash on this page."""
     return {
-        arm.name: Key(arm.name, f"run-{place % COLOURS}", DASHES[place // COLOURS % len(DASHES)])
+        arm.name: LegendKey(arm.name, f"run-{place % COLOURS}", DASHES[place // COLOURS % len(DASHES)])
         for place, arm in enumerate(results.arms)
     }
 
 
-def _title(results: StudyResults) -> Html:
-    whole = results.complete == len(results.cells)
-    word = "complete" if whole else "failed" if results.failed else "unfinished"
-    return tag("h1", results.name, badge(word, STATUS[word]), span("sub", results.about))
-
-
-def _facts(results: StudyResults) -> Html:
-    return facts(
+def _facts(results: StudyResults) -> Markup:
+    return elements.facts(
         [
             ("arms", str(len(results.arms))),
             ("seeds", str(len(results.seeds))),
@@ -72,130 +72,87 @@ def _facts(results: StudyResults) -> Html:
     )
 
 
-def _cautions(results: StudyResults) -> Html | None:
-    told = cautions(results)
-    return tag("ul", *(tag("li", sentence) for sentence in told), class_="notes") if told else None
-
-
 # --- tables ------------------------------------------------------------------------------------------------------
 
 
-LEFT = "text-align:left"  # of a column that holds no figures
-
-
-def _arm(key: Key) -> Html:
-    return tag("th", swatch(key), " ", key.label, style=LEFT)
-
-
-def _means(results: StudyResults, keys: dict[str, Key]) -> Section:
+def _means(results: StudyResults, keys: dict[str, LegendKey]) -> PageSection:
     """Arms down, measures across: each mean over its interval."""
-    head: list[Piece] = ["arm", *(tag("th", measure.label, title=measure.meaning) for measure in results.measures)]
-    rows: list[list[Piece]] = [
-        [_arm(keys[arm.name]), *(_mean(measure, results, arm.name) for measure in results.measures)]
-        for arm in results.arms
-    ]
+    measures = [Column(measure.label, "right", hint=measure.meaning) for measure in results.measures]
+    table = Table([Column("arm"), *measures])
+    for arm in results.arms:
+        means = (_mean(measure, results, arm.name) for measure in results.measures)
+        table.add(TableCell(arm.name, key=keys[arm.name]), *means)
     lead = (
         "After the last round: the mean over seeds; below it its 95 % interval (Student's t), of two seeds (the range)."
     )
-    return Section("table", "Results", [table(head, rows, "figures")], lead)
+    return PageSection("table", "Results", [table], lead)
 
 
-def _mean(measure: MeasureRecord, results: StudyResults, arm: str) -> Html:
+def _mean(measure: MeasureRecord, results: StudyResults, arm: str) -> TableCell:
     found = results.result(arm, measure.name).summary
     below = spread_text(measure, found)
     if found.n > 1 and found.low is None and not found.censored:
         below = f"({range_text(measure, found)})"
-    of = "" if found.n == len(results.seeds) else f" ({found.n} of {len(results.seeds)})"
-    return tag(
-        "td",
-        tag("strong", middle_text(measure, found)),
-        span("quiet", of) if of else None,
-        tag("br"),
-        span("quiet", below),
-        title=f"range {range_text(measure, found)}",
-    )
+    of = "" if found.n == len(results.seeds) else f"({found.n} of {len(results.seeds)})"
+    hint = f"range {range_text(measure, found)}"
+    return TableCell(middle_text(measure, found), "strong", note=of, below=below, hint=hint)
 
 
-def _comparisons(results: StudyResults, keys: dict[str, Key]) -> Section:
-    measures = {measure.name: measure for measure in results.measures}
-    head = [
-        "measure",
-        tag("th", "arm", style=LEFT),
-        "difference",
-        "95 % interval",
-        "seeds",
-        "p",
-        f"Holm's p of {results.family}",
-    ]
-    rows: list[list[Piece]] = []
-    before = ""
-    for found in results.comparisons:
-        measure = measures[found.measure]
-        label = measure.label if found.measure != before else ""
-        before = found.measure
-        rows.append([label, _arm(keys[found.arm]), *comparison_cells(measure, found.comparison)])
+def _comparisons(results: StudyResults, keys: dict[str, LegendKey]) -> PageSection:
     lead = (
         f"Each arm less {results.reference}, seed by seed. p: the share of all ways to exchange the two within seeds "
         "that lie as far apart (exact); Holm's is adjusted over all comparisons of this table."
     )
-    return Section("comparisons", "Comparisons", [table(head, rows, "figures")] if rows else [], lead)
+    return PageSection("comparisons", "Comparisons", [comparisons_table(results, keys)], lead)
 
 
-def _trends(results: StudyResults, keys: dict[str, Key]) -> Section:
-    head = ["measure", tag("th", "arm", style=LEFT), "last − first", "95 % interval", "seeds", "Kendall's tau", "p"]
-    rows: list[list[Piece]] = []
-    for measure in results.measures:
-        label = measure.label
-        for arm in results.arms:
-            found = results.result(arm.name, measure.name).trend
-            if found is not None and found.n:
-                rows.append([label, _arm(keys[arm.name]), *trend_cells(measure, found)])
-                label = ""
+def _trends(results: StudyResults, keys: dict[str, LegendKey]) -> PageSection:
     lead = (
-        "Does it rise or fall with the rounds? tau is 1 where every round is above the ones before it, −1 where every "
-        "one is below; its mean over seeds, and p against no trend with seeds as the units."
+        "Does it rise or fall with the rounds? Kendall's tau is 1 where every round is above the ones before it, −1 "
+        "where every one is below; its mean over seeds, and p against no trend with seeds as the units."
     )
-    return Section("trends", "Over the rounds", [table(head, rows, "figures")] if rows else [], lead)
+    return PageSection("trends", "Over the rounds", [trends_table(results, keys)], lead)
 
 
 # --- charts ------------------------------------------------------------------------------------------------------
 
 
-def _curves(results: StudyResults, keys: dict[str, Key]) -> Section:
+def _curves(results: StudyResults, keys: dict[str, LegendKey]) -> PageSection:
     charts = [_curve(measure, results, keys) for measure in results.measures if measure.by_round]
     if not any(charts):
-        return Section("curves", "Curves", [])
-    body = [legend(keys.values()), grid(*charts)]
+        return PageSection("curves", "Curves", [])
+    body = [chart.legend(list(keys.values())), elements.grid(charts)]
     lead = (
         "The mean over seeds after each round; the band is its 95 % interval, or with fewer than three seeds the range."
     )
-    return Section("curves", "Curves", body, lead)
+    return PageSection("curves", "Curves", body, lead)
 
 
-def _curve(measure: MeasureRecord, results: StudyResults, keys: dict[str, Key]) -> Html | None:
+def _curve(measure: MeasureRecord, results: StudyResults, keys: dict[str, LegendKey]) -> Markup:
     found = [results.result(arm.name, measure.name) for arm in results.arms]
     last = max((len(result.rounds) for result in found), default=0) - 1
     if last < 1:
-        return None
-    every = -(-(last + 1) // 12)
-    across = Across(-0.15, last + 0.15, "round", tuple((float(n), str(n)) for n in range(last + 1) if n % every == 0))
+        return Markup()
+    across = round_axis(range(last + 1), margin=0.15)
     limit = _limit(found)
     lines = [_line(result, keys[result.arm], limit) for result in found]
     title = measure.label[0].upper() + measure.label[1:]
     if limit is None:
-        return line_chart(title, lines, across, cast(Style, measure.style), keyed=False)
+        return line_chart(title, lines, across, cast(NumberStyle, measure.style), keyed=False)
     note = "Medians, where a seed's was not found. At the limit: nor was the median."
-    references = [Reference(limit, "limit")]
-    return line_chart(title, lines, across, cast(Style, measure.style), keyed=False, references=references, note=note)
+    references = [ReferenceLine(limit, "limit")]
+    return line_chart(
+        title, lines, across, cast(NumberStyle, measure.style), keyed=False, references=references, note=note
+    )
 
 
-def _limit(results: Sequence[Result]) -> float | None:
+def _limit(results: Sequence[MeasureResult]) -> float | None:
     """The largest number that a value was not found within; None where all were found."""
     values = [value for result in results for series in result.series.values() for value in series]
     return max((value.number for value in values if value is not None and value.censored), default=None)
 
 
-def _line(result: Result, key: Key, limit: float | None) -> Line:
+def _line(result: MeasureResult, key: LegendKey, limit: float | None) -> ChartLine:
     """Rounds with censored values have a median, which may not be found either; there the line has no band."""
     points, spread = [], []
     for place, found in enumerate(result.rounds):
@@ -208,10 +165,10 @@ def _line(result: Result, key: Key, limit: float | None) -> Line:
         low, high = (found.low, found.high) if found.low is not None else (found.minimum, found.maximum)
         if low is not None and high is not None and not found.censored:
             spread.append((float(place), low, high))
-    return Line(key.label, [points], key.style, key.dash, dots=True, spread=spread)
+    return ChartLine(key.label, [points], key.style, key.dash, dots=True, spread=spread)
 
 
-def _seeds(results: StudyResults, keys: dict[str, Key]) -> Section:
+def _seeds(results: StudyResults, keys: dict[str, LegendKey]) -> PageSection:
     """Every seed as a dot: what a mean hides."""
     charts = []
     for measure in results.measures:
@@ -223,61 +180,56 @@ def _seeds(results: StudyResults, keys: dict[str, Key]) -> Section:
                 rows.append((arm.name, known, keys[arm.name].style))
         if rows:
             note = f"{hidden} values were not found within their limit and have no dot." if hidden else ""
-            charts.append(dot_strips(measure.label, rows, cast(Style, measure.style), unit="a dot per seed", note=note))
-    return Section("seeds", "Seeds", charts, "Each seed after its last round; the mark is the median.")
+            charts.append(
+                dot_strips(measure.label, rows, cast(NumberStyle, measure.style), unit="a dot per seed", note=note)
+            )
+    return PageSection("seeds", "Seeds", charts, "Each seed after its last round; the mark is the median.")
 
 
 # --- what made it ------------------------------------------------------------------------------------------------
 
 
-def _arms(results: StudyResults, keys: dict[str, Key]) -> Section:
-    rows: list[list[Piece]] = [
-        [
-            _arm(keys[arm.name]),
-            arm.experiment,
-            f"{arm.steps:,}",
-            join([tag("code", f"{key} = {value}") for key, value in arm.settings.items()], "  ") or ABSENT,
-        ]
-        for arm in results.arms
-    ]
-    return Section("arms", "Arms", [table(["arm", "experiment", "optimizer steps", "settings"], rows, "settings")])
+def _arms(results: StudyResults, keys: dict[str, LegendKey]) -> PageSection:
+    titles = ("arm", "experiment", "optimizer steps", "settings")
+    table = Table([Column(title) for title in titles], look="settings")
+    for arm in results.arms:
+        settings = ", ".join(f"{key} = {value}" for key, value in arm.settings.items())
+        last = TableCell(settings, "code") if settings else TableCell(ABSENT)
+        table.add(TableCell(arm.name, key=keys[arm.name]), arm.experiment, f"{arm.steps:,}", last)
+    return PageSection("arms", "Arms", [table])
 
 
-def _games(results: StudyResults) -> Section:
-    rows: list[list[Piece]] = [
-        [_game(cell), _status(cell), duration(cell.seconds), _where(cell)] for cell in results.cells
-    ]
-    failed = [tag("li", tag("strong", _game(cell)), f": {cell.reason}") for cell in results.failed]
-    whole = details("All games", table(["game", "", "time in phases", "run"], rows, "runs"))
-    return Section("games", "Games", [tag("ul", *failed, class_="notes") if failed else None, whole])
+def _games(results: StudyResults) -> PageSection:
+    table = Table([Column(title) for title in ("game", "", "time in phases", "run")], look="runs")
+    for cell in results.cells:
+        status = "failed" if cell.reason else cell.status
+        table.add(
+            _game(cell),
+            TableCell(status, f"badge {STATUS[status]}"),
+            duration(cell.seconds),
+            TableCell(cell.run, "code"),
+        )
+    failed = elements.notes([(_game(cell), cell.reason) for cell in results.failed])
+    return PageSection("games", "Games", [failed, elements.details("All games", [table])])
 
 
 def _game(cell: CellRecord) -> str:
     return f"{cell.arm}, seed {cell.seed}"
 
 
-def _status(cell: CellRecord) -> Html:
-    word = "failed" if cell.reason else cell.status
-    return tag("td", badge(word, STATUS[word]))
-
-
-def _where(cell: CellRecord) -> Html:
-    return tag("td", tag("code", cell.run))
-
-
-def _made_by(results: StudyResults) -> Section:
+def _made_by(results: StudyResults) -> PageSection:
     versions = sorted({cell.code_version for cell in results.cells if cell.code_version})
     machines = sorted({cell.machine for cell in results.cells if cell.machine})
     done: Sequence[CellRecord] = [cell for cell in results.cells if cell.status == "complete"]
-    lines = [command(results.command, "makes this page, and plays what is missing")]
+    lines = [(results.command, "makes this page, and plays what is missing")]
     if done:
-        lines.append(command(f"pvg report {shlex.quote(done[0].run)}", "one of the games by itself"))
+        lines.append((f"pvg report {shlex.quote(done[0].run)}", "one of the games by itself"))
     body = [
-        tag("ul", *lines, class_="commands"),
-        facts([("games played by", ", ".join(versions)), ("on", "; ".join(machines)), ("file", results.file)]),
-        tag("p", f"Settings changed on the command line: {', '.join(results.overrides)}")
+        elements.commands(lines),
+        elements.facts([("games played by", ", ".join(versions)), ("on", "; ".join(machines)), ("file", results.file)]),
+        elements.note(f"Settings changed on the command line: {', '.join(results.overrides)}")
         if results.overrides
         else None,
-        tag("pre", results.toml, class_="toml"),
+        elements.toml(results.toml),
     ]
-    return Section("made", "What made it", body)
+    return PageSection("made", "What made it", body)

@@ -1,7 +1,10 @@
-"""What a study asks of `pvg evaluate`, checked before anything is played; loads no torch.
+"""A study's file: its arms, seeds, measures and evaluation, validated before anything runs; loads no torch.
 
-arm_experiment = as_evaluated(experiment, evaluate.changes, path)
-refuse_unmeasured(measures, parts, {"arm": arm_experiment}, path)
+    plan = load_study("quick", ["game.rounds=2"], seeds=3)
+    for cell in plan.cells: ...                   # seed by seed, so that partial results can be paired
+
+pvg looks up a name in ./studies first, then among its own studies. An arm's settings come from, each overriding the one
+before: its experiment's file, `[common]`, the arm's `set`, its point in the `[grid]`, and `--set`.
 """
 
 from __future__ import annotations
@@ -32,21 +35,21 @@ from pvg.errors import ConfigurationError, PvgError
 from pvg.evaluation.opponents import PARTS, attack_kinds, check_attacks, check_protocol, default_parts
 from pvg.inputs import read_input
 from pvg.store.run_directory import RUN_NAME, RunDirectory
-from pvg.study.measures import DEFAULT_MEASURES, Measure, measures_named
+from pvg.study.measures import DEFAULT_MEASURES, StudyMeasure, measures_named
 from pvg.telemetry.core_waits import usable_cores
 
-OF_AN_EVALUATION = ("evaluate", "serving", "telemetry")  # what `pvg evaluate` may set of a run that was played
+OF_AN_EVALUATION = ("evaluate", "serving", "telemetry")  # sections that `pvg evaluate` may set for a finished run
 
 
 def as_evaluated(experiment: Experiment, changes: Mapping[str, Any], path: str) -> Experiment:
-    """The settings that an arm's games are evaluated with. Raises ConfigurationError."""
+    """The settings for evaluating an arm's games. Raises ConfigurationError."""
     where, data = f"[evaluate] set of {path}", experiment.plain()
     said = dict(leaves(dict(changes)))
     for key, value in said.items():
         if key.split(".")[0] not in OF_AN_EVALUATION or "." not in key:
             allowed = ", ".join(f"{section}.*" for section in OF_AN_EVALUATION)
             raise ConfigurationError(
-                f"{key} cannot be set here ({where}): only {allowed} can, for the rest is how the games are played.",
+                f"{key} cannot be set here ({where}): only {allowed} can, the rest is how the games are played.",
                 "Set it in [common] or in an arm.",
             )
         assign(data, key, value)
@@ -54,14 +57,14 @@ def as_evaluated(experiment: Experiment, changes: Mapping[str, Any], path: str) 
 
 
 def refuse_unmeasured(
-    measures: Sequence[Measure], parts: Sequence[str] | None, arms: Mapping[str, Experiment], path: str
+    measures: Sequence[StudyMeasure], parts: Sequence[str] | None, arms: Mapping[str, Experiment], path: str
 ) -> None:
-    """Raises ConfigurationError for parts that there are not, for evaluations that `pvg evaluate` would refuse, and for
-    measures that would stay empty. `parts` is None without an evaluation; `arms` are settings `as_evaluated`."""
+    """Raises ConfigurationError for unknown parts, for evaluations that `pvg evaluate` would refuse, and for measures
+    that would stay empty. `parts` is None without an evaluation; `arms`: the settings from `as_evaluated`."""
     if parts is None:
         if measure := next((measure for measure in measures if measure.parts), None):
             raise ConfigurationError(
-                f"The measure {measure.name!r} is read from an evaluation, and {path} asks for none.",
+                f"The measure {measure.name!r} needs an evaluation, but {path} has none.",
                 "Set evaluate = true, or leave the measure out.",
             )
         return
@@ -83,40 +86,34 @@ def refuse_unmeasured(
             _refuse_empty(measure, asked, name, experiment, path)
 
 
-def _refuse_empty(measure: Measure, asked: Sequence[str], name: str, experiment: Experiment, path: str) -> None:
+def _refuse_empty(measure: StudyMeasure, asked: Sequence[str], name: str, experiment: Experiment, path: str) -> None:
     if lacking := next((part for part in measure.parts if part not in asked), None):
         there = lacking in default_parts(experiment)
         raise ConfigurationError(
-            f"The measure {measure.name!r} is read from the part {lacking!r} of an evaluation, which "
-            + (f"{path} does not ask for." if there else f"arm {name!r} of {path} has not: its game has none."),
+            f"The measure {measure.name!r} needs the part {lacking!r} of an evaluation, which "
+            + (f"{path} does not request." if there else f"the game of arm {name!r} of {path} does not have."),
             f"Add {lacking!r} to the parts, or leave the measure out." if there else "Leave the measure out.",
         )
     section, kinds = experiment.evaluate, attack_kinds(experiment)
     if measure.attack and measure.attack not in kinds:
         raise ConfigurationError(
-            f"The measure {measure.name!r} needs an attack of the kind {measure.attack!r}, and evaluate.attacks of "
-            f"arm {name!r} of {path} has {', '.join(kinds) or 'none'} (of those that its game can pay).",
+            f"The measure {measure.name!r} needs an attack of the kind {measure.attack!r}, but evaluate.attacks of "
+            f"arm {name!r} of {path} has {', '.join(kinds) or 'none'} (of those whose reward its game can give).",
             "Add it there, or leave the measure out.",
         )
     if section.samples < measure.samples:
         raise ConfigurationError(
-            f"The measure {measure.name!r} needs evaluate.samples = {measure.samples} or more, and arm {name!r} of "
+            f"The measure {measure.name!r} needs evaluate.samples = {measure.samples} or more, but arm {name!r} of "
             f"{path} has {section.samples}.",
             "Raise it, or leave the measure out.",
         )
 
 
-# A study's file: which arms are played with which seeds, and what is read from them; validated before anything runs.
-#
-#     plan = load_study("quick", ["game.rounds=2"], seeds=3)
-#     for cell in plan.cells: ...                   # seed by seed, so that what is there after a while can be paired
-#
-# A name is looked up in ./studies, then among the studies that come with pvg. An arm's settings are, one over the
-# other: its experiment's file, `[common]`, the arm's `set`, its place in the `[grid]`, and what `--set` says.
+# --- the file ---------------------------------------------------------------------------------------------------------
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
-# Settings that are the study's own business, and where they are said.
+# Settings that the study determines, and where to set them instead.
 RESERVED = {
     "seed": "the study's `seeds`",
     "name": "the arm's `name`",
@@ -126,37 +123,37 @@ RESERVED = {
 
 
 class ArmEntry(Section):
-    """One `[[arm]]`: a name, and what it changes."""
+    """One `[[arm]]`: a name and its changes."""
 
     name: Name
     experiment: str | None = None
     changes: dict[str, Any] = Field(default_factory=dict, alias="set")
 
 
-class Evaluate(Section):
-    """Each finished game goes through `pvg evaluate`: these parts of it (none: its own choice), with these settings."""
+class StudyEvaluation(Section):
+    """`pvg evaluate` for each finished game: its parts (empty: the default parts) and settings."""
 
     parts: Annotated[tuple[str, ...], Field(strict=False)] = ()
     rounds: Literal["all", "last"] = "all"
     changes: dict[str, Any] = Field(default_factory=dict, alias="set")
 
     def numbers(self, rounds: int) -> list[int]:
-        """The rounds to evaluate, of a game of so many."""
+        """The rounds to evaluate, of a game with `rounds` rounds."""
         return list(range(rounds))[-1:] if self.rounds == "last" else list(range(rounds))
 
 
 def _evaluate(value: Any) -> Any:
-    """`true`, a list of parts, or a table."""
+    """Converts `true`, a list of parts, or a table."""
     if isinstance(value, bool):
         return {} if value else None
     return {"parts": value} if isinstance(value, list) else value
 
 
 def _seeds(value: Any) -> Any:
-    """A number of seeds from 0 on, or a list."""
+    """Converts a number of seeds, counted from 0, or a list."""
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 1:
-            raise ValueError("a study needs one seed at least")
+            raise ValueError("a study needs at least one seed")
         return tuple(range(value))
     return tuple(value) if isinstance(value, list) else value
 
@@ -165,33 +162,33 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class StudyFile(Section):
-    """A study's file as it stands there."""
+    """The validated content of a study's file."""
 
     name: Name
     about: str = ""
     experiment: str = "modchain"
     seeds: Annotated[tuple[Seed, ...], Field(min_length=1), BeforeValidator(_seeds)] = (0, 1, 2, 3, 4)
     measures: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = DEFAULT_MEASURES
-    reference: str | None = None  # the arm that the others are compared with
-    processes: Count = 1  # cells played at a time
+    reference: str | None = None  # the arm with which the others are compared
+    processes: Count = 1  # number of cells played at a time
     threads: Count | None = None  # per cell; None: the model's default, at most the cores divided by the processes
     common: dict[str, Any] = Field(default_factory=dict)
     arm: tuple[ArmEntry, ...] = Field(default=(), strict=False)
     grid: dict[str, Any] = Field(default_factory=dict)
-    evaluate: Annotated[Evaluate | None, BeforeValidator(_evaluate)] = None
+    evaluate: Annotated[StudyEvaluation | None, BeforeValidator(_evaluate)] = None
 
     @field_validator("seeds")
     @classmethod
     def _each_once(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
         if len(set(seeds)) < len(seeds):
-            raise ValueError(f"seeds names a seed twice: {list(seeds)}")
+            raise ValueError(f"seeds has a seed twice: {list(seeds)}")
         return seeds
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way of playing. `settings` is what it sets by itself, `experiment` all of it, seed and folder aside;
-    `evaluated`: with what [evaluate] sets, None without one."""
+    """One way of playing. `settings`: what it sets itself. `experiment`: all settings without seed and folder.
+    `evaluated`: the same with the settings of [evaluate]; None without one."""
 
     name: str
     source: str
@@ -202,7 +199,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One arm with one seed: one run. `evaluated` are the settings of its evaluation, None without one."""
+    """One arm with one seed: one run. `evaluated`: the settings of its evaluation; None without one."""
 
     arm: str
     seed: int
@@ -216,14 +213,14 @@ class Cell:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the whole game, at most."""
+        """The maximum optimizer steps of the whole game."""
         return self.experiment.arithmetic().optimizer_steps
 
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """A study, ready to be played. `text` is the file's own; `overrides` what --set changed. `threads` is the
-    `models.threads` of all games; 0: the default for the model, at most `most_threads`."""
+    """A study that is ready to play. `text`: the file's content. `overrides`: the changes by --set. `threads`: the
+    `models.threads` of all games; 0: the model's default, at most `most_threads`."""
 
     name: str
     about: str
@@ -231,11 +228,11 @@ class StudyPlan:
     text: str
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...]
-    measures: tuple[Measure, ...]
+    measures: tuple[StudyMeasure, ...]
     reference: str | None
     processes: int
     threads: int
-    evaluate: Evaluate | None
+    evaluate: StudyEvaluation | None
     folder: Path
     overrides: tuple[str, ...] = ()
 
@@ -246,7 +243,7 @@ class StudyPlan:
 
     @property
     def cells(self) -> list[Cell]:
-        """All of them, seed by seed."""
+        """All cells, seed by seed."""
         return [self.cell(arm, seed) for seed in self.seeds for arm in self.arms]
 
     def cell(self, arm: Arm, seed: int) -> Cell:
@@ -261,7 +258,7 @@ class StudyPlan:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of all cells, at most."""
+        """The maximum optimizer steps of all cells."""
         return sum(cell.steps for cell in self.cells)
 
 
@@ -269,7 +266,7 @@ class StudyPlan:
 
 
 def known_studies(directory: Path = Path("studies")) -> dict[str, Path]:
-    """All studies by name; one in ./studies hides the one of that name that comes with pvg."""
+    """All studies by name. A file in ./studies replaces pvg's study of the same name."""
     found: dict[str, Path] = {}
     for place in [directory, *shipped_directories("studies")]:
         for path in sorted(place.glob("*.toml")):
@@ -278,7 +275,7 @@ def known_studies(directory: Path = Path("studies")) -> dict[str, Path]:
 
 
 def find_study(name: str, directory: Path = Path("studies")) -> Path:
-    """The file of study `name`: a path, or a name in ./studies, or one that comes with pvg."""
+    """The file of a study: `name` is a path, a name in ./studies, or the name of a study that comes with pvg."""
     return find_named("study", name, [directory, *shipped_directories("studies")])
 
 
@@ -291,10 +288,10 @@ def load_study(
     processes: int | None = None,
     threads: int | None = None,
 ) -> StudyPlan:
-    """Read a study and resolve every arm; the options take the place of what the file says.
+    """Read a study and resolve every arm; the arguments override the file.
 
-    Raises UsageError for an unknown name and ConfigurationError for what is wrong in it, with the nearest valid key or
-    name; of several wrong arms every mistake is told.
+    Raises UsageError for an unknown name, ConfigurationError (with the nearest valid key or name) for mistakes in the
+    file; it lists the mistakes of all arms.
     """
     path = find_study(name_or_file)
     file = read_study(path)
@@ -302,7 +299,7 @@ def load_study(
     if file.reference is not None and file.reference not in [arm.name for arm in arms]:
         hint = nearest(file.reference, [arm.name for arm in arms])
         raise ConfigurationError(
-            f"reference = {file.reference!r} is no arm of {path}." + (f" Did you mean {hint!r}?" if hint else ""),
+            f"reference = {file.reference!r} is not an arm of {path}." + (f" Did you mean {hint!r}?" if hint else ""),
             f"Arms: {', '.join(arm.name for arm in arms)}.",
         )
     measures = measures_named(file.measures)
@@ -329,7 +326,7 @@ def load_study(
 
 
 def _threads_so_far(plan: StudyPlan) -> int:
-    """The setting of the cells that exist, 0 if there are none: a study keeps the setting of its first cells."""
+    """The setting of the existing cells, 0 without cells: a study keeps the setting of its first cells."""
     for cell in plan.cells:
         if cell.run.experiment_file.is_file():
             try:
@@ -340,7 +337,7 @@ def _threads_so_far(plan: StudyPlan) -> int:
 
 
 def read_study(path: Path) -> StudyFile:
-    """The study in a file, as it stands there."""
+    """The validated content of a study's file, without overrides."""
     data = read_toml(path, "study")
     try:
         return StudyFile.model_validate(data)
@@ -349,7 +346,7 @@ def read_study(path: Path) -> StudyFile:
 
 
 def resolve_arms(file: StudyFile, origin: str, overrides: Sequence[str] = ()) -> list[Arm]:
-    """Every arm with its whole experiment. Raises ConfigurationError that tells all mistakes, each with its arm."""
+    """Every arm with its whole experiment. Raises ConfigurationError with all mistakes, each with its arm."""
     alone = None if file.grid else ArmEntry(name=Path(file.experiment).stem)
     entries: Sequence[ArmEntry | None] = file.arm or (alone,)
     arms: list[Arm] = []
@@ -380,14 +377,14 @@ def _resolve(
     said += [setting for override in overrides for setting in read_override(override)]
     for key, value, where in said:
         if key in RESERVED:
-            raise ConfigurationError(f"{key} cannot be set here ({where}): it is {RESERVED[key]}.")
+            raise ConfigurationError(f"{key} cannot be set here ({where}): use {RESERVED[key]}.")
         assign(data, key, value)
     origins = {key: where for key, _, where in said}
     experiment = build_experiment(data, f"arm {name!r} of {origin}", origins)
     for key, hub_id in hub.hub_ids(experiment):
         if not hub.parse(hub_id).is_pinned:
             raise ConfigurationError(
-                f"{key} = {hub_id!r} names no commit, so two cells could differ in it (arm {name!r} of {origin}).",
+                f"{key} = {hub_id!r} has no commit, so two cells could differ in it (arm {name!r} of {origin}).",
                 f"`pvg train {source} -s {key}={hub_id} --dry-run` prints the id with its commit.",
             )
     evaluated = None if file.evaluate is None else as_evaluated(experiment, file.evaluate.changes, origin)
@@ -395,7 +392,7 @@ def _resolve(
 
 
 def _points(grid: Mapping[str, Any], origin: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every combination of the grid's values, with what it is called: ("", {}) alone where there is no grid."""
+    """Every combination of the grid's values with its label; only ("", {}) without a grid."""
     axes = dict(leaves(dict(grid)))
     for key, values in axes.items():
         if not isinstance(values, list) or not values:
@@ -406,7 +403,7 @@ def _points(grid: Mapping[str, Any], origin: str) -> Iterator[tuple[str, dict[st
 
 
 def _label(key: str, value: Any) -> str:
-    """What a value is called in an arm's name: text by its last part, anything else with its key before it."""
+    """The label of a value in an arm's name: for text its last part, otherwise the key and the value."""
     if isinstance(value, str):
         return value.replace("\\", "/").replace(":", "/").rstrip("/").rsplit("/", 1)[-1]
     return f"{key.rsplit('.', 1)[-1]}-{str(value).lower()}"
@@ -416,20 +413,21 @@ def _refuse_doubles(arms: Sequence[Arm], origin: str) -> None:
     names, hashes = [arm.name for arm in arms], [arm.experiment.hash() for arm in arms]
     for place, arm in enumerate(arms):
         if arm.name in names[:place]:
-            raise ConfigurationError(f"Two arms of {origin} are called {arm.name!r}.", "Give each a name of its own.")
+            raise ConfigurationError(f"Two arms of {origin} have the name {arm.name!r}.", "Give each a different name.")
         if arm.experiment.hash() in hashes[:place]:
             raise ConfigurationError(
                 f"The arms {names[hashes.index(arm.experiment.hash())]!r} and {arm.name!r} of {origin} are the same "
                 "game.",
-                "Leave one out: what they set is the same, or what the other has anyway.",
+                "Leave one out: both set the same, or one sets what the other has by default.",
             )
 
 
-TABLES: dict[str, type[Section]] = {"arm": ArmEntry, "evaluate": Evaluate}
+TABLES: dict[str, type[Section]] = {"arm": ArmEntry, "evaluate": StudyEvaluation}
 
 
 def _explained(error: ValidationError, path: Path) -> ConfigurationError:
-    """The first complaint of pydantic in one line, with the nearest valid key. A wrong key explains a missing one."""
+    """Pydantic's first error in one line, with the nearest valid key. An unknown key is reported before a missing
+    one."""
     first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
     place = [str(part) for part in first["loc"]]
     key = ".".join(place)

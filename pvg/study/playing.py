@@ -1,12 +1,12 @@
-"""Playing a study's cells: each a `pvg train` in a process of its own, so many at a time.
+"""Plays a study's cells: one `pvg train` process per cell, several at a time.
 
     play_cells(plan, todo, pvg=[sys.executable, ...], observer=board, stop=stop)
 
 Invariants:
-1. What one cell does, crashing included, does not reach another: they share files with nobody.
-2. No process of a cell outlives the study, however it ends (Linux; elsewhere not a SIGKILL of the study): each is a
-   session of its own, killed as a group, and dies with its owner (pvg.study.child).
-3. A stop is a SIGINT to every cell, which commits and ends; a second one kills, which loses nothing committed either.
+1. Cells share no files, so nothing that one cell does, not even a crash, affects another.
+2. No process of a cell outlives the study, however it ends (on systems other than Linux, except after SIGKILL of the
+   study). Each cell has a separate session, is killed as a group, and ends with its owner (pvg.study.child).
+3. A stop sends SIGINT to every cell, which commits and ends. A second stop kills; committed data is kept.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pvg.errors import StateError
 from pvg.store.run_directory import exclusive
 from pvg.study import child
 from pvg.study.cells import (
-    Standing,
+    CellProgress,
     StudyFolder,
     forget_failure,
     note_failure,
@@ -38,41 +38,41 @@ from pvg.study.cells import (
     unevaluated,
     write_settings,
 )
-from pvg.study.plan import Cell, Evaluate, StudyPlan
+from pvg.study.plan import Cell, StudyEvaluation, StudyPlan
 
 POLL_S = 0.1
 LOOK_S = 1.0  # between two looks at the files of a running cell
-ORPHAN_S = 20.0  # for a process of a killed study to be gone
-STOPPED = 130  # how `pvg` ends when it was stopped
+ORPHAN_S = 20.0  # time for a process of a killed study to end
+STOPPED = 130  # exit code of `pvg` after a stop
 
 Ended = Literal["complete", "stopped", "failed"]
 Job = Literal["train", "evaluate"]
 
 
 class StudyObserver(Protocol):
-    """Told what happens, from the thread that plays."""
+    """Receives events from the thread that plays."""
 
-    def began(self, cell: Cell, job: Job, standing: Standing) -> None: ...
+    def began(self, cell: Cell, job: Job, standing: CellProgress) -> None: ...
 
-    def progressed(self, cell: Cell, standing: Standing) -> None: ...
+    def progressed(self, cell: Cell, standing: CellProgress) -> None: ...
 
-    def ended(self, cell: Cell, how: Ended, standing: Standing, seconds: float) -> None: ...
+    def ended(self, cell: Cell, how: Ended, standing: CellProgress, seconds: float) -> None: ...
 
     def waited(self) -> None:
-        """Every POLL_S: time to draw."""
+        """Called every POLL_S, to redraw."""
 
     def stopping(self, running: int) -> None: ...
 
 
-class Stop(Protocol):
-    """How often a stop was asked for."""
+class StopCounter(Protocol):
+    """The number of requests to stop."""
 
     requests: int
 
 
 @dataclass
 class _Playing:
-    """One cell and the process that works on it."""
+    """One cell and its process."""
 
     cell: Cell
     job: Job
@@ -86,12 +86,12 @@ class _Playing:
 
 
 def play_cells(
-    plan: StudyPlan, todo: Sequence[Cell], *, pvg: Sequence[str], observer: StudyObserver, stop: Stop
+    plan: StudyPlan, todo: Sequence[Cell], *, pvg: Sequence[str], observer: StudyObserver, stop: StopCounter
 ) -> bool:
-    """Play every cell of `todo` to its end; whether all was done (false: it was stopped).
+    """Play every cell of `todo` to its end; returns False if it was stopped, otherwise True.
 
-    `pvg` is the command that starts pvg. A failed cell does not stop the others; its reason is kept in the study's
-    folder. Raises StateError when a cell is being played by a process that is not ours.
+    `pvg`: the command that starts pvg. A failed cell does not stop the others; its reason is stored in the study's
+    folder. Raises StateError if a process outside this study plays a cell.
     """
     folder = StudyFolder(plan.folder)
     for cell in todo:
@@ -126,7 +126,7 @@ def play_cells(
             observer.waited()
             time.sleep(POLL_S)
     finally:
-        for playing in running:  # an error of our own
+        for playing in running:  # only after an unexpected error
             playing.signal_all(signal.SIGKILL)
             playing.process.wait()
     return not told
@@ -136,13 +136,14 @@ def play_cells(
 
 
 def train_command(cell: Cell, folder: StudyFolder) -> list[str]:
-    """`pvg train` for a cell: new, or from where it stopped."""
+    """`pvg train` for a cell: a new run, or a resumed one."""
     how = ["--resume", str(cell.run.path)] if cell.run.experiment_file.is_file() else ["--name", cell.name]
     return ["train", str(folder.settings(cell)), *how, "--json"]
 
 
-def evaluate_command(cell: Cell, evaluate: Evaluate) -> list[str]:
-    """`pvg evaluate` for a cell whose game is complete, with every setting of it: the run's own may be older ones."""
+def evaluate_command(cell: Cell, evaluate: StudyEvaluation) -> list[str]:
+    """`pvg evaluate` for a cell whose game is complete. Passes every setting, because the run's settings may be
+    older."""
     assert cell.evaluated is not None
     what = ["--parts", ",".join(evaluate.parts)] if evaluate.parts else []
     if evaluate.rounds != "all":
@@ -155,10 +156,10 @@ def evaluate_command(cell: Cell, evaluate: Evaluate) -> list[str]:
 
 
 def _toml(value: object) -> str:
-    return orjson.dumps(value).decode()  # numbers, booleans, texts and lists are the same in both
+    return orjson.dumps(value).decode()  # JSON and TOML agree on numbers, booleans, texts and lists
 
 
-def _job_of(cell: Cell, folder: StudyFolder, evaluate: Evaluate | None) -> Job:
+def _job_of(cell: Cell, folder: StudyFolder, evaluate: StudyEvaluation | None) -> Job:
     return "evaluate" if standing(cell, folder, evaluate).status == "played" else "train"
 
 
@@ -176,14 +177,14 @@ def _start(plan: StudyPlan, folder: StudyFolder, cell: Cell, job: Job, pvg: Sequ
             stdin=subprocess.DEVNULL,
             stdout=document,
             stderr=log,
-            start_new_session=True,  # Ctrl-C is for us, and we pass it on
+            start_new_session=True,  # Ctrl-C reaches only the study, which forwards it
             env=_environment(plan),
         )
     return _Playing(cell, job, process, time.monotonic())
 
 
 def _environment(plan: StudyPlan) -> dict[str, str]:
-    """A cell's environment. If models.threads is 0, parallel games divide the cores. An existing limit stays."""
+    """A cell's environment. If models.threads is 0, parallel games share the cores. An existing limit is kept."""
     most = {} if plan.threads else {"OMP_NUM_THREADS": str(plan.most_threads)}
     return most | dict(os.environ)
 
@@ -198,9 +199,9 @@ def _look(playing: _Playing, plan: StudyPlan, folder: StudyFolder, observer: Stu
 def _finish(
     playing: _Playing, code: int, plan: StudyPlan, folder: StudyFolder, observer: StudyObserver, *, stopped: bool
 ) -> bool:
-    """Take in how a process ended; whether the cell's evaluation comes next."""
+    """Handle the end of a process; returns whether the cell's evaluation comes next."""
     cell, job = playing.cell, playing.job
-    playing.signal_all(signal.SIGKILL)  # whatever it left behind
+    playing.signal_all(signal.SIGKILL)  # ends any remaining child processes
     now = standing(cell, folder, plan.evaluate)
     if code == 0 and job == "train" and now.status == "played":
         observer.progressed(cell, now)
@@ -219,31 +220,33 @@ def _finish(
 
 
 def reason_of(code: int, document: Path, log: Path) -> str:
-    """Why a process failed, in one line: the error of its document, else its signal, else the last line it wrote."""
+    """Why a process failed, in one line: the error in its document, otherwise its signal, or its last line of
+    output."""
     try:
         error = orjson.loads(document.read_bytes()).get("error")
-    except (orjson.JSONDecodeError, AttributeError):  # it was killed before it wrote one
+    except (orjson.JSONDecodeError, AttributeError):  # it was killed before it wrote its document
         error = None
     if isinstance(error, dict):
         kind = f"{error.get('type')}: " if code not in (1, 2, 3) else ""
         return " ".join(f"{kind}{error.get('message', '')}".split())
     if code < 0:
         name = signal.Signals(-code).name
-        return f"killed by {name}" + (", perhaps for want of memory" if name == "SIGKILL" else "")
+        return f"killed by {name}" + (", perhaps for lack of memory" if name == "SIGKILL" else "")
     if code == STOPPED:
-        return "stopped by a signal that was not the study's"
+        return "stopped by a signal from outside the study"
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1][:300] if lines else f"ended with exit code {code} and said nothing"
+    return lines[-1][:300] if lines else f"ended with exit code {code} without output"
 
 
 def _wait_for_orphan(cell: Cell) -> None:
-    """A process of a study that was killed a moment ago holds its run's lock until the kernel has ended it."""
+    """Wait until the kernel has ended the process of a study that was just killed; it holds the run's lock until
+    then."""
     if not cell.run.lock_file.is_file():
         return
 
     def driven(owner: str) -> StateError:
         return StateError(
-            f"The cell {cell.name} is being played by {owner}, which is not of this study.",
+            f"The cell {cell.name} is being played by {owner}, which does not belong to this study.",
             "Stop it first (it commits at SIGINT): kill -INT PID",
         )
 

@@ -1,13 +1,13 @@
-"""What a study says: the JSON document, schema version 1, and how it is made from the runs.
+"""A study's results: the JSON document (schema version 1), and how it is made from the runs.
 
     results = collect(plan, command="pvg study quick")
     write_results(folder.results, results)
 
-The values of every seed are kept, so that whoever reads the document can do other statistics than ours. The JSON Schema
-that comes with pvg, `study.schema.json`, is made from these classes by `python -m pvg.study.results`.
+It keeps the values of every seed, so that readers can compute other statistics. `python -m pvg.study.results` writes
+the JSON Schema `study.schema.json` from these classes.
 
-Invariant: only complete games count, and only evaluations as the study asks for them; what is missing stands in `n` and
-in `cells`, never as a number.
+Invariant: only complete games count, and only evaluations that match the study. What is missing appears in `n` and in
+`cells`, never as a number.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from pvg.bench.report import cpu_model
-from pvg.errors import MissingRequirementError, PvgError, UsageError
+from pvg.errors import MissingRequirementError, PvgError
 from pvg.store.atomic import write_output
-from pvg.study.cells import Standing, StudyFolder, standing
-from pvg.study.measures import Measure, RunFacts, Value, read_facts
+from pvg.study.cells import CellProgress, StudyFolder, standing
+from pvg.study.measures import MeasuredValue, RunFacts, StudyMeasure, read_facts
 from pvg.study.plan import Cell, StudyPlan
-from pvg.study.statistics import Comparison, Summary, Trend, compare, holm, summarise, trend
+from pvg.study.statistics import PairedComparison, SeedSummary, Trend, compare, holm, summarise, trend
 from pvg.telemetry.core_waits import usable_cores
 from pvg.version import code_version
 
@@ -35,12 +35,12 @@ SCHEMA_VERSION = 1
 SCHEMA_FILE = Path(__file__).with_name("study.schema.json")
 
 
-class Record(BaseModel):
+class StudyRecord(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class ArmRecord(Record):
-    """`settings` is what the arm sets by itself; `steps` are optimizer steps of one of its games, at most."""
+class ArmRecord(StudyRecord):
+    """`settings`: what the arm itself sets. `steps`: the maximum optimizer steps of one of its games."""
 
     name: str
     experiment: str
@@ -48,8 +48,8 @@ class ArmRecord(Record):
     steps: int
 
 
-class CellRecord(Record):
-    """`seconds` are those of the game's phases. A cell that is not complete says why, if it failed."""
+class CellRecord(StudyRecord):
+    """`seconds`: of the game's phases. A cell that failed has the reason."""
 
     arm: str
     seed: int
@@ -62,7 +62,7 @@ class CellRecord(Record):
     seconds: float | None
 
 
-class MeasureRecord(Record):
+class MeasureRecord(StudyRecord):
     name: str
     label: str
     style: str
@@ -71,27 +71,27 @@ class MeasureRecord(Record):
     meaning: str
 
 
-class Result(Record):
-    """One measure of one arm. `series[seed]` are its values by round; `values[seed]` is the last one, which `summary`
-    is of, as `rounds[r]` is of round r. `trend` is None for a measure of the whole run."""
+class MeasureResult(StudyRecord):
+    """One measure of one arm. `series[seed]`: its values by round. `values[seed]`: the last one. `summary` summarises
+    `values`, and `rounds[r]` the values of round r. `trend` is None for a measure of the whole run."""
 
     arm: str
     measure: str
-    series: dict[int, list[Value | None]]
-    values: dict[int, Value]
-    summary: Summary
-    rounds: list[Summary]
+    series: dict[int, list[MeasuredValue | None]]
+    values: dict[int, MeasuredValue]
+    summary: SeedSummary
+    rounds: list[SeedSummary]
     trend: Trend | None
 
 
-class ComparisonRecord(Record):
+class ComparisonRecord(StudyRecord):
     arm: str
     measure: str
-    comparison: Comparison
+    comparison: PairedComparison
 
 
-class StudyResults(Record):
-    """A study's results. `family` counts the comparisons that Holm's adjustment is over."""
+class StudyResults(StudyRecord):
+    """A study's results. `family`: the number of comparisons that Holm's adjustment covers."""
 
     schema_version: Literal[1] = 1
     name: str
@@ -110,15 +110,12 @@ class StudyResults(Record):
     arms: list[ArmRecord]
     cells: list[CellRecord]
     measures: list[MeasureRecord]
-    results: list[Result]
+    results: list[MeasureResult]
     comparisons: list[ComparisonRecord]
     family: int
 
-    def result(self, arm: str, measure: str) -> Result:
+    def result(self, arm: str, measure: str) -> MeasureResult:
         return next(found for found in self.results if (found.arm, found.measure) == (arm, measure))
-
-    def of_arm(self, arm: str) -> list[CellRecord]:
-        return [cell for cell in self.cells if cell.arm == arm]
 
     @property
     def complete(self) -> int:
@@ -137,7 +134,7 @@ class StudyResults(Record):
 
 
 def collect(plan: StudyPlan, command: str) -> StudyResults:
-    """Read every game that is complete and compute what they say together."""
+    """Read every complete game and compute the joint results."""
     folder = StudyFolder(plan.folder)
     facts: dict[tuple[str, int], RunFacts] = {}
     cells = []
@@ -193,7 +190,7 @@ def collect(plan: StudyPlan, command: str) -> StudyResults:
     )
 
 
-def _cell_record(cell: Cell, now: Standing, seconds: float | None) -> CellRecord:
+def _cell_record(cell: Cell, now: CellProgress, seconds: float | None) -> CellRecord:
     return CellRecord(
         arm=cell.arm,
         seed=cell.seed,
@@ -207,12 +204,14 @@ def _cell_record(cell: Cell, now: Standing, seconds: float | None) -> CellRecord
     )
 
 
-def _result(arm: str, measure: Measure, facts: Mapping[tuple[str, int], RunFacts], seeds: Sequence[int]) -> Result:
+def _result(
+    arm: str, measure: StudyMeasure, facts: Mapping[tuple[str, int], RunFacts], seeds: Sequence[int]
+) -> MeasureResult:
     series = {seed: measure.read(facts[arm, seed]) for seed in seeds if (arm, seed) in facts}
     values = {seed: found[-1] for seed, found in series.items() if found and found[-1] is not None}
     longest = max((len(found) for found in series.values()), default=0)
     rounds = [_known([found[place] for found in series.values() if place < len(found)]) for place in range(longest)]
-    return Result(
+    return MeasureResult(
         arm=arm,
         measure=measure.name,
         series=series,
@@ -223,12 +222,12 @@ def _result(arm: str, measure: Measure, facts: Mapping[tuple[str, int], RunFacts
     )
 
 
-def _known(values: Sequence[Value | None]) -> list[Value]:
+def _known(values: Sequence[MeasuredValue | None]) -> list[MeasuredValue]:
     return [value for value in values if value is not None]
 
 
-def _comparisons(plan: StudyPlan, results: Sequence[Result]) -> list[ComparisonRecord]:
-    """Every other arm against the reference, adjusted over all of them."""
+def _comparisons(plan: StudyPlan, results: Sequence[MeasureResult]) -> list[ComparisonRecord]:
+    """Every other arm compared with the reference, adjusted over all comparisons."""
     if plan.reference is None:
         return []
     values = {(result.arm, result.measure): result.values for result in results}
@@ -253,30 +252,18 @@ def _comparisons(plan: StudyPlan, results: Sequence[Result]) -> list[ComparisonR
 
 
 def write_results(path: Path, results: StudyResults) -> None:
-    """Write the document whole or not at all. Raises MissingRequirementError when it cannot be written."""
+    """Write the document atomically. Raises MissingRequirementError if it cannot be written."""
     data = orjson.dumps(
         results.plain(), option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
     )
     try:
         write_output(path, data)
     except OSError as error:
-        raise MissingRequirementError(f"The results {path} cannot be written: {error.strerror}.", "") from error
-
-
-def read_results(path: Path) -> StudyResults:
-    """Raises UsageError where there are no results of this schema version."""
-    try:
-        return StudyResults.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise UsageError(f"The results {path} cannot be read: {error.strerror}.") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the document"
-        raise UsageError(f"{path} holds no results of this pvg: {where}: {first['msg']}.") from None
+        raise MissingRequirementError(f"Cannot write the results {path}: {error.strerror}.", "") from error
 
 
 def json_schema() -> bytes:
-    """The JSON Schema of a study's results, as it ships with pvg."""
+    """The JSON Schema of a study's results, as shipped with pvg."""
     schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **StudyResults.model_json_schema(mode="serialization"),

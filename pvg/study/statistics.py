@@ -1,18 +1,18 @@
-"""Few seeds, read honestly: intervals of a mean, comparisons paired by seed, trends over rounds. Pure functions.
+"""Statistics for few seeds: intervals of a mean, comparisons paired by seed, trends over rounds. Pure functions.
 
-    summarise([Value(0.71), Value(0.74), Value(0.69)])     # mean, sd, 95 % interval, range
+    summarise([MeasuredValue(0.71), MeasuredValue(0.74), MeasuredValue(0.69)])     # mean, sd, 95 % interval, range
     compare(reference, arm)                                # values by seed: difference, signs, exact p
     holm([0.0625, 0.5, 0.125])                             # p values of one family, adjusted
     trend([[...], [...]])                                  # the rounds of each seed: how many rise, Kendall's tau
 
-- The interval of a mean is Student's, from three values on; two have a range and no interval worth the name.
-- The p value of a comparison is exact: the share of all 2^n ways to exchange the two arms within seeds in which the
-  mean difference is at least as far from 0 (Fisher's randomisation test). With n pairs it cannot be below 2 / 2^n.
-- Censored values ("not found within N") stand above all numbers. Shares, medians and ranks can be told of them; means
-  cannot. Their comparison is of signed ranks (Wilcoxon), with everything from N on a tie at N, exact in the same way.
-- Of several p values the smallest is small by chance: Holm's adjustment holds the rate for the whole family.
-- A trend is Kendall's tau-b of a seed's rounds; its p value is that of taus against 0, seeds as the units. Rounds of
-  one run are not independent of each other, seeds are.
+- The interval of a mean is Student's and needs three values; two values have a range but no useful interval.
+- The p value of a comparison is exact (Fisher's randomisation test): the share of all 2^n ways to exchange the two arms
+  within seeds in which the mean difference is at least as far from 0. With n pairs it is at least 2 / 2^n.
+- Censored values ("not found within N") rank above all numbers. They have shares, medians and ranks, but no means. They
+  are compared by signed ranks (Wilcoxon), with everything from N on tied at N; the p value is exact in the same way.
+- The smallest of several p values is small by chance. Holm's adjustment keeps the error rate for the whole family.
+- A trend is Kendall's tau-b of a seed's rounds. Its p value compares the taus with 0, with seeds as units, because the
+  rounds of one run are not independent but seeds are.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pvg.bench.statistics import student_quantile
-from pvg.study.measures import Value, cap_of, capped, numbers
+from pvg.study.measures import MeasuredValue, cap_of, capped, numbers
 
 CONFIDENCE = 0.95
 LEVEL = 0.05
-LEAST_FOR_INTERVAL = 3  # values: Student's factor for two is 12.7, an interval that says nothing
-EXACT_UP_TO = 20  # pairs: 2^20 sums fit; beyond it random exchanges do
+LEAST_FOR_INTERVAL = 3  # values: for two, Student's factor is 12.7, and the interval says nothing
+EXACT_UP_TO = 20  # pairs: 2^20 sums fit in memory; above it, random exchanges are used
 RANDOM_EXCHANGES = 100_000
-ALIKE = 1e-9  # relative: two sums this near to each other are the same one, added in another order
+ALIKE = 1e-9  # relative: sums this close are equal, but added in another order
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
-    """Values of one measure over seeds. `sd` is the sample's; `low` and `high` are the mean's 95 % interval.
+class SeedSummary:
+    """Values of one measure over seeds. `sd`: of the sample. `low` and `high`: the mean's 95 % interval.
 
-    `censored` is the share of censored values; with any there is no mean, and `median` is None where it lies among
-    them, as `maximum` is, and `minimum` where all are.
+    `censored`: the share of censored values. With any of them there is no mean, and `median`, `maximum` or `minimum` is
+    None if it is a censored value.
     """
 
     n: int
@@ -58,12 +58,12 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """An arm against the reference, paired by seed: differences are arm - reference.
+class PairedComparison:
+    """An arm compared with the reference, paired by seed: differences are arm - reference.
 
-    `n` counts pairs, of which `up` are higher in the arm, `down` lower, `equal` neither. `difference` is the mean one,
-    with its 95 % interval; None with censored values, where `test` is "signed ranks". `p` is exact up to 20 pairs, and
-    `least_p` the least that n pairs can give. `p_adjusted` is Holm's, over the study's comparisons.
+    `n` pairs, of which `up` are higher in the arm, `down` lower, and `equal` equal. `difference`: the mean difference
+    with its 95 % interval; None with censored values, where `test` is "signed ranks". `p` is exact up to 20 pairs;
+    `least_p` is the smallest possible with n pairs. `p_adjusted`: Holm's, over the study's comparisons.
     """
 
     n: int
@@ -81,9 +81,9 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """How a measure moves over the rounds: of `n` seeds with two rounds or more, `up` end above their first round,
-    `down` below it, `flat` neither. `change` is the mean of last - first (None with censored values) with its interval,
-    `tau` the mean of Kendall's tau-b, `p` its exact p value against no trend."""
+    """How a measure changes over the rounds. Of `n` seeds with two rounds or more, `up` end above their first round,
+    `down` below it, `flat` equal. `change`: the mean of last - first (None with censored values) with its interval.
+    `tau`: the mean of Kendall's tau-b. `p`: the exact p value against no trend."""
 
     n: int
     up: int
@@ -100,24 +100,24 @@ class Trend:
 # --- one arm -----------------------------------------------------------------------------------------------------
 
 
-def summarise(values: Sequence[Value]) -> Summary:
-    """Of no values: n = 0 and nothing else."""
+def summarise(values: Sequence[MeasuredValue]) -> SeedSummary:
+    """The summary of the values; without values only n = 0 is set."""
     n = len(values)
     if not n:
-        return Summary(0, None, None, None, None, None, None, None, 0.0)
+        return SeedSummary(0, None, None, None, None, None, None, None, 0.0)
     known = sorted(value.number for value in values if not value.censored)
     censored = (n - len(known)) / n
     minimum = known[0] if known else None
     if censored:
-        return Summary(n, None, None, None, None, _median(known, n), minimum, None, censored)
+        return SeedSummary(n, None, None, None, None, _median(known, n), minimum, None, censored)
     mean = statistics.fmean(known)
     low, high = interval(known)
     sd = statistics.stdev(known) if n > 1 else None
-    return Summary(n, mean, sd, low, high, statistics.median(known), minimum, known[-1], 0.0)
+    return SeedSummary(n, mean, sd, low, high, statistics.median(known), minimum, known[-1], 0.0)
 
 
 def _median(known: Sequence[float], n: int) -> float | None:
-    """The median of n values of which only the sorted `known` ones, the smallest, are numbers."""
+    """The median of n values of which only the smallest, the sorted `known`, are numbers. None if it is censored."""
     upper = n // 2
     if upper >= len(known):
         return None
@@ -125,7 +125,7 @@ def _median(known: Sequence[float], n: int) -> float | None:
 
 
 def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Student's 95 % interval of the mean; (None, None) of fewer than three values."""
+    """Student's 95 % interval of the mean; (None, None) for fewer than three values."""
     n = len(values)
     if n < LEAST_FOR_INTERVAL:
         return None, None
@@ -137,8 +137,8 @@ def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
 # --- two arms ----------------------------------------------------------------------------------------------------
 
 
-def compare(reference: Mapping[int, Value], arm: Mapping[int, Value]) -> Comparison:
-    """Values by seed; seeds that only one side has are left out."""
+def compare(reference: Mapping[int, MeasuredValue], arm: Mapping[int, MeasuredValue]) -> PairedComparison:
+    """Compare values by seed; seeds on only one side are left out."""
     seeds = sorted(reference.keys() & arm.keys())
     before, after = [reference[seed] for seed in seeds], [arm[seed] for seed in seeds]
     cap = cap_of([*before, *after])
@@ -150,19 +150,20 @@ def compare(reference: Mapping[int, Value], arm: Mapping[int, Value]) -> Compari
     least = least_p(n) if n else None
     if cap is not None:
         p = sign_flip_p(signed_ranks(differences)) if n else None
-        return Comparison(difference=None, low=None, high=None, test="signed ranks", p=p, least_p=least, **counts)
+        return PairedComparison(difference=None, low=None, high=None, test="signed ranks", p=p, least_p=least, **counts)
     low, high = interval(differences)
     mean = statistics.fmean(differences) if n else None
     p = sign_flip_p(differences) if n else None
-    return Comparison(difference=mean, low=low, high=high, test="differences", p=p, least_p=least, **counts)
+    return PairedComparison(difference=mean, low=low, high=high, test="differences", p=p, least_p=least, **counts)
 
 
-def _alike(difference: float, values: Sequence[Value]) -> bool:
+def _alike(difference: float, values: Sequence[MeasuredValue]) -> bool:
     return abs(difference) <= ALIKE * max(abs(value.number) for value in values)
 
 
 def signed_ranks(differences: Sequence[float]) -> list[float]:
-    """The ranks of the differences' sizes (the mean rank where they are equal) with their signs; zeros are left out."""
+    """The ranks of the absolute differences (ties have their mean rank) with the differences' signs; zeros are left
+    out."""
     moved = [d for d in differences if d]
     sizes = sorted(abs(d) for d in moved)
     ranks = {size: sizes.index(size) + (sizes.count(size) + 1) / 2 for size in sizes}
@@ -170,9 +171,9 @@ def signed_ranks(differences: Sequence[float]) -> list[float]:
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
-    """The share of the 2^n ways to choose the differences' signs whose sum is as far from 0: two-sided.
+    """The two-sided p value: the share of the 2^n choices of signs whose sum is at least as far from 0.
 
-    1 where all are 0 and where there are none. Beyond EXACT_UP_TO differences by random exchanges, the same each time.
+    1 if all are 0 or there are none. Above EXACT_UP_TO differences it uses random exchanges with a fixed seed.
     """
     moved = np.array([d for d in differences if d], dtype=np.float64)
     if not moved.size:
@@ -186,7 +187,7 @@ def sign_flip_p(differences: Sequence[float]) -> float:
 
 
 def _all_sums(values_N: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The sums [2^N] under all choices of signs."""
+    """The sums [2^N] for all choices of signs."""
     sums: NDArray[np.float64] = np.zeros(1)
     for value in values_N:
         sums = np.concatenate([sums + value, sums - value])
@@ -194,14 +195,15 @@ def _all_sums(values_N: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def least_p(n: int) -> float:
-    """The least two-sided p value of n pairs: 2 of the 2^n ways are as far as can be. Raises ValueError for none."""
+    """The smallest two-sided p value of n pairs: 2 of the 2^n choices are extreme. Raises ValueError for n < 1."""
     if n < 1:
-        raise ValueError("no pairs have no p value")
+        raise ValueError("a p value needs at least one pair")
     return math.ldexp(1.0, 1 - n)
 
 
 def seeds_needed(comparisons: int, level: float = LEVEL) -> int:
-    """The least number of seeds with which one of so many comparisons can reach `level` after Holm's adjustment."""
+    """The smallest number of seeds with which one of that many comparisons can reach `level` after Holm's
+    adjustment."""
     return math.ceil(math.log2(2 * max(1, comparisons) / level))
 
 
@@ -219,8 +221,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 # --- rounds ------------------------------------------------------------------------------------------------------
 
 
-def trend(series: Sequence[Sequence[Value]]) -> Trend:
-    """`series[s]` are the values of one seed in the order of its rounds; seeds with fewer than two are left out."""
+def trend(series: Sequence[Sequence[MeasuredValue]]) -> Trend:
+    """`series[s]`: the values of one seed in the order of its rounds. Seeds with fewer than two are left out."""
     long_enough = [values for values in series if len(values) > 1]
     changes = [_change(values) for values in long_enough]
     up, down = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
@@ -243,17 +245,17 @@ def trend(series: Sequence[Sequence[Value]]) -> Trend:
     )
 
 
-def _change(values: Sequence[Value]) -> float:
-    """Last - first as far as it is known: two that are not known to differ are the same."""
+def _change(values: Sequence[MeasuredValue]) -> float:
+    """Last - first, as far as known: 0 if they are not known to differ."""
     first, last = capped([values[0], values[-1]], cap_of([values[0], values[-1]]))
     return 0.0 if _alike(last - first, values) else last - first
 
 
 def kendall_tau(values: Sequence[float]) -> float:
-    """Kendall's tau-b of the values against their places: 1 always rising, -1 always falling; 0 where all are equal
-    (and tau is not defined). Raises ValueError with fewer than two."""
+    """Kendall's tau-b of the values against their positions: 1 always rising, -1 always falling, 0 if all are equal
+    (where tau is undefined). Raises ValueError for fewer than two values."""
     if len(values) < 2:
-        raise ValueError("one value has no trend")
+        raise ValueError("a trend needs at least two values")
     signs = [int(b > a) - int(b < a) for a, b in combinations(values, 2)]
     untied = sum(sign != 0 for sign in signs)
     return sum(signs) / math.sqrt(untied * len(signs)) if untied else 0.0

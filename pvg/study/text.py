@@ -1,68 +1,76 @@
-"""The results as short text: figures, and sentences on what they can and cannot say. The terminal, Markdown and the
-page share them.
+"""A study's results as short text and Markdown: figures, and sentences about their limits.
+
+The terminal, Markdown and the page share them.
+
+    markdown_text(results)                     # the tables
+    placed(document, results.name, tables)     # a document with the tables between its marks, otherwise unchanged
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, cast
 
-from pvg.reporting.figures import ABSENT, Style, styled
+from pvg.reporting.formats import ABSENT, NumberStyle, value_text
+from pvg.reporting.table import Column, Table, TableCell
 from pvg.study.results import CellRecord, MeasureRecord, StudyResults
-from pvg.study.statistics import LEAST_FOR_INTERVAL, LEVEL, Comparison, Summary, Trend, least_p, seeds_needed
+from pvg.study.statistics import LEAST_FOR_INTERVAL, LEVEL, PairedComparison, SeedSummary, Trend, least_p, seeds_needed
+
+if TYPE_CHECKING:
+    from pvg.reporting.html import LegendKey
 
 
-def value_text(measure: MeasureRecord, value: float | None) -> str:
-    return styled(cast(Style, measure.style), value)
+def measure_text(measure: MeasureRecord, value: float | None) -> str:
+    return value_text(cast(NumberStyle, measure.style), value)
 
 
 def change_text(measure: MeasureRecord, value: float | None) -> str:
-    """A difference, with its sign; of shares in percentage points."""
+    """A difference with its sign; differences of shares are in percentage points."""
     if value is None:
         return ABSENT
     if measure.style == "share":
         return f"{100 * value + 0.0:+.1f} pp"
     if measure.style in ("auc", "score", "number"):
         return f"{value + 0.0:+.{3 if measure.style == 'auc' else 2}f}"
-    return f"{'+' if value >= 0 else '-'}{value_text(measure, abs(value))}"
+    return f"{'+' if value >= 0 else '-'}{measure_text(measure, abs(value))}"
 
 
-def middle_text(measure: MeasureRecord, summary: Summary) -> str:
-    """The mean; with censored values the median, which may lie among them."""
+def middle_text(measure: MeasureRecord, summary: SeedSummary) -> str:
+    """The mean; with censored values the median, which may itself be censored."""
     if not summary.censored:
-        return value_text(measure, summary.mean)
-    return f"median {value_text(measure, summary.median)}" if summary.median is not None else "median not found"
+        return measure_text(measure, summary.mean)
+    return f"median {measure_text(measure, summary.median)}" if summary.median is not None else "median not found"
 
 
-def spread_text(measure: MeasureRecord, summary: Summary) -> str:
-    """The 95 % interval of the mean, or what there is in its place."""
+def spread_text(measure: MeasureRecord, summary: SeedSummary) -> str:
+    """The 95 % interval of the mean, or its replacement if there is none."""
     if summary.n == 0:
         return "no value"
     if summary.censored:
         return f"{100 * summary.censored:.0f} % not found"
     if summary.low is not None and summary.high is not None:
-        return _from_to(value_text(measure, summary.low), value_text(measure, summary.high))
+        return _from_to(measure_text(measure, summary.low), measure_text(measure, summary.high))
     return ABSENT
 
 
-def range_text(measure: MeasureRecord, summary: Summary) -> str:
+def range_text(measure: MeasureRecord, summary: SeedSummary) -> str:
     if summary.n == 0:
         return ABSENT
-    low = "not found" if summary.minimum is None else value_text(measure, summary.minimum)
-    high = "not found" if summary.maximum is None else value_text(measure, summary.maximum)
+    low = "not found" if summary.minimum is None else measure_text(measure, summary.minimum)
+    high = "not found" if summary.maximum is None else measure_text(measure, summary.maximum)
     return low if low == high else _from_to(low, high)
 
 
 def _from_to(low: str, high: str) -> str:
-    """Two figures with their unit once."""
+    """A range of two figures with the unit written once."""
     for unit in (" %", " pp", " s"):
         if low.endswith(unit) and high.endswith(unit):
             return f"{low.removesuffix(unit)} to {high}"
     return f"{low} to {high}"
 
 
-def rounds_text(measure: MeasureRecord, rounds: Sequence[Summary]) -> str:
-    """The middle of every round, as long as they fit."""
+def rounds_text(measure: MeasureRecord, rounds: Sequence[SeedSummary]) -> str:
+    """The mean or median of every round, as many as fit."""
     if len(rounds) < 2:
         return ""
     told = [middle_text(measure, summary).replace(" %", "").replace("median ", "") for summary in rounds]
@@ -78,7 +86,7 @@ def interval_text(measure: MeasureRecord, low: float | None, high: float | None)
 
 
 def signs_text(up: int, down: int, equal: int) -> str:
-    """Seeds that are higher, lower, neither."""
+    """Numbers of seeds that are higher, lower, equal."""
     return f"{up}↑ {down}↓" + (f" {equal}=" if equal else "")
 
 
@@ -88,7 +96,7 @@ def p_text(p: float | None) -> str:
     return f"{p:.3f}" if p >= 0.001 else f"{p:.1g}"
 
 
-def comparison_cells(measure: MeasureRecord, found: Comparison) -> list[str]:
+def comparison_cells(measure: MeasureRecord, found: PairedComparison) -> list[str]:
     """Difference, interval, signs, p, adjusted p."""
     if not found.n:
         return [ABSENT] * 5
@@ -129,7 +137,7 @@ def cell_text(cell: CellRecord) -> str:
 
 
 def cautions(results: StudyResults) -> list[str]:
-    """What a reader must know before believing a figure: one sentence each."""
+    """What a reader must know before trusting a figure, one sentence each."""
     found = []
     missing = [cell for cell in results.cells if cell.status not in ("played", "complete")]
     unevaluated = [cell for cell in results.cells if cell.status == "played"]
@@ -143,13 +151,13 @@ def cautions(results: StudyResults) -> list[str]:
     most = max((result.summary.n for result in results.results), default=0)
     if 0 < most < LEAST_FOR_INTERVAL:
         found.append(
-            f"With {counted(most, 'seed')} there is no interval worth the name; "
-            "it takes three, and a table that is to convince somebody takes five or more."
+            f"With {counted(most, 'seed')} there is no useful interval. "
+            "An interval needs three seeds, and a convincing table five or more."
         )
     if any(result.summary.censored for result in results.results):
         found.append(
-            "Values that were not found within their limit count as larger than all others: they have a place in "
-            "medians and ranks, and none in means."
+            "Values that were not found within their limit count as larger than all others: they are part of "
+            "medians and ranks, but not of means."
         )
     found += _on_p_values(results)
     machines = {cell.machine for cell in results.cells if cell.machine}
@@ -168,7 +176,7 @@ def _on_p_values(results: StudyResults) -> list[str]:
     least, family = least_p(pairs), results.family
     said = f"With {counted(pairs, 'pair')} no p value can be below {least:.3g}"
     if least > LEVEL:
-        said += f": no difference can be called significant at {LEVEL}, however large"
+        said += f": no difference can be significant at {LEVEL}, however large"
     elif min(1.0, least * family) > LEVEL:
         said += f": after Holm's adjustment over {family} comparisons none can reach {LEVEL}"
     else:
@@ -179,32 +187,28 @@ def _on_p_values(results: StudyResults) -> list[str]:
     return [f"{said}. {needed}. Read the differences and the signs."]
 
 
-# The tables of a study as Markdown, for documents and papers.
-#
-# markdown_text(results)                     # the tables
-# placed(document, results.name, tables)     # a document with the tables between its marks, the rest as it was
+# --- Markdown ---------------------------------------------------------------------------------------------------------
 
 
 def marks(name: str) -> tuple[str, str]:
-    """What begins and ends the part of a document that the tables of study `name` replace."""
+    """The marks before and after the part of a document that the tables of study `name` replace."""
     return f"<!-- study {name} -->", f"<!-- end of study {name} -->"
 
 
 def placed(document: str, name: str, tables: str) -> str:
-    """`document` with `tables` between the marks of study `name`. What holds nothing, or tables of this study alone, is
-    replaced as a whole.
+    """`document` with `tables` between the marks of study `name`. A document that is empty, or has only tables of this
+    study, is replaced completely.
 
-    Raises ValueError for any other document without the marks, for a mark without the other, and for marks that are
-    there twice or around other marks.
+    Raises ValueError for any other document without the marks, with only one of them, or with repeated or nested marks.
     """
     begin, end = marks(name)
     count = (document.count(begin), document.count(end))
     if count == (0, 0) and (not document.strip() or document.startswith(f"## {name}\n")):
         return tables
     if count == (0, 0):
-        raise ValueError(f"it is no table of the study, and has no marks {begin} and {end} for them")
+        raise ValueError(f"it is not a table of the study, and has no marks {begin} and {end}")
     if count != (1, 1) or document.index(begin) > document.index(end):
-        raise ValueError(f"the marks {begin} and {end} are not there once each, in this order")
+        raise ValueError(f"the marks {begin} and {end} must occur once each, in this order")
     before, rest = document.split(begin)
     older, after = rest.split(end)
     if "<!-- " in older:
@@ -217,17 +221,17 @@ def markdown_text(results: StudyResults) -> str:
     parts = [f"## {results.name}"]
     if results.about:
         parts.append(_escaped(results.about))
-    parts += ["### Measures after the last round", _means(results)]
-    if rounds := _rounds(results):
+    parts += ["### Measures after the last round", means_table(results).to_markdown()]
+    if rounds := rounds_table(results):
         parts += [
             "### After each round",
             "The mean, or of censored values the median, and the range over seeds.",
-            rounds,
+            rounds.to_markdown(),
         ]
     if results.comparisons:
-        parts += [f"### Against {results.reference}, paired by seed", _comparisons(results)]
-    if trends := _trends(results):
-        parts += ["### Over the rounds", trends]
+        parts += [f"### Against {results.reference}, paired by seed", comparisons_table(results).to_markdown()]
+    if trends := trends_table(results):
+        parts += ["### Over the rounds", trends.to_markdown()]
     if told := cautions(results):
         parts.append("\n".join(f"- {_escaped(sentence)}" for sentence in told))
     played = sorted({cell.code_version for cell in results.cells if cell.status == "complete"})
@@ -239,59 +243,58 @@ def markdown_text(results: StudyResults) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _means(results: StudyResults) -> str:
-    head = ["measure", "arm", "n", "mean", "95 % interval", "range"]
-    rows = []
+def means_table(results: StudyResults) -> Table:
+    titles = ("n", "mean", "95 % interval", "range")
+    table = Table([Column("measure", once=True), Column("arm"), *(Column(title, "right") for title in titles)])
     for measure in results.measures:
         for arm in results.arms:
             found = results.result(arm.name, measure.name).summary
-            told = [middle_text(measure, found), spread_text(measure, found), range_text(measure, found)]
-            rows.append([measure.label, arm.name, f"{found.n} of {len(results.seeds)}", *told])
-    return _table(head, rows)
+            texts = (middle_text(measure, found), spread_text(measure, found), range_text(measure, found))
+            table.add(measure.label, arm.name, f"{found.n} of {len(results.seeds)}", *texts)
+    return table
 
 
-def _rounds(results: StudyResults) -> str:
+def rounds_table(results: StudyResults) -> Table:
+    """The middle and the range after each round; without rows for games of one round."""
     by_round = [measure for measure in results.measures if measure.by_round]
     found = [(m, arm.name, results.result(arm.name, m.name).rounds) for m in by_round for arm in results.arms]
     count = max((len(rounds) for *_, rounds in found), default=0)
-    if count < 2:
-        return ""
-    rows = []
-    for measure, arm, rounds in found:
-        cells = [middle_text(measure, summary) for summary in rounds]
-        ranges = [range_text(measure, summary) for summary in rounds]
-        told = [
-            cell if cell.endswith(range_) else f"{cell} ({range_})" for cell, range_ in zip(cells, ranges, strict=True)
-        ]
-        rows.append([measure.label, arm, *told, *[ABSENT] * (count - len(told))])
-    return _table(["measure", "arm", *(f"round {number}" for number in range(count))], rows)
+    columns = (Column(f"round {number}", "right") for number in range(count))
+    table = Table([Column("measure", once=True), Column("arm"), *columns])
+    for measure, arm, rounds in found if count > 1 else ():
+        cells = []
+        for summary in rounds:
+            middle, reach = middle_text(measure, summary), range_text(measure, summary)
+            cells.append(middle if middle.endswith(reach) else f"{middle} ({reach})")
+        table.add(measure.label, arm, *cells, *[ABSENT] * (count - len(cells)))
+    return table
 
 
-def _comparisons(results: StudyResults) -> str:
+def comparisons_table(results: StudyResults, keys: Mapping[str, LegendKey] | None = None) -> Table:
+    """Each arm less the reference. `keys`: the arms' swatches on a page."""
+    titles = ("difference", "95 % interval", "seeds", "p")
+    adjusted = Column(f"Holm's p of {results.family}", "right", short=f"p of {results.family}")
+    table = Table([Column("measure", once=True), Column("arm"), *(Column(t, "right") for t in titles), adjusted])
     measures = {measure.name: measure for measure in results.measures}
-    head = ["measure", "arm", "difference", "95 % interval", "seeds", "p", f"Holm's p of {results.family}"]
-    rows = [
-        [measures[found.measure].label, found.arm, *comparison_cells(measures[found.measure], found.comparison)]
-        for found in results.comparisons
-    ]
-    return _table(head, rows)
+    for found in results.comparisons:
+        measure, arm = measures[found.measure], TableCell(found.arm, key=(keys or {}).get(found.arm))
+        table.add(measure.label, arm, *comparison_cells(measure, found.comparison))
+    return table
 
 
-def _trends(results: StudyResults) -> str:
-    head = ["measure", "arm", "last - first", "95 % interval", "seeds", "tau", "p"]
-    rows = [
-        [measure.label, arm.name, *trend_cells(measure, found)]
-        for measure in results.measures
-        for arm in results.arms
-        if (found := results.result(arm.name, measure.name).trend) is not None and found.n
-    ]
-    return _table(head, rows) if rows else ""
-
-
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    first = [_escaped(cell) for cell in head]
-    lines = [first, ["---"] * len(first), *([_escaped(cell) for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def trends_table(results: StudyResults, keys: Mapping[str, LegendKey] | None = None) -> Table:
+    """The last round less the first. `keys`: the arms' swatches on a page."""
+    titles = ("last - first", "95 % interval", "seeds", "tau", "p")
+    hint = "Kendall's tau: 1 where every round is above those before it, -1 where every one is below"
+    columns = (Column(title, "right", hint=hint if title == "tau" else "") for title in titles)
+    table = Table([Column("measure", once=True), Column("arm"), *columns])
+    for measure in results.measures:
+        for arm in results.arms:
+            found = results.result(arm.name, measure.name).trend
+            if found is not None and found.n:
+                name = TableCell(arm.name, key=(keys or {}).get(arm.name))
+                table.add(measure.label, name, *trend_cells(measure, found))
+    return table
 
 
 def _escaped(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Tasks: where problems come from and how completions are graded. `open_task(section)` is the way in."""
+"""Tasks: sources of problems, and the grading of completions. Use `open_task(section)`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pvg.tasks.task import LocatesFlaws, Task, half_of, problems_of_half
 
 __all__ = ["TASKS", "LocatesFlaws", "Task", "half_of", "open_task", "problems_of_half"]
 
-# `task.kind` -> what opens it from a section of that kind.
+# `task.kind` -> the function that opens a task from its section.
 TASKS: dict[str, Callable[[Any], Task]] = {
     "modchain": Modchain,
     "gsm8k": Gsm8k,
@@ -28,6 +28,6 @@ TASKS: dict[str, Callable[[Any], Task]] = {
 def open_task(section: TaskSection) -> Task:
     """The task that `section` describes.
 
-    Raises MissingRequirementError when it lacks data or a package, ConfigurationError when its settings cannot work.
+    Raises MissingRequirementError if data or a package is missing, ConfigurationError if its settings cannot work.
     """
     return TASKS[section.kind](section)

@@ -1,12 +1,12 @@
-"""Reads the final answer of a written solution, and compares numbers exactly. For every task whose answers are numbers.
+"""Reads the final answer of a written solution, and compares numbers exactly. For all tasks with numbers as answers.
 
     extract("... so 48/2 = 24.\\n#### $1,200.00 a year")  -> FinalAnswer(text="1,200.00", value=1200, marker="####")
-    extract("#### 7 or 8")                              -> None: two numbers are no answer
+    extract("#### 7 or 8")                              -> None: two numbers are not an answer
     same_number("1 1/2", "1.50")                        -> True
 
 Three markers announce an answer:
 
-- `####` with a number after it (the published form of GSM8K; a heading such as `#### Step` is no answer),
+- `####` with a number after it (GSM8K's published form; a heading such as `#### Step` is not an answer),
 - `\\boxed{...}`,
 - "answer is", "answer:", "answer =" with a number after it.
 
@@ -21,8 +21,8 @@ Rules:
 
 A percent sign is a unit: `50%` is 50. `5k` and `5 thousand` are 5000. Nothing is evaluated.
 
-Invariants: no text makes these functions raise or take more than time linear in its length; values are exact
-rationals, so `0.1 + 0.2` problems do not exist and `0.33` is not one third.
+Invariants: for any text, these functions do not raise and take time linear in its length. Values are exact rationals,
+so `0.1 + 0.2` problems do not exist and `0.33` is not one third.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from typing import Literal
 
 Marker = Literal["####", "boxed", "phrase", "last number"]
 
-# A digit string or a power of ten beyond this is noise or an attack, never the answer of a word problem.
+# A number with more digits, or a larger power of ten, is noise or an attack, never the answer of a word problem.
 MOST_DIGITS = 200
-# An answer begins within this many characters after its marker. A box has at most as many characters.
+# An answer begins within this many characters after its marker; a box has at most this many characters.
 SEGMENT = 200
 
 NO_ANSWER = "no final answer"
@@ -57,13 +57,13 @@ class FinalAnswer:
 
 
 def extract(text: str) -> FinalAnswer | None:
-    """The final answer of `text` by the rules of this module, None when there is none."""
+    """The final answer of `text` by the rules of this module, None without an answer."""
     found = read(text)
     return found if isinstance(found, FinalAnswer) else None
 
 
 def read(text: str) -> FinalAnswer | str:
-    """The final answer of `text`, or why there is none: NO_ANSWER or UNCLEAR."""
+    """The final answer of `text`, or the reason why there is none: NO_ANSWER or UNCLEAR."""
     text = _plain(text)
     for mark in reversed(_marks(text)):
         if led := _leading(text, mark.start, mark.end):
@@ -75,7 +75,7 @@ def read(text: str) -> FinalAnswer | str:
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The value of a text that is one number and formatting or units around it (`$1,200`, `-3/4`, `72 apples`)."""
+    """The value of a text that consists of one number with formatting or units (`$1,200`, `-3/4`, `72 apples`)."""
     text = _plain(text)
     led = _leading(text, 0, len(text))
     found = _only_number(text, led, _Mark("boxed", 0, len(text))) if led else None
@@ -83,13 +83,13 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def same_number(first: str, second: str) -> bool:
-    """Whether both are numbers of exactly the same value."""
+    """Whether both are numbers with exactly the same value."""
     value = parse_number(first)
     return value is not None and value == parse_number(second)
 
 
 def same_answer(first: str | None, second: str | None) -> bool:
-    """Whether two answers that a task has found say the same: numbers of one value, or the same text."""
+    """Whether two answers that a task has found are equal: numbers with one value, or the same text."""
     if first is None or second is None:
         return False
     return first.strip() == second.strip() or same_number(first, second)
@@ -136,7 +136,7 @@ def _marks(text: str) -> list[_Mark]:
 
 
 def _boxes(text: str) -> Iterator[_Mark]:
-    """The inside of each closed box."""
+    """The content of each closed box."""
     opened: list[int] = []  # start of the inside of each open brace; negative for a brace that is no box
     for match in BRACES.finditer(text):
         if match[0] != "}":
@@ -156,7 +156,7 @@ def _window(text: str, start: int) -> tuple[int, int]:
     line_end = text.find("\n", start, end)
     if line_end >= 0:
         return start, line_end
-    if end < len(text):  # cut between words: half a number would be another number
+    if end < len(text):  # cut between words, because half a number would be another number
         end = max(text.rfind(" ", start, end) + 1, start)
     return start, end
 
@@ -164,10 +164,10 @@ def _window(text: str, start: int) -> tuple[int, int]:
 # --- numbers -----------------------------------------------------------------------------------------------------
 
 
-# A maximal run of what may belong to one number. It never fails once it has begun, so that scanning a text is linear;
-# whether the run is a number is for `_value` to say.
+# A maximal run of characters that may belong to one number. Once begun it never fails, so scanning a text is linear.
+# `_value` decides whether the run is a number.
 def _number(sign: str, joint: str = "") -> re.Pattern[str]:
-    """The pattern of a number. `sign`: its possible signs. `joint`: a further pattern that may join its digits."""
+    """The pattern of a number. `sign`: its possible signs. `joint`: another pattern that may join its digits."""
     run = (
         r"(?<![A-Za-z0-9])(?<![A-Za-z0-9]\.)\.?[0-9]"
         rf"(?:[0-9]|[.,'_ ](?=[0-9])|{joint} ?/ ?(?=[0-9])|[eE][-+]?(?=[0-9]))*+"
@@ -179,9 +179,9 @@ def _number(sign: str, joint: str = "") -> re.Pattern[str]:
 
 
 TIMES = r"(?:x|\*|×|·|⋅|\\times|\\cdot)"
-# Some write an em dash for a minus sign. In running text it is one only right before the digits.
+# Some texts use an em dash as a minus sign. In running text it counts as one only directly before the digits.
 NUMBER = _number(sign=r"[-+] ?|\u2014")
-# After a marker `1, 000` is one number. In running text it may be a list.
+# After a marker, `1, 000` is one number. In running text it may be a list.
 MARKED_NUMBER = _number(sign=r"[-+\u2014] ?", joint=r", (?=[0-9]{3}(?![0-9]))|")
 LEAD = re.compile(
     r"(?:[\s*_`~≈:=>\"'(\[{]|\\[a-zA-Z]++|\\\(|\\\[|\$(?=[-\\*$])|"
@@ -198,7 +198,7 @@ UNIT = re.compile(
     r" ?(?:\^ ?\{?|\*\*)?[23]\}?|CO2|H2O)(?![A-Za-z0-9])"
 )
 DIGIT = re.compile(r"[0-9]")
-# "one" is left out: "5 for each one" names no second number.
+# Without "one": "5 for each one" has no second number.
 SPOKEN = {"zero": 0, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
 SPOKEN |= {"eleven": 11, "twelve": 12, "thirteen": 13, "fourteen": 14, "fifteen": 15, "sixteen": 16, "seventeen": 17}
 SPOKEN |= {"eighteen": 18, "nineteen": 19, "twenty": 20, "thirty": 30, "forty": 40, "fifty": 50, "sixty": 60}
@@ -292,7 +292,7 @@ def _value(run: str) -> Fraction | None:
 
 
 def _decimal(text: str) -> Fraction | None:
-    """The value of a DECIMAL, None for one of absurd size (Fraction would build every digit of 1e999999999)."""
+    """The value of a DECIMAL; None if it is absurdly large (Fraction would build every digit of 1e999999999)."""
     digits, _, exponent = re.sub("[, '_]", "", text).lower().partition("e")
     if len(digits) > MOST_DIGITS or len(exponent) > 5 or abs(int(exponent or 0)) > MOST_DIGITS:
         return None
@@ -301,7 +301,7 @@ def _decimal(text: str) -> Fraction | None:
 
 # --- spelling ----------------------------------------------------------------------------------------------------
 
-ANNOTATION = re.compile(r"<<[^<>\n]{0,200}>>")  # GSM8K's calculator marks: <<48/2=24>>
+ANNOTATION = re.compile(r"<<[^<>\n]{0,200}>>")  # GSM8K's calculator annotations: <<48/2=24>>
 FRACTION = re.compile(r"\\[dt]?frac ?\{([^{}]{1,60})\}\{([^{}]{1,60})\}")
 LATEX_SPACE = re.compile(r"\\[,;: ]|\\!|\{,\}|(?<=[0-9])~(?=[0-9])")
 FOREIGN = re.compile(r"[^\x00-\x7f]")

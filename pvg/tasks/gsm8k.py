@@ -1,10 +1,10 @@
-"""Grade-school word problems in the published form: rows with the fields `question` and `answer`, as JSON lines or
+"""The GSM8K task: grade-school word problems in the published form, rows with `question` and `answer`, as JSON lines or
 as parquet (the form of the Hugging Face hub).
 
     {"question": "Natalia sold ...", "answer": "Natalia sold 48/2 = <<48/2=24>>24 clips ...\\n#### 72"}
 
-Invariant: an id depends on the split and the question alone (`gsm8k-train-1a2b3c4d`), so it is stable when lines are
-reordered, added or left out by `limit`.
+Invariant: an id depends only on the split and the question (`gsm8k-train-1a2b3c4d`), so it does not change if rows are
+reordered, added, or left out by `limit`.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from pvg.records import Grade, Problem, Split
 from pvg.tasks.answers import extract, parse_number, read
 
 SHORT_ID = 8
-LONG_ID = 16  # for the questions of a file whose short digests are the same
+LONG_ID = 16  # hex digits of an id, if short digests of a file's questions collide
 REMEDY = (
-    "Set it with --set task.path=hf:openai/gsm8k, or task.path=DIRECTORY; the directory holds train and test in the "
+    "Set it with --set task.path=hf:openai/gsm8k, or task.path=DIRECTORY. The directory needs train and test in the "
     "published form, as .jsonl or .parquet."
 )
-SHARD = re.compile(r"-(\d+)-of-(\d+)\.parquet")  # the end of a file's name; the second number counts the files
+SHARD = re.compile(r"-(\d+)-of-(\d+)\.parquet")  # the end of a file's name; the second number is the count of files
 
 
 class Gsm8k:
-    """The GSM8K task of one section. A file is read each time its problems are asked for."""
+    """The GSM8K task of one section. Each call of `problems` reads the file again."""
 
     def __init__(self, section: Gsm8kTask) -> None:
-        """Raises MissingRequirementError when `task.path` is not set or lacks a file, and what pvg.hub.fetch raises."""
+        """Raises MissingRequirementError if `task.path` is not set or a file is missing, and errors of
+        pvg.hub.fetch."""
         if section.path is None:
-            raise MissingRequirementError("gsm8k needs its data, and task.path is not set.", REMEDY)
+            raise MissingRequirementError("gsm8k needs its data, but task.path is not set.", REMEDY)
         source = str(section.path)
         self._directory = hub.fetch(source, "dataset") if hub.is_hub_id(source) else expanded(section.path, "task.path")
         self._limit = section.limit
@@ -48,11 +49,10 @@ class Gsm8k:
             self._files(split)
 
     def problems(self, split: Split) -> Iterator[Problem]:
-        """The first `limit` problems of the split with at most `max_steps` calculations, in the order of its rows. A
-        repeated question is omitted.
+        """The first `limit` problems of the split with at most `max_steps` calculations, in row order, without repeated
+        questions.
 
-        Raises ConfigurationError, which names file and line, for an invalid row. All rows are checked, whatever the
-        limit.
+        Raises ConfigurationError with file and line for an invalid row. All rows are checked, whatever the limit.
         """
         rows = list(_problems(self._files(split)))
         short = Counter(_digest(question)[:SHORT_ID] for question, _, _ in rows)
@@ -65,9 +65,9 @@ class Gsm8k:
     def grade(self, problem: Problem, completion: str) -> Grade:
         """Correct: the extracted number (see pvg.tasks.answers) has exactly the reference's value.
 
-        Well-formed: there is one answer. A marked answer that names several numbers or a calculation is not
-        well-formed. Without any marker the last number counts as the answer, and the note says so: base models seldom
-        write a marker, and a task on which nothing is well-formed teaches nothing.
+        Well-formed: there is one answer. A marked answer with several numbers or a calculation is not well-formed.
+        Without a marker, the last number counts as the answer, and the note says so: base models seldom write a marker,
+        and a task without well-formed solutions teaches nothing.
         """
         found = read(completion)
         if isinstance(found, str):
@@ -76,7 +76,7 @@ class Gsm8k:
         return Grade(found.value == parse_number(problem.answer), well_formed=True, answer=found.text, note=note)
 
     def _files(self, split: str) -> list[Path]:
-        """The files of a split, in order: from the directory, or from the first of hub.DATA_FOLDERS that has any."""
+        """The files of a split, in order: in the directory, or in the first of hub.DATA_FOLDERS that has any."""
         for folder in hub.DATA_FOLDERS:
             for pattern in (f"{split}.jsonl", f"{split}.parquet", f"{split}-*.parquet"):
                 if found := sorted((self._directory / folder).glob(pattern)):
@@ -88,8 +88,8 @@ class Gsm8k:
 
 
 def calculations(solution: str) -> int:
-    """How many calculations a published solution takes: its `<<...>>` annotations, or its lines where these are more,
-    since not every calculation is annotated."""
+    """The number of calculations in a published solution: its `<<...>>` annotations or its lines, whichever are more,
+    because not every calculation is annotated."""
     lines = [line for line in solution.splitlines() if line.strip() and not line.startswith("####")]
     return max(len(lines), solution.count("<<"), 1)
 
@@ -107,19 +107,19 @@ def _problems(files: Sequence[Path]) -> Iterator[tuple[str, str, str]]:
             question, solution = _fields(row, place)
             found = extract(solution)
             if found is None or found.marker != "####":
-                raise ConfigurationError(f"{place}: the answer ends in no '#### NUMBER'.")
+                raise ConfigurationError(f"{place}: the answer does not end in '#### NUMBER'.")
             if question not in first_seen:
                 first_seen[question] = (number, found.text)
                 yield question, found.text, solution
             elif parse_number(first_seen[question][1]) != found.value:
                 raise ConfigurationError(
-                    f"{place}: the question of {first_seen[question][0]} again, with another answer "
+                    f"{place}: repeats the question of {first_seen[question][0]} with another answer "
                     f"({found.text} instead of {first_seen[question][1]})."
                 )
 
 
 def _json_rows(file: Path) -> Iterator[tuple[str, object]]:
-    """(where in the file, row) of each line that is not empty."""
+    """(place in the file, row) of each line that is not empty."""
     for number, line in enumerate(file.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if not line.strip():
             continue
@@ -132,7 +132,7 @@ def _json_rows(file: Path) -> Iterator[tuple[str, object]]:
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[str, object]]:
-    """(where in the file, row) of each row."""
+    """(place in the file, row) of each row."""
     import pyarrow
     from pyarrow import parquet
 
@@ -147,7 +147,7 @@ def _refuse_gaps(files: Sequence[Path]) -> None:
     """Raises MissingRequirementError if a split has several parquet files and one is missing."""
     wanted = max((int(found[2]) for file in files if (found := SHARD.search(file.name))), default=len(files))
     if len(files) != wanted:
-        raise MissingRequirementError(f"{files[0].parent} holds {len(files)} of {wanted} files like {files[0].name}.")
+        raise MissingRequirementError(f"{files[0].parent} has {len(files)} of {wanted} files like {files[0].name}.")
 
 
 def _fields(row: object, place: str) -> tuple[str, str]:

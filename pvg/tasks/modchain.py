@@ -1,13 +1,13 @@
-"""Chains of modular sums, made on the fly: the task of the embedded game.
+"""Modchain, the task of the embedded game: chains of modular sums, generated on the fly.
 
     question  7+5+8+3+6?
     solution  7+5=2;2+8=0;0+3=3;3+6=9;A9
 
 Each step adds the next operand to the running value, modulo `modulus`; `A` gives the final answer. A solution is long
-enough to hide a flaw in and short enough for a model of a million parameters.
+enough to hide a flaw and short enough for a model with a million parameters.
 
-Invariants: ids name their problem (`modchain-10-7+5+8+3+6`: modulus, operands), so they are equal wherever the problem
-is; no problem is drawn twice, hence train and test are disjoint; the draws are hashes of the seed and depend on no
+Invariants: an id names its problem (`modchain-10-7+5+8+3+6`: modulus, operands), so equal problems have equal ids. No
+problem is drawn twice, so train and test are disjoint. The draws are hashes of the seed and do not depend on a
 library's random numbers.
 """
 
@@ -26,10 +26,10 @@ from pvg.config.sections import ModchainTask
 from pvg.errors import ConfigurationError
 from pvg.records import Grade, Problem, Split
 
-# A space of at most this many times the problems asked of it is shuffled whole: drawing from it until something new
-# comes up would take ever longer as it empties.
+# A space with at most this many times the required problems is shuffled completely. Drawing until something new comes
+# up would take ever longer as the space empties.
 SHUFFLE_BELOW = 4
-# Enough hash bytes that their remainder modulo 100**64 (426 bits) is uniform to within 2**-80.
+# Enough bytes of a hash that their remainder modulo 100**64 (426 bits) is uniform to within 2**-80.
 DRAW_BYTES = 64
 
 NUMBER = "(0|[1-9][0-9]?)"
@@ -41,7 +41,7 @@ class Modchain:
     """The modchain task of one section."""
 
     def __init__(self, section: ModchainTask) -> None:
-        """Raises ConfigurationError when the settings have fewer distinct problems than are asked for."""
+        """Raises ConfigurationError if the settings allow fewer distinct problems than are required."""
         self._section = section
         lengths = range(section.min_terms, section.max_terms + 1)
         distinct = sum(section.modulus**terms for terms in lengths)
@@ -50,11 +50,11 @@ class Modchain:
             raise ConfigurationError(
                 f"task.problems + task.test_problems = {asked}, but there are only {distinct} distinct chains of "
                 f"{section.min_terms} to {section.max_terms} terms modulo {section.modulus}.",
-                "Ask for fewer problems, or raise task.max_terms or task.modulus.",
+                "Set fewer problems, or raise task.max_terms or task.modulus.",
             )
 
     def problems(self, split: Split) -> Iterator[Problem]:
-        """The problems of `split`. The test problems are drawn first, so they stay when `problems` is changed."""
+        """The problems of `split`. The test problems are drawn first, so they do not change with `problems`."""
         section = self._section
         chains = distinct_chains(section)
         if split == "test":
@@ -64,11 +64,11 @@ class Modchain:
         return (chain_problem(operands, section.modulus) for operands in drawn)
 
     def grade(self, problem: Problem, completion: str) -> Grade:
-        """Correct: well-formed, and the final answer equals the reference, whatever the steps say.
+        """Correct: well-formed, and the final answer equals the reference, whatever the steps are.
 
-        Well-formed: the whole text is one step or more (`a+b=c;`, numbers below the modulus, no leading zeros), then
-        `A<n>`, and nothing behind it. The note names the first flaw of the steps; it is empty for a flawless chain, and
-        a correct answer may still carry one (two mistakes can cancel out).
+        Well-formed: the whole text is one or more steps (`a+b=c;`, numbers below the modulus, no leading zeros), then
+        `A<n>`, and nothing after it. The note names the first flaw of the steps and is empty for a flawless chain. A
+        correct answer may have a flaw too, because two mistakes can cancel out.
         """
         operands, modulus = operands_of(problem)
         parsed = parse_solution(completion, modulus)
@@ -83,20 +83,20 @@ class Modchain:
         )
 
     def steps(self, completion: str) -> list[tuple[int, int]]:
-        """Its sums, up to where it is malformed; not the final answer, which is no step."""
+        """The steps up to the first malformed one; the final answer is not a step."""
         places: list[tuple[int, int]] = []
         while match := STEP.match(completion, places[-1][1] if places else 0):
             places.append(match.span())
         return places
 
     def cuts(self, completion: str) -> list[int]:
-        """The ends of the sums, and of the answer (pvg.tasks.task.LocatesFlaws)."""
+        """The ends of the steps, and of the answer (pvg.tasks.task.LocatesFlaws)."""
         if isinstance(parse_solution(completion, self._section.modulus), str):
             return []
         return [end for _, end in self.steps(completion)] + [len(completion)]
 
     def flaw(self, problem: Problem, completion: str) -> int | None:
-        """The first step that does not go on from the one before with the problem's next operand, or adds wrongly. A
+        """The first step that does not continue the previous one with the problem's next operand, or adds wrongly. A
         chain that ends too early is wrong at its answer."""
         operands, modulus = operands_of(problem)
         parsed = parse_solution(completion, modulus)
@@ -107,7 +107,7 @@ class Modchain:
 
 
 def chain_problem(operands: Sequence[int], modulus: int) -> Problem:
-    """The problem of summing `operands` modulo `modulus`; metadata holds both (`terms`, `modulus`)."""
+    """The problem of summing `operands` modulo `modulus`; metadata has both (`terms`, `modulus`)."""
     chain = "+".join(map(str, operands))
     return Problem(
         id=f"modchain-{modulus}-{chain}",
@@ -123,7 +123,7 @@ def operands_of(problem: Problem) -> tuple[tuple[int, ...], int]:
 
 
 def distinct_chains(section: ModchainTask) -> Iterator[tuple[int, ...]]:
-    """Operands of distinct problems for as long as there are any; numbers of terms are about equally frequent."""
+    """Operands of distinct problems until all are used; numbers of terms are about equally frequent."""
     asked = section.problems + section.test_problems
     streams = {
         terms: _numbers_below(section.modulus**terms, asked, f"{section.seed}/{section.modulus}/{terms}")
@@ -136,13 +136,13 @@ def distinct_chains(section: ModchainTask) -> Iterator[tuple[int, ...]]:
         terms = lengths[_draw(f"{section.seed}/{section.modulus}/length/{count}", len(lengths))]
         number = next(streams[terms], None)
         if number is None:
-            del streams[terms]  # this length is used up: the longer ones go on
+            del streams[terms]  # this length is exhausted; the others continue
             continue
         yield tuple(number // section.modulus**place % section.modulus for place in range(terms))
 
 
 def _numbers_below(space: int, asked: int, key: str) -> Iterator[int]:
-    """Distinct numbers below `space` in an order that follows from `key`."""
+    """Distinct numbers below `space` in an order determined by `key`."""
     if space <= SHUFFLE_BELOW * asked:
         yield from sorted(range(space), key=lambda number: hashlib.sha256(f"{key}/{number}".encode()).digest())
         return
@@ -163,15 +163,15 @@ def _draw(key: str, below: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Solution:
+class ModchainSolution:
     """A well-formed solution: steps (first operand, second operand, stated sum) and the final answer."""
 
     steps: tuple[tuple[int, int, int], ...]
     answer: int
 
 
-def parse_solution(text: str, modulus: int) -> Solution | str:
-    """The solution that `text` is, or what is malformed in it."""
+def parse_solution(text: str, modulus: int) -> ModchainSolution | str:
+    """The parsed solution, or what is malformed in `text`."""
     steps: list[tuple[int, int, int]] = []
     position = 0
     while match := STEP.match(text, position):
@@ -189,14 +189,14 @@ def parse_solution(text: str, modulus: int) -> Solution | str:
         return "final answer out of range"
     if not steps:
         return "no steps"
-    return Solution(tuple(steps), int(final[1]))
+    return ModchainSolution(tuple(steps), int(final[1]))
 
 
-def first_flaw(solution: Solution, operands: Sequence[int], modulus: int) -> str:
-    """The first flaw of a well-formed solution in a few words, "" for none.
+def first_flaw(solution: ModchainSolution, operands: Sequence[int], modulus: int) -> str:
+    """The first flaw of a well-formed solution in a few words, or "".
 
-    A flawed second operand is *swapped* when it occurs in the problem, and *wrong* (invented) when it does not; where
-    leaving out or adding steps explains all the operands that follow, the flaw is a dropped or an extra step.
+    A wrong second operand is *swapped* if it occurs in the problem, and *wrong* (invented) if not. If leaving out or
+    adding steps explains all later operands, the flaw is a dropped or an extra step.
     """
     expected = operands[1:]
     used = [second for _, second, _ in solution.steps]
@@ -214,8 +214,8 @@ def first_flaw(solution: Solution, operands: Sequence[int], modulus: int) -> str
     return "" if solution.answer == running else "wrong final answer"
 
 
-def first_wrong_step(solution: Solution, operands: Sequence[int], modulus: int) -> int | None:
-    """The place of the first flaw of a well-formed solution among its steps and its answer, None for no flaw."""
+def first_wrong_step(solution: ModchainSolution, operands: Sequence[int], modulus: int) -> int | None:
+    """The index of the first flaw of a well-formed solution among its steps and its answer; None without a flaw."""
     running, expected = operands[0], operands[1:]
     for index, (first, second, total) in enumerate(solution.steps):
         if (
@@ -230,7 +230,7 @@ def first_wrong_step(solution: Solution, operands: Sequence[int], modulus: int) 
 
 
 def _operand_flaw(index: int, first: int, running: int, used: Sequence[int], operands: Sequence[int]) -> str:
-    """What is wrong with the operands of step `index`; `used` are the second operands of all steps."""
+    """The flaw in the operands of step `index`; `used` are the second operands of all steps."""
     expected = operands[1:]
     second, wanted = used[index], expected[index]
     if first != running:
@@ -249,10 +249,10 @@ def _is_subsequence(short: Sequence[int], long: Sequence[int]) -> bool:
     return all(number in rest for number in short)
 
 
-# Written solutions of modchain problems, clean and flawed: the supervised data of the embedded models.
+# --- written solutions: the supervised data of the embedded models ----------------------------------------------------
 #
-# A flawed solution holds exactly one mistake and carries on consistently from it, so that it looks like a clean one
-# to whoever does not check the step; its final answer is always wrong, and the grader's note names the mistake.
+# A flawed solution has exactly one mistake and continues consistently from it, so it looks correct unless that step is
+# checked. Its final answer is always wrong, and the grader's note names the mistake.
 
 Mistake = Literal["wrong_sum", "wrong_operand", "swapped_operand", "dropped_step", "wrong_answer"]
 MISTAKES: tuple[Mistake, ...] = get_args(Mistake)
@@ -266,10 +266,10 @@ def clean_trace(problem: Problem) -> str:
 
 
 def possible_mistakes(problem: Problem) -> tuple[Mistake, ...]:
-    """The kinds of mistake this problem has room for.
+    """The kinds of mistake that are possible in this problem.
 
-    `wrong_operand` needs a number that is not in the problem, `swapped_operand` two different operands, and
-    `dropped_step` three operands of which one behind the first is not 0 (adding 0 may be dropped unpunished).
+    `wrong_operand` needs a number that is not in the problem, `swapped_operand` two different operands, `dropped_step`
+    three operands of which one after the first is not 0 (dropping a 0 changes nothing).
     """
     operands, modulus = operands_of(problem)
     room = {
@@ -281,12 +281,12 @@ def possible_mistakes(problem: Problem) -> tuple[Mistake, ...]:
 
 
 def flawed_trace(problem: Problem, kind: Mistake, rng: np.random.Generator) -> str:
-    """A solution with one mistake of `kind`, at a place and with a wrong value drawn from `rng`.
+    """A solution with one mistake of `kind`; `rng` draws its place and its wrong value.
 
-    Raises ValueError for a kind that is not among `possible_mistakes(problem)`.
+    Raises ValueError for a kind that is not in `possible_mistakes(problem)`.
     """
     if kind not in possible_mistakes(problem):
-        raise ValueError(f"{problem.id} has no room for the mistake {kind!r}")
+        raise ValueError(f"the mistake {kind!r} is not possible in {problem.id}")
     operands, modulus = operands_of(problem)
     first, rest = operands[0], list(operands[1:])
     place = int(rng.integers(len(rest)))
@@ -311,7 +311,7 @@ def flawed_trace(problem: Problem, kind: Mistake, rng: np.random.Generator) -> s
 
 
 def _steps(running: int, operands: Sequence[int], modulus: int) -> tuple[list[tuple[int, int, int]], int]:
-    """The right steps from `running` over `operands`, and the value they end at."""
+    """The correct steps from `running` over `operands`, and the final value."""
     steps = []
     for operand in operands:
         total = (running + operand) % modulus

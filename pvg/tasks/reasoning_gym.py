@@ -1,13 +1,17 @@
-"""What may not reach a grader of reasoning-gym: some of them pass the answer on to Python's `eval`.
+"""Datasets of the reasoning-gym package (extra `reasoning-gym`), graded by its graders, with unsafe answers refused.
 
-`n_queens`, `binary_matrix`, `spiral_matrix` and `string_insertion` do it to give an answer written as a Python list a
-part of the score; `countdown`, `puzzle24` and `polynomial_multiplication` through sympy's parser. The answer was
-written by a model that is rewarded for whatever the grader accepts, so it must be harmless before: data without names
-for the first, a formula without powers of numbers for the second. `nan` is stopped too: a grader that asks whether a
-distance is too large finds that it is not.
+The package makes problem i of a dataset from `seed + i`, so adjacent seeds share almost all problems. Therefore train
+and test begin at distant seeds. Repeated questions are left out over both splits together, so no question is in two
+halves, or in train and test, under two ids. A completion's answer is the content of its last `<answer>` tag (an
+unclosed tag extends to the end), otherwise its last line that is not blank. So an answer of several lines needs the
+tag.
 
-Datasets whose graders cannot be made safe are not opened at all (`UNSAFE_GRADERS`). All of it was found by reading and
-trying reasoning-gym 0.1.19.
+Some graders pass the answer to Python's `eval`: `n_queens`, `binary_matrix`, `spiral_matrix` and `string_insertion`, to
+give part of the score to an answer written as a Python list; `countdown`, `puzzle24` and `polynomial_multiplication`
+through sympy's parser. A model that is rewarded for whatever the grader accepts writes this answer, so `refusal` lets
+only harmless answers pass: data without names for the first group, a formula without powers of numbers for the second.
+It also refuses `nan`, because a grader's test for "the distance is too large" is false for it. Datasets whose graders
+cannot be made safe are not opened (`UNSAFE_GRADERS`). All this was found by reading and trying reasoning-gym 0.1.19.
 
     refusal("countdown", "__import__('os').system('...')", reference)    -> "not plain arithmetic"
     refusal("countdown", "5*(52 - 11)", reference)                       -> ""
@@ -29,16 +33,16 @@ from pvg.config.sections import ReasoningGymTask
 from pvg.errors import ConfigurationError, MissingRequirementError, install_extra
 from pvg.records import Grade, Problem, Split
 
-# Answers to problems are short; graders parse, compare and permute, not always in linear time.
+# Correct answers are short. Graders parse, compare and permute answers, not always in linear time.
 LONGEST_ANSWER = 4000
 LONGEST_FORMULA = 600
 
-# The letters of these datasets' answers, which name no variable of a grader, or quoted words in brackets: neither can
-# call, loop or look anything up.
+# Letters that occur in these datasets' answers and name no variable of a grader, or quoted words in brackets. Neither
+# can call, loop or look up anything.
 LIST = re.compile(r"[A-EQ0-9_\s]*+|(?:[0-9\s,\[\]-]|'[A-Za-z0-9_ ]*+'|\"[A-Za-z0-9_ ]*+\")*+")
-# No `**` and no `//`: sympy would compute 9**9**9**9.
+# Without `**` and `//`: sympy would compute 9**9**9**9.
 ARITHMETIC = re.compile(r"(?:[-+().0-9\s]|\*(?!\s*\*)|/(?!\s*/))*+")
-# Only a variable of one letter is raised to a power.
+# Only a variable of one letter may have a power.
 POLYNOMIAL = re.compile(
     r"(?:[-+()0-9\s]|[a-zA-Z](?![A-Za-z0-9_(])(?:\s?\*\*\s?[0-9]{1,2}+(?![0-9]|\s*\*\*))?|\*(?!\s*\*))*+"
 )
@@ -51,16 +55,16 @@ SCREENS = {
 }
 FORMULAS = frozenset({"countdown", "puzzle24", "polynomial_multiplication"})
 
-SIMPLIFIES = "its grader lets sympy simplify whatever the model wrote, which may never end"
+SIMPLIFIES = "its grader lets sympy simplify the model's answer, which may never end"
 UNSAFE_GRADERS = {
     "simple_integration": SIMPLIFIES,
     "intermediate_integration": SIMPLIFIES,
-    "game_of_life_halting": "its grader takes any answer for the right one",
+    "game_of_life_halting": "its grader accepts any answer",
 }
 
 
 def refusal(dataset: str, answer: str, reference: str) -> str:
-    """Why `answer` is not shown to the grader of `dataset`, "" when it may be. The reference itself always may."""
+    """Why the grader of `dataset` must not see `answer`; "" if it may. The reference itself is always allowed."""
     reason = ""
     longest = LONGEST_FORMULA if dataset in FORMULAS else LONGEST_ANSWER
     if answer == reference:
@@ -75,34 +79,27 @@ def refusal(dataset: str, answer: str, reference: str) -> str:
     return reason
 
 
-# Datasets of the reasoning-gym package (extra `reasoning-gym`), graded by their own graders.
-#
-# The package makes problem i of a dataset from `seed + i`, so neighbouring seeds share nearly all problems: train and
-# test start at seeds far apart. Questions that come twice are left out, in both splits together, so that no question
-# stands in two halves or in train and test under two ids.
-#
-# A completion's answer is what stands in its last `<answer>` tag (an unclosed tag runs to the end); without a tag,
-# its last line that is not blank. Answers of several lines therefore need the tag.
-
-# Items drawn per problem asked for, to replace questions that come twice.
+# --- the task ---------------------------------------------------------------------------------------------------------
+# Items drawn per required problem, to replace repeated questions.
 DRAWS_PER_PROBLEM = 2
-# Seeds of a split begin somewhere in [base, base + SEED_SPREAD); the gap to the next base holds any number of items.
+# Seeds of a split begin in [base, base + SEED_SPREAD); the gap to the next base has room for any number of items.
 SEED_SPREAD = 2**28
 SEED_BASES: dict[Split, int] = {"train": 0, "test": 2**30}
-# Found by comparing processes and sizes (reasoning-gym 0.1.19): these iterate over Python sets, whose order differs
-# from process to process, ...
+# Found by comparing processes and sizes (reasoning-gym 0.1.19). These iterate over Python sets, whose order differs
+# between processes.
 ORDERED_BY_HASH = frozenset({"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note"})
-# ... and this one makes its items all at once, so that they depend on how many there are.
+# This one makes all items at once, so they depend on their number.
 ORDERED_BY_SIZE = frozenset({"acre"})
 OWNED_SETTINGS = {"seed": "task.seed", "size": "task.problems"}
-# An answer to nothing: a grader that accepts it (or a threshold at which it does) labels nothing.
+# An answer to nothing. If a grader accepts it (at the set threshold), its labels are useless.
 NONSENSE = "<answer>?</answer>"
-# What graders raise for answers they cannot read.
+# Errors that graders raise for answers that they cannot read.
 UNREADABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 class ReasoningGym:
-    """The reasoning-gym task of one section; problems are made when a split is first asked for, and kept."""
+    """The reasoning-gym task of one section. The first call of `problems` for a split makes its problems and keeps
+    them."""
 
     def __init__(self, section: ReasoningGymTask) -> None:
         """Raises MissingRequirementError without the extra, ConfigurationError for a wrong dataset or setting."""
@@ -111,35 +108,34 @@ class ReasoningGym:
         if section.dataset in ORDERED_BY_HASH and os.environ.get("PYTHONHASHSEED", "random") == "random":
             raise ConfigurationError(
                 f"task.dataset = {section.dataset!r} gives other problems in every process, because reasoning-gym "
-                "makes them in the order of Python's hashes.",
-                "Fix that order: run with PYTHONHASHSEED=0 in the environment.",
+                "uses the order of Python's hashes.",
+                "Set PYTHONHASHSEED=0 in the environment, which fixes this order.",
             )
         self._datasets = {split: self._open(split) for split in SEED_BASES}
         self._made: dict[Split, list[Problem]] = {}
 
     def problems(self, split: Split) -> Iterator[Problem]:
-        """As many problems as the section asks for, with distinct questions, none of them in both splits.
+        """As many problems as the section sets, with distinct questions, none of them in both splits.
 
-        Raises ConfigurationError when the dataset repeats itself too much for that, or its grader accepts nonsense.
+        Raises ConfigurationError if the dataset has too many repetitions, or if its grader accepts nonsense.
         """
         if split not in self._made:
-            # The test problems come first, so they stay when `problems` is changed.
+            # The test problems come first, so they do not change with `problems`.
             taken = {problem.question for problem in self.problems("test")} if split == "train" else set()
             made = self._distinct(split, taken)
             if any(self.grade(problem, NONSENSE).correct for problem in made):
                 raise ConfigurationError(
-                    f"reasoning-gym's grader of {self._section.dataset!r} takes '?' for a correct answer at "
+                    f"reasoning-gym's grader of {self._section.dataset!r} accepts '?' as a correct answer at "
                     f"task.threshold = {self._section.threshold}.",
-                    "Raise task.threshold, or take another task.dataset.",
+                    "Raise task.threshold, or use another task.dataset.",
                 )
             self._made[split] = made
         return iter(self._made[split])
 
     def grade(self, problem: Problem, completion: str) -> Grade:
-        """Correct: the dataset's own score (0 to 1) of the answer reaches `threshold`. Well-formed: there is an answer.
+        """Correct: the dataset's score (0 to 1) of the answer reaches `threshold`. Well-formed: there is an answer.
 
-        An answer that the grader cannot read, or must not see (see pvg.tasks.reasoning_gym), is incorrect; the note
-        says which.
+        An answer that the grader cannot read or must not see (`refusal`) is incorrect; the note says which.
         """
         answer = read_answer(completion)
         if not answer:
@@ -173,20 +169,20 @@ class ReasoningGym:
             if entry["question"] in taken:
                 continue
             taken.add(entry["question"])
-            # Some datasets have many right answers and name none.
+            # Some datasets have many correct answers and give none.
             answer = "" if entry["answer"] is None else str(entry["answer"])
             found.append(Problem(f"{prefix}-{index}", entry["question"], answer, {"entry": entry}))
             if len(found) == asked:
                 return found
         setting = "task.problems" if split == "train" else "task.test_problems"
         raise ConfigurationError(
-            f"reasoning-gym's {section.dataset!r} repeats itself: {DRAWS_PER_PROBLEM * asked} draws gave "
+            f"reasoning-gym's {section.dataset!r} repeats questions: {DRAWS_PER_PROBLEM * asked} draws gave "
             f"{len(found)} new questions for {setting} = {asked}.",
-            f"Ask for fewer, or make the dataset larger with task.settings (it knows {', '.join(self._config)}).",
+            f"Set fewer problems, or make the dataset larger with task.settings ({', '.join(self._config)}).",
         )
 
     def _digest(self, split: Split) -> str:
-        """8 hex digits of everything, beside split and index, that decides what a problem is."""
+        """8 hex digits of everything that determines a problem, except split and index."""
         import reasoning_gym
 
         section = self._section
@@ -203,7 +199,8 @@ class ReasoningGym:
 
 
 def read_answer(completion: str) -> str:
-    """The answer in a completion: its last `<answer>` tag, else its last line that is not blank; "" for none."""
+    """The answer in a completion: its last `<answer>` tag, otherwise its last line that is not blank; "" without
+    one."""
     start = completion.rfind("<answer>")
     if start >= 0:
         return completion[start + len("<answer>") :].partition("</answer>")[0].strip()
@@ -211,7 +208,7 @@ def read_answer(completion: str) -> str:
 
 
 def _configuration(section: ReasoningGymTask) -> list[str]:
-    """The settings that the dataset knows, after checking its name and the names of the settings given."""
+    """The dataset's settings. Checks the name of the dataset and of the settings given."""
     try:
         from reasoning_gym.factory import DATASETS
     except ModuleNotFoundError as error:
@@ -228,12 +225,12 @@ def _configuration(section: ReasoningGymTask) -> list[str]:
     if section.dataset in UNSAFE_GRADERS:
         raise ConfigurationError(
             f"pvg does not open reasoning-gym's {section.dataset!r}: {UNSAFE_GRADERS[section.dataset]}.",
-            "Take another task.dataset.",
+            "Use another task.dataset.",
         )
     known = [field.name for field in dataclasses.fields(DATASETS[section.dataset][1])]
     for name in section.settings:
         if name in OWNED_SETTINGS:
-            raise ConfigurationError(f"task.settings.{name} is set by pvg.", f"Use {OWNED_SETTINGS[name]}.")
+            raise ConfigurationError(f"pvg sets task.settings.{name}.", f"Use {OWNED_SETTINGS[name]}.")
         if name not in known:
             raise ConfigurationError(
                 f"reasoning-gym's {section.dataset!r} has no setting {name!r}.", f"It has {', '.join(known)}."
@@ -248,6 +245,6 @@ def _opened(dataset: str, settings: dict[str, Any]) -> Any:
         return reasoning_gym.create_dataset(dataset, **settings)
     except (AssertionError, AttributeError, TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"reasoning-gym refuses the settings of {dataset!r}: {str(error) or type(error).__name__}.",
+            f"reasoning-gym rejects the settings of {dataset!r}: {str(error) or type(error).__name__}.",
             "Change task.settings, task.problems or task.test_problems.",
         ) from None

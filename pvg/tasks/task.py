@@ -1,6 +1,6 @@
-"""The `Task` protocol: where problems come from and how completions are graded.
+"""The `Task` protocol: a source of problems that grades completions.
 
-A new task is one file with such a class, its section in pvg.config.experiment and a line in the table of `pvg.tasks`.
+A new task is one file with such a class, its section in pvg.config.experiment, and a line in the table of `pvg.tasks`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pvg.records import Grade, Half, Problem, Split
 class Task(Protocol):
     """Deterministic: the same section gives the same problems in the same order, and the same grade for a text.
 
-    `grade` never raises for any text a model may write, runs in time linear in the text, and executes nothing of it
-    outside of pvg.sandbox. A task that holds something open is a context manager; whoever opened it leaves it.
+    `grade` never raises for any text that a model may write, takes time linear in the text, and executes parts of it
+    only in pvg.sandbox. A task that holds resources is a context manager, which its opener must leave.
     """
 
     def problems(self, split: Split) -> Iterable[Problem]: ...
@@ -26,58 +26,58 @@ class Task(Protocol):
 
 @runtime_checkable
 class LocatesFlaws(Protocol):
-    """What a task may know besides: which step of a solution is the first wrong one. For tasks whose solutions can be
-    checked step by step; the others do without these methods."""
+    """An optional part of a task: it finds the first wrong step of a solution. For tasks whose solutions can be checked
+    step by step."""
 
     def cuts(self, completion: str) -> list[int]:
-        """Where each step ends, as an offset into the text, ascending; the last one is the final answer. Empty for a
-        text that is no solution."""
+        """The end of each step as an offset into the text, ascending; the last one is the final answer. Empty for a
+        malformed solution."""
         ...
 
     def flaw(self, problem: Problem, completion: str) -> int | None:
-        """The first wrong step, counted from 0 in the order of `cuts`; None for a flawless solution, for no solution,
-        and where the flaw is in no single step."""
+        """The first wrong step, counted from 0 in the order of `cuts`. None for a flawless solution, a malformed one,
+        and if the flaw is not in a single step."""
         ...
 
 
 @runtime_checkable
-class Batching(Protocol):
-    """A task that grades many completions faster than one after the other."""
+class GradesInBatches(Protocol):
+    """A task that grades many completions together faster than one by one."""
 
     def grade_many(self, solutions: Sequence[tuple[Problem, str]]) -> list[Grade]: ...
 
 
 @runtime_checkable
-class Concealing(Protocol):
-    """A task whose completions hold what a verifier must not read."""
+class ConcealsText(Protocol):
+    """A task whose completions contain a part that a verifier must not read."""
 
     def shown(self, completion: str) -> str:
-        """What it may read: the same for two completions that differ in what is concealed alone."""
+        """The part that it may read. Completions that differ only in the concealed part give the same text."""
         ...
 
 
 @runtime_checkable
-class Comparing(Protocol):
+class ComparesPrograms(Protocol):
     """A task whose solutions are programs, which can be compared (pvg.tasks.code.similarity)."""
 
     def solution(self, completion: str) -> str:
-        """The program in a completion, "" for none."""
+        """The program in a completion, "" without one."""
         ...
 
 
 @runtime_checkable
-class Stepwise(Protocol):
-    """A task that knows the steps of a solution better than its lines tell (see pvg.game.challenge)."""
+class SplitsSteps(Protocol):
+    """A task that knows the steps of a solution; for other tasks, lines are used as steps (see pvg.game.challenge)."""
 
     def steps(self, completion: str) -> list[tuple[int, int]]:
-        """Where each step begins and ends in the text, in order: none empty, none over another. Never raises."""
+        """Start and end of each step in the text, in order, none empty, without overlap. Never raises."""
         ...
 
 
-# The two halves of the training problems: one for the prover's RL, one for the verifier's data.
+# --- the halves of the training problems: one for the prover's RL, one for the verifier's data ------------------------
 #
-# Invariant: no problem is in both (invariant 4). The half follows from the id alone, so it stays the same when
-# problems are added, reordered or read on another machine.
+# Invariant: no problem is in both. The half depends only on the id, so it does not change when problems are added or
+# reordered, or on another machine.
 
 
 def half_of(problem_id: str) -> Half:

@@ -1,7 +1,7 @@
-"""Known failure modes of the game, seen in its metrics. docs/runbook.md explains each kind.
+"""Alerts for known failure modes of the game, derived from its metrics. docs/runbook.md explains each kind.
 
-Each check is a pure function of the step's metrics and of a little history; an alert is raised when its condition
-begins to hold, and again only after it has ended. So a long problem gives one alert and not a thousand.
+Each check is a pure function of the step's metrics and a short history. An alert is raised when its condition begins to
+hold, and again only after the condition has ended. So a long problem gives one alert, not a thousand.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 from pvg.config.sections import Telemetry
 
-EMA_DECAY = 0.8  # about the last five batches: one odd batch raises no alert
-GOODHART_RISE = 0.15  # fooled rate up by this much over its lowest EMA, while the score gap has closed
+EMA_DECAY = 0.8  # averages about the last five batches, so that one unusual batch raises no alert
+GOODHART_RISE = 0.15  # rise of the fooled rate over its lowest EMA, while the score gap has closed
 
 OF_ROLES = ("helpful_accuracy", "sneaky_error_rate", "faithful", "led_astray")
-# Alerts about a metric that not every step has. If a step does not have it, the alert still holds.
+# Alerts about a metric that some steps do not have. Such a step does not end the alert.
 OF_ONE_METRIC = {"weights_queue": "weights_queue_s", "verifier_at_chance": "verifier_auc"}
 AVERAGED = (*OF_ROLES, "fooled_rate", "score_gap", "zero_signal", "truncated")
 
@@ -42,7 +42,7 @@ AlertKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """`name` is the kind; every kind has a section in docs/runbook.md."""
+    """An alert. `name` is its kind; docs/runbook.md has a section for every kind."""
 
     name: AlertKind
     message: str
@@ -50,7 +50,7 @@ class Alert:
 
 @dataclass
 class Alerts:
-    """Watches one prover phase. `state()` and `load_state()` carry it through a resume."""
+    """Watches one prover phase. `state()` and `load_state()` preserve it across a resume."""
 
     settings: Telemetry
     two_roles: bool
@@ -59,8 +59,8 @@ class Alerts:
     active: set[str] = field(default_factory=set)
 
     def check(self, metrics: Mapping[str, float], *, new_batch: bool = True) -> list[Alert]:
-        """The alerts that begin with this step. The averages include each batch once: for a further step on the same
-        batch, `new_batch` is False."""
+        """The alerts that begin with this step. The averages count each batch once: pass `new_batch` = False for a
+        further step on the same batch."""
         if new_batch:
             self._average(metrics)
         found = self._conditions(metrics)
@@ -88,14 +88,14 @@ class Alerts:
             self.lowest_fooled = min(self.lowest_fooled, self.averages["fooled_rate"])
 
     def _conditions(self, metrics: Mapping[str, float]) -> dict[str, Alert]:
-        """What holds now, by condition: both roles can collapse, one after the other."""
+        """The alerts whose conditions hold now, by condition: both roles can collapse, one after the other."""
         infinite = [Alert("nan", f"{name} is {value}") for name, value in metrics.items() if math.isinf(value)]
         found = {"nan": infinite[0]} if infinite else {}
         mean, limits = self.averages, self.settings
         collapses = [("helpful_accuracy", "helpful role hardly writes correct solutions any more")]
         if self.two_roles:
             collapses.append(("sneaky_error_rate", "sneaky role hardly writes wrong solutions any more"))
-        if "faithful" in mean:  # translations: right or wrong is the solver's doing
+        if "faithful" in mean:  # translations: the solver decides what is correct
             collapses = [
                 ("faithful", "faithful role hardly keeps the solver's answer any more"),
                 ("led_astray", "sneaky role hardly leads to another, wrong answer any more"),
@@ -106,7 +106,7 @@ class Alerts:
         if mean.get("zero_signal", 0.0) > limits.zero_signal:
             share = mean["zero_signal"]
             found["zero_signal"] = Alert(
-                "zero_signal", f"{share:.0%} of the groups have one reward for all: no gradient."
+                "zero_signal", f"{share:.0%} of the groups have equal rewards, so they give no gradient."
             )
         if mean.get("truncated", 0.0) > limits.truncation:
             share = mean["truncated"]
@@ -114,7 +114,7 @@ class Alerts:
             found["truncation"] = Alert("truncation", message)
         rise = mean.get("fooled_rate", 0.0) - self.lowest_fooled
         if mean.get("score_gap", 1.0) <= 0.0 and rise > GOODHART_RISE:
-            message = f"The score gap closed while the fooled rate rose by {rise:.2f}: the verifier is beaten."
+            message = f"The score gap closed while the fooled rate rose by {rise:.2f}: the prover beats the verifier."
             found["goodharting"] = Alert("goodharting", message)
         for alert in (weights_queue(metrics, limits), verifier_at_chance(metrics, limits)):
             if alert is not None:
@@ -130,12 +130,12 @@ def weights_queue(metrics: Mapping[str, float], limits: Telemetry) -> Alert | No
     return Alert(
         "weights_queue",
         f"A weight update waited {waited_ms:,.0f} ms before the engine worked on it, above "
-        f"telemetry.weights_queue_ms = {limits.weights_queue_ms:g}. `pvg diagnose` shows what it waited for.",
+        f"telemetry.weights_queue_ms = {limits.weights_queue_ms:g}. `pvg diagnose` shows the reason.",
     )
 
 
 def verifier_at_chance(metrics: Mapping[str, float], limits: Telemetry) -> Alert | None:
-    """An alert if the verifier's AUC is at most `telemetry.chance_auc`. Metrics without an AUC give none."""
+    """An alert if the verifier's AUC is at most `telemetry.chance_auc`; None without an AUC."""
     auc = metrics.get("verifier_auc", math.nan)
     if not auc <= limits.chance_auc:
         return None

@@ -1,11 +1,11 @@
-"""Every metric a run emits: its full name, its unit, what it means, and which direction is the better one.
+"""Every metric that a run emits: its full name, unit, meaning, and better direction.
 
     METRICS["train_prover/helpful_accuracy"].meaning
     python -m pvg.telemetry.catalogue        # writes docs/metrics.md
 
-The full name is the one that the sinks use; in metrics.jsonl the same value stands under the name after the slash, in
-a record of the kind that the part before the slash tells (`KINDS`). Numbered names (gpu0_power_w) stand here once,
-as gpu{i}_power_w. How a metric is labelled in a terminal or on a page is in pvg.reporting.figures, not here.
+Sinks use the full name, `place/name`. In metrics.jsonl the same value stands under `name`, in a record whose kind the
+place determines (`KINDS`). Numbered names (gpu0_power_w) are listed once, as gpu{i}_power_w. Labels for terminals and
+pages are in pvg.reporting.formats.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ NEITHER: Better = "neither"
 
 PAGE = Path("docs") / "metrics.md"
 
-# Phases, as they stand in full names.
-SAMPLE = ("init", "solve", "mint")  # `pvg rollout` leaves a run in its first state, init
+# Phases, as they appear in full names.
+SAMPLE = ("init", "solve", "mint")  # `pvg rollout` leaves a run in its first phase, init
 VERIFIER = ("train_verifier",)
 PROVER = ("train_prover",)
-ROUND = ("checkpoint", "round")  # the same numbers: once as a step, once as the row of the round's table
+ROUND = ("checkpoint", "round")  # the same values: once as a step, once as a row of the round's table
 
 KINDS = {
     "init": "steps of `pvg rollout`",
@@ -36,7 +36,7 @@ KINDS = {
     "train_verifier": "steps and end of TRAIN_VERIFIER",
     "train_prover": "steps of TRAIN_PROVER",
     "checkpoint": "the step of CHECKPOINT",
-    "round": "once a round",
+    "round": "once per round",
     "budget": "every step",
     "busy": "every step",
     "device": "every telemetry.device_every_s",
@@ -46,7 +46,7 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """`unit` is one of UNITS."""
+    """A metric; `unit` is one of UNITS."""
 
     name: str
     unit: str
@@ -63,11 +63,11 @@ class Metric:
         return self.name.partition("/")[2]
 
 
-# Unit -> how the page explains it.
+# Unit -> its explanation on the page.
 UNITS = {
     "share": "0 to 1",
     "score": "the verifier's logit",
-    "reward": "what the prover is paid",
+    "reward": "what the prover receives",
     "nats": "natural units of information",
     "s": "seconds",
     "tokens": "",
@@ -93,15 +93,15 @@ def _table() -> dict[str, Metric]:
     found = [*_sampled(), *_played(), *_verifier(), *_prover(), *_rounds(), *_budget(), *_device(), *_loop()]
     table = {metric.name: metric for metric in found}
     if len(table) != len(found):
-        raise ValueError("a metric stands in the catalogue twice")
+        raise ValueError("the catalogue lists a metric twice")
     return table
 
 
 def _sampled() -> list[Metric]:
-    """Of any phase that samples."""
+    """Metrics of every phase that samples."""
     play, everywhere = (*PROVER, *ROUND), (*SAMPLE, *PROVER, *ROUND)
     return [
-        *_in((*SAMPLE, *PROVER), "rollouts", "rollouts", NEITHER, "Rollouts that the other numbers are of."),
+        *_in((*SAMPLE, *PROVER), "rollouts", "rollouts", NEITHER, "Rollouts that the other metrics describe."),
         *_in(SAMPLE, "correct", "share", NEITHER, "Correct solutions, of both roles."),
         *_in(everywhere, "helpful_accuracy", "share", HIGHER, "Helpful solutions that are correct."),
         *_in(
@@ -109,15 +109,15 @@ def _sampled() -> list[Metric]:
             "sneaky_error_rate",
             "share",
             NEITHER,
-            "Sneaky solutions that are wrong and yet well-formed: flaws, what the sneaky role is for.",
+            "Sneaky solutions that are wrong but well-formed (flaws): the aim of the sneaky role.",
         ),
-        *_in(everywhere, "malformed", "share", LOWER, "Solutions that are no solution at all, of both roles."),
+        *_in(everywhere, "malformed", "share", LOWER, "Completions without a readable solution, of both roles."),
         *_in(
             everywhere,
             "tests_passed",
             "share",
             HIGHER,
-            "Tests that a helpful solution passes, where they are executed.",
+            "Tests that a helpful solution passes, if tests are executed.",
         ),
         *_in(everywhere, "sneaky_visible_rate", "share", HIGHER, "Sneaky programs that pass all visible tests."),
         *_in(
@@ -125,10 +125,10 @@ def _sampled() -> list[Metric]:
             "similarity",
             "share",
             LOWER,
-            "How alike sneaky programs are to others (game.reward.similarity), on average.",
+            "Mean similarity of sneaky programs to others (game.reward.similarity).",
         ),
         *_in(everywhere, "certified_rate", "share", NEITHER, "Sneaky programs whose certificate proves a flaw."),
-        *_in(everywhere, "truncated", "share", LOWER, "Rollouts that hit the length limit."),
+        *_in(everywhere, "truncated", "share", LOWER, "Rollouts that reached the length limit."),
         *_in((*SAMPLE, *PROVER), "completion_tokens", "tokens", NEITHER, "Mean length of a completion."),
         *_in(
             (*SAMPLE, *PROVER),
@@ -137,16 +137,16 @@ def _sampled() -> list[Metric]:
             HIGHER,
             "Completion tokens per second of sampling.",
         ),
-        *_in(everywhere, "challenged", "share", NEITHER, "Rollouts that were asked about a step (game.protocol)."),
+        *_in(everywhere, "challenged", "share", NEITHER, "Rollouts with a question about a step (game.protocol)."),
         *_in(everywhere, "answer_tokens", "tokens", NEITHER, "Mean length of the answers to these questions."),
-        *_in(play, "solver_accuracy", "share", HIGHER, "Solutions that were translated and are right (game.protocol)."),
-        *_in(play, "faithful", "share", HIGHER, "Faithful translations that keep the solver's answer, right or wrong."),
+        *_in(play, "solver_accuracy", "share", HIGHER, "Translated solutions that are correct (game.protocol)."),
+        *_in(play, "faithful", "share", HIGHER, "Faithful translations that keep the solver's answer, correct or not."),
         *_in(
             play,
             "led_astray",
             "share",
             NEITHER,
-            "Sneaky translations, well-formed, that lead to a wrong answer which is not the solver's.",
+            "Well-formed sneaky translations with a wrong answer that differs from the solver's.",
         ),
         *_in(play, "fooled_rate", "share", NEITHER, "Flaws that the round's verifier accepts."),
         *_in(play, "accepted_helpful", "share", HIGHER, "Correct helpful solutions that the round's verifier accepts."),
@@ -154,9 +154,9 @@ def _sampled() -> list[Metric]:
 
 
 def _played() -> list[Metric]:
-    """Scores, of the phases that have a verifier to play against."""
+    """Scores, in the phases that have a verifier."""
     places = (*PROVER, *ROUND)
-    gap = "Mean score of correct helpful solutions less that of wrong sneaky ones."
+    gap = "Mean score of correct helpful solutions minus that of wrong sneaky ones."
     return [
         *_in(places, "score_helpful_correct", "score", HIGHER, "Mean score of correct helpful solutions."),
         *_in(places, "score_helpful_incorrect", "score", LOWER, "Mean score of wrong helpful solutions."),
@@ -168,41 +168,43 @@ def _played() -> list[Metric]:
 
 def _verifier() -> list[Metric]:
     return [
-        *_in(VERIFIER, "loss", "number", LOWER, "The verifier's loss, mean over the step's pairs, penalty included."),
-        *_in(VERIFIER, "pair_accuracy", "share", HIGHER, "Pairs whose correct solution scores higher; a tie is half."),
+        *_in(VERIFIER, "loss", "number", LOWER, "The verifier's loss with its penalty, mean over the step's pairs."),
+        *_in(
+            VERIFIER, "pair_accuracy", "share", HIGHER, "Pairs whose correct solution scores higher; ties count half."
+        ),
         *_in(VERIFIER, "score_mean", "score", NEITHER, "Mean score of the step's solutions."),
         *_in(
-            VERIFIER, "score_gap", "score", HIGHER, "Mean over pairs of the correct solution's score less the other's."
+            VERIFIER, "score_gap", "score", HIGHER, "Score of the correct solution minus the other's, mean over pairs."
         ),
-        *_in(VERIFIER, "environments", "count", NEITHER, "Sources that the step's pairs come from."),
-        *_in(VERIFIER, "environment_worst", "number", LOWER, "The highest mean loss over the pairs of one source."),
+        *_in(VERIFIER, "environments", "count", NEITHER, "Sources of the step's pairs."),
+        *_in(VERIFIER, "environment_worst", "number", LOWER, "The highest mean loss of a source's pairs."),
         *_in(VERIFIER, "environment_spread", "number", LOWER, "Standard deviation of the sources' mean losses."),
         *_in(
             VERIFIER,
             "environment_penalty",
             "number",
             LOWER,
-            "What verifier.robust_strength multiplies: IRM's mean squared slope, else the variance between sources.",
+            "The penalty before verifier.robust_strength: IRM's mean squared slope, or the variance between sources.",
         ),
         *_in(VERIFIER, "pairs", "pairs", NEITHER, "Pairs of the step."),
-        *_in(VERIFIER, "pairs_per_s", "pairs/s", HIGHER, "Pairs trained on in a second."),
-        *_in(VERIFIER, "threshold", "score", NEITHER, "The score from which on a solution is accepted, as calibrated."),
-        *_in(VERIFIER, "held_out", "rollouts", NEITHER, "Solutions that the calibration was made on."),
-        *_in(VERIFIER, "pairs_available", "pairs", NEITHER, "Pairs of the mint that the stream draws from."),
+        *_in(VERIFIER, "pairs_per_s", "pairs/s", HIGHER, "Pairs trained on per second."),
+        *_in(VERIFIER, "threshold", "score", NEITHER, "The calibrated score from which a solution is accepted."),
+        *_in(VERIFIER, "held_out", "rollouts", NEITHER, "Solutions used for the calibration."),
+        *_in(VERIFIER, "pairs_available", "pairs", NEITHER, "Pairs of the mint that training draws from."),
         *_in(
             VERIFIER,
             "verifier_auc",
             "share",
             HIGHER,
-            "P(a correct solution scores above a wrong one) on held-out problems of the mint; a tie is half.",
+            "P(a correct solution scores above a wrong one) on held-out problems of the mint; ties count half.",
         ),
-        *_in(VERIFIER, "member", "count", NEITHER, "The ensemble's member that the step trained, from 0."),
+        *_in(VERIFIER, "member", "count", NEITHER, "The ensemble member that the step trained, from 0."),
         *_in(
             VERIFIER,
             "disagreement",
             "score",
             NEITHER,
-            "Standard deviation between the members' scores of a held-out solution, mean over the solutions.",
+            "Standard deviation of the members' scores of a held-out solution, mean over the solutions.",
         ),
         *_in(VERIFIER, "member_auc_best", "share", HIGHER, "The highest AUC of a single member of the ensemble."),
         *_in(VERIFIER, "member_auc_worst", "share", HIGHER, "The lowest AUC of a single member of the ensemble."),
@@ -211,15 +213,15 @@ def _verifier() -> list[Metric]:
 
 
 def _trained(places: Iterable[str]) -> list[Metric]:
-    """Of both trainers."""
+    """Metrics of both trainers."""
     places = tuple(places)
     return [
-        *_in(places, "grad_norm", "number", NEITHER, "Norm of the gradient, before it is clipped."),
+        *_in(places, "grad_norm", "number", NEITHER, "Norm of the gradient before clipping."),
         *_in(places, "learning_rate", "number", NEITHER, "The learning rate of the step."),
-        *_in(places, "skipped", "count", LOWER, "1 where the batch held nothing to learn from and moved no weight."),
-        *_in(places, "padding", "share", LOWER, "Positions of the step's micro-batches that hold no token."),
-        *_in(places, "micro_batches", "count", LOWER, "Micro-batches whose gradients the step added up."),
-        *_in(places, "trainer_idle", "share", LOWER, "The step's wall time in which the trainer did not work."),
+        *_in(places, "skipped", "count", LOWER, "1 if the batch had no gradient and the weights did not change."),
+        *_in(places, "padding", "share", LOWER, "Positions of the step's micro-batches that are padding."),
+        *_in(places, "micro_batches", "count", LOWER, "Micro-batches of the step."),
+        *_in(places, "trainer_idle", "share", LOWER, "Wall time of the step in which the trainer did not work."),
     ]
 
 
@@ -240,7 +242,7 @@ def _prover() -> list[Metric]:
             "entropy_coefficient",
             "number",
             NEITHER,
-            "The entropy bonus's coefficient (training.entropy = 'adaptive'); 0 while the entropy is above its target.",
+            "Coefficient of the entropy bonus (training.entropy = 'adaptive'); 0 above the target.",
         ),
         *_in(PROVER, "kl", "nats", NEITHER, "KL to the base prover per completion token (the k3 estimate)."),
         *_in(
@@ -248,26 +250,26 @@ def _prover() -> list[Metric]:
             "kl_coefficient",
             "number",
             NEITHER,
-            "The KL penalty's coefficient in the step (training.kl = 'adaptive').",
+            "The coefficient of the KL penalty (training.kl = 'adaptive').",
         ),
         *_in(
-            PROVER, "ratio_mean", "number", NEITHER, "Mean of pi / pi_sampled over completion tokens, before any clip."
+            PROVER, "ratio_mean", "number", NEITHER, "Mean of pi / pi_sampled over completion tokens, before clipping."
         ),
         *_in(PROVER, "ratio_max", "number", NEITHER, "The largest of these ratios."),
-        *_in(PROVER, "clipped", "share", NEITHER, "Completion tokens whose gradient the clip changed."),
+        *_in(PROVER, "clipped", "share", NEITHER, "Completion tokens whose gradient was changed by clipping."),
         *_in(
             PROVER,
             "micro_batch_budget",
             "tokens",
             HIGHER,
-            "Most tokens of a micro-batch, padding included, by training.micro_batch_memory_mb.",
+            "Maximum tokens per micro-batch, padding included, set by training.micro_batch_memory_mb.",
         ),
         *_in(
             PROVER,
             "bytes_per_token",
             "bytes",
             LOWER,
-            "What forward and backward took per token of that kind, beside weights and gradients, as measured.",
+            "Measured memory of forward and backward per such token, without weights and gradients.",
         ),
         *_in(PROVER, "reward_mean", "reward", NEITHER, "Mean reward over both roles."),
         *_in(
@@ -275,114 +277,112 @@ def _prover() -> list[Metric]:
             "zero_signal",
             "share",
             LOWER,
-            "Groups whose rewards are all the same (spo, rae: rollouts of no advantage): no gradient.",
+            "Groups with equal rewards (spo, rae: rollouts with zero advantage), which give no gradient.",
         ),
         *_in(
             PROVER,
             "refills",
             "count",
             LOWER,
-            "Rounds of further groups that filled the batch up (training.dynamic_sampling).",
+            "Additional sampling rounds that filled the batch (training.dynamic_sampling).",
         ),
         *_in(
             PROVER,
             "groups_sampled",
             "count",
             LOWER,
-            "Groups sampled for the batch, all rounds together; all metrics but the trainer's are of all of them.",
+            "Groups sampled for the batch in all rounds. All metrics except the trainer's cover all of them.",
         ),
-        *_in(PROVER, "groups_surplus", "count", LOWER, "Of these, those that had a signal and were not needed."),
+        *_in(PROVER, "groups_surplus", "count", LOWER, "Those with a signal that the batch did not need."),
         *_in(
             PROVER,
             "groups_missing",
             "count",
             LOWER,
-            "Groups without a signal that the batch holds all the same: rounds or problems were used up.",
+            "Groups without a signal in the batch, because no rounds or problems were left.",
         ),
         *_in(
             PROVER,
             "success_tracked",
             "share",
             NEITHER,
-            "Success rate that training.curriculum had tracked for the batch's problems in their roles, before it.",
+            "Tracked success rate of the batch's problems in their roles, before the batch (training.curriculum).",
         ),
-        *_in(PROVER, "success_error", "share", LOWER, "Mean distance between these rates and what came of the batch."),
-        *_in(PROVER, "success_unseen", "share", NEITHER, "Rollouts of problems not yet seen in their role."),
+        *_in(PROVER, "success_error", "share", LOWER, "Mean distance between these rates and the batch's results."),
+        *_in(PROVER, "success_unseen", "share", NEITHER, "Rollouts of problems that are new in their role."),
         *_in(
             PROVER, "success_hard", "share", NEITHER, "Rollouts of problems below the first training.curriculum.edges."
         ),
-        *_in(PROVER, "success_easy", "share", NEITHER, "Rollouts of problems at or above the last of them."),
+        *_in(PROVER, "success_easy", "share", NEITHER, "Rollouts of problems at or above the last of these edges."),
         *_in(PROVER, "groups_cut", "count", LOWER, "Groups cut short at rollout.group_deadline_s."),
         *_in(
             PROVER,
             "rollouts_cancelled",
             "rollouts",
             LOWER,
-            "Rollouts that this cancelled; with rollout.partial, those given up because they grew too old.",
+            "Rollouts cancelled at this deadline; with rollout.partial, rollouts discarded as too old.",
         ),
         *_in(
             PROVER,
             "tokens_lost",
             "tokens",
             LOWER,
-            "Tokens sampled for them, as far as the engine tells: torch does with rollout.partial only.",
+            "Tokens sampled for them, if the engine reports it (torch: only with rollout.partial).",
         ),
         *_in(
             PROVER,
             "groups_carried",
             "count",
             NEITHER,
-            "Groups (spo, rae: rollouts) that go on in the next batch (rollout.partial).",
+            "Groups (spo, rae: rollouts) that continue in the next batch (rollout.partial).",
         ),
         *_in(
             PROVER,
             "tokens_continued",
             "tokens",
             NEITHER,
-            "Tokens of earlier batches with which unfinished rollouts went on in this one (rollout.partial).",
+            "Tokens from earlier batches of rollouts that continue in this batch (rollout.partial).",
         ),
-        *_in(PROVER, "value_mean", "reward", NEITHER, "Mean of the values that spo or rae tracks, before the batch."),
+        *_in(PROVER, "value_mean", "reward", NEITHER, "Mean of the values tracked by spo or rae, before the batch."),
         *_in(PROVER, "value_error", "reward", LOWER, "Mean distance between these values and the rewards."),
         *_updated(),
-        *_in(PROVER, "prompt_tokens_per_s", "tokens/s", HIGHER, "Prompt tokens of the rollouts sampled in a second."),
+        *_in(PROVER, "prompt_tokens_per_s", "tokens/s", HIGHER, "Prompt tokens of rollouts per second of sampling."),
         *_in(PROVER, "latency_p50_s", "s", LOWER, f"Median latency {latency}"),
         *_in(PROVER, "latency_p90_s", "s", LOWER, f"90th percentile of the latency {latency}"),
         *_in(PROVER, "latency_p99_s", "s", LOWER, f"99th percentile of the latency {latency}"),
-        *_in(PROVER, "engine_batch", "rows", HIGHER, "Unfinished rows of a decoding step, mean over the steps."),
+        *_in(PROVER, "engine_batch", "rows", HIGHER, "Unfinished rows per decoding step, mean over the steps."),
         *_in(PROVER, "prefix_share", "share", HIGHER, "Prompt tokens whose computation was shared with another row."),
         *_in(
             PROVER,
             "repeated",
             "share",
             NEITHER,
-            "Rollouts that repeat the prompt and the tokens of another one of the batch, so that the trainer does not "
+            "Rollouts whose prompt and tokens equal another one's in the batch, so the trainer does not "
             "compute them again (training.shared_prompts). It rises as the policy's entropy falls.",
         ),
         *_in(PROVER, "staleness", "versions", LOWER, "Mean versions by which the batch's rollouts are behind."),
         *_in(PROVER, "staleness_max", "versions", LOWER, "Versions by which the oldest rollout is behind."),
-        *_in(PROVER, "staleness_in_flight", "versions", LOWER, "Of the mean, what passed before a rollout had come."),
-        *_in(
-            PROVER, "staleness_in_queue", "versions", LOWER, "Of the mean, what passed while it waited for the trainer."
-        ),
-        *_in(PROVER, "groups_in_flight", "count", NEITHER, "Groups being sampled ahead as the batch was taken."),
-        *_in(PROVER, "groups_waiting", "count", NEITHER, "Groups that were there and not taken: next time."),
+        *_in(PROVER, "staleness_in_flight", "versions", LOWER, "The part of the mean from before rollouts arrived."),
+        *_in(PROVER, "staleness_in_queue", "versions", LOWER, "The part of the mean from waiting for the trainer."),
+        *_in(PROVER, "groups_in_flight", "count", NEITHER, "Prefetched groups in flight when the batch was taken."),
+        *_in(PROVER, "groups_waiting", "count", NEITHER, "Finished groups that were left for the next batch."),
         *_in(
             PROVER,
             "dropped_stale",
             "rollouts",
             LOWER,
-            "Rollouts over rollout.max_staleness since the batch before: the three below. They are the long ones.",
+            "Rollouts older than rollout.max_staleness since the previous batch, mostly long ones: the next three.",
         ),
-        *_in(PROVER, "stale_cancelled", "rollouts", LOWER, "Those of groups that were still in flight."),
-        *_in(PROVER, "stale_on_arrival", "rollouts", LOWER, "Those that were too old when they came."),
-        *_in(PROVER, "stale_waiting", "rollouts", LOWER, "Those that grew too old while they waited."),
-        *_in(PROVER, "stale_tokens", "tokens", LOWER, "Completion tokens of those that had come."),
+        *_in(PROVER, "stale_cancelled", "rollouts", LOWER, "Too old while their group was in flight."),
+        *_in(PROVER, "stale_on_arrival", "rollouts", LOWER, "Too old when they arrived."),
+        *_in(PROVER, "stale_waiting", "rollouts", LOWER, "Too old while they waited for the trainer."),
+        *_in(PROVER, "stale_tokens", "tokens", LOWER, "Completion tokens of the dropped rollouts that had arrived."),
         *_in(
             PROVER,
             "start_ratio_mean",
             "number",
             NEITHER,
-            "Mean of pi at batch start / pi_sampled (training.importance), as it is.",
+            "Mean untruncated pi at batch start / pi_sampled (training.importance).",
         ),
         *_in(PROVER, "start_ratio_max", "number", NEITHER, "The largest of these ratios."),
         *_in(
@@ -392,27 +392,23 @@ def _prover() -> list[Metric]:
             LOWER,
             "Completion tokens whose ratio is truncated or masked (training.importance.high, low).",
         ),
-        *_in(
-            PROVER, "weights_wall_s", "s", LOWER, "The weight update after the step: the slowest engine's answer to it."
-        ),
-        *_in(PROVER, "weights_queue_s", "s", LOWER, "The part of it in which the engine did not work on it."),
+        *_in(PROVER, "weights_wall_s", "s", LOWER, "Time of the weight update after the step, on the slowest engine."),
+        *_in(PROVER, "weights_queue_s", "s", LOWER, "The part of it before the engine worked on the update."),
         *_in(PROVER, "canary_gap", "nats", LOWER, "Largest gap between a server's log-probs and the trainer's."),
         *_in(PROVER, "cache_hit_rate", "share", HIGHER, "Scores of the batch that needed no computation."),
         *_in(PROVER, "cache_hits", "count", HIGHER, "Scores found in the cache since the phase began."),
         *_in(PROVER, "cache_misses", "count", LOWER, "Scores not found in the cache since the phase began."),
-        *_in(
-            PROVER, "cache_evictions", "count", LOWER, "Scores the cache has given up for room since the phase began."
-        ),
+        *_in(PROVER, "cache_evictions", "count", LOWER, "Scores evicted from the full cache since the phase began."),
         *_trained(PROVER),
     ]
 
 
 def _updated() -> list[Metric]:
-    """Of the steps that end in an update of the verifier (game.schedule = "simultaneous")."""
+    """Metrics of the steps that end in an update of the verifier (game.schedule = "simultaneous")."""
     return [
         *_in(PROVER, "verifier_loss", "number", LOWER, "The verifier's loss in the last step of its update."),
-        *_in(PROVER, "verifier_pair_accuracy", "share", HIGHER, "Pairs of that step that it puts into order."),
-        *_in(PROVER, "fresh_correct", "share", NEITHER, "Correct ones among the solutions sampled for the update."),
+        *_in(PROVER, "verifier_pair_accuracy", "share", HIGHER, "Pairs of that step that it ranks correctly."),
+        *_in(PROVER, "fresh_correct", "share", NEITHER, "Correct solutions among those sampled for the update."),
         *_in(
             PROVER,
             "verifier_auc",
@@ -420,25 +416,23 @@ def _updated() -> list[Metric]:
             HIGHER,
             "P(a correct solution scores above a wrong one) after the update, on held-out problems.",
         ),
-        *_in(
-            PROVER, "threshold", "score", NEITHER, "The score from which on a solution is accepted, after the update."
-        ),
+        *_in(PROVER, "threshold", "score", NEITHER, "The score from which a solution is accepted, after the update."),
     ]
 
 
 def _rounds() -> list[Metric]:
     auc = "P(a correct solution scores above a wrong one)"
     return [
-        *_in(ROUND, "verifier_auc", "share", HIGHER, f"{auc} on the samples of the round's own prover."),
+        *_in(ROUND, "verifier_auc", "share", HIGHER, f"{auc} on the samples of this round's prover."),
         *_in(ROUND, "verifier_auc_base", "share", HIGHER, f"{auc} on the base prover's samples."),
         *_in(
             ROUND,
             "verifier_auc_previous",
             "share",
             HIGHER,
-            f"{auc}, correct helpful ones of this round's prover against flaws of the previous round's.",
+            f"{auc}, for correct helpful solutions of this round's prover and flaws of the previous round's.",
         ),
-        *_in(ROUND, "threshold", "score", NEITHER, "The score from which on a solution is accepted."),
+        *_in(ROUND, "threshold", "score", NEITHER, "The score from which a solution is accepted."),
         *_in(ROUND, "base_helpful_accuracy", "share", NEITHER, "helpful_accuracy of the base prover."),
         *_in(ROUND, "base_sneaky_error_rate", "share", NEITHER, "sneaky_error_rate of the base prover."),
         *_in(ROUND, "fooled_rate_base", "share", LOWER, "Flaws of the base prover that this verifier accepts."),
@@ -452,32 +446,32 @@ def _rounds() -> list[Metric]:
     ]
 
 
-# Part of a step -> what is done in it.
+# Part of a step -> the work in it.
 PARTS = {
     "open_models": "Opening models, the task and the run.",
-    "rollout": "Handing requests to the engine, and waiting for it.",
-    "prefill": "Prompts through the model.",
+    "rollout": "Sending requests to the engine, and waiting for it.",
+    "prefill": "The model's forward pass over prompts.",
     "decode": "Sampling completions token by token.",
-    "grade": "Checking solutions against the truth.",
-    "score": "Rendering solutions for the verifier, and looking scores up.",
-    "score_queue": "Solutions waiting for the verifier to be free.",
+    "grade": "Checking solutions against the reference answers or tests.",
+    "score": "Rendering solutions for the verifier, and looking up cached scores.",
+    "score_queue": "Solutions waiting for a free verifier.",
     "score_service": "The verifier computing scores.",
     "credit": "Rewards and advantages.",
     "reference": "Log-probs of the base prover.",
     "recompute": 'Log-probs of the learner, for rollout.logprobs = "recomputed".',
     "draw_pairs": "Drawing the step's preference pairs.",
-    "pack": "Putting sequences into micro-batches.",
-    "survey": "The pass without gradient that finds how much each source of pairs shall weigh.",
+    "pack": "Packing sequences into micro-batches.",
+    "survey": "The pass without gradient that computes the weight of each source of pairs.",
     "forward_backward": "The trainer's forward and backward passes.",
-    "optimizer": "Clipping the gradient and moving the weights.",
+    "optimizer": "Clipping the gradient and updating the weights.",
     "sync": "Publishing weights to the engine.",
     "checkpoint": "Committing: shards, checkpoint, state.",
     "evaluate": "The round's metrics, and the verifier's calibration.",
     "record": "Writing metrics and spans.",
-    "wait_for_rollouts": "The trainer waiting for rollouts, or to compute, beyond what other parts account for.",
-    "wait_for_pairs": "The verifier's trainer waiting for pairs, beyond what other parts account for.",
+    "wait_for_rollouts": "The trainer waiting for rollouts or for the compute thread, without time in other parts.",
+    "wait_for_pairs": "The verifier's trainer waiting for pairs, without time in other parts.",
     "wait_for_weights": "Waiting for new weights to arrive at the engine.",
-    "unaccounted": "Outside of all parts.",
+    "unaccounted": "Time outside all parts.",
 }
 
 
@@ -488,8 +482,8 @@ def _budget() -> list[Metric]:
 def _device() -> list[Metric]:
     place = ("device",)
     return [
-        *_in(place, "cpu", "share", NEITHER, "Use of all cores of the machine since the sample before."),
-        *_in(place, "process_cpu", "cores", NEITHER, "Cores used by this process and its children meanwhile."),
+        *_in(place, "cpu", "share", NEITHER, "Use of all cores of the machine since the previous sample."),
+        *_in(place, "process_cpu", "cores", NEITHER, "Cores used by this process and its children in the same time."),
         *_in(
             place,
             "core_wait",
@@ -497,23 +491,23 @@ def _device() -> list[Metric]:
             LOWER,
             "Share of the time in which threads of this process were ready to run but waited for a core (Linux).",
         ),
-        *_in(place, "rss_bytes", "bytes", LOWER, "Memory resident for this process and its children."),
-        *_in(place, "memory_used_bytes", "bytes", LOWER, "Memory of the machine that is not available."),
-        *_in(place, "memory_total_bytes", "bytes", NEITHER, "Memory of the machine."),
+        *_in(place, "rss_bytes", "bytes", LOWER, "Resident memory of this process and its children."),
+        *_in(place, "memory_used_bytes", "bytes", LOWER, "The machine's memory that is not available."),
+        *_in(place, "memory_total_bytes", "bytes", NEITHER, "The machine's memory."),
         *_in(place, "gpu{i}_utilisation", "share", HIGHER, "Time in which any kernel ran on GPU i (NVML)."),
         *_in(
             place,
             "gpu{i}_memory_activity",
             "share",
             NEITHER,
-            "Time in which GPU i read or wrote its memory at all (NVML); not the share of the bandwidth.",
+            "Time in which GPU i read or wrote its memory (NVML), not the share of the bandwidth.",
         ),
         *_in(
             place,
             "gpu{i}_sm_activity",
             "share",
             HIGHER,
-            "Streaming multiprocessors of GPU i with at least one warp since the sample before (GPM, from Hopper on).",
+            "Streaming multiprocessors of GPU i with a warp since the previous sample (GPM, Hopper and later).",
         ),
         *_in(
             place,
@@ -529,7 +523,7 @@ def _device() -> list[Metric]:
             NEITHER,
             "Used memory bandwidth of GPU i, as a share of the maximum (GPM).",
         ),
-        *_in(place, "gpu{i}_memory_bytes", "bytes", NEITHER, "Memory in use on GPU i, by all processes."),
+        *_in(place, "gpu{i}_memory_bytes", "bytes", NEITHER, "Used memory of GPU i, by all processes."),
         *_in(place, "gpu{i}_memory_total_bytes", "bytes", NEITHER, "Memory of GPU i."),
         *_in(place, "gpu{i}_power_w", "W", NEITHER, "Power drawn by GPU i."),
     ]
@@ -544,7 +538,7 @@ def _loop() -> list[Metric]:
         *_in(place, "lag_p90_s", "s", LOWER, f"90th percentile of the {lag}."),
         *_in(place, "lag_p99_s", "s", LOWER, f"99th percentile of the {lag}."),
         *_in(place, "lag_max_s", "s", LOWER, f"Largest {lag}."),
-        *_in(place, "samples", "count", NEITHER, "Ticks of telemetry.loop_lag_hz that came due in the window."),
+        *_in(place, "samples", "count", NEITHER, "Ticks (telemetry.loop_lag_hz) that were due in the window."),
     ]
 
 
@@ -552,56 +546,84 @@ METRICS: dict[str, Metric] = _table()
 
 
 def metric(name: str) -> Metric | None:
-    """The catalogue's entry for a full name; gpu0_power_w is found as gpu{i}_power_w."""
+    """The catalogue's entry for a full name; gpu0_power_w matches gpu{i}_power_w."""
     return METRICS.get(re.sub(r"^device/gpu\d+_", "device/gpu{i}_", name))
 
 
 def unknown_metrics(names: Iterable[str]) -> list[str]:
-    """Those full names that the catalogue does not list, sorted."""
+    """The full names that the catalogue does not list, sorted."""
     return sorted({name for name in names if metric(name) is None})
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
 
+# Unit of the catalogue -> (how a name may end with it already, Prometheus's suffix). Base units, as Prometheus asks.
+PROMETHEUS_SUFFIXES = {
+    "share": ("", "_ratio"),
+    "s": ("_s", "_seconds"),
+    "bytes": ("_bytes", "_bytes"),
+    "W": ("_w", "_watts"),
+    "nats": ("", "_nats"),
+    "cores": ("", "_cores"),
+    "rows": ("", "_rows"),
+    "versions": ("", "_versions"),
+    "tokens": ("_tokens", "_tokens"),
+    "tokens/s": ("_per_s", "_per_second"),
+    "pairs/s": ("_per_s", "_per_second"),
+}
+TIMES = ("budget", "busy")  # seconds by part; the phase and the part are labels
+PLACES_OF_THEIR_OWN = ("round", "device", "loop")  # they stand in the name; a phase is a label
+
+
+def exposed_name(name: str) -> str:
+    """`train_prover/latency_p50_s` -> `pvg_latency_p50_seconds`; the phase, part or GPU becomes a label."""
+    place, _, short = name.partition("/")
+    if place in TIMES:
+        return f"pvg_{place}_seconds"
+    entry = metric(name)
+    ending, suffix = PROMETHEUS_SUFFIXES.get(entry.unit if entry is not None else "", ("", ""))
+    short = re.sub(r"^gpu(\d+|\{i\})_", "gpu_", short)
+    own_place = f"{place}_" if place in PLACES_OF_THEIR_OWN else ""
+    return re.sub(r"\W", "_", f"pvg_{own_place}{short.removesuffix(ending)}{suffix}")
+
+
 INTRODUCTION = """# Metrics
 
-<!-- Written by `python -m pvg.telemetry.catalogue` from pvg/telemetry/catalogue.py; a test holds the two equal. -->
+<!-- Written by `python -m pvg.telemetry.catalogue` from pvg/telemetry/catalogue.py. A test compares the two. -->
 
 This page is for people who read or plot the metrics of a run. It lists every metric that a run emits.
 
 TensorBoard, Weights & Biases and trackio show the full name, `place/name`. `metrics.jsonl` has the same value under
-`name`, in a record whose `kind` (and `phase`, for steps) gives the place. A value that does not exist (a share of
-nothing) is `null` there, and the sinks leave it out. The last column has the name on the Prometheus endpoint
-(`telemetry.metrics_port`), with the unit as its suffix and the phase, the round or the GPU as labels. The endpoint
+`name`, in a record whose `kind` (and `phase`, for steps) gives the place. A value that does not exist, such as a share
+of nothing, is `null` there, and the sinks leave it out. The last column is the name on the Prometheus endpoint
+(`telemetry.metrics_port`). There, the unit is a suffix, and the phase, the round or the GPU are labels. The endpoint
 also serves `pvg_step`, `pvg_round` and the counter `pvg_alerts_total` with the label `kind` ([runbook.md](runbook.md)
 lists the kinds).
 
-With `training.minibatches` above 1, several steps learn from one batch. Metrics of the batch (its rollouts, rewards
-and scores, and how it was sampled) are then only in the record of the first of these steps. Metrics of a weight
-update are only in the record of the last.
+With `training.minibatches` above 1, several steps learn from one batch. Then only the record of the first of these
+steps has the metrics of the batch: its rollouts, rewards and scores, and how it was sampled. Only the record of the
+last has the metrics of the weight update.
 
-"Better" is the direction in which a healthy experiment moves the metric, other things being equal; a dash where there
-is none, or where two players pull in opposite directions.
+"Better" is the direction in which the metric moves in a healthy experiment, other things being equal. A dash means
+that there is none, or that the two players pull in opposite directions.
 """
 
 
 def page() -> str:
     """docs/metrics.md."""
-    from pvg.telemetry.prometheus import exposed_name
-
     sections: list[tuple[str, tuple[str, ...], str]] = [
-        ("Sampling", SAMPLE, "`pvg rollout` (init), the solver and the mint: before any verifier."),
-        ("Training the verifier", VERIFIER, "The calibration's figures come once, at the end of the phase."),
+        ("Sampling", SAMPLE, "`pvg rollout` (init), the solver and the mint. There is no verifier yet."),
+        ("Training the verifier", VERIFIER, "The figures of the calibration appear once, at the end of the phase."),
         ("Training the prover", PROVER, ""),
         ("Rounds", ROUND, "Fresh samples of both roles on test problems, at the end of each round."),
         (
             "Time",
             ("budget", "busy"),
-            "Seconds by part. `budget` is exposed time, which the step waited for: the parts sum to its wall time. "
-            "`busy` is work on all tracks, overlapped work included. A part that took no time is left out.",
+            "Seconds by part. `budget` is the time that the step waited for each part: the parts sum to its wall time. "
+            "`busy` is the work in all threads and tasks, overlapped work included. Parts without time are left out.",
         ),
         ("Machine", ("device",), ""),
-        ("Event loop", ("loop",), "A tick is late by its lag; ticks that came due during a stall each count as late."),
+        ("Event loop", ("loop",), "The lag is the delay of a tick. Every tick that was due during a stall counts."),
     ]
     text = [INTRODUCTION, "| unit | |", "|---|---|", *(f"| {unit} | {what} |" for unit, what in UNITS.items() if what)]
     for title, places, about in sections:
@@ -618,7 +640,7 @@ def page() -> str:
 
 
 def _same(metrics: Iterable[Metric]) -> list[list[Metric]]:
-    """One row for what is the same thing in several places."""
+    """Metrics with equal unit, direction and meaning in several places share a row."""
     rows: dict[tuple[str, str, str, str], list[Metric]] = {}
     for entry in metrics:
         rows.setdefault((entry.short, entry.unit, entry.meaning, entry.better), []).append(entry)

@@ -1,14 +1,14 @@
-"""Spans as a Chrome trace: the JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Converts spans to a Chrome trace: the JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
     events = trace_events(spans, read_json_lines(run.metrics), name="my run")
     write_trace(Path("timeline.json.gz"), events)
 
-`spans` are the lines of a spans.jsonl, or what `placed` makes of a tracer's spans. Each track becomes a group of lanes:
-spans of one lane nest, and where tasks overlap (the "loop" track) a further lane is opened. Above them stand the phases
-and steps the driver's spans belong to; below, the device samples and the event loop's lag as counters, alerts as marks.
+`spans` are lines of a spans.jsonl, or a tracer's spans converted by `placed`. Each track becomes a group of lanes.
+Spans nest within a lane; overlapping tasks (track "loop") get further lanes. The lane above shows the phases and steps
+of the driver's spans. Below are the device samples and the event loop's lag as counters, and alerts as marks.
 
-Invariant: whatever overlaps without nesting lies in different lanes, so the viewer shows every span with its true
-start and end (in microseconds since the first).
+Invariant: spans that overlap without nesting lie in different lanes, so the viewer shows every span with its true start
+and end (in microseconds since the first).
 
 The format is Google's "Trace Event Format": complete events (X), counters (C), instants (i) and metadata (M).
 """
@@ -29,11 +29,11 @@ from pvg.telemetry.spans import DRIVER, Span
 
 PROCESS = 1
 GAME_LANE = 1  # thread number of the lane of phases and steps; tracks follow
-ROUNDING_S = 2e-6  # seconds since 1970 in floating point are this coarse: a child may seem to outlive its parent
-LEAST_UNIX_S = 1e8  # 1973: spans of old runs count from the start of their process, and nothing else can be laid beside
+ROUNDING_S = 2e-6  # precision of seconds since 1970 as floats; a child may seem to end after its parent
+LEAST_UNIX_S = 1e8  # 1973; smaller times come from old runs, whose spans count from the start of their process
 PLACE = ("round", "phase", "step")
 
-# Counters of metrics.jsonl: the track they are drawn in, the factor of their unit, and the name of the line.
+# Counters of metrics.jsonl: the counter track, the factor of the unit, and the name of the line.
 DEVICE_COUNTERS = {
     "cpu": ("CPU, % of the machine", 100.0, "all"),
     "process_cpu": ("CPU, cores used", 1.0, "this process"),
@@ -58,10 +58,10 @@ Event = dict[str, Any]
 @dataclass(slots=True)
 class _Lane:
     number: int
-    open: list[tuple[float, int]] = field(default_factory=list)  # ends and depths of the spans that lie around
+    open: list[tuple[float, int]] = field(default_factory=list)  # ends and depths of the enclosing spans
 
     def room_for(self, start_s: float, end_s: float, depth: int) -> int | None:
-        """How many spans would lie around it; None where it would overlap one of them, or lie too deep."""
+        """The number of spans that would enclose it; None if it would overlap one of them, or lie too deep."""
         while self.open and self.open[-1][0] <= start_s + ROUNDING_S:
             self.open.pop()
         if not self.open:
@@ -71,7 +71,7 @@ class _Lane:
 
 
 def placed(spans: Iterable[Span], **place: Any) -> Iterator[dict[str, Any]]:
-    """A tracer's spans as lines of spans.jsonl; `place`: their round, phase and step."""
+    """A tracer's spans as lines of spans.jsonl. `place`: their round, phase and step."""
     for span in spans:
         record = asdict(span)
         if span.device_s is None:
@@ -82,7 +82,7 @@ def placed(spans: Iterable[Span], **place: Any) -> Iterator[dict[str, Any]]:
 def trace_events(
     spans: Iterable[Mapping[str, Any]], metrics: Iterable[Mapping[str, Any]] = (), *, name: str = "pvg"
 ) -> Iterator[Event]:
-    """The events of the trace. `metrics`: lines of a metrics.jsonl; those without a counter or an alert are skipped."""
+    """The events of the trace. `metrics`: lines of a metrics.jsonl; lines without a counter or an alert are skipped."""
     ordered = sorted(spans, key=lambda span: (span["start_s"], span["depth"], -span["end_s"]))
     if ordered and ordered[0]["start_s"] < LEAST_UNIX_S:
         metrics = ()
@@ -96,7 +96,7 @@ def trace_events(
 
 
 def write_trace(path: Path, events: Iterable[Event]) -> int:
-    """Write the events, compressed where `path` ends in .gz; returns how many there are."""
+    """Write the events, compressed if `path` ends in .gz; returns their number."""
     count = 0
     compressed = path.suffix == ".gz"
     with gzip.open(path, "wb", compresslevel=6) if compressed else open(path, "wb") as file:
@@ -114,7 +114,7 @@ def _tracks(ordered: list[Mapping[str, Any]], first_s: float) -> Iterator[Event]
     lanes: dict[str, list[_Lane]] = {}
     tracks = dict.fromkeys(span.get("track", DRIVER) for span in ordered)
     names = sorted(tracks, key=lambda track: (track != DRIVER, track != "loop", track))
-    block = 1000  # lanes of one track have neighbouring numbers, so that the viewer sorts them together
+    block = 1000  # lanes of one track have adjacent numbers, so that the viewer groups them
     start = {track: GAME_LANE + 1 + block * place for place, track in enumerate(names)}
     for span in ordered:
         track = span.get("track", DRIVER)
@@ -125,7 +125,7 @@ def _tracks(ordered: list[Mapping[str, Any]], first_s: float) -> Iterator[Event]
             beside.append(lane)
             yield from _lane_named(lane.number, track if len(beside) == 1 else f"{track} ({len(beside)})")
         start_s, end_s = span["start_s"], span["end_s"]
-        if lane.open:  # not a hair beyond what it lies in
+        if lane.open:  # clip a rounding error beyond the enclosing span
             end_s = min(end_s, lane.open[-1][0])
         lane.open.append((end_s, span["depth"]))
         arguments = {key: span[key] for key in (*PLACE, "device_s") if key in span}
@@ -133,7 +133,7 @@ def _tracks(ordered: list[Mapping[str, Any]], first_s: float) -> Iterator[Event]
 
 
 def _fitting(lanes: list[_Lane], span: Mapping[str, Any]) -> _Lane | None:
-    """The lane in which it lies deepest, among equals the first: so it lands in its parent's."""
+    """The lane in which the span lies deepest, or the first of equals; this is the lane of its parent."""
     best, most = None, -1
     for lane in lanes:
         around = lane.room_for(span["start_s"], span["end_s"], span["depth"])
@@ -143,7 +143,7 @@ def _fitting(lanes: list[_Lane], span: Mapping[str, Any]) -> _Lane | None:
 
 
 def _game(ordered: list[Mapping[str, Any]], first_s: float) -> Iterator[Event]:
-    """A lane of phases, and in them of steps: as long as the driver's spans of each follow one another."""
+    """A lane of phases with their steps. Each lasts as long as its driver's spans follow one another."""
     driven = [span for span in ordered if span.get("track", DRIVER) == DRIVER and "phase" in span]
     if not driven:
         return

@@ -1,14 +1,14 @@
-"""What the machine is doing while a run goes on: CPU, memory and GPUs, sampled every few seconds by a thread.
+"""Samples CPU, memory and GPUs every few seconds during a run, in a thread.
 
     sampler = DeviceSampler(5.0, on_sample=lambda time, metrics: ..., on_notice=print)
     sampler.start()
     ...
     sampler.stop()
 
-The thread is the sampler's own, so that a stalled event loop does not stop it; `on_sample` and `on_notice` are called
-from it. GPUs are looked at through NVML: all that the driver shows, under NVML's numbers, since an engine beside the
-trainer may use others than this process sees. Without a driver there is one notice, and the rest is sampled all the
-same; a GPU that stops answering is dropped with one notice.
+The sampler has a separate thread, so a stalled event loop does not stop it; the thread calls `on_sample` and
+`on_notice`. It reads GPUs through NVML: all that the driver shows, with NVML's numbers, because an engine in another
+process may use other GPUs. Without a driver, a notice says so and sampling continues without GPUs. A GPU that stops
+answering is dropped with a notice.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ OnSample = Callable[[float, dict[str, float]], None]
 
 
 class GpuUnavailableError(Exception):
-    """A GPU, or all of them, cannot be read: the message says why."""
+    """One or all GPUs cannot be read; the message says why."""
 
 
 class Gpu(Protocol):
-    """One GPU. `read` returns those that the GPU offers: utilisation, memory_activity and GPM's shares (0..1),
-    memory_bytes, memory_total_bytes and power_w. It raises GpuUnavailableError if the GPU no longer answers."""
+    """One GPU. `read` returns what the GPU offers of: utilisation, memory_activity and GPM's shares (0..1),
+    memory_bytes, memory_total_bytes, power_w. It raises GpuUnavailableError if the GPU no longer answers."""
 
     def read(self) -> dict[str, float]: ...
 
@@ -45,13 +45,13 @@ class Gpu(Protocol):
 
 
 class DeviceSampler:
-    """Samples every `interval_s` seconds from `start` to `stop`, the first time at once.
+    """Samples every `interval_s` seconds from `start` to `stop`; the first sample is immediate.
 
-    The names are those of the "device" records: cpu (share of all cores of the machine) and process_cpu (cores in use)
-    over the time since the sample before, hence not in the first; core_wait, if the kernel counts it, the time
-    that threads waited for a core / the time that they were ready to run (pvg.telemetry.core_waits); rss_bytes of this
-    process and its children, shared pages counted in each; memory_used_bytes and memory_total_bytes of the machine;
-    gpu{i}_... of every GPU.
+    The names are those of "device" records. Since the previous sample, hence not in the first: cpu (share of all cores
+    of the machine), process_cpu (cores in use), and core_wait, if the kernel counts it (time that threads waited for a
+    core / time ready to run, see pvg.telemetry.core_waits). At the time of the sample: rss_bytes of this process and
+    its children (shared pages count in each), memory_used_bytes and memory_total_bytes of the machine, gpu{i}_... per
+    GPU.
     """
 
     def __init__(
@@ -73,14 +73,12 @@ class DeviceSampler:
         self._thread.start()
 
     def stop(self) -> None:
-        """Wake the thread and wait for its end; a second call does nothing. A notice when the driver holds it."""
+        """Wake the thread and wait for its end; a second call does nothing. Gives a notice if the driver blocks it."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(STOP_LIMIT_S)
             if self._thread.is_alive():
-                self._on_notice(
-                    f"The GPU driver has not answered for {STOP_LIMIT_S:g} s; its sampling was left behind."
-                )
+                self._on_notice(f"The GPU driver has not answered for {STOP_LIMIT_S:g} s; pvg no longer waits for it.")
 
     def _run(self) -> None:
         host, gpus = HostReader(), self._opened()
@@ -90,10 +88,10 @@ class DeviceSampler:
                 self._on_sample(time.time(), host.read() | self._read(gpus))
                 due += self._interval_s
                 now = time.monotonic()
-                due = max(due, now)  # a suspended machine does not catch up on the samples it missed
+                due = max(due, now)  # after a suspend, do not catch up on missed samples
                 self._stopping.wait(min(due - now, threading.TIMEOUT_MAX))
         except (psutil.Error, OSError) as error:
-            self._on_notice(f"The machine is no longer watched: {error}.")
+            self._on_notice(f"The machine is no longer sampled: {error}.")
         finally:
             for gpu in gpus.values():
                 gpu.close()
@@ -102,7 +100,7 @@ class DeviceSampler:
         try:
             return self._open_gpus()
         except GpuUnavailableError as error:
-            self._on_notice(f"No GPU is watched: {error}.")
+            self._on_notice(f"No GPU is sampled: {error}.")
             return {}
 
     def _read(self, gpus: dict[int, Gpu]) -> dict[str, float]:
@@ -111,7 +109,7 @@ class DeviceSampler:
             try:
                 found = gpu.read()
             except GpuUnavailableError as error:
-                self._on_notice(f"GPU {index} is no longer watched: {error}.")
+                self._on_notice(f"GPU {index} is no longer sampled: {error}.")
                 gpus.pop(index).close()
             else:
                 metrics |= {f"gpu{index}_{name}": value for name, value in found.items()}
@@ -120,10 +118,10 @@ class DeviceSampler:
 
 @dataclass
 class HostReader:
-    """CPU and memory of the machine and of this process with its children. Used by one thread."""
+    """CPU and memory of the machine and of this process with its children. Use it from one thread."""
 
     _process: psutil.Process = field(default_factory=psutil.Process)
-    _cpu_before: dict[psutil.Process, float] = field(default_factory=dict)  # psutil compares pid and birth
+    _cpu_before: dict[psutil.Process, float] = field(default_factory=dict)  # psutil compares pid and start time
     _machine_before: tuple[float, float] | None = None
     _waits: CoreWaits = field(default_factory=CoreWaits)
     _read_at: float = 0.0
@@ -145,28 +143,28 @@ class HostReader:
             if total > total_before:
                 metrics["cpu"] = min(1.0, max(0.0, (busy - busy_before) / (total - total_before)))
             if now > self._read_at:
-                # A process that was not there before began meanwhile; one that is gone takes its last bit with it.
+                # A process without an earlier value is new. The last part of one that has ended is missing.
                 spent = sum(max(0.0, s - self._cpu_before.get(process, 0.0)) for process, s in seconds.items())
                 metrics["process_cpu"] = spent / (now - self._read_at)
         self._cpu_before, self._machine_before, self._read_at = seconds, (busy, total), now
         return metrics
 
     def _processes(self) -> tuple[dict[psutil.Process, float], int]:
-        """CPU seconds so far by process, and the bytes that all of them hold."""
+        """CPU seconds so far by process, and the resident bytes of all of them."""
         seconds, rss = {}, 0
         for process in (self._process, *self._process.children(recursive=True)):
             try:
                 with process.oneshot():
                     times = process.cpu_times()
                     rss += process.memory_info().rss
-            except (psutil.NoSuchProcess, psutil.AccessDenied):  # it ended since it was listed, or became another user
+            except (psutil.NoSuchProcess, psutil.AccessDenied):  # it has ended, or has changed its user
                 continue
             seconds[process] = times.user + times.system
         return seconds, rss
 
 
 def peak_memory() -> dict[str, float]:
-    """The peak memory of this process, as the system counts it: rss_bytes. If this process has used CUDA, also
+    """The peak memory of this process as the system counts it, rss_bytes. If this process has used CUDA, also
     gpu_bytes, the memory that torch's allocator reserved on the fullest GPU."""
     peaks = {"rss_bytes": float(_peak_rss())}
     torch = sys.modules.get("torch")
@@ -181,7 +179,7 @@ def larger(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, fl
 
 
 def _peak_rss() -> int:
-    """Bytes. On Linux from /proc, because getrusage includes the parent's memory before this program was started."""
+    """In bytes. On Linux from /proc, because getrusage includes the parent's memory before this program started."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -196,13 +194,13 @@ def _peak_rss_elsewhere() -> int:
     import resource
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024  # kB on all systems but macOS
+    return most if sys.platform == "darwin" else most * 1024  # in kB on all systems except macOS
 
 
 def _machine_seconds() -> tuple[float, float]:
-    """(busy, all) CPU seconds of the machine since it was started."""
+    """(busy, total) CPU seconds of the machine since its start."""
     times = psutil.cpu_times()
-    # Linux counts guests in `user` too.
+    # On Linux, `user` includes guests.
     total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
     return total - times.idle - getattr(times, "iowait", 0.0), total
 
@@ -213,7 +211,7 @@ def _machine_seconds() -> tuple[float, float]:
 def open_nvml() -> dict[int, Gpu]:
     """The GPUs that the NVIDIA driver shows, by NVML's number.
 
-    Raises GpuUnavailableError where there is no library, no driver or no GPU.
+    Raises GpuUnavailableError without a library, a driver or a GPU.
     """
     try:
         import pynvml
@@ -223,7 +221,7 @@ def open_nvml() -> dict[int, Gpu]:
 
 
 def gpus_of(nvml: Any) -> dict[int, Gpu]:
-    """The GPUs that `nvml` shows: the module pynvml, or one that behaves like it. Raises GpuUnavailableError."""
+    """The GPUs that `nvml` (the module pynvml or a replacement) shows. Raises GpuUnavailableError."""
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
@@ -237,14 +235,14 @@ def gpus_of(nvml: Any) -> dict[int, Gpu]:
             gpu.close()
         raise GpuUnavailableError(f"NVML does not show the GPUs ({error})") from error
     finally:
-        nvml.nvmlShutdown()  # NVML counts its users: every GPU keeps it open for itself
+        nvml.nvmlShutdown()  # NVML counts its users, and every GPU object keeps it open
     if not gpus:
         raise GpuUnavailableError("the driver shows none")
     return gpus
 
 
 class NvmlGpu:
-    """One GPU through NVML. What this GPU does not offer is left out; any other error means that it is lost."""
+    """One GPU through NVML. Values that the GPU does not offer are left out; any other error means that it is lost."""
 
     def __init__(self, nvml: Any, index: int) -> None:
         """Raises nvml.NVMLError."""
@@ -278,10 +276,10 @@ class NvmlGpu:
                 self._gpm.close()
             self._nvml.nvmlShutdown()
         except self._nvml.NVMLError:
-            return  # a lost GPU cannot be told good-bye, and who dropped it has said so
+            return  # a lost GPU cannot be closed; its loss has been reported
 
     def _utilisation(self) -> dict[str, float]:
-        """Shares of time, as the driver samples it. Neither says how much of the GPU worked."""
+        """Shares of time, as sampled by the driver. Neither says how much of the GPU worked."""
         rates = self._nvml.nvmlDeviceGetUtilizationRates(self._handle)
         return {"utilisation": rates.gpu / 100, "memory_activity": rates.memory / 100}
 
@@ -316,7 +314,7 @@ class GpmShares:
 
     @classmethod
     def open(cls, nvml: Any, handle: Any) -> GpmShares | None:
-        """None where the GPU or its driver has no GPM metrics."""
+        """None if the GPU or its driver has no GPM metrics."""
         try:
             supported = nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice
         except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound):
@@ -324,8 +322,7 @@ class GpmShares:
         return cls(nvml, handle) if supported else None
 
     def read(self) -> dict[str, float]:
-        """0..1 by name since the last read. Empty in the first read; without metrics for which the driver has no
-        value."""
+        """Shares 0..1 by name since the last read. The first read is empty; metrics without a value are left out."""
         nvml = self._nvml
         nvml.nvmlGpmSampleGet(self._handle, self._newer)
         filled, self._filled = self._filled, True
@@ -334,7 +331,7 @@ class GpmShares:
             return {}
         wanted = nvml.c_nvmlGpmMetricsGet_t()
         wanted.version, wanted.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, len(self.METRICS)
-        wanted.sample1, wanted.sample2 = self._newer, self._older  # they have been swapped
+        wanted.sample1, wanted.sample2 = self._newer, self._older  # swapped above
         for place, constant in enumerate(self.METRICS.values()):
             wanted.metrics[place].metricId = getattr(nvml, constant)
         found = nvml.nvmlGpmMetricsGet(wanted).metrics

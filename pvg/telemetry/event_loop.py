@@ -1,9 +1,18 @@
-"""The event loop a run uses: uvloop where it is installed, otherwise asyncio's own, and never the one for the other
-without saying so.
+"""The event loop of a run (uvloop if installed, otherwise asyncio's), and the measurement of its lag.
 
-    run, notice = runner(experiment.telemetry.event_loop)
+    run, notice = runner(experiment.telemetry.event_loop)       # the notice says if another loop than asked is used
     with run:
         run.run(main())
+
+    async with LoopLagMonitor(hz=10.0) as monitor:
+        ...
+        window = monitor.take()              # the lags since the last take
+
+The lag is the delay of a tick. Tick k is due at start + k / hz, independent of earlier ticks. A stalled loop cannot
+tick, so a stall of ten seconds would otherwise be a single bad sample among good ones (coordinated omission).
+Therefore, when the loop runs again, every tick that was due meanwhile counts with its own lag, the time since it was
+due. At 10 Hz a stall of one second gives ten samples, about 1.0, 0.9, ... 0.1 s. So a percentile is the lag for work
+that arrives at a random moment of the window.
 """
 
 from __future__ import annotations
@@ -14,48 +23,59 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from pvg.config.sections import Telemetry
 from pvg.telemetry.alerts import Alert, AlertKind
 from pvg.telemetry.core_waits import CoreTime
 
 Kind = Literal["uvloop", "asyncio"]
+Result = TypeVar("Result")
 
 
 def runner(kind: Kind) -> tuple[asyncio.Runner, str | None]:
-    """A runner with an event loop of `kind`, and a notice when it had to be another (uvloop is not on Windows)."""
+    """A runner with an event loop of `kind`, and a notice if another had to be used (uvloop does not run on
+    Windows)."""
     if kind == "asyncio":
         return asyncio.Runner(), None
     try:
         import uvloop
     except ImportError:
-        return asyncio.Runner(), "uvloop is not installed here: the run uses asyncio's own event loop, which is slower."
+        return asyncio.Runner(), "uvloop is not installed: the run uses asyncio's event loop, which is slower."
     return asyncio.Runner(loop_factory=uvloop.new_event_loop), None
 
 
-# How late the event loop is: the lag of a tick that should come `hz` times a second, and when to warn of it.
-#
-#     async with LoopLagMonitor(hz=10.0) as monitor:
-#         ...
-#         window = monitor.take()              # the lags since the last take
-#
-# Tick k is due at start + k / hz, whatever happened to the ticks before it. A loop that stalls cannot tick, so one
-# stall of ten seconds would otherwise be a single bad sample among good ones (coordinated omission). The rule: when
-# the loop runs again, every tick that came due meanwhile counts with its own lag, the time from when it was due until
-# now. At 10 Hz a stall of one second is thus ten samples, about 1.0, 0.9, ... 0.1 s, and a percentile is the lag that
-# work arriving at any moment of the window would have met.
+def run_to_end(work: Callable[[], Coroutine[Any, Any, Result]], kind: Kind = "asyncio") -> Result:
+    """Run the coroutine of `work()` in a new event loop of `kind` and return its result.
 
-SHORTEST_LOOK_S = 0.001  # between two looks of the heartbeat: each wakes the loop, however small the limits are
+    Where this thread runs an event loop already, as in a notebook, another thread runs the new one meanwhile.
+    """
+
+    def run() -> Result:
+        with runner(kind)[0] as loop:
+            return loop.run(work())
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run()
+    with ThreadPoolExecutor(1, "pvg-loop") as thread:
+        return thread.submit(run).result()
+
+
+# --- lag --------------------------------------------------------------------------------------------------------------
+
+SHORTEST_LOOK_S = 0.001  # shortest period of the heartbeat's checks, because each one wakes the loop
 
 
 @dataclass(frozen=True, slots=True)
 class LagWindow:
-    """The lags of one window, in seconds. `samples` counts the ticks that were due in it, at least 1."""
+    """The lags of one window, in seconds. `samples`: the ticks that were due in it, at least 1."""
 
     samples: int
     min_s: float
@@ -67,7 +87,7 @@ class LagWindow:
 
     @classmethod
     def of(cls, lags: Sequence[float]) -> LagWindow:
-        """Percentiles are nearest-rank: the smallest lag that at least that share of the samples does not exceed.
+        """Percentiles are nearest-rank: the smallest lag such that at least this share of the samples is not above it.
 
         Raises ValueError without lags.
         """
@@ -78,7 +98,7 @@ class LagWindow:
         return cls(len(ordered), ordered[0], math.fsum(ordered) / len(ordered), p50, p90, p99, ordered[-1])
 
     def metrics(self) -> dict[str, float]:
-        """By the names of the "loop" records in metrics.jsonl."""
+        """By name, as in the "loop" records of metrics.jsonl."""
         return {
             "lag_min_s": self.min_s,
             "lag_mean_s": self.mean_s,
@@ -91,7 +111,7 @@ class LagWindow:
 
 
 class LoopLagMonitor:
-    """Measures the event loop it is started in, from a task of that loop. `clock` gives seconds that never go back."""
+    """Measures the event loop in which it is started, from a task. `clock`: monotonic seconds."""
 
     def __init__(self, hz: float, *, clock: Callable[[], float] = time.perf_counter) -> None:
         if not (math.isfinite(hz) and hz > 0):
@@ -112,19 +132,19 @@ class LoopLagMonitor:
         await self.stop()
 
     def start(self) -> None:
-        """Begin to tick. Raises RuntimeError when it is ticking already, or outside an event loop."""
+        """Begin to tick. Raises RuntimeError if it is ticking already, or outside an event loop."""
         if self._task is not None:
-            raise RuntimeError("LoopLagMonitor.start: it has been started already.")
+            raise RuntimeError("LoopLagMonitor has already been started.")
         self._due = self._clock() + self._period
         self._task = asyncio.get_running_loop().create_task(self._tick(), name="loop lag")
 
     async def stop(self) -> None:
-        """Stop ticking; ticks that are overdue count as late until now. What was sampled can still be taken."""
+        """Stop ticking; overdue ticks count with their lag so far. The samples can still be taken."""
         if (task := self.cancel()) is not None:
             await asyncio.wait([task])
 
     def cancel(self) -> asyncio.Task[None] | None:
-        """As `stop`, for who cannot wait: the task that is ending, None when there is none."""
+        """As `stop`, without waiting: returns the task that is ending, or None if there is none."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -133,7 +153,7 @@ class LoopLagMonitor:
         return task
 
     def take(self) -> LagWindow | None:
-        """The samples since the last take; None when no tick has come due."""
+        """The samples since the last take; None if no tick was due."""
         lags, self._lags = self._lags, array("d")
         return LagWindow.of(lags) if lags else None
 
@@ -143,16 +163,18 @@ class LoopLagMonitor:
             self._count(self._clock())
 
     def _count(self, now: float) -> None:
-        """Count the tick that was slept for, and all others that have come due by `now`."""
+        """Count the awaited tick and all others that were due by `now`."""
         while True:
-            self._lags.append(max(0.0, now - self._due))  # a timer may fire a little early: uvloop counts milliseconds
+            self._lags.append(
+                max(0.0, now - self._due)
+            )  # a timer may fire slightly early: uvloop rounds to milliseconds
             self._due += self._period
             if self._due > now:
                 return
 
 
 def warnings(window: LagWindow, section: Telemetry, cores: CoreTime | None = None) -> list[Alert]:
-    """One alert for each threshold of `section` that the window exceeds. `cores`: the same window's; None: unknown."""
+    """One alert for each threshold of `section` that the window exceeds. `cores`: of the same window; None: unknown."""
     measured: dict[AlertKind, tuple[float, float]] = {
         "loop_lag_p90": (window.p90_s, section.loop_lag_p90_s),
         "loop_lag_p99": (window.p99_s, section.loop_lag_p99_s),
@@ -168,7 +190,7 @@ def warnings(window: LagWindow, section: Telemetry, cores: CoreTime | None = Non
     return [
         Alert(
             kind,
-            f"The event loop was late: {kind.removeprefix('loop_lag_')} of its lag is {lag_s:.3g} s, above "
+            f"The event loop was late: its lag ({kind.removeprefix('loop_lag_')}) is {lag_s:.3g} s, above "
             f"telemetry.{kind}_s = {limit_s:g} s. {reason}",
         )
         for kind, (lag_s, limit_s) in measured.items()
@@ -177,11 +199,11 @@ def warnings(window: LagWindow, section: Telemetry, cores: CoreTime | None = Non
 
 
 class Heartbeat:
-    """Watches the event loop and the run from a thread, so that it can report a loop that is still blocked.
+    """Checks the event loop and the run from a thread, so that it can report a loop that is still blocked.
 
     It schedules a callback on the loop. If the callback does not run within `telemetry.loop_lag_max_s`, the loop
-    counts as blocked. `on_look(blocked)` is called in the thread at every check; `blocked` is None, or an alert that
-    names the code that blocks the loop.
+    counts as blocked. The thread calls `on_look(blocked)` at every check; `blocked` is None, or an alert that names the
+    code that blocks the loop.
     """
 
     def __init__(self, section: Telemetry, on_look: Callable[[Alert | None], None]) -> None:
@@ -213,7 +235,7 @@ class Heartbeat:
                 self._answered, asked = False, now
                 try:
                     self._loop.call_soon_threadsafe(self._answer)
-                except RuntimeError:  # the loop is closed: there is nothing left to watch
+                except RuntimeError:  # the loop is closed
                     return
             waited = now - asked
             self._on_look(self._blocked(waited) if waited > self._limit_s else None)
@@ -229,7 +251,7 @@ class Heartbeat:
         )
 
     def _place(self) -> str:
-        """`decode (pvg/rollout/lean.py:123)`: the innermost Python function of the loop's thread."""
+        """The innermost Python function of the loop's thread, as `decode (lean.py:123)`."""
         frame = sys._current_frames().get(self._loop_thread)
         if frame is None:
             return "a thread that has ended"

@@ -1,6 +1,6 @@
 """The event log: one line per event, `[tag] key=value ...`, with monotonic time. `pvg diagnose` reads it.
 
-A line is one `write` of whole bytes in append mode, so that lines of several threads never interleave.
+A line is one `write` in append mode, so lines of several threads never interleave.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Protocol
 
 
 class Events(Protocol):
-    """Where whoever has something to tell puts it: the event log, or nowhere."""
+    """A receiver of events: the event log, or nothing."""
 
     def event(self, tag: str, **fields: object) -> None: ...
 
 
-class Unheard:
-    """Keeps no events."""
+class SilentEvents:
+    """Discards events."""
 
     def event(self, tag: str, **fields: object) -> None: ...
 
 
 def format_event(tag: str, **fields: object) -> str:
-    """`[tag] t=12.345678 key=value`: floats in six significant digits, strings with blanks quoted."""
+    """`[tag] t=12.345678 key=value`: floats with six significant digits, strings with spaces quoted."""
     parts = [f"[{tag}]", f"t={time.monotonic():.6f}"]
     parts += [f"{key}={_value(value)}" for key, value in fields.items()]
     return " ".join(parts)
@@ -39,7 +39,7 @@ def _value(value: object) -> str:
 
 
 class EventLog:
-    """Appends events to a file; `close` it when the run ends."""
+    """Appends events to a file. `close` it when the run ends."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -53,7 +53,7 @@ class EventLog:
             raise RuntimeError("The event log is closed.")
         try:
             os.write(self._file, (text + "\n").encode())
-        except OSError as error:  # the error has no file name yet
+        except OSError as error:  # it has no file name yet
             error.filename = str(self._path)
             raise
 
@@ -63,14 +63,14 @@ class EventLog:
             self._file = None
 
 
-# `ServerNotices`: what becomes of the servers, told to whoever watches the run as well as to the event log.
+# --- notices about servers --------------------------------------------------------------------------------------------
 
 
 class ServerNotices(Events):
-    """Passes every event on to `log`. A server that goes away, and one that is back, is told to `notice` too."""
+    """Passes every event to `log`, and calls `notice` when a server becomes unavailable or available again."""
 
     def __init__(self, log: Events, notice: Callable[[str], None], groups: Sequence[Sequence[str]]) -> None:
-        """`groups`: the addresses of the servers that stand in for each other."""
+        """`groups`: addresses of servers that can replace each other."""
         self._log = log
         self._notice = notice
         self._groups = groups
@@ -83,7 +83,7 @@ class ServerNotices(Events):
             self._away.add(server)
             others = {url for group in self._groups if server in group for url in group} - self._away
             rest = "the others take its requests" if others else "its requests wait for it"
-            self._notice(f"{server} is away ({fields.get('why', 'no reason known')}); {rest}.")
+            self._notice(f"{server} is unavailable ({fields.get('why', 'no reason known')}); {rest}.")
         elif fields.get("event") == "server.up" and server in self._away:
             self._away.discard(server)
             self._notice(f"{server} is back, with the newest weights.")

@@ -1,12 +1,12 @@
-"""Metrics of a step, gathered over its micro-batches: what merges exactly is kept (totals, weights, maxima)."""
+"""Gathers the metrics of a step over its micro-batches as totals, weights and maxima, which merge exactly."""
 
 from __future__ import annotations
 
 
 class Metrics:
-    """Weighted means, sums and maxima by name. Merging two is the same as having gathered both in one.
+    """Weighted means, sums and maxima by name. Merging two equals gathering both in one.
 
-    A name belongs to one kind; `result` raises ValueError where it was used for two.
+    Each name belongs to one kind; `result` raises ValueError otherwise.
     """
 
     def __init__(self) -> None:
@@ -16,7 +16,7 @@ class Metrics:
         self._maxima: dict[str, float] = {}
 
     def add_mean(self, name: str, total: float, weight: float) -> None:
-        """`total` is the sum of what is averaged, `weight` how many (or how much) it sums over."""
+        """`total`: the sum of the values to average. `weight`: their number or total weight."""
         self._totals[name] = self._totals.get(name, 0.0) + total
         self._weights[name] = self._weights.get(name, 0.0) + weight
 
@@ -27,7 +27,7 @@ class Metrics:
         self._maxima[name] = max(self._maxima.get(name, value), value)
 
     def merge(self, other: Metrics) -> None:
-        """Add what `other` gathered."""
+        """Add everything that `other` has gathered."""
         for name, total in other._totals.items():
             self.add_mean(name, total, other._weights[name])
         for name, value in other._sums.items():
@@ -36,7 +36,7 @@ class Metrics:
             self.add_max(name, value)
 
     def result(self) -> dict[str, float]:
-        """Name -> value. A mean over nothing (weight 0) is left out: it has no value."""
+        """Name -> value. A mean with weight 0 is left out, because it has no value."""
         means = {name: total / self._weights[name] for name, total in self._totals.items() if self._weights[name]}
         kinds = (self._totals, self._sums, self._maxima)
         if len(set().union(*kinds)) != sum(map(len, kinds)):

@@ -1,11 +1,11 @@
-"""What watches a run while it is played: the device sampler, the loop-lag monitor, the sinks, the metrics endpoint.
+"""Runs everything that watches a run: device sampler, loop-lag monitor, heartbeat, sinks, metrics endpoint.
 
     async with Monitoring(experiment.telemetry, record=ledger.record, log=ledger.log.line, ...) as monitoring:
         monitoring.step(round_, phase, step, metrics, budget.exposed, budget.busy)
 
-Invariants: all callbacks but `announce` run in the event loop's thread, and none runs after the block has ended; all
-threads and tasks stop with the block; nothing here changes what a run computes. Only errors of `record`, `log` or
-`announce`, such as a full disk, surface: at the next step, or at the end of the block.
+Invariants: all callbacks except `announce` run in the event loop's thread, and none runs after the block has ended. All
+threads and tasks stop with the block. Nothing here changes what a run computes. Only errors of `record`, `log` or
+`announce`, such as a full disk, are raised: at the next step, or at the end of the block.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from pvg.telemetry.sinks import (
     ExamplesPoint,
     MetricPoint,
     MetricSink,
-    Opening,
     SinkBoard,
+    SinkContext,
     open_sinks,
 )
 
@@ -45,10 +45,10 @@ CROWDED_SAMPLES = 3  # in a row before the notice: a few seconds of another prog
 class Monitoring:
     """Watches one process of a run.
 
-    `record(kind, **fields)` appends to metrics.jsonl, `log` takes a line of events.log, `notice` a sentence for the
-    user. Two callbacks handle an alert that begins to hold: `announce` shows it, from any thread, also while the loop
-    is blocked; `alert` records it, on the loop. `first_step` is the number of steps that earlier processes of the run
-    have played: the step axis of the sinks continues from there.
+    `record(kind, **fields)` appends to metrics.jsonl, `log` takes a line of events.log, `notice` takes a sentence for
+    the user. Two callbacks handle an alert that begins to hold: `announce` shows it, from any thread, also while the
+    loop is blocked; `alert` records it, on the loop. `first_step`: the number of steps in earlier processes of the run,
+    from which the step axis of the sinks continues.
     """
 
     def __init__(
@@ -69,21 +69,21 @@ class Monitoring:
         self._record, self._log, self._notice = record, log, notice
         self._announce, self._alert = announce, alert
         self._name = name
-        self._opening = Opening(run_directory, name, config, first_step > 0, notice)
+        self._opening = SinkContext(run_directory, name, config, first_step > 0, notice)
         self._place = (0, "init")  # round and phase of the newest step
         self._steps = first_step
         self._stepped = time.monotonic()  # when the newest step ended
         self._of_steps: Collection[str] = ()  # names of the newest step's metrics
         self._held: set[str] = set()  # the alerts that hold
-        self._holding = threading.Lock()  # the heartbeat adds to them too
+        self._holding = threading.Lock()  # protects `_held`, which the heartbeat changes too
         self._failure: Exception | None = None
         self._open = False
         self._board: SinkBoard | None = None
         self._commands: SinkBoard | None = None  # a separate board, so that a slow command does not delay the metrics
         self._sampler = DeviceSampler(section.device_every_s, self._sampled, self._noticed)
         self._lag = LoopLagMonitor(section.loop_lag_hz)
-        self._waits = CoreWaits()  # in the windows of the lag
-        self._crowded = 0  # samples in a row in which the cores were shared
+        self._waits = CoreWaits()  # per window of the lag
+        self._crowded = 0  # consecutive samples with shared cores
         self._crowding_told = False
         self._heartbeat = Heartbeat(section, self._looked)
         self._reporter: asyncio.Task[None] | None = None
@@ -92,12 +92,12 @@ class Monitoring:
 
     @property
     def endpoint_url(self) -> str | None:
-        """Where Prometheus finds the metrics, from the start of the block on; None without a port."""
+        """The metrics endpoint's URL, from the start of the block on; None without a port."""
         return self._endpoint.url if self._endpoint is not None else None
 
     async def __aenter__(self) -> Monitoring:
-        """Start everything. Raises MissingRequirementError, with nothing left running, for a sink whose package is not
-        installed or a port that is taken."""
+        """Start everything. Raises MissingRequirementError, with everything stopped again, if a sink's package is not
+        installed or a port is in use."""
         self._loop = asyncio.get_running_loop()
         sinks = self._opened_sinks()
         self._open = True
@@ -123,9 +123,9 @@ class Monitoring:
             await asyncio.wait([self._reporter])
             await self._lag.stop()
             self._tell_lag()
-            await asyncio.sleep(0)  # what the sampler's thread has handed over
+            await asyncio.sleep(0)  # runs the callbacks that the sampler's thread has scheduled
             if self._board is not None:
-                # In a thread, so that the display goes on, and Ctrl-C works, while a sink uploads its last points.
+                # In a thread, so that the display updates and Ctrl-C works while a sink uploads its last points.
                 await asyncio.to_thread(self._board.close)
             if self._commands is not None:
                 await asyncio.to_thread(self._commands.close)
@@ -135,15 +135,15 @@ class Monitoring:
             self._lag.cancel()
             for board in (self._board, self._commands):
                 if board is not None:
-                    board.close(limit_s=1.0)  # closed already, unless the wait for it was cancelled
+                    board.close(limit_s=1.0)  # has been closed, unless waiting for it was cancelled
             if self._endpoint is not None:
-                self._endpoint.close()  # also where another sink hangs before it
+                self._endpoint.close()  # also if another sink hangs before it
         if self._failure is not None:
             if error is None:
                 raise self._failure
-            error.add_note(f"Watching the run had failed before: {self._failure}")
+            error.add_note(f"Monitoring of the run had failed before: {self._failure}")
 
-    # --- what the run tells --------------------------------------------------------------------------------------
+    # --- events of the run ---------------------------------------------------------------------------------------
 
     def step(
         self,
@@ -156,10 +156,10 @@ class Monitoring:
         *,
         whole: bool = True,
     ) -> None:
-        """A finished step: its metrics, and its seconds by part, exposed and busy. `step` is its number in its phase.
-        The metrics of a step that is not `whole` are added to those of the step before it.
+        """Report a finished step: its metrics, and its exposed and busy seconds by part. `step`: its number in the
+        phase. The metrics of a step that is not `whole` are added to those of the step before it.
 
-        Raises what `record` or `log` raised since the last step.
+        Raises errors of `record` or `log` since the last step.
         """
         if self._failure is not None:
             raise self._failure
@@ -175,19 +175,19 @@ class Monitoring:
         )
 
     def phase(self, round_: int, phase: str, metrics: Mapping[str, float]) -> None:
-        """The metrics of a finished phase. Those that its steps have are left to the steps: under the same name the
-        sinks would show the mean of a phase as one more step."""
+        """Report the metrics of a finished phase. Metrics that its steps have too are left out, because the sinks would
+        show the phase's mean as one more step under the same name."""
         self._place = (round_, phase)
         found = {f"{phase}/{name}": value for name, value in metrics.items() if name not in self._of_steps}
         self._write(found, whole=False)
 
     def round(self, round_: int, metrics: Mapping[str, float]) -> None:
-        """The row of a finished round."""
+        """Report the metrics of a finished round."""
         self._place = (round_, self._place[1])
         self._write({f"round/{name}": value for name, value in metrics.items()})
 
     def send(self, alert: Alert) -> None:
-        """Hand an alert to the sinks and to the alert command. May be called from any thread; returns at once."""
+        """Pass an alert to the sinks and the alert command. May be called from any thread; returns at once."""
         round_, phase = self._place
         point = AlertPoint(time.time(), self._steps, round_, phase, alert.name, alert.message, self._name)
         for board in (self._board, self._commands):
@@ -195,7 +195,7 @@ class Monitoring:
                 board.alert(point)
 
     def examples(self, round_: int, rows: Sequence[Mapping[str, object]]) -> None:
-        """Hand example solutions of a round to the sinks that show tables."""
+        """Pass example solutions of a round to the sinks that show tables."""
         if self._board is not None and rows:
             self._board.examples(ExamplesPoint(self._steps, round_, tuple(rows)))
 
@@ -205,7 +205,7 @@ class Monitoring:
             now = time.time() if at is None else at
             self._board.write(MetricPoint(now, self._steps, round_, phase, metrics, whole))
 
-    # --- what is watched -----------------------------------------------------------------------------------------
+    # --- measurements --------------------------------------------------------------------------------------------
 
     def _opened_sinks(self) -> dict[str, MetricSink]:
         sinks: dict[str, MetricSink] = {}
@@ -231,13 +231,13 @@ class Monitoring:
             self._begin(blocked)
         waited = time.monotonic() - self._stepped
         if waited > self._section.stall_s:
-            message = f"No step has ended for {waited:.0f} s: the run stands still, or its steps are that long."
+            message = f"No step has ended for {waited:.0f} s: the run is stuck, or its steps take that long."
             self._begin(Alert("stall", message))
         else:
             self._end("stall")
 
     def _begin(self, alert: Alert) -> None:
-        """Announce and record an alert from any thread, unless it holds already."""
+        """Announce and record an alert from any thread, unless it already holds."""
         with self._holding:
             if alert.name in self._held:
                 return
@@ -279,7 +279,7 @@ class Monitoring:
         self._look_for_crowding(metrics)
 
     def _look_for_crowding(self, metrics: Mapping[str, float]) -> None:
-        """At most one notice per process; the metric core_wait has the details."""
+        """Gives at most one notice per process; the metric core_wait has the details."""
         message = crowding(metrics)
         self._crowded = 0 if message is None else self._crowded + 1
         if message is not None and self._crowded >= CROWDED_SAMPLES and not self._crowding_told:
@@ -291,13 +291,13 @@ class Monitoring:
         self._in_loop(self._told, self._notice, message)
 
     def _in_loop(self, call: Callable[..., None], *args: Any) -> None:
-        """Call it from the event loop. Once that is closed, there is nobody left to tell."""
+        """Schedule a call on the event loop. Does nothing if the loop is closed."""
         assert self._loop is not None
         if self._open and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call, *args)
 
     def _told(self, call: Callable[..., None], *args: Any) -> None:
-        """Make a call of somebody who was handed in, while they may be called; keep what they raise for the run."""
+        """Call a callback while the block is open, and keep its error for the run."""
         if not self._open or self._failure is not None:
             return
         try:

@@ -1,7 +1,7 @@
-"""The interface through which a run reports its progress: to the live display, to a test, or to nothing.
+"""The interface through which a run reports its progress to the live display or to a test.
 
-A run often calls an observer from its event loop, so an observer must return at once and must not raise. Only `alerted`
-may be called from another thread: an alert about a blocked loop cannot wait for the loop.
+A run usually calls an observer from its event loop, so an observer must return at once and must not raise. Only
+`alerted` may be called from another thread: an alert about a blocked loop cannot wait for the loop.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class PhaseInfo:
-    """A phase that begins or ends. `total` counts its units of work (rollouts or optimizer steps), `done` those
-    finished already, which is not 0 after a resume."""
+    """A phase that begins or ends. `total`: its units of work (rollouts or optimizer steps). `done`: the finished ones,
+    which is above 0 after a resume."""
 
     round: int
     rounds: int
@@ -26,7 +26,7 @@ class PhaseInfo:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """`done` of the phase's units, the newest metrics, and the seconds by part of the step that just ended."""
+    """`done` units of the phase, the newest metrics, and the seconds by part of the step that just ended."""
 
     done: int
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -45,12 +45,12 @@ class Observer(Protocol):
     def alerted(self, name: str, message: str) -> None: ...
 
     def noticed(self, message: str) -> None:
-        """Something worth a line: a recovery, a commit on Ctrl-C, a model being loaded."""
+        """A message worth a line: a recovery, a commit on Ctrl-C, a model being loaded."""
         ...
 
 
 class SilentObserver:
-    """Watches nothing."""
+    """Ignores everything."""
 
     def phase_started(self, info: PhaseInfo) -> None: ...
 

@@ -1,12 +1,12 @@
-"""The newest value of every metric over HTTP, for Prometheus: `curl http://127.0.0.1:PORT/metrics`.
+"""Serves the newest value of every metric over HTTP for Prometheus: `curl http://127.0.0.1:PORT/metrics`.
 
     endpoint = MetricsEndpoint(9090)         # a MetricSink: give it to a SinkBoard
     endpoint.url
     endpoint.close()
 
-Invariants: listens on the loopback interface unless told otherwise; shows what the newest point of its kind held, so
-that a GPU that is gone or a share that has no value any more is no longer shown; no client keeps a connection for
-longer than LIMIT_S, and there are at most CONNECTIONS at once; `close` frees the port.
+Invariants: it listens on the loopback interface by default. It shows only values of the newest point of each kind, so
+values that no longer exist disappear. A client keeps a connection for at most LIMIT_S, and there are at most
+CONNECTIONS at once. `close` frees the port.
 """
 
 from __future__ import annotations
@@ -25,36 +25,18 @@ from prometheus_client.exposition import ThreadingWSGIServer
 
 from pvg.errors import MissingRequirementError
 from pvg.telemetry.alerts import AlertKind
-from pvg.telemetry.catalogue import metric
+from pvg.telemetry.catalogue import PLACES_OF_THEIR_OWN, TIMES, exposed_name, metric
 from pvg.telemetry.sinks import AlertPoint, MetricPoint, MetricSink
-
-# Unit of the catalogue -> (how a name may end with it already, Prometheus's suffix). Base units, as Prometheus asks.
-SUFFIXES = {
-    "share": ("", "_ratio"),
-    "s": ("_s", "_seconds"),
-    "bytes": ("_bytes", "_bytes"),
-    "W": ("_w", "_watts"),
-    "nats": ("", "_nats"),
-    "cores": ("", "_cores"),
-    "rows": ("", "_rows"),
-    "versions": ("", "_versions"),
-    "tokens": ("_tokens", "_tokens"),
-    "tokens/s": ("_per_s", "_per_second"),
-    "pairs/s": ("_per_s", "_per_second"),
-}
-TIMES = ("budget", "busy")  # seconds by part; the phase and the part are labels
-PLACES_OF_THEIR_OWN = ("round", "device", "loop")  # they stand in the name; a phase is a label
 
 Series = tuple[str, tuple[str, ...]]  # a gauge's name and its label values
 
-
-CONNECTIONS = 16  # at once; a scrape takes one
-LIMIT_S = 10.0  # for a whole request and its answer; Prometheus itself gives up after 10 s
+CONNECTIONS = 16  # at once; a scrape needs one
+LIMIT_S = 10.0  # for a whole request and its answer; Prometheus's own timeout is 10 s
 
 
 class BoundedServer(ThreadingWSGIServer):
-    """A thread per connection. Closes connections beyond CONNECTIONS at once. Every half second it closes connections
-    that are older than `limit_s`."""
+    """A thread per connection. Closes connections beyond CONNECTIONS at once, and every half second those older than
+    `limit_s`."""
 
     limit_s = LIMIT_S
 
@@ -80,14 +62,14 @@ class BoundedServer(ThreadingWSGIServer):
         self.end_connections(self.limit_s)
 
     def end_connections(self, limit_s: float = 0.0) -> None:
-        """Shut down connections that have been open for longer than `limit_s`. Their threads then end."""
+        """Shut down connections that have been open for longer than `limit_s`, which ends their threads."""
         now = time.monotonic()
         with self._lock:
             for request, began in self._began.items():
                 if now - began > limit_s:
                     try:
                         request.shutdown(socket.SHUT_RDWR)
-                    except OSError:  # the client has closed it already
+                    except OSError:  # the client has already closed it
                         continue
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -102,9 +84,9 @@ class QuietHandler(WSGIRequestHandler):
 
 
 class MetricsEndpoint(MetricSink):
-    """Serves from its own thread. Port 0 takes a free one: see `port` and `url`.
+    """Serves from a separate thread. Port 0 takes a free one: see `port` and `url`.
 
-    Raises MissingRequirementError when the port cannot be had.
+    Raises MissingRequirementError if it cannot listen on the port.
     """
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
@@ -133,8 +115,8 @@ class MetricsEndpoint(MetricSink):
         return f"http://{self.host}:{self.port}/metrics"
 
     def write(self, point: MetricPoint) -> None:
-        """Show the point's values in place of those of the last point of the same kind and phase, or beside them where
-        it is not whole."""
+        """Replace the values of the last point of the same kind and phase, or add to them if the point is not
+        whole."""
         by_place: dict[str, dict[str, float]] = {}
         for name, value in point.metrics.items():
             place, _, short = name.partition("/")
@@ -163,14 +145,14 @@ class MetricsEndpoint(MetricSink):
     def _show(self, place: str, values: Mapping[str, float], point: MetricPoint) -> None:
         group = f"{place} {point.phase}" if place in TIMES else f"{place}"
         if place == "round":
-            group += f" {point.round}"  # the rounds stay, side by side
+            group += f" {point.round}"  # earlier rounds stay visible
         shown = set()
         for short, value in values.items():
             name = f"{place}/{short}"
             entry = metric(name)
             meaning = entry.meaning if entry is not None else name
             shown.add(self._set(exposed_name(name), meaning, _labels(place, short, point), value))
-        if not point.whole and place not in TIMES:  # every step has all of its own times
+        if not point.whole and place not in TIMES:  # every step has all its times
             shown |= self._shown.get(group, set())
         for gauge, labels in self._shown.get(group, set()) - shown:
             if labels:
@@ -185,18 +167,6 @@ class MetricsEndpoint(MetricSink):
             gauge = self._gauges[name] = Gauge(name, meaning, tuple(labels), registry=self._registry)
         (gauge.labels(**labels) if labels else gauge).set(value)
         return name, tuple(labels.values())
-
-
-def exposed_name(name: str) -> str:
-    """`train_prover/latency_p50_s` -> `pvg_latency_p50_seconds`; the phase, part or GPU becomes a label."""
-    place, _, short = name.partition("/")
-    if place in TIMES:
-        return f"pvg_{place}_seconds"
-    entry = metric(name)
-    ending, suffix = SUFFIXES.get(entry.unit if entry is not None else "", ("", ""))
-    short = re.sub(r"^gpu(\d+|\{i\})_", "gpu_", short)
-    own_place = f"{place}_" if place in PLACES_OF_THEIR_OWN else ""
-    return re.sub(r"\W", "_", f"pvg_{own_place}{short.removesuffix(ending)}{suffix}")
 
 
 def _labels(place: str, short: str, point: MetricPoint) -> dict[str, str]:

@@ -1,12 +1,12 @@
-"""Where metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, trackio, each behind one small protocol.
+"""Sinks for metrics besides metrics.jsonl: TensorBoard, Weights & Biases, trackio, and an alert command.
 
     board = SinkBoard(open_sinks(("tensorboard",), opening), on_notice=print)
     board.write(MetricPoint(time.time(), step=7, round=0, phase="train_prover", metrics={"train_prover/loss": 0.1}))
     board.close()
 
-Invariants: the event loop never waits for a sink (one thread writes to all of them through a bounded queue); a sink
-that fails is closed with one notice, and neither the run nor the other sinks notice it otherwise; metrics.jsonl is
-written elsewhere and lacks nothing, whatever happens here.
+Invariants: the event loop never waits for a sink, because one thread writes to all of them through a bounded queue. A
+sink that fails is closed with one notice, and the run and the other sinks continue. metrics.jsonl is written elsewhere
+and is always complete.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ import orjson
 
 from pvg.errors import MissingRequirementError, UsageError, install_extra
 
-CAPACITY = 1000  # points that may wait: minutes of a run whose sink hangs, and less than a megabyte
-CLOSE_LIMIT_S = 15.0  # a sink behind a dead network must not keep a finished run from ending
-FLUSH_EVERY_S = 5.0  # so that TensorBoard shows a run while it goes on
+CAPACITY = 1000  # queued points: minutes of a run whose sink hangs, in less than a megabyte
+CLOSE_LIMIT_S = 15.0  # a sink that waits for a dead network must not keep a finished run from ending
+FLUSH_EVERY_S = 5.0  # so that TensorBoard shows a run in progress
 
 
 @dataclass(frozen=True, slots=True)
 class MetricPoint:
-    """Some metrics at one moment, under their full names (pvg.telemetry.catalogue). `time` is in seconds since 1970,
-    `step` counts the steps of the whole run. A value that does not exist is NaN. A point that is not `whole` adds to
-    the last one of its kind; any other stands in its place."""
+    """Some metrics at one moment, by full name (pvg.telemetry.catalogue). `time`: seconds since 1970. `step` counts the
+    steps of the whole run. A missing value is NaN. A point that is not `whole` adds to the last one of its kind; any
+    other replaces it."""
 
     time: float
     step: int
@@ -52,8 +52,7 @@ class MetricPoint:
 
 @dataclass(frozen=True, slots=True)
 class AlertPoint:
-    """An alert that begins to hold. `time` is in seconds since 1970, `kind` is the alert's name, `run` the run's
-    name."""
+    """An alert that begins to hold. `time`: seconds since 1970. `kind`: the alert's name. `run`: the run's name."""
 
     time: float
     step: int
@@ -77,8 +76,8 @@ Point = MetricPoint | AlertPoint | ExamplesPoint
 
 
 class MetricSink(Protocol):
-    """Takes points in order, from one thread. `close` is called once, also after `write` has failed. A sink without
-    alerts or tables does not define those methods."""
+    """Receives points in order, from one thread. `close` is called once, also after `write` has failed. A sink without
+    alerts or tables inherits the empty methods."""
 
     def write(self, point: MetricPoint) -> None: ...
 
@@ -92,9 +91,9 @@ class MetricSink(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
-    """What a sink is opened for: the run's own folder, its name and configuration, whether an earlier process has
-    played a part of it, and where a sentence for the user goes."""
+class SinkContext:
+    """Arguments for opening a sink: the run's folder, name and configuration, whether an earlier process has played a
+    part of the run, and a callback for notices to the user."""
 
     directory: Path
     name: str
@@ -104,13 +103,13 @@ class Opening:
 
 
 class TensorBoardSink(MetricSink):
-    """Event files in `tensorboard/` of the run: `tensorboard --logdir runs`.
+    """Event files in the run's folder `tensorboard/`: `tensorboard --logdir runs`.
 
-    Written here record by record rather than by TensorBoard's own writer, whose thread would print the traceback of a
-    full disk into the display and may block whoever writes after it.
+    Writes the records directly. TensorBoard's writer has a thread that prints the traceback of a full disk into the
+    display and may block later writes.
     """
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, opening: SinkContext) -> None:
         try:
             from tensorboard.compat.proto.event_pb2 import Event
             from tensorboard.compat.proto.summary_pb2 import Summary
@@ -121,7 +120,7 @@ class TensorBoardSink(MetricSink):
         folder = opening.directory / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
         now = time.time()
-        # The name that TensorBoard looks for; its order is that of the processes that played the run.
+        # TensorBoard expects this name and sorts by it, so the files are in the order of the run's processes.
         name = f"events.out.tfevents.{now:017.6f}.{socket.gethostname()}.{os.getpid()}"
         self._file = open(folder / name, "xb")  # noqa: SIM115 (closed by close)
         self._records = RecordWriter(self._file)
@@ -141,13 +140,13 @@ class TensorBoardSink(MetricSink):
 
 
 class WandbSink(MetricSink):
-    """A Weights & Biases run whose files lie in the run directory; the processes that play one run form a group.
+    """A Weights & Biases run with its files in the run directory; the processes of one run form a group.
 
-    Offline unless WANDB_MODE says otherwise: nothing leaves the machine, and nothing is asked in a terminal, without
-    the user's word.
+    Offline unless WANDB_MODE says otherwise: without the user's consent, nothing leaves the machine and nothing is
+    asked in the terminal.
     """
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, opening: SinkContext) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -161,16 +160,16 @@ class WandbSink(MetricSink):
                 dir=str(opening.directory),
                 config=dict(opening.config),
                 mode=mode,
-                settings=wandb.Settings(silent=True, console="off"),  # the terminal is the run's
+                settings=wandb.Settings(silent=True, console="off"),  # the terminal belongs to the run's display
             )
         except (wandb.Error, OSError) as error:
             raise MissingRequirementError(
-                f"Weights & Biases could not be opened: {error}.", "Run `wandb login`, or set WANDB_MODE=offline."
+                f"Cannot open Weights & Biases: {error}.", "Run `wandb login`, or set WANDB_MODE=offline."
             ) from error
         if mode == "offline":
             opening.on_notice(
                 f"Weights & Biases is offline: `wandb sync {opening.directory / 'wandb' / 'offline-run-*'}` uploads "
-                "it, WANDB_MODE=online does so at once."
+                "the run. WANDB_MODE=online uploads at once."
             )
 
     def write(self, point: MetricPoint) -> None:
@@ -191,15 +190,15 @@ class WandbSink(MetricSink):
 
 
 class TrackioSink(MetricSink):
-    """A run in trackio's store on this machine (TRACKIO_DIR moves it), which a resumed run continues."""
+    """A run in trackio's local store (TRACKIO_DIR moves it); a resumed run continues it."""
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, opening: SinkContext) -> None:
         try:
             import trackio
         except ImportError as error:
             raise _missing("trackio", error) from error
         self._level = trackio.AlertLevel.WARN
-        with redirect_stdout(sys.stderr):  # it prints, and stdout may be for one JSON document
+        with redirect_stdout(sys.stderr):  # trackio prints, and stdout may be reserved for one JSON document
             self._run = trackio.init(
                 project="pvg",
                 name=opening.name,
@@ -221,9 +220,9 @@ class TrackioSink(MetricSink):
 
 
 class AlertCommand(MetricSink):
-    """Runs the user's command for each alert, with the alert as one JSON object on its standard input.
+    """Runs the user's command for each alert, with the alert as one JSON object on standard input.
 
-    The first failure in a process (or the first command killed after `limit_s` seconds) gives a notice. Later alerts
+    The command's first failure in a process (or the first timeout after `limit_s` seconds) gives a notice. Later alerts
     still run the command. It runs without a shell, and its output is discarded.
     """
 
@@ -235,7 +234,7 @@ class AlertCommand(MetricSink):
         return
 
     def alert(self, point: AlertPoint) -> None:
-        # Standard error goes into a file: a pipe stays open while processes that the command has started still run.
+        # Standard error goes to a file: a pipe would stay open while processes that the command started still run.
         with tempfile.TemporaryFile() as errors:
             try:
                 done = subprocess.run(
@@ -245,7 +244,7 @@ class AlertCommand(MetricSink):
                     stderr=errors,
                     timeout=self._limit_s,
                     check=False,
-                    start_new_session=True,  # Ctrl-C is for the run
+                    start_new_session=True,  # Ctrl-C must reach only the run
                 )
             except subprocess.TimeoutExpired:
                 self._complain(f"was killed after telemetry.alert_command_s = {self._limit_s:g}")
@@ -265,19 +264,19 @@ class AlertCommand(MetricSink):
     def _complain(self, what: str) -> None:
         if not self._failed:
             self._failed = True
-            self._on_notice(f"The alert command {self._command[0]} {what}. Further failures of it are not reported.")
+            self._on_notice(f"The alert command {self._command[0]} {what}. Later failures are not reported.")
 
 
-# Name in `telemetry.sinks` -> what opens it. Opening raises MissingRequirementError when its package is not installed.
-SINKS: dict[str, Callable[[Opening], MetricSink]] = {
+# Name in `telemetry.sinks` -> the sink's class. It raises MissingRequirementError if its package is not installed.
+SINKS: dict[str, Callable[[SinkContext], MetricSink]] = {
     "tensorboard": TensorBoardSink,
     "wandb": WandbSink,
     "trackio": TrackioSink,
 }
 
 
-def open_sinks(names: Sequence[str], opening: Opening) -> dict[str, MetricSink]:
-    """Open them all, or none: those opened before one that fails are closed again."""
+def open_sinks(names: Sequence[str], opening: SinkContext) -> dict[str, MetricSink]:
+    """Open all sinks, or none: if one fails, those opened before it are closed again."""
     opened: dict[str, MetricSink] = {}
     try:
         for name in dict.fromkeys(names):
@@ -302,7 +301,7 @@ def _existing(point: MetricPoint) -> dict[str, float]:
 
 
 class SinkBoard:
-    """Writes points to all `sinks` (by name) from one thread. `on_notice` is called from that thread too."""
+    """Writes points to all `sinks` (by name) from one thread, which also calls `on_notice`."""
 
     def __init__(
         self, sinks: Mapping[str, MetricSink], on_notice: Callable[[str], None], *, capacity: int = CAPACITY
@@ -313,21 +312,21 @@ class SinkBoard:
         self._points: deque[Point] = deque()
         self._changed = threading.Condition()
         self._closing = False
-        self.dropped = 0  # points that no sink got, because too many were waiting
+        self.dropped = 0  # points that were not written because the queue was full
         self._thread = threading.Thread(target=self._run, name="metric sinks", daemon=True)
         self._thread.start()
 
     def write(self, point: MetricPoint) -> None:
-        """Hand a point over; returns at once. Raises RuntimeError after `close`."""
+        """Queue a point; returns at once. Raises RuntimeError after `close`."""
         if not self._put(point):
             raise RuntimeError("SinkBoard.write after close")
 
     def alert(self, point: AlertPoint) -> None:
-        """Hand an alert over; returns at once. Does nothing after `close`."""
+        """Queue an alert; returns at once. Does nothing after `close`."""
         self._put(point)
 
     def examples(self, point: ExamplesPoint) -> None:
-        """Hand example solutions over; returns at once."""
+        """Queue example solutions; returns at once."""
         self._put(point)
 
     def _put(self, point: Point) -> bool:
@@ -342,13 +341,13 @@ class SinkBoard:
                 self._changed.notify()
         if full and self.dropped == 1:
             self._on_notice(
-                f"The metric sinks ({', '.join(self._sinks)}) are slower than the run: points are left out of them. "
-                "metrics.jsonl has them all."
+                f"The metric sinks ({', '.join(self._sinks)}) are slower than the run, so they miss points. "
+                "metrics.jsonl is complete."
             )
         return True
 
     def close(self, limit_s: float = CLOSE_LIMIT_S) -> None:
-        """Write what is waiting and close every sink, within about `limit_s` seconds; a second call does nothing."""
+        """Write the queued points and close every sink, within about `limit_s` seconds; a second call does nothing."""
         with self._changed:
             if self._closing:
                 return
@@ -357,11 +356,11 @@ class SinkBoard:
         self._thread.join(limit_s)
         if self._thread.is_alive():
             self._on_notice(
-                f"The metric sinks did not finish within {limit_s:g} s: {len(self._points)} points and the end of "
-                f"{', '.join(self._sinks)} are missing there. metrics.jsonl has everything."
+                f"The metric sinks did not finish within {limit_s:g} s: {', '.join(self._sinks)} may miss their end "
+                f"({len(self._points)} points). metrics.jsonl is complete."
             )
         if self.dropped:
-            self._on_notice(f"{self.dropped} points were left out of the metric sinks, which were too slow.")
+            self._on_notice(f"The metric sinks were too slow and miss {self.dropped} points.")
 
     def _run(self) -> None:
         while True:
@@ -376,14 +375,14 @@ class SinkBoard:
             self._guarded(name, sink.close, last=True)
 
     def _guarded(self, name: str, call: Callable[[], None], *, last: bool = False) -> None:
-        """The one place where the fault of somebody else's library is kept from ending the run: it is told instead."""
+        """The only place that catches an arbitrary error of a sink's library: it gives a notice instead."""
         try:
             call()
-        except Exception as error:  # noqa: BLE001 - what a foreign sink may raise is not known
+        except Exception as error:  # noqa: BLE001 - a third-party sink may raise anything
             sink = self._sinks.pop(name)
             self._on_notice(
                 f"The metric sink {name} failed and is closed ({type(error).__name__}: {error}). "
-                "metrics.jsonl has everything."
+                "metrics.jsonl is complete."
             )
             if not last:
                 self._close_failed(sink)
@@ -391,7 +390,7 @@ class SinkBoard:
     def _close_failed(self, sink: MetricSink) -> None:
         try:
             sink.close()
-        except Exception:  # noqa: BLE001 - a sink that fails to write may fail to close; it has been told
+        except Exception:  # noqa: BLE001 - a sink that cannot write may fail to close too; the notice has been given
             return
 
 

@@ -1,25 +1,26 @@
-"""Spans: what ran when, in which thread or task, and what each step's driver really waited for.
+"""Spans: what ran when, in which thread or task, and what each step waited for.
 
     tracer = Tracer()
-    with tracer.drive():                      # this task drives the steps: its wall time is what a budget divides
+    with tracer.drive():                      # this task drives the steps; a budget divides its wall time
         with span("rollout"):
-            await sample()                    # spans of tasks made in here know that they work for "rollout"
-        await run_in(executor, train)         # spans inside the thread nest as if it had been called directly
+            await sample()                    # spans of tasks created here know that they work for "rollout"
+        await run_in(executor, train)         # spans inside the thread nest as in a direct call
         record = tracer.close_step()          # seconds by part, exposed and busy
 
-`span` finds its tracer through the context, so that libraries need no parameter for it; without a tracer it costs next
-to nothing and records nothing.
+`span` finds its tracer through the context, so libraries need no parameter for it. Without a tracer it records nothing
+and costs almost nothing.
 
 A *track* is one line of execution in which spans nest: the driver's, and one for each task or thread that works beside
 it. A thread that a track waits for (`run_in`) belongs to that track.
 
-Invariants (measurement.md, "Time budget"):
-- The exposed seconds of a step, `unaccounted` included, sum to its wall time: the driver's track is divided among the
-  spans innermost at each moment.
-- Where the driver waits inside a span and spans of other tracks work for it, their time is exposed and the span keeps
-  the rest: at each moment the time goes to the most deeply nested of them, then to the one that began first.
-- The driver's time outside any span is `unaccounted`, whatever runs beside it.
-- Busy seconds are what every part worked on all tracks, so busy - exposed is the work that was hidden by overlap.
+Invariants:
+- The exposed seconds of a step, including `unaccounted`, sum to its wall time. Each moment of the driver's track
+belongs
+  to the innermost span.
+- If the driver waits inside a span while spans of other tracks work for it, their time is exposed, and the span keeps
+  the rest. Each moment goes to the most deeply nested of them, then to the one that began first.
+- The driver's time outside all spans is `unaccounted`, whatever runs beside it.
+- Busy seconds are the work of every part on all tracks, so busy - exposed is the work hidden by overlap.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One finished span: seconds since 1970, `depth` 0 for the outermost of its track, `track` "driver" or the name of
-    the thread (or "loop") it ran in. `device_s` is the time between two marks on the device, where there is one."""
+    """One finished span. Times in seconds since 1970. `depth`: 0 for the outermost of its track. `track`: "driver", or
+    the name of its thread, or "loop" for a task. `device_s`: seconds between two marks on the device, if measured."""
 
     name: str
     start_s: float
@@ -60,8 +61,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class StepBudget:
-    """Where one step's wall time went: seconds by part. `exposed` sums to `wall_s`; `busy` counts overlapped work too;
-    `device_s` is what was measured on the device, empty without one."""
+    """The wall time of one step in seconds by part. `exposed` sums to `wall_s`; `busy` includes overlapped work;
+    `device_s` was measured on the device and is empty without one."""
 
     wall_s: float
     exposed: Mapping[str, float]
@@ -76,12 +77,12 @@ def add_seconds(totals: dict[str, float], more: Mapping[str, float]) -> None:
 
 
 class DeviceClock(Protocol):
-    """Marks on a device's own time line, such as CUDA events."""
+    """Marks on a device's time line, such as CUDA events."""
 
     def mark(self) -> Any: ...
 
     def elapsed_s(self, start: Any, end: Any) -> float | None:
-        """Seconds between two marks; None while the device has not reached them."""
+        """Seconds between two marks; None if the device has not reached them yet."""
         ...
 
 
@@ -93,7 +94,7 @@ class _Track:
 
 
 class _Open:
-    """A span as it runs, and its own context manager."""
+    """A running span, which is also its context manager."""
 
     __slots__ = (
         "anchor",
@@ -118,12 +119,12 @@ class _Open:
         self.tracer = tracer
         self.name = name
         self.parent = parent
-        self.anchor: _Open | None = None  # the driver's span that this one, on another track, works for
+        self.anchor: _Open | None = None  # the driver's span for which this span of another track works
         self.gaps: list[tuple[float, float]] = []  # when spans nested in this one ran
         self.end: float | None = None
-        self.counted_s = 0.0  # busy seconds that earlier steps have counted
+        self.counted_s = 0.0  # busy seconds counted in earlier steps
         self.marks = marks
-        self.where = ""  # the thread that works on somebody else's track
+        self.where = ""  # the thread, if it works on another owner's track
 
     def __enter__(self) -> None:
         tracer = self.tracer
@@ -151,10 +152,10 @@ class _Open:
         return self.track is not self.tracer._driver
 
     def own_s(self, now: float) -> float:
-        """Seconds it ran until `now`, less those of spans nested in it."""
+        """Seconds that it ran until `now`, without those of nested spans."""
         end = now if self.end is None else self.end
         inner = sum(until - since for since, until in self.gaps)
-        if self.end is None:  # a nested span may be running still
+        if self.end is None:  # a nested span may still run
             above = self.track.stack[self.track.stack.index(self) + 1 :]
             inner += now - above[0].start if above else 0.0
         return end - self.start - inner
@@ -165,7 +166,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def span(name: str, *, device: bool = False) -> AbstractContextManager[None]:
-    """Record what runs inside as `name`, in any thread or task. `device`: measure it on the device's own clock too."""
+    """Record the body as `name`, in any thread or task. `device`: also measure it with the device's clock."""
     parent = _CURRENT.get()
     if parent is None:
         return _NOTHING
@@ -174,18 +175,18 @@ def span(name: str, *, device: bool = False) -> AbstractContextManager[None]:
 
 
 def tracer_here() -> Tracer | None:
-    """The tracer that the caller's spans go to."""
+    """The tracer that receives the caller's spans, or None."""
     parent = _CURRENT.get()
     return None if parent is None else parent.tracer
 
 
 async def run_in(executor: Executor | None, work: Callable[..., T], *arguments: Any) -> T:
-    """Run `work(*arguments)` in the executor, with the caller's spans around it, and wait for it."""
+    """Run `work(*arguments)` in the executor, with the caller's spans as its parents, and wait for it."""
     return await submit_in(executor, work, *arguments)
 
 
 def submit_in(executor: Executor | None, work: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
-    """As `run_in`, but returns the future: for callers that must not be interrupted while they wait."""
+    """As `run_in`, but returns the future, for callers that must not be interrupted while they wait."""
     carried = partial(contextvars.copy_context().run, work, *arguments)
     return asyncio.get_running_loop().run_in_executor(executor, carried)
 
@@ -203,14 +204,14 @@ class Tracer:
         self._driver = _Track(None, DRIVER)
         self._own: list[_Open] = []  # the driver's spans that ended in this step
         self._foreign: list[_Open] = []  # spans of other tracks that ended in this step
-        self._running: dict[int, _Open] = {}  # spans of other tracks that have not
-        self._on_device: list[tuple[Span, list[Any]]] = []  # ended, and not yet read from the device's clock
+        self._running: dict[int, _Open] = {}  # open spans of other tracks
+        self._on_device: list[tuple[Span, list[Any]]] = []  # ended spans whose device time is not read yet
         self._finished: list[Span] = []
         self._began = clock()
 
     @contextmanager
     def drive(self) -> Iterator[None]:
-        """The caller's task drives the steps in here. Raises RuntimeError when another one does already."""
+        """The caller's task drives the steps in the body. Raises RuntimeError if another task already does."""
         if self._driver.stack:
             raise RuntimeError("The tracer is driven already.")
         root = _Open(self, UNACCOUNTED, None, None)
@@ -223,14 +224,14 @@ class Tracer:
         finally:
             _CURRENT.reset(token)
             with self._lock:
-                self._detach_above(root)  # what a thread still works on goes on without the driver
+                self._detach_above(root)  # spans that a thread still works on continue without the driver
                 self._driver.stack.clear()
 
     def close_step(self) -> StepBudget:
-        """The budget since the last close. Raises RuntimeError inside one of the driver's spans."""
+        """The budget since the last close. Raises RuntimeError inside a span of the driver."""
         with self._lock:
             if len(self._driver.stack) > 1 and self._driver.stack[1].where:
-                self._detach_above(self._driver.stack[0])  # a thread's, which the driver does not wait for: it is here
+                self._detach_above(self._driver.stack[0])  # spans of a thread that the driver did not wait for
             if len(self._driver.stack) > 1:
                 raise RuntimeError(f"close_step inside the open span {self._driver.stack[-1].name!r}.")
             now = self._clock()
@@ -247,12 +248,12 @@ class Tracer:
             return StepBudget(wall_s, exposed, busy, self._read_device())
 
     def use_device_clock(self, clock: DeviceClock) -> None:
-        """From here on, spans with `device=True` are measured on it too."""
+        """Also measure later spans with `device=True` on this clock."""
         self._device_clock = clock
 
     def take_spans(self) -> list[Span]:
-        """The spans that ended since the last call, in the order they ended. One that the device has not reached at a
-        close of the step comes after a later one."""
+        """The spans that ended since the last call, in that order. A span that the device has not finished at the close
+        of its step follows in a later call."""
         with self._lock:
             spans, self._finished = self._finished, []
             return spans
@@ -260,7 +261,7 @@ class Tracer:
     # --- under the lock ------------------------------------------------------------------------------------------
 
     def _place(self, opened: _Open) -> None:
-        """Choose the track: the parent's where the same line of execution goes on, otherwise a new one."""
+        """Choose the track: the parent's if the same line of execution continues, otherwise a new one."""
         parent = opened.parent
         assert parent is not None
         task, track = _task(), parent.track
@@ -272,7 +273,7 @@ class Tracer:
             opened.anchor = parent.anchor if parent.foreign else parent
             self._running[id(opened)] = opened
             return
-        # The owner itself, or a thread (or callback) that it handed its context to and, as far as we know, waits for.
+        # The owner itself, or a thread or callback with its context, for which, as far as we know, the owner waits.
         opened.track, opened.anchor = track, parent.anchor
         if owner != track.owner:
             opened.where = _track_name()
@@ -280,7 +281,7 @@ class Tracer:
             self._running[id(opened)] = opened
 
     def _detach_above(self, opened: _Open) -> None:
-        """Whatever lies above `opened` on its track did not hold the track up after all: it gets a track of its own."""
+        """Move everything above `opened` to a new track, because it did not hold up the track after all."""
         stack = opened.track.stack
         strays = stack[stack.index(opened) + 1 :]
         if not strays:
@@ -332,7 +333,7 @@ Claims = tuple[_Open, dict[str, float]]
 
 
 def _exposed(own: list[_Open], claims: list[Claims], now: float) -> dict[str, float]:
-    """What the driver waited for: its spans' own time, less what other tracks' spans account for."""
+    """The exposed seconds: the time of the driver's spans, with the claims of other tracks' spans on it."""
     seconds: dict[str, float] = {}
     for opened in own:
         seconds[opened.name] = seconds.get(opened.name, 0.0) + opened.own_s(now)
@@ -344,7 +345,7 @@ def _exposed(own: list[_Open], claims: list[Claims], now: float) -> dict[str, fl
 
 
 def _busy(own: list[_Open], foreign: list[_Open], claims: list[Claims], now: float) -> dict[str, float]:
-    """What every span worked itself in this step; the driver's waiting for other tracks is no work."""
+    """Each span's own work in this step. The driver's waiting for other tracks is not work."""
     seconds: dict[str, float] = {}
     for opened in own:
         seconds[opened.name] = seconds.get(opened.name, 0.0) + opened.own_s(now)
@@ -358,7 +359,7 @@ def _busy(own: list[_Open], foreign: list[_Open], claims: list[Claims], now: flo
 
 
 def _claims(own: list[_Open], foreign: list[_Open], now: float) -> Iterator[Claims]:
-    """The driver's spans that other tracks worked for, each with the seconds by part that these account for."""
+    """The driver's spans for which other tracks worked, each with the seconds by part that these tracks claim."""
     workers: dict[int, list[_Open]] = {}
     for opened in foreign:
         if opened.anchor is not None:
@@ -396,7 +397,7 @@ def _shared_out(waiting: _Open, workers: list[_Open], now: float) -> dict[str, f
 
 
 def _depth(opened: _Open) -> int:
-    """How many spans lie around it, over all tracks."""
+    """The number of enclosing spans, over all tracks."""
     depth, parent = 0, opened.parent
     while parent is not None:
         depth, parent = depth + 1, parent.parent
@@ -404,7 +405,7 @@ def _depth(opened: _Open) -> int:
 
 
 def _task() -> asyncio.Task[Any] | None:
-    """The running task; None in a thread without an event loop, and in a loop's callback."""
+    """The running task; None in a thread without an event loop, and in a callback of the loop."""
     loop = asyncio._get_running_loop()
     return None if loop is None else asyncio.current_task(loop)
 
@@ -413,11 +414,11 @@ def _track_name() -> str:
     return "loop" if _task() is not None else threading.current_thread().name
 
 
-# `CudaClock`: marks on a CUDA stream, for spans with `device=True`. Importing this loads no torch.
+# --- the device's clock and the trainer's parts -----------------------------------------------------------------------
 
 
 class CudaClock:
-    """A `DeviceClock` on the current stream of the calling thread. Reading it never waits for the device."""
+    """A `DeviceClock` on the current CUDA stream of the calling thread. Reading it never waits for the device."""
 
     def mark(self) -> Event:
         import torch
@@ -432,15 +433,12 @@ class CudaClock:
         return float(start.elapsed_time(end)) / 1e3
 
 
-# The parts of a step's time that are the trainer's work. A run's `trainer_idle` is the share of all other time.
-#
-# Only the `pipeline` profile can count this work at its synchronous cost, because it also plays the steps
-# synchronously.
-
-# Parts of a budget. The reference's log-probs, and those computed again, are work that the trainer asked for.
+# The parts of a budget that are the trainer's work, including log-probs computed for it. `trainer_idle` is the share of
+# all other time. Only the `pipeline` profile can count this work at its synchronous cost, because it also plays the
+# steps synchronously.
 TRAINING_PARTS = ("reference", "recompute", "pack", "forward_backward", "optimizer")
 
 
 def trained_seconds(budget: Mapping[str, float]) -> float:
-    """Seconds of a budget in which the trainer worked; parts that are not there count as none."""
+    """Seconds of a budget in which the trainer worked; missing parts count as 0."""
     return sum(budget.get(part, 0.0) for part in TRAINING_PARTS)

@@ -1,20 +1,6 @@
-"""`ValueTracker`: what each problem is expected to pay in each role, where there is no group to tell (spo), and how
-often it is solved (pvg.game.curriculum).
+"""Baselines for losses without groups: per problem and role (`ValueTracker`, spo) and per role (`RoleBaseline`, rae).
 
-    tracker = ValueTracker(half_life=100.0)
-    values_N = tracker.observe(keys, rewards_N, versions_N)     # v before these rewards; then they are learnt
-
-Source: Single-stream Policy Optimization (arXiv 2509.13232). For rewards in [0, 1] its tracker is a Beta whose counts
-fade: alpha <- rho alpha + R, beta <- rho beta + 1 - R, v = alpha / (alpha + beta). With n = alpha + beta that is
-
-    v <- v + (R - v) / (rho n + 1),   n <- rho n + 1
-
-and in this form it is also the moving average for rewards of any sign. rho = 2^(-D / half_life), clamped: D is how far
-the policy has moved since it was last seen on the problem. The paper measures it as a KL divergence, which would take
-another forward pass; here it is the number of versions published since.
-
-A problem that was never seen in a role starts from the role's level, a moving average over batches that is read before
-it is updated, with the weight of `PRIOR` rollouts. Invariant: the roles share nothing.
+Invariant: the roles share nothing.
 """
 
 from __future__ import annotations
@@ -32,12 +18,30 @@ Float64 = NDArray[np.float64]
 Key = tuple[str, Role]  # a problem's id and a role
 
 RHO_LEAST, RHO_MOST = 0.875, 0.96  # remember the last 8 to 25 rollouts of a problem
-PRIOR = 1.0 / (1.0 - RHO_LEAST)  # rollouts: what is remembered at least
+PRIOR = 1.0 / (1.0 - RHO_LEAST)  # weight of the prior in rollouts: the shortest memory
 LEVEL_DECAY = 0.95
 
 
 class ValueTracker:
-    """v of each (problem, role). `half_life` counts versions of the policy."""
+    """v, the expected reward of each (problem, role). `half_life`: in versions of the policy.
+
+        tracker = ValueTracker(half_life=100.0)
+        values_N = tracker.observe(keys, rewards_N, versions_N)     # v before these rewards; then it learns them
+
+    Source: Single-stream Policy Optimization (arXiv 2509.13232). For rewards in [0, 1] its tracker is a Beta whose
+    counts decay: alpha <- rho alpha + R, beta <- rho beta + 1 - R, v = alpha / (alpha + beta). With n = alpha + beta
+    this is
+
+        v <- v + (R - v) / (rho n + 1),   n <- rho n + 1
+
+    which is also a moving average for rewards of any sign. rho = 2^(-D / half_life), clamped. D is how far the policy
+    has moved since the problem's last rollout: the paper uses a KL divergence, which costs another forward pass; pvg
+    uses the number of versions published since.
+
+    A problem without rollouts in a role starts at the role's level with the weight of `PRIOR` rollouts. The level is a
+    moving average over batches, read before its update. The curriculum (pvg.game.curriculum) tracks success rates with
+    this class.
+    """
 
     def __init__(self, half_life: float) -> None:
         self._half_life = half_life
@@ -45,21 +49,21 @@ class ValueTracker:
         self._seen: dict[Role, dict[str, tuple[float, float, int]]] = {role: {} for role in Role}  # v, n, version
 
     def value(self, key: Key) -> float:
-        """v of a problem in a role, NaN while nothing is known of the role."""
+        """v of a problem in a role; NaN without any rollout of the role."""
         problem, role = key
         seen = self._seen[role].get(problem)
         return self._levels.get(role, math.nan) if seen is None else seen[0]
 
     def has_seen(self, key: Key) -> bool:
-        """Whether the problem was ever observed in the role."""
+        """Whether the problem has a rollout in the role."""
         problem, role = key
         return problem in self._seen[role]
 
     def observe(self, keys: Sequence[Key], rewards_N: Float32 | Float64, versions_N: Int32) -> Float64:
-        """float64 [N]: v of each row before any of these rewards; then learn them, in the order of the rows.
+        """float64 [N]: v of each row before these rewards; then learns the rewards in row order.
 
-        The first batch of a role has its own mean for a level: no baseline for its rows (`tracked_advantages` removes
-        the role's mean anyway), but a start for their next visit.
+        In a role's first batch, v is the batch mean. This is no baseline for these rows (`tracked_advantages` subtracts
+        the role's mean anyway), but a start value for later ones.
         """
         means = _means(keys, rewards_N)
         for role, mean in means.items():
@@ -82,7 +86,7 @@ class ValueTracker:
     # --- resuming ----------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """As JSON data, from which every bit comes back."""
+        """JSON data that restores the values bit by bit."""
         return {
             "levels": {role.value: level for role, level in self._levels.items()},
             "seen": {role.value: {p: list(entry) for p, entry in of.items()} for role, of in self._seen.items()},
@@ -97,7 +101,6 @@ class ValueTracker:
 
 
 def _means(keys: Sequence[Key], rewards_N: Float32 | Float64) -> dict[Role, float]:
-    """The mean reward of each role that is there."""
     found: dict[Role, float] = {}
     for role in Role:
         rows_N = np.array([key[1] is role for key in keys], dtype=bool)
@@ -106,34 +109,11 @@ def _means(keys: Sequence[Key], rewards_N: Float32 | Float64) -> dict[Role, floa
     return found
 
 
-# `RoleBaseline`: what a role is paid on average, where there is neither a group nor a problem's history to tell
-# (rae).
-#
-#     baseline = RoleBaseline()
-#     baselines_N = baseline.observe(roles, rewards_N)            # b of before these rewards; then they are learnt
-#     advantages_N = credit.baseline_advantages(rewards_N, baselines_N)
-#
-# Source: role-conditioned advantage estimation (SPIRAL, arXiv 2506.24119): A = R - b_role, b_role <- d b_role + (1 -
-# d) R with d = 0.95, read before it is updated. There R is one game's; here it is the mean over the role's rows of a
-# batch, so that no row's advantage depends on the order of the rows, and d = 0.95 remembers some 20 batches.
-#
-# The start. An average that begins at 0 is too near to 0 for its first 20 batches, and with rewards of one sign every
-# advantage would have that sign. So
-#
-# - the average is divided by the weight of what is in it, 1 - d^n after n batches (Adam's correction, arXiv 1412.6980):
-#   after one batch it is that batch's mean, not a twentieth of it;
-# - in the first batch of a role, before which nothing is known, the baseline of a row is the mean of the *other* rows o
-#   its role (RLOO's, arXiv 2402.14740). It does not depend on the row's own reward, so it adds no bias. A row that is
-#   alone has an advantage of 0.
-#
-# Invariant: the roles share nothing.
-
-
-DECAY = 0.95  # SPIRAL's
+DECAY = 0.95  # SPIRAL's value; remembers about 20 batches
 
 
 def corrected_mean(total: float, weight: float) -> float:
-    """The moving average total / weight; `total` and `weight` are those of `updated`. NaN before the first value."""
+    """The moving average total / weight, both from `updated`; NaN before the first value."""
     return total / weight if weight > 0.0 else float("nan")
 
 
@@ -143,8 +123,8 @@ def updated(total: float, weight: float, value: float, decay: float = DECAY) -> 
 
 
 def means_of_others(rewards_N: Float64) -> Float64:
-    """float64 [N]: the mean of all rows but one's own. Where all are equal, and for a single row, it is exactly its
-    own reward: what is left of it is nothing to learn from, not a rounding error."""
+    """float64 [N]: the mean of all other rows. Exactly the row's own reward if all are equal or the row is alone, so
+    that no rounding error becomes an advantage."""
     count = len(rewards_N)
     if count < 2 or rewards_N.min() == rewards_N.max():
         return rewards_N.copy()
@@ -153,19 +133,35 @@ def means_of_others(rewards_N: Float64) -> Float64:
 
 
 class RoleBaseline:
-    """b of each role."""
+    """b, the average reward of each role.
+
+        baseline = RoleBaseline()
+        baselines_N = baseline.observe(roles, rewards_N)            # b before these rewards; then it learns them
+        advantages_N = credit.baseline_advantages(rewards_N, baselines_N, role_ids_N)
+
+    Source: role-conditioned advantage estimation (SPIRAL, arXiv 2506.24119): A = R - b_role, then
+    b_role <- d b_role + (1 - d) R. SPIRAL's R is the reward of one game. Here it is the mean over the role's rows of a
+    batch, so that advantages do not depend on the order of rows.
+
+    An average that starts at 0 stays too close to 0 for about 20 batches. With rewards of one sign, all advantages
+    would then have that sign. So
+
+    - the average is divided by its total weight, 1 - d^n after n batches (Adam's correction, arXiv 1412.6980);
+    - in a role's first batch, a row's baseline is the mean of the role's *other* rows (RLOO, arXiv 2402.14740). It does
+      not depend on the row's own reward, so it adds no bias. A single row has an advantage of 0.
+    """
 
     def __init__(self, decay: float = DECAY) -> None:
         self._decay = decay
         self._averages: dict[Role, tuple[float, float]] = {}  # total, weight
 
     def value(self, role: Role) -> float:
-        """b, NaN while nothing is known of the role."""
+        """b of the role; NaN before its first batch."""
         return corrected_mean(*self._averages.get(role, (0.0, 0.0)))
 
     def observe(self, roles: Sequence[Role], rewards_N: Float32 | Float64) -> Float64:
-        """float64 [N]: the baseline of each row before any of these rewards (see the module for a role's first batch);
-        then learn their mean, role by role."""
+        """float64 [N]: the baseline of each row before these rewards (first batch: see the class); then learns each
+        role's mean."""
         paid_N = np.asarray(rewards_N, dtype=np.float64)
         baselines_N = np.zeros(len(paid_N))
         for role in Role:
@@ -181,7 +177,7 @@ class RoleBaseline:
     # --- resuming ----------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """As JSON data, from which every bit comes back."""
+        """JSON data that restores the averages bit by bit."""
         return {role.value: list(average) for role, average in self._averages.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a policy step learns from: rollouts as arrays, with their advantages. numpy only."""
+"""The batches of policy training: rollouts as arrays, with advantages. Uses numpy only."""
 
 from __future__ import annotations
 
@@ -16,29 +16,28 @@ BatchT_co = TypeVar("BatchT_co", covariant=True)
 
 
 class BatchSource(Protocol[BatchT_co]):
-    """Where a trainer's batches come from: on-policy sampling, preference pairs, replay. None: there are no more."""
+    """Provides a trainer's batches: on-policy sampling, preference pairs, or replay. None: there are no more."""
 
     async def next_batch(self) -> BatchT_co | None: ...
 
 
 @dataclass(slots=True)
 class PolicyBatch:
-    """N rollouts. `sequences[n]` is prompt + completion, int32 [P + C]; `prompt_lengths[n]` is P.
+    """N rollouts as arrays. `sequences[n]`: prompt + completion, int32 [P + C]; `prompt_lengths[n]` is P.
 
-    `sampled_masks[n]` bool [C] tells the completion tokens that were sampled from those that an environment wrote: the
-    latter are read, and nothing else: no log-prob, no loss and no metric knows them. None: all were sampled. C in what
-    follows counts the sampled ones.
+    - `sampled_masks[n]` bool [C]: False for tokens that an environment wrote. These are only input; they have no
+      log-prob, no loss and no metric. None: all tokens were sampled. Below, C counts sampled tokens only.
+    - `sampled_logprobs[n]` float32 [C], nats: under the policy in the ratio's denominator (the sampler's values, or
+      values recomputed with its weights). `reference_logprobs[n]`: likewise under the KL's reference policy.
+    - `proximal_logprobs[n]`: under the policy at batch start, for a decoupled clip. If present, they are the ratio's
+      denominator. In a batch with one step, the policy at batch start is the trained policy, and the step's forward
+      pass computes them; then `stale_N` marks the rows that need them.
+    - `role_ids_N`: Role.number. `versions_N`: the oldest policy version of each row.
+    - `row_weights_N`: make the loss a plain sum over rows; an objective's `prepare` sets them.
+    - `routed_experts[n]` [P + C - 1, layers, k]: experts that the sampler's model chose, for all rows or none; never
+      copied.
 
-    `sampled_logprobs[n]` float32 [C] are the log-probs, in nats, under the policy that the ratio is taken against (the
-    sampler's, or those recomputed with its weights); `reference_logprobs[n]` likewise under the KL's reference policy.
-    `proximal_logprobs[n]` are those under the policy at batch start, for a decoupled clip: if present, the ratio is
-    taken against them. `stale_N` marks the rows that need them if a batch has only one step: then the policy at batch
-    start is the one that is trained, and the step's own forward pass computes them.
-    `role_ids_N` holds Role.number, `versions_N` the oldest policy version of each row. `row_weights_N` makes the loss
-    a plain sum over rows; an objective's `prepare` fills it. `routed_experts[n]` [P + C - 1, layers, k]: the experts
-    that the sampler's model chose, for all rows or for none; never copied.
-
-    Raises ValueError when the lengths do not fit together.
+    Raises ValueError if lengths do not match.
     """
 
     sequences: list[Int32]
@@ -72,34 +71,34 @@ class PolicyBatch:
         if self.sampled_masks is not None:
             tokens_N = self.lengths_N - self.prompt_lengths
             if not np.array_equal(_lengths(self.sampled_masks), tokens_N):
-                raise ValueError("sampled_masks must have one value for each completion token of each row")
+                raise ValueError("sampled_masks must have one value per completion token of each row")
         for name, logprobs in (
             ("sampled", self.sampled_logprobs),
             ("reference", self.reference_logprobs),
             ("proximal", self.proximal_logprobs),
         ):
             if logprobs is not None and not np.array_equal(_lengths(logprobs), self.completion_lengths_N):
-                raise ValueError(f"{name}_logprobs must have one value for each completion token of each row")
+                raise ValueError(f"{name}_logprobs must have one value per completion token of each row")
         if self.routed_experts is not None and not np.array_equal(_lengths(self.routed_experts), self.lengths_N - 1):
-            raise ValueError("routed_experts must have a row for each token of each row but the last")
+            raise ValueError("routed_experts must have one row per token of each sequence except its last token")
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     @property
     def lengths_N(self) -> NDArray[np.int64]:
-        """Tokens of each row, prompt included."""
+        """Tokens of each row, with prompt."""
         return _lengths(self.sequences)
 
     @property
     def completion_lengths_N(self) -> NDArray[np.int64]:
-        """Completion tokens of each row, those that were sampled."""
+        """Sampled completion tokens of each row."""
         if self.sampled_masks is not None:
             return np.fromiter((mask.sum() for mask in self.sampled_masks), dtype=np.int64, count=len(self))
         return self.lengths_N - self.prompt_lengths
 
     def select(self, rows: NDArray[np.int64]) -> PolicyBatch:
-        """These rows, in this order."""
+        """The given rows, in the given order."""
         reference, weights = self.reference_logprobs, self.row_weights_N
         proximal, experts, masks = self.proximal_logprobs, self.routed_experts, self.sampled_masks
         return PolicyBatch(
@@ -122,7 +121,7 @@ class PolicyBatch:
         return replace(self, row_weights_N=row_weights_N)
 
     def completion_mask(self) -> NDArray[np.bool_]:
-        """[N, L]: True where position t of row n holds a completion token that was sampled; L is the longest row."""
+        """bool [N, L]: True where position t of row n is a sampled completion token; L is the longest row."""
         positions_L = np.arange(self.lengths_N.max(initial=0))
         mask_NL = (positions_L >= self.prompt_lengths[:, None]) & (positions_L < self.lengths_N[:, None])
         if self.sampled_masks is not None and len(self):
@@ -130,7 +129,7 @@ class PolicyBatch:
         return mask_NL
 
     def on_positions(self, values: Sequence[Float32]) -> Float32:
-        """One value per sampled token, laid out on the tokens' positions: float32 [N, L], 0 elsewhere."""
+        """float32 [N, L]: one value per sampled token at its position, 0 elsewhere."""
         mask_NL = self.completion_mask()
         grid_NL = np.zeros(mask_NL.shape, dtype=np.float32)
         if len(values):
@@ -139,13 +138,12 @@ class PolicyBatch:
 
 
 def minibatches(batch: PolicyBatch, n: int) -> list[PolicyBatch]:
-    """`batch` in `n` parts, one for each optimizer step over it; every row in exactly one part.
+    """`batch` in `n` parts, one per optimizer step; each row is in exactly one part.
 
-    Groups stay whole as long as there are n of them, and each part gets its share of either role's groups (a part of
-    one role would be a step of one role). With fewer groups than parts the rows are dealt out instead. Rows keep
-    their order within a part.
+    With at least n groups, groups stay whole and each part gets its share of both roles' groups (otherwise a step could
+    train one role only). With fewer groups, rows are distributed individually. Rows keep their order within a part.
 
-    Raises ValueError when there are fewer rows than parts.
+    Raises ValueError if there are fewer rows than parts.
     """
     if not 1 <= n <= len(batch):
         raise ValueError(f"cannot make {n} minibatches of {len(batch)} rows")
@@ -154,13 +152,13 @@ def minibatches(batch: PolicyBatch, n: int) -> list[PolicyBatch]:
     keys_N2 = np.stack([batch.role_ids_N.astype(np.int64), batch.group_ids_N.astype(np.int64)], axis=1)
     keys_G2, group_N = np.unique(keys_N2, axis=0, return_inverse=True)  # sorted by role first
     if len(keys_G2) < n:
-        group_N = np.argsort(np.argsort(group_N, kind="stable"), kind="stable")  # each row its own group
+        group_N = np.argsort(np.argsort(group_N, kind="stable"), kind="stable")  # treat each row as a group
     part_N = group_N.reshape(-1) % n
     return [batch.select(np.flatnonzero(part_N == part)) for part in range(n)]
 
 
 class MinibatchSource:
-    """Hands each batch of `source` out in `n` minibatches. `pending` says how many of the last one are left."""
+    """Splits each batch of `source` into `n` minibatches. `pending`: minibatches of the current batch not yet taken."""
 
     def __init__(self, source: BatchSource[PolicyBatch], n: int) -> None:
         self._source = source
@@ -181,15 +179,15 @@ class MinibatchSource:
 
 
 def routed_experts_of(rollouts: Sequence[Rollout]) -> list[RoutedExperts] | None:
-    """For a PolicyBatch; None where they were not asked for. Raises ValueError where only some rollouts have them."""
+    """Routed experts for a PolicyBatch; None if no rollout has them. Raises ValueError if only some have them."""
     found = [rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None]
     if len(found) not in (0, len(rollouts)):
-        raise ValueError(f"{len(found)} of {len(rollouts)} rollouts have routed experts")
+        raise ValueError(f"only {len(found)} of {len(rollouts)} rollouts have routed experts")
     return found or None
 
 
 def sampled_masks_of(rollouts: Sequence[Rollout]) -> list[NDArray[np.bool_]] | None:
-    """For a PolicyBatch; None where no rollout has tokens that it did not sample."""
+    """Masks for a PolicyBatch; None if every token of every rollout was sampled."""
     if not any(rollout.turns for rollout in rollouts):
         return None
     return [rollout.sampled_mask for rollout in rollouts]

@@ -1,13 +1,13 @@
-"""Credit assignment: rewards to advantages, as pure functions of arrays, without a loop over groups.
+"""Credit assignment: rewards to advantages, as pure functions of arrays without loops over groups.
 
-Invariant: a group is the rows that share a group id *and* a role; no group statistic ever mixes the roles, even where a
-caller numbers the groups of both roles alike.
+Invariant: a group is the set of rows with one group id *and* one role. No group statistic mixes roles, even if a caller
+gives groups of both roles the same ids.
 
-Formulas: the table of docs/learning.md (arXiv: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO
-2507.18071, CISPO 2506.13585, RLOO 2402.14740, REINFORCE++ 2501.03262, SPO 2509.13232, SPIRAL's RAE 2506.24119).
+Formulas: the table of docs/learning.md (arXiv: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071,
+CISPO 2506.13585, RLOO 2402.14740, REINFORCE++ 2501.03262, SPO 2509.13232, SPIRAL's RAE 2506.24119).
 
-Standard deviations are those of the population (divided by n, not n - 1): the group's rewards are all there is to
-normalise, and a group of one has a deviation of 0 rather than none.
+Standard deviations are those of the population (divided by n, not n - 1): the group is the whole population, and a
+group of one has a deviation of 0.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from pvg.records import Float32
 
 Float64 = NDArray[np.float64]
 
-EPSILON = 1e-6  # added to a standard deviation before dividing by it; GRPO's published value
+EPSILON = 1e-6  # added to a standard deviation before dividing by it; value of the GRPO paper
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
-    """Rewards with the group each row belongs to: `group_N` in 0..G-1, `counts_G` rows per group. What credit is
-    assigned from: a group's rows share a problem and a role."""
+class RewardGroups:
+    """Rewards with their groups, the input of credit assignment: `group_N` in 0..G-1, `counts_G` rows per group. The
+    rows of a group share a problem and a role."""
 
     rewards_N: Float64
     group_N: NDArray[np.int64]
     counts_G: NDArray[np.int64]
 
     def centred(self) -> Float64:
-        """R - mean of its group [N]; exactly 0 in a group of equal rewards, whatever the rounding of its mean."""
+        """R - mean of the group [N]; exactly 0 in a group of equal rewards, even if its mean was rounded."""
         means_G = np.bincount(self.group_N, weights=self.rewards_N) / self.counts_G
         centred_N: Float64 = self.rewards_N - means_G[self.group_N]
         centred_N[~self.signal()] = 0.0
@@ -50,11 +50,11 @@ class Groups:
         return deviations_N
 
     def signal(self) -> NDArray[np.bool_]:
-        """Whether each row's group holds more than one reward value [N]."""
+        """Whether each row's group has more than one reward value [N]."""
         return self.signal_of_groups()[self.group_N]
 
     def signal_of_groups(self) -> NDArray[np.bool_]:
-        """Whether each group holds more than one reward value [G]."""
+        """Whether each group has more than one reward value [G]."""
         low_G = np.full(len(self.counts_G), np.inf)
         high_G = np.full(len(self.counts_G), -np.inf)
         np.minimum.at(low_G, self.group_N, self.rewards_N)
@@ -63,7 +63,7 @@ class Groups:
         return found_G
 
 
-Credit = Callable[[Groups], Float64]  # rewards in groups -> advantages float64 [N]
+Credit = Callable[[RewardGroups], Float64]  # rewards in groups -> advantages float64 [N]
 
 
 def advantages(
@@ -74,10 +74,10 @@ def advantages(
     *,
     credit: Credit | None = None,
 ) -> Float32:
-    """Advantages float32 [N] of policy loss `loss`. `credit`: what assigns it, where the loss is in no table.
+    """Advantages float32 [N] of policy loss `loss`. `credit`: the credit function of a user's loss.
 
-    Raises TrainingDivergedError naming the row of a NaN or infinite reward, ConfigurationError for an unknown loss, or
-    for spo and rae: their baseline is in no group (see `tracked_advantages` and `baseline_advantages`).
+    Raises TrainingDivergedError, naming the row, for a NaN or infinite reward. Raises ConfigurationError for an unknown
+    loss, and for spo and rae, which need `tracked_advantages` and `baseline_advantages`.
     """
     if credit is None and loss not in CREDIT:
         raise ConfigurationError(f"There is no loss {loss!r}.", f"Known: {', '.join(CREDIT)}.")
@@ -88,14 +88,14 @@ def advantages(
 def tracked_advantages(
     rewards_N: NDArray[Any], values_N: NDArray[Any], tokens_N: NDArray[Any], role_ids_N: NDArray[Any]
 ) -> Float32:
-    """spo: R - v, whitened over the batch, each row weighing as much as its completion has tokens (`tokens_N`), for
-    that is what it weighs in a mean of tokens. `values_N` are the tracked v of before. Advantages float32 [N].
+    """spo: R - v, whitened over the batch; float32 [N]. Each row counts by its completion tokens `tokens_N`, as it does
+    in a mean over tokens. `values_N`: v before these rewards.
 
-    Each role is centred on its own mean; the deviation is that of the whole batch: what the roles share is a unit.
-    Raises TrainingDivergedError naming the row of a NaN or infinite reward.
+    Each role is centred on its own mean; the deviation is that of the whole batch, so the roles share only a scale.
+    Raises TrainingDivergedError, naming the row, for a NaN or infinite reward.
     """
     one_group_N = np.zeros(len(role_ids_N), dtype=np.int64)
-    _grouped(rewards_N, one_group_N, role_ids_N)  # a broken reward is told as what it is
+    _grouped(rewards_N, one_group_N, role_ids_N)  # raises for rewards that are not finite
     roles = _grouped(np.asarray(rewards_N, dtype=np.float64) - values_N, one_group_N, role_ids_N)
     weights_N = np.maximum(np.asarray(tokens_N, dtype=np.float64), 1.0)
     sums_G = np.bincount(roles.group_N, weights=weights_N * roles.rewards_N)
@@ -110,35 +110,30 @@ def tracked_advantages(
 
 
 def baseline_advantages(rewards_N: NDArray[Any], baselines_N: NDArray[Any], role_ids_N: NDArray[Any]) -> Float32:
-    """rae: R - b, in the reward's own unit; `baselines_N` are the b of before. Advantages float32 [N].
+    """rae: R - b in the unit of the reward; float32 [N]. `baselines_N`: b before these rewards.
 
-    Raises TrainingDivergedError naming the row of a NaN or infinite reward.
+    Raises TrainingDivergedError, naming the row, for a NaN or infinite reward.
     """
     found = _grouped(rewards_N, np.zeros(len(role_ids_N), dtype=np.int64), role_ids_N)
     advantages_N: Float32 = (found.rewards_N - baselines_N).astype(np.float32)
     return advantages_N
 
 
-def signal_rows(rewards_N: NDArray[Any], group_ids_N: NDArray[Any], role_ids_N: NDArray[Any]) -> NDArray[np.bool_]:
-    """Rows [N] whose group holds more than one reward value: dapo keeps these alone."""
-    return _grouped(rewards_N, group_ids_N, role_ids_N).signal()
-
-
 def zero_signal_groups(rewards_N: NDArray[Any], group_ids_N: NDArray[Any], role_ids_N: NDArray[Any]) -> float:
-    """The share of groups whose rewards are all the same, and that therefore teach nothing; 0 without groups."""
+    """The share of groups with equal rewards, which have no gradient; 0 without groups."""
     signal_G = _grouped(rewards_N, group_ids_N, role_ids_N).signal_of_groups()
     return float(1.0 - signal_G.mean()) if signal_G.size else 0.0
 
 
 def soft_overlong_rewards(completion_lengths_N: NDArray[Any], max_tokens: int, buffer: int) -> Float32:
-    """DAPO's soft overlong punishment, to be added to the rewards: float32 [N] in [-1, 0] (arXiv 2503.14476, eq. 13).
+    """DAPO's soft overlong punishment, added to rewards: float32 [N] in [-1, 0] (arXiv 2503.14476, eq. 13).
 
-    0 up to `max_tokens - buffer` tokens, then falling linearly to -1 at `max_tokens`. A buffer of 0 switches it off.
-    Raises ConfigurationError for a buffer longer than `max_tokens`.
+    0 up to `max_tokens - buffer` tokens, then linear down to -1 at `max_tokens`. A buffer of 0 disables it. Raises
+    ConfigurationError if the buffer exceeds `max_tokens`.
     """
     if not 0 <= buffer <= max_tokens:
         raise ConfigurationError(
-            f"training.overlong_buffer = {buffer} does not fit into rollout.max_tokens = {max_tokens}.",
+            f"training.overlong_buffer = {buffer} exceeds rollout.max_tokens = {max_tokens}.",
             f"Set it between 0 and {max_tokens}.",
         )
     if buffer == 0:
@@ -147,29 +142,28 @@ def soft_overlong_rewards(completion_lengths_N: NDArray[Any], max_tokens: int, b
     return (-np.clip(over_N / buffer, 0.0, 1.0)).astype(np.float32)
 
 
-def normalised(groups: Groups) -> Float64:
+def normalised(groups: RewardGroups) -> Float64:
     """(R - mean) / (std + 1e-6)."""
     normalised_N: Float64 = groups.centred() / (groups.deviations() + EPSILON)
     return normalised_N
 
 
-def centred(groups: Groups) -> Float64:
+def centred(groups: RewardGroups) -> Float64:
     """R - mean."""
     return groups.centred()
 
 
-def leave_one_out(groups: Groups) -> Float64:
-    """R - mean of the others = (R - mean) n / (n - 1); 0 in a group of one, which has no others to learn from."""
+def leave_one_out(groups: RewardGroups) -> Float64:
+    """R - mean of the others = (R - mean) n / (n - 1); 0 in a group of one."""
     counts_N = groups.counts_G[groups.group_N]
     left_out_N: Float64 = groups.centred() * counts_N / np.maximum(counts_N - 1, 1)
     return left_out_N
 
 
-def whitened(groups: Groups) -> Float64:
-    """R - mean of the group, divided by the deviation of these over the whole batch (+ 1e-6).
+def whitened(groups: RewardGroups) -> Float64:
+    """R - mean of the group, divided by the standard deviation of this difference over the whole batch (+ 1e-6).
 
-    Their mean over the batch, and over each role of it, is 0 already. The scale is one for both roles: what is shared
-    between them is a unit, not a baseline.
+    Its mean over the batch and over each role is 0 already. Both roles share the scale, but no baseline.
     """
     centred_N = groups.centred()
     if not centred_N.size:
@@ -189,7 +183,7 @@ CREDIT: dict[str, Credit] = {
 }
 
 
-def _grouped(rewards_N: NDArray[Any], group_ids_N: NDArray[Any], role_ids_N: NDArray[Any]) -> Groups:
+def _grouped(rewards_N: NDArray[Any], group_ids_N: NDArray[Any], role_ids_N: NDArray[Any]) -> RewardGroups:
     rewards_N = np.asarray(rewards_N, dtype=np.float64)
     if not rewards_N.shape == np.shape(group_ids_N) == np.shape(role_ids_N) or rewards_N.ndim != 1:
         raise ValueError(
@@ -201,9 +195,9 @@ def _grouped(rewards_N: NDArray[Any], group_ids_N: NDArray[Any], role_ids_N: NDA
         raise TrainingDivergedError(
             f"The reward of row {row} (group {group_ids_N[row]}, role {role_ids_N[row]}) is {rewards_N[row]}; "
             f"{broken.size} of {len(rewards_N)} rewards are not finite.",
-            "Look at the verifier's scores of these rollouts; the last commit is intact.",
+            "Check the verifier's scores of these rollouts; the last commit is intact.",
         )
     roles, role_N = np.unique(role_ids_N, return_inverse=True)
     keys_N = np.asarray(group_ids_N, dtype=np.int64) * len(roles) + role_N
     _, group_N, counts_G = np.unique(keys_N, return_inverse=True, return_counts=True)
-    return Groups(rewards_N, group_N, counts_G)
+    return RewardGroups(rewards_N, group_N, counts_G)

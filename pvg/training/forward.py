@@ -1,4 +1,11 @@
-"""Micro-batches of like size: as few as a token budget allows, and no tiny one left over at the end."""
+"""Forward passes over a batch: which rows go through the model together, and their log-probs.
+
+The loss and the passes without gradient (reference, recomputed) use the same computation, so equal weights give equal
+numbers: ratios of 1 and a KL of 0.
+
+With shared prompts, rows with the same tokens are computed once, forward and backward. A policy with low entropy often
+repeats solutions within a group: in the embedded game nearly half of the rows repeat another row.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +37,19 @@ from pvg.training.batch import PolicyBatch
 from pvg.training.optimizer import autocast
 
 Rows = NDArray[np.int64]
-# Budgets that are looked at between the smallest one and the full one.
+# Budgets to try between the smallest and the full one.
 STEPS = 16
 
 
 def balanced_batches(
     split: Callable[[int], list[Rows]], positions: Callable[[Rows], int], budget: int, smallest: int
 ) -> list[Rows]:
-    """As many batches as `split(budget)` has, of the smallest budget that makes no more of them, nor more positions in
-    all. (Evenly cut rows of mixed length may hold more padding; then budgets between the two are tried.)
+    """As many batches as `split(budget)` gives, but of similar size: uses the smallest budget that needs no more
+    batches and no more positions in total. (Evenly cut rows of mixed length can need more padding; then larger budgets
+    are tried.)
 
-    `split` goes through rows in an order of its own and fills one batch after the other, so that a larger budget never
-    makes more batches; `positions` of a batch, padding included; `smallest`: a budget that each row keeps within alone.
+    `split` fills one batch after the other in a fixed order of rows, so a larger budget never gives more batches.
+    `positions`: of a batch, padding included. `smallest`: a budget that every single row fits into.
     """
     full = split(budget)
     if len(full) < 2:
@@ -61,19 +69,9 @@ def balanced_batches(
     return full
 
 
-# A policy's log-probs of a batch's completions: which rows go through the model together, and how.
-#
-# The loss and the passes without a gradient (reference, recomputed) compute alike, so that equal weights give equal
-# numbers: ratios of 1, a KL of 0.
-#
-# Where prompts are shared, rows of the same tokens are computed once, forward and backward. A policy of low entropy
-# often writes the same solution several times in a group: in the embedded game nearly half of a batch repeats another
-# row.
-
-
 @dataclass(frozen=True, slots=True)
 class ForwardSettings:
-    """`token_budget` is the most positions of a forward pass, padding included; the rest as in sections.Training."""
+    """`token_budget`: the maximal positions of a forward pass, padding included; the others as in sections.Training."""
 
     temperature: float
     token_budget: int
@@ -89,7 +87,7 @@ class ForwardSettings:
 
     @property
     def shares_rows(self) -> bool:
-        """Whether rows of the same tokens are computed once. Not with a router replay: their experts may differ."""
+        """Whether rows with the same tokens are computed once. Not with router replay: their experts may differ."""
         return self.shared_prompts and not self.router_replay
 
     @classmethod
@@ -117,10 +115,10 @@ def forward_batches(
     *,
     balanced: bool = False,
 ) -> list[NDArray[np.int64]]:
-    """`rows` of the batch in parts that fit into one forward pass each, of at most `max_rows` rows; `balanced`: as many
-    parts as without it, of similar size. Without `max_rows`, rows of the same tokens are in one part and count once.
+    """`rows` of the batch in parts of at most `max_rows` rows that fit into one forward pass. `balanced`: the same
+    number of parts, of similar size. Without `max_rows`, rows with the same tokens are in one part and count once.
 
-    Raises ConfigurationError when a single row is over the token budget.
+    Raises ConfigurationError if a single row exceeds the token budget.
     """
     if max_rows is None and settings.shares_rows:
         firsts_U, row_of_N = distinct_rows([batch.sequences[row] for row in rows], batch.prompt_lengths[rows])
@@ -135,7 +133,7 @@ def forward_batches(
 def _batches(
     batch: PolicyBatch, rows: NDArray[np.int64], settings: ForwardSettings, max_rows: int | None, balanced: bool
 ) -> list[NDArray[np.int64]]:
-    """`forward_batches`, with each row counted separately."""
+    """`forward_batches`, counting each row separately."""
     lengths_N, prompt_lengths_N = batch.lengths_N[rows], batch.prompt_lengths[rows]
     prompt_of_N = None
     if settings.shared_prompts:
@@ -155,7 +153,7 @@ def _batches(
 
 
 def batch_positions(batch: PolicyBatch, settings: ForwardSettings) -> int:
-    """What a forward pass of the whole batch counts of a token budget, padding included."""
+    """The positions that a forward pass of the whole batch takes from a token budget, padding included."""
     if settings.shares_rows:
         batch = batch.select(distinct_rows(batch.sequences, batch.prompt_lengths)[0])
     prompt_of_N = distinct_prompts(batch.sequences, batch.prompt_lengths)[0] if settings.shared_prompts else None
@@ -175,17 +173,17 @@ def _positions(
 
 
 def batch_logprobs(module: nn.Module, batch: PolicyBatch, settings: ForwardSettings) -> Tensor:
-    """logprobs_BL float32, nats, of all rows in one forward pass: on the positions of completion tokens, 0 elsewhere.
-    Differentiable; under the caller's autocast."""
+    """logprobs_BL float32, nats, of all rows in one forward pass: at completion tokens, 0 elsewhere. Differentiable.
+    Uses the caller's autocast."""
     return batch_outputs(module, batch, settings).logprobs_BL
 
 
 def batch_outputs(
     module: nn.Module, batch: PolicyBatch, settings: ForwardSettings, *, entropies: bool = False
 ) -> CompletionOutputs:
-    """`batch_logprobs`, with the exact entropies of the tokens' distributions beside them."""
+    """`batch_logprobs`, and with `entropies` the exact entropies of the tokens' distributions."""
     if settings.router_replay:
-        check_logits(module)  # forward passes of its own, which must not come while a replay expects the batch's
+        check_logits(module)  # runs own forward passes, which must not happen during a replay
         if settings.shared_prompts:
             check_packing(module, settings.fused_layers, settings.blocked_layers)
         experts_TMK = _experts_by_position(batch, settings.shared_prompts).to(next(module.parameters()).device)
@@ -229,11 +227,11 @@ def _outputs(module: nn.Module, batch: PolicyBatch, settings: ForwardSettings, e
 
 
 def _experts_by_position(batch: PolicyBatch, shared_prompts: bool) -> Tensor:
-    """The batch's routed experts [T, layers, k] in the order in which a forward pass has its tokens: `pack_rows`'s, or
-    that of `pad_right`'s positions, where the padding gets any. Raises ValueError for a batch without them."""
+    """The batch's routed experts [T, layers, k] in the order of a forward pass's tokens: that of `pack_rows`, or of
+    `pad_right`'s positions (any value at padding). Raises ValueError if the batch has none."""
     rows = batch.routed_experts
     if rows is None:
-        raise ValueError("a router replay needs routed_experts")
+        raise ValueError("router replay requires routed_experts")
     if shared_prompts:
         prompt_of_N, _ = distinct_prompts(batch.sequences, batch.prompt_lengths)
         _, firsts_U = np.unique(prompt_of_N, return_index=True)
@@ -248,15 +246,12 @@ def _experts_by_position(batch: PolicyBatch, shared_prompts: bool) -> Tensor:
     return torch.from_numpy(experts_BLMK).flatten(0, 1)
 
 
-# Log-probs of a batch's completions by a second forward pass: for the reference policy of the KL, and for
-# `rollout.logprobs = "recomputed"`, where the trainer's own numbers stand in for the sampler's.
-
-
 def recompute_logprobs(module: nn.Module, batch: PolicyBatch, settings: ForwardSettings) -> list[Float32]:
-    """Log-probs, in nats, of each row's completion tokens under `module`: float32 [C] per row, in the batch's order.
+    """float32 [C] per row, in batch order: log-probs in nats of the completion tokens under `module`. For the KL's
+    reference policy, and for `rollout.logprobs = "recomputed"`.
 
-    No gradients. Blocks: call it in the executor that the trainer uses. Raises ConfigurationError when a row is longer
-    than the token budget.
+    No gradients. Blocks, so call it in the trainer's executor. Raises ConfigurationError if a row exceeds the token
+    budget.
     """
     device = next(module.parameters()).device
     found: list[Float32] = [np.zeros(0, dtype=np.float32)] * len(batch)

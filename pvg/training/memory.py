@@ -1,14 +1,13 @@
-"""What a micro-batch's forward and backward pass take of memory, and the token budget that follows from it
+"""Memory of micro-batches: measure what a forward and backward pass takes, and derive a token budget
 (training.micro_batch_memory_mb).
 
-Measured is what they take above what was held before, but for the weights' gradients: those are as large however small
-the micro-batch. On CUDA the allocator tells its peak. No allocator of a CPU does: there it is what autograd saves for
-the backward pass, and a chunk of logits. The resident size of the process would be a worse answer, for it depends on
-what malloc has kept; this depends on the micro-batch alone, so that a run that is repeated or resumed learns the same.
-It misses temporaries: 2 to 6 % of the peak that torch's profiler finds for a vocabulary of 64, up to 20 % for one of
-32,000.
+The measure is the memory above what was held before, without the weights' gradients, whose size does not depend on the
+micro-batch. On CUDA it is the allocator's peak. CPU allocators report no peak; there it is what autograd saves for the
+backward pass, plus one chunk of logits. This depends on the micro-batch only, so a repeated or resumed run learns the
+same. (The process's resident size also depends on what malloc keeps.) The measure misses temporaries: 2 to 6 % of the
+peak that torch's profiler finds with a vocabulary of 64, up to 20 % with 32,000.
 
-Memory per token may grow with the rows' length (attention), so each class of lengths has its own figure.
+Memory per token may grow with row length (attention), so each length class has its own figure.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-# Classes per doubling of the length: within one, attention that grows with the square takes at most 19 % more a token.
+# Classes per doubling of the length: within one class, quadratic attention grows by at most 19 % per token.
 CLASSES_PER_DOUBLING = 4
-# Logits, and their gradient, of the chunk that is worked on.
+# Copies of the current chunk's logits: the logits and their gradient.
 LOGITS_COPIES = 2
 FLOAT32_BYTES = 4
 
@@ -35,15 +34,15 @@ BatchT_contra = TypeVar("BatchT_contra", contravariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """Of a micro-batch: its longest row, in tokens, and its positions, padding included, which a budget counts."""
+class MicroBatchSize:
+    """A micro-batch's longest row in tokens, and its positions with padding, which a budget counts."""
 
     longest: int
     positions: int
 
 
-class Meter(Protocol):
-    """Of one micro-batch: `bytes_taken` is known when both contexts were left."""
+class MemoryMeter(Protocol):
+    """Measures one micro-batch; `bytes_taken` is final after both contexts."""
 
     bytes_taken: int
 
@@ -52,7 +51,7 @@ class Meter(Protocol):
     def backward(self) -> AbstractContextManager[object]: ...
 
 
-class Unmeasured:
+class UnmeasuredMemory:
     bytes_taken = 0
 
     def forward(self) -> AbstractContextManager[object]:
@@ -63,10 +62,10 @@ class Unmeasured:
 
 
 class SavedTensors:
-    """Bytes of the distinct storages that are saved for the backward pass, and `transient_bytes`. Changes no number.
+    """Measures bytes of the distinct storages saved for the backward pass, plus `transient_bytes`. Changes no result.
 
-    Of checkpointed layers one is computed as if it were not: the backward pass begins by computing it again, so the
-    peak is the same, and what that takes is seen.
+    One checkpointed layer runs without checkpointing. The backward pass starts by recomputing a layer anyway, so the
+    peak is the same, and the measure includes that layer's activations.
     """
 
     def __init__(self, module: nn.Module, transient_bytes: int) -> None:
@@ -78,7 +77,7 @@ class SavedTensors:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        # Kept until the pass is over: the address of a storage that is freed meanwhile would be another's.
+        # Keep the storages until the pass ends: a freed storage's address could be reused.
         storages: dict[int, torch.UntypedStorage] = {}
 
         def save(tensor: Tensor) -> Tensor:
@@ -101,7 +100,7 @@ class SavedTensors:
 
 
 class AllocatorPeak:
-    """The peak of CUDA's allocator. Asking it waits for nothing: it keeps its books on the host."""
+    """Measures the peak of CUDA's allocator, without synchronizing: its counters are on the host."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._weights = [weight for weight in module.parameters() if weight.requires_grad]
@@ -129,12 +128,14 @@ class AllocatorPeak:
 
 
 class MicroBatchMemory(Generic[BatchT]):
-    """The token budget of a step, learned from the steps before. `size` measures a micro-batch's rows.
+    """The token budget of a step, learned from earlier steps. `size` gives a micro-batch's size.
 
-    Invariant: a budget follows from `state` and the batch alone.
+    Invariant: a budget depends only on `state` and the batch.
     """
 
-    def __init__(self, limit_bytes: int, most_tokens: int, logits_chunk: int, size: Callable[[BatchT], Size]) -> None:
+    def __init__(
+        self, limit_bytes: int, most_tokens: int, logits_chunk: int, size: Callable[[BatchT], MicroBatchSize]
+    ) -> None:
         self.limit_bytes = limit_bytes
         self.size = size
         self._most_tokens = most_tokens
@@ -143,14 +144,14 @@ class MicroBatchMemory(Generic[BatchT]):
 
     @property
     def known(self) -> bool:
-        """Whether anything was measured yet. Until then, the budget is the longest row alone."""
+        """Whether there is a measurement. Before the first one, the budget is one longest row."""
         return bool(self._figures)
 
     def bytes_per_token(self, longest: int) -> float:
-        """What is reckoned with for a batch whose longest row has so many tokens; 0 before anything is known.
+        """The expected bytes per token for a batch whose longest row has `longest` tokens; 0 before any measurement.
 
-        Of a class that was never measured it is the figure of the nearest class of longer rows. Without one, that of
-        the longest, as if all its memory grew with the square of the length.
+        A class without measurements uses the nearest class of longer rows. If there is none, it scales the longest
+        measured class as if all its memory grew with the square of the length.
         """
         own = _length_class(longest)
         if not self._figures:
@@ -161,33 +162,33 @@ class MicroBatchMemory(Generic[BatchT]):
         return float(self._figures[known] * 2.0 ** ((own - known) / CLASSES_PER_DOUBLING))
 
     def fits(self, longest: int) -> bool:
-        """Whether a row of so many tokens keeps within the limit when it is trained alone."""
+        """Whether a row of `longest` tokens alone stays within the limit."""
         return longest * self.bytes_per_token(longest) <= self.limit_bytes
 
     def budget(self, longest: int) -> int:
-        """Tokens, padding included, of a micro-batch: at least the longest row, which is trained whether it fits or
-        not, and at most training.micro_batch_tokens."""
+        """Tokens of a micro-batch, padding included: at most training.micro_batch_tokens, and at least the longest row,
+        which is trained even if it exceeds the limit."""
         figure = self.bytes_per_token(longest)
         within = int(self.limit_bytes // figure) if figure else longest
         return min(self._most_tokens, max(longest, within))
 
-    def meter(self, micro_batch: BatchT, module: nn.Module, device: torch.device) -> Meter:
+    def meter(self, micro_batch: BatchT, module: nn.Module, device: torch.device) -> MemoryMeter:
         if device.type == "cuda":
             return AllocatorPeak(module, device)
         vocabulary = cast(Any, module).get_output_embeddings().weight.shape[0]
         logits = min(self._logits_chunk, self.size(micro_batch).positions * vocabulary)
         return SavedTensors(module, LOGITS_COPIES * FLOAT32_BYTES * logits)
 
-    def learn(self, taken: Sequence[tuple[Size, int]]) -> float:
-        """Learn from the size of each micro-batch of a step and the bytes it took; returns the bytes per position.
+    def learn(self, taken: Sequence[tuple[MicroBatchSize, int]]) -> float:
+        """Learn from the sizes of a step's micro-batches and the bytes they took; returns the bytes per position.
 
-        Micro-batches below half of the largest do not count: what does not depend on their size weighs too much.
+        Ignores micro-batches below half of the largest: in these, fixed costs would dominate.
         """
         largest = max(size.positions for size, _ in taken)
         figure = max(found / size.positions for size, found in taken if 2 * size.positions >= largest)
         own = _length_class(max(size.longest for size, _ in taken))
         before = self._figures.get(own, figure)
-        # Up at once, down half way: what is padding in one batch is tokens in the next.
+        # Increase at once, decrease halfway: padding in one batch may be tokens in the next.
         self._figures[own] = max(figure, (before + figure) / 2)
         return figure
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions of the step, so that a resumed run needs no schedule state."""
+"""The optimizer: AdamW, learning-rate schedules as pure functions of the step, and mixed precision."""
 
 from __future__ import annotations
 
@@ -26,16 +26,15 @@ def _cosine(progress: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-# From progress after the warm-up (0 at its end, 1 after the last step) to a factor of the learning rate.
+# Progress after warm-up (0 at its end, 1 after the last step) -> factor of the learning rate.
 SCHEDULES: dict[str, Callable[[float], float]] = {"constant": _constant, "linear": _linear, "cosine": _cosine}
 
 
 def learning_rate_factor(schedule: str, step: int, *, warmup: int, total_steps: int) -> float:
-    """The factor for optimizer step number `step` (from 0) of `total_steps`.
+    """The factor of the learning rate in optimizer step `step` (from 0) of `total_steps`.
 
-    The warm-up's `warmup` steps take 1/warmup, 2/warmup, ... 1; then the schedule falls from 1 towards 0, which it
-    would reach one step after the last, so that no step is wasted at 0. Later steps keep the factor 0
-    (constant: 1).
+    Warm-up steps have factors 1/warmup, 2/warmup, ... 1. Then the schedule falls from 1 towards 0 and reaches it one
+    step after the last, so no step has a factor of 0. Later steps have factor 0 (constant: 1).
     """
     if schedule not in SCHEDULES:
         raise ConfigurationError(f"There is no schedule {schedule!r}.", f"Known: {', '.join(SCHEDULES)}.")
@@ -45,13 +44,10 @@ def learning_rate_factor(schedule: str, step: int, *, warmup: int, total_steps: 
     return SCHEDULES[schedule](min(1.0, progress))
 
 
-# Mixed precision: weights stay float32, matrix products run in bfloat16.
-
-
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """The context a forward pass runs in: bfloat16 autocast, or nothing for "float32".
+    """The context of a forward pass: bfloat16 autocast, or nothing for "float32". Weights stay float32.
 
-    Autocast belongs to a thread: enter it in the thread that computes.
+    Autocast is per thread: enter it in the thread that computes.
     """
     if precision == "float32":
         return nullcontext()
@@ -60,14 +56,12 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
     raise ConfigurationError(f"There is no precision {precision!r}.", "Known: float32, bfloat16.")
 
 
-# AdamW with its schedule, and its state as plain named tensors.
-
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # what AdamW keeps for each parameter
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # AdamW's state per parameter
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings:
-    """`warmup` and `total_steps` count optimizer steps; `gradient_clip` is the largest global L2 norm."""
+    """`warmup` and `total_steps` are in optimizer steps; `gradient_clip` is the largest global L2 norm."""
 
     learning_rate: float
     weight_decay: float = 0.0
@@ -79,16 +73,16 @@ class OptimizerSettings:
     gradient_clip: float = 1.0
 
     def rate(self, step: int) -> float:
-        """The learning rate of optimizer step number `step`, from 0."""
+        """The learning rate of optimizer step `step` (from 0)."""
         factor = learning_rate_factor(self.schedule, step, warmup=self.warmup, total_steps=self.total_steps)
         return self.learning_rate * factor
 
 
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that require a gradient, by name; tied ones once.
+    """Parameters that require a gradient, by name; tied parameters once.
 
-    Raises ConfigurationError when there are none, or when they are not float32: AdamW's small updates would vanish in
-    the rounding of bfloat16 weights.
+    Raises ConfigurationError if there are none, or if they are not float32, because AdamW's small updates would vanish
+    in bfloat16 rounding.
     """
     found = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if not found:
@@ -103,10 +97,10 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def build_optimizer(parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings) -> torch.optim.AdamW:
-    """AdamW; matrices decay, vectors (norms, biases) do not.
+    """AdamW with weight decay for matrices but not for vectors (norms, biases).
 
-    Fused: on the CPU five times faster than foreach (0.5 against 6 ms for 30 matrices of 128 x 128), and elementwise,
-    so its result does not depend on the number of threads.
+    Fused: on the CPU five times faster than foreach (0.5 instead of 6 ms for 30 matrices of 128 x 128), and
+    elementwise, so the result does not depend on the number of threads.
     """
     matrices = [parameter for parameter in parameters.values() if parameter.ndim >= 2]
     vectors = [parameter for parameter in parameters.values() if parameter.ndim < 2]
@@ -120,7 +114,7 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], settings: OptimizerS
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """`<moment>.<parameter>` -> the optimizer's own tensor; a parameter that never had a gradient has none."""
+    """`<moment>.<parameter>` -> the optimizer's own tensor; no entry for a parameter that never had a gradient."""
     return {
         f"{moment}.{name}": cast(Tensor, optimizer.state[parameter][moment])
         for name, parameter in parameters.items()
@@ -132,8 +126,8 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str,
 def load_optimizer_tensors(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
 ) -> None:
-    """The inverse of `optimizer_tensors`, whose names and shapes the caller has checked. `step` stays where AdamW
-    keeps it; the moments go to their parameter's device."""
+    """The inverse of `optimizer_tensors`. The caller has checked names and shapes. `step` stays on AdamW's device; the
+    moments move to their parameter's device."""
     optimizer.state.clear()
     for name, parameter in parameters.items():
         if f"step.{name}" in tensors:

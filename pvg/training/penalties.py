@@ -1,13 +1,13 @@
-"""The KL penalty against a reference policy, from log-probs of the sampled tokens.
+"""The KL penalty against a reference policy, and adaptive coefficients of the KL and the entropy bonus.
 
-With d = log pi - log ref on tokens sampled from pi (Schulman's estimators):
-k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1. k1 and k3 estimate the KL without bias, k3 with little variance and never
-below 0. As a *loss* each has a gradient of its own, and only k2's is that of the KL, E[d grad log pi]: k1's is 0 in
-expectation, and k3's that of the KL the other way round, KL(ref || pi). So value and gradient are chosen apart:
+With d = log pi - log ref on tokens sampled from pi (Schulman's estimators): k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1.
+k1 and k3 estimate the KL without bias; k3 has a low variance and is never negative. As *losses*, only k2 has the
+gradient of the KL, E[d grad log pi]. k1's gradient is 0 in expectation, k3's is that of the reverse KL(ref || pi). So
+value and gradient are chosen separately:
 
-    k3_k2, k1_k2    the value of the one with the gradient of k2
-    k2              both of k2, whose value is biased
-    k3              both of k3: the penalty that GRPO was published with (arXiv 2402.03300)
+    k3_k2, k1_k2    the value of the first with the gradient of k2
+    k2              both of k2; its value is biased
+    k3              both of k3: the penalty of the GRPO paper (arXiv 2402.03300)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Estimator = Literal["k3_k2", "k1_k2", "k2", "k3"]
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """d, elementwise, in nats; of either sign."""
+    """d, elementwise, in nats; positive or negative."""
     return logprobs - reference
 
 
@@ -41,7 +41,7 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def kl_penalty(logprobs: Tensor, reference: Tensor, estimator: Estimator = "k3_k2") -> Tensor:
-    """Elementwise, in nats, differentiable in `logprobs`."""
+    """The penalty, elementwise, in nats; differentiable in `logprobs`."""
     return PENALTIES[estimator](logprobs, reference)
 
 
@@ -58,48 +58,45 @@ def _k1_k2(logprobs: Tensor, reference: Tensor) -> Tensor:
 PENALTIES: dict[Estimator, Callable[[Tensor, Tensor], Tensor]] = {"k3_k2": _k3_k2, "k1_k2": _k1_k2, "k2": k2, "k3": k3}
 
 
-# Coefficients that follow a measure from step to step: of the KL penalty, and of the entropy bonus.
-#
-#     control = Control(section)
-#     loss = ... + control.kl * penalty - control.bonus * entropy
-#     control.observe(metrics)                     # after the step: what the next one has
-#
-# Both are functions of what a whole step measured, so they are the same however it was split into micro-batches.
+# --- adaptive coefficients --------------------------------------------------------------------------------------------
 
-MOST_ERROR = 0.2  # of the KL, relative: Ziegler's
+MOST_ERROR = 0.2  # relative error of the KL; Ziegler et al.'s value
 KL_HORIZON = 10.0  # steps in which an error of a fifth or more moves the coefficient by a fifth: Ziegler's
-KL_RANGE = 1000.0  # times more or less than training.kl.coefficient: what a long drift cannot take beyond reach
+KL_RANGE = 1000.0  # maximal factor above or below training.kl.coefficient, so that a long drift can be reversed
 
 
 def adapted_kl(coefficient: float, kl: float, target: float, horizon: float) -> float:
-    """beta (1 + e / horizon) with e = clip(kl / target - 1, -0.2, 0.2): the proportional controller, in log space, of
-    Ziegler et al. (arXiv 1909.08593, section 2.2; its K_beta = 0.1 is a horizon of 10 steps). `kl` and `target` in nats
-    of the same measure."""
+    """beta (1 + e / horizon) with e = clip(kl / target - 1, -0.2, 0.2): the proportional controller in log space of
+    Ziegler et al. (arXiv 1909.08593, section 2.2; their K_beta = 0.1 is a horizon of 10 steps). `kl` and `target` are
+    in nats, in the same measure."""
     error = min(max(kl / target - 1.0, -MOST_ERROR), MOST_ERROR)
     return coefficient * (1.0 + error / horizon)
 
 
 def adapted_entropy(coefficient: float, entropy: float, target: float, step: float, most: float) -> float:
-    """c + step where the entropy (nats) is below its target, c - step where it is above; within 0 and `most`. Adaptive
-    entropy control of Skywork-OR1 (arXiv 2505.22312, section 3.2.5)."""
+    """c + step if the entropy (nats) is below its target, c - step if above, within [0, most]. Adaptive entropy control
+    of Skywork-OR1 (arXiv 2505.22312, section 3.2.5)."""
     if entropy == target:
         return coefficient
     return min(max(coefficient + (step if entropy < target else -step), 0.0), most)
 
 
 def acting_entropy(coefficient: float, entropy: float | None, target: float | None) -> float:
-    """The bonus's coefficient in a step: `coefficient`, but 0 while the entropy is above its target, where there is
-    one (Skywork-OR1: c 1{entropy <= target}). None: nothing was measured yet."""
+    """The coefficient of the entropy bonus in a step: `coefficient`, but 0 while the entropy exceeds its target
+    (Skywork-OR1: c 1{entropy <= target}). Entropy None: not measured yet; target None: no target."""
     if target is not None and entropy is not None and entropy > target:
         return 0.0
     return coefficient
 
 
-class Control:
-    """`kl` and `bonus` of the step that is next. Without targets they stay as they are configured.
+class PenaltyControl:
+    """`kl` and `bonus`: the coefficients of the next step. Without targets they stay as configured.
 
-    The entropy that a step is measured by is the one of the step before: its coefficient must be known before its first
-    micro-batch, and its entropy is only after the last.
+        loss = ... + control.kl * penalty - control.bonus * entropy
+        control.observe(metrics)                     # after the step; sets the next coefficients
+
+    Coefficients depend on metrics of whole steps, so the split into micro-batches does not change them. They use the
+    previous step's entropy, because a step's own is known only after its last micro-batch.
     """
 
     def __init__(self, section: Training) -> None:
@@ -113,7 +110,7 @@ class Control:
         return acting_entropy(self._entropy_coefficient, self._entropy, self._section.entropy.target)
 
     def observe(self, metrics: Mapping[str, float]) -> None:
-        """Take in a step's `kl` and `entropy_exact`, where it has them."""
+        """Add a step's `kl` and `entropy_exact`, if it has them."""
         penalty, bonus = self._section.kl, self._section.entropy
         kl, entropy = metrics.get("kl"), metrics.get("entropy_exact")
         if penalty.kind == "adaptive" and kl is not None and math.isfinite(kl):
@@ -132,7 +129,7 @@ class Control:
     # --- resuming ----------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """As JSON data, from which every bit comes back; {} where nothing is adapted."""
+        """JSON data that restores the coefficients bit by bit; {} without adaptive coefficients."""
         if not self._adapts:
             return {}
         return {"kl": self.kl, "entropy_coefficient": self._entropy_coefficient, "entropy": self._entropy}

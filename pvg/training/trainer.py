@@ -1,11 +1,11 @@
-"""One trainer for both players: take a batch, accumulate its micro-batches' gradients, clip, step.
+"""One trainer for both players: take a batch, accumulate the gradients of its micro-batches, clip, step.
 
     trainer = Trainer(module, objective, settings, source, executor=executor, precision="float32")
     while report := await trainer.step():
         ...
 
 Invariants: a loss or gradient that is not finite raises before any weight changes; `state` and `load_state` resume bit
-by bit; what is computed runs in the executor's thread, never in the event loop.
+by bit; all computation runs in the executor's thread, never in the event loop.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pvg.errors import ConfigurationError, MissingRequirementError, StateError, TrainingDivergedError
 from pvg.models.shared_prompts import same_attention
-from pvg.telemetry.events import Events, Unheard
+from pvg.telemetry.events import Events, SilentEvents
 from pvg.telemetry.metrics import Metrics
 from pvg.telemetry.spans import span, submit_in
 from pvg.training.batch import BatchSource
-from pvg.training.memory import Meter, MicroBatchMemory, Size, Unmeasured
+from pvg.training.memory import MemoryMeter, MicroBatchMemory, MicroBatchSize, UnmeasuredMemory
 from pvg.training.optimizer import (
     MOMENTS,
     OptimizerSettings,
@@ -45,7 +45,7 @@ __all__ = ["Objective", "OptimizerSettings", "StepReport", "Trainer", "checkpoin
 STATE_FORMAT = 1
 MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
-# What to do when a GPU's memory ran out, by the section of the settings.
+# Remedies for a GPU out of memory, by the settings' section.
 OUT_OF_MEMORY = {
     "training": "Set training.micro_batch_memory_mb, lower training.micro_batch_tokens, or set "
     "training.gradient_checkpointing = true.",
@@ -56,7 +56,7 @@ BatchT = TypeVar("BatchT")
 
 
 class Objective(Protocol[BatchT]):
-    """A loss that is a plain sum over micro-batches: whatever it needs of the whole batch, `prepare` works out."""
+    """A loss that is a plain sum over micro-batches; `prepare` computes what depends on the whole batch."""
 
     def prepare(self, batch: BatchT) -> BatchT: ...
 
@@ -66,9 +66,9 @@ class Objective(Protocol[BatchT]):
 
 
 @runtime_checkable
-class Surveying(Protocol[BatchT]):
-    """An objective whose micro-batches' weights depend on what the module says of the whole batch: it looks at all of
-    them before the pass with a gradient, without one, and hands them back weighted. It has a state, as JSON data."""
+class SurveysBatch(Protocol[BatchT]):
+    """An objective whose weights depend on the model's output for the whole batch. `survey` computes it without
+    gradient before the training pass, and returns the micro-batches with weights. The state is JSON data."""
 
     def survey(self, module: nn.Module, micro_batches: list[BatchT]) -> tuple[list[BatchT], Metrics]: ...
 
@@ -78,8 +78,8 @@ class Surveying(Protocol[BatchT]):
 
 
 @runtime_checkable
-class Adapting(Protocol):
-    """An objective whose coefficients may follow what the steps measure. Its state is JSON data, {} while none does."""
+class AdaptsCoefficients(Protocol):
+    """An objective with adaptive coefficients. Its state is JSON data, {} if none adapts."""
 
     def adapt(self, metrics: Mapping[str, float]) -> dict[str, float]: ...
 
@@ -90,21 +90,22 @@ class Adapting(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Optimizer step number `step` (from 0) and its metrics: the objective's, micro_batches, grad_norm before clipping,
-    learning_rate; with a memory also micro_batch_budget and bytes_per_token. A batch that held nothing to learn from
-    moved no weight and has the one metric `skipped`."""
+    """Optimizer step number `step` (from 0) and its metrics: those of the objective, micro_batches, grad_norm (before
+    clipping), learning_rate; with a memory limit also micro_batch_budget and bytes_per_token. A batch without signal
+    changes no weight and has the single metric `skipped`."""
 
     step: int
     metrics: dict[str, float]
 
 
 class Trainer(Generic[BatchT]):
-    """Trains the parameters of `module` that require a gradient. It borrows the module: whoever opened it closes it.
+    """Trains the parameters of `module` that require a gradient. The caller opens and closes the module.
 
-    The module is put in evaluation mode: dropout would make the trained policy another one than the sampled one.
+    The trainer puts the module into evaluation mode, because with dropout the trained policy would differ from the
+    sampled one.
 
-    `memory` is the objective's, which splits batches by it: the trainer tells it what micro-batches take, and keeps it
-    in its state. `section` names the settings that are to be changed when a GPU's memory runs out.
+    `memory`: the objective's, which uses it to split batches; the trainer adds measurements and stores it in its state.
+    `section`: the settings to name if a GPU runs out of memory.
     """
 
     def __init__(
@@ -131,13 +132,13 @@ class Trainer(Generic[BatchT]):
         self._waits_for = waits_for
         self._section = section
         self._memory = memory
-        self._events = events or Unheard()
+        self._events = events or SilentEvents()
         self._told_of_memory = False
         self._parameters = trainable_parameters(module)
         self._device = next(iter(self._parameters.values())).device
         self._optimizer = build_optimizer(self._parameters, optimizer)
         self._steps = 0
-        autocast(precision, self._device)  # refuses an unknown precision now rather than in the first step
+        autocast(precision, self._device)  # raises now, not in the first step, for an unknown precision
         if gradient_checkpointing:
             checkpoint_layers(module)
 
@@ -146,14 +147,14 @@ class Trainer(Generic[BatchT]):
         return self._steps
 
     async def step(self) -> StepReport | None:
-        """Train on the source's next batch; None when the source has no more. Spans: wait_for_<waits_for>, pack,
-        forward_backward, optimizer.
+        """Train on the source's next batch; None if there is none. Spans: wait_for_<waits_for>, pack, forward_backward,
+        optimizer.
 
-        Cancelling waits for the step that is running in the executor, so that the state is always between steps.
-        Raises TrainingDivergedError, with the weights as they were, when the loss or the gradient is not finite.
+        Cancelling waits for the step in the executor, so the state is always between steps. Raises
+        TrainingDivergedError, with unchanged weights, if the loss or the gradient is not finite.
         """
-        # What is left of it: a source's work has names of its own, and so has the step's. Waiting for the executor,
-        # where rollouts that are sampled ahead use it too, is waiting for rollouts.
+        # This span keeps the time that no inner span of the source or the step names. It includes the wait for the
+        # executor, because prefetched rollouts may be using it.
         with span(f"wait_for_{self._waits_for}"):
             batch = await self._source.next_batch()
             if batch is None:
@@ -176,38 +177,38 @@ class Trainer(Generic[BatchT]):
                     self._probe(micro_batches, self._memory)
                 with span("pack"):
                     micro_batches = self._objective.split(prepared)
-            if isinstance(self._objective, Surveying):
+            if isinstance(self._objective, SurveysBatch):
                 with span("survey", device=True), autocast(self._precision, self._device):
                     micro_batches, surveyed = self._objective.survey(self.module, micro_batches)
                 found = surveyed.result()
             with span("forward_backward", device=True):
                 metrics = found | self._accumulate(micro_batches)
             with span("optimizer", device=True):
-                # A batch without any signal (dapo drops such groups) moves nothing: not even old momentum may act.
+                # A batch without signal (dapo drops such groups) changes nothing, not even through old momentum.
                 metrics |= self._update() if micro_batches else {"skipped": 1.0}
-            if isinstance(self._objective, Adapting):
+            if isinstance(self._objective, AdaptsCoefficients):
                 metrics |= self._objective.adapt(metrics)
         except torch.OutOfMemoryError:
             raise MissingRequirementError(
                 f"The GPU has too little memory for a micro-batch of step {self._steps}.", OUT_OF_MEMORY[self._section]
             ) from None
         finally:
-            self._optimizer.zero_grad(set_to_none=True)  # gradients need no memory while the next batch is sampled
+            self._optimizer.zero_grad(set_to_none=True)  # frees the gradients' memory while the next batch is sampled
         report = StepReport(self._steps, metrics)
         self._steps += 1
         return report
 
     def _probe(self, micro_batches: list[BatchT], memory: MicroBatchMemory[BatchT]) -> None:
-        """Before anything is known, the longest row goes through forward and backward alone, and its gradient away:
-        one row more in a phase, instead of a first micro-batch that may not fit."""
+        """Measure the longest row alone before the first step, and discard its gradient. This costs one extra row per
+        phase and avoids a first micro-batch that may not fit into memory."""
         hardest = max(micro_batches, key=lambda micro_batch: memory.size(micro_batch).longest)
         meter = memory.meter(hardest, self.module, self._device)
         self._pass(hardest, meter)
         memory.learn([(memory.size(hardest), meter.bytes_taken)])
         self._optimizer.zero_grad(set_to_none=True)
 
-    def _pass(self, micro_batch: BatchT, meter: Meter) -> tuple[Tensor, Metrics]:
-        """The micro-batch's loss and metrics; its gradient is added to the others'."""
+    def _pass(self, micro_batch: BatchT, meter: MemoryMeter) -> tuple[Tensor, Metrics]:
+        """The micro-batch's loss and metrics; adds its gradient to the others'."""
         with autocast(self._precision, self._device), meter.forward():
             loss, found = self._objective(self.module, micro_batch)
         with meter.backward():
@@ -216,23 +217,23 @@ class Trainer(Generic[BatchT]):
 
     def _accumulate(self, micro_batches: list[BatchT]) -> dict[str, float]:
         metrics, losses = Metrics(), []
-        memory, taken = self._memory, list[tuple[Size, int]]()
+        memory, taken = self._memory, list[tuple[MicroBatchSize, int]]()
         for micro_batch in micro_batches:
-            meter = Unmeasured() if memory is None else memory.meter(micro_batch, self.module, self._device)
+            meter = UnmeasuredMemory() if memory is None else memory.meter(micro_batch, self.module, self._device)
             loss, found = self._pass(micro_batch, meter)
             losses.append(loss)
             metrics.merge(found)
             metrics.add_sum("micro_batches", 1)
             if memory is not None:
                 taken.append((memory.size(micro_batch), meter.bytes_taken))
-        # All of them at once: no weight has changed yet, and each look would have waited for the device.
+        # Checked together: no weight has changed yet, and one check per micro-batch would synchronize the device.
         for number, value in enumerate(torch.stack(losses).tolist() if losses else []):
             if not math.isfinite(value):
                 raise self._diverged(f"the loss of micro-batch {number} is {value}")
         learned = {} if memory is None or not taken else self._learn(memory, taken)
         return metrics.result() | learned
 
-    def _learn(self, memory: MicroBatchMemory[BatchT], taken: list[tuple[Size, int]]) -> dict[str, float]:
+    def _learn(self, memory: MicroBatchMemory[BatchT], taken: list[tuple[MicroBatchSize, int]]) -> dict[str, float]:
         longest = max(size.longest for size, _ in taken)
         if not memory.fits(longest) and not self._told_of_memory:
             self._told_of_memory = True
@@ -249,7 +250,7 @@ class Trainer(Generic[BatchT]):
         return {"micro_batch_budget": float(budget), "bytes_per_token": memory.learn(taken)}
 
     def _update(self) -> dict[str, float]:
-        """Clip and step; the gradient's norm is looked at before any weight changes."""
+        """Clip and step; checks the gradient's norm before any weight changes."""
         norm = nn.utils.clip_grad_norm_(self._parameters.values(), self._settings.gradient_clip).item()
         if not math.isfinite(norm):
             raise self._diverged(f"the gradient's norm is {norm}")
@@ -262,12 +263,12 @@ class Trainer(Generic[BatchT]):
     def _diverged(self, what: str) -> TrainingDivergedError:
         return TrainingDivergedError(
             f"Training diverged at step {self._steps}: {what}.",
-            "The weights are those of the step before. Lower the learning rate, or look at the batch's rewards.",
+            "The weights are those before this step. Lower the learning rate, or check the batch's rewards.",
         )
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """A copy, on the CPU, of the trained weights ("model.") and the optimizer's moments ("optimizer."), and the
-        rest as JSON data. Ready for safetensors."""
+        """A copy on the CPU, ready for safetensors: the trained weights ("model.") and the optimizer's moments
+        ("optimizer."), and the rest as JSON data."""
         tensors: dict[str, Tensor] = {MODEL_PREFIX + name: weight for name, weight in self._parameters.items()}
         for name, moment in optimizer_tensors(self._optimizer, self._parameters).items():
             tensors[OPTIMIZER_PREFIX + name] = moment
@@ -275,16 +276,16 @@ class Trainer(Generic[BatchT]):
         meta: dict[str, Any] = {"format": STATE_FORMAT, "step": self._steps}
         if self._memory is not None:
             meta["memory"] = self._memory.state()
-        if isinstance(self._objective, Adapting) and (adapted := self._objective.state()):
+        if isinstance(self._objective, AdaptsCoefficients) and (adapted := self._objective.state()):
             meta["adapted"] = adapted
-        if isinstance(self._objective, Surveying):
+        if isinstance(self._objective, SurveysBatch):
             meta["objective"] = self._objective.state()
         return copies, meta
 
     def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken. Raises StateError, changing nothing, when it is not of this model."""
+        """Continue from `state`. Raises StateError, and changes nothing, if it belongs to another model."""
         if meta.get("format") != STATE_FORMAT:
-            raise StateError(f"The trainer's state has format {meta.get('format')}, this version reads {STATE_FORMAT}.")
+            raise StateError(f"The trainer's state has format {meta.get('format')}; this version reads {STATE_FORMAT}.")
         self._check_state(tensors)
         with torch.no_grad():
             for name, parameter in self._parameters.items():
@@ -298,9 +299,9 @@ class Trainer(Generic[BatchT]):
         self._steps = int(meta["step"])
         if self._memory is not None:
             self._memory.load_state(meta.get("memory", {}))
-        if isinstance(self._objective, Adapting):
+        if isinstance(self._objective, AdaptsCoefficients):
             self._objective.load_state(meta.get("adapted", {}))
-        if isinstance(self._objective, Surveying):
+        if isinstance(self._objective, SurveysBatch):
             self._objective.load_state(meta["objective"])
 
     def _check_state(self, tensors: Mapping[str, Tensor]) -> None:
@@ -309,7 +310,7 @@ class Trainer(Generic[BatchT]):
             keys = [f"{OPTIMIZER_PREFIX}{moment}.{name}" for moment in MOMENTS]
             if any(key in tensors for key in keys):
                 wanted |= dict(zip(keys, (parameter.shape, parameter.shape, torch.Size([])), strict=True))
-        remedy = "It was written by another model or another version of it; resume with the experiment that wrote it."
+        remedy = "Another model, or another version of it, wrote this state; resume with the experiment that wrote it."
         for name in wanted.keys() ^ tensors.keys():
             side = "lacks" if name in wanted else "has an unknown"
             raise StateError(f"The trainer's state {side} tensor {name}.", remedy)
@@ -325,21 +326,21 @@ class Trainer(Generic[BatchT]):
 def checkpoint_layers(module: nn.Module) -> None:
     """Make the transformer layers of `module` recompute their activations in the backward pass.
 
-    transformers ties this to training mode, so the layers themselves (not the parts inside them, where dropout
-    lives) are put in training mode. Raises ConfigurationError for a model whose layers cannot do it, or whose layers
-    apply dropout with their own hands.
+    transformers requires training mode for this, so the layers themselves are put into training mode, but not their
+    parts, which contain dropout. Raises ConfigurationError for a model whose layers do not support it, or apply dropout
+    themselves.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigurationError(
-            f"{type(module).__name__} has no layers that can be checkpointed.",
+            f"{type(module).__name__} has no layers that support gradient checkpointing.",
             "Set training.gradient_checkpointing = false.",
         )
     for layer in layers:
         rate = getattr(layer, "dropout", 0.0)
         if isinstance(rate, float) and rate > 0.0:
             raise ConfigurationError(
-                f"{type(layer).__name__} applies dropout ({rate}) itself, which checkpointing would switch on.",
+                f"{type(layer).__name__} applies dropout ({rate}) itself, which checkpointing would enable.",
                 "Set the model's dropout to 0, or training.gradient_checkpointing = false.",
             )
         layer.gradient_checkpointing = True

@@ -1,6 +1,6 @@
-"""The verifier: what it reads (`template`), how it scores (`scorer`, `cache`), how it learns (`data`, `batch`,
-`losses`) and how it is judged (`measures`). This file imports none of them: the measures need no torch.
+"""The verifier: its input (`template`), its scores (`scorer`, `cache`), its training (`data`, `losses`, `robust`) and
+its calibration (`calibration`). This file imports none of them, because calibration needs no torch.
 
-Invariants: verifier labels are correctness, never role, and no role prompt can reach a verifier's input; a score can
-never be returned for another version of the verifier than the one that computed it.
+Invariants: verifier labels are correctness, never role; no role prompt reaches a verifier's input; a returned score
+always comes from the requested version of the verifier.
 """

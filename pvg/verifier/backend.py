@@ -1,7 +1,7 @@
-"""`ScoreBackend`: what computes scores behind `VerifierScorer`'s queue and cache; and `TorchBackend`, this process.
+"""Score backends: the `ScoreBackend` protocol below `VerifierScorer`'s queue and cache, and `TorchBackend`.
 
-Invariant: a backend computes with the weights that its verifier has when `submit` is called, or later ones; which of
-them, the scorer knows best, so it drops what was under way when they changed.
+Invariant: a backend uses the weights that its verifier has when `submit` is called, or later ones. It does not know
+which, so the scorer discards work in flight when the weights change.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pvg.models.padding import Rectangle, batches, rectangle
+from pvg.models.padding import PaddedBatch, batches, rectangle
 from pvg.records import Float32, Int32
 from pvg.telemetry.spans import span, submit_in
 from pvg.verifier.cache import ScoreCache, ScoreKey
-from pvg.verifier.protocol import Judge
+from pvg.verifier.protocol import ScoringModel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreInput:
-    """A solution as the verifier reads it: int32 [L] `ids`, those from `prompt_length` on being the solution;
-    `digest` names them, `rollout_id` is for messages."""
+    """A solution in the verifier's input format: `ids` int32 [L], the solution starts at `prompt_length`; `digest`
+    identifies them; `rollout_id` is for messages."""
 
     ids: Int32
     prompt_length: int
@@ -37,9 +37,9 @@ class ScoreInput:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """What a batch gave: float32 [n] scores, when the work on each began (perf_counter), how many seconds all of it
-    took, and in how many forward passes, or requests to a server."""
+class ScoredBatch:
+    """The result of a batch: scores float32 [n], the start of the work on each (perf_counter), the batch's total
+    seconds, and its number of forward passes or server requests."""
 
     scores: Float32
     began: Sequence[float]
@@ -48,37 +48,37 @@ class Done:
 
 
 class ScoreBackend(Protocol):
-    """Computes the scores of one verifier. `references` are what it keeps of a solution under every version."""
+    """Computes the scores of one verifier. `references`: values of solutions that do not depend on its version."""
 
     references: ScoreCache
 
     def batches(self, lengths: Sequence[int]) -> list[NDArray[np.int64]]:
-        """Row numbers of inputs of these lengths in the batches that `submit` shall be given, one after the other."""
+        """Splits inputs of these lengths: the row numbers of each batch for `submit`, in order."""
         ...
 
     def weights_changed(self) -> None:
-        """The verifier has other weights than before."""
+        """Tells the backend that the verifier's weights have changed."""
         ...
 
-    def submit(self, inputs: Sequence[ScoreInput]) -> asyncio.Future[Done]:
-        """Begin to compute a batch. The caller waits for it before it submits the next. A Task may be cancelled, and
-        ends when nothing uses the model any more."""
+    def submit(self, inputs: Sequence[ScoreInput]) -> asyncio.Future[ScoredBatch]:
+        """Start a batch. The caller waits for it before the next one. If the future is a Task, the caller may cancel
+        it; it then ends when nothing uses the model any more."""
         ...
 
 
 class TorchBackend:
-    """Forward passes of `model`, which it borrows, in the executor's thread."""
+    """Runs forward passes of `model` in the executor's thread. The caller owns the model."""
 
     def __init__(
         self,
-        model: Judge,
+        model: ScoringModel,
         template_key: str,
         references: ScoreCache,
         *,
         token_budget: int,
         executor: Executor,
     ) -> None:
-        self.references = references  # only the forward pass, of which there is one at a time, uses it
+        self.references = references  # used only by the forward pass, of which there is one at a time
         self._model = model
         self._template_key = template_key
         self._token_budget = token_budget
@@ -88,13 +88,13 @@ class TorchBackend:
         return batches(lengths, self._token_budget, self._model.max_length)
 
     def weights_changed(self) -> None:
-        """Nothing to do: the forward passes use the model itself."""
+        """Does nothing: the forward passes use the model itself."""
 
-    def submit(self, inputs: Sequence[ScoreInput]) -> asyncio.Future[Done]:
+    def submit(self, inputs: Sequence[ScoreInput]) -> asyncio.Future[ScoredBatch]:
         return submit_in(self._executor, self._forward, inputs)
 
-    def _forward(self, inputs: Sequence[ScoreInput]) -> Done:
-        """In the executor's thread."""
+    def _forward(self, inputs: Sequence[ScoreInput]) -> ScoredBatch:
+        """Runs in the executor's thread."""
         began = time.perf_counter()
         with torch.inference_mode(), span("score_service", device=True):
             packed = rectangle(
@@ -107,10 +107,10 @@ class TorchBackend:
             )
             scores_B = self._model(*packed, self._reference(inputs, packed))
             scores: Float32 = scores_B[: len(inputs)].cpu().numpy()
-        return Done(scores, [began] * len(inputs), time.perf_counter() - began)
+        return ScoredBatch(scores, [began] * len(inputs), time.perf_counter() - began)
 
-    def _reference(self, inputs: Sequence[ScoreInput], packed: Rectangle) -> Tensor | None:
-        """The head's references [B]. Where all rows were seen before, under whatever version, none is computed."""
+    def _reference(self, inputs: Sequence[ScoreInput], packed: PaddedBatch) -> Tensor | None:
+        """The head's references [B]. Computes none if all rows are in the cache; their version does not matter."""
         if not self._model.needs_reference:
             return None
         keys = [ScoreKey("", self._template_key, entry.digest) for entry in inputs]

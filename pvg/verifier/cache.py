@@ -1,4 +1,4 @@
-"""A bounded cache of scores that counts what it does."""
+"""The score cache: a bounded LRU cache of scores with counters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DIGEST_BYTES = 16
 
 
 class ScoreKey(NamedTuple):
-    """What a score depends on (invariant 2): the verifier's version, the template, and the tokens."""
+    """Everything that a score depends on (invariant 2): the verifier's version, the template, the tokens."""
 
     version: str
     template: str
@@ -24,21 +24,19 @@ class ScoreKey(NamedTuple):
 
 
 def digest_of(ids: Int32, prompt_length: int) -> bytes:
-    """16 bytes that name token ids int32 [L] and where the solution begins in them."""
+    """16 bytes that identify token ids int32 [L] and the start of the solution in them."""
     digest = hashlib.blake2b(np.ascontiguousarray(ids, dtype="<i4").tobytes(), digest_size=DIGEST_BYTES)
     digest.update(prompt_length.to_bytes(8, "little"))
     return digest.digest()
 
 
 class ScoreCache:
-    """The `capacity` scores that were asked for last (LRU). Counts hits, misses and evictions.
-
-    One thread may read `entries` while another one asks and adds.
-    """
+    """The `capacity` most recently used scores. Counts hits, misses and evictions. One thread may call `entries` while
+    another gets and puts."""
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
-            raise ValueError(f"a cache needs room for at least one entry, not {capacity}")
+            raise ValueError(f"a cache needs a capacity of at least 1, not {capacity}")
         self._capacity = capacity
         self._scores: OrderedDict[ScoreKey, float] = OrderedDict()
         self._changing = threading.Lock()  # a commit reads the entries in a thread
@@ -68,13 +66,13 @@ class ScoreCache:
                 self.evictions += 1
 
     def clear(self) -> None:
-        """Forget all scores; the counters stay."""
+        """Remove all scores; the counters stay."""
         self._scores.clear()
 
     def entries(self) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
-        """What `restore` takes: the tokens' digests uint8 [n, 16] and the scores float64 [n], oldest first.
+        """Input for `restore`: the tokens' digests uint8 [n, 16] and the scores float64 [n], oldest first.
 
-        Only for a cache of one version and one template, which is what a scorer keeps.
+        Requires that all entries have one version and one template, as in a scorer.
         """
         with self._changing:
             kept = list(self._scores.items())
@@ -82,6 +80,6 @@ class ScoreCache:
         return digests_N.reshape(-1, DIGEST_BYTES), np.fromiter((score for _, score in kept), np.float64, len(kept))
 
     def restore(self, version: str, template: str, digests: NDArray[np.uint8], scores: NDArray[np.float64]) -> None:
-        """Replace the contents by `entries` of another cache, the newest as far as they fit; the counters stay."""
+        """Replace the contents by `entries` of another cache, the newest ones if not all fit; the counters stay."""
         keys = (ScoreKey(version, template, digest.tobytes()) for digest in digests[-self._capacity :])
         self._scores = OrderedDict(zip(keys, scores[-self._capacity :].tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""How well scores separate correct from incorrect solutions. Pure functions of numpy arrays."""
+"""Calibration: how well scores separate correct from incorrect solutions, thresholds, ensemble scales."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from pvg.errors import TrainingDivergedError
-from pvg.models.ensembles import Scales, VerifierEnsemble
+from pvg.models.ensembles import ScoreScales, VerifierEnsemble
 from pvg.models.padding import batches, rectangle
 from pvg.records import Float32, Scorable
 from pvg.telemetry.spans import run_in, span
@@ -20,72 +20,58 @@ from pvg.verifier.template import VerifierTemplate
 
 
 def auc(scores_pos: NDArray[Any], scores_neg: NDArray[Any]) -> float:
-    """P(a positive scores above a negative) + P(they tie) / 2: the Mann-Whitney statistic over P x N pairs.
+    """P(positive above negative) + P(tie) / 2: the Mann-Whitney statistic over P x N pairs.
 
-    `scores_pos` [P], `scores_neg` [N], in O((P + N) log(P + N)). NaN when a side is empty. Raises ValueError for NaNs.
+    `scores_pos` [P], `scores_neg` [N]; O((P + N) log(P + N)). NaN if one is empty. Raises ValueError for NaNs.
     """
     if not scores_pos.size or not scores_neg.size:
         return math.nan
     if np.isnan(scores_pos).any() or np.isnan(scores_neg).any():
-        raise ValueError("an AUC of scores that are not a number has no value")
+        raise ValueError("cannot compute an AUC: some scores are NaN")
     sorted_neg = np.sort(scores_neg)
     below = np.searchsorted(sorted_neg, scores_pos, side="left")
     not_above = np.searchsorted(sorted_neg, scores_pos, side="right")
-    # below + ties / 2 = (below + not_above) / 2, summed as integers: exact.
+    # below + ties / 2 = (below + not_above) / 2, as an exact integer sum.
     return float((below.sum() + not_above.sum()) / (2 * scores_pos.size * scores_neg.size))
 
 
 def acceptance_threshold(correct_scores: NDArray[Any], share: float) -> float:
     """The highest score that at least `share` (0 < share <= 1) of the correct solutions [n] reach.
 
-    One of the scores themselves, so "accepted" means score >= threshold. NaN without correct solutions.
+    It is one of the scores, so "accepted" means score >= threshold. NaN without correct solutions.
     """
     if not 0.0 < share <= 1.0:
         raise ValueError(f"share must be above 0 and at most 1, not {share}")
     if not correct_scores.size:
         return math.nan
-    # In floats 0.07 * 100 is 7.000000000000001: without the tolerance such a share would ask for one solution more.
+    # The tolerance absorbs rounding: 0.07 * 100 is 7.000000000000001 in floats and would require one solution more.
     needed = max(1, math.ceil(share * correct_scores.size - 1e-9))
     return float(np.sort(correct_scores)[correct_scores.size - needed])
 
 
-def acceptance_rate(scores: NDArray[Any], threshold: float) -> float:
-    """The share of `scores` [n] that reach `threshold`; NaN without scores."""
-    return float(np.mean(scores >= threshold)) if scores.size else math.nan
+# --- ensembles --------------------------------------------------------------------------------------------------------
 
 
-def pair_accuracy(scores_correct: NDArray[Any], scores_incorrect: NDArray[Any]) -> float:
-    """The share of pairs [m] whose correct solution scores higher, a tie counting half; NaN without pairs."""
-    if not scores_correct.size:
-        return math.nan
-    return float(np.mean((scores_correct > scores_incorrect) + 0.5 * (scores_correct == scores_incorrect)))
+def common_scales(scores_KN: NDArray[np.floating]) -> ScoreScales:
+    """The scales of K members from their scores of N >= 1 held-out solutions: V' = (V - centre_k) spread / spread_k +
+    centre.
 
-
-# What held-out solutions say of an ensemble: its members' scales, and how far they agree.
-#
-# A member's scores are mapped to the location and the spread that the members have in common:
-#
-#     V' = (V - centre_k) spread / spread_k + centre
-#
-# centre_k and spread_k are the mean and the standard deviation of member k's scores on the held-out solutions, centre
-# and spread the medians of these over the members: one member that learnt nothing or ran away moves no other's scale.
-# Why scores need one, says pvg.models.ensembles. A member whose scores are all alike keeps its slope; it only moves.
-
-
-def common_scales(scores_KN: NDArray[np.floating]) -> Scales:
-    """The scales of K members by their scores of N held-out solutions (N at least 1). Members that are equal get
-    exactly slope 1 and offset 0: the sums are exact (fsum), and a median of equal values is that value."""
+    centre_k and spread_k are the mean and standard deviation of member k's scores; centre and spread are their medians
+    over the members, so one failed member does not change the others' scales. pvg.models.ensembles explains why scores
+    need scales. A member with equal scores keeps its slope and only shifts. Equal members get exactly slope 1 and
+    offset 0, because the sums are exact (fsum) and a median of equal values is that value.
+    """
     centres_K = np.array([math.fsum(scores_N) / len(scores_N) for scores_N in scores_KN.astype(np.float64)])
     deviations_KN = scores_KN.astype(np.float64) - centres_K[:, None]
     spreads_K = np.array([math.sqrt(math.fsum(own_N * own_N) / len(own_N)) for own_N in deviations_KN])
     told_K = spreads_K > 0
     common = float(np.median(spreads_K[told_K])) if told_K.any() else 1.0
     slopes_K = np.where(told_K, common / np.where(told_K, spreads_K, 1.0), 1.0)
-    return Scales(slopes_K, float(np.median(centres_K)) - slopes_K * centres_K)
+    return ScoreScales(slopes_K, float(np.median(centres_K)) - slopes_K * centres_K)
 
 
 def disagreement(scaled_KN: NDArray[np.floating]) -> float:
-    """The standard deviation between the members' scores of a solution, mean over the solutions."""
+    """The standard deviation of a solution's score over the members, averaged over solutions."""
     return float(scaled_KN.astype(np.float64).std(axis=0).mean())
 
 
@@ -98,9 +84,9 @@ async def member_scores(
     executor: Executor,
     prover_fingerprint: str | None,
 ) -> Float32:
-    """float32 [K, N], each member's on its own scale: the bits that a `VerifierScorer` makes its scores of.
+    """float32 [K, N]: each member's scores on its own scale, bit-identical to those that a `VerifierScorer` aggregates.
 
-    Raises TrainingDivergedError that names the member and the rollout where a score is not finite.
+    Raises TrainingDivergedError, naming member and rollout, if a score is not finite.
     """
     inputs = [template.tokens(r.question, r.text, r.completion_ids, prover_fingerprint) for r in rollouts]
     found_KN: Float32 = np.empty((len(ensemble.members), len(inputs)), dtype=np.float32)
@@ -122,6 +108,6 @@ async def member_scores(
     for member, number in np.argwhere(~np.isfinite(found_KN)):
         raise TrainingDivergedError(
             f"Member {member} of the verifier scores rollout {rollouts[number].id} {found_KN[member, number]}.",
-            "Its weights have diverged: lower verifier.learning_rate. What was committed before is intact.",
+            "Its weights have diverged: lower verifier.learning_rate. All commits are intact.",
         )
     return found_KN

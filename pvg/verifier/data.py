@@ -1,4 +1,4 @@
-"""What a verifier step learns from: distinct solutions, and pairs of row numbers into them. numpy only."""
+"""The batches of verifier training: distinct solutions, and pairs of row numbers into them. Uses numpy only."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from pvg.verifier.template import VerifierTemplate
 
 @dataclass(slots=True)
 class VerifierBatch:
-    """N distinct solutions in M pairs, each of one correct and one incorrect solution of a problem.
+    """N distinct solutions in M pairs; a pair is one correct and one incorrect solution of a problem.
 
-    `sequences[n]` int32 [L] is the verifier's input, whose solution begins at `prompt_lengths_N[n]`; `pairs_M2[m]` is
-    (correct row, incorrect row); `references_N` float32 is VerifierModel.reference of the rows, None where the head
-    needs none or shall compute it; `sources_M` int16 numbers each pair's source (a mixture's, an environment's).
+    - `sequences[n]` int32 [L]: the verifier's input; the solution starts at `prompt_lengths_N[n]`.
+    - `pairs_M2[m]`: (correct row, incorrect row). `sources_M` int16: number of each pair's source (the mixture's, and
+      the environment of pvg/verifier/robust.py).
+    - `references_N` float32: VerifierModel.reference of the rows; None if the head needs none or computes it.
+    - `shares_M` float32: relative weight of each pair (positive, any scale); None: all equal.
+    - `pair_weights_M`, `row_weights_N` float32: make the loss a plain sum; an objective's `prepare` sets them.
+    - `loss_weights_M`, `slope_weights_M`: factors of the pairs' losses and slopes in training, if these differ from
+      their weights in metrics (pvg/verifier/robust.py).
+    - `step`: the step for which the batch was drawn.
 
-    `shares_M` float32: how much a pair counts beside the others (above 0, of any scale); None: all alike.
-    `pair_weights_M` and `row_weights_N` float32 make the loss a plain sum over pairs and rows; an objective's `prepare`
-    fills them. Where pairs are trained on with other weights than they are counted with (pvg/verifier/robust.py),
-    `loss_weights_M` multiply their losses and `slope_weights_M` their slopes. `step` is the one the batch is drawn for.
-
-    Raises ValueError when the shapes do not fit, and for a pair whose sides have one label: a row that stands on both
-    sides of pairs has no label at all.
+    Raises ValueError if shapes do not match, or if a row is on both sides of pairs and so has no label.
     """
 
     sequences: Sequence[Int32]
@@ -72,7 +72,7 @@ class VerifierBatch:
             raise ValueError(f"row {both[0]} is both correct and incorrect: a pair of one label carries no gradient")
 
     def __len__(self) -> int:
-        """Pairs."""
+        """The number of pairs."""
         return len(self.pairs_M2)
 
     @property
@@ -84,7 +84,7 @@ class VerifierBatch:
         return replace(self, pair_weights_M=pair_weights_M, row_weights_N=row_weights_N)
 
     def select(self, pairs: NDArray[np.int64]) -> VerifierBatch:
-        """These pairs, in this order, with the rows they need, each once."""
+        """The given pairs in the given order, with each row that they need once."""
         rows, numbers = np.unique(self.pairs_M2[pairs], return_inverse=True)
 
         def chosen(array: Float32 | None, places: NDArray[np.signedinteger[Any]]) -> Float32 | None:
@@ -105,18 +105,15 @@ class VerifierBatch:
         )
 
 
-# `PairSource`: the verifier trainer's batches, drawn as pairs of stored rollouts and rendered by the template.
-#
-# `verifier.pairing` is how pairs are drawn: "random" draws each by itself, so that most of a batch's solutions stand
-# in one pair; "problem" takes problems and all pairs of their solutions, n^2/4 of n solutions. Either way each
-# distinct solution is rendered and forwarded once, and the expected loss is the same.
-
-
 class PairSource:
-    """A BatchSource without an end. A batch depends on the stream and the step alone: a resumed run starts at its step.
+    """The verifier trainer's batches: pairs of stored rollouts, rendered by the template. Never ends.
 
-    The head's references are computed once per stored solution, when it is first drawn, and kept as one float32 for
-    each row number up to the highest drawn.
+    `verifier.pairing = "random"` draws each pair independently, so most solutions are in one pair. `"problem"` draws
+    problems with all pairs of their solutions, n^2/4 for n solutions. Both forward each distinct solution once and have
+    the same expected loss. A batch depends only on the stream and the step, so a resumed run starts at its step.
+
+    The head's references are computed once per stored solution, at its first draw, and kept as one float32 for each row
+    number up to the highest one drawn.
     """
 
     def __init__(
@@ -130,7 +127,7 @@ class PairSource:
         start_step: int = 0,
         source_fingerprint: str | None = None,
     ) -> None:
-        """`source_fingerprint`: of the tokenizer that the stored solutions were sampled with (see VerifierTemplate)."""
+        """`source_fingerprint`: of the tokenizer that sampled the stored solutions (see VerifierTemplate)."""
         self._stream = stream
         self._template = template
         self._model = model
@@ -139,16 +136,16 @@ class PairSource:
         self._step = start_step
         self._source_fingerprint = source_fingerprint
         self._draw = _drawing(stream, section)
-        self._references_R: Float32 = np.empty(0, dtype=np.float32)  # NaN where not yet computed
+        self._references_R: Float32 = np.empty(0, dtype=np.float32)  # NaN: not computed yet
 
     @property
     def step(self) -> int:
-        """The step that the next batch is for."""
+        """The step of the next batch."""
         return self._step
 
     async def next_batch(self) -> VerifierBatch | None:
-        """`section.pairs` pairs (by problem: about as many); never None. Reading, rendering and references run in the
-        executor."""
+        """`section.pairs` pairs (approximately, with pairing by problem); never None. The executor reads, renders and
+        computes references."""
         batch = await run_in(self._executor, self._batch, self._step)
         self._step += 1
         return batch
@@ -179,8 +176,8 @@ class PairSource:
         )
 
     def _references(self, rows_N: NDArray[np.int64], sequences: list[Int32], prompt_lengths_N: Int32) -> Float32:
-        """References float32 [N] of these rows, those not yet known computed now."""
-        highest = int(rows_N[-1])  # the rows are sorted
+        """References float32 [N] of these rows; computes those that are not known."""
+        highest = int(rows_N[-1])  # rows are sorted
         if highest >= self._references_R.size:
             grown = np.full(max(highest + 1, 2 * self._references_R.size), np.nan, dtype=np.float32)
             grown[: self._references_R.size] = self._references_R
@@ -197,7 +194,7 @@ class PairSource:
                 token_budget=budget,
                 max_length=context,
             )
-            # In the precision that the trained copy is run in: at the start of training both sums are then equal.
+            # The precision of the trained copy, so that both sums are equal at the start of training.
             reduced = self._section.precision == "bfloat16"
             with torch.autocast(self._model.device.type, dtype=torch.bfloat16, enabled=reduced):
                 reference_B = self._model.reference(*packed)
@@ -206,7 +203,6 @@ class PairSource:
 
 
 def _drawing(stream: PairStream, section: sections.Verifier) -> Callable[[int], Pairs]:
-    """Step -> its pairs."""
     if section.pairing == "random":
         return lambda step: stream.draw(step, section.pairs)
     solutions = section.solutions_per_problem

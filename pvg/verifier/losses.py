@@ -1,16 +1,15 @@
-"""Verifier losses over pairs of one problem, one correct and one incorrect, with a penalty on the scores' size.
+"""Verifier losses over pairs of one correct and one incorrect solution, with a penalty on the size of scores.
 
     L = mean over pairs of l(V_c, V_i)  +  lambda mean over the batch's distinct solutions of V^2
 
     bradley_terry    l = -log sigmoid(V_c - V_i)
-    cross_entropy    l = (-log sigmoid(V_c) - log sigmoid(-V_i)) / 2     (labels 1 and 0, each single solution counted
-                                                                         as often as it stands in a pair)
+    cross_entropy    l = (-log sigmoid(V_c) - log sigmoid(-V_i)) / 2     (labels 1 and 0; a solution counts once for
+                                                                         each of its pairs)
 
-Source: Kirchner et al. 2024 (arXiv 2407.13692); lambda fixes Bradley-Terry's free additive constant.
+Source: Kirchner et al. 2024 (arXiv 2407.13692). lambda fixes the additive constant that Bradley-Terry leaves free.
 
-Invariant: both means are written as weights, fixed by `prepare` for the whole batch, so the losses and gradients of the
-micro-batches add up to those of the unsplit batch. A pair is never split; a solution that several micro-batches need is
-penalised in the first of them only.
+Invariant: `prepare` writes both means as weights for the whole batch, so losses and gradients of the micro-batches add
+up to those of the unsplit batch. A pair is never split; a solution in several micro-batches is penalised once.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from pvg.verifier.data import VerifierBatch
 
 
 def bradley_terry(correct_M: Tensor, incorrect_M: Tensor) -> Tensor:
-    """-log sigmoid(V_c - V_i) of each pair."""
+    """-log sigmoid(V_c - V_i) for each pair."""
     return softplus(incorrect_M - correct_M)
 
 
 def cross_entropy(correct_M: Tensor, incorrect_M: Tensor) -> Tensor:
-    """The mean binary cross-entropy, in nats, of each pair's two solutions."""
+    """The mean binary cross-entropy of each pair's two solutions, in nats."""
     return 0.5 * (softplus(-correct_M) + softplus(incorrect_M))
 
 
@@ -53,16 +52,16 @@ LOSSES: dict[str, PairLoss] = {
 
 
 def pair_loss(name: str) -> PairLoss:
-    """The loss of that name, of the table or of a user's file: correct scores [M], incorrect scores [M] -> [M].
+    """The loss `name`, of the table or a user's file: correct scores [M], incorrect scores [M] -> [M].
 
-    Raises ConfigurationError; so does a user's loss that fails or does not give one number for each pair.
+    Raises ConfigurationError for an unknown name, and for a user's loss that fails or has another shape.
     """
     loss = resolve(KEY, name, LOSSES)
 
     def checked(correct_M: Tensor, incorrect_M: Tensor) -> Tensor:
         losses_M = called(KEY, name, loss, correct_M, incorrect_M)
         if not isinstance(losses_M, Tensor) or losses_M.shape != correct_M.shape:
-            raise ConfigurationError(f"{KEY} = {name!r} does not give one number for each pair of {len(correct_M)}.")
+            raise ConfigurationError(f"{KEY} = {name!r} must return one number per pair, for {len(correct_M)} pairs.")
         return losses_M
 
     return checked if is_reference(name) else loss
@@ -70,7 +69,7 @@ def pair_loss(name: str) -> PairLoss:
 
 class PairObjective:
     """The verifier's objective. Metrics: loss, pair_accuracy (a tie counts half), score_mean (over distinct solutions),
-    score_gap (mean over pairs of V_c - V_i), pairs, padding (share of the positions that hold no token)."""
+    score_gap (mean of V_c - V_i), pairs, padding (share of positions without a token)."""
 
     def __init__(self, section: sections.Verifier, pad_id: int) -> None:
         self._loss = pair_loss(section.loss)
@@ -79,8 +78,8 @@ class PairObjective:
         self._pad_id = pad_id
 
     def prepare(self, batch: VerifierBatch) -> VerifierBatch:
-        """Each pair's share (1/M where all count alike), 1/N for each solution that stands in a pair. Raises ValueError
-        for a batch of no pairs."""
+        """Set weights: each pair's share (default 1/M), and 1/N for each solution in a pair. Raises ValueError for a
+        batch without pairs."""
         if not len(batch):
             raise ValueError("a verifier batch needs at least one pair")
         shares_M = np.ones(len(batch), dtype=np.float32) if batch.shares_M is None else batch.shares_M
@@ -91,10 +90,10 @@ class PairObjective:
         )
 
     def split(self, batch: VerifierBatch) -> list[VerifierBatch]:
-        """Micro-batches of whole pairs, with distinct solutions x longest of them within the token budget. Each
-        solution is in one of them, unless a problem's solutions are over the budget by themselves.
+        """Micro-batches of whole pairs. The number of distinct solutions times their longest length is within the token
+        budget. Each solution is in one micro-batch, unless the solutions of one problem exceed the budget.
 
-        Raises ConfigurationError when a single pair is over the budget.
+        Raises ConfigurationError if a single pair exceeds the budget.
         """
         _, row_weights_N = _weights(batch)
         unpenalised_N = row_weights_N.copy()
@@ -106,7 +105,7 @@ class PairObjective:
         return micro_batches
 
     def __call__(self, module: nn.Module, micro_batch: VerifierBatch) -> tuple[Tensor, Metrics]:
-        """The micro-batch's share of the loss, and its metrics. Each distinct solution is forwarded once."""
+        """The micro-batch's share of the loss, and its metrics. Forwards each distinct solution once."""
         pair_weights, row_weights = _weights(micro_batch)
         correct_M, incorrect_M, scores_N = self.pair_scores(module, micro_batch)
         pair_weights_M = torch.from_numpy(pair_weights).to(scores_N.device)
@@ -114,7 +113,7 @@ class PairObjective:
 
         loss = self._pair_loss(micro_batch, correct_M, incorrect_M)
         penalty = self._score_penalty * (row_weights_N * scores_N.square()).sum() if self._score_penalty else None
-        with torch.no_grad():  # told is the plain mean over pairs, whatever the pairs weigh in what is trained on
+        with torch.no_grad():  # metrics use the plain mean over pairs, independent of the training weights
             told = (pair_weights_M * self._loss(correct_M, incorrect_M)).sum() + (0.0 if penalty is None else penalty)
         metrics = _metrics(told, scores_N, correct_M - incorrect_M, pair_weights_M, row_weights_N)
         positions = len(micro_batch.sequences) * int(micro_batch.lengths_N.max())
@@ -123,13 +122,12 @@ class PairObjective:
         return loss if penalty is None else loss + penalty, metrics
 
     def pair_scores(self, module: nn.Module, micro_batch: VerifierBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores of the pairs' correct solutions [M] and incorrect ones [M], and of the distinct solutions [N]."""
+        """Scores of the pairs' correct solutions [M], of the incorrect ones [M], and of the distinct solutions [N]."""
         scores_N = _scores(module, micro_batch, self._pad_id)
         pairs_M2 = torch.from_numpy(micro_batch.pairs_M2).to(scores_N.device, torch.int64)
         return scores_N[pairs_M2[:, 0]], scores_N[pairs_M2[:, 1]], scores_N
 
     def _pair_loss(self, micro_batch: VerifierBatch, correct_M: Tensor, incorrect_M: Tensor) -> Tensor:
-        """The sum over the micro-batch's pairs that is trained on."""
         pair_weights_M = torch.from_numpy(_weights(micro_batch)[0]).to(correct_M.device)
         return (pair_weights_M * self._loss(correct_M, incorrect_M)).sum()
 
@@ -163,18 +161,17 @@ def _metrics(loss: Tensor, scores_N: Tensor, gaps_M: Tensor, pair_weights_M: Ten
     return metrics
 
 
-# A batch of pairs cut into micro-batches that keep within a token budget. numpy only.
-#
-# Pairs that share solutions stay together, so that each solution is forwarded once: a *cluster* is what pairs
-# connect, which with all pairs of a problem is the problem. Only a cluster that is over the budget by itself is cut,
-# and then the solutions on both sides of the cut are forwarded more than once.
+# --- micro-batches within a token budget ------------------------------------------------------------------------------
+# Pairs that share solutions stay together, so that each solution is forwarded once. A *cluster* is a set of connected
+# pairs; with all pairs of a problem it is the problem. Only a cluster that exceeds the budget is cut. Solutions on both
+# sides of a cut are forwarded more than once.
 
 Int64 = NDArray[np.int64]
 
 
 def pairs_by_budget(pairs_M2: Int32, lengths_N: Int64, token_budget: int) -> list[Int64]:
-    """Pair numbers in parts, each pair in one part, with distinct rows x longest of them <= `token_budget`. The longest
-    first. Raises ConfigurationError when a single pair is over the budget."""
+    """Pair numbers in parts, each pair in one part, with distinct rows x longest row <= `token_budget`. Longest part
+    first. Raises ConfigurationError if a single pair exceeds the budget."""
     clusters_M = clusters(pairs_M2, len(lengths_N))
     order_M = np.argsort(clusters_M, kind="stable")
     sizes_K = np.unique(clusters_M, return_counts=True)[1]
@@ -183,7 +180,7 @@ def pairs_by_budget(pairs_M2: Int32, lengths_N: Int64, token_budget: int) -> lis
     widths_K = np.array([lengths_N[rows].max() for rows in rows_of], dtype=np.int64)
 
     parts: list[list[Int64]] = []
-    rows = width = 0  # of the part that is being filled: its width is that of its first cluster, the longest
+    rows = width = 0  # of the current part; its width is that of its first cluster, the longest
     for cluster in np.argsort(-widths_K, kind="stable").tolist():
         own_rows, own_width, pairs = len(rows_of[cluster]), int(widths_K[cluster]), by_cluster[cluster]
         if own_rows * own_width > token_budget:
@@ -199,23 +196,23 @@ def pairs_by_budget(pairs_M2: Int32, lengths_N: Int64, token_budget: int) -> lis
 
 
 def clusters(pairs_M2: Int32, rows: int) -> Int64:
-    """A number for each pair [M], the same where a chain of shared rows leads from one pair to the other."""
+    """Cluster numbers [M]: equal for pairs that a chain of shared rows connects."""
     label_N = np.arange(rows)
     while True:
         lowest_M: Int64 = label_N[pairs_M2].min(axis=1)
         found_N = label_N.copy()
         np.minimum.at(found_N, pairs_M2[:, 0], lowest_M)
         np.minimum.at(found_N, pairs_M2[:, 1], lowest_M)
-        found_N = found_N[found_N]  # a step further along the chain
+        found_N = found_N[found_N]  # one step along the chain
         if np.array_equal(found_N, label_N):
             return lowest_M
         label_N = found_N
 
 
 def _cut(pairs_M2: Int32, pairs: Int64, lengths_N: Int64, token_budget: int) -> Iterator[Int64]:
-    """The pairs of one cluster in parts within the budget."""
+    """The pairs of one cluster, in parts within the budget."""
     longest_M = lengths_N[pairs_M2[pairs]].max(axis=1)
-    # The longest first, so that the first pair of a part sets its width; pairs that share rows beside each other.
+    # Longest first, so that a part's first pair sets its width; pairs with shared rows next to each other.
     order_M = np.lexsort((pairs_M2[pairs, 1], pairs_M2[pairs, 0], -longest_M))
     part: list[int] = []
     rows: set[int] = set()
@@ -227,7 +224,7 @@ def _cut(pairs_M2: Int32, pairs: Int64, lengths_N: Int64, token_budget: int) -> 
             width = int(longest_M[place])
             if len(wanted) * width > token_budget:
                 raise ConfigurationError(
-                    f"verifier.micro_batch_tokens = {token_budget} is below a pair of {width} tokens each.",
+                    f"verifier.micro_batch_tokens = {token_budget} is too small for a pair of {width} tokens each.",
                     f"Set it to {2 * width} or more, or shorten the completions (rollout.max_tokens).",
                 )
             if part:

@@ -1,4 +1,4 @@
-"""The `Scorer` protocol: rollouts in, scores out; and `Judge`: what computes the scores behind one in this process."""
+"""The `Scorer` protocol (rollouts in, scores out), and `ScoringModel`, a model that computes scores in this process."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 
 class Scorer(Protocol):
-    """Scores solutions with one version of a verifier at a time."""
+    """Scores solutions, with one version of a verifier at a time."""
 
     @property
     def version(self) -> str:
-        """Names the weights that the scores come from."""
+        """Identifies the weights behind the scores."""
         ...
 
     async def score(self, rollouts: Sequence[Scorable]) -> Float32:
-        """float32 [n], logits: how sure the verifier is that each rollout is correct."""
+        """float32 [n], logits: the verifier's confidence that each rollout is correct."""
         ...
 
 
-class Judge(Protocol):
-    """A verifier as those see it who only ask it for scores: one model (pvg.models.heads.VerifierModel, which explains
-    each of these), or several that score as one (pvg.models.ensembles.VerifierEnsemble)."""
+class ScoringModel(Protocol):
+    """A verifier that can only score: one model (pvg.models.heads.VerifierModel documents the members) or an ensemble
+    (pvg.models.ensembles.VerifierEnsemble)."""
 
     needs_reference: bool
     reads: Literal["scalar", "implicit", "yes_token"]

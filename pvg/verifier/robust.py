@@ -1,27 +1,34 @@
-"""Penalties that ask of a verifier to be as good in every environment (a round, a source): V-REx and IRMv1.
+"""Verifier losses for equal quality in every environment: V-REx, IRMv1, group DRO, and balanced environments.
 
-Pure functions of what a batch's M pairs gave and of the environment each belongs to: one scatter-add (index_add) of the
-values and one of their weights, no loop over environments. Environments without a pair in the batch are left out.
+A pair's environment is its source: the base prover or the prover of an earlier round that wrote its solutions. R_e is
+the mean loss over the pairs of environment e, weighted by w. E environments have pairs in the batch; others are left
+out. W_e is the sum of w over the pairs of e.
 
-    R_e = sum of w_m l_m / sum of w_m over the pairs m of environment e         (w: a batch's pair weights, or 1)
+    R_e = sum of w_m l_m / W_e over the pairs m of environment e         (w: a batch's pair weights, or 1)
 
-    V-REx   Var_e(R_e), over the E environments that are there (divided by E)              arXiv 2003.00688
-    IRMv1   mean_e g_e^2,  g_e = d R_e(a V) / d a  at a = 1                                arXiv 1907.02893
+    balanced     mean_e R_e
+    vrex         mean_e R_e + s Var_e(R_e), Var with divisor E                 arXiv 2003.00688
+    irm          mean_e R_e + s mean_e g_e^2,  g_e = d R_e(a V) / d a at a = 1 arXiv 1907.02893 (IRMv1)
+    group_dro    sum_e q_e R_e,  q_e <- q_e exp(s R_e) / sum                   arXiv 1911.08731, algorithm 1
 
-The dummy multiplier a scales the *scores*. With the losses' derivatives worked out, g_e is a mean over pairs like R_e:
+s is `verifier.robust_strength`. The penalties of vrex and irm grow to it over the first `verifier.robust_warmup` steps,
+because an untrained verifier is equally bad everywhere. V-REx gives an environment the weight (1 + 2 s (R_e - mean)) /
+E. It is negative if R_e is far below the mean, which would train the verifier to be worse there. Such weights are
+clamped at 0 unless `verifier.robust_clamp` is false.
+
+IRMv1's multiplier a scales the *scores*. With the derivatives worked out, g_e is a mean over pairs like R_e, of
 
     bradley_terry    d l(aV)/da = -sigmoid(-d) d,  d = V_c - V_i
     cross_entropy    d l(aV)/da = (-sigmoid(-V_c) V_c + sigmoid(V_i) V_i) / 2
 
-Micro-batches: neither penalty is a sum over pairs, but the gradient of each is that of a weighted sum whose weights are
-constants of the whole batch. So two passes are exact. The first, without a gradient, gathers R_e or g_e of the whole
-batch (totals and weights add up over micro-batches); the second trains on sum_m weight_m value_m, any way it is cut:
+Neither penalty is a sum over pairs, but its gradient is that of a weighted sum whose weights are constants of the whole
+batch. So two passes are exact for any micro-batches: `survey` computes R_e or g_e of the whole batch without gradient,
+then training uses sum_m weight_m value_m:
 
     d Var_e(R_e)   = sum_m  w_m / W_e  2 (R_e - mean_e R_e) / E   d l_m                     (`vrex_weights`)
     d mean_e g_e^2 = sum_m  w_m / W_e  2 g_e / E                  d (d l_m(aV)/da)          (`irm_weights`)
 
-W_e is the sum of w over the pairs of e. First derivatives only: V-REx takes the mean as a constant, whose gradient
-cancels.
+Only first derivatives: V-REx treats the mean as a constant, whose gradient cancels.
 """
 
 from __future__ import annotations
@@ -50,11 +57,11 @@ def bradley_terry_slopes(correct_M: Tensor, incorrect_M: Tensor) -> Tensor:
 
 
 def cross_entropy_slopes(correct_M: Tensor, incorrect_M: Tensor) -> Tensor:
-    """The same of each pair's mean binary cross-entropy."""
+    """As `bradley_terry_slopes`, for each pair's mean binary cross-entropy."""
     return 0.5 * (torch.sigmoid(incorrect_M) * incorrect_M - torch.sigmoid(-correct_M) * correct_M)
 
 
-# By the names of pvg.verifier.losses.LOSSES.
+# Keys as in pvg.verifier.losses.LOSSES.
 SLOPES: dict[str, PairLoss] = {
     "bradley_terry": bradley_terry_slopes,
     "cross_entropy": cross_entropy_slopes,
@@ -62,15 +69,15 @@ SLOPES: dict[str, PairLoss] = {
 
 
 def slopes_of(name: str, loss: PairLoss) -> PairLoss:
-    """d l(a V_c, a V_i) / d a at a = 1: by the table where the loss is pvg's own, else (dl/dV_c) V_c + (dl/dV_i) V_i
-    with the loss differentiated by autograd."""
+    """d l(a V_c, a V_i) / d a at a = 1: from the table for pvg's losses, else (dl/dV_c) V_c + (dl/dV_i) V_i by
+    autograd."""
     if name in SLOPES:
         return SLOPES[name]
 
     def slopes(correct_M: Tensor, incorrect_M: Tensor) -> Tensor:
-        with torch.enable_grad():  # a survey has no gradient of its own
+        with torch.enable_grad():  # the survey disables gradients
             scores = [s if s.requires_grad else s.detach().requires_grad_() for s in (correct_M, incorrect_M)]
-            # A pair's loss depends on its own two scores alone, so the gradient of the sum is that of each.
+            # A pair's loss depends only on its own two scores, so the gradient of the sum gives each pair's gradient.
             gradients = torch.autograd.grad(loss(*scores).sum(), scores, create_graph=True)
             slopes_M = gradients[0] * scores[0] + gradients[1] * scores[1]
         return slopes_M if torch.is_grad_enabled() else slopes_M.detach()
@@ -81,8 +88,8 @@ def slopes_of(name: str, loss: PairLoss) -> PairLoss:
 def environment_means(
     values_M: Tensor, environments_M: Tensor, environments: int, weights_M: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(means_E, totals_E): each environment's weighted mean of `values_M` (0 where it has no pair) and the sum of its
-    weights. `environments_M` int64 in 0..environments-1; `weights_M` not negative, None: all 1. Differentiable in the
+    """(means_E, totals_E): each environment's weighted mean of `values_M` (0 without pairs) and its sum of weights.
+    `environments_M`: int64 in 0..environments-1. `weights_M`: not negative; None: all 1. Differentiable in the
     values."""
     if weights_M is None:
         totals_E = torch.bincount(environments_M, minlength=environments).to(values_M.dtype)
@@ -94,77 +101,57 @@ def environment_means(
 
 
 def vrex(losses_M: Tensor, environments_M: Tensor, environments: int, weights_M: Tensor | None = None) -> Tensor:
-    """V-REx's Var_e(R_e): a scalar, differentiable in the losses; 0 where there are less than two environments."""
+    """V-REx's Var_e(R_e): a scalar, differentiable in the losses; 0 with fewer than two environments."""
     means_E, totals_E = environment_means(losses_M, environments_M, environments, weights_M)
     there_E = _there(totals_E)
-    mean = torch.dot(there_E, means_E.detach())  # its own gradient cancels: the deviations from it sum to 0
+    mean = torch.dot(there_E, means_E.detach())  # its gradient cancels: the deviations from it sum to 0
     return torch.dot(there_E, (means_E - mean).square())
 
 
 def irm_v1(slopes_M: Tensor, environments_M: Tensor, environments: int, weights_M: Tensor | None = None) -> Tensor:
-    """IRMv1's mean_e g_e^2: a scalar, differentiable in the slopes (see SLOPES), and through them in the scores."""
+    """IRMv1's mean_e g_e^2: a scalar, differentiable in the slopes (see SLOPES) and through them in the scores."""
     means_E, totals_E = environment_means(slopes_M, environments_M, environments, weights_M)
     return torch.dot(_there(totals_E), means_E.square())
 
 
 def vrex_weights(means_E: Tensor, totals_E: Tensor) -> Tensor:
-    """By environment, what multiplies w_m l_m in the second pass (see the module): float32 [E], without a gradient.
+    """float32 [E]: the factor of w_m l_m in the second pass (see the module docstring), without gradient.
 
-    `means_E` and `totals_E` are `environment_means` of the whole batch's losses.
+    `means_E` and `totals_E`: `environment_means` of the whole batch's losses.
     """
     return 2.0 * _per_weight(means_E - torch.dot(_there(totals_E), means_E), totals_E)
 
 
 def irm_weights(means_E: Tensor, totals_E: Tensor) -> Tensor:
-    """The same for IRMv1, of the whole batch's slopes."""
+    """As `vrex_weights`, for IRMv1 and the whole batch's slopes."""
     return 2.0 * _per_weight(means_E, totals_E)
 
 
 def _there(totals_E: Tensor) -> Tensor:
-    """1 / (number of environments that have pairs) for those [E], 0 for the others."""
+    """[E]: 1 / (number of environments with pairs) for these environments, 0 for the others."""
     there_E = totals_E.sign()
     return there_E / there_E.sum().clamp_min(1.0)
 
 
 def _per_weight(values_E: Tensor, totals_E: Tensor) -> Tensor:
-    """values / (E W_e), 0 for environments without pairs."""
+    """values / (E W_e); 0 for environments without pairs."""
     tiny = torch.finfo(totals_E.dtype).tiny
     return (_there(totals_E) * values_E / totals_E.clamp_min(tiny)).detach()
 
 
-# Verifier losses that ask to be as good in every environment: V-REx, IRMv1, group DRO, and balanced environments.
-#
-# A pair's environment is its source: who wrote its two solutions, the base prover or the prover of an earlier round.
-# With R_e the mean loss over the batch's pairs of environment e, and E the environments that are there:
-#
-#     balanced     mean_e R_e
-#     vrex         mean_e R_e + s Var_e(R_e)                               arXiv 2003.00688
-#     irm          mean_e R_e + s mean_e g_e^2  (g_e: pvg/verifier/robust.py)            arXiv 1907.02893
-#     group_dro    sum_e q_e R_e,  q_e <- q_e exp(s R_e) / sum             arXiv 1911.08731, algorithm 1
-#
-# s is `verifier.robust_strength`; the penalties of vrex and irm grow to it over the first `verifier.robust_warmup`
-# steps, for a verifier that knows nothing yet is equally bad everywhere. V-REx weighs an environment (1 + 2 s (R_e -
-# mean)) / E, which is negative where its risk lies far below the mean: it would then learn to be worse there. Such
-# weights are clamped at 0, unless `verifier.robust_clamp` is false.
-#
-# Each of these has the gradient of a sum over pairs, with weights that depend on the whole batch: on how many pairs
-# an environment has, on its losses, for irm on its slopes. `survey` finds them in a pass without gradient, so that
-# the micro-batches' gradients add up to those of the unsplit batch.
-
-
 class RobustObjective(PairObjective):
-    """PairObjective under another mean. Metrics besides its own, of the whole batch: environments, environment_worst
-    (the highest R_e), environment_spread (their standard deviation), environment_penalty (irm: mean g^2; else Var)."""
+    """PairObjective with a robust mean. Additional metrics of the whole batch: environments, environment_worst (highest
+    R_e), environment_spread (standard deviation of R_e), environment_penalty (irm: mean g^2; otherwise Var)."""
 
     def __init__(self, section: sections.Verifier, pad_id: int, *, environments: int) -> None:
         super().__init__(section, pad_id)
         self._section = section
         self._slope = slopes_of(section.loss, self._loss)
         self._environments = environments
-        self._log_q_E = torch.zeros(environments)  # group DRO's weights, up to a constant
+        self._log_q_E = torch.zeros(environments)  # group DRO's log weights, up to a constant
 
     def state(self) -> dict[str, Any]:
-        """What the next step needs besides the batch, as JSON data."""
+        """What the next step needs in addition to the batch, as JSON data."""
         return {"log_q": self._log_q_E.tolist()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -172,7 +159,7 @@ class RobustObjective(PairObjective):
 
     @torch.no_grad()
     def survey(self, module: nn.Module, micro_batches: list[VerifierBatch]) -> tuple[list[VerifierBatch], Metrics]:
-        """The micro-batches with the weights that their pairs have in the loss of the whole batch."""
+        """The micro-batches with their pairs' weights in the loss of the whole batch, and metrics."""
         if not micro_batches:
             return micro_batches, Metrics()
         losses, slopes = zip(*(self._forward(module, micro_batch) for micro_batch in micro_batches), strict=True)
@@ -201,7 +188,7 @@ class RobustObjective(PairObjective):
         counted: tuple[Tensor, int, Tensor],
         strength: float,
     ) -> tuple[Tensor, Tensor | None]:
-        """By environment: what multiplies w_m l_m, and what multiplies w_m times the pair's slope."""
+        """By environment: the factor of w_m l_m, and the factor of w_m times the pair's slope."""
         there_E = totals_E > 0
         equal_E = torch.where(
             there_E, 1.0 / (totals_E.clamp_min(torch.finfo(totals_E.dtype).tiny) * there_E.sum()), 0.0
@@ -239,7 +226,7 @@ class RobustObjective(PairObjective):
 
 
 def objective_for(section: sections.Verifier, pad_id: int, *, environments: int) -> PairObjective:
-    """The verifier's objective by its section; `environments` is how many sources its pairs may have."""
+    """The objective for the verifier's section; `environments`: the number of possible sources of pairs."""
     if section.robust == "none":
         return PairObjective(section, pad_id)
     return RobustObjective(section, pad_id, environments=environments)

@@ -1,10 +1,11 @@
-"""`ScoreServers`: several vLLM servers with one model, asked for what it says of solutions.
+"""Score servers: several vLLM servers with one model, which compute values of solutions.
 
-Which server lives, and which gets the next request, is the business of `pvg.servers.fleet`.
+`pvg.servers.fleet` decides which servers are up and which one gets the next request.
 
-Invariant 2, the servers' part: an answer is returned only if its server had the wanted weights. A reply that tells its
-weights is believed; and when the answers are in, every server that gave one is asked for its boot and its label. These
-only go forward, so a server that has both still had them all the time; what another one said is asked for again.
+Invariant 2 on servers: an answer counts only if its server had the requested weights. A reply that names its weights is
+trusted. In addition, after all answers have arrived, the client asks each server for its boot id and label. A server
+never returns to an earlier boot id or label, so a server that still has both had them all the time. Answers of other
+servers are requested again.
 """
 
 from __future__ import annotations
@@ -20,20 +21,21 @@ from pvg.errors import ConfigurationError, ServerUnavailableError
 from pvg.records import Float32
 from pvg.servers.control import ControlClient, ServerInfo, check_shape
 from pvg.servers.fleet import Fleet, Server, StaleWeights
-from pvg.servers.pool import HttpPool, Refused, ServerFault, Silent, pause_before_retry
+from pvg.servers.pool import HttpPool, RefusedRequest, ReplyTimeout, ServerFault, pause_before_retry
 from pvg.telemetry.events import Events
 from pvg.verifier.backend import ScoreInput
 from pvg.verifier.served_heads import ServedHead
 
 T = TypeVar("T")
 
-CONCURRENCY = 256  # requests in flight: some more than vLLM decodes together, so that it never waits for us
-REPLY_S = 600.0  # a server that is gone is noticed long before; this is for a single reply that got lost
+CONCURRENCY = 256  # requests in flight: more than vLLM decodes at once, so that its queue is never empty
+REPLY_S = 600.0  # timeout of a single lost reply; a server that is down is detected much earlier
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
-    """float32 values of each input, when the request for each was sent (perf_counter), and how many were sent."""
+class ServerScores:
+    """For each input: its float32 values and the time its request was sent (perf_counter). And the number of
+    requests."""
 
     values: list[Float32]
     began: list[float]
@@ -50,9 +52,9 @@ class _Answer:
 
 
 class ScoreServers:
-    """The servers `setting` (a key of the experiment) names. Borrows `pool`, whose limits must cover CONCURRENCY.
+    """The servers in the setting `setting`. The caller owns `pool`, whose limits must cover CONCURRENCY.
 
-    `catch_up` makes a server that lives ready, or raises; `fleet.arrived` then lets it be asked.
+    `catch_up` prepares a server that is up, or raises. After `fleet.arrived` the server gets requests.
     """
 
     def __init__(
@@ -73,29 +75,29 @@ class ScoreServers:
         self._events = events
         self._setting = setting
         self._room = asyncio.Semaphore(CONCURRENCY)
-        self._shape = ""  # of the verifier, once it is known
+        self._shape = ""  # the verifier's, once known
 
     @property
     def controls(self) -> list[ControlClient]:
         return [server.control for server in self.fleet.servers]
 
     async def look(self) -> None:
-        """Ask the servers how they are. Raises ServerUnavailableError when none answers, ConfigurationError or
-        MissingRequirementError for one that cannot serve this verifier."""
+        """Ask the servers for their state. Raises ServerUnavailableError if none answers, ConfigurationError or
+        MissingRequirementError if one cannot serve this verifier."""
         await self._explained(self.fleet.look())
 
     async def open(self, shape: str) -> None:
-        """`look`, and from here on watch them. `shape`: the verifier's, which theirs must be."""
+        """`look`, then keep watching the servers. Their model must have the verifier's `shape`."""
         self._shape = shape
         await self._explained(self.fleet.open())
 
     async def until_one_is_up(self) -> None:
-        """Raises ServerUnavailableError when that takes longer than `serving.unavailable_s`."""
+        """Wait for a server. Raises ServerUnavailableError after `serving.unavailable_s`."""
         await self._acquire(avoid=None)
 
-    async def ask(self, inputs: Sequence[ScoreInput]) -> Answers:
-        """What the model says of `inputs`. Raises ServerUnavailableError when no server is up for
-        `serving.unavailable_s`, or fails a request again and again; ConfigurationError for one that servers refuse."""
+    async def ask(self, inputs: Sequence[ScoreInput]) -> ServerScores:
+        """The model's values for `inputs`. Raises ServerUnavailableError if no server is up for `serving.unavailable_s`
+        or if a request fails repeatedly; ConfigurationError if servers refuse a request."""
         self._check_lengths(inputs)
         size = self.head.inputs_per_request
         missing = [list(range(at, min(at + size, len(inputs)))) for at in range(0, len(inputs), size)]
@@ -115,35 +117,35 @@ class ScoreServers:
                     values[row], began[row] = value, answer.began
             if not again:
                 numbers = range(len(inputs))
-                return Answers([values[n] for n in numbers], [began[n] for n in numbers], requests)
+                return ServerScores([values[n] for n in numbers], [began[n] for n in numbers], requests)
             missing = again
             await pause_before_retry(attempt, jitter=0.5)
         raise self.gave_up(f"Servers were replaced {self._section.retries + 1} times while they scored")
 
     async def ask_one(self, server: Server, inputs: Sequence[ScoreInput], label: str) -> list[Float32]:
-        """What the model on one server says of a few inputs. Raises its last ServerFault after `serving.retries`; one
-        that is silent is not asked again, as whoever wants to publish waits for this."""
+        """One server's values for a few inputs. Raises the last ServerFault after `serving.retries`. Does not retry a
+        server that sends no reply, because the next publication waits for this call."""
         for attempt in range(1, self._section.retries + 1):
             try:
                 return await self._exchange(server, inputs, label)
-            except Silent:
+            except ReplyTimeout:
                 raise
             except ServerFault:
                 await pause_before_retry(attempt, jitter=0.5)
         return await self._exchange(server, inputs, label)
 
     async def _exchange(self, server: Server, inputs: Sequence[ScoreInput], label: str) -> list[Float32]:
-        """One request. Raises a ServerFault, StaleWeights for a reply of other weights than `label`, ConfigurationError
-        for a request that will never be served."""
+        """One request. Raises a ServerFault, StaleWeights if the reply's weights are not `label`, or ConfigurationError
+        if the request can never succeed."""
         url = server.url + self.head.route
         try:
             reply = await self._pool.request("POST", url, self.head.body(inputs, label), timeout_s=REPLY_S)
-        except Refused as refusal:
+        except RefusedRequest as refusal:
             if refusal.status >= 500:
                 raise
             raise ConfigurationError(
                 f"{server.url} refuses to score rollout {inputs[0].rollout_id}: {refusal.message}.",
-                "It serves another model than the verifier's, or a shorter context.",
+                "Check that it serves the verifier's model, with a context that is long enough.",
             ) from None
         reading = self.head.read(reply.json(), inputs, url)
         if reading.label is not None and reading.label != label:
@@ -151,7 +153,7 @@ class ScoreServers:
         return reading.values
 
     async def _answer(self, inputs: Sequence[ScoreInput]) -> _Answer:
-        """One request, on one server after the other until one answers."""
+        """One request, retried on other servers until one answers."""
         async with self._room:
             last: Server | None = None
             failed: ServerFault | None = None
@@ -180,14 +182,14 @@ class ScoreServers:
         return await self._explained(self.fleet.acquire(avoid=avoid))
 
     async def _explained(self, work: Awaitable[T]) -> T:
-        """ServerUnavailableError with the remedy for these servers."""
+        """Replace the remedy of a ServerUnavailableError by that for these servers."""
         try:
             return await work
         except ServerUnavailableError as error:
             raise ServerUnavailableError(error.message, self._remedy()) from None
 
     async def _changed(self, answers: Sequence[_Answer]) -> set[tuple[str, str, str]]:
-        """Of the (url, boot, label) that gave these answers, those that their server no longer has."""
+        """Those (url, boot, label) of the answers that no longer hold for their server."""
         servers = {(answer.server.url, answer.boot, answer.label): answer.server for answer in answers}
         found = await asyncio.gather(*(server.control.info() for server in servers.values()), return_exceptions=True)
         changed = set()
@@ -204,7 +206,7 @@ class ScoreServers:
     def _check(self, info: ServerInfo) -> None:
         if info.runner != self.head.runner:
             raise ConfigurationError(
-                f"{info.url} is a server of the kind {info.runner!r}, and {self._setting} needs {self.head.runner!r}.",
+                f"{info.url} is a server of the kind {info.runner!r}, but {self._setting} needs {self.head.runner!r}.",
                 self._remedy(),
             )
         check_shape(info, self._shape, "models.verifier")
@@ -215,29 +217,29 @@ class ScoreServers:
         for server in self.fleet.servers:
             if server.info is not None and server.info.max_model_len < needed:
                 raise ConfigurationError(
-                    f"Rollout {longest.rollout_id} needs {needed} tokens to be scored, but {server.url} takes "
-                    f"{server.info.max_model_len}.",
+                    f"Rollout {longest.rollout_id} needs {needed} tokens to be scored, but {server.url} accepts "
+                    f"at most {server.info.max_model_len}.",
                     "Start it with a larger serving.max_model_len, or lower rollout.max_tokens.",
                 )
 
     def gave_up(self, what: str) -> ServerUnavailableError:
-        """The error that names the servers."""
+        """An error that names the servers."""
         urls = ", ".join(server.url for server in self.fleet.servers)
         return ServerUnavailableError(f"{what}; the servers: {urls}.", self._remedy())
 
     def _remedy(self) -> str:
         purpose = self._setting.rpartition(".")[2].removesuffix("_servers")
-        return f"Start one with `pvg serve EXPERIMENT --for {purpose}`, and name it in {self._setting}."
+        return f"Start one with `pvg serve EXPERIMENT --for {purpose}`, and add its URL to {self._setting}."
 
 
 async def together(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results, in order; the first failure cancels the others and is raised when these have ended."""
+    """All results in order. The first failure cancels the others, and is raised after they have ended."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)
     finally:
-        if any(not task.done() for task in tasks):  # else there is nobody to wait for
+        if any(not task.done() for task in tasks):  # nothing to wait for otherwise
             for task in tasks:
-                if not task.cancelling():  # a second cancellation would interrupt the cleaning up after the first
+                if not task.cancelling():  # a second cancellation would interrupt the task's clean-up
                     task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

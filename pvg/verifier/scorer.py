@@ -1,17 +1,15 @@
-"""`VerifierScorer`: rollouts to scores, each distinct solution computed once.
+"""The scorer: rollouts to scores; computes each distinct solution once.
 
     scorer = VerifierScorer(verifier, template, verifier.version(), cache_entries=100_000, token_budget=16_384,
                             executor=executor, prover_fingerprint=prover.tokenizer.fingerprint)
     scores = await scorer.score(rollouts)
 
-Concurrent calls share one queue, and so share batches; requests for a solution in computation wait for it. A thread
-makes the verifier's input: 256 solutions of 16,384 tokens take 50 ms, and seconds if their text is tokenized again for
-a verifier with another vocabulary.
+Concurrent calls share a queue, batches, and solutions in computation. A thread prepares the verifier's input. For 256
+solutions of 16,384 tokens this takes 50 ms, or seconds if their text must be tokenized for another vocabulary.
 
-Invariant 2: a score is returned only if nothing but the scorer's present version had a part in it. The cache's key
-holds the version; and when it changes, whatever is under way is forgotten and whoever waits for it starts again,
-because nobody can know which weights that computation saw. Computed by torch, a score is the same bits whatever it is
-batched with (see `rectangle`).
+Invariant 2: a returned score comes only from the scorer's current version. The cache's key includes the version. When
+the version changes, the scorer discards work in flight, because its weights are unknown, and callers that wait for it
+start again. With torch, a score's bits do not depend on its batch (see `pvg.models.padding.rectangle`).
 """
 
 from __future__ import annotations
@@ -20,7 +18,9 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,20 +29,21 @@ from torch import Tensor
 
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
 from pvg.models.padding import WIDTH, padded_width
-from pvg.records import Float32, Scorable
+from pvg.records import Float32, Int32, Scorable
+from pvg.telemetry.event_loop import run_to_end
 from pvg.telemetry.spans import run_in, span
-from pvg.verifier.backend import Done, ScoreBackend, ScoreInput, TorchBackend
+from pvg.verifier.backend import ScoreBackend, ScoredBatch, ScoreInput, TorchBackend
 from pvg.verifier.cache import ScoreCache, ScoreKey, digest_of
-from pvg.verifier.protocol import Judge, Scorer
+from pvg.verifier.protocol import Scorer, ScoringModel
 from pvg.verifier.template import VerifierTemplate
 
 
 @dataclass(frozen=True, slots=True)
 class ScorerStats:
-    """Counts since the scorer was made. Every solution asked for is a hit (cached), shared (being computed for someone
-    else, or earlier in the same call) or a miss (computed). `queue_s` sums the seconds that each computed solution
-    waited for its forward pass, `service_s` the seconds of the forward passes. With servers, `forward_passes` counts
-    the requests, and a solution waits until its request is sent."""
+    """Counts since the scorer was created. A requested solution is a hit (cached), shared (in computation already, or
+    repeated in the call) or a miss (computed). `queue_s`: total wait of computed solutions for their forward pass.
+    `service_s`: total time of forward passes. With servers, `forward_passes` counts requests, and a solution's wait
+    ends when its request is sent."""
 
     hits: int
     misses: int
@@ -55,7 +56,7 @@ class ScorerStats:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
-    """A solution to be computed, and the future that everybody who wants it waits for."""
+    """A solution to compute, and the future for all who wait for it."""
 
     input: ScoreInput
     key: ScoreKey
@@ -63,18 +64,34 @@ class _Job:
     submitted: float
 
 
-class VerifierScorer(Scorer):
-    """Scores with one verifier, which it borrows. All methods belong to one event loop's thread.
+class FinishedRun(Protocol):
+    """A run that opens the scorers of its finished rounds: `pvg.Run`."""
 
-    `prover_fingerprint` is the fingerprint of the tokenizer that sampled the rollouts: where it is the verifier's own,
-    token ids are reused; without it solutions are encoded from their text. `backend` computes the scores of `model`,
-    and has its own executor and references; without one this process does. `reading` makes the verifier's
-    input of rollouts; with one thread, concurrent calls keep their order. None: the event loop's default executor.
+    def open_scorer(self, round: int) -> VerifierScorer: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextSolution:
+    """A solution that is known by its text alone: what `score_texts` scores."""
+
+    id: str
+    question: str
+    text: str
+    completion_ids: Int32 = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+
+
+class VerifierScorer(Scorer):
+    """Scores with one verifier, which the caller owns. Call all methods from one event loop's thread.
+
+    `prover_fingerprint`: of the tokenizer that sampled the rollouts. If it equals the verifier's, token ids are reused;
+    otherwise, and with None, solutions are encoded from their text. `backend`: computes the scores of `model` with its
+    own executor and references; None: this process does. `reading`: prepares the verifier's input; with one thread,
+    concurrent calls keep their order. None: the event loop's default executor.
     """
 
     def __init__(
         self,
-        model: Judge,
+        model: ScoringModel,
         template: VerifierTemplate,
         version: str,
         *,
@@ -84,7 +101,11 @@ class VerifierScorer(Scorer):
         prover_fingerprint: str | None = None,
         backend: ScoreBackend | None = None,
         reading: Executor | None = None,
+        threshold: float | None = None,
+        owned: AbstractContextManager[object] | None = None,
     ) -> None:
+        """`threshold`: the verifier accepts a solution whose score reaches it; None where it is not known. `owned`:
+        what `close` closes, such as the model."""
         self._model = model
         self._template = template
         self._version = version
@@ -96,13 +117,41 @@ class VerifierScorer(Scorer):
             model, template.key, ScoreCache(cache_entries), token_budget=token_budget, executor=executor
         )
         self._references = self._backend.references
-        self._epoch = 0  # counts changes of the version: an old version may come back
+        self._epoch = 0  # counts version changes; a version string may return
         self._under_way: dict[ScoreKey, _Job] = {}
         self._queue: list[_Job] = []
         self._worker: asyncio.Task[None] | None = None
-        self._batch: asyncio.Future[Done] | None = None  # what the worker waits for
+        self._batch: asyncio.Future[ScoredBatch] | None = None  # the batch in computation
         self._shared = self._forward_passes = 0
         self._queue_s = self._service_s = 0.0
+        self.threshold = threshold
+        self._owned = owned
+
+    @classmethod
+    def load(cls, run: FinishedRun, round: int = -1) -> VerifierScorer:
+        """The scorer of a finished round's verifier, computed by torch in this process. Rounds count from 0; -1 is the
+        last. Leave it as a context manager, or `close` it, to free the model.
+
+        Raises UsageError for a round that is not finished.
+        """
+        return run.open_scorer(round)
+
+    def score_texts(self, problem: str, solutions: Sequence[str]) -> Float32:
+        """float32 [n], logits: how sure the verifier is that each text solves `problem`. Raises what `score` raises."""
+        texts = [TextSolution(f"text {number}", problem, text) for number, text in enumerate(solutions)]
+        return run_to_end(lambda: self.score(texts))
+
+    def close(self) -> None:
+        """Close what the scorer owns. A scorer that `load` opened owns its model."""
+        if self._owned is not None:
+            owned, self._owned = self._owned, None
+            owned.__exit__(None, None, None)
+
+    def __enter__(self) -> VerifierScorer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def version(self) -> str:
@@ -121,21 +170,21 @@ class VerifierScorer(Scorer):
         )
 
     def set_version(self, version: str) -> None:
-        """The verifier's weights have changed and are now `version`. Call it right after changing them, before
+        """Tell the scorer that the verifier's weights are now `version`. Call it right after the change, before
         anything else can await a score."""
         if version == self._version:
             return
         self._version = version
         self._epoch += 1
         self._backend.weights_changed()
-        self._cache.clear()  # scores of the old version: right under their key, but of no use any more
+        self._cache.clear()  # scores of the old version are correct but no longer needed
         self._forget()
 
     async def drop(self) -> None:
-        """Forget what waits, cancel requests to servers, and await what is being computed: whoever asked has left, and
-        the model may be closed."""
+        """Discard waiting work, cancel server requests, and wait for the computation in progress. Afterwards the caller
+        may close the model."""
         self._forget()
-        # Servers may be gone for minutes. Of work in a thread, cancelling would only lose sight.
+        # Servers may be unreachable for minutes, so cancel their requests. Work in a thread cannot be cancelled.
         if isinstance(self._batch, asyncio.Task) and not self._batch.cancelling():
             self._batch.cancel()
         if self._worker is not None:
@@ -148,8 +197,8 @@ class VerifierScorer(Scorer):
         self._queue.clear()
 
     def cache_state(self) -> dict[str, Tensor]:
-        """The cached scores, and whose they are, as tensors named "scores.*" for a checkpoint: without them a resumed
-        run would compute again what the uninterrupted run has cached. Only between calls of `score`."""
+        """The cached scores and their owner as tensors "scores.*" for a checkpoint, so that a resumed run computes the
+        same scores as an uninterrupted one. Call it only between calls of `score`."""
         state = {"scores.owner": torch.from_numpy(self._owner())}
         for name, cache in (("scores.", self._cache), ("scores.reference_", self._references)):
             digests, values = cache.entries()
@@ -158,10 +207,10 @@ class VerifierScorer(Scorer):
         return state
 
     def load_cache_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take up a `cache_state`. Raises StateError when its scores are of another version or template."""
+        """Restore a `cache_state`. Raises StateError if its scores have another version or template."""
         if not np.array_equal(state["scores.owner"].numpy(), self._owner()):
             raise StateError(
-                "The checkpoint's scores come from another verifier than the one that is open.",
+                "The checkpoint's scores come from another verifier than the current one.",
                 "Resume with the experiment and the version of pvg that wrote it.",
             )
         for name, cache, version in (
@@ -175,25 +224,25 @@ class VerifierScorer(Scorer):
         return np.frombuffer(f"{self._version} {self._template.key}".encode(), dtype=np.uint8).copy()
 
     async def score(self, rollouts: Sequence[Scorable]) -> Float32:
-        """float32 [n], logits, all of `version` as it is on return.
+        """float32 [n], logits, all of the `version` at return.
 
-        Raises TrainingDivergedError naming the rollout whose score is not finite, ConfigurationError for a solution
-        longer than the verifier or the token budget allows, and whatever a forward pass raised.
+        Raises TrainingDivergedError, naming the rollout, if a score is not finite; ConfigurationError if a solution is
+        too long for the verifier or the token budget; and what a forward pass raises.
         """
         inputs = await run_in(self._reading, self._inputs, rollouts)
         while True:
             epoch = self._epoch
-            with span("score_queue"):  # around the look-ups too: what they start then counts as work for this wait
+            with span("score_queue"):  # includes the look-ups, so that the work which they start counts for this wait
                 found = [self._find(input_) for input_ in inputs]
                 waiting = {entry for entry in found if isinstance(entry, asyncio.Future)}
                 if waiting:
-                    await asyncio.wait(waiting)  # unlike awaiting them, this does not cancel them when we are cancelled
+                    await asyncio.wait(waiting)  # unlike `await`, cancelling this call does not cancel the futures
             if epoch == self._epoch:
                 scores = [entry.result() if isinstance(entry, asyncio.Future) else entry for entry in found]
                 return np.asarray(scores, dtype=np.float32)
 
     def _inputs(self, rollouts: Sequence[Scorable]) -> list[ScoreInput]:
-        """Runs in the reading thread. It uses nothing that depends on the version."""
+        """Runs in the reading thread. Uses nothing that depends on the version."""
         return [self._input(rollout) for rollout in rollouts]
 
     def _input(self, rollout: Scorable) -> ScoreInput:
@@ -203,14 +252,14 @@ class VerifierScorer(Scorer):
         context = self._model.max_length
         if len(ids) > context or padded_width(len(ids), context) > self._token_budget:
             raise ConfigurationError(
-                f"Rollout {rollout.id} takes {len(ids)} tokens to verify: more than the verifier's context "
-                f"of {context}, or than verifier.score_tokens = {self._token_budget} in blocks of {WIDTH}.",
+                f"Rollout {rollout.id} needs {len(ids)} tokens to verify. This exceeds the verifier's context "
+                f"of {context}, or verifier.score_tokens = {self._token_budget} in blocks of {WIDTH}.",
                 "Shorten the completions (rollout.max_tokens), raise verifier.score_tokens, or change the verifier.",
             )
         return ScoreInput(ids, prompt_length, digest_of(ids, prompt_length), rollout.id)
 
     def _find(self, input_: ScoreInput) -> float | asyncio.Future[float]:
-        """The score, or the future of whoever computes it."""
+        """The cached score, or the future of its computation."""
         key = ScoreKey(self._version, self._template.key, input_.digest)
         job = self._under_way.get(key)
         if job is not None:
@@ -228,17 +277,17 @@ class VerifierScorer(Scorer):
         return job.future
 
     async def _work(self) -> None:
-        """Batch by batch until the queue is empty. What arrives during a batch is part of the next ones."""
+        """Compute batches until the queue is empty. Solutions that arrive meanwhile join the next batches."""
         try:
             while self._queue:
                 jobs, self._queue = self._queue, []
                 for rows in self._backend.batches([len(job.input.ids) for job in jobs]):
-                    # Jobs that a change of version has cancelled need no forward pass.
+                    # Skip jobs that a version change has cancelled.
                     wanted = [jobs[row] for row in rows if not jobs[row].future.done()]
                     if wanted:
                         await self._compute(wanted)
         except BaseException as error:
-            for job in list(self._under_way.values()):  # nobody may be left waiting for a worker that is gone
+            for job in list(self._under_way.values()):  # nothing else would ever complete these futures
                 self._fail(job, error)
             self._queue.clear()
             raise
@@ -248,7 +297,7 @@ class VerifierScorer(Scorer):
     async def _compute(self, jobs: list[_Job]) -> None:
         work = self._batch = self._backend.submit([job.input for job in jobs])
         try:
-            await asyncio.wait([work])  # not awaited: its failure belongs to those who wait for the scores
+            await asyncio.wait([work])  # `await work` would raise here; the error belongs to the waiting callers
         finally:
             self._batch = None
         error = asyncio.CancelledError() if work.cancelled() else work.exception()
@@ -259,7 +308,7 @@ class VerifierScorer(Scorer):
             self._queue_s += sum(began - job.submitted for began, job in zip(done.began, jobs, strict=True))
         for number, job in enumerate(jobs):
             if job.future.done():
-                continue  # the version changed meanwhile: what was computed is nobody's score
+                continue  # the version has changed, so the score is not valid
             if error is not None:
                 self._fail(job, error)
             elif not np.isfinite(done.scores[number]):
@@ -276,11 +325,11 @@ class VerifierScorer(Scorer):
             job.future.cancel()
         else:
             job.future.set_exception(error)
-            job.future.exception()  # seen: if everybody who waited was cancelled, there is nobody left to tell
+            job.future.exception()  # avoids asyncio's "never retrieved" log if all callers were cancelled
 
 
 def _not_finite(job: _Job, score: float) -> TrainingDivergedError:
     return TrainingDivergedError(
         f"The verifier's score of rollout {job.input.rollout_id} is {score}.",
-        "Its weights have diverged: lower verifier.learning_rate. What was committed before is intact.",
+        "Its weights have diverged: lower verifier.learning_rate. All commits are intact.",
     )

@@ -1,10 +1,10 @@
-"""A verifier's heads as vLLM servers compute them: what is published, what is asked, and what the reply says.
+"""Verifier heads on vLLM servers: the weights to publish, the request, and how to read the reply.
 
-    scalar      /classify                  the logit w . h of the last token, in float32 and without an activation
-    implicit    /inference/v1/generate     the log-prob of every token that is sent
+    scalar      /classify                  the logit w . h of the last token, in float32 without activation
+    implicit    /inference/v1/generate     the log-prob of every token of the input
 
-The bias, beta and the comparison with the reference are added here. Invariant: a reply that lacks a number is
-Malformed, never a part of a score.
+This module adds bias, beta and the comparison with the reference. Invariant: a reply that lacks a number raises
+MalformedReply, and never becomes part of a score.
 """
 
 from __future__ import annotations
@@ -24,26 +24,25 @@ from pvg.models.logprobs import completion_logprobs
 from pvg.records import Float32
 from pvg.rollout.vllm.wire import GENERATE, UNSAMPLABLE, prompt_scoring, read_prompt_logprobs
 from pvg.servers.labels import salt
-from pvg.servers.pool import Malformed
+from pvg.servers.pool import MalformedReply
 from pvg.verifier.backend import ScoreInput
 
 CLASSIFY = "/classify"
-BACKBONE = "backbone."  # before the backbone's names in VerifierModel.trainable_state
-SCORE = "score.weight"  # of a *ForSequenceClassification
+BACKBONE = "backbone."  # prefix of the backbone's names in VerifierModel.trainable_state
+SCORE = "score.weight"  # name in a *ForSequenceClassification checkpoint
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """What a server says of some inputs: float32 values of each, and the label of the weights that gave them, where
-    the route tells."""
+class ServedValues:
+    """A server's reply: float32 values for each input, and the label of its weights if the route reports it."""
 
     values: list[Float32]
     label: str | None
 
 
 class ServedHead(Protocol):
-    """How one head is served. A request carries at most `inputs_per_request` inputs, and needs room for `extra_tokens`
-    beyond each."""
+    """How servers compute one head. A request has at most `inputs_per_request` inputs, each with room for
+    `extra_tokens` more tokens."""
 
     runner: Literal["generate", "pooling"]
     route: str
@@ -51,39 +50,39 @@ class ServedHead(Protocol):
     extra_tokens: int
 
     def tensors(self, model: VerifierModel) -> dict[str, Tensor]:
-        """What makes servers compute this version of the verifier, by the names of the checkpoint that they serve."""
+        """The weights for servers to compute this version of the verifier, by the names of their checkpoint."""
         ...
 
     def body(self, inputs: Sequence[ScoreInput], label: str) -> dict[str, Any]:
-        """The request, to a server whose weights have that label."""
+        """The request body, for a server whose weights have `label`."""
         ...
 
-    def read(self, found: Any, inputs: Sequence[ScoreInput], url: str) -> Reading:
-        """Raises Malformed."""
+    def read(self, found: Any, inputs: Sequence[ScoreInput], url: str) -> ServedValues:
+        """Parse a reply. Raises MalformedReply."""
         ...
 
     def expected(self, model: VerifierModel, inputs: Sequence[ScoreInput]) -> list[Float32]:
-        """The values that a server with the model's weights gives, computed by torch in this thread."""
+        """The values that a server with the model's weights returns, computed by torch in this thread."""
         ...
 
     def scores(self, values: Sequence[Float32], references_N: Float32, bias: float) -> Float32:
-        """float32 [N]. The references are zeros where the head has none."""
+        """float32 [N]. The references are 0 for a head without one."""
         ...
 
 
 class ServedScalar:
-    """[X]ForSequenceClassification with one label: its score is a linear layer without a bias."""
+    """[X]ForSequenceClassification with one label: its score is a linear layer without bias."""
 
     runner: Literal["generate", "pooling"] = "pooling"
     route = CLASSIFY
-    inputs_per_request = 16  # a request takes any number; several servers shall share the work
+    inputs_per_request = 16  # a request may have any number; small ones let several servers share the work
     extra_tokens = 0
 
     def tensors(self, model: VerifierModel) -> dict[str, Tensor]:
         assert isinstance(model, ScalarHead)
         tensors = _backbone(model.trainable_state())
-        # A tied head is the embedding, which the backbone needs; one of its own the classifier does not have, and as it
-        # is frozen it is no part of the trainable state.
+        # The classifier's only head tensor is `score.weight`. A tied head is the embedding, which the backbone
+        # contains; a separate frozen head is not in the trainable state.
         tensors[SCORE] = model.weight_D.detach()[None]
         return tensors
 
@@ -95,20 +94,20 @@ class ServedScalar:
             "cache_salt": salt(label),
         }
 
-    def read(self, found: Any, inputs: Sequence[ScoreInput], url: str) -> Reading:
+    def read(self, found: Any, inputs: Sequence[ScoreInput], url: str) -> ServedValues:
         rows = found.get("data") if isinstance(found, dict) else None
         if not isinstance(rows, list) or len(rows) != len(inputs):
-            raise Malformed(url, f"not {len(inputs)} scores")
+            raise MalformedReply(url, f"not {len(inputs)} scores")
         values: dict[int, Float32] = {}
         for row in rows:
             try:
                 number, (logit,) = int(row["index"]), row["probs"]
                 values[number] = np.array([float(logit)], dtype=np.float32)
             except (KeyError, TypeError, ValueError) as error:
-                raise Malformed(url, f"a score that cannot be read: {error!r}") from None
+                raise MalformedReply(url, f"a score that cannot be read: {error!r}") from None
         if values.keys() != set(range(len(inputs))):
-            raise Malformed(url, "scores of other inputs than were sent")
-        return Reading([values[number] for number in range(len(inputs))], None)
+            raise MalformedReply(url, "scores of other inputs than were sent")
+        return ServedValues([values[number] for number in range(len(inputs))], None)
 
     def expected(self, model: VerifierModel, inputs: Sequence[ScoreInput]) -> list[Float32]:
         assert isinstance(model, ScalarHead)
@@ -120,12 +119,12 @@ class ServedScalar:
 
 
 class ServedImplicit:
-    """[X]ForCausalLM: of the log-probs of all tokens, those of the solution's count."""
+    """[X]ForCausalLM: uses the log-probs of the solution's tokens."""
 
     runner: Literal["generate", "pooling"] = "generate"
     route = GENERATE
     inputs_per_request = 1
-    extra_tokens = 1  # vLLM must sample one
+    extra_tokens = 1  # vLLM requires at least one sampled token
 
     def __init__(self, beta: float) -> None:
         self._beta = np.float32(beta)
@@ -137,11 +136,11 @@ class ServedImplicit:
         (entry,) = inputs
         return prompt_scoring(entry.ids, salt=salt(label), model=None)
 
-    def read(self, found: Any, inputs: Sequence[ScoreInput], url: str) -> Reading:
+    def read(self, found: Any, inputs: Sequence[ScoreInput], url: str) -> ServedValues:
         (entry,) = inputs
         logprobs, label = read_prompt_logprobs(found, entry.ids, url)
         solution = logprobs[entry.prompt_length - 1 :]
-        return Reading([np.where(solution <= UNSAMPLABLE, np.float32(-np.inf), solution)], label)
+        return ServedValues([np.where(solution <= UNSAMPLABLE, np.float32(-np.inf), solution)], label)
 
     def expected(self, model: VerifierModel, inputs: Sequence[ScoreInput]) -> list[Float32]:
         assert isinstance(model, ImplicitHead)
@@ -149,12 +148,12 @@ class ServedImplicit:
         return [_solution_logprobs(model.backbone, model.device, entry) for entry in inputs]
 
     def expected_of_start(self, model: VerifierModel, inputs: Sequence[ScoreInput]) -> list[Float32]:
-        """As `expected`, of a server with the verifier's untrained start."""
+        """Like `expected`, for a server with the verifier's untrained start."""
         assert isinstance(model, ImplicitHead)
         return [_solution_logprobs(model.start, model.device, entry) for entry in inputs]
 
     def sums(self, values: Sequence[Float32]) -> Float32:
-        """float32 [N], added up in float64."""
+        """float32 [N], summed in float64."""
         return np.array([value.sum(dtype=np.float64) for value in values], dtype=np.float32)
 
     def scores(self, values: Sequence[Float32], references_N: Float32, bias: float) -> Float32:
@@ -168,10 +167,10 @@ SERVED_HEADS: dict[str, Callable[[Verifier], ServedScalar | ServedImplicit]] = {
 
 
 def served_head(section: Verifier) -> ServedScalar | ServedImplicit:
-    """Raises ConfigurationError for a head that no server computes."""
+    """The served form of the verifier's head. Raises ConfigurationError if servers cannot compute the head."""
     if section.head not in SERVED_HEADS:
         raise ConfigurationError(
-            f"verifier.head = {section.head!r} is computed by torch only: vLLM does not serve it.",
+            f"verifier.head = {section.head!r} runs only with torch; vLLM does not support it.",
             "Set verifier.engine to 'torch', or verifier.head to 'implicit' or 'scalar'.",
         )
     return SERVED_HEADS[section.head](section)

@@ -1,8 +1,8 @@
-"""What a verifier reads: a problem and a solution as token ids.
+"""The verifier's input: a problem and a solution as token ids.
 
-Invariant 3: the role and the role prompt cannot get in, because there is no parameter for them; two rollouts with the
-same question and the same solution are the same input. Nothing is tokenised twice: a solution sampled with the
-verifier's own vocabulary keeps the token ids it was sampled as.
+Invariant 3: role and role prompt cannot enter, because there is no parameter for them. Rollouts with the same question
+and solution give the same input. Nothing is tokenized twice: a solution that was sampled with the verifier's vocabulary
+keeps its token ids.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ Style = Literal["tag", "chat", "plain"]
 Head = Literal["scalar", "implicit", "yes_token"]
 
 QUESTION = "Is this solution correct? Answer yes or no."
-# Part of every key: raise it when the tokens of any style change, so that no old score is taken for a new one.
+# Part of every key. Increase it when the tokens of any style change, so that old scores do not match.
 FORM = 1
-PROMPTS_KEPT = 4096  # questions, as token ids: a few MB
+PROMPTS_KEPT = 4096  # cached questions as token ids; a few MB
 
 
 class VerifierTemplate:
-    """Renders (question, solution) for one verifier. `key` is a digest of everything the tokens depend on.
+    """Renders (question, solution) for one verifier. `key`: a digest of everything that the tokens depend on.
 
-    Styles: `plain` and `tag` are the question, the solution and the end token, one after the other (a verifier gets no
-    tag); `chat` uses the chat template. The head decides where the score is read:
+    The styles `plain` and `tag` concatenate question, solution and end token (a verifier gets no role tag); `chat` uses
+    the chat template. The head decides where the score is read:
 
-    - implicit: over the solution's tokens, which are the assistant's answer in `chat`;
-    - scalar: at the last token; in `chat` problem and solution both stand in the user's message;
-    - yes_token: likewise, with a question at the end instead of the end token.
+    - implicit: at the solution's tokens, which in `chat` are the assistant's message;
+    - scalar: at the last token; in `chat` the user's message contains problem and solution;
+    - yes_token: as scalar, but with a question instead of the end token at the end.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, style: Style, head: Head, shown: Callable[[str], str] | None = None
     ) -> None:
-        """`shown` gives what may be read of a completion, where its task conceals something. All of them are then
-        encoded from their texts: the tokens of one that was cut would be another cut than those of one that was not.
+        """`shown`: returns the visible part of a completion, if the task conceals something. Then all completions are
+        encoded from text, because otherwise the tokenization would reveal which ones were cut.
 
-        Raises ConfigurationError for style "chat" where the tokenizer has no chat template."""
+        Raises ConfigurationError for style "chat" without a chat template."""
         self._tokenizer = tokenizer
         self._render = _chat if style == "chat" else _plain
-        # A problem's solutions ask for the same question, and a verifier's training for the same problems.
+        # Cached: solutions of a problem share its question, and training repeats problems.
         of_question = partial(_opened_chat, tokenizer) if style == "chat" else tokenizer.encode
         self._prompt: Prompt = lru_cache(PROMPTS_KEPT)(of_question)
         self._head = head
         rules = [FORM, style == "chat", head, QUESTION, tokenizer.fingerprint, tokenizer.eos_id]
-        if style == "chat":  # the chat template is no part of the tokenizer's fingerprint: render something with it
+        if style == "chat":  # the tokenizer's fingerprint does not cover the chat template, so render something with it
             rules.append(tokenizer.chat([{"role": "user", "content": "problem"}]).tolist())
         self._shown = shown
         if shown is not None:
@@ -67,12 +67,12 @@ class VerifierTemplate:
         completion_ids: Int32 | None,
         source_tokenizer_fingerprint: str | None,
     ) -> tuple[Int32, int]:
-        """(ids int32 [L], prompt_length): the solution's tokens are those from `prompt_length` on.
+        """(ids int32 [L], prompt_length): the solution's tokens start at `prompt_length`.
 
-        `completion_ids` int32 [C] (a sampled end token included or not) are taken as they are if the tokenizer they
-        come from has this verifier's fingerprint; otherwise `completion_text` is encoded.
+        `completion_ids` int32 [C] (with or without a sampled end token) are used unchanged if their tokenizer has this
+        verifier's fingerprint; otherwise `completion_text` is encoded.
 
-        Raises ConfigurationError for a question without a single token.
+        Raises ConfigurationError for a question without tokens.
         """
         if self._shown is not None:
             completion_text, completion_ids = self._shown(completion_text), None
@@ -83,13 +83,13 @@ class VerifierTemplate:
         )
         if not prompt_ids.size:
             raise ConfigurationError(
-                "A problem has no text, so there is nothing to verify a solution against.",
+                "A problem has an empty question, so its solutions cannot be verified.",
                 "Remove problems with an empty question from the task.",
             )
         return np.concatenate([prompt_ids, rest_ids]), len(prompt_ids)
 
 
-Prompt = Callable[[str], Int32]  # of a question; nobody changes what it gives
+Prompt = Callable[[str], Int32]  # question -> ids; callers must not change the array
 Render = Callable[[Tokenizer, str, Prompt, str, str, Int32 | None], tuple[Int32, Int32]]
 
 
@@ -115,12 +115,12 @@ def _chat(
 
 
 def _opened_chat(tokenizer: Tokenizer, question: str) -> Int32:
-    """The question as the user's message, ready for the assistant's answer."""
+    """The question as the user's message, followed by the start of the assistant's message."""
     return tokenizer.chat([{"role": "user", "content": question}])
 
 
 def _without_end(tokenizer: Tokenizer, ids: Int32) -> Int32:
-    """`ids` without the end tokens it may end in."""
+    """`ids` without end tokens at the end."""
     kept = np.flatnonzero(ids != tokenizer.eos_id)
     return ids[: kept[-1] + 1 if kept.size else 0]
 

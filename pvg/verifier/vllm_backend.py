@@ -1,14 +1,14 @@
-"""`VllmBackend`: scores from vLLM servers, for `verifier.engine = "vllm"`.
+"""Scores from vLLM servers, for `verifier.engine = "vllm"`.
 
     serving = VerifierServing(experiment, executor, events, run="modchain")      # one for all scorers of a run
     scorer = VerifierScorer(verifier, ..., backend=VllmBackend(serving, verifier, template.key, references))
     scores = await scorer.score(rollouts)
     await serving.close()
 
-A verifier's weights are published when the first score of one of its versions is asked for, and their arrival is proven
-on every server. Versions are told apart by their digest: a second scorer of the same weights publishes nothing.
+The first request for a score of a new version publishes the verifier's weights and proves their arrival on every
+server. A digest identifies a version, so a second scorer with the same weights publishes nothing.
 
-Invariant 2: servers hold one verifier at a time, and whoever scores with it has them alone until the scores are in.
+Invariant 2: servers hold one verifier at a time, and a scorer has them exclusively until its scores have arrived.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ from pvg.errors import TrainingDivergedError, WeightsNotArrivedError
 from pvg.models.heads import VerifierModel
 from pvg.models.padding import batches, rectangle
 from pvg.records import Float32
-from pvg.servers.control import ControlClient, Delivery
+from pvg.servers.control import ControlClient, DeliveryTiming
 from pvg.servers.fleet import Server
 from pvg.servers.keys import control_key
-from pvg.servers.labels import Label, Session
-from pvg.servers.pool import ConnectionLimits, HttpPool, Refused, ServerFault
+from pvg.servers.labels import PublishingSession, WeightLabel
+from pvg.servers.pool import ConnectionLimits, HttpPool, RefusedRequest, ServerFault
 from pvg.servers.transports.files import FilesystemTransport
 from pvg.servers.transports.transport import Transport
 from pvg.servers.transports.versions import VersionFolders, torch_dtype
 from pvg.servers.update import SyncTiming, WeightUpdate
 from pvg.telemetry.events import Events
 from pvg.telemetry.spans import span, submit_in
-from pvg.verifier.backend import Done, ScoreInput
+from pvg.verifier.backend import ScoredBatch, ScoreInput
 from pvg.verifier.cache import ScoreCache, ScoreKey
-from pvg.verifier.score_servers import CONCURRENCY, Answers, ScoreServers, together
+from pvg.verifier.score_servers import CONCURRENCY, ScoreServers, ServerScores, together
 from pvg.verifier.served_heads import ServedImplicit, served_head
 
 T = TypeVar("T")
-Claim = tuple[object, int]  # a scorer's backend, and how often its weights changed
+Claim = tuple[object, int]  # a scorer's backend, and the number of its weight changes
 
-CANARY_INPUTS = 2  # the first solutions that are scored: text like what is to come, as noise would not be
-# How far a logit, or the log-prob of one token, may be from torch's. Both sides in float32 differ by about 1e-5.
+CANARY_INPUTS = 2  # the first solutions to score: real text, because random tokens would not be representative
+# Allowed difference of a logit, or of one token's log-prob, from torch. With float32 on both sides it is about 1e-5.
 TOLERANCE_FLOAT32 = 1e-2
-TOLERANCE_REDUCED = 0.5  # bfloat16 keeps 8 bits
+TOLERANCE_REDUCED = 0.5  # bfloat16 has 8 bits of precision
 
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """A verifier's weights at one moment."""
+    """The verifier's weights at one moment."""
 
     digest: str
     bias: float
@@ -69,20 +69,20 @@ class _Version:
 
 @dataclass(frozen=True, slots=True)
 class _Published:
-    """The newest version that was sent, and what servers have to say under it of the canary's inputs."""
+    """The last published version, and its expected values for the canary inputs."""
 
-    label: Label
+    label: WeightLabel
     trace: str
     expected: list[Float32]
 
 
 class VerifierServing:
-    """The servers of `serving.verifier_servers` and `serving.reference_servers`, opened when they are first needed;
-    `close` lets go of all of it. Belongs to one event loop. `run` names the folder of the published weights."""
+    """The servers of `serving.verifier_servers` and `serving.reference_servers`, opened on first use; `close` releases
+    everything. Use it from one event loop. `run`: names the folder of published weights."""
 
     def __init__(self, experiment: Experiment, executor: Executor, events: Events, run: str) -> None:
-        """Raises ConfigurationError for a head that no server computes."""
-        self.turn = asyncio.Lock()  # held by whoever scores
+        """Raises ConfigurationError for a head that servers cannot compute."""
+        self.turn = asyncio.Lock()  # held while a scorer uses the servers
         self.executor = executor
         self.token_budget = experiment.verifier.score_tokens
         self.head = served_head(experiment.verifier)
@@ -90,7 +90,7 @@ class VerifierServing:
         self._serving, self._weights = experiment.serving, experiment.weights
         self._events = events
         self._run = f"{run}-verifier"
-        self._session = Session.begin()
+        self._session = PublishingSession.begin()
         self._version = 0
         self._held: _Version | None = None
         self._holder: Claim | None = None
@@ -105,7 +105,7 @@ class VerifierServing:
         self.references = self._group(references, "serving.reference_servers") if references else None
 
     def _open_pools(self, hosts: int, groups: int) -> tuple[HttpPool, HttpPool]:
-        """(for scores, for control); with `weights.client = "shared"` they are the same."""
+        """(pool for scores, pool for control); one pool for both with `weights.client = "shared"`."""
         key = control_key(Path(self._weights.root))
         limits = ConnectionLimits.derive(CONCURRENCY * groups, hosts=hosts)
         limits.assert_covers(CONCURRENCY * groups)
@@ -130,8 +130,8 @@ class VerifierServing:
         return ScoreServers(self.head, controls, pool, self._serving, self._events, setting=setting, catch_up=catch_up)
 
     async def ready(self) -> None:
-        """Ask the servers how they are, before anything depends on them. Raises ServerUnavailableError when none
-        answers, ConfigurationError or MissingRequirementError for one that cannot serve this verifier."""
+        """Check the servers before anything depends on them. Raises ServerUnavailableError if none answers,
+        ConfigurationError or MissingRequirementError if one cannot serve this verifier."""
         for group in (self.verifiers, self.references):
             if group is not None:
                 await group.look()
@@ -139,11 +139,11 @@ class VerifierServing:
     # --- which version the servers have ------------------------------------------------------------------------------
 
     async def hold(self, model: VerifierModel, claim: Claim, inputs: Sequence[ScoreInput]) -> float:
-        """Have all servers that live hold the verifier's present weights; returns its bias. Only with `turn`. Claims
-        are equal where the weights are known to be the same; with a new one they are looked at.
+        """Make all servers that are up hold the verifier's current weights; returns its bias. Requires `turn`. Equal
+        claims mean equal weights; a new claim compares digests.
 
-        Raises WeightsNotArrivedError naming server and version, TrainingDivergedError for weights that give no number,
-        ServerUnavailableError when no server took them, and what the transport raises.
+        Raises WeightsNotArrivedError, naming server and version; TrainingDivergedError if the weights give scores that
+        are not finite; ServerUnavailableError if no server took them; and what the transport raises.
         """
         if self._held is None or self._holder != claim:
             version = await _in_thread(self.executor, self._version_of, model)
@@ -151,16 +151,16 @@ class VerifierServing:
                 with span("sync"):
                     await self._open(model, inputs)
                     await self._publish(model, version)
-            # Without the tensors, which are the model's own: it could not be freed when its owner closes it.
+            # Keeps no tensors: they are the model's own, and a reference would keep them in memory after it is closed.
             self._held, self._holder = replace(version, tensors={}), claim
         return self._held.bias
 
     def forget(self) -> None:
-        """The next `hold` publishes, whatever the servers have: nobody knows what that is."""
+        """Make the next `hold` publish, because the servers' weights are unknown."""
         self._held = None
 
     def _version_of(self, model: VerifierModel) -> _Version:
-        """In the executor, where nobody trains meanwhile."""
+        """Runs in the executor, where no training happens meanwhile."""
         return _Version(model.version(), model.get_parameter("bias").item(), self.head.tensors(model))
 
     async def _open(self, model: VerifierModel, inputs: Sequence[ScoreInput]) -> None:
@@ -169,7 +169,7 @@ class VerifierServing:
         try:
             await self._open_groups(model, inputs)
         except BaseException:
-            await self._close_groups()  # nobody shall watch servers that are opened again the next time
+            await self._close_groups()  # stop watching; the next call opens the servers again
             raise
         dtype = next(server.info.dtype for server in self.verifiers.fleet.servers if server.info is not None)
         folders = VersionFolders(Path(self._weights.root), self._run, self._session)
@@ -188,19 +188,19 @@ class VerifierServing:
             await self.references.until_one_is_up()
 
     async def _publish(self, model: VerifierModel, version: _Version) -> None:
-        """To all servers that live; those that are away get it when they are back."""
+        """Publish to all servers that are up; the fleet updates the others when they return."""
         self._held = None
         self._version += 1
-        label, trace = Label(self._session, self._version), uuid.uuid4().hex[:16]
+        label, trace = WeightLabel(self._session, self._version), uuid.uuid4().hex[:16]
         fleet, started = self.verifiers.fleet, time.perf_counter()
         place = {"trace": trace, "version": self._version, "engines": len(fleet.servers), "of": "verifier"}
-        deliveries: list[Delivery] = []
+        deliveries: list[DeliveryTiming] = []
         self._events.event("weights", event="client.send", **place)
         try:
             async with fleet.updating:
                 gap = await self._deliver(model, version, label, trace, deliveries)
             if gap is None:
-                await self.verifiers.until_one_is_up()  # the fleet catches it up
+                await self.verifiers.until_one_is_up()  # the fleet sends it the weights
         finally:
             all_ms = (time.perf_counter() - started) * 1e3
             slowest = max(deliveries, key=lambda delivery: delivery.wall_ms, default=None)
@@ -213,10 +213,10 @@ class VerifierServing:
         self.last_sync = SyncTiming(self._version, wall_ms, rpc_ms, parts, gap if self._canary else None)
 
     async def _deliver(
-        self, model: VerifierModel, version: _Version, label: Label, trace: str, deliveries: list[Delivery]
+        self, model: VerifierModel, version: _Version, label: WeightLabel, trace: str, deliveries: list[DeliveryTiming]
     ) -> float | None:
-        """Stage, send and prove; what arrived is added to `deliveries`. Returns the largest gap, None where no server
-        is there. Raises WeightsNotArrivedError when those that are there refuse."""
+        """Stage, send and prove; adds successful deliveries to `deliveries`. Returns the largest gap, None if no server
+        is up. Raises WeightsNotArrivedError if all servers refuse."""
         transport, fleet = self._present(), self.verifiers.fleet
         await transport.stage(WeightUpdate(label.version, version.tensors, trace), label)
         expected = await _in_thread(self.executor, self.head.expected, model, self._canary)
@@ -225,17 +225,17 @@ class VerifierServing:
         servers, arrived = fleet.alive, []
         outcomes = await fleet.deliver(servers, transport, label, trace)
         for server, outcome in zip(servers, outcomes, strict=True):
-            if isinstance(outcome, Delivery):
+            if isinstance(outcome, DeliveryTiming):
                 arrived.append(server)
                 deliveries.append(outcome)
             else:
                 fleet.lose(server, outcome)
         if arrived:
             return await self._proven(self.verifiers, arrived, self._prove)
-        if any(isinstance(outcome, Refused) for outcome in outcomes):
+        if any(isinstance(outcome, RefusedRequest) for outcome in outcomes):
             raise WeightsNotArrivedError(
                 f"No server took version {label.version} of the verifier: {'; '.join(map(str, outcomes))}.",
-                "Look at the server's log, then continue with --resume.",
+                "Read the servers' logs, then continue with --resume.",
             )
         return None
 
@@ -244,15 +244,15 @@ class VerifierServing:
         return self._transport
 
     async def _catch_up(self, server: Server) -> None:
-        """A verifier server is back: send it the newest version. Called by the fleet, which holds `updating`."""
+        """Send the newest version to a verifier server that has returned. The fleet calls this and holds `updating`."""
         if self._transport is None or self._published is None:
             if server.state == "away":
-                server.state = "stale"  # it answers; it gets its weights with everybody else
+                server.state = "stale"  # it answers, and gets its weights with the next publication
             return
         published = self._published
         fleet = self.verifiers.fleet
         (outcome,) = await fleet.deliver([server], self._transport, published.label, published.trace)
-        if not isinstance(outcome, Delivery):
+        if not isinstance(outcome, DeliveryTiming):
             raise outcome
         await self._prove(server)
 
@@ -261,7 +261,7 @@ class VerifierServing:
     async def _proven(
         self, group: ScoreServers, servers: Sequence[Server], prove: Callable[[Server], Awaitable[float]]
     ) -> float | None:
-        """The largest gap of `servers`. Those that do not answer are lost; None when all are."""
+        """The largest gap of `servers`; None if none answers. Marks servers that do not answer as lost."""
         outcomes = await together([_or_fault(prove(server)) for server in servers])
         for server, outcome in zip(servers, outcomes, strict=True):
             if isinstance(outcome, ServerFault):
@@ -269,17 +269,17 @@ class VerifierServing:
         return max((outcome for outcome in outcomes if not isinstance(outcome, ServerFault)), default=None)
 
     async def _prove(self, server: Server) -> float:
-        """That a server has what was published last: by its label, and by what it says of the canary's inputs. It may
-        then be asked. Returns the largest gap."""
+        """Prove that a server has the last published version, by its label and by its values for the canary inputs.
+        Then allow requests to it. Returns the largest gap."""
         published = self._published
         assert published is not None
         server.info = await server.control.info()
         version = published.label.version
         if server.info.label != str(published.label):
             raise WeightsNotArrivedError(
-                f"{server.url} was sent version {version} of the verifier and says that it has "
-                f"{server.info.label!r} instead of {str(published.label)!r}.",
-                "Does another run publish to it? Give each its own serving.verifier_servers.",
+                f"{server.url} was sent version {version} of the verifier, but reports {server.info.label!r} "
+                f"instead of {str(published.label)!r}.",
+                "If another run publishes to it, give each run its own serving.verifier_servers.",
             )
         gap = await self._gap(self.verifiers, server, server.info.label, published.expected, f"version {version}")
         self._events.event(
@@ -289,11 +289,11 @@ class VerifierServing:
         return gap
 
     async def _catch_up_reference(self, server: Server) -> None:
-        """A reference server is back, perhaps as another model. Called by the fleet, which holds `updating`."""
+        """Check a reference server that has returned, maybe with another model. The fleet holds `updating`."""
         await self._prove_start(server)
 
     async def _prove_start(self, server: Server) -> float:
-        """That a reference server has the verifier's untrained start. Returns the largest gap."""
+        """Prove that a reference server has the verifier's untrained start. Returns the largest gap."""
         assert self.references is not None
         server.info = await server.control.info()
         gap = await self._gap(
@@ -306,8 +306,8 @@ class VerifierServing:
     async def _gap(
         self, group: ScoreServers, server: Server, label: str, expected: Sequence[Float32], what: str
     ) -> float:
-        """The largest difference between what a server says of the canary's inputs and what it should say. Raises
-        WeightsNotArrivedError when it is too large."""
+        """The largest difference between a server's values for the canary inputs and the expected ones. Raises
+        WeightsNotArrivedError if it exceeds the tolerance."""
         if not self._canary:
             return 0.0
         found: list[Float32] = []
@@ -317,17 +317,17 @@ class VerifierServing:
         assert server.info is not None
         exact = server.info.dtype.removeprefix("torch.") == "float32"
         tolerance = self._weights.canary_tolerance or (TOLERANCE_FLOAT32 if exact else TOLERANCE_REDUCED)
-        if not gap <= tolerance:  # also where the server says NaN
+        if not gap <= tolerance:  # also true for NaN
             raise WeightsNotArrivedError(
-                f"{server.url} does not have {what} of the verifier: what it says of fixed solutions differs from "
-                f"torch by up to {gap:.3g} (tolerance {tolerance:g}).",
-                "Restart it on the experiment's verifier; if it is the right one, see weights.canary_tolerance.",
+                f"{server.url} does not have {what} of the verifier: its values for fixed solutions differ from "
+                f"torch's by up to {gap:.3g} (tolerance {tolerance:g}).",
+                "Restart it with the experiment's verifier. If it already has it, raise weights.canary_tolerance.",
             )
         return gap
 
     async def close(self) -> None:
-        """Closing twice does nothing."""
-        async with AsyncExitStack() as rest:  # each of it, also where something of it fails
+        """Close pools, transport and groups. A second call does nothing."""
+        async with AsyncExitStack() as rest:  # closes the rest even if one fails
             for pool in self._pools:
                 rest.push_async_callback(pool.close)
             if self._transport is not None:
@@ -341,8 +341,8 @@ class VerifierServing:
 
 
 class VllmBackend:
-    """Scores of `model`, which it borrows like `serving`, by servers that hold its weights; without reference servers
-    the implicit head's references are computed here, in the executor."""
+    """Scores of `model` by servers with its weights. The caller owns `model` and `serving`. Without reference servers,
+    the executor of this process computes the implicit head's references."""
 
     def __init__(
         self, serving: VerifierServing, model: VerifierModel, template_key: str, references: ScoreCache
@@ -351,37 +351,37 @@ class VllmBackend:
         self._serving = serving
         self._model = model
         self._template_key = template_key
-        self._generation = 0  # counts changes of the weights
+        self._generation = 0  # counts weight changes
 
     def batches(self, lengths: Sequence[int]) -> list[NDArray[np.int64]]:
-        """All of them: servers batch by themselves."""
+        """One batch with all rows: servers form their own batches."""
         return [np.arange(len(lengths), dtype=np.int64)]
 
     def weights_changed(self) -> None:
         self._generation += 1
 
-    def submit(self, inputs: Sequence[ScoreInput]) -> asyncio.Future[Done]:
+    def submit(self, inputs: Sequence[ScoreInput]) -> asyncio.Future[ScoredBatch]:
         return asyncio.ensure_future(self._compute(inputs))
 
-    async def _compute(self, inputs: Sequence[ScoreInput]) -> Done:
+    async def _compute(self, inputs: Sequence[ScoreInput]) -> ScoredBatch:
         serving = self._serving
         async with serving.turn:
             generation = self._generation
             try:
                 bias = await serving.hold(self._model, (self, generation), inputs)
             finally:
-                if generation != self._generation:  # they changed while they were read
+                if generation != self._generation:  # the weights changed while they were read
                     serving.forget()
             started = time.perf_counter()
             with span("score_service"):
                 found = await together([serving.verifiers.ask(inputs), self._references(inputs)])
-            answers, (references_N, requests) = cast("tuple[Answers, tuple[Float32, int]]", tuple(found))
+            answers, (references_N, requests) = cast("tuple[ServerScores, tuple[Float32, int]]", tuple(found))
             scores_N = serving.head.scores(answers.values, references_N, bias)
             seconds = time.perf_counter() - started
-        return Done(scores_N, answers.began, seconds, answers.requests + requests)
+        return ScoredBatch(scores_N, answers.began, seconds, answers.requests + requests)
 
     async def _references(self, inputs: Sequence[ScoreInput]) -> tuple[Float32, int]:
-        """The head's references float32 [N], those that are not known computed now, and how many requests that took."""
+        """The head's references float32 [N] and the number of requests; computes only unknown references."""
         if not self._model.needs_reference:
             return np.zeros(len(inputs), dtype=np.float32), 0
         keys = [ScoreKey("", self._template_key, entry.digest) for entry in inputs]
@@ -404,7 +404,7 @@ class VllmBackend:
         return np.array(known, dtype=np.float32), requests
 
     def _references_here(self, inputs: Sequence[ScoreInput]) -> Float32:
-        """In the executor's thread. float32 [N]."""
+        """References float32 [N], in the executor's thread."""
         model, budget = self._model, self._serving.token_budget
         found: Float32 = np.empty(len(inputs), dtype=np.float32)
         with torch.inference_mode(), span("reference", device=True):
@@ -422,14 +422,15 @@ class VllmBackend:
 
 
 async def _in_thread(executor: Executor, work: Callable[..., T], *arguments: Any) -> T:
-    """As `run_in`; but who is cancelled still waits for the thread, which has a model that may then be closed."""
+    """Like `run_in`, but a cancelled caller still waits for the thread, because it may close the thread's model
+    next."""
     running = submit_in(executor, work, *arguments)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
         await asyncio.wait([running])
         if not running.cancelled():
-            running.exception()  # seen
+            running.exception()  # marks it as retrieved
         raise
 
 
@@ -443,6 +444,6 @@ async def _or_fault(proof: Awaitable[float]) -> float | ServerFault:
 def _check_finite(expected: Sequence[Float32], version: int) -> None:
     if not all(np.isfinite(values).all() for values in expected):
         raise TrainingDivergedError(
-            f"Version {version} of the verifier gives scores that are no numbers.",
-            "Its weights have diverged: lower verifier.learning_rate. What was committed before is intact.",
+            f"The scores of version {version} of the verifier are not finite.",
+            "Its weights have diverged: lower verifier.learning_rate. All commits are intact.",
         )

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from pvg.bench.report import BenchReport, Budget, Environment, Samples, Variant, write_report
+from pvg.bench.report import BenchReport, MachineInfo, Samples, TimeBudget, Variant, write_report
 
-ENVIRONMENT = Environment(
+ENVIRONMENT = MachineInfo(
     python="3.11.7",
     platform="Linux",
     pvg="0.1.0",
@@ -57,7 +57,7 @@ def higher(values: Sequence[float], unit: str = "tokens/s") -> Samples:
 
 def variant(samples: Mapping[str, Samples], label: str = "", derived: Mapping[str, float] | None = None) -> Variant:
     count = len(next(iter(samples.values())).values)
-    budget = Budget(wall_s=2.0 * count, steps=count, exposed={"decode": 2.0 * count}, busy={"decode": 2.0 * count})
+    budget = TimeBudget(wall_s=2.0 * count, steps=count, exposed={"decode": 2.0 * count}, busy={"decode": 2.0 * count})
     return Variant(label=label, status="ok", samples=dict(samples), budget=budget, derived=dict(derived or {}))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pvg.bench.workload import Measure
+from pvg.bench.workload import BenchMetric
 from pvg.telemetry.spans import run_in, span
 
 
@@ -29,7 +29,7 @@ def multiply(size: int) -> torch.Tensor:
 
 
 class ProfiledWork:
-    measures: Mapping[str, Measure] = {"turns": Measure("1", "higher")}
+    measures: Mapping[str, BenchMetric] = {"turns": BenchMetric("1", "higher")}
 
     def __init__(self, *_: Any) -> None:
         self.sampled = 0

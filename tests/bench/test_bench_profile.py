@@ -71,7 +71,7 @@ def test_a_wrong_override_names_itself_and_the_nearest_key(override: str, words:
     [
         ('headline = "numbers_per_s"', 'headlin = "x"', ["'headlin'", "'headline'"]),
         ('about = "sorts numbers"\n', "", ["'about' is missing"]),
-        ('fast = "quicksort"', 'fast = "stable"', ["'workload.kind' is the same"]),
+        ('fast = "quicksort"', 'fast = "stable"', ["'workload.kind' has the same"]),
         ('says = "the faster', 'say = "the faster', ["'ladder.0.say'"]),
         ('"rollout.max_rows" = 128', '"rollout.max_row" = 128', ["'rollout.max_row'", "[set] of", "rollout.max_rows"]),
         ("numbers = 2000", "nombers = 2000", ["'workload.nombers'", "'workload.numbers'", "[workload] table"]),

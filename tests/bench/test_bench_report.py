@@ -132,9 +132,9 @@ def test_a_report_that_contradicts_itself_is_refused(change: dict[str, Any]) -> 
     [
         (None, "cannot be read"),
         (b"{", "is not JSON"),
-        (b"[1]", "no benchmark report"),
+        (b"[1]", "not a benchmark report"),
         (b'{"schema_version": 7}', "schema version 7"),
-        (b'{"schema_version": 1}', "no valid benchmark report: kind"),
+        (b'{"schema_version": 1}', "not a valid benchmark report: kind"),
     ],
 )
 def test_what_is_no_report_is_named(folder: Path, content: bytes | None, words: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tiny_workload import TinyWorkload, write_profile
 
 from pvg.bench.profile import load_profile
-from pvg.bench.runner import SampleTaken, Trial, run_trials, run_variant
+from pvg.bench.runner import SampleTaken, VariantTrial, run_trials, run_variant
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +65,8 @@ def test_the_budget_is_that_of_the_kept_samples_and_closes() -> None:
         ("open", "There is nothing to open. Bring it."),
         ("sample", "There is nothing to sample. Bring it."),
         ("close", "There is nothing to close. Bring it."),
-        ("not_finite", "Measured no finite number: numbers_per_s = nan."),
-        ("derived", "Measured no finite number: share = inf."),
+        ("not_finite", "Measured a value that is not finite: numbers_per_s = nan."),
+        ("derived", "Measured a value that is not finite: share = inf."),
     ],
 )
 def test_what_fails_has_a_reason_and_no_metrics(fault: str, reason: str) -> None:
@@ -94,9 +94,11 @@ def test_a_defect_surfaces_and_everything_is_closed(fault: str, kind: type[Excep
 def test_samples_in_turn_go_forth_and_back_and_a_failed_variant_leaves_the_others_alone() -> None:
     log: list[str] = []
     trials = [
-        Trial(lambda: tiny(log), warmup=1, repeats=3, label="a"),
-        Trial(lambda: tiny(log, "workload.kind=stable", "workload.fault=sample"), warmup=1, repeats=3, label="b"),
-        Trial(lambda: tiny(log, "rollout.max_rows=8"), warmup=1, repeats=3, label="c"),
+        VariantTrial(lambda: tiny(log), warmup=1, repeats=3, label="a"),
+        VariantTrial(
+            lambda: tiny(log, "workload.kind=stable", "workload.fault=sample"), warmup=1, repeats=3, label="b"
+        ),
+        VariantTrial(lambda: tiny(log, "rollout.max_rows=8"), warmup=1, repeats=3, label="c"),
     ]
     asyncio.run(run_trials(trials))
     a, b, c = "quicksort/128", "stable/128", "quicksort/8"

@@ -24,7 +24,7 @@ from fake_vllm import FakeOptions, FakeVllm  # noqa: E402
 
 from pvg.bench import servers  # noqa: E402
 from pvg.bench.profile import load_profile  # noqa: E402
-from pvg.bench.variants import Plan, plan_bench, run_plan  # noqa: E402
+from pvg.bench.variants import BenchPlan, plan_bench, run_plan  # noqa: E402
 from pvg.bench.workloads import WORKLOADS, sync_servers  # noqa: E402
 from pvg.config.experiment import Experiment  # noqa: E402
 from pvg.errors import (  # noqa: E402
@@ -115,7 +115,7 @@ def test_a_warm_up_is_no_part_of_the_percentiles(tmp_path: Path) -> None:
 def test_the_pool_is_as_large_as_the_streams_or_larger() -> None:
     experiment = load_profile("sync-vllm").experiment
     for pool, streams, connections, concurrency in (("streams", 300, 300, 300), ("spare", 300, None, 350)):
-        own = sync_servers.Settings(streams=streams, pool=pool)  # type: ignore[arg-type]
+        own = sync_servers.ServersSyncSettings(streams=streams, pool=pool)  # type: ignore[arg-type]
         found = sync_servers.with_pool(experiment, own)
         assert (found.serving.connections, found.rollout.concurrency) == (connections, concurrency)
 
@@ -159,7 +159,7 @@ def test_prompts_are_shared_within_a_sample_and_never_between_two(tmp_path: Path
 # --- what is planned -------------------------------------------------------------------------------------------------
 
 
-def planned(profile: str, *overrides: str, **how: Any) -> Plan:
+def planned(profile: str, *overrides: str, **how: Any) -> BenchPlan:
     return plan_bench(profile, overrides, **{"server_urls": [URL], **how})
 
 
@@ -196,11 +196,11 @@ def test_a_profiles_own_sweep_is_what_is_measured_unless_it_is_settled() -> None
     [
         ("rollout", (), {"sweep": "serving.max_num_seqs=16,64"}, "fixed when a server starts.*--serve"),
         ("rollout", (), {"sweep": "serving.prefix_caching=true,false"}, "fixed when a server starts"),
-        ("rollout", (), {"serve": True}, "--server and --serve contradict"),
-        ("rollout", ("rollout.engine=torch",), {}, r"rollout\.engine is set by --server.*Drop --set"),
-        ("rollout", ("serving.servers=http://a:1",), {}, r"serving\.servers is set by --server"),
+        ("rollout", (), {"serve": True}, "--server and --serve cannot be used together"),
+        ("rollout", ("rollout.engine=torch",), {}, r"--server already sets rollout\.engine.*Drop --set"),
+        ("rollout", ("serving.servers=http://a:1",), {}, r"--server already sets serving\.servers"),
         ("rollout", (), {"sweep": "rollout.concurrency=8,16", "interleave": True}, "cannot be interleaved"),
-        ("data", (), {}, "'data' does not measure what servers do"),
+        ("data", (), {}, "'data' does not use servers"),
         ("sync", ("workload.pool=none",), {}, r"workload\.pool"),
     ],
 )
@@ -307,7 +307,7 @@ def test_a_server_of_somebody_else_is_told_apart() -> None:
     async def run() -> None:
         async with other_server() as url:
             plan = plan_bench("rollout", ROLLOUT, server_urls=[url])
-            with pytest.raises(MissingRequirementError, match=r"without pvg's control routes.*pvg serve") as caught:
+            with pytest.raises(MissingRequirementError, match=r"has no pvg control routes.*pvg serve") as caught:
                 await servers.look(plan.base.experiment)
             assert caught.value.exit_code == 3
 

@@ -10,13 +10,13 @@ import pytest
 from made_reports import higher, lower, made_report, variant
 from tiny_workload import PROFILE, TinyWorkload, write_profile
 
-from pvg.bench.profile import Tune
+from pvg.bench.profile import TuningRange
 from pvg.bench.report import BenchReport, Samples
 from pvg.bench.tuning import choose, tune
 from pvg.config.experiment import find_experiment, load_experiment
 from pvg.errors import PvgError, UsageError
 
-ENTRY = Tune(key="rollout.max_rows", values=(8, 16, 32))
+ENTRY = TuningRange(key="rollout.max_rows", values=(8, 16, 32))
 TUNED = f"""{PROFILE}
 [[tune]]
 key = "rollout.max_rows"

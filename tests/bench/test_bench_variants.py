@@ -13,7 +13,7 @@ from tiny_workload import PROFILE, TinyWorkload, write_profile
 from pvg.bench.compare import better_by, gains
 from pvg.bench.profile import BenchSettings
 from pvg.bench.report import Samples
-from pvg.bench.variants import Plan, common_work, plan_bench, run_plan
+from pvg.bench.variants import BenchPlan, common_work, plan_bench, run_plan
 from pvg.bench.workload import Workload
 from pvg.config.experiment import shipped_directories
 from pvg.errors import ConfigurationError, PvgError, UsageError
@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def planned(*overrides: str, log: list[str] | None = None, **options: Any) -> Plan:
+def planned(*overrides: str, log: list[str] | None = None, **options: Any) -> BenchPlan:
     def make(settings: BenchSettings) -> Workload:
         return TinyWorkload(settings, log)
 
@@ -112,7 +112,7 @@ def test_samples_in_turn_are_the_default_for_small_models_in_a_ladder_alone() ->
 def test_settings_of_the_whole_process_are_never_taken_in_turn(folder: Path) -> None:
     sweep = "telemetry.event_loop=asyncio,uvloop"
     assert not planned(sweep=sweep).interleave
-    with pytest.raises(UsageError, match=r"telemetry\.event_loop belongs to the whole process"):
+    with pytest.raises(UsageError, match=r"telemetry\.event_loop applies to the whole process"):
         planned(sweep=sweep, interleave=True)
     more = '\n[[ladder]]\nswitch = "models.threads"\nslow = 1\nfast = 2\n'
     write_profile(folder, PROFILE + more)
@@ -148,7 +148,7 @@ def test_a_rung_that_does_other_work_is_refused(folder: Path) -> None:
     write_profile(folder, PROFILE + more)
     report = run(planned(ablate=True)).report
     assert [variant.status for variant in report.variants] == ["ok", "ok", "ok", "failed"]
-    assert "other work than 'all slow': numbers is 1000 and not 2000" in report.reason
+    assert "work differs from that of 'all slow': numbers is 1000, not 2000" in report.reason
 
 
 @pytest.mark.parametrize(
@@ -157,13 +157,13 @@ def test_a_rung_that_does_other_work_is_refused(folder: Path) -> None:
         ([], {"sweep": "rollout.max_row=1,2"}, "'rollout.max_rows'"),
         ([], {"sweep": "workload.number=1,2"}, "'workload.numbers'"),
         ([], {"sweep": "workload.numbers=1,0"}, "workload.numbers"),
-        ([], {"sweep": "workload.numbers"}, "not of the form key=a,b,c"),
-        ([], {"sweep": "workload.numbers="}, "not of the form key=a,b,c"),
+        ([], {"sweep": "workload.numbers"}, "must have the form key=a,b,c"),
+        ([], {"sweep": "workload.numbers="}, "must have the form key=a,b,c"),
         ([], {"sweep": "workload.numbers=1,1"}, "twice"),
         ([], {"sweep": "repeats=5,10"}, "--set repeats"),
         (["workload.numbers=3"], {"sweep": "workload.numbers=1,2"}, "both set and swept"),
-        ([], {"sweep": "workload.numbers=1", "ablate": True}, "contradict"),
-        (["rollout.max_rows=8"], {"ablate": True}, "is a switch of the ladder"),
+        ([], {"sweep": "workload.numbers=1", "ablate": True}, "cannot be used together"),
+        (["rollout.max_rows=8"], {"ablate": True}, "a switch of the ladder"),
         ([], {"replay": RunDirectory(Path("runs/x"))}, "cannot replay a run"),
     ],
 )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from made_reports import PROFILE, higher, lower, made_report, variant
 
-from pvg.bench.report import BenchReport, Budget
+from pvg.bench.report import BenchReport, TimeBudget
 from pvg.errors import UsageError
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -125,7 +125,7 @@ def stragglers_report(deadline: float, partial: float) -> BenchReport:
                 {"rollouts_per_s": higher(around(100 * faster)), "tokens_per_s": higher(around(5000 * faster * kept))},
                 f"rollout.group_deadline_s={label}",
                 derived={"length_kept": kept, "staleness": stale},
-            ).model_copy(update={"budget": Budget(wall_s=1.0, steps=5, exposed={f"part_{label}": 1.0}, busy={})})
+            ).model_copy(update={"budget": TimeBudget(wall_s=1.0, steps=5, exposed={f"part_{label}": 1.0}, busy={})})
             for label, faster, kept, stale in (*sides, ("9", 9.0, 0.1, 0.0))
         )
     )

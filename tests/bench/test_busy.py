@@ -9,12 +9,12 @@ import time
 import psutil
 import pytest
 
-from pvg.bench.workloads import contention as busy
-from pvg.bench.workloads.contention import busy_processes
+from pvg.bench import busy
+from pvg.bench.busy import busy_processes
 
 OWNER = """
 import time
-from pvg.bench.workloads.contention import busy_processes
+from pvg.bench.busy import busy_processes
 with busy_processes(2) as numbers:
     print(*numbers, flush=True)
     time.sleep(600)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_reports import ENVIRONMENT, PROFILE, WORK, failed_report, higher, lower, made_report, noisy, variant
 
-from pvg.bench.compare import Comparison, Difference, MetricComparison, compare_reports, differences
+from pvg.bench.compare import FieldDifference, MetricComparison, ReportComparison, compare_reports, differences
 from pvg.bench.report import BenchReport, Samples
 from pvg.errors import UsageError
 
@@ -107,14 +107,14 @@ def times(factor: float, values: list[float] = BASE) -> list[float]:
     return [factor * value for value in values]
 
 
-def of(comparison: Comparison, name: str, label: str = "") -> MetricComparison:
+def of(comparison: ReportComparison, name: str, label: str = "") -> MetricComparison:
     (found,) = [metric for metric in comparison.metrics if (metric.name, metric.variant) == (name, label)]
     return found
 
 
 def compared(
     a: dict[str, Samples], b: dict[str, Samples], fail_above: float | None = None, resamples: int = 2000
-) -> Comparison:
+) -> ReportComparison:
     return compare_reports(made_report(variant(a)), made_report(variant(b)), fail_above=fail_above, resamples=resamples)
 
 
@@ -273,7 +273,10 @@ def test_environments_and_settings_are_named_field_by_field() -> None:
         config={"profile": {**PROFILE, "repeats": 6}, "experiment": {"rollout": {"max_rows": 8, "new": True}}},
     )
     comparison = compare_reports(a, b)
-    assert comparison.environment == (Difference("torch", "2.13.0", "2.14.0"), Difference("gpu", None, "H200"))
+    assert comparison.environment == (
+        FieldDifference("torch", "2.13.0", "2.14.0"),
+        FieldDifference("gpu", None, "H200"),
+    )
     assert [str(each) for each in comparison.settings] == [
         "profile.repeats is 5 in A and 6 in B",
         "rollout.max_rows is 256 in A and 8 in B",
@@ -305,7 +308,7 @@ def test_metrics_of_one_side_or_of_another_unit_are_left_out_by_name() -> None:
     assert comparison.left_out == (
         "old: only in A",
         "new: only in B",
-        "size: in MB, lower is better, in A; in GB, lower, in B",
+        "size: A has MB (lower is better), B has GB (lower)",
     )
 
 
@@ -320,7 +323,7 @@ def test_what_cannot_be_compared_is_refused_by_name() -> None:
     sweep = made_report(*[variant({"s": lower(BASE)}, f"k={value}") for value in (1, 2)])
     assert refused(good, failed_report()) == "The benchmark of b.json failed: No model of that name."
     assert "a.json failed" in refused(failed_report(), good)
-    assert "A is of 'rollout', B of 'trainer'" in refused(good, made_report(*good.variants, profile="trainer"))
+    assert "A has 'rollout', B has 'trainer'" in refused(good, made_report(*good.variants, profile="trainer"))
     assert "A is a bench with one variant, B a sweep with k=1, k=2" in refused(good, sweep)
     assert "no metric in common: s: only in A, t: only in B" in refused(good, made_report(variant({"t": lower(BASE)})))
 
@@ -354,9 +357,9 @@ def test_sweeps_over_the_amount_of_work_compare_value_by_value() -> None:
 def test_differences_of_nested_tables() -> None:
     found = differences({"a": 1, "b": {"c": [1, 2], "d": 2}}, {"b": {"c": [1, 3], "d": 2}, "e": {}})
     assert list(found) == [
-        Difference("a", 1, "absent"),
-        Difference("b.c", [1, 2], [1, 3]),
-        Difference("e", "absent", {}),
+        FieldDifference("a", 1, "absent"),
+        FieldDifference("b.c", [1, 2], [1, 3]),
+        FieldDifference("e", "absent", {}),
     ]
 
 

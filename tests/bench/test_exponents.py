@@ -61,7 +61,7 @@ def test_the_upper_range_begins_at_the_geometric_middle() -> None:
     ("sizes", "samples"), [([1.0], [[1.0]]), ([2.0, 2.0], [[1.0], [1.0]]), ([0.0, 1.0], [[1.0]] * 2)]
 )
 def test_what_has_no_exponent_is_refused(sizes: list[float], samples: list[list[float]]) -> None:
-    with pytest.raises(ValueError, match="no exponent"):
+    with pytest.raises(ValueError, match="exponent cannot be fitted"):
         exponent_of(sizes, samples)
     with pytest.raises(ValueError, match="above 0"):
         exponent_of([1.0, 2.0], [[0.0], [1.0]])

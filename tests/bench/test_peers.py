@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_reports import higher, lower, made_report, variant
 
-from pvg.bench.runner import Trial, run_trials
-from pvg.bench.workload import Measure
+from pvg.bench.runner import VariantTrial, run_trials
+from pvg.bench.workload import BenchMetric
 from pvg.config.sections import ModchainTask
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
 from pvg.tasks.modchain import Modchain, chain_problem
@@ -185,7 +185,7 @@ def worker(folder: Path, name: str, dies: int = 0) -> Side:
     script.write_text(WORKER.format(peers=str(PEERS), dies=dies))
     return Side(
         name, [sys.executable, str(script)], environment={}, log=folder / f"{name}.log",
-        measures={"step_s": Measure("s", "lower")}, shared={"rollouts": 256},
+        measures={"step_s": BenchMetric("s", "lower")}, shared={"rollouts": 256},
     )  # fmt: skip
 
 
@@ -193,7 +193,9 @@ def test_sides_take_turns_and_what_they_print_is_no_answer(tmp_path: Path) -> No
     taken: list[str] = []
     found = [worker(tmp_path, "theirs"), worker(tmp_path, "ours")]
     trials = [
-        Trial(lambda side=side: side, warmup=1, repeats=3, label=f"{number}", on_sample=lambda s: taken.append(s.label))
+        VariantTrial(
+            lambda side=side: side, warmup=1, repeats=3, label=f"{number}", on_sample=lambda s: taken.append(s.label)
+        )
         for number, side in enumerate(found)
     ]
     asyncio.run(run_trials(trials))
@@ -208,7 +210,7 @@ def test_sides_take_turns_and_what_they_print_is_no_answer(tmp_path: Path) -> No
 
 
 def test_a_worker_that_dies_fails_its_side_with_its_last_words(tmp_path: Path) -> None:
-    trial = Trial(lambda: worker(tmp_path, "theirs", dies=2), warmup=0, repeats=3)
+    trial = VariantTrial(lambda: worker(tmp_path, "theirs", dies=2), warmup=0, repeats=3)
     asyncio.run(run_trials([trial]))
     assert isinstance(trial.error, WorkerFailedError)
     assert "The worker of theirs ended with code 1" in str(trial.error)

@@ -19,8 +19,16 @@ from profiled_work import ProfiledWork, spin_here
 
 from pvg.bench.profiling import passes
 from pvg.bench.profiling.passes import stage_of, stage_settings
-from pvg.bench.profiling.profile import Profiled, profile_stage
-from pvg.bench.profiling.py_spy import Frame, PySpyError, explained, find_py_spy, read_speedscope, sampling, shortened
+from pvg.bench.profiling.profile import ProfileResult, profile_stage
+from pvg.bench.profiling.py_spy import (
+    CostlyFrame,
+    PySpyError,
+    explained,
+    find_py_spy,
+    read_speedscope,
+    sampling,
+    shortened,
+)
 from pvg.errors import EXIT_ENVIRONMENT, ConfigurationError, UsageError
 
 HERE = shutil.which("py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
@@ -38,7 +46,7 @@ def without_py_spy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
 
 
-def profiled(folder: Path, **options: Any) -> tuple[Profiled, ProfiledWork]:
+def profiled(folder: Path, **options: Any) -> tuple[ProfileResult, ProfiledWork]:
     work = ProfiledWork()
     settings = stage_settings("rollout", "modchain", [])
     return profile_stage(settings, "rollout", folder, steps=2, workloads={"rollout": lambda _: work}, **options), work
@@ -105,7 +113,7 @@ def test_demanded_and_missing_is_an_error_before_anything_runs(tmp_path: Path, w
 
 def test_it_can_be_left_out(tmp_path: Path) -> None:
     made, _ = profiled(tmp_path / "out", py_spy=False)
-    assert made.missing == {"py-spy": "Left out (--no-py-spy)."}
+    assert made.missing == {"py-spy": "Left out because of --no-py-spy."}
 
 
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
@@ -154,7 +162,7 @@ def test_a_process_that_may_not_be_looked_into(tmp_path: Path) -> None:
     )
     command = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace", sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert done.stdout.startswith("py-spy may not look into this process. Allow it: sudo sysctl"), done.stderr
+    assert done.stdout.startswith("py-spy may not inspect this process. Allow it: sudo sysctl"), done.stderr
 
 
 def test_a_py_spy_that_fails_says_why(tmp_path: Path) -> None:
@@ -207,7 +215,10 @@ def test_costliest_frames_by_hand(tmp_path: Path) -> None:
     path = tmp_path / "s.json"
     path.write_text(json.dumps({"shared": {"frames": frames}, "profiles": threads}))
     sampled = read_speedscope(path, 2)
-    assert sampled.frames == (Frame("hot", "/x/hot.py", 9, 5.0, 0.625), Frame("main", "/x/main.py", 1, 2.0, 0.25))
+    assert sampled.frames == (
+        CostlyFrame("hot", "/x/hot.py", 9, 5.0, 0.625),
+        CostlyFrame("main", "/x/main.py", 1, 2.0, 0.25),
+    )
     assert (sampled.samples, sampled.waiting, sampled.seconds) == (5, 2, 8.0)
 
 
@@ -216,9 +227,9 @@ def test_files_are_shown_as_one_knows_them() -> None:
     assert shortened(json.__file__) == "json/__init__.py"
     assert shortened(str(Path(passes.__file__))) == "pvg/bench/profiling/passes.py"
     assert shortened("/elsewhere/x.py") == "/elsewhere/x.py"
-    deep = Frame("f", "transformers/models/llama/modeling_llama.py", 64, 1.0, 1.0)
+    deep = CostlyFrame("f", "transformers/models/llama/modeling_llama.py", 64, 1.0, 1.0)
     assert deep.place == "transformers/…/modeling_llama.py:64"
-    assert Frame("aten::mm", "", 0, 1.0, 1.0).place == ""
+    assert CostlyFrame("aten::mm", "", 0, 1.0, 1.0).place == ""
 
 
 # --- stages ----------------------------------------------------------------------------------------------------------

@@ -62,4 +62,4 @@ def test_what_the_child_cannot_play_fails_the_variant() -> None:
     settings = load_profile("contention", [*SMALL, "training.micro_batch_tokens=12"])
     variant, _ = asyncio.run(run_variant(lambda: WORKLOADS["contention"](settings), warmup=0, repeats=1))
     assert variant.status == "failed"
-    assert "training.micro_batch_tokens = 12 fits no batch" in variant.reason
+    assert "training.micro_batch_tokens = 12 is too small" in variant.reason

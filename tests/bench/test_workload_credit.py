@@ -43,5 +43,5 @@ def test_the_loops_by_hand() -> None:
 
 
 def test_rollouts_come_in_whole_groups() -> None:
-    with pytest.raises(ConfigurationError, match="no whole groups of 8"):
+    with pytest.raises(ConfigurationError, match="not a multiple of the group size 8"):
         WORKLOADS["credit"](load_profile("credit", ["workload.rollouts=12"]))

@@ -16,7 +16,7 @@ from pvg.bench.profile import load_profile
 from pvg.bench.runner import run_variant
 from pvg.bench.workload import Workload
 from pvg.bench.workloads import data, data_game
-from pvg.bench.workloads.data_child import EagerLoader, Order, StreamLoader, memory_of
+from pvg.bench.workloads.data_child import EagerLoader, LoadOrder, StreamLoader, memory_of
 from pvg.bench.workloads.data_store import StoreShape, write_pairs, write_store
 from pvg.config.experiment import load_experiment
 from pvg.errors import ConfigurationError, MissingRequirementError
@@ -167,9 +167,11 @@ def test_the_same_order_reads_the_same_characters(tmp_path: Path) -> None:
     assert first == again != other
 
 
-def order(directory: Path, infos: Any, seed: int) -> Order:
+def order(directory: Path, infos: Any, seed: int) -> LoadOrder:
     plain = [info.plain() for info in infos]
-    return Order(loader="stream", directory=str(directory), shards=plain, jsonl="", batches=2, batch_pairs=8, seed=seed)
+    return LoadOrder(
+        loader="stream", directory=str(directory), shards=plain, jsonl="", batches=2, batch_pairs=8, seed=seed
+    )
 
 
 # --- memory ------------------------------------------------------------------------------------------------------
@@ -228,8 +230,8 @@ def test_the_eager_loader_holds_all_of_its_file(temporary: Path) -> None:
     ("override", "complaint"),
     [
         ("workload.solutions=7", "must be even"),
-        ("workload.pairs=[100,50]", "must grow"),
-        ("workload.pairs=[50,50]", "must grow"),
+        ("workload.pairs=[100,50]", "must be in increasing order"),
+        ("workload.pairs=[50,50]", "must be in increasing order"),
         ("workload.pairs=[]", "workload.pairs"),
         ("workload.pairs=[0]", "workload.pairs"),
         ("workload.loader=lazy", "workload.loader"),

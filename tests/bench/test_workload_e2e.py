@@ -124,5 +124,5 @@ def test_a_workload_that_cannot_open_fails_and_cleans_up(scratch: Path) -> None:
     settings = load_profile("e2e", [*SMALL, "training.micro_batch_tokens=34"])
     variant, _ = asyncio.run(run_variant(lambda: WORKLOADS["e2e"](settings), warmup=0, repeats=1))
     assert variant.status == "failed"
-    assert "training.micro_batch_tokens = 34 fits no batch" in variant.reason
+    assert "training.micro_batch_tokens = 34 is too small" in variant.reason
     assert list(scratch.iterdir()) == []

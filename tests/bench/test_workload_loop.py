@@ -20,7 +20,7 @@ from pvg.bench.profile import load_profile
 from pvg.bench.runner import run_variant
 from pvg.bench.workloads import loop
 from pvg.bench.workloads.loop import LoopWorkload
-from pvg.bench.workloads.loop_engine import Payload, RecordedEngine, Stretching, first_step, recorded
+from pvg.bench.workloads.loop_engine import Payload, RecordedEngine, RolloutStretch, first_step, recorded
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
 from pvg.game import on_policy
 from pvg.game.ledger import Ledger
@@ -227,7 +227,7 @@ def test_a_stretched_solution_repeats_its_first_step_and_keeps_its_grade() -> No
     grades = set()
     for number, (problem, rollout) in enumerate(rows):
         grades.add((rollout.grade.correct, rollout.grade.well_formed))
-        again = recorded(rollout, number, Stretching(400, 2.0, layers=3, k=2), tokenizer)
+        again = recorded(rollout, number, RolloutStretch(400, 2.0, layers=3, k=2), tokenizer)
         assert again.experts.shape == (len(rollout.prompt_ids) + len(again.token_ids) - 1, 3, 2)
         assert 1.0 <= again.duration_s <= 2.0
         step = first_step(rollout.completion_ids, tokenizer)
@@ -309,7 +309,7 @@ def test_a_stall_while_committing_is_seen_where_it_happened(monkeypatch: pytest.
         ("workload.batch=process", r"workload\.batch"),
         ("workload.lag_hz=5000", r"workload\.lag_hz"),
         ("workload.seconds=0", r"workload\.seconds"),
-        ("workload.rollouts=12", "no whole number of groups of 8"),
+        ("workload.rollouts=12", "not a multiple of rollout.group_size = 8"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(override: str, complaint: str) -> None:

@@ -17,7 +17,7 @@ from pvg.bench.planning import plan_bench
 from pvg.bench.profile import load_profile
 from pvg.bench.runner import run_variant
 from pvg.bench.workloads import WORKLOADS
-from pvg.bench.workloads.pipeline import ChildEngine, Play
+from pvg.bench.workloads.pipeline import ChildEngine, MeasuredSteps
 from pvg.bench.workloads.pipeline_child import drawn_time
 from pvg.config.experiment import build_experiment
 from pvg.errors import ConfigurationError, StateError
@@ -144,8 +144,8 @@ def draws_of(workload: Any, samples: int) -> list[int]:
     """What the engine is told to draw, without a step being played."""
     told: list[int] = []
 
-    async def nothing(session: Any, steps: int, skip: int) -> Play:
-        return Play(1.0, [0.5], 0.0, [])
+    async def nothing(session: Any, steps: int, skip: int) -> MeasuredSteps:
+        return MeasuredSteps(1.0, [0.5], 0.0, [])
 
     def pace(median_s: float, sigma: float, longest: int, draw: int = 0) -> None:
         if median_s > 0.0:  # else it is for the synchronous steps

@@ -113,7 +113,7 @@ def test_a_profile_makes_its_axis_larger_over_at_least_the_sixteenfold(profile: 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("workload.width=48", "no multiple of 32"),
+        ("workload.width=48", "not a multiple of 32"),
         ("workload.axis=speed", "workload.axis"),
     ],
 )

@@ -166,5 +166,5 @@ def test_lengths_have_the_tail_that_was_asked_for() -> None:
 
 def test_another_task_is_refused() -> None:
     settings = load_profile("profiles/stragglers.toml")
-    with pytest.raises(ConfigurationError, match="knows modchain's alphabet alone"):
+    with pytest.raises(ConfigurationError, match="knows only modchain's alphabet"):
         stragglers.make(replace(settings, experiment=build_experiment({"task": {"kind": "gsm8k"}})))

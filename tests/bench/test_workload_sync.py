@@ -15,7 +15,7 @@ from pvg.bench.profile import load_profile
 from pvg.bench.runner import run_variant
 from pvg.bench.workloads import sync, sync_load
 from pvg.bench.workloads.sync import SyncWorkload
-from pvg.bench.workloads.sync_load import Streams, Update
+from pvg.bench.workloads.sync_load import RequestStreams, TimedUpdate
 from pvg.errors import ConfigurationError
 from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest
 from pvg.servers.publisher import Publisher
@@ -145,7 +145,7 @@ def test_the_runner_takes_its_samples() -> None:
 
 def test_the_queue_time_is_set_against_the_batch_that_ran() -> None:
     workload = make()
-    streams = Streams(None, None, 0)  # type: ignore[arg-type]
+    streams = RequestStreams(None, None, 0)  # type: ignore[arg-type]
     # Two batches: 10.0 to 10.4 and 10.5 to 10.7.
     streams.batches = {0.4: 10.4, 0.2: 10.7}
     streams.versions = {3, 4}
@@ -154,7 +154,7 @@ def test_the_queue_time_is_set_against_the_batch_that_ran() -> None:
     assert streams.decoded_between(9.0, 11.0) == [(pytest.approx(0.4), 0.4), (pytest.approx(0.2), 0.2)]
     timings = [SyncTiming(4, wall_ms=330.0, rpc_ms=10.0), SyncTiming(5, wall_ms=15.0, rpc_ms=10.0)]
     # The first waits 320 ms, 300 of them for the rest of a batch of 400; the second waits 5 ms between two batches.
-    workload.loaded = [(streams, [Update(10.1, 6, timings[0]), Update(10.45, 4, timings[1])])]
+    workload.loaded = [(streams, [TimedUpdate(10.1, 6, timings[0]), TimedUpdate(10.45, 4, timings[1])])]
     derived = workload.derived()
     assert derived["queue_explained"] == pytest.approx(300 / 325)
     assert derived["queue_batches_max"] == pytest.approx(320 / 400)
@@ -163,7 +163,7 @@ def test_the_queue_time_is_set_against_the_batch_that_ran() -> None:
 
 
 def test_percentiles_of_hand_made_updates() -> None:
-    updates = [Update(0.0, 0, SyncTiming(i, wall_ms=float(i), rpc_ms=float(i) / 2)) for i in range(1, 102)]
+    updates = [TimedUpdate(0.0, 0, SyncTiming(i, wall_ms=float(i), rpc_ms=float(i) / 2)) for i in range(1, 102)]
     found = sync_load.times("idle", updates)
     assert [found[f"idle_wall_p{p}_ms"] for p in (50, 95, 99)] == [51.0, 96.0, 100.0]
     assert [found[f"idle_queue_p{p}_ms"] for p in (50, 95, 99)] == [25.5, 48.0, 50.0]

@@ -101,8 +101,8 @@ def test_all_rungs_of_the_ladder_do_the_same_work() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["workload.solutions=12"], "no whole number of problems with 8 solutions each"),
-        (["verifier.score_penalty=0.0"], "no penalty whose cost could be measured"),
+        (["workload.solutions=12"], "not a multiple of 8, the solutions per problem"),
+        (["verifier.score_penalty=0.0"], "no penalty to measure"),
         (["workload.warm_pass=2"], "nearest valid key is 'workload.warm_passes'"),
     ],
 )

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workload import Measure
+from pvg.bench.workload import BenchMetric
 from pvg.errors import MissingRequirementError
 from pvg.telemetry.spans import run_in, span
 
@@ -52,9 +52,9 @@ class Settings(BaseModel):
 
 
 class TinyWorkload:
-    measures: Mapping[str, Measure] = {
-        "numbers_per_s": Measure("numbers/s", "higher"),
-        "sort_s": Measure("s", "lower"),
+    measures: Mapping[str, BenchMetric] = {
+        "numbers_per_s": BenchMetric("numbers/s", "higher"),
+        "sort_s": BenchMetric("s", "lower"),
     }
 
     def __init__(self, settings: BenchSettings, log: list[str] | None = None) -> None:

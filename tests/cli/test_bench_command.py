@@ -124,7 +124,7 @@ def test_a_failed_variant_is_said_written_and_exits_with_its_code() -> None:
     assert "pvg compare" not in called.out
     called = pvg("bench", "-p", "tiny", "-s", "workload.fault=not_finite", "--json")
     assert called.code == 1
-    assert called.document["reason"] == "Measured no finite number: numbers_per_s = nan."
+    assert called.document["reason"] == "Measured a value that is not finite: numbers_per_s = nan."
 
 
 def test_a_defect_is_no_failed_variant_and_writes_nothing() -> None:
@@ -141,17 +141,17 @@ def test_a_defect_is_no_failed_variant_and_writes_nothing() -> None:
         (["-p", "gone.toml"], "no profile file gone.toml"),
         (["-p", "tiny", "-s", "workload.number=1"], "'workload.numbers'"),
         (["-p", "tiny", "-s", "rollout.maxrows=1"], "'rollout.max_rows'"),
-        (["-p", "tiny", "-s", "workload"], "not of the form key=value"),
+        (["-p", "tiny", "-s", "workload"], "must have the form key=value"),
         (["-p", "tiny", "--repeats", "0"], "--repeats"),
-        (["-p", "tiny", "--ablate", "--sweep", "rollout.max_rows=1,2"], "contradict"),
+        (["-p", "tiny", "--ablate", "--sweep", "rollout.max_rows=1,2"], "cannot be used together"),
         (["-p", "tiny", "--replay", "nowhere"], "nowhere"),
         (["-p", "tiny", "--out", "no/where/r.json"], "mkdir -p no/where"),
         (["-p", "tiny", "--out", "profiles"], "is a folder"),
         (["--sweep", "rollout.max_rows=1,2"], "no --profile"),
         (["--serve"], "no --profile"),
-        (["-p", "tiny", "--server", "http://127.0.0.1:9"], "does not measure what servers do"),
+        (["-p", "tiny", "--server", "http://127.0.0.1:9"], "does not use servers"),
         (["-p", "rollout", "--server", "127.0.0.1:9"], "serving.servers"),
-        (["-p", "rollout", "--server", "http://127.0.0.1:9", "--serve"], "contradict"),
+        (["-p", "rollout", "--server", "http://127.0.0.1:9", "--serve"], "cannot be used together"),
         (["-p", "rollout", "--server", "http://127.0.0.1:9", "--sweep", "serving.max_num_seqs=1,2"], "--serve"),
     ],
 )

@@ -18,7 +18,7 @@ from run_samples import begin, commit, played, state
 
 from pvg.config.experiment import Experiment
 from pvg.game.ledger import Ledger
-from pvg.game.run import Outcome
+from pvg.game.run import GameOutcome
 from pvg.game.states import Phase
 from pvg.store import RunDirectory
 
@@ -33,7 +33,7 @@ def assert_refused(called: Called, code: int, *parts: str) -> None:
 
 async def a_few_commits(
     experiment: Experiment, run: RunDirectory, between: Callable[[], None] = lambda: None, **_: Any
-) -> Outcome:
+) -> GameOutcome:
     """The game's own commits, without its models."""
     ledger = Ledger(run, experiment, "test")
     try:
@@ -46,7 +46,7 @@ async def a_few_commits(
             between()
     finally:
         ledger.close()
-    return Outcome("interrupted", run.path, [], 1.0)
+    return GameOutcome("interrupted", run.path, [], 1.0)
 
 
 def play_with(monkeypatch: pytest.MonkeyPatch, between: Callable[[], None] = lambda: None) -> None:

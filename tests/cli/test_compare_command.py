@@ -197,7 +197,7 @@ def test_what_is_no_report(reports: tuple[str, str]) -> None:
         "first": "Look at it with: pvg report first",
         "runs": "runs is a folder, not a benchmark report",
         "new.json": "schema version 2",
-        "list.json": "no benchmark report",
+        "list.json": "not a benchmark report",
         "torn.json": "is not JSON",
         "none.json": "No such file",
     }.items():

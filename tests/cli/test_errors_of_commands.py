@@ -42,7 +42,7 @@ MISTAKES = [
     (("train", "--dry-run", "-s", "rollout.group_size=1"), "rollout.group_size = 1"),
     (("train", "--dry-run", "-s", "training.accumulation_steps=0"), "training.accumulation_steps"),
     (("train", "--dry-run", "-s", "training.micro_batch_rollouts=9999"), "larger than its batch"),
-    (("train", "--dry-run", "-s", "training.micro_batch_tokens=5"), "fits no batch"),
+    (("train", "--dry-run", "-s", "training.micro_batch_tokens=5"), "is too small"),
     (("train", "--name", "../away"), "cannot be the name of a run"),
     (("train", "--name", ""), "cannot be the name of a run"),
     (("train", "--name", "a", "--resume", "b"), "contradict"),

@@ -81,7 +81,7 @@ SETTINGS = [
     ("@fifo", "not a regular file"),
     ("@/dev/zero", "not a regular file"),
     ("@.", "cannot be read"),
-    ("@~nosuchuser/x", "no user of this machine"),
+    ("@~nosuchuser/x", "not a user of this machine"),
     ("@a\0b", "NUL character"),
     ("store.root=a\0b", "NUL character"),
     ("serving.servers=[['x']]", "valid string"),

@@ -136,7 +136,7 @@ def test_doctor_says_how_programs_are_isolated(monkeypatch: pytest.MonkeyPatch) 
     assert told(Isolation(frozenset({"seccomp", "landlock"}))) == ("ok", "full (landlock, seccomp)", "")
     verdict, found, remedy = told(Isolation(frozenset({"seccomp"}), {"namespaces": "Operation not permitted"}))
     assert verdict == "notice"
-    assert found.startswith("reduced (seccomp): no file system of its own (namespaces: Operation not permitted")
+    assert found.startswith("reduced (seccomp): no separate file system (namespaces: Operation not permitted")
     assert "task.sandbox = 'reduced'" in remedy
     monkeypatch.undo()
     (finding,) = check_sandbox(Path("runs"))  # this machine, whatever it has

@@ -48,7 +48,7 @@ def test_a_line_that_is_no_span_is_told_before_anything_is_made() -> None:
     with JsonLines(Path("runs/first/spans.jsonl")) as lines:
         lines.append({"name": 1})
     called = pvg("profile", "--run", "first", "--out", "here")
-    assert (called.code, "no span" in called.err) == (2, True)
+    assert (called.code, "not a span" in called.err) == (2, True)
     assert not Path("here").exists()
 
 

@@ -32,7 +32,7 @@ def test_a_port_in_use_and_a_head_that_is_not_served_are_configuration_errors(tm
     assert f"Port {port} of 127.0.0.1 cannot be used" in called.err
     called = pvg("serve", _experiment(tmp_path), "--for", "verifier", "-s", "verifier.head=yes_token")
     assert called.code == 2
-    assert "computed by torch only" in called.err
+    assert "only torch computes it" in called.err
     assert pvg("serve").code == 2
     assert pvg("serve", "no-such-experiment").code == 2
 

@@ -15,8 +15,8 @@ from study_samples import SMALL, small
 
 from cli.study_display import SECONDS_BETWEEN_LINES, StudyBoard, StudyDisplay, StudyLines, draw
 from pvg.store.run_directory import RunDirectory
-from pvg.study.cells import Standing
-from pvg.study.plan import Evaluate
+from pvg.study.cells import CellProgress
+from pvg.study.plan import StudyEvaluation
 
 ROUND = ({"helpful_accuracy": 0.61},)
 
@@ -30,7 +30,7 @@ class Clock:
 
 def board(clock: Clock) -> StudyBoard:
     plan = small(SMALL)
-    return StudyBoard(plan, {cell.name: Standing("new") for cell in plan.cells}, clock)
+    return StudyBoard(plan, {cell.name: CellProgress("new") for cell in plan.cells}, clock)
 
 
 def test_the_time_left_is_that_of_the_steps_left_at_what_a_step_has_taken_a_process() -> None:
@@ -39,15 +39,15 @@ def test_the_time_left_is_that_of_the_steps_left_at_what_a_step_has_taken_a_proc
     shown.plan = dataclasses.replace(shown.plan, processes=2)
     first, second, third, _ = shown.cells.values()
     assert shown.eta() is None
-    shown.update(first, Standing("new"), "playing")
-    shown.update(second, Standing("new"), "playing")
+    shown.update(first, CellProgress("new"), "playing")
+    shown.update(second, CellProgress("new"), "playing")
     assert shown.eta() is None
     clock.now = 10.0
-    shown.update(first, Standing("complete", done=16), "complete")
-    shown.update(second, Standing("unfinished", 0, "train_prover", 4), "playing")
+    shown.update(first, CellProgress("complete", done=16), "complete")
+    shown.update(second, CellProgress("unfinished", 0, "train_prover", 4), "playing")
     # 20 steps have taken two processes 10 s each; 12, 16 and 16 are left for both.
     assert shown.eta() == 20.0 * (12 + 16 + 16) / 20 / 2
-    shown.update(third, Standing("unfinished", reason="It broke."), "failed")  # nobody plays it on
+    shown.update(third, CellProgress("unfinished", reason="It broke."), "failed")  # nobody plays it on
     assert shown.eta() == 20.0 * (12 + 16) / 20 / 2
     assert shown.time_left() == "0:14 left"
 
@@ -55,25 +55,25 @@ def test_the_time_left_is_that_of_the_steps_left_at_what_a_step_has_taken_a_proc
 def test_evaluations_are_part_of_the_time_left_once_one_was_seen_to_its_end() -> None:
     clock = Clock()
     shown = board(clock)
-    shown.plan = dataclasses.replace(shown.plan, evaluate=Evaluate())
+    shown.plan = dataclasses.replace(shown.plan, evaluate=StudyEvaluation())
     first, second, *_ = shown.cells.values()
-    shown.update(first, Standing("new"), "playing")
+    shown.update(first, CellProgress("new"), "playing")
     clock.now = 16.0
-    shown.update(first, Standing("played", done=16), "evaluating")
+    shown.update(first, CellProgress("played", done=16), "evaluating")
     clock.now = 20.0
     assert (shown.eta(), shown.time_left()) == (48.0, "0:48 left of the games")  # and does not grow meanwhile
     clock.now = 26.0
-    shown.update(first, Standing("complete", done=16), "complete")
+    shown.update(first, CellProgress("complete", done=16), "complete")
     assert (shown.eta(), shown.time_left()) == (48.0 + 3 * 10.0, "1:18 left")
-    shown.update(second, Standing("new"), "playing")
+    shown.update(second, CellProgress("new"), "playing")
     clock.now = 42.0
-    shown.update(second, Standing("played", done=16), "evaluating")
+    shown.update(second, CellProgress("played", done=16), "evaluating")
     clock.now = 46.0
     assert shown.eta() == 32.0 + 6.0 + 2 * 10.0
     clock.now = 99.0  # longer than the first
     assert shown.eta() == 32.0 + 2 * 10.0
     for cell in shown.cells.values():
-        shown.update(cell, Standing("complete", done=16), "complete")
+        shown.update(cell, CellProgress("complete", done=16), "complete")
     assert shown.time_left() == ""
 
 
@@ -83,23 +83,23 @@ def test_an_evaluation_that_was_begun_before_says_nothing_of_how_long_one_takes(
     first, *_ = shown.cells.values()
     begun = dataclasses.replace(first, run=RunDirectory(tmp_path / first.run.path.name))
     begun.run.evaluation.mkdir(parents=True)
-    shown.plan = dataclasses.replace(shown.plan, evaluate=Evaluate())
-    shown.update(begun, Standing("played", done=16), "evaluating")
+    shown.plan = dataclasses.replace(shown.plan, evaluate=StudyEvaluation())
+    shown.update(begun, CellProgress("played", done=16), "evaluating")
     clock.now = 2.0
-    shown.update(begun, Standing("complete", done=16), "complete")
+    shown.update(begun, CellProgress("complete", done=16), "complete")
     assert shown.games_only
 
 
 def test_what_was_there_before_says_nothing_of_the_rate() -> None:
     plan, clock = small(SMALL), Clock()
-    now = {cell.name: Standing("complete", done=16) for cell in plan.cells} | {
-        "src-seed-001": Standing("unfinished", 1, "mint", 8)
+    now = {cell.name: CellProgress("complete", done=16) for cell in plan.cells} | {
+        "src-seed-001": CellProgress("unfinished", 1, "mint", 8)
     }
     shown = StudyBoard(plan, now, clock)
-    shown.update(plan.cells[3], Standing("unfinished", 1, "mint", 8), "playing")
+    shown.update(plan.cells[3], CellProgress("unfinished", 1, "mint", 8), "playing")
     clock.now = 6.0
     assert shown.eta() is None
-    shown.update(plan.cells[3], Standing("unfinished", 1, "train_prover", 12))
+    shown.update(plan.cells[3], CellProgress("unfinished", 1, "train_prover", 12))
     assert shown.eta() == 6.0
 
 
@@ -107,9 +107,9 @@ def test_the_panel_shows_every_cell_and_the_numbers_of_those_that_play() -> None
     clock = Clock()
     shown = board(clock)
     first, second, third, _ = shown.cells.values()
-    shown.update(first, Standing("complete", done=16, rounds=ROUND), "complete")
-    shown.update(second, Standing("unfinished", 1, "train_prover", 12, ROUND), "playing")
-    shown.update(third, Standing("new", reason="It broke."), "failed")
+    shown.update(first, CellProgress("complete", done=16, rounds=ROUND), "complete")
+    shown.update(second, CellProgress("unfinished", 1, "train_prover", 12, ROUND), "playing")
+    shown.update(third, CellProgress("new", reason="It broke."), "failed")
     clock.now = 60.0
     for width in (60, 80, 120):
         console = Console(width=width, file=io.StringIO(), force_terminal=False)
@@ -130,13 +130,13 @@ def test_lines_tell_what_happens_and_that_something_does() -> None:
     shown = board(clock)
     lines = StudyLines(shown, stream)
     first, second, *_ = shown.cells.values()
-    lines.began(first, "train", Standing("unfinished", done=8))
+    lines.began(first, "train", CellProgress("unfinished", done=8))
     lines.waited()
     clock.now = SECONDS_BETWEEN_LINES
     lines.waited()
-    lines.ended(first, "complete", Standing("complete", done=16, rounds=ROUND), 3.0)
-    lines.began(second, "evaluate", Standing("played", done=16))
-    lines.ended(second, "failed", Standing("played", done=16, reason="It broke."), 1.0)
+    lines.ended(first, "complete", CellProgress("complete", done=16, rounds=ROUND), 3.0)
+    lines.began(second, "evaluate", CellProgress("played", done=16))
+    lines.ended(second, "failed", CellProgress("played", done=16, reason="It broke."), 1.0)
     lines.stopping(1)
     told = stream.getvalue().splitlines()
     expected = [
@@ -157,9 +157,9 @@ def test_the_display_prints_failures_above_the_panel() -> None:
     console = Console(width=100, file=io.StringIO(), force_terminal=True)
     cell = next(iter(shown.cells.values()))
     with StudyDisplay(shown, console) as display:
-        display.began(cell, "train", Standing("new"))
-        display.progressed(cell, Standing("unfinished", done=3))
-        display.ended(cell, "failed", Standing("unfinished", done=3, reason="It broke."), 1.0)
+        display.began(cell, "train", CellProgress("new"))
+        display.progressed(cell, CellProgress("unfinished", done=3))
+        display.ended(cell, "failed", CellProgress("unfinished", done=3, reason="It broke."), 1.0)
         display.stopping(0)
     written = console.file.getvalue()  # type: ignore[attr-defined]
     assert "cgc-seed-000 failed: It broke." in written

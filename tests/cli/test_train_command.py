@@ -13,7 +13,7 @@ from run_samples import begin, commit, played, state, step, tell
 
 from pvg.config.experiment import Experiment
 from pvg.errors import MissingRequirementError
-from pvg.game.run import Outcome
+from pvg.game.run import GameOutcome
 from pvg.store import RunDirectory
 from pvg.telemetry.observer import Observer, PhaseInfo, Progress
 
@@ -27,7 +27,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     async def play(
         experiment: Experiment, run: RunDirectory, *, observer: Observer, stop: asyncio.Event, resume: bool
-    ) -> Outcome:
+    ) -> GameOutcome:
         made.append({"experiment": experiment, "run": run, "resume": resume})
         info = PhaseInfo(0, 1, "train_prover", "steps", 2)
         observer.noticed("hello")
@@ -38,7 +38,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         observer.round_finished(0, {"helpful_accuracy": 0.875})
         tell(run, {"kind": "round", "round": 0, "metrics": {"helpful_accuracy": 0.875}})
         commit(run, state("complete", rounds=[{"helpful_accuracy": 0.875}]))
-        return Outcome("complete", run.path, [{"helpful_accuracy": 0.875}], 1.0)
+        return GameOutcome("complete", run.path, [{"helpful_accuracy": 0.875}], 1.0)
 
     monkeypatch.setattr("pvg.game.run.play", play)
     return made
@@ -97,9 +97,9 @@ def replace_play(monkeypatch: pytest.MonkeyPatch, play: Play) -> None:
 
 
 def test_a_stopped_run_ends_with_130_and_the_exact_resume_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def stopped(experiment: Experiment, run: RunDirectory, **_: Any) -> Outcome:
+    async def stopped(experiment: Experiment, run: RunDirectory, **_: Any) -> GameOutcome:
         commit(run, state("mint"))
-        return Outcome("interrupted", run.path, [], 1.0)
+        return GameOutcome("interrupted", run.path, [], 1.0)
 
     replace_play(monkeypatch, stopped)
     called = pvg("train")
@@ -111,7 +111,7 @@ def test_a_stopped_run_ends_with_130_and_the_exact_resume_command(monkeypatch: p
 
 
 def test_a_run_that_fails_before_its_first_commit_leaves_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def failing(*_: Any, **__: Any) -> Outcome:
+    async def failing(*_: Any, **__: Any) -> GameOutcome:
         raise MissingRequirementError("There is no model.", "make models")
 
     replace_play(monkeypatch, failing)
@@ -122,7 +122,7 @@ def test_a_run_that_fails_before_its_first_commit_leaves_no_folder(monkeypatch: 
 
 
 def test_a_run_that_fails_later_keeps_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def failing(experiment: Experiment, run: RunDirectory, **_: Any) -> Outcome:
+    async def failing(experiment: Experiment, run: RunDirectory, **_: Any) -> GameOutcome:
         commit(run, state("mint"))
         raise MissingRequirementError("The disk is full.")
 
@@ -134,10 +134,10 @@ def test_a_run_that_fails_later_keeps_everything(monkeypatch: pytest.MonkeyPatch
 def test_a_run_is_locked_while_it_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
-    async def playing(experiment: Experiment, run: RunDirectory, **_: Any) -> Outcome:
+    async def playing(experiment: Experiment, run: RunDirectory, **_: Any) -> GameOutcome:
         commit(run, state("mint"))
         seen.append(pvg_process("train", "--resume", run.name).err)
-        return Outcome("interrupted", run.path, [], 1.0)
+        return GameOutcome("interrupted", run.path, [], 1.0)
 
     replace_play(monkeypatch, playing)
     pvg("train")

@@ -32,7 +32,7 @@ from kill_drill import start as start_game
 
 from pvg.config.experiment import Experiment, build_experiment
 from pvg.evaluation.report import REPORT_FILE
-from pvg.evaluation.runner import Request, evaluate
+from pvg.evaluation.runner import EvaluationRequest, evaluate
 from pvg.records import Timing
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
@@ -88,7 +88,7 @@ def start(experiment: Experiment, root: Path) -> tuple[int, int]:
         run = RunDirectory.open(NAME, root)
         with run.lock():
             outcome = asyncio.run(
-                evaluate(experiment, run, Request(), observer=Reporting(writer), stop=asyncio.Event())
+                evaluate(experiment, run, EvaluationRequest(), observer=Reporting(writer), stop=asyncio.Event())
             )
         code = 0 if outcome.status == outcome.report.status == "complete" else 1
     finally:

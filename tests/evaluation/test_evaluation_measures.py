@@ -16,7 +16,7 @@ from pvg.config.sections import Evaluate, Verifier
 from pvg.evaluation.intervals import draws
 from pvg.evaluation.measures import calibration, separability
 from pvg.evaluation.rounds import flawed, solutions_read
-from pvg.evaluation.samples import Scored
+from pvg.evaluation.samples import ScoredRollouts
 from pvg.records import Checks, Grade, Problem, Role
 
 PROBLEMS = [Problem(f"p{place}", "", "") for place in range(12)]
@@ -47,7 +47,7 @@ def one(problem: Problem, role: Role, text: str, *, correct: bool = False, check
 def test_a_flaw_without_proof_is_none() -> None:
     proven, unproven = Checks(1.0, 0.5, True), Checks(1.0, 0.5, False)
     rollouts = [one(PROBLEMS[0], Role.SNEAKY, "x", checks=checks) for checks in (proven, unproven, None)]
-    assert Scored(rollouts, np.zeros(3, dtype=np.float32), PROBLEMS).flaws_N.tolist() == [True, False, True]
+    assert ScoredRollouts(rollouts, np.zeros(3, dtype=np.float32), PROBLEMS).flaws_N.tolist() == [True, False, True]
     located = flawed(Concealing(), rollouts, PROBLEMS, 9)
     assert [rollout for rollout, _, _ in located] == [rollouts[0], rollouts[2]]
 
@@ -55,7 +55,7 @@ def test_a_flaw_without_proof_is_none() -> None:
 def test_the_style_probe_reads_what_the_verifier_reads() -> None:
     texts = {Role.HELPFUL: "return 1", Role.SNEAKY: "return 1CERTIFICATE: [3]"}
     rollouts = [one(problem, role, text) for problem in PROBLEMS for role, text in texts.items()]
-    own = Scored(rollouts, np.zeros(len(rollouts), dtype=np.float32), PROBLEMS)
+    own = ScoredRollouts(rollouts, np.zeros(len(rollouts), dtype=np.float32), PROBLEMS)
     section, weights_BP = Evaluate(folds=3), draws(len(PROBLEMS), 100, 0)
     read = solutions_read(rollouts, Concealing(), encode, eos_id=0)
     assert separability(own, read, section, weights_BP)["overall"]["value"] == 0.5
@@ -70,7 +70,7 @@ def test_a_style_of_easier_problems_is_none_of_a_role() -> None:
         text = "aab" if place % 2 else "ccd"
         rollouts += [one(problem, Role.HELPFUL, text, correct=True)] * (1 if place % 2 else 6)
         rollouts += [one(problem, Role.SNEAKY, text, correct=True)] * (6 if place % 2 else 1)
-    own = Scored(rollouts, np.zeros(len(rollouts), dtype=np.float32), PROBLEMS)
+    own = ScoredRollouts(rollouts, np.zeros(len(rollouts), dtype=np.float32), PROBLEMS)
     found = separability(own, [r.completion_ids for r in rollouts], Evaluate(folds=3), draws(len(PROBLEMS), 100, 0))
     assert found["overall"]["value"] > 0.7
     assert found["correct"]["value"] == 0.5
@@ -82,6 +82,6 @@ def test_a_style_of_easier_problems_is_none_of_a_role() -> None:
 )
 def test_only_one_member_trained_by_cross_entropy_tells_probabilities(loss: str, ensemble: int, known: bool) -> None:
     rollouts = [one(problem, Role.HELPFUL, "x", correct=place > 5) for place, problem in enumerate(PROBLEMS)]
-    own = Scored(rollouts, np.linspace(-1, 1, len(rollouts), dtype=np.float32), PROBLEMS)
+    own = ScoredRollouts(rollouts, np.linspace(-1, 1, len(rollouts), dtype=np.float32), PROBLEMS)
     found = calibration(own, Verifier(loss=loss, ensemble=ensemble), Evaluate(), draws(len(PROBLEMS), 100, 0))
     assert found["raw_is_probability"] is known

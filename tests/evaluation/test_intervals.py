@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.evaluation.intervals import Estimate, draws, mean_of, numbered, percentile, ratio, share_of, wilson
+from pvg.evaluation.intervals import Estimate, draws, mean_of, percentile, ratio, share_of, wilson
 
 
 def test_wilson_by_hand():
@@ -90,7 +90,3 @@ def test_no_interval_without_a_spread_or_without_values():
     assert percentile(1.0, np.array([1.0, math.nan, math.nan]), 0.95, 5, 5).low is None
     assert percentile(math.nan, np.array([1.0, 2.0]), 0.95, 0, 0).value is None
     assert ratio(np.zeros(2), np.zeros(2), np.ones((3, 2)), 0.95, 0).value is None
-
-
-def test_numbering_goes_by_first_appearance():
-    assert numbered(["b", "a", "b", "c"]).tolist() == [0, 1, 0, 2]

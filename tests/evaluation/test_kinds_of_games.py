@@ -14,7 +14,7 @@ from evaluation_drill import evaluated_experiment
 from test_runner import changed, evaluated, played
 
 from pvg.config.experiment import Experiment
-from pvg.evaluation.opened_run import Reading, judged
+from pvg.evaluation.opened_run import OpenedRun, judged
 from pvg.evaluation.opponents import PARTS
 from pvg.evaluation.runner import open_study
 from pvg.game.states import Phase
@@ -66,7 +66,7 @@ def game(name: str) -> Experiment:
 async def scores_of(run: RunDirectory, experiment: Experiment, rollouts: list[Rollout]) -> np.ndarray:
     """By the verifier of round 0, as an evaluation opens it."""
     async with AsyncExitStack() as stack:
-        reading = Reading.open(run)
+        reading = OpenedRun.open(run)
         study = await open_study(experiment, reading, SilentObserver(), asyncio.Event(), stack)
         with judged(study, 0) as judge:
             return await judge.scores("again", rollouts, "these")
@@ -83,7 +83,7 @@ def test_every_part_is_measured_by_the_verifier_that_the_game_had(name: str, tmp
     assert [part for part in PARTS if plain[part.replace("-", "_")] is None] == []
     assert [(attack["kind"], attack["limit"]) for attack in plain["exploit"]] == [("cgc", 2)]
 
-    reading = Reading.open(run)
+    reading = OpenedRun.open(run)
     scored = [r for r in reading.read_rollouts(0, Phase.CHECKPOINT.value) if r.score is not None]
     told = np.array([r.score for r in scored])
     assert len(told) > 8

@@ -20,12 +20,12 @@ from store_samples import rollout
 
 from pvg.config.sections import Evaluate, ModchainTask, Verifier
 from pvg.evaluation import measures
-from pvg.evaluation.attacks import Target, check, course_of, reference_of
+from pvg.evaluation.attacks import AttackTarget, check, course_of, reference_of
 from pvg.evaluation.baseline import baseline_experiment
 from pvg.evaluation.measures import folds_of
 from pvg.evaluation.opponents import attacker_experiment
 from pvg.evaluation.rounds import RoundParts
-from pvg.evaluation.samples import SampleSet, Scored
+from pvg.evaluation.samples import SampleSet, ScoredRollouts
 from pvg.records import Checks, Float32, Grade, Problem, Role, Rollout
 from pvg.tasks.modchain import Modchain, chain_problem
 
@@ -60,12 +60,12 @@ OWN: list[Row] = [
 DRAWS_BP = np.array([[2.0, 0.0], [0.0, 2.0]] * 50)
 
 
-def scored(rows: Sequence[Row]) -> Scored:
+def scored(rows: Sequence[Row]) -> ScoredRollouts:
     rollouts = [
         replace(rollout(number), problem_id=PROBLEMS[place].id, role=role, grade=grade)
         for number, (place, role, grade, _) in enumerate(rows)
     ]
-    return Scored(rollouts, np.array([score for *_, score in rows], dtype=np.float32), PROBLEMS)
+    return ScoredRollouts(rollouts, np.array([score for *_, score in rows], dtype=np.float32), PROBLEMS)
 
 
 def told(estimate: dict[str, Any]) -> tuple[float, int, int]:
@@ -225,7 +225,7 @@ def test_the_score_to_reach_is_the_mean_of_the_correct_reference_samples() -> No
 
 
 def test_the_cgc_floor_is_below_all_scores_by_their_spread_and_one() -> None:
-    target = Target(0, "players", THRESHOLD, {"value": 2 / 3}, lowest=-3.0, highest=5.0)
+    target = AttackTarget(0, "players", THRESHOLD, {"value": 2 / 3}, lowest=-3.0, highest=5.0)
     assert target.cgc_floor == -3.0 - (5.0 - -3.0) - 1.0 == -12.0
     assert target.level == 2 / 3
     study = stub_study([], {})

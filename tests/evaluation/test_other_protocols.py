@@ -19,10 +19,10 @@ from test_runner import changed, copy_of, evaluated, played
 
 from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError, UsageError
-from pvg.evaluation.opened_run import Reading, committed_shards
+from pvg.evaluation.opened_run import OpenedRun, committed_shards
 from pvg.evaluation.opponents import PARTS, attack_kinds, check_attacks, check_protocol, default_parts
 from pvg.evaluation.report import REPORT_FILE
-from pvg.game.challenge import Challenges
+from pvg.game.challenge import ChallengeEnvironment
 from pvg.game.players import Players
 from pvg.game.round_verifier import read_verifier, verifier_weights_name
 from pvg.models import open_model, pick_device
@@ -115,7 +115,7 @@ def _asked_as_by(players: Players, run: RunDirectory, round_: int, rollouts: lis
         for r in asked
     ]
     try:
-        environment = Challenges(players.task, players.base.tokenizer, "tag", players.scorer(verifier), 0, 16)
+        environment = ChallengeEnvironment(players.task, players.base.tokenizer, "tag", players.scorer(verifier), 0, 16)
         questions = asyncio.run(environment.observe(transcripts))
     finally:
         verifier.close()
@@ -188,8 +188,8 @@ def test_a_decoupled_game_is_evaluated_on_translations_of_its_own_solutions(tmp_
     assert [attack["kind"] for attack in found["exploit"]] == ["cgc", "goodhart"]
     told = " ".join(outcome.report.notes)
     assert "No src attackers" in told
-    assert "right as often as its solver" in told
-    solved = {rollout.problem_id: rollout for rollout in Reading.open(run).read_rollouts(0, "solve")}
+    assert "correct as often as its solver" in told
+    solved = {rollout.problem_id: rollout for rollout in OpenedRun.open(run).read_rollouts(0, "solve")}
     for name, rollouts in samples_of(run).items():
         for rollout in rollouts:
             own, solver = solved[rollout.problem_id], rollout.solver
@@ -209,5 +209,5 @@ def test_what_a_game_has_not_is_left_out_and_refused_where_it_is_named() -> None
     assert attack_kinds(decoupled) == ["cgc"]
     assert attack_kinds(changed(asking(), evaluate={"attacks": ["goodhart", "src"]})) == ["src", "goodhart"]
     check_attacks(decoupled)
-    with pytest.raises(ConfigurationError, match="pays a translator"):
+    with pytest.raises(ConfigurationError, match="translator of the decoupled game earns no reward"):
         check_attacks(translating(["src"]))

@@ -20,11 +20,11 @@ from pvg.config.experiment import Experiment, build_experiment
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError, UsageError
 from pvg.evaluation.opponents import PARTS, attacker_experiment, check_attacks, parse_parts, parse_rounds
 from pvg.evaluation.report import REPORT_FILE, SCHEMA_FILE, notes, notes_of_results, read_report, report_of, schema_text
-from pvg.evaluation.runner import Request, evaluate
+from pvg.evaluation.runner import EvaluationRequest, evaluate
 from pvg.evaluation.training import probe_steps
 from pvg.game.ledger import Ledger, check_same_code
 from pvg.game.run import play
-from pvg.reporting.page.run_page import collect, run_page
+from pvg.reporting.run_page import collect, run_page
 from pvg.reporting.run_summary import read_run
 from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
@@ -66,7 +66,7 @@ def evaluated(run: RunDirectory, experiment: Experiment, until: str = "", **requ
     stop = asyncio.Event()
     observer = StopIn(stop, until)
     with run.lock():
-        outcome = asyncio.run(evaluate(experiment, run, Request(**request), observer=observer, stop=stop))
+        outcome = asyncio.run(evaluate(experiment, run, EvaluationRequest(**request), observer=observer, stop=stop))
     return outcome, observer
 
 
@@ -379,6 +379,6 @@ def test_a_run_is_not_evaluated_with_other_code_than_it_was_played_with(tmp_path
     ledger = Ledger(RunDirectory.create(tmp_path, "own", experiment), experiment, "test")
     check_same_code(ledger.state, experiment)
     mine.write_text("def mine(outcomes, game):\n    return -outcomes.scores_N\n")
-    with pytest.raises(StateError, match=r"mine\.py is not what this run was begun with"):
+    with pytest.raises(StateError, match=r"mine\.py has changed since this run started"):
         check_same_code(ledger.state, experiment)
     ledger.close()

@@ -17,7 +17,7 @@ from test_stragglers import recorded
 
 from pvg.config.sections import ModchainTask, ModelSection
 from pvg.errors import ConfigurationError
-from pvg.game.challenge import Challenges, steps_of, tokens_of, weakest
+from pvg.game.challenge import ChallengeEnvironment, steps_of, tokens_of, weakest
 from pvg.models import open_model, pick_device
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Float32, Problem, Rollout
@@ -73,7 +73,7 @@ def transcript(
     return Transcript(name, PROBLEM, tokenizer.encode("H7+5+8?"), ids, turn, 0, stopped)
 
 
-def asked(challenges: Challenges, *transcripts: Transcript) -> list[Observation | None]:
+def asked(challenges: ChallengeEnvironment, *transcripts: Transcript) -> list[Observation | None]:
     return asyncio.run(challenges.observe(transcripts))
 
 
@@ -84,7 +84,7 @@ def test_the_weakest_step_is_that_which_takes_most_of_the_score():
 
 def test_it_is_found_by_scoring_the_solution_up_to_each_step(tokenizer: Tokenizer):
     judge = Judge()
-    challenges = Challenges(MODCHAIN, tokenizer, "tag", judge, 0, 9)
+    challenges = ChallengeEnvironment(MODCHAIN, tokenizer, "tag", judge, 0, 9)
     text = "7+5=2;2+8=0;0+0=0;0+1=1;A1"
     (found,) = asked(challenges, transcript(tokenizer, text))
     assert found is not None
@@ -95,7 +95,7 @@ def test_it_is_found_by_scoring_the_solution_up_to_each_step(tokenizer: Tokenize
 
 
 def test_what_has_no_step_was_cut_off_or_was_asked_already_is_asked_nothing(tokenizer: Tokenizer):
-    challenges = Challenges(MODCHAIN, tokenizer, "tag", None, 0, 9)
+    challenges = ChallengeEnvironment(MODCHAIN, tokenizer, "tag", None, 0, 9)
     good = "7+5=2;2+8=0;A0"
     found = asked(
         challenges,
@@ -110,13 +110,13 @@ def test_what_has_no_step_was_cut_off_or_was_asked_already_is_asked_nothing(toke
 def test_a_random_question_depends_on_seed_and_episode_alone(tokenizer: Tokenizer):
     text = "7+5=2;2+8=0;0+3=3;3+6=9;A9"
     many = [transcript(tokenizer, text, name=f"r/{i}") for i in range(400)]
-    told = [o.text for o in asked(Challenges(MODCHAIN, tokenizer, "tag", None, 3, 9), *many) if o is not None]
+    told = [o.text for o in asked(ChallengeEnvironment(MODCHAIN, tokenizer, "tag", None, 3, 9), *many) if o is not None]
     counts = [told.count(f"{step}?") for step in (1, 2, 3, 4)]
     assert sum(counts) == 400
     assert min(counts) > 60  # 100 each, standard error 8.7
-    again = asked(Challenges(MODCHAIN, tokenizer, "tag", None, 3, 9), *reversed(many))
+    again = asked(ChallengeEnvironment(MODCHAIN, tokenizer, "tag", None, 3, 9), *reversed(many))
     assert [o.text for o in again if o is not None] == told[::-1]
-    other = asked(Challenges(MODCHAIN, tokenizer, "tag", None, 4, 9), *many)
+    other = asked(ChallengeEnvironment(MODCHAIN, tokenizer, "tag", None, 4, 9), *many)
     assert [o.text for o in other if o is not None] != told
 
 

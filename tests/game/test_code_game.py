@@ -15,7 +15,7 @@ from tiny_programmer import programmer, save, untrained, write_problems
 
 from pvg.config.experiment import Experiment, build_experiment
 from pvg.errors import PvgError
-from pvg.game.run import Outcome, play
+from pvg.game.run import GameOutcome, play
 from pvg.records import Role, Rollout
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
@@ -47,7 +47,7 @@ def experiment_of(problems: Path, model: Path, **game: Any) -> Experiment:
     return build_experiment(plain)
 
 
-def played(experiment: Experiment, folder: Path) -> tuple[Outcome, RunDirectory]:
+def played(experiment: Experiment, folder: Path) -> tuple[GameOutcome, RunDirectory]:
     run = RunDirectory.create(folder, "code", experiment)
     with run.lock():
         begun = play(experiment, run, observer=SilentObserver(), stop=asyncio.Event(), resume=False)

@@ -11,7 +11,7 @@ from kill_drill import differences, fingerprint, small_experiment
 
 from pvg.config.experiment import Experiment, assign, build_experiment
 from pvg.errors import ConfigurationError
-from pvg.game.run import Outcome, play
+from pvg.game.run import GameOutcome, play
 from pvg.store.journal import read_json_lines
 from pvg.store.manifest import read_manifests
 from pvg.store.run_directory import RunDirectory
@@ -48,8 +48,8 @@ class StopAt(SilentObserver):
 
 def played(
     experiment: Experiment, root: Path, *, stop_at: tuple[str, int] = ("", 0), resume: bool = False
-) -> tuple[Outcome, RunDirectory]:
-    async def work() -> Outcome:
+) -> tuple[GameOutcome, RunDirectory]:
+    async def work() -> GameOutcome:
         stop = asyncio.Event()
         return await play(experiment, run, observer=StopAt(stop, *stop_at), stop=stop, resume=resume)
 
@@ -192,7 +192,7 @@ def test_what_the_models_cannot_do_is_refused_before_anything_is_committed(
     [
         ({"rollout.prompts": "plain"}, "gives both the same prompt"),
         ({"game.stop": "score_parity", "game.reward": "goodhart", "game.sneaky_share": 0.0}, "leaves one"),
-        ({"training.overlong_buffer": 41}, "does not fit into rollout.max_tokens = 40"),
+        ({"training.overlong_buffer": 41}, "exceeds rollout.max_tokens = 40"),
         ({"training.beta2": 1.0}, "less than 1"),
         ({"models.prover": {"source": "embedded:modchain-prover", "dtype": "bfloat16"}}, r"models\.prover\.dtype"),
         ({"models.verifier": {"source": "embedded:modchain-verifier", "dtype": "bfloat16"}}, r"verifier\.precision to"),

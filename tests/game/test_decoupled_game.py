@@ -17,10 +17,10 @@ from tiny_chat import chatting
 from pvg.config.experiment import Experiment
 from pvg.config.sections import ModelSection
 from pvg.errors import ConfigurationError
-from pvg.game.rewards import Outcomes, rewards
+from pvg.game.rewards import BatchOutcomes, rewards
 from pvg.game.roles import translation_renderer
 from pvg.game.solver import read_newest_prover
-from pvg.game.statistics import Columns, play_metrics
+from pvg.game.statistics import RolloutColumns, play_metrics
 from pvg.models import open_model, pick_device
 from pvg.records import Problem, Role, Rollout
 from pvg.store.run_directory import RunDirectory
@@ -81,10 +81,10 @@ def test_a_translator_is_shown_the_solution_and_the_verifier_is_not(run: RunDire
 def test_stored_rewards_are_those_of_the_formula_on_the_stored_rollouts(run: RunDirectory):
     experiment = changed(TRANSLATING)
     trained = [rollout for rollout in by_phase(run)["train_prover"] if rollout.step == 0]
-    columns = Columns(trained, np.array([rollout.score for rollout in trained], dtype=np.float32))
+    columns = RolloutColumns(trained, np.array([rollout.score for rollout in trained], dtype=np.float32))
     names = list(dict.fromkeys(rollout.problem_id for rollout in trained))
     paid = rewards(
-        Outcomes(
+        BatchOutcomes(
             columns.scores_N,
             columns.correct_N,
             columns.helpful_N,
@@ -118,7 +118,9 @@ def test_its_metrics_are_told_and_in_the_catalogue(run: RunDirectory):
     names = [f"{row['phase']}/{name}" for row in rows(run, "step") for name in row["metrics"]]
     assert any(name.startswith("solve/") for name in names)
     assert unknown_metrics(names) == []
-    direct = Columns([replace(r, solver=None, kept_answer=None) for r in own], np.zeros(len(own), dtype=np.float32))
+    direct = RolloutColumns(
+        [replace(r, solver=None, kept_answer=None) for r in own], np.zeros(len(own), dtype=np.float32)
+    )
     assert "faithful" not in play_metrics(direct, 0.0)
 
 

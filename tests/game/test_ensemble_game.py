@@ -20,7 +20,7 @@ from pvg.errors import ConfigurationError
 from pvg.game import verifier_phase
 from pvg.game.players import Players
 from pvg.game.round_verifier import read_verifier
-from pvg.game.run import Outcome, play
+from pvg.game.run import GameOutcome, play
 from pvg.game.seeds import seed_for
 from pvg.models.ensembles import VerifierEnsemble
 from pvg.store.checkpoints import read_checkpoint
@@ -69,8 +69,8 @@ def ensemble_experiment(prover_steps: int = 2, **verifier: Any) -> Experiment:
     return build_experiment(plain)
 
 
-def played(experiment: Experiment, root: Path) -> tuple[Outcome, RunDirectory]:
-    async def work() -> Outcome:
+def played(experiment: Experiment, root: Path) -> tuple[GameOutcome, RunDirectory]:
+    async def work() -> GameOutcome:
         return await play(experiment, run, observer=SilentObserver(), stop=asyncio.Event(), resume=False)
 
     run = RunDirectory.create(root, "drill", experiment)

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from tiny_experts import CHOSEN, EXPERTS, LAYERS, tiny_experts
 
 from pvg.config.experiment import Experiment, build_experiment
-from pvg.game.run import Outcome, play
+from pvg.game.run import GameOutcome, play
 from pvg.models.characters import modchain_tokenizer
 from pvg.records import Grade
 from pvg.store.run_directory import RunDirectory
@@ -38,7 +38,7 @@ def experiment_of_experts(folder: Path) -> Experiment:
     return build_experiment(plain)
 
 
-async def whole_game(experiment: Experiment, run: RunDirectory) -> Outcome:
+async def whole_game(experiment: Experiment, run: RunDirectory) -> GameOutcome:
     return await play(experiment, run, observer=SilentObserver(), stop=asyncio.Event(), resume=False)
 
 

@@ -13,7 +13,7 @@ from kill_drill import differences, fingerprint
 from test_configurations import ONE_ANSWER, StopAt, changed, played, rows
 from test_stragglers import recorded
 
-from pvg.game.rewards import Outcomes
+from pvg.game.rewards import BatchOutcomes
 from pvg.records import Rollout
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
@@ -125,7 +125,7 @@ def aligned(rollouts: list[Rollout]) -> np.ndarray[Any, Any]:
     helpful_N = column([r.role.number == 1 for r in rollouts])
     correct_N, formed_N = column([r.grade.correct for r in rollouts]), column([r.grade.well_formed for r in rollouts])
     none_N = np.zeros(len(rollouts))
-    return Outcomes(
+    return BatchOutcomes(
         none_N.astype(np.float32), correct_N, helpful_N, formed_N, none_N.astype(np.int64), correct_N
     ).aligned_N
 

@@ -15,9 +15,9 @@ from kill_drill import differences, fingerprint, small_experiment
 from pvg.config.experiment import Experiment, build_experiment
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.game.players import Players
-from pvg.game.run import Outcome, play
+from pvg.game.run import GameOutcome, play
 from pvg.models import open_model
-from pvg.servers.update import Adapter
+from pvg.servers.update import LowRankAdapter
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
@@ -58,8 +58,8 @@ class StopAfter(SilentObserver):
             self._stop.set()
 
 
-def played(experiment: Experiment, root: Path, *, stop_after: int = 0, resume: bool = False) -> Outcome:
-    async def work() -> Outcome:
+def played(experiment: Experiment, root: Path, *, stop_after: int = 0, resume: bool = False) -> GameOutcome:
+    async def work() -> GameOutcome:
         stop = asyncio.Event()
         return await play(experiment, run, observer=StopAfter(stop, stop_after), stop=stop, resume=resume)
 
@@ -131,10 +131,10 @@ def test_killed_in_the_prover_phase_it_ends_like_the_uninterrupted_run(whole: Pa
 def test_every_version_of_a_trained_prover_is_published_with_its_adapter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[tuple[bool, Adapter | None]] = []
+    seen: list[tuple[bool, LowRankAdapter | None]] = []
     publish = Players.publish
 
-    async def noting(players: Players, tensors: Any, version: int, adapter: Adapter | None = None) -> None:
+    async def noting(players: Players, tensors: Any, version: int, adapter: LowRankAdapter | None = None) -> None:
         base = players.base.weights()
         seen.append((all(torch.equal(tensor, base[name]) for name, tensor in tensors.items()), adapter))
         await publish(players, tensors, version, adapter)

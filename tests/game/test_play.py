@@ -131,7 +131,7 @@ def test_a_played_run_is_neither_played_again_nor_resumed_under_another_configur
     shutil.copytree(finished.path, root / "drill")
     run = RunDirectory.open("drill", root)
     stop = asyncio.Event()
-    with run.lock(), pytest.raises(StateError, match="played already"):
+    with run.lock(), pytest.raises(StateError, match="already begun"):
         asyncio.run(play(small_experiment(), run, observer=SilentObserver(), stop=stop, resume=False))
     data = small_experiment().plain()
     data["training"]["kl"]["coefficient"] = 0.5
@@ -165,7 +165,7 @@ def test_a_half_written_state_falls_back_to_the_commit_before(finished, tmp_path
     run.state.write_bytes(run.state.read_bytes()[:200])
     run, outcome, observer = run_game(small_experiment(), tmp_path, resume=True)
     assert outcome.status == "complete"
-    assert any("commit before" in notice for notice in observer.notices)
+    assert any("previous commit" in notice for notice in observer.notices)
     assert weights_of(run) == weights_of(finished)
 
 

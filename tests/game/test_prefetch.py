@@ -29,7 +29,7 @@ from pvg.models import open_model, pick_device
 from pvg.records import Float32, Grade, Group, Problem, Role, Rollout, VersionSpan
 from pvg.rollout.dispatcher import GroupOrder
 from pvg.rollout.engine import Completion, GenerationRequest
-from pvg.rollout.pipeline import Gate
+from pvg.rollout.pipeline import AdmissionGate
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
@@ -236,7 +236,7 @@ class Orders:
     def batch(self, number: int, of: Role) -> list[GroupOrder]:
         return [ordered(number, place, of) for place in range(GROUPS)]
 
-    async def sample(self, orders: list[GroupOrder], number: int, gate: Gate) -> list[Group]:
+    async def sample(self, orders: list[GroupOrder], number: int, gate: AdmissionGate) -> list[Group]:
         async with gate:
             return [made_group(order.problem.id) for order in orders]
 

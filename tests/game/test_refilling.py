@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pvg.game.dynamic_sampling import Played, refilled
+from pvg.game.dynamic_sampling import ScoredGroups, refilled
 from pvg.records import Group, Problem, Role
 
 H, S = Role.HELPFUL, Role.SNEAKY
@@ -48,14 +48,14 @@ class Orders:
     async def sample(self, orders: Sequence[tuple[Role, int]], number: int) -> list[Group]:
         return [group(role, number_) for role, number_ in orders]
 
-    async def play(self, groups: Sequence[Group]) -> Played:
+    async def play(self, groups: Sequence[Group]) -> ScoredGroups:
         rewards = [[1.0, float(g.rollouts[0].group not in self.live)] for g in groups]
         rewards_N = np.array(rewards, dtype=np.float32).reshape(-1)
         rows = len(rewards_N)
-        return Played(groups, rewards_N, rewards_N, np.zeros(rows, dtype=bool), np.arange(rows))
+        return ScoredGroups(groups, rewards_N, rewards_N, np.zeros(rows, dtype=bool), np.arange(rows))
 
-    def run(self) -> tuple[Played, dict[str, float]]:
-        async def work() -> tuple[Played, float, dict[str, float]]:
+    def run(self) -> tuple[ScoredGroups, dict[str, float]]:
+        async def work() -> tuple[ScoredGroups, float, dict[str, float]]:
             first = await self.play(await self.sample(self.batch(7), 7))
             return await refilled(first, 7, self, self.play)  # type: ignore[arg-type]
 
@@ -63,7 +63,7 @@ class Orders:
         return played, metrics
 
 
-def trained(played: Played) -> list[tuple[Role, int]]:
+def trained(played: ScoredGroups) -> list[tuple[Role, int]]:
     """The groups that are trained on, each of which must be whole."""
     numbers = [rollout.group for rollout in played.rollouts]
     kept = [numbers[row] for row in played.trained_M]

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from pvg.config.sections import Game
-from pvg.game.rewards import REWARDS, Outcomes, centred_scores, rewards
+from pvg.game.rewards import REWARDS, BatchOutcomes, centred_scores, rewards
 
 
 def outcomes(scores, correct, helpful, problems=None, well_formed=None, solver=None, kept=None):
     n = len(scores)
-    return Outcomes(
+    return BatchOutcomes(
         scores_N=np.array(scores, dtype=np.float32),
         correct_N=np.array(correct, dtype=bool),
         helpful_N=np.array(helpful, dtype=bool),

@@ -79,7 +79,7 @@ def test_weighted_draws_follow_the_weights_in_every_place():
 
 @pytest.mark.parametrize("weights", [[], [0.0, 0.0], [1.0, -0.5]])
 def test_weights_that_nothing_can_be_drawn_by_are_refused(weights):
-    with pytest.raises(ValueError, match="one above 0"):
+    with pytest.raises(ValueError, match="above 0"):
         draw_weighted(np.array(weights), 1, generator_for(0))
 
 

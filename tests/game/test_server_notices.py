@@ -22,7 +22,7 @@ def test_a_server_that_goes_and_comes_back_is_told_once_each_and_everything_is_l
     events.event("gen", event="server.up", server="http://a")
     events.event("weights", event="client.send", trace="t")
     assert told == [
-        "http://a is away (no reply); the others take its requests.",
+        "http://a is unavailable (no reply); the others take its requests.",
         "http://a is back, with the newest weights.",
     ]
     assert [name for _, name in log.kept] == ["server.up", "server.away", "server.stale", "server.up", "client.send"]

@@ -57,5 +57,5 @@ def test_a_state_survives_json():
 
 
 def test_a_foreign_state_is_a_clear_error():
-    with pytest.raises(StateError, match="can read"):
+    with pytest.raises(StateError, match="cannot read"):
         GameState.from_plain({"phase": "dance"})

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pvg.game.round_evaluation import example_rows
-from pvg.game.statistics import Columns, play_metrics, sample_metrics, sampling_metrics, verifier_auc
+from pvg.game.statistics import RolloutColumns, play_metrics, sample_metrics, sampling_metrics, verifier_auc
 from pvg.records import Checks, Grade, Role, Rollout, VersionSpan
 from pvg.rollout.engine import EngineStats
 from pvg.store.samples import SampleColumns
@@ -39,7 +39,7 @@ SAMPLE = [
 
 
 def columns(sample=SAMPLE):
-    return Columns([r for r, _ in sample], np.array([score for _, score in sample], dtype=np.float32))
+    return RolloutColumns([r for r, _ in sample], np.array([score for _, score in sample], dtype=np.float32))
 
 
 def test_play_metrics_by_hand():
@@ -99,7 +99,7 @@ def test_what_execution_has_shown_by_hand():
     rollouts = [replace(ROLLOUT, role=role, grade=grade) for role, grade in grades]
     assert [r.proven for r in rollouts] == [True, True, True, False, False, True]
     assert [r.is_flaw for r in rollouts] == [False, False, True, False, False, False]
-    sample = Columns(rollouts, np.arange(6, dtype=np.float32))
+    sample = RolloutColumns(rollouts, np.arange(6, dtype=np.float32))
     np.testing.assert_allclose(sample.tests_N, [1.0, 0.5, 1.0, 0.5, 0.25, 0.5])
     for found in (play_metrics(sample, threshold=1.5), sample_metrics(SampleColumns.of(rollouts), 1.0)):
         assert found["tests_passed"] == pytest.approx(0.75)

@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pvg.tasks.code.problem import make_problem
-from pvg.tasks.code.reading import Entry, read_entries
+from pvg.tasks.code.reading import CodeEntry, read_entries
 
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
 NUMBERS = (1, 2, 3, 6)  # of which both halves of the problems have some
@@ -74,7 +74,7 @@ def programmer(problems: Path, *, steps: int = STEPS) -> LlamaForCausalLM:
     model, fast = untrained(), tokenizer()
     texts = []
     for entry in read_entries(problems / "train.jsonl", 1):
-        assert isinstance(entry, Entry)
+        assert isinstance(entry, CodeEntry)
         question = make_problem(entry.id, entry.question, entry.signature, entry.code).question
         texts += [(tag + question, text) for tag, text in completions(int(entry.id.removeprefix("add-")))]
     encoded = [(fast.encode(prompt), [*fast.encode(text), 1]) for prompt, text in texts]

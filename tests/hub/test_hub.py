@@ -61,7 +61,7 @@ def test_a_hub_id_is_read_and_written(source: str, expected: HubId) -> None:
     ],
 )
 def test_what_no_repository_is_called_is_refused_with_the_key(source: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"models\.prover\.source: .* is no id of the Hugging Face hub"):
+    with pytest.raises(ConfigurationError, match=r"models\.prover\.source: .* is not an id of the Hugging Face hub"):
         experiment(source)
 
 
@@ -120,7 +120,7 @@ def test_a_resumed_run_keeps_its_commit_unless_another_revision_is_named(here: P
         assert pinned_as(experiment(other), run) == experiment(other)
 
 
-GATED = "is gated: its owner gives access to those who ask"
+GATED = "is gated: its owner must give you access"
 
 
 @pytest.mark.parametrize(
@@ -129,10 +129,10 @@ GATED = "is gated: its owner gives access to those who ask"
         ("hf:nosuch/model", UsageError, "There is no model 'nosuch/model' at http", "set HF_TOKEN"),
         ("hf:tiny/prover@v9", UsageError, "has no revision 'v9'", "leave the revision out"),
         (f"hf:tiny/prover@{commit_of('x')}", UsageError, "has no revision", "a commit"),
-        ("hf:tiny/gated", MissingRequirementError, GATED, "Ask for access at http"),
+        ("hf:tiny/gated", MissingRequirementError, GATED, "Request access at http"),
         ("hf:tiny/pickled", ConfigurationError, "only as pytorch_model.bin, a pickle", "@refs/pr/1"),
-        ("hf:tiny/empty", ConfigurationError, "holds no model.safetensors", "another model"),
-        ("hf:tiny/headless", ConfigurationError, "holds no config.json", ""),
+        ("hf:tiny/empty", ConfigurationError, "has no model.safetensors", "another model"),
+        ("hf:tiny/headless", ConfigurationError, "has no config.json", ""),
     ],
 )
 def test_a_repository_that_cannot_be_used_is_told_in_one_line(
@@ -184,7 +184,7 @@ def test_a_download_that_stops_goes_on_with_the_same_command(
     monkeypatch.setattr(file_download, "time", SimpleNamespace(sleep=lambda seconds: None))
     with pytest.raises(MissingRequirementError, match="The download of tiny/prover stopped") as caught:
         fetch("hf:tiny/prover", "model", QUIET)
-    assert "Type the same command again" in caught.value.remedy
+    assert "Run the same command again" in caught.value.remedy
     first = set(hub.downloads()) - {"model.safetensors"}
     hub.forget()
     folder = fetch("hf:tiny/prover", "model", QUIET)
@@ -206,7 +206,7 @@ def test_offline_the_cache_serves_and_says_so(
     assert fetch("hf:tiny/prover", "model", said.append) == folder
     assert said == [f"HF_HUB_OFFLINE is set. hf:tiny/prover is commit {commit}, from the cache."]
     assert hub.seen == []
-    with pytest.raises(MissingRequirementError, match="HF_HUB_OFFLINE is set, and hf:tiny/other is not completely"):
+    with pytest.raises(MissingRequirementError, match="HF_HUB_OFFLINE is set, but hf:tiny/other is not completely"):
         fetch("hf:tiny/other", "model", QUIET)
     (folder / "tokenizer.json").unlink()
     with pytest.raises(MissingRequirementError, match="is not completely in the cache"):

@@ -73,7 +73,7 @@ def test_a_dry_run_prints_the_commit_and_the_size_and_downloads_nothing(
     [
         ("hf:nosuch/model", 2, "There is no model 'nosuch/model' at http"),
         ("hf:tiny/prover@v9", 2, "has no revision 'v9'"),
-        ("hf:tiny prover", 2, "is no id of the Hugging Face hub"),
+        ("hf:tiny prover", 2, "is not an id of the Hugging Face hub"),
         ("hf:tiny/pickled", 2, "a pickle, which pvg never opens"),
         ("hf:tiny/gated", 3, "is gated"),
     ],
@@ -89,14 +89,14 @@ def test_a_source_that_cannot_be_used_ends_the_command(
     assert called.code == code
     assert called.err.startswith("error: ")
     assert says in called.err
-    assert (called.out, called.err.count("\n")) == ("", 2 if code == 3 or "no id" not in says else 1)
+    assert (called.out, called.err.count("\n")) == ("", 2 if code == 3 or "not an id" not in says else 1)
     assert not Path("runs").exists()
 
 
 def test_validate_checks_the_form_and_asks_no_hub(hub: Hub, here: Path) -> None:
     assert pvg("config", "validate", *PROVER).code == 0
     called = pvg("config", "validate", "-s", "models.prover.source=hf:a/b/c")
-    assert (called.code, "models.prover.source: 'hf:a/b/c' is no id" in called.err) == (2, True)
+    assert (called.code, "models.prover.source: 'hf:a/b/c' is not an id" in called.err) == (2, True)
     assert hub.seen == []
 
 
@@ -120,7 +120,7 @@ def test_a_study_names_commits(here: Path) -> None:
     Path("mine.toml").write_text(
         'name = "mine"\nexperiment = "modchain"\n[common]\nmodels.prover.source = "hf:tiny/prover"\n'
     )
-    with pytest.raises(ConfigurationError, match=r"models\.prover\.source = 'hf:tiny/prover' names no commit.*dry-run"):
+    with pytest.raises(ConfigurationError, match=r"models\.prover\.source = 'hf:tiny/prover' has no commit.*dry-run"):
         load_study("mine.toml", [], runs=Path("runs"))
     Path("mine.toml").write_text(Path("mine.toml").read_text().replace('prover"', f'prover@{"a" * 40}"'))
     assert load_study("mine.toml", [], runs=Path("runs")).cells
@@ -173,7 +173,7 @@ def test_samples_of_a_hub_model_then_offline(
     assert hub.seen == []
     refused = pvg_process("train", "-s", "models.prover.source=hf:tiny/other")
     assert refused.code == 3
-    assert "HF_HUB_OFFLINE is set, and hf:tiny/other is not completely in the cache" in refused.err
+    assert "HF_HUB_OFFLINE is set, but hf:tiny/other is not completely in the cache" in refused.err
 
 
 TRAIN = """

@@ -21,7 +21,7 @@ from pvg.game.players import Players
 from pvg.game.roles import prompt_renderer
 from pvg.records import Int32, Role, VersionSpan
 from pvg.reporting.diagnosis import diagnose
-from pvg.rollout.engine import Begun, Completion, CutShort, GenerationRequest, Sampling
+from pvg.rollout.engine import Completion, CutShort, GenerationRequest, PartialCompletion, Sampling
 from pvg.rollout.vllm.engine import VllmEngine
 from pvg.servers.pool import ConnectionLimits, HttpPool
 from pvg.tasks import open_task
@@ -118,7 +118,9 @@ def moved(players: Players, scale: float) -> dict[str, torch.Tensor]:
     }
 
 
-def teacher_forced(players: Players, request: GenerationRequest, completion: Completion | Begun) -> np.ndarray:
+def teacher_forced(
+    players: Players, request: GenerationRequest, completion: Completion | PartialCompletion
+) -> np.ndarray:
     """The log-probs of a completion's tokens under the base prover, at the request's temperature."""
     ids = torch.from_numpy(np.concatenate([request.prompt_ids, completion.token_ids]).astype(np.int64))
     with torch.no_grad():
@@ -229,7 +231,7 @@ def test_an_update_in_mid_flight_leaves_every_token_with_the_version_that_sample
 
 def test_requests_that_are_cut_go_on_from_where_they_were_under_the_next_weights(folder: Path, server: Served) -> None:
     async def play(players: Players, kept: Kept) -> None:
-        wanted, cut = requests(players, 4096, 100), list[tuple[GenerationRequest, Begun | None]]()
+        wanted, cut = requests(players, 4096, 100), list[tuple[GenerationRequest, PartialCompletion | None]]()
         waiting = iter(wanted)
 
         def enough() -> bool:

@@ -68,7 +68,7 @@ def test_two_servers_of_which_one_is_killed_in_mid_round(folder: Path, server: S
         out, err = game.communicate(timeout=900)
     assert game.returncode == 0, err[-3000:]
     assert json.loads(out)["status"] == "complete"
-    assert f"{other.url} is away" in err
+    assert f"{other.url} is unavailable" in err
     away = [line for line in events(folder, "halved", "gen") if line["event"] == "server.away"]
     assert {line["server"] for line in away} == {other.url}
     ids = ids_of(folder, "halved")

@@ -27,8 +27,8 @@ from vllm_servers import (
 
 from pvg.errors import ConfigurationError
 from pvg.servers.control import ControlClient
-from pvg.servers.labels import Label, Session
-from pvg.servers.pool import Refused
+from pvg.servers.labels import PublishingSession, WeightLabel
+from pvg.servers.pool import RefusedRequest
 
 TOLERANCE = 1e-3  # nats: float32 here and there, other kernels
 
@@ -42,7 +42,7 @@ class Bench:
         self.http = http
         self.modules: dict[str, Any] = {}
 
-    async def update(self, labels: Labels, name: str, module: Any) -> Label:
+    async def update(self, labels: Labels, name: str, module: Any) -> WeightLabel:
         """Load what is published as `name`, of which `module` is transformers' copy."""
         label = labels.next()
         self.modules[str(label)] = module
@@ -81,8 +81,8 @@ def scratch(server: Server) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-async def refusal(control: ControlClient, name: str, label: Label) -> tuple[int, str]:
-    with pytest.raises(Refused) as refused:
+async def refusal(control: ControlClient, name: str, label: WeightLabel) -> tuple[int, str]:
+    with pytest.raises(RefusedRequest) as refused:
         await control.load_weights(name, label, trace="")
     return refused.value.status, refused.value.code
 
@@ -207,12 +207,12 @@ def test_labels_go_forward_only(server: Server, two_versions: Mapping[str, Any])
             first = await bench.update(labels, "even", two_versions["even"])
             second = await bench.update(labels, "odd", two_versions["odd"])
             assert await refusal(bench.control, "even", first) == (409, "version_backwards")
-            older = Session(first.session.began_ns - 1, "0a")
-            assert await refusal(bench.control, "even", Label(older, 99)) == (409, "older_session")
+            older = PublishingSession(first.session.began_ns - 1, "0a")
+            assert await refusal(bench.control, "even", WeightLabel(older, 99)) == (409, "older_session")
             again = await bench.control.load_weights("there-is-no-such-folder", second, trace="")
             assert again.parts["load_ms"] == 0.0
             assert (await bench.control.info()).label == str(second)
-            newer = Label(Session(first.session.began_ns + 1, "0b"), 0)
+            newer = WeightLabel(PublishingSession(first.session.began_ns + 1, "0b"), 0)
             await bench.control.load_weights("even", newer, trace="")
             assert (await bench.control.info()).label == str(newer)
 

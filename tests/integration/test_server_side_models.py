@@ -26,7 +26,7 @@ from vllm_servers import (
     started,
 )
 
-from pvg.servers.pool import Refused
+from pvg.servers.pool import RefusedRequest
 
 TOLERANCE = 1e-3  # nats, and logits of the classifier
 ADAPTERS = ["--enable-lora", "--max-lora-rank", "16", "--max-loras", "3", "--max-cpu-loras", "3"]
@@ -59,7 +59,7 @@ def test_an_output_layer_of_its_own_is_updated_too(tmp_path: Path) -> None:
                 done = await generate(http, server.url, prompts(1, 24)[0], salt=str(label), prompt_log_probs=True)
                 gaps.append(done.gap({str(label): language_model(model, tensors)}))
             del tensors["lm_head.weight"]
-            with pytest.raises(Refused, match=r"lm_head\.weight") as refused:
+            with pytest.raises(RefusedRequest, match=r"lm_head\.weight") as refused:
                 await control.load_weights(publish(server.root, "headless", tensors), labels.next(), trace="")
             assert refused.value.code == "load_failed"
         await pool.close()
@@ -96,7 +96,7 @@ def test_a_classifier_is_updated_too(tmp_path: Path) -> None:
                 scores = [entry["probs"][0] for entry in sorted(found["data"], key=lambda entry: entry["index"])]
                 assert np.abs(np.subtract(scores, expected(tensors))).max() < TOLERANCE
             del tensors["score.weight"]
-            with pytest.raises(Refused, match=r"score\.weight"):
+            with pytest.raises(RefusedRequest, match=r"score\.weight"):
                 await control.load_weights(publish(server.root, "headless", tensors), labels.next(), trace="")
         await pool.close()
 
@@ -170,11 +170,11 @@ def test_adapters_live_side_by_side_and_survive_new_base_weights(tmp_path: Path)
             assert max([await gap("base", ""), await gap("a2", str(at["a2"]))]) < TOLERANCE
 
             (server.root / "a1" / "adapter_model.bin").write_bytes(b"\x80\x04.")
-            with pytest.raises(Refused, match="never pickled"):
+            with pytest.raises(RefusedRequest, match="never pickled"):
                 await control.load_adapter("a1", labels.next(), trace="t")
             wide = orjson.loads((server.root / "a2" / "adapter_config.json").read_bytes()) | {"r": 64}
             (server.root / "a2" / "adapter_config.json").write_bytes(orjson.dumps(wide))
-            with pytest.raises(Refused, match="rank") as refused:
+            with pytest.raises(RefusedRequest, match="rank") as refused:
                 await control.load_adapter("a2", labels.next(), trace="t")
             assert refused.value.code == "load_failed"
         await pool.close()

@@ -28,9 +28,9 @@ from vllm_servers import (
 
 from pvg.config.sections import ModelSection, Weights
 from pvg.models import open_model
-from pvg.servers.control import Delivery
-from pvg.servers.labels import Label, Session
-from pvg.servers.pool import Refused
+from pvg.servers.control import DeliveryTiming
+from pvg.servers.labels import PublishingSession, WeightLabel
+from pvg.servers.pool import RefusedRequest
 from pvg.servers.transports import open_transport
 from pvg.servers.transports.adapters import AdapterTransport
 from pvg.servers.update import WeightUpdate
@@ -135,7 +135,7 @@ def test_vllm_has_what_is_used(script: str, tmp_path: Path) -> None:
         check=False,
         timeout=600,
         cwd=tmp_path,
-        env={"PYTHONPATH": str(PACKAGE / "serving" / "server_side"), "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
+        env={"PYTHONPATH": str(PACKAGE / "servers" / "server_side"), "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.splitlines()[-1] == "as expected"
@@ -153,14 +153,14 @@ def test_a_server_with_our_engine_starts_and_refuses_what_is_no_handle(transferr
     a failed update leaves the server with a label that says so, and working."""
 
     async def play() -> None:
-        pool, label = transferring.pool(), Label(Session.begin(), 1)
+        pool, label = transferring.pool(), WeightLabel(PublishingSession.begin(), 1)
         control = transferring.control(pool)
         pickled: dict[str, Any] = {"names": [], "dtype_names": [], "shapes": [], "ipc_handles_pickled": "gASVAAAA"}
         try:
             await control.call("/init_weight_transfer_engine", {"init_info": {"packed": False}})
             await control.pause("trace")
             await control.call("/start_weight_update", None, "trace")
-            with pytest.raises(Refused) as caught:
+            with pytest.raises(RefusedRequest) as caught:
                 await control.call("/update_weights", {"update_info": pickled}, "trace")
             assert caught.value.status == 500
             await control.call("/update_weight_version", {"new_version": f"broken:{label}"}, "trace")
@@ -191,7 +191,7 @@ def test_files_and_adapters_bring_what_the_trainer_has(transferring: Server) -> 
     for _, layer in adapted._adapted():
         torch.nn.init.normal_(layer.lora_B[KEY].weight, std=0.1)
     moved = perturbed(EMBEDDED, 3)
-    session = Session.begin()
+    session = PublishingSession.begin()
 
     async def gap(http: aiohttp.ClientSession, tensors: Mapping[str, torch.Tensor], model: str, salt: str) -> float:
         done = await generate(http, transferring.url, prompts(1, 24)[0], salt=salt, model=model, prompt_log_probs=True)
@@ -208,11 +208,11 @@ def test_files_and_adapters_bring_what_the_trainer_has(transferring: Server) -> 
         assert isinstance(adapters, AdapterTransport)
         try:
             async with aiohttp.ClientSession() as http:
-                first, second, third, last = (Label(session, version) for version in range(1, 5))
+                first, second, third, last = (WeightLabel(session, version) for version in range(1, 5))
                 await adapters.stage(WeightUpdate(1, base.weights()), first)
                 await adapters.stage(WeightUpdate(2, adapted.weights(), adapter=adapted.adapter()), second)
                 (loaded,) = await adapters.send([control], second, "adapter")
-                assert isinstance(loaded, Delivery)
+                assert isinstance(loaded, DeliveryTiming)
                 assert await gap(http, base.weights(), adapters.model_of(first) or "", "base") < TOLERANCE
                 assert await gap(http, adapted.weights(), adapters.model_of(second) or "", "adapted") < TOLERANCE
                 await adapters.stage(WeightUpdate(3, adapted.weights(), adapter=adapted.adapter()), third)
@@ -223,12 +223,12 @@ def test_files_and_adapters_bring_what_the_trainer_has(transferring: Server) -> 
                     assert response.status == 404
                 await files.stage(WeightUpdate(4, moved), last)
                 (delivery,) = await files.send([control], last, "files")
-                assert isinstance(delivery, Delivery)
+                assert isinstance(delivery, DeliveryTiming)
                 assert set(delivery.parts) == {"pause_ms", "load_ms", "resume_ms"}
                 assert (await control.info()).label == str(last)
                 assert await gap(http, moved, "", "moved") < TOLERANCE
                 (again,) = await files.send([control], last, "files")
-                assert isinstance(again, Delivery)
+                assert isinstance(again, DeliveryTiming)
         finally:
             await adapters.close()
             await files.close()

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import pvg
 from pvg.servers.control import ControlClient
-from pvg.servers.labels import Label, Session
+from pvg.servers.labels import PublishingSession, WeightLabel
 from pvg.servers.pool import ConnectionLimits, HttpPool
 
 PACKAGE = Path(pvg.__file__).parent
@@ -77,7 +77,7 @@ def started(model: Path, folder: Path, *options: str) -> Iterator[Server]:
         "TORCHDYNAMO_DISABLE": "1",  # the sampler's torch.compile takes 25 s of the first requests otherwise
         "OMP_NUM_THREADS": "1",
         "PATH": os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", os.defpath)]),
-        "PYTHONPATH": str(PACKAGE / "serving" / "server_side"),
+        "PYTHONPATH": str(PACKAGE / "servers" / "server_side"),
         "PVG_CONTROL_KEY": key,
         "PVG_WEIGHTS_ROOT": str(root),
     }
@@ -172,12 +172,12 @@ class Labels:
     """Labels of one session, counting up."""
 
     def __init__(self) -> None:
-        self.session = Session.begin()
+        self.session = PublishingSession.begin()
         self._version = 0
 
-    def next(self) -> Label:
+    def next(self) -> WeightLabel:
         self._version += 1
-        return Label(self.session, self._version)
+        return WeightLabel(self.session, self._version)
 
 
 def language_model(model: Path, tensors: Mapping[str, Tensor]) -> Any:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny_ensembles import inputs, language, member
 
 from pvg.config import sections
-from pvg.models.ensembles import AGGREGATIONS, Scales, VerifierEnsemble
+from pvg.models.ensembles import AGGREGATIONS, ScoreScales, VerifierEnsemble
 from pvg.models.heads import HEADS, build_verifier
 from pvg.models.language_model import ModelClosedError
 
@@ -30,7 +30,7 @@ def test_aggregations_by_hand() -> None:
 
 def test_an_ensemble_aggregates_its_members_on_the_common_scale() -> None:
     members, rows = [member("scalar", seed) for seed in (1, 2, 3)], inputs(7)
-    scales = Scales(np.array([1.0, 2.0, 0.5]), np.array([0.0, -1.0, 3.0]))
+    scales = ScoreScales(np.array([1.0, 2.0, 0.5]), np.array([0.0, -1.0, 3.0]))
     with torch.no_grad():
         own_KB = torch.stack([one(*rows) for one in members]).double().numpy()
     mapped_KB = np.stack([own_KB[0], 2.0 * own_KB[1] - 1.0, 0.5 * own_KB[2] + 3.0])
@@ -53,7 +53,7 @@ def test_equal_members_score_like_one_of_them_bit_by_bit(head: str, aggregation:
     with torch.no_grad():
         alone_B = member(head, 1)(*rows)
     assert alone_B.std() > 1e-3
-    ensemble = VerifierEnsemble([member(head, 1) for _ in range(count)], aggregation, Scales.none(count))
+    ensemble = VerifierEnsemble([member(head, 1) for _ in range(count)], aggregation, ScoreScales.none(count))
     assert torch.equal(ensemble(*rows), alone_B)
     assert torch.equal(ensemble(*rows, ensemble.reference(*rows)), alone_B)
 
@@ -87,18 +87,18 @@ def test_aggregations_do_not_look_at_other_solutions_and_are_ordered(
 
 def test_a_version_is_of_the_members_the_scales_and_the_aggregation() -> None:
     members = [member("scalar", seed) for seed in (1, 2)]
-    moved = Scales(np.array([1.0, 1.0]), np.array([0.0, 0.5]))
+    moved = ScoreScales(np.array([1.0, 1.0]), np.array([0.0, 0.5]))
     versions = [
-        VerifierEnsemble(members, "min", Scales.none(2)).version(),
-        VerifierEnsemble(members, "mean", Scales.none(2)).version(),
-        VerifierEnsemble(members[::-1], "min", Scales.none(2)).version(),
+        VerifierEnsemble(members, "min", ScoreScales.none(2)).version(),
+        VerifierEnsemble(members, "mean", ScoreScales.none(2)).version(),
+        VerifierEnsemble(members[::-1], "min", ScoreScales.none(2)).version(),
         VerifierEnsemble(members, "min", moved).version(),
-        VerifierEnsemble(members[:1], "min", Scales.none(1)).version(),
+        VerifierEnsemble(members[:1], "min", ScoreScales.none(1)).version(),
         members[0].version(),
     ]
     assert len(set(versions)) == len(versions)
     again = [member("scalar", seed) for seed in (1, 2)]
-    assert VerifierEnsemble(again, "min", Scales.none(2)).version() == versions[0]
+    assert VerifierEnsemble(again, "min", ScoreScales.none(2)).version() == versions[0]
 
 
 def test_members_share_the_frozen_start_of_the_implicit_head() -> None:
@@ -118,7 +118,7 @@ def test_members_share_the_frozen_start_of_the_implicit_head() -> None:
 
 def test_closing_frees_every_member_and_what_they_share() -> None:
     first = member("implicit", 1)
-    ensemble = VerifierEnsemble([first, member("implicit", 2, like=first)], "min", Scales.none(2))
+    ensemble = VerifierEnsemble([first, member("implicit", 2, like=first)], "min", ScoreScales.none(2))
     rows = inputs(3)
     ensemble(*rows)
     modules = [weakref.ref(one.backbone) for one in ensemble.members] + [weakref.ref(first.start)]
@@ -132,7 +132,7 @@ def test_closing_frees_every_member_and_what_they_share() -> None:
 
 def test_scales_for_another_number_of_members_are_refused() -> None:
     with pytest.raises(ValueError, match="1 members, but scales for 2"):
-        VerifierEnsemble([member("scalar", 1)], "mean", Scales.none(2))
+        VerifierEnsemble([member("scalar", 1)], "mean", ScoreScales.none(2))
 
 
 def test_only_a_head_with_a_free_start_begins_elsewhere() -> None:

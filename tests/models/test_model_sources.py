@@ -114,7 +114,7 @@ def test_a_package_without_exactly_one_gguf_file_is_refused(tmp_path, monkeypatc
         (tmp_path / "pvg_test_two_ggufs" / name).touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sources, "GGUF_READERS", ())
-    with pytest.raises(ConfigurationError, match="holds 2 GGUF files"):
+    with pytest.raises(ConfigurationError, match="contains 2 GGUF files"):
         open_model(ModelSection(source="gguf:pvg_test_two_ggufs"), CPU)
 
 

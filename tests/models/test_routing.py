@@ -61,10 +61,10 @@ def test_models_without_experts_and_experts_of_other_models_are_refused() -> Non
     llama = LlamaForCausalLM(
         LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     )
-    with pytest.raises(ConfigurationError, match="LlamaForCausalLM is no mixture of experts"):
+    with pytest.raises(ConfigurationError, match="LlamaForCausalLM is not a mixture of experts"):
         routers_of(llama)
     with (
-        pytest.raises(ConfigurationError, match="carry experts of 3 layers, 2 for each token"),
+        pytest.raises(ConfigurationError, match="have experts of 3 layers, 2 per token"),
         replayed_experts(tiny_experts(), torch.zeros(4, 3, 2, dtype=torch.uint8)),
     ):
         pass

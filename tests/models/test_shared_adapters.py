@@ -164,7 +164,7 @@ def test_members_of_an_ensemble_of_adapters_share_one_base() -> None:
 def test_shared_weights_cannot_be_changed_by_loading() -> None:
     base = language("implicit")
     before, prover = base.fingerprint(), adapters(base, 1)
-    with pytest.raises(ConfigurationError, match="has its weights from another model"):
+    with pytest.raises(ConfigurationError, match="shares its weights with another model"):
         prover.load_weights(prover.weights())
     with pytest.raises(ConfigurationError, match="'nonsense' would change"):
         prover.load_weights({"nonsense": torch.zeros(1)})

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pvg.errors import ConfigurationError
 from pvg.models.logprobs import completion_logprobs, shared_prompt_logprobs
 from pvg.models.packing import distinct_prompts, pack_rows, shared_prompt_batches
-from pvg.models.padding import Rows, pad_right
+from pvg.models.padding import JoinedRows, pad_right
 from pvg.models.shared_prompts import check_packing
 from pvg.training.trainer import checkpoint_layers
 
@@ -177,7 +177,7 @@ def test_models_whose_tokens_meet_outside_of_attention_are_refused():
 def test_models_with_another_attention_are_refused():
     model = build()
     model.config._attn_implementation = "eager"
-    with pytest.raises(ConfigurationError, match=r"attention of its own.*shared_prompts = false"):
+    with pytest.raises(ConfigurationError, match=r"custom attention.*shared_prompts = false"):
         shared_prompt_logprobs(model, *rows_of(MIXED))
 
 
@@ -228,7 +228,7 @@ def test_rows_that_share_a_prompt_stay_together():
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=8).filter(any))
 def test_rectangles_hold_the_rows_and_give_their_gradients_back(lengths):
     flat_TE = torch.arange(sum(lengths) * 2.0, dtype=torch.float64).reshape(-1, 2).requires_grad_()
-    rows = Rows.of(lengths)
+    rows = JoinedRows.of(lengths)
     spread_RWE = rows.spread(flat_TE)
     assert spread_RWE.shape == (len(lengths), max(lengths), 2)
     for row, part in zip(spread_RWE, flat_TE.split(lengths), strict=True):

@@ -3,9 +3,14 @@
 import pytest
 import torch
 
-from pvg.models.logprobs import Finish, token_logprobs, token_logprobs_and_entropies
+from pvg.models.logprobs import LogitTransform, token_logprobs, token_logprobs_and_entropies
 
-FINISHES = [Finish(), Finish(temperature=0.7), Finish(factor=0.3, temperature=2.0), Finish(2.0, 1.5, 0.7)]
+FINISHES = [
+    LogitTransform(),
+    LogitTransform(temperature=0.7),
+    LogitTransform(factor=0.3, temperature=2.0),
+    LogitTransform(2.0, 1.5, 0.7),
+]
 
 
 def given(kind=torch.float32):
@@ -45,18 +50,18 @@ def test_values_and_gradients_are_those_of_autograd(finish, chunk):
 def test_only_what_is_trained_gets_a_gradient():
     hidden_ND, weight_VD, bias_V, targets_N = given()
     weight_VD.requires_grad_(False)
-    token_logprobs(hidden_ND, weight_VD, None, targets_N, Finish(), 3).sum().backward()
+    token_logprobs(hidden_ND, weight_VD, None, targets_N, LogitTransform(), 3).sum().backward()
     assert hidden_ND.grad is not None
     assert weight_VD.grad is None
     with torch.no_grad():
-        assert not token_logprobs(hidden_ND, weight_VD, bias_V, targets_N, Finish(), 3).requires_grad
+        assert not token_logprobs(hidden_ND, weight_VD, bias_V, targets_N, LogitTransform(), 3).requires_grad
 
 
 def test_under_autocast_only_the_products_are_bfloat16():
     inputs = given()
-    expected = by_autograd(*inputs, Finish())
+    expected = by_autograd(*inputs, LogitTransform())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = token_logprobs(*inputs, Finish(), 3)
+        found = token_logprobs(*inputs, LogitTransform(), 3)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.05)
     assert not torch.equal(found, expected)
@@ -92,5 +97,5 @@ def test_entropies_and_their_gradients_are_those_of_autograd(finish, chunk):
 
 def test_what_has_no_probability_adds_nothing_to_the_entropy():
     hidden_ND, weight_VD = torch.tensor([[1.0]]), torch.tensor([[300.0], [300.0], [-300.0]])
-    _, entropies_N = token_logprobs_and_entropies(hidden_ND, weight_VD, None, torch.tensor([0]), Finish(), 1)
+    _, entropies_N = token_logprobs_and_entropies(hidden_ND, weight_VD, None, torch.tensor([0]), LogitTransform(), 1)
     assert entropies_N.item() == pytest.approx(0.693147, rel=1e-5)

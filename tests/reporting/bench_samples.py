@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pvg.bench.report import BenchReport, Budget, Environment, Samples, Variant
+from pvg.bench.report import BenchReport, MachineInfo, Samples, TimeBudget, Variant
 
-HERE = Environment(
+HERE = MachineInfo(
     python="3.11.0",
     platform="Linux",
     pvg="0.1.0",
@@ -35,7 +35,7 @@ def variant(label: str, rates: tuple[float, ...], **changes: Any) -> Variant:
             "tokens_per_s": Samples(unit="tokens/s", better="higher", values=rates),
             "wall_s": Samples(unit="s", better="lower", values=walls),
         },
-        budget=Budget(
+        budget=TimeBudget(
             wall_s=sum(walls),
             steps=len(walls),
             exposed={"decode": sum(walls) * 0.75, "unaccounted": sum(walls) * 0.25},

@@ -13,9 +13,8 @@ from pvg.config.experiment import valid_keys
 from pvg.config.sections import Telemetry
 from pvg.errors import UsageError
 from pvg.reporting.diagnosis import SIGNATURES, Diagnosis, diagnose
-from pvg.reporting.diagnosis.lines import parse_line
-from pvg.reporting.diagnosis.tally import NAMES, Tally
-from pvg.reporting.diagnosis.updates import DONE_TRACES, OPEN_TRACES
+from pvg.reporting.diagnosis.log_events import DONE_TRACES, OPEN_TRACES, parse_line
+from pvg.reporting.diagnosis.tally import NAMES, LogTally
 from pvg.telemetry.event_loop import LagWindow
 
 
@@ -341,7 +340,7 @@ def test_memory_does_not_grow_with_the_log() -> None:
             f"[step] t={number} event=done phase=p{number} wall_ms={number} idle_ms={number % 7}\n",
         )
     )
-    tally = Tally(("x.log",))
+    tally = LogTally(("x.log",))
     for number, line in enumerate(lines, start=1):
         if number == 180_000:
             tracemalloc.start()

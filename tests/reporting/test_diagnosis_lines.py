@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pvg.reporting.diagnosis import diagnose
-from pvg.reporting.diagnosis.lines import LONGEST_LINE, EventReader, LineCounts, MalformedLineError, parse_line
+from pvg.reporting.diagnosis.log_events import LONGEST_LINE, EventReader, LineCounts, MalformedLineError, parse_line
 from pvg.telemetry.events import format_event
 
 OLD = (

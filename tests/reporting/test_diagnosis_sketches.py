@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.reporting.diagnosis.lines import Event
-from pvg.reporting.diagnosis.sketches import (
+from pvg.reporting.diagnosis.log_events import Event
+from pvg.reporting.diagnosis.tally import (
     EXACT_VALUES,
     LARGEST,
     PAIRS,
     RELATIVE_ERROR,
     SMALLEST,
-    Relation,
+    LoadRelation,
     Sketch,
-    Worst,
+    WorstEvents,
     spearman,
 )
 
@@ -83,7 +83,7 @@ def test_a_monotone_change_of_the_values_changes_no_rank_correlation(pairs: list
 
 
 def test_a_relation_splits_at_the_median_of_the_load() -> None:
-    relation = Relation()
+    relation = LoadRelation()
     for load, value in ((0, 1.0), (0, 2.0), (0, 3.0), (8, 10.0), (9, 30.0)):
         relation.add(load, value)
     related = relation.related(5)
@@ -93,14 +93,14 @@ def test_a_relation_splits_at_the_median_of_the_load() -> None:
 
 
 def test_a_load_that_never_changes_tells_nothing() -> None:
-    relation = Relation()
+    relation = LoadRelation()
     for value in range(100):
         relation.add(7.0, float(value))
     assert relation.related(20) is None
 
 
 def test_a_long_relation_keeps_an_even_sample() -> None:
-    relation = Relation()
+    relation = LoadRelation()
     for number in range(20 * PAIRS):
         relation.add(float(number), float(number))
     assert len(relation._pairs) == PAIRS
@@ -112,7 +112,7 @@ def test_a_long_relation_keeps_an_even_sample() -> None:
 
 
 def test_the_worst_are_the_largest_and_the_earlier_of_equals() -> None:
-    worst = Worst()
+    worst = WorstEvents()
     for line, value in enumerate([1.0, 7.0, 3.0, 7.0, 2.0, 7.0, 7.0], start=1):
         worst.add(value, Event("ckpt", "write.done", 0.0, {}, "", 0, line))
     assert [event.line for event in worst.events()] == [2, 4, 6]

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.reporting.figures import (
+from pvg.reporting.formats import (
     BARS,
     compact,
     duration,
-    figure,
+    metric_text,
     percent,
     sparkline,
     total_budget,
@@ -48,13 +48,17 @@ def test_duration(seconds: float, text: str) -> None:
 
 def test_percent_and_absent_values() -> None:
     assert (percent(0.8431), percent(1.0), percent(0.9999)) == ("84.3 %", "100 %", "100 %")
-    assert figure("helpful_accuracy", None) == figure("loss", math.nan) == "–"
-    assert (figure("verifier_auc", 0.95), figure("score_gap", 1.234), figure("tokens_per_s", 12_432.0)) == (
+    assert metric_text("helpful_accuracy", None) == metric_text("loss", math.nan) == "–"
+    assert (
+        metric_text("verifier_auc", 0.95),
+        metric_text("score_gap", 1.234),
+        metric_text("tokens_per_s", 12_432.0),
+    ) == (
         "0.950",
         "1.23",
         "12.4k",
     )
-    assert figure("some_new_metric", 0.000123) == "0.000123"
+    assert metric_text("some_new_metric", 0.000123) == "0.000123"
 
 
 def test_a_sparkline_climbs_from_lowest_to_highest() -> None:

@@ -10,8 +10,7 @@ from page_checks import Page, check
 from run_samples import begin, commit, played, rollout, state, step, telemetered, tell
 
 from pvg.records import Grade, Role
-from pvg.reporting.page.run_page import collect, run_page
-from pvg.reporting.page.solutions import marked
+from pvg.reporting.run_page import collect, markup, run_page, text_pieces
 from pvg.reporting.run_summary import read_run
 from pvg.store.run_directory import RunDirectory
 
@@ -112,7 +111,7 @@ def test_only_what_differs_from_the_defaults_is_named_first(tmp_path: Path) -> N
     ],
 )
 def test_the_wrong_step_is_marked_where_the_note_names_it(text: str, note: str, wrong: str | None) -> None:
-    written = marked(text, note)
+    written = markup.marked(*text_pieces(text, note), note)
     page = Page(written)
     assert "".join(page.texts) == text
     assert [name for name, _ in page.tags] == (["mark"] if wrong else [])

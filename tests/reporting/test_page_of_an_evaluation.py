@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from page_checks import Page
 
-from pvg.evaluation.report import Detection, EvaluationReport, Flaws, Number, RoundEvaluation
-from pvg.reporting.page.evaluation import evaluation_section
-from pvg.reporting.page.markup import join
+from pvg.evaluation.report import Detection, EvaluationReport, FlawDetection, NumberRecord, RoundEvaluation
+from pvg.reporting.evaluation import evaluation_section
+from pvg.reporting.html import page
 
-NUMBER = Number(value=0.5, low=0.4, high=0.6, n=10, problems=5)
+NUMBER = NumberRecord(value=0.5, low=0.4, high=0.6, n=10, problems=5)
 BAND = [(0.0, 0.0, None, None), (0.25, 0.5, 0.25, 0.75), (0.5, 0.75, 0.5, 1.0), (1.0, 1.0, None, None)]
 AREA = (
     "M250 250L500 0L500 500L250 750Z"  # of a drawing 1000 wide and high: the upper ends, and back along the lower ones
 )
 
 
-def flaws(source: str, band: list[tuple[float, float, float | None, float | None]]) -> Flaws:
+def flaws(source: str, band: list[tuple[float, float, float | None, float | None]]) -> FlawDetection:
     curve = [(0.0, 0.0), (0.25, 0.5), (1.0, 1.0)]
-    return Flaws(source=source, solutions=10, soundness=NUMBER, auc=NUMBER, roc=curve, band=band)
+    return FlawDetection(source=source, solutions=10, soundness=NUMBER, auc=NUMBER, roc=curve, band=band)
 
 
-def page_of(*sources: Flaws) -> Page:
+def page_of(*sources: FlawDetection) -> Page:
     detection = Detection(
         threshold=0.0, completeness=NUMBER, helpful_accuracy=NUMBER, accepted_correct=NUMBER, sources=list(sources)
     )
@@ -29,7 +29,7 @@ def page_of(*sources: Flaws) -> Page:
         rounds_finished=1, rounds_planned=1, settings={"confidence": 0.95},
         rounds=[RoundEvaluation(round=0, detection=detection)],
     )  # fmt: skip
-    return Page(join(piece for piece in evaluation_section(report).body if piece is not None))
+    return Page(page("evaluation", [], [evaluation_section(report)]))
 
 
 def areas(page: Page) -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ from bench_samples import HERE, bench_report, ladder, one, variant
 from page_checks import Page, check
 
 from pvg.bench.report import BenchReport, Variant
-from pvg.reporting.page.bench_page import bench_page, names_of
+from pvg.reporting.bench_page import bench_page, names_of
 
 NASTY = "</pre><script>alert(1)</script>"
 

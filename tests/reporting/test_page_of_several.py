@@ -9,15 +9,15 @@ from page_checks import check
 from run_samples import begin, commit, played, state, step, tell
 
 from pvg.config.sections import Training
-from pvg.reporting.page.learning import learning_section
-from pvg.reporting.page.several_page import (
+from pvg.reporting.learning import learning_section
+from pvg.reporting.run_summary import read_run
+from pvg.reporting.several_page import (
     distinct_names,
     final_metrics,
     final_names,
     setting_differences,
     several_page,
 )
-from pvg.reporting.run_summary import read_run
 from pvg.store.run_directory import RunDirectory
 
 

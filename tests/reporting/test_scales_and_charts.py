@@ -9,17 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from page_checks import Page
 
-from pvg.reporting.figures import Style
-from pvg.reporting.page.charts import Kind, Line, averaged, line_chart, mirrored_histogram, spark, stacked_row
-from pvg.reporting.page.frame import Across
-from pvg.reporting.page.scales import SPAN, moving_mean, nice_axis, thinned, tick_labels, without_gaps
+from pvg.reporting.axes import SPAN, ChartLine, XAxis, moving_mean, nice_axis, thinned, tick_labels, without_gaps
+from pvg.reporting.charts import HistogramKind, averaged, line_chart, mirrored_histogram, spark, stacked_row
+from pvg.reporting.formats import NumberStyle
 
 REAL = st.floats(-1e9, 1e9).filter(lambda value: value == 0 or abs(value) > 1e-9)
-STYLES: list[Style] = ["share", "number", "score", "rate", "seconds"]
+STYLES: list[NumberStyle] = ["share", "number", "score", "rate", "seconds"]
 
 
 @given(st.lists(REAL, min_size=1, max_size=20), st.sampled_from(STYLES), st.booleans())
-def test_an_axis_holds_its_values_between_few_ticks(values: list[float], style: Style, zero: bool) -> None:
+def test_an_axis_holds_its_values_between_few_ticks(values: list[float], style: NumberStyle, zero: bool) -> None:
     axis = nice_axis(values, style, zero=zero)
     slack = 1e-6 * (axis.high - axis.low)
     assert axis.low - slack <= min(values)
@@ -39,7 +38,7 @@ def test_an_axis_holds_its_values_between_few_ticks(values: list[float], style: 
         ([-0.3, 0.1], "score", ["-0.3", "-0.2", "-0.1", "0.0", "0.1"]),
     ],
 )
-def test_labels_are_short_and_alike(values: list[float], style: Style, labels: list[str]) -> None:
+def test_labels_are_short_and_alike(values: list[float], style: NumberStyle, labels: list[str]) -> None:
     assert tick_labels(nice_axis(values, style)) == labels
 
 
@@ -83,15 +82,14 @@ def test_averaged_bars_keep_the_whole_time_and_the_rounds_apart(count: int, end:
     assert all(not bar.at - bar.count / 2 < end < bar.at + bar.count / 2 for bar in bars)
 
 
-def test_a_chart_without_values_is_none() -> None:
-    assert line_chart("nothing", [Line("a", [], "ink")], Across(0, 1), "share") is None
-    assert spark([1.0], "ink") is None
-    assert spark([math.nan, 2.0], "ink") is None
+def test_a_chart_without_values_is_empty() -> None:
+    assert line_chart("nothing", [ChartLine("a", [], "ink")], XAxis(0, 1), "share") == ""
+    assert spark([1.0], "ink") == ""
+    assert spark([math.nan, 2.0], "ink") == ""
 
 
 def test_a_line_tells_its_values_and_is_broken_between_its_pieces() -> None:
-    chart = line_chart("t", [Line("a", [[(1.0, 0.25), (2.0, 0.5)], [(3.0, 1.0)]], "ink")], Across(0, 4), "share")
-    assert chart is not None
+    chart = line_chart("t", [ChartLine("a", [[(1.0, 0.25), (2.0, 0.5)], [(3.0, 1.0)]], "ink")], XAxis(0, 4), "share")
     page = Page(chart)
     (told,) = [attributes for _, attributes in page.tags if "data-ys" in attributes]
     assert (told["data-xs"], told["data-ys"]) == ("1,2,3", "0.25,0.5,1")
@@ -102,8 +100,10 @@ def test_a_line_tells_its_values_and_is_broken_between_its_pieces() -> None:
 @pytest.mark.parametrize(("arms", "opacity"), [(2, "1"), (6, "0.5")])
 def test_bands_lie_beneath_all_lines_and_are_fainter_where_there_are_many(arms: int, opacity: str) -> None:
     points = [(0.0, 0.2), (1.0, 0.4)]
-    lines = [Line(f"arm {n}", [points], "ink", spread=[(x, y - 0.1, y + 0.1) for x, y in points]) for n in range(arms)]
-    drawn = str(line_chart("t", lines, Across(0, 1), "share"))
+    lines = [
+        ChartLine(f"arm {n}", [points], "ink", spread=[(x, y - 0.1, y + 0.1) for x, y in points]) for n in range(arms)
+    ]
+    drawn = str(line_chart("t", lines, XAxis(0, 1), "share"))
     band, line = 'class="range ink"', 'class="line ink"/></g>'
     assert drawn.count(band) == drawn.count(line) == arms
     assert drawn.rindex(band) < drawn.index(line)
@@ -118,9 +118,9 @@ def test_a_row_of_parts_fills_its_share_of_the_width() -> None:
 
 def test_a_histogram_stacks_roots_of_counts_away_from_the_axis() -> None:
     kinds = [
-        Kind("right", "helpful", [4, 0], above=True),
-        Kind("wrong", "helpful light", [12, 0], above=True),
-        Kind("flaw", "sneaky", [0, 4], above=False),
+        HistogramKind("right", "helpful", [4, 0], above=True),
+        HistogramKind("wrong", "helpful light", [12, 0], above=True),
+        HistogramKind("flaw", "sneaky", [0, 4], above=False),
     ]
     page = Page(mirrored_histogram("Round 0", [0.0, 1.0, 2.0], kinds, threshold=1.0, most=16, note=""))
     boxes = [(float(str(a["y"])), float(str(a["height"]))) for name, a in page.tags if name == "rect"]

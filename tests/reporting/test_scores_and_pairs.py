@@ -9,9 +9,8 @@ import pytest
 from run_samples import begin, commit, rollout, state, tell
 
 from pvg.records import Grade, Role, Rollout
-from pvg.reporting.examples import side_by_side
 from pvg.reporting.run_summary import read_run
-from pvg.reporting.scores import round_scores
+from pvg.reporting.solutions import round_scores, solution_pairs
 from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
 
@@ -85,15 +84,15 @@ def test_the_most_believed_flaw_stands_beside_a_right_solution_of_its_problem(tm
         of("right", Role.HELPFUL, 0.0, correct=True, problem="q"),
         of("other", Role.HELPFUL, 0.0, correct=True, problem="p"),
     )
-    pairs = side_by_side(run, 3)
+    pairs = solution_pairs(run, 3)
     found = [(p.helpful.id if p.helpful else None, p.sneaky.id if p.sneaky else None) for p in pairs]
     assert found == [("right", "strong"), ("other", "weak"), (None, "alone")]
-    assert len(side_by_side(run, 1)) == 1
+    assert len(solution_pairs(run, 1)) == 1
 
 
 def test_without_flaws_helpful_solutions_stand_alone(tmp_path: Path) -> None:
     run = evaluated(tmp_path, of("a", Role.HELPFUL, 2.0, correct=True))
-    (pair,) = side_by_side(run, 2)
+    (pair,) = solution_pairs(run, 2)
     assert pair.helpful is not None
     assert pair.sneaky is None
-    assert side_by_side(begin(tmp_path, "empty"), 2) == []
+    assert solution_pairs(begin(tmp_path, "empty"), 2) == []

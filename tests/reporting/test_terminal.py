@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 from run_samples import begin, played
 
-from pvg.reporting.examples import choose_examples
 from pvg.reporting.run_summary import read_run
+from pvg.reporting.solutions import choose_examples
 from pvg.reporting.terminal import BudgetBar, closing, merge_small, report, rounds_table
 
 

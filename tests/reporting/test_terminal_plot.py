@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.reporting.terminal_plot import ROWS, Curve, plot
+from pvg.reporting.terminal import ROWS, PlotCurve, plot
 
 
 def dots(line: str) -> int:
@@ -13,7 +13,7 @@ def dots(line: str) -> int:
 
 
 def test_a_rising_curve_rises_and_rounds_are_marked() -> None:
-    lines = [line.plain for line in plot([Curve("up", [0.0, 1.0], "green")], [1], "share", 30)]
+    lines = [line.plain for line in plot([PlotCurve("up", [0.0, 1.0], "green")], [1], "share", 30)]
     assert lines[0] == "━ up  "
     assert lines[1].startswith("100 % ")
     assert lines[ROWS].startswith("0.0 % ")
@@ -32,6 +32,6 @@ def test_a_rising_curve_rises_and_rounds_are_marked() -> None:
 )
 def test_any_values_fit_the_width(one: list[float | None], two: list[float | None], width: int) -> None:
     for style in ("share", "number"):
-        lines = plot([Curve("a", one, "green"), Curve("b", two, "red")], [], style, width)
+        lines = plot([PlotCurve("a", one, "green"), PlotCurve("b", two, "red")], [], style, width)
         assert bool(lines) == any(value is not None for value in [*one, *two])
         assert all(line.cell_len <= max(width, 16) for line in lines[1:])

@@ -10,12 +10,11 @@ import pytest
 from page_checks import Page
 from run_samples import begin, step, telemetered, tell
 
-from pvg.reporting import timeline
-from pvg.reporting.page.gantt import gantt
+from pvg.reporting import time_sections
 from pvg.reporting.run_summary import read_run
-from pvg.reporting.timeline import Choice, choose_windows, read_windows
+from pvg.reporting.time_sections import ChosenSteps, choose_windows, gantt, read_windows
 
-CHOICE = Choice(0, "train_prover", (1,))
+CHOICE = ChosenSteps(0, "train_prover", (1,))
 
 
 def write(path: Path, *spans: tuple[str, float, float, str]) -> Path:
@@ -31,8 +30,8 @@ def test_the_middle_of_the_middle_round_is_chosen(tmp_path: Path) -> None:
         tell(run, *(step("train_prover", number, round_=round_) for number in range(1, 12)))
         tell(run, step("checkpoint", 64, round_=round_))
     assert choose_windows(read_run(run).steps) == [
-        Choice(1, "train_prover", (5, 6, 7)),
-        Choice(1, "checkpoint", (64,)),
+        ChosenSteps(1, "train_prover", (5, 6, 7)),
+        ChosenSteps(1, "checkpoint", (64,)),
     ]
 
 
@@ -71,7 +70,7 @@ def test_no_time_is_lost_in_a_lane_and_nothing_overlaps_in_a_row(tmp_path: Path)
 
 
 def test_too_many_at_once_are_counted(tmp_path: Path) -> None:
-    spans = [("grade", 0.0, 1.0, "loop")] * (timeline.MOST_ROWS + 5)
+    spans = [("grade", 0.0, 1.0, "loop")] * (time_sections.MOST_ROWS + 5)
     ((window,), _) = read_windows(write(tmp_path / "s", ("rollout", 0.0, 1.0, "driver"), *spans), [CHOICE])
     assert window.lanes[1].left_out == 5
     assert "5 spans that ran beside many others" in gantt(window)
@@ -93,9 +92,9 @@ def test_the_spans_of_other_steps_are_not_kept(tmp_path: Path, monkeypatch: pyte
     rows = (f'{{"name":"a","start_s":{n},"end_s":{n}.5,{place},"step":{n}}}\n' for n in range(1, 2001))
     path.write_text("".join(rows))
     parsed = []
-    original = timeline._row
-    monkeypatch.setattr(timeline, "_row", lambda line: parsed.append(line) or original(line))
-    ((window,), _) = read_windows(path, [Choice(0, "train_prover", (11, 12))])
+    original = time_sections._row
+    monkeypatch.setattr(time_sections, "_row", lambda line: parsed.append(line) or original(line))
+    ((window,), _) = read_windows(path, [ChosenSteps(0, "train_prover", (11, 12))])
     assert len(parsed) == 2
     assert window.seconds == pytest.approx(1.5)
 

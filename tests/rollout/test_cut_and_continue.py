@@ -19,7 +19,15 @@ from tiny_experts import tiny_experts
 
 from pvg.errors import ConfigurationError, StateError
 from pvg.records import Timing, VersionSpan
-from pvg.rollout.engine import Begun, Completion, CutShort, Engine, GenerationRequest, Sampling, check_request
+from pvg.rollout.engine import (
+    Completion,
+    CutShort,
+    Engine,
+    GenerationRequest,
+    PartialCompletion,
+    Sampling,
+    check_request,
+)
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.servers.update import WeightUpdate
 
@@ -32,8 +40,8 @@ WAYS = {
 }
 
 
-def begun_of(completion: Completion, tokens: int) -> Begun:
-    return Begun(completion.token_ids[:tokens], completion.logprobs[:tokens], completion.spans)
+def begun_of(completion: Completion, tokens: int) -> PartialCompletion:
+    return PartialCompletion(completion.token_ids[:tokens], completion.logprobs[:tokens], completion.spans)
 
 
 def same(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
@@ -79,7 +87,7 @@ def test_a_cut_hands_back_what_there_is_and_it_goes_on_under_the_next_weights(
         assert waited.value.begun is None
         await turns()
         gate.open()
-        begun: dict[str, Begun] = {}
+        begun: dict[str, PartialCompletion] = {}
         for name in ("r1", "r4"):
             with pytest.raises(CutShort) as short:
                 await tasks[name]
@@ -106,7 +114,9 @@ def test_a_cut_hands_back_what_there_is_and_it_goes_on_under_the_next_weights(
         np.testing.assert_allclose(completion.logprobs[5:], expected[5:], atol=1e-4)
         assert engine.stats.tokens == 3 * 12 + 2 * 5 + 7
         assert completion.timing.service_s > begun["r1"].timing.service_s
-        third = replace(wanted[4], begun=Begun(begun["r4"].token_ids, begun["r4"].logprobs, begun["r4"].spans))
+        third = replace(
+            wanted[4], begun=PartialCompletion(begun["r4"].token_ids, begun["r4"].logprobs, begun["r4"].spans)
+        )
         assert (await engine.generate(third)).spans == (VersionSpan(0, 0), VersionSpan(5, 1))
 
     with_engine(use, model=model, lean=lean, max_rows=5)
@@ -163,7 +173,7 @@ def test_a_cut_hands_back_the_experts_too() -> None:
         completion = await engine.generate(replace(request, begun=begun))
         assert completion.routed_experts is not None
         assert len(completion.routed_experts) == len(request.prompt_ids) + 12 - 1
-        with pytest.raises(ConfigurationError, match="no unfinished completion"):
+        with pytest.raises(ConfigurationError, match="not an unfinished completion"):
             check_request(replace(request, begun=replace(begun, routed_experts=begun.routed_experts[1:])))
 
     with_engine(use, model=model, lean=False, routed_experts=True)
@@ -172,7 +182,9 @@ def test_a_cut_hands_back_the_experts_too() -> None:
 def test_a_completion_cut_twice_under_one_version_has_one_span_of_it() -> None:
     request = GenerationRequest("r", np.array([3], np.int32), LONG, 1)
     assert request.spans(4, 7) == (VersionSpan(0, 7),)
-    begun = Begun(np.array([4, 5, 6], np.int32), np.zeros(3, np.float32), (VersionSpan(0, 2), VersionSpan(2, 7)))
+    begun = PartialCompletion(
+        np.array([4, 5, 6], np.int32), np.zeros(3, np.float32), (VersionSpan(0, 2), VersionSpan(2, 7))
+    )
     continued = replace(request, begun=begun)
     assert continued.known_ids.tolist() == [3, 4, 5, 6]
     assert continued.spans(9, 7) == begun.spans
@@ -183,10 +195,12 @@ def test_a_completion_cut_twice_under_one_version_has_one_span_of_it() -> None:
     assert timed.timing(0.5, 0.25) == Timing(1.5, 2.25)
 
 
-def beginning(ids: list[int], spans: Sequence[tuple[int, int]] = ((0, 0),), logprobs: int | None = None) -> Begun:
+def beginning(
+    ids: list[int], spans: Sequence[tuple[int, int]] = ((0, 0),), logprobs: int | None = None
+) -> PartialCompletion:
     count = len(ids) if logprobs is None else logprobs
     found = tuple(VersionSpan(*span) for span in spans)
-    return Begun(np.array(ids, np.int32), np.zeros(count, np.float32), found)
+    return PartialCompletion(np.array(ids, np.int32), np.zeros(count, np.float32), found)
 
 
 @pytest.mark.parametrize(
@@ -202,9 +216,9 @@ def beginning(ids: list[int], spans: Sequence[tuple[int, int]] = ((0, 0),), logp
     ],
     ids=["nothing", "all of it", "ended", "log-probs missing", "no version", "from later on", "of later tokens"],
 )
-def test_what_is_no_unfinished_completion_is_refused(begun: Begun) -> None:
+def test_what_is_no_unfinished_completion_is_refused(begun: PartialCompletion) -> None:
     request = GenerationRequest("r", np.array([3], np.int32), LONG, 1, begun=begun)
-    with pytest.raises(ConfigurationError, match="what it begins with is no unfinished completion"):
+    with pytest.raises(ConfigurationError, match="begun is not an unfinished completion"):
         check_request(request)
 
 
@@ -218,5 +232,5 @@ def test_an_engine_that_cannot_hand_back_says_so() -> None:
     class Other(Engine):
         pass
 
-    with pytest.raises(StateError, match="hands back no unfinished completions"):
+    with pytest.raises(StateError, match="cannot return unfinished completions"):
         Other().cut(["r"])

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from pvg.config.sections import Rollouts
 from pvg.rollout import open_engine
-from pvg.rollout.decoding import Decoded, decode
+from pvg.rollout.decoding import DecodedRow, decode
 from pvg.rollout.engine import GenerationRequest, Sampling
 
 GROUP = 4
@@ -29,7 +29,7 @@ def grouped_requests() -> list[GenerationRequest]:
 
 def decoded(
     wanted: Sequence[GenerationRequest], module: PreTrainedModel | None = None, **switches: bool
-) -> tuple[list[Decoded], list[tuple[int, int]], list[tuple[int, int]]]:
+) -> tuple[list[DecodedRow], list[tuple[int, int]], list[tuple[int, int]]]:
     """The results, and the shapes [rows, tokens] of the prefills and of the decoding steps."""
     module = (module or tiny_llama()).eval()
     shapes: list[tuple[int, int]] = []
@@ -42,7 +42,7 @@ def decoded(
     return results, shapes[:-steps], shapes[-steps:]
 
 
-def assert_same(one: Sequence[Decoded], other: Sequence[Decoded]) -> None:
+def assert_same(one: Sequence[DecodedRow], other: Sequence[DecodedRow]) -> None:
     for left, right in zip(one, other, strict=True):
         np.testing.assert_array_equal(left.token_ids, right.token_ids)
         np.testing.assert_allclose(left.logprobs, right.logprobs, atol=1e-5)

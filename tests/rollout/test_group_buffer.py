@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from made_groups import made_group
 
 from pvg.records import Group, Role
-from pvg.rollout.pipeline import GroupBuffer, Prefer, Taken, oldest
+from pvg.rollout.pipeline import BufferedGroup, GroupBuffer, Prefer, oldest
 
 
-def names(taken: list[Taken] | None) -> list[str] | None:
+def names(taken: list[BufferedGroup] | None) -> list[str] | None:
     return None if taken is None else [arrival.group.problem.id for arrival in taken]
 
 

@@ -28,9 +28,9 @@ from transformers import (
 from pvg.config.sections import Rollouts
 from pvg.rollout import open_engine
 from pvg.rollout.engine import GenerationRequest, Sampling
-from pvg.rollout.lean import ByKernel, ByProducts, LeanDecoder, NotLeanError, Shared
+from pvg.rollout.lean import KernelAttention, LeanDecoder, NotLeanError, ProductAttention, SharedPrefixes
 from pvg.rollout.torch_engine import TorchEngine
-from pvg.telemetry.events import Unheard
+from pvg.telemetry.events import SilentEvents
 
 ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -89,14 +89,16 @@ class SharedSeen:
     """What each step was told that its rows share."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.shared: list[Shared | None] = []
-        prepare = ByProducts.prepare
+        self.shared: list[SharedPrefixes | None] = []
+        prepare = ProductAttention.prepare
 
-        def watched(self_: ByProducts, position_R: Tensor, columns: int, shared: Shared | None = None) -> None:
+        def watched(
+            self_: ProductAttention, position_R: Tensor, columns: int, shared: SharedPrefixes | None = None
+        ) -> None:
             self.shared.append(shared)
             prepare(self_, position_R, columns, shared)
 
-        monkeypatch.setattr(ByProducts, "prepare", watched)
+        monkeypatch.setattr(ProductAttention, "prepare", watched)
 
 
 @pytest.mark.parametrize("build", KINDS)
@@ -107,7 +109,7 @@ def test_rows_of_one_prompt_read_it_once(build: Callable[[], PreTrainedModel], m
     columns = min(len(request.prompt_ids) for request in wanted) - 1
     seen = SharedSeen(monkeypatch)
     fast = generate(wanted, model=tiny_model(module=module))
-    assert seen.shared[1] == Shared(8, columns)  # the first step is that of the comparison
+    assert seen.shared[1] == SharedPrefixes(8, columns)  # the first step is that of the comparison
     assert seen.shared[-1] is None  # rows have left the groups
     slow = generate(wanted, model=tiny_model(module=module), shared_attention=False)
     for request, one, other in zip(wanted, slow, fast, strict=True):
@@ -181,10 +183,10 @@ def test_both_ways_of_attention_agree(heads: int, kv_heads: int) -> None:
     kv[:, 1::2, :4] = kv[:, ::2, :4]
     new = torch.randn(2, rows, kv_heads, width, generator=generator)
     position = torch.tensor([4, 9, 6, 4, 7, 8])
-    ways = ByKernel(rows, columns, kv_heads, width), ByProducts(rows, columns, heads, kv_heads, width)
+    ways = KernelAttention(rows, columns, kv_heads, width), ProductAttention(rows, columns, heads, kv_heads, width)
     caches = [way.buffer(torch.zeros, 1)[0].copy_(kv) for way in ways]
     for used in (rows, 4):  # twice: what a call leaves behind must not reach the next
-        for shared in (None, Shared(2, 4)):
+        for shared in (None, SharedPrefixes(2, 4)):
             found = []
             for way, cache in zip(ways, caches, strict=True):
                 way.prepare(position[:used], 10, shared)
@@ -230,7 +232,7 @@ def test_another_model_is_decoded_by_its_module_and_that_is_said(
     wanted = requests(prompts(6), Sampling(8, (1,)))
     said: list[dict[str, object]] = []
 
-    class Heard(Unheard):
+    class Heard(SilentEvents):
         def event(self, tag: str, **fields: object) -> None:
             said.append({"tag": tag, **fields})
 

@@ -17,7 +17,7 @@ from virtual_time import run_in_virtual_time
 from pvg.bench.workloads.stragglers import HeavyTailedEngine
 from pvg.errors import StateError
 from pvg.records import Grade, Group, Problem, Role, VersionSpan
-from pvg.rollout.dispatcher import Call, Dispatcher, GroupOrder
+from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall
 from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
 from pvg.rollout.gathering import BEGUN_AT_A_TIME, Deadline
 from pvg.rollout.partial import PartialSampling
@@ -48,13 +48,13 @@ class Game:
         )
         self.batch = 0
 
-    def plan(self, batch: int) -> tuple[list[GroupOrder], Call]:
+    def plan(self, batch: int) -> tuple[list[GroupOrder], SampleCall]:
         first, prompt = batch * self.groups, TOKENIZER.encode("H1+1?")
         orders = [
             GroupOrder(Problem(f"p{batch}-{g}", "1+1?", "2"), Role.HELPFUL, prompt, first + g, self.size)
             for g in range(self.groups)
         ]
-        return orders, Call(0, "base", batch, batch, f"b{batch}")
+        return orders, SampleCall(0, "base", batch, batch, f"b{batch}")
 
     async def next(self) -> list[Group]:
         """A batch, and then the next version."""
@@ -246,7 +246,7 @@ def test_an_engine_that_cannot_cut_is_refused_before_anything_is_asked_of_it() -
 
     game = Game([1], groups=1, size=2, seconds=1)
     game.dispatcher.engine = Uncut(np.array([1]), 1.0, 2, 1000)
-    with pytest.raises(StateError, match="Uncut hands back no unfinished completions") as caught:
+    with pytest.raises(StateError, match="Uncut cannot return unfinished completions") as caught:
         PartialSampling(game.dispatcher, Deadline(1, 1, "batch"), versions=1, groups=1, size=2, whole=True)
     assert caught.value.remedy == "Set rollout.partial to false."
 

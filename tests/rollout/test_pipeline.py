@@ -16,7 +16,7 @@ from virtual_time import run_in_virtual_time
 from pvg.errors import StateError
 from pvg.records import Group, Role
 from pvg.rollout.dispatcher import all_or_none
-from pvg.rollout.pipeline import Gate, Pipeline, Prefer, Shares, Taken
+from pvg.rollout.pipeline import AdmissionGate, BufferedGroup, Pipeline, Prefer, Shares
 from pvg.telemetry.spans import Tracer, span
 
 
@@ -40,14 +40,14 @@ class Sampler:
         self.now = self.most = 0
         self.pipeline: Pipeline
 
-    def __call__(self, role: Role, gate: Gate) -> Coroutine[Any, Any, Group]:
+    def __call__(self, role: Role, gate: AdmissionGate) -> Coroutine[Any, Any, Group]:
         number, of_role = len(self.begun), self.roles.count(role)
         self.begun.append(number)
         self.roles.append(role)
         seconds, place = (self.by_role[role], of_role) if role in self.by_role else (self.seconds, number)
         return self.sample(number, role, seconds[min(place, len(seconds) - 1)], gate)
 
-    async def sample(self, number: int, role: Role, seconds: float, gate: Gate) -> Group:
+    async def sample(self, number: int, role: Role, seconds: float, gate: AdmissionGate) -> Group:
         async with gate:
             self.asked.append(number)
             self.now += 1
@@ -93,7 +93,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     run_in_virtual_time(whole())
 
 
-def numbers(taken: list[Taken]) -> list[int]:
+def numbers(taken: list[BufferedGroup]) -> list[int]:
     return [int(arrival.group.problem.id) for arrival in taken]
 
 
@@ -158,7 +158,7 @@ def halves(number: int) -> dict[Role, int]:
     return {Role.HELPFUL: 2, Role.SNEAKY: 2}
 
 
-def roles_of(taken: list[Taken]) -> Counter[Role]:
+def roles_of(taken: list[BufferedGroup]) -> Counter[Role]:
     return Counter(arrival.group.role for arrival in taken)
 
 
@@ -279,7 +279,7 @@ def test_what_was_given_up_is_left_to_clean_up(how: str) -> None:
     """Each request of a group takes 5 s to leave the engine; whoever cancels it again meanwhile leaves it there."""
     in_engine: set[int] = set()
 
-    async def request(index: int, gate: Gate) -> None:
+    async def request(index: int, gate: AdmissionGate) -> None:
         async with gate:
             in_engine.add(index)
             try:
@@ -290,7 +290,7 @@ def test_what_was_given_up_is_left_to_clean_up(how: str) -> None:
 
     begun: list[Role] = []
 
-    async def sample(role: Role, gate: Gate) -> Group:
+    async def sample(role: Role, gate: AdmissionGate) -> Group:
         begun.append(role)
         if len(begun) > 1:
             await asyncio.sleep(3)  # the second group has asked for nothing yet, and fails while the first cleans up

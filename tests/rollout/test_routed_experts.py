@@ -19,7 +19,7 @@ from pvg.records import Role, Timing, VersionSpan
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
 from pvg.rollout.vllm.wire import read_generated, read_routed_experts
-from pvg.servers.pool import Malformed
+from pvg.servers.pool import MalformedReply
 from pvg.tasks import open_task
 from pvg.training.batch import routed_experts_of
 
@@ -49,7 +49,7 @@ def test_they_are_read_as_vllm_writes_them_and_lie_in_the_decoded_bytes(shape: t
     ids=["text", "bytes", "cut", "two dimensions", "int64", "columns first"],
 )
 def test_what_are_no_routed_experts_is_malformed(text: str) -> None:
-    with pytest.raises(Malformed, match="routed experts"):
+    with pytest.raises(MalformedReply, match="routed experts"):
         read_routed_experts(text, "http://s")
 
 
@@ -69,7 +69,7 @@ def test_of_every_token_but_the_last_or_malformed() -> None:
     assert generated.routed_experts is not None
     assert generated.routed_experts.shape == (6, 2, 2)
     for wrong in (5, 7):
-        with pytest.raises(Malformed, match=f"experts of {wrong} tokens, where 6 were computed"):
+        with pytest.raises(MalformedReply, match=f"experts of {wrong} tokens, where 6 were computed"):
             read_generated(reply(np.ones((wrong, 2, 2), np.uint8)), "http://s")
 
 
@@ -100,7 +100,7 @@ def test_nobody_carries_what_was_not_asked_for(tmp_path: Path) -> None:
 def test_a_server_that_does_not_tell_them_is_named_with_a_remedy(tmp_path: Path) -> None:
     async def use(d: Drill) -> None:
         await d.publish(0)
-        with pytest.raises(ConfigurationError, match=r"does not tell the experts .* rollout\.routed_experts") as caught:
+        with pytest.raises(ConfigurationError, match=r"does not report .* rollout\.routed_experts") as caught:
             await d.engine.generate(request(0))
         assert "pvg serve" in str(caught.value.remedy)
 

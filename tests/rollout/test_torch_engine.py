@@ -267,7 +267,7 @@ def test_loading_goes_on_when_its_caller_is_cancelled() -> None:
         (Sampling(4, (), top_p=0.0), "top_p is 0.0"),
         (Sampling(4, (), top_p=1.5), "top_p is 1.5"),
         (Sampling(4, (), top_k=-1), "top_k is -1"),
-        (Sampling(93, ()), "4 tokens and 93 new ones make 97, more than the model's 96"),
+        (Sampling(93, ()), "4 tokens plus 93 new ones is 97 tokens, more than the model's 96"),
     ],
 )
 def test_requests_that_cannot_be_served_are_refused_before_sampling(sampling: Sampling, message: str) -> None:

@@ -14,7 +14,7 @@ from vllm_drills import Drill, check, fingerprint, request, run, sampled, until
 
 from pvg.errors import ConfigurationError
 from pvg.records import VersionSpan
-from pvg.rollout.engine import Begun, Completion, CutShort, GenerationRequest
+from pvg.rollout.engine import Completion, CutShort, GenerationRequest, PartialCompletion
 from pvg.rollout.vllm.wire import SEED_BITS, joined, remainder
 
 
@@ -23,7 +23,7 @@ def live(d: Drill, name: str) -> list[Any]:
     return [made for server in d.servers if (made := server.live.get(f"generate-tokens-{name}"))]
 
 
-async def cut_after(d: Drill, asked: Sequence[GenerationRequest], tokens: int) -> list[Begun]:
+async def cut_after(d: Drill, asked: Sequence[GenerationRequest], tokens: int) -> list[PartialCompletion]:
     """Ask, wait until all have so many tokens, cut."""
     tasks = [asyncio.create_task(d.engine.generate(one)) for one in asked]
     await until(lambda: all(any(len(made.ids) >= tokens for made in live(d, one.id)) for one in asked))
@@ -34,7 +34,7 @@ async def cut_after(d: Drill, asked: Sequence[GenerationRequest], tokens: int) -
     return [one for one in begun if one is not None]
 
 
-def check_tokens(asked: GenerationRequest, first: int, found: Begun | Completion, version: int) -> None:
+def check_tokens(asked: GenerationRequest, first: int, found: PartialCompletion | Completion, version: int) -> None:
     """Those from `first` on are what `version` samples for a request as the server sees it."""
     seen = remainder(asked)
     stops = asked.sampling.stop_ids
@@ -101,7 +101,7 @@ def test_what_has_no_token_yet_has_nothing_to_hand_back(tmp_path: Path) -> None:
         await d.publish(0)
         asked = request(1, 75, stops=False)
         tasks = [asyncio.create_task(d.engine.generate(asked))]
-        begun = Begun(np.array([5, 6], np.int32), np.zeros(2, np.float32), (VersionSpan(0, 0),))
+        begun = PartialCompletion(np.array([5, 6], np.int32), np.zeros(2, np.float32), (VersionSpan(0, 0),))
         tasks.append(asyncio.create_task(d.engine.generate(replace(request(2, 75, stops=False), begun=begun))))
         await asyncio.sleep(0)
         d.engine.cut(["r1", "r2"])  # before the servers have heard of them: they are told again
@@ -130,7 +130,7 @@ def test_what_ends_by_itself_first_is_whole(tmp_path: Path) -> None:
 def test_tokens_that_a_fault_takes_away_are_not_asked_for_again(tmp_path: Path) -> None:
     async def use(d: Drill) -> None:
         await d.publish(0)
-        begun = Begun(np.array([5, 6], np.int32), np.zeros(2, np.float32), (VersionSpan(0, 0),))
+        begun = PartialCompletion(np.array([5, 6], np.int32), np.zeros(2, np.float32), (VersionSpan(0, 0),))
         task = asyncio.create_task(d.engine.generate(replace(request(1, 75, stops=False), begun=begun)))
         await until(lambda: d.running() == 1)
         d.engine.cut(["r1"])
@@ -150,7 +150,7 @@ def test_a_server_that_refuses_to_cut_is_named(tmp_path: Path) -> None:
         task = asyncio.create_task(d.engine.generate(request(1, 40, stops=False)))
         await until(lambda: d.running() == 1)
         d.engine.cut(["r1"])
-        with pytest.raises(ConfigurationError, match="does not let requests be cut short"):
+        with pytest.raises(ConfigurationError, match="cannot cut requests short"):
             await task
 
     run(use, tmp_path, token_ms=10.0, aborts=False)
@@ -159,13 +159,15 @@ def test_a_server_that_refuses_to_cut_is_named(tmp_path: Path) -> None:
 def test_what_a_server_is_asked_to_go_on_with() -> None:
     asked = request(3, 12)
     assert remainder(asked) is asked
-    begun = Begun(np.array([5, 6], np.int32), np.array([-1, -2], np.float32), (VersionSpan(0, 4),))
+    begun = PartialCompletion(np.array([5, 6], np.int32), np.array([-1, -2], np.float32), (VersionSpan(0, 4),))
     rest = remainder(replace(asked, begun=begun))
     assert rest.prompt_ids.tolist() == [*asked.prompt_ids.tolist(), 5, 6]
     assert (rest.sampling.max_tokens, rest.begun, rest.id) == (10, None, asked.id)
     assert rest.seed != asked.seed
     assert rest.seed == remainder(replace(asked, begun=begun)).seed
-    new = Begun(np.array([7, 8], np.int32), np.array([-3, -4], np.float32), (VersionSpan(0, 4), VersionSpan(1, 5)))
+    new = PartialCompletion(
+        np.array([7, 8], np.int32), np.array([-3, -4], np.float32), (VersionSpan(0, 4), VersionSpan(1, 5))
+    )
     whole = joined(replace(asked, begun=begun), new)
     assert whole is not None
     assert whole.token_ids.tolist() == [5, 6, 7, 8]

@@ -293,7 +293,7 @@ def test_a_run_does_not_begin_without_servers_or_with_the_wrong_key(tmp_path: Pa
 
 def test_a_server_of_another_model_is_refused_before_it_is_sent_weights(tmp_path: Path) -> None:
     async def use(d: Drill) -> None:
-        url, told = d.proxies[0].url, r"serves 'fake' \(4 layers of 64, 320 tokens\), and models\.prover has 2 layers"
+        url, told = d.proxies[0].url, r"serves 'fake' \(4 layers of 64, 320 tokens\), but models\.prover has 2 layers"
         other = engine_over([url], tmp_path / "other", d.events, shape="2 layers of 64, 320 tokens")
         with pytest.raises(ConfigurationError, match=told):
             await other.ready()

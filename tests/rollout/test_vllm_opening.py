@@ -9,7 +9,7 @@ from tiny_policies import tiny_model
 
 from pvg.config.experiment import Experiment
 from pvg.rollout.vllm.opening import open_vllm_engine
-from pvg.telemetry.events import Unheard
+from pvg.telemetry.events import SilentEvents
 
 
 @pytest.mark.parametrize("connections", [None, 1024])
@@ -23,7 +23,7 @@ def test_one_server_can_be_asked_everything_when_the_others_are_away(connections
         }
     )
     with tiny_model() as base:
-        engine = open_vllm_engine(experiment, base, None, Unheard(), "run", lambda: [])  # type: ignore[arg-type]
+        engine = open_vllm_engine(experiment, base, None, SilentEvents(), "run", lambda: [])  # type: ignore[arg-type]
         limits = engine._pool.limits
         assert limits.per_host >= 1004
         assert limits.total >= 1008

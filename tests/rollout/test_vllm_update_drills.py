@@ -15,8 +15,8 @@ from vllm_drills import Drill, Fault, canary, engine_over, fingerprint, request,
 
 from pvg.errors import ConfigurationError, ServerUnavailableError, StateError, WeightsNotArrivedError
 from pvg.records import VersionSpan
-from pvg.servers.canary import Checksums
-from pvg.servers.labels import Session
+from pvg.servers.canary import ChecksumTest
+from pvg.servers.labels import PublishingSession
 from pvg.servers.update import WeightUpdate
 
 
@@ -261,7 +261,7 @@ def test_a_trainer_that_was_believed_dead_cannot_take_the_servers_back(tmp_path:
     async def use(d: Drill) -> None:
         await d.publish(0)
         urls = [proxy.url for proxy in d.proxies]
-        later = engine_over(urls, tmp_path, d.events, session=Session.begin())
+        later = engine_over(urls, tmp_path, d.events, session=PublishingSession.begin())
         await later.ready()
         await later.load_weights(WeightUpdate(0, tensors(5)))
         with pytest.raises(ServerUnavailableError) as caught:
@@ -378,7 +378,7 @@ def test_tokens_of_adapters_upon_other_weights_are_not_delivered(tmp_path: Path)
         d.servers[0].label = "18f-aa/3"  # another trainer uses the server too
         for number in range(8):
             await adapting.generate(request(number))
-        assert d.events.named("retry")[0]["why"].endswith("sampled upon weights '18f-aa/3', which another trainer sent")
+        assert d.events.named("retry")[0]["why"].endswith("sampled from weights '18f-aa/3', which another trainer sent")
         await adapting.close()
 
     run(use, tmp_path, max_lora_rank=16)
@@ -394,7 +394,7 @@ def test_the_first_checksums_are_of_weights_that_the_server_did_not_start_with(t
         assert [server.calls["/weight_checker"] for server in d.servers] == [3, 3]
 
     with ThreadPoolExecutor(1) as executor:
-        run(use, tmp_path, checksums=Checksums("float32", executor, always=False))
+        run(use, tmp_path, checksums=ChecksumTest("float32", executor, always=False))
 
 
 def test_servers_that_refuse_the_first_weights_ask_whether_they_serve_this_model(tmp_path: Path) -> None:

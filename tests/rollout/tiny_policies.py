@@ -16,10 +16,10 @@ from pvg.config.sections import Rollouts
 from pvg.models.characters import modchain_tokenizer
 from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer
-from pvg.rollout import Setting
+from pvg.rollout import EngineSetup
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
 from pvg.rollout.torch_engine import TorchEngine
-from pvg.telemetry.events import Unheard
+from pvg.telemetry.events import SilentEvents
 
 VOCABULARY = 20
 SIZES = {
@@ -117,6 +117,6 @@ def teacher_forced(module: torch.nn.Module, prompt: np.ndarray, completion: np.n
     return np.asarray(found)
 
 
-def setting(section: Rollouts, model: LanguageModel, executor: ThreadPoolExecutor) -> Setting:
+def setting(section: Rollouts, model: LanguageModel, executor: ThreadPoolExecutor) -> EngineSetup:
     """What `open_engine` takes, of an experiment with this `[rollout]` section."""
-    return Setting(Experiment(rollout=section), model, executor, Unheard(), "test", list)
+    return EngineSetup(Experiment(rollout=section), model, executor, SilentEvents(), "test", list)

@@ -32,13 +32,13 @@ from patience import until  # noqa: E402
 
 from pvg.config.sections import Serving, Weights  # noqa: E402
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling  # noqa: E402
-from pvg.rollout.vllm.engine import Needs, VllmEngine  # noqa: E402
+from pvg.rollout.vllm.engine import ServerRequirements, VllmEngine  # noqa: E402
 from pvg.servers.canary import (  # noqa: E402
     Canary,
-    Checksums,
+    ChecksumTest,
 )
 from pvg.servers.control import ControlClient  # noqa: E402
-from pvg.servers.labels import Session  # noqa: E402
+from pvg.servers.labels import PublishingSession  # noqa: E402
 from pvg.servers.pool import (  # noqa: E402
     ConnectionLimits,
     HttpPool,
@@ -179,7 +179,7 @@ def engine_over(
     root: Path,
     events: Heard,
     *,
-    session: Session | None = None,
+    session: PublishingSession | None = None,
     deadline_s: float | None = None,
     timeout_s: float = 5.0,
     concurrency: int = 256,
@@ -188,14 +188,14 @@ def engine_over(
     longest: int = 100,
     key: str = KEY,
     transport: str = "filesystem",
-    checksums: Checksums | None = None,
+    checksums: ChecksumTest | None = None,
     shape: str = "",
     wants_experts: bool = False,
     limits: ConnectionLimits | None = None,
     **serving: Any,
 ) -> VllmEngine:
     section = Serving(servers=tuple(urls), **{**QUICK, **serving})
-    session = session or Session.begin()
+    session = session or PublishingSession.begin()
     pool = HttpPool(limits or ConnectionLimits.derive(concurrency, len(urls)), connect_timeout_s=1.0, key=key)
     control = pool if shared else HttpPool(ConnectionLimits(16, 8, 2), connect_timeout_s=1.0, key=key, fresh=True)
     probe = section.probe_timeout_s
@@ -209,7 +209,7 @@ def engine_over(
             *("drill", None, "float32", session),
         ),
         session=session,
-        needs=Needs(
+        needs=ServerRequirements(
             shape=shape,
             max_length=longest,
             processed_logprobs=True,

@@ -36,7 +36,7 @@ from fake_model import (
     sampled,
 )
 
-from pvg.servers.server_side.pvg_vllm.labels import BROKEN, Label, check_order, check_session
+from pvg.servers.server_side.pvg_vllm.labels import BROKEN, ServedLabel, check_order, check_session
 from pvg.servers.server_side.pvg_vllm.refusal import Refusal
 from pvg.servers.server_side.pvg_vllm.weights_folder import ADAPTER_FILE, adapter_folder, weight_files
 
@@ -95,7 +95,7 @@ class FakeVllm:
         self.label = "default"
         self.weights: Weights | None = None
         self.adapters: dict[str, Weights] = {}
-        self._newest_adapter: Label | None = None
+        self._newest_adapter: ServedLabel | None = None
         self._cache: dict[tuple[str, tuple[int, ...]], str] = {}
         self._resumed = asyncio.Event()
         self._resumed.set()
@@ -269,7 +269,7 @@ class FakeVllm:
             load_ms = (time.perf_counter() - started) * 1e3
             return {"label": str(label), "pause_ms": 0.1, "load_ms": load_ms, "resume_ms": 0.1}
 
-    async def _load(self, label: Label, path: Path, keep_kv: bool) -> None:
+    async def _load(self, label: ServedLabel, path: Path, keep_kv: bool) -> None:
         if self.before_load is not None:
             await self.before_load()
         await asyncio.sleep(self.options.load_ms / 1e3)
@@ -409,8 +409,8 @@ class FakeVllm:
         }
 
 
-def _label(body: dict[str, Any]) -> Label:
-    if (label := Label.parse(str(body.get("label")))) is None:
+def _label(body: dict[str, Any]) -> ServedLabel:
+    if (label := ServedLabel.parse(str(body.get("label")))) is None:
         raise Refusal(422, "bad_label", f"{body.get('label')!r} is no label.")
     return label
 

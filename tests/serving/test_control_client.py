@@ -17,11 +17,11 @@ from safetensors.numpy import save_file
 
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.servers.control import ControlClient
-from pvg.servers.labels import Label, Session
-from pvg.servers.pool import ConnectionLimits, HttpPool, Malformed, Refused, Silent
+from pvg.servers.labels import PublishingSession, WeightLabel
+from pvg.servers.pool import ConnectionLimits, HttpPool, MalformedReply, RefusedRequest, ReplyTimeout
 
 PATIENCE_S = 20.0
-SESSION = Session(0x1800, "aa")
+SESSION = PublishingSession(0x1800, "aa")
 
 
 def tensors(version: int) -> dict[str, np.ndarray]:
@@ -103,8 +103,8 @@ def test_a_wrong_key_is_told_with_what_mends_it_and_changes_nothing(key: str, tm
     async def use(control: ControlClient, server: FakeVllm) -> None:
         calls = [
             control.info(),
-            control.load_weights(name, Label(SESSION, 1), "t"),
-            control.unload_adapter(Label(SESSION, 1), "t"),
+            control.load_weights(name, WeightLabel(SESSION, 1), "t"),
+            control.unload_adapter(WeightLabel(SESSION, 1), "t"),
             control.pause(),
             control.checksums(),
         ]
@@ -119,7 +119,7 @@ def test_a_wrong_key_is_told_with_what_mends_it_and_changes_nothing(key: str, tm
 def test_a_server_that_pvg_did_not_start_is_told_apart() -> None:
     async def use(control: ControlClient, _: FakeVllm) -> None:
         plain = ControlClient(control.url + "/elsewhere", control._pool, timeout_s=1.0, probe_timeout_s=PATIENCE_S)
-        with pytest.raises(MissingRequirementError, match=r"without pvg's control routes.*pvg serve"):
+        with pytest.raises(MissingRequirementError, match=r"has no pvg control routes.*pvg serve"):
             await plain.info()
 
     drive(use)
@@ -127,32 +127,32 @@ def test_a_server_that_pvg_did_not_start_is_told_apart() -> None:
 
 def test_another_protocol_is_told_with_both_numbers() -> None:
     async def use(control: ControlClient, server: FakeVllm) -> None:
-        with pytest.raises(MissingRequirementError, match=r"speaks protocol 2 .* and this client 1"):
+        with pytest.raises(MissingRequirementError, match=r"uses protocol 2 .* but this client uses 1"):
             await control.info()
         assert server.calls["/pvg/info"] == 1
 
     drive(use, protocol=2)
     for found in ([], "pvg", {"status": "ok"}):
-        with pytest.raises(MissingRequirementError, match="speaks protocol None"):
+        with pytest.raises(MissingRequirementError, match="uses protocol None"):
             answered_with(lambda _, found=found: found, {}, lambda control: control.info())
 
 
 def test_an_incomplete_info_is_malformed() -> None:
-    with pytest.raises(Malformed, match="/pvg/info lacks 'boot'"):
+    with pytest.raises(MalformedReply, match="in /pvg/info, 'boot' is missing"):
         answered_with(lambda _: {"protocol": 1}, {}, lambda control: control.info())
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_model_len", "many"), ("label", None), ("paused", 0)])
 def test_an_info_of_the_wrong_kind_is_malformed(name: str, value: object) -> None:
     told = FakeVllm(FakeOptions()).info() | {name: value}
-    with pytest.raises(Malformed, match=name):
+    with pytest.raises(MalformedReply, match=name):
         answered_with(lambda _: told, {}, lambda control: control.info())
 
 
 def test_a_hung_engine_is_silent_within_the_time_of_a_probe() -> None:
     async def use(control: ControlClient, server: FakeVllm) -> None:
         server.freeze()
-        with pytest.raises(Silent, match=r"no reply within 0\.2 s"):
+        with pytest.raises(ReplyTimeout, match=r"no reply within 0\.2 s"):
             await control.info()
         server.thaw()
         assert (await control.info()).label == "default"
@@ -164,7 +164,7 @@ def test_weights_arrive_and_the_delivery_says_what_it_took(tmp_path: Path) -> No
     name = publish(tmp_path, 7)
 
     async def use(control: ControlClient, server: FakeVllm) -> None:
-        label = Label(SESSION, 7)
+        label = WeightLabel(SESSION, 7)
         delivery = await control.load_weights(name, label, trace="1f")
         assert (delivery.url, delivery.label) == (server.url, label)
         assert server.fingerprint() == Weights.of(tensors(7)).fingerprint != AS_STARTED
@@ -183,17 +183,20 @@ def test_weights_arrive_and_the_delivery_says_what_it_took(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("label", "status", "code"),
-    [(Label(SESSION, 6), 409, "version_backwards"), (Label(Session(0x17FF, "zz"), 99), 409, "older_session")],
+    [
+        (WeightLabel(SESSION, 6), 409, "version_backwards"),
+        (WeightLabel(PublishingSession(0x17FF, "zz"), 99), 409, "older_session"),
+    ],
 )
-def test_weights_that_go_backwards_are_refused(label: Label, status: int, code: str, tmp_path: Path) -> None:
+def test_weights_that_go_backwards_are_refused(label: WeightLabel, status: int, code: str, tmp_path: Path) -> None:
     name = publish(tmp_path, 7)
 
     async def use(control: ControlClient, server: FakeVllm) -> None:
-        await control.load_weights(name, Label(SESSION, 7), "")
-        with pytest.raises(Refused) as caught:
+        await control.load_weights(name, WeightLabel(SESSION, 7), "")
+        with pytest.raises(RefusedRequest) as caught:
             await control.load_weights(name, label, "")
         assert (caught.value.status, caught.value.code) == (status, code)
-        assert server.label == str(Label(SESSION, 7))
+        assert server.label == str(WeightLabel(SESSION, 7))
 
     drive(use, tmp_path)
 
@@ -217,12 +220,12 @@ def test_foreign_paths_and_unfinished_folders_are_refused(tmp_path: Path) -> Non
 
     async def use(control: ControlClient, server: FakeVllm) -> None:
         for path, code in codes.items():
-            with pytest.raises(Refused) as caught:
-                await control.load_weights(path, Label(SESSION, 1), "")
+            with pytest.raises(RefusedRequest) as caught:
+                await control.load_weights(path, WeightLabel(SESSION, 1), "")
             assert caught.value.code == code, path
         (root / name / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
-        with pytest.raises(Refused) as caught:
-            await control.load_weights(name, Label(SESSION, 1), "")
+        with pytest.raises(RefusedRequest) as caught:
+            await control.load_weights(name, WeightLabel(SESSION, 1), "")
         assert caught.value.code == "not_safetensors"
         assert server.label == "default"
 
@@ -234,8 +237,8 @@ def test_a_load_that_fails_leaves_a_broken_label_that_the_next_one_mends(tmp_pat
 
     async def use(control: ControlClient, server: FakeVllm) -> None:
         server.fail_loads = 1
-        label = Label(SESSION, 1)
-        with pytest.raises(Refused, match=r"HTTP 500: .*could not be loaded") as caught:
+        label = WeightLabel(SESSION, 1)
+        with pytest.raises(RefusedRequest, match=r"HTTP 500: .*could not be loaded") as caught:
             await control.load_weights(name, label, "")
         assert caught.value.code == "load_failed"
         info = await control.info()
@@ -250,7 +253,7 @@ def test_adapters_are_loaded_once_and_forgotten_without_complaint(tmp_path: Path
     name = publish(tmp_path, 1, "adapter_model.safetensors")
 
     async def use(control: ControlClient, server: FakeVllm) -> None:
-        label = Label(SESSION, 1)
+        label = WeightLabel(SESSION, 1)
         delivery = await control.load_adapter(name, label, "t")
         assert set(delivery.parts) == {"load_ms"}
         await control.load_adapter(name, label, "t")
@@ -270,9 +273,9 @@ def test_pause_and_resume_and_checksums(tmp_path: Path) -> None:
         assert (await control.info()).paused
         await control.resume("t")
         assert not (await control.info()).paused
-        await control.load_weights(name, Label(SESSION, 1), "t")
+        await control.load_weights(name, WeightLabel(SESSION, 1), "t")
         assert set(await control.checksums()) == {"w", "b"}
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(RefusedRequest) as caught:
             await control.call("/collective_rpc", {"method": "shutdown"})
         assert (caught.value.status, caught.value.code) == (403, "closed")
 
@@ -288,16 +291,16 @@ def test_a_reply_without_its_stamps_is_malformed(missing: str, instead: str | No
     headers = {name: value for name, value in STAMPS.items() if name != missing}
     if instead is not None:
         headers[missing] = instead
-    label = Label(SESSION, 1)
-    with pytest.raises(Malformed, match=f"the header {missing} is missing or no number"):
+    label = WeightLabel(SESSION, 1)
+    with pytest.raises(MalformedReply, match=f"the header {missing} is missing or not a number"):
         answered_with(
             lambda _: {"label": str(label)}, headers, lambda control: control.load_weights("run/v1", label, "t")
         )
 
 
 def test_a_time_of_arrival_with_a_fraction_is_malformed() -> None:
-    label = Label(SESSION, 1)
-    with pytest.raises(Malformed, match="x-pvg-received-ns"):
+    label = WeightLabel(SESSION, 1)
+    with pytest.raises(MalformedReply, match="x-pvg-received-ns"):
         answered_with(
             lambda _: {"label": str(label)},
             {**STAMPS, "x-pvg-received-ns": "1.5"},
@@ -309,13 +312,15 @@ def test_a_time_of_arrival_with_a_fraction_is_malformed() -> None:
     "found", [None, [], {}, {"label": "default"}, {"label": "1800-aa/2"}, {"label": "1800-aa/1", "load_ms": "fast"}]
 )
 def test_a_reply_for_other_weights_is_malformed(found: Any) -> None:
-    with pytest.raises(Malformed):
-        answered_with(lambda _: found, STAMPS, lambda control: control.load_weights("run/v1", Label(SESSION, 1), "t"))
+    with pytest.raises(MalformedReply):
+        answered_with(
+            lambda _: found, STAMPS, lambda control: control.load_weights("run/v1", WeightLabel(SESSION, 1), "t")
+        )
 
 
 @pytest.mark.parametrize("found", [[], {}, {"checksums": [1]}, {"checksums": None}])
 def test_checksums_of_another_form_are_malformed(found: Any) -> None:
-    with pytest.raises(Malformed, match="no checksums"):
+    with pytest.raises(MalformedReply, match="no checksums"):
         answered_with(lambda _: found, {}, lambda control: control.checksums())
 
 
@@ -326,6 +331,6 @@ def test_the_trace_travels_with_the_call() -> None:
         seen.append(request.headers.get("x-pvg-trace"))
         return {"label": "1800-aa/1"}
 
-    answered_with(answer, STAMPS, lambda control: control.load_weights("run/v1", Label(SESSION, 1), "1f3a"))
+    answered_with(answer, STAMPS, lambda control: control.load_weights("run/v1", WeightLabel(SESSION, 1), "1f3a"))
     answered_with(answer, STAMPS, lambda control: control.resume())
     assert seen == ["1f3a", None]

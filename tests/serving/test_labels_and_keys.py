@@ -14,22 +14,22 @@ from hypothesis import strategies as st
 
 from pvg.errors import ConfigurationError
 from pvg.servers.keys import KEY_FILE, KEY_VARIABLE, control_key
-from pvg.servers.labels import Label, Session
+from pvg.servers.labels import PublishingSession, WeightLabel
 from pvg.servers.server_side.pvg_vllm import labels as server_side
 from pvg.servers.server_side.pvg_vllm.refusal import Refusal
 
 TAILS = st.text("0123456789abcdef-", min_size=1, max_size=12)
-LABELS = st.builds(Label, st.builds(Session, st.integers(0, 2**64), TAILS), st.integers(0, 10**12))
+LABELS = st.builds(WeightLabel, st.builds(PublishingSession, st.integers(0, 2**64), TAILS), st.integers(0, 10**12))
 
 
 @given(LABELS)
-def test_a_label_is_read_as_it_was_written(label: Label) -> None:
-    assert Label.parse(str(label)) == label
+def test_a_label_is_read_as_it_was_written(label: WeightLabel) -> None:
+    assert WeightLabel.parse(str(label)) == label
 
 
 @given(st.one_of(st.text(), st.from_regex(r"[0-9a-fA-F_+ -]{0,4}-?[a-f0-9-]{0,4}/?[-+0-9_ ]{0,4}", fullmatch=True)))
 def test_what_is_no_label_is_none_and_client_and_server_agree_on_it(text: str) -> None:
-    found, theirs = Label.parse(text), server_side.Label.parse(text)
+    found, theirs = WeightLabel.parse(text), server_side.ServedLabel.parse(text)
     assert (found is None) == (theirs is None)
     assert found is None or str(found) == str(theirs) == text
 
@@ -38,18 +38,20 @@ def test_what_is_no_label_is_none_and_client_and_server_agree_on_it(text: str) -
     "text", ["", "default", "broken:5-a/1", "5-a", "5-a/", "5-a/x", "/1", "5/1", "5-a/01", "5-a/-1", "5-a/+1", "5-A/1 "]
 )
 def test_texts_that_are_no_labels(text: str) -> None:
-    assert Label.parse(text) is None
+    assert WeightLabel.parse(text) is None
 
 
 def test_sessions_that_begin_later_have_higher_numbers_and_other_tails() -> None:
-    first, second = Session.begin(), Session.begin()
+    first, second = PublishingSession.begin(), PublishingSession.begin()
     assert first.began_ns <= second.began_ns
     assert first.tail != second.tail
-    assert Label(first, 3) == Label(Session(first.began_ns, first.tail), 3) != Label(second, 3)
+    assert (
+        WeightLabel(first, 3) == WeightLabel(PublishingSession(first.began_ns, first.tail), 3) != WeightLabel(second, 3)
+    )
 
 
-def accepted(current: str, new: Label) -> str:
-    parsed = server_side.Label.parse(str(new))
+def accepted(current: str, new: WeightLabel) -> str:
+    parsed = server_side.ServedLabel.parse(str(new))
     assert parsed is not None
     try:
         server_side.check_order(current, parsed)
@@ -59,7 +61,7 @@ def accepted(current: str, new: Label) -> str:
 
 
 @given(LABELS, LABELS)
-def test_a_server_goes_forward_within_a_session_and_to_later_sessions(there: Label, new: Label) -> None:
+def test_a_server_goes_forward_within_a_session_and_to_later_sessions(there: WeightLabel, new: WeightLabel) -> None:
     verdict = accepted(str(there), new)
     if there.session == new.session:
         assert verdict == ("accepted" if new.version >= there.version else "version_backwards")
@@ -100,7 +102,7 @@ def test_the_environment_wins_and_nothing_is_written(tmp_path: Path, monkeypatch
 )
 def test_a_key_that_is_none_is_refused(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, key)
-    with pytest.raises(ConfigurationError, match=f"{KEY_VARIABLE} holds no key") as caught:
+    with pytest.raises(ConfigurationError, match=f"{KEY_VARIABLE} is not a valid key") as caught:
         control_key(tmp_path)
     assert key not in str(caught.value)
 
@@ -110,7 +112,7 @@ def test_a_file_that_holds_no_key_is_refused(content: bytes, tmp_path: Path) -> 
     path = tmp_path / KEY_FILE
     path.write_bytes(content)
     path.chmod(0o600)
-    with pytest.raises(ConfigurationError, match="holds no key"):
+    with pytest.raises(ConfigurationError, match="is not a valid key"):
         control_key(tmp_path)
     assert path.read_bytes() == content
 
@@ -119,7 +121,7 @@ def test_a_file_that_holds_no_key_is_refused(content: bytes, tmp_path: Path) -> 
 def test_a_key_that_others_may_read_is_refused_with_the_command_that_mends_it(mode: int, tmp_path: Path) -> None:
     control_key(tmp_path)
     (tmp_path / KEY_FILE).chmod(mode)
-    with pytest.raises(ConfigurationError, match=r"may be read by others.*chmod 600"):
+    with pytest.raises(ConfigurationError, match=r"is readable by others.*chmod 600"):
         control_key(tmp_path)
 
 

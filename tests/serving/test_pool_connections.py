@@ -11,7 +11,7 @@ from fake_vllm import FakeOptions, FakeVllm
 from patience import until
 
 from pvg.servers import pool as pool_module
-from pvg.servers.pool import Broken, ConnectionLimits, HttpPool, Silent, pause_before_retry
+from pvg.servers.pool import ConnectionBroken, ConnectionLimits, HttpPool, ReplyTimeout, pause_before_retry
 
 GENERATE = "/inference/v1/generate"
 PATIENCE_S = 20.0
@@ -171,7 +171,7 @@ def test_a_cancelled_caller_ends_its_request_on_the_server(way: Any) -> None:
 
 def test_a_request_that_ran_out_of_time_ends_on_the_server() -> None:
     async def use(pool: HttpPool, server: FakeVllm) -> None:
-        with pytest.raises(Silent):
+        with pytest.raises(ReplyTimeout):
             await pool.request("POST", server.url + GENERATE, body(1000), timeout_s=0.1)
         await until(lambda: server.running == 0)
         assert dict(server.aborted) == {"r": 1}
@@ -196,7 +196,10 @@ def test_requests_in_flight_when_the_pool_closes_are_broken() -> None:
         asked = [asyncio.create_task(way(pool, server, "r", 1000)) for way in (ask, read)]
         await until(lambda: server.running == 2)
         await pool.close()
-        assert [type(outcome) for outcome in await asyncio.gather(*asked, return_exceptions=True)] == [Broken, Broken]
+        assert [type(outcome) for outcome in await asyncio.gather(*asked, return_exceptions=True)] == [
+            ConnectionBroken,
+            ConnectionBroken,
+        ]
 
     drive(use)
 

@@ -14,7 +14,16 @@ from fake_vllm import FakeVllm
 from fault_proxy import Fault, FaultProxy
 from patience import until
 
-from pvg.servers.pool import Broken, ConnectionLimits, HttpPool, Malformed, Refused, ServerFault, Silent, Unreachable
+from pvg.servers.pool import (
+    ConnectionBroken,
+    ConnectionLimits,
+    HttpPool,
+    MalformedReply,
+    RefusedRequest,
+    ReplyTimeout,
+    ServerFault,
+    ServerUnreachable,
+)
 
 GENERATE = "/inference/v1/generate"
 PATIENCE_S = 20.0
@@ -78,25 +87,25 @@ def fault_of(way: Way, fault: Fault, timeout_s: float = PATIENCE_S) -> ServerFau
 @pytest.mark.parametrize("after", [0, 40, 700])
 def test_a_connection_that_ends_in_the_head_or_the_body_of_a_reply_is_broken(way: Way, kind: Any, after: int) -> None:
     found = fault_of(way, Fault(kind, after=after))
-    assert type(found) is Broken
+    assert type(found) is ConnectionBroken
     assert found.sent
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_reply_shorter_than_promised_is_broken(way: Way) -> None:
-    assert type(fault_of(way, Fault("truncated"))) is Broken
+    assert type(fault_of(way, Fault("truncated"))) is ConnectionBroken
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_server_that_accepts_and_says_nothing_is_silent(way: Way) -> None:
     found = fault_of(way, Fault("hang"), timeout_s=0.2)
-    assert type(found) is Silent
+    assert type(found) is ReplyTimeout
     assert found.what == "no reply within 0.2 s"
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_reply_that_takes_too_long_is_silent_however_it_trickles(way: Way) -> None:
-    assert type(fault_of(way, Fault("dribble", seconds=0.02), timeout_s=0.3)) is Silent
+    assert type(fault_of(way, Fault("dribble", seconds=0.02), timeout_s=0.3)) is ReplyTimeout
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -112,28 +121,28 @@ def test_slow_bytes_within_the_time_are_a_reply(way: Way) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_an_error_of_the_server_keeps_its_status_code_and_message(way: Way) -> None:
     found = fault_of(way, Fault("error"))
-    assert isinstance(found, Refused)
+    assert isinstance(found, RefusedRequest)
     assert (found.status, found.code, found.message) == (500, "the_proxy", "EngineCore died")
     assert str(found).endswith("HTTP 500: EngineCore died")
 
 
 @pytest.mark.parametrize("kind", ["malformed", "short_json"])
 def test_a_reply_that_is_no_json_is_malformed(kind: Any) -> None:
-    assert "no JSON" in str(fault_of(whole, Fault(kind)))
-    assert type(fault_of(whole, Fault(kind))) is Malformed
-    assert type(fault_of(streamed, Fault(kind))) is Broken  # no event came, and no end
+    assert "not JSON" in str(fault_of(whole, Fault(kind)))
+    assert type(fault_of(whole, Fault(kind))) is MalformedReply
+    assert type(fault_of(streamed, Fault(kind))) is ConnectionBroken  # no event came, and no end
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_reply_that_is_no_http_is_malformed(way: Way) -> None:
-    assert type(fault_of(way, Fault("garbage"))) is Malformed
+    assert type(fault_of(way, Fault("garbage"))) is MalformedReply
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_where_nobody_listens_nothing_was_sent(way: Way) -> None:
     async def use(pool: HttpPool, server: FakeVllm, proxy: FaultProxy) -> None:
         await proxy.refuse()
-        with pytest.raises(Unreachable) as caught:
+        with pytest.raises(ServerUnreachable) as caught:
             await way(pool, proxy.url)
         assert not caught.value.sent
         await proxy.accept()
@@ -155,7 +164,7 @@ def test_a_connect_that_nobody_answers_ends_in_time_and_nothing_was_sent() -> No
                 for caller in callers:
                     caller.setblocking(False)
                     caller.connect_ex(listener.getsockname())
-                with pytest.raises(Unreachable) as caught:
+                with pytest.raises(ServerUnreachable) as caught:
                     await whole(pool, f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=None)
                 assert not caught.value.sent
             finally:
@@ -173,8 +182,8 @@ def test_a_server_that_dies_ends_its_requests_as_broken_and_is_then_unreachable(
         await until(lambda: server.running == 4)
         await server.kill()
         for outcome in await asyncio.gather(*asked, return_exceptions=True):
-            assert type(outcome) is Broken
-        with pytest.raises(Unreachable):
+            assert type(outcome) is ConnectionBroken
+        with pytest.raises(ServerUnreachable):
             await way(pool, server.url)
         server.options.token_ms = 0.0
         await server.restart()
@@ -189,7 +198,7 @@ def test_a_kept_connection_that_the_server_has_closed_is_broken_not_lost() -> No
     async def use(pool: HttpPool, _: FakeVllm, proxy: FaultProxy) -> None:
         assert await whole(pool, proxy.url) == LONG
         proxy.reset_all()
-        with suppress(Broken):
+        with suppress(ConnectionBroken):
             await whole(pool, proxy.url)
         assert await whole(pool, proxy.url) == LONG
 
@@ -205,7 +214,7 @@ def test_a_connection_that_ends_while_a_long_request_is_being_sent_is_broken() -
         server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}{GENERATE}"
         for _attempt in range(5):
-            with pytest.raises(Broken):
+            with pytest.raises(ConnectionBroken):
                 await pool.request("POST", url, {"text": "x" * 20_000_000}, timeout_s=PATIENCE_S)
         server.close()
 
@@ -253,7 +262,7 @@ EVENT = b'data: {"choices": [{"token_ids": [1]}]}\n\n'
 
 def test_a_stream_without_its_end_is_broken() -> None:
     found = answered_by(in_pieces(EVENT, EVENT), streamed)
-    assert type(found) is Broken
+    assert type(found) is ConnectionBroken
     assert found.what == "the stream ended early"
 
 
@@ -264,7 +273,7 @@ def test_events_come_whole_however_they_are_cut() -> None:
 
 @pytest.mark.parametrize("piece", [b"data: {\n\n", b"data: \xff\xfe\n\n", b"data:\n\n"])
 def test_an_event_that_is_no_json_is_malformed(piece: bytes) -> None:
-    assert type(answered_by(in_pieces(EVENT, piece, EVENT), streamed)) is Malformed
+    assert type(answered_by(in_pieces(EVENT, piece, EVENT), streamed)) is MalformedReply
 
 
 def test_an_event_of_many_megabytes_comes_through() -> None:
@@ -277,7 +286,7 @@ def test_an_event_of_many_megabytes_comes_through() -> None:
 
 def test_an_event_without_end_is_malformed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pvg.servers.pool.LONGEST_EVENT", 1 << 20)
-    assert type(answered_by(in_pieces(*[b"x" * (1 << 18)] * 32), streamed)) is Malformed
+    assert type(answered_by(in_pieces(*[b"x" * (1 << 18)] * 32), streamed)) is MalformedReply
 
 
 def test_a_redirect_is_refused_and_not_followed() -> None:
@@ -288,7 +297,7 @@ def test_a_redirect_is_refused_and_not_followed() -> None:
 
     for way in WAYS:
         found = answered_by(elsewhere, way)
-        assert isinstance(found, Refused)
+        assert isinstance(found, RefusedRequest)
         assert found.status == 307
 
 
@@ -309,6 +318,6 @@ def test_what_a_refusal_says_in_each_of_its_forms(text: str, code: str, message:
         return web.Response(status=404, text=text)
 
     found = answered_by(refuse, whole)
-    assert isinstance(found, Refused)
+    assert isinstance(found, RefusedRequest)
     assert (found.code, found.message) == (code, message)
     assert str(found).endswith(f"HTTP 404: {message or 'no reason given'}")

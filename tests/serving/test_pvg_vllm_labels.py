@@ -14,20 +14,20 @@ from pvg.servers.server_side.pvg_vllm.events import tell
 from pvg.servers.server_side.pvg_vllm.refusal import Refusal
 from pvg.telemetry.events import format_event
 
-NOW = server.Label.parse("18ea1535542cb2ce-d5622cc9/12")
+NOW = server.ServedLabel.parse("18ea1535542cb2ce-d5622cc9/12")
 
 
 @given(st.integers(0, 2**64), st.from_regex(r"[0-9a-f]{8}", fullmatch=True), st.integers(0, 10**9))
 def test_what_a_client_writes_is_read_as_meant(began_ns: int, tail: str, version: int) -> None:
-    text = str(client.Label(client.Session(began_ns, tail), version))
-    found = server.Label.parse(text)
+    text = str(client.WeightLabel(client.PublishingSession(began_ns, tail), version))
+    found = server.ServedLabel.parse(text)
     assert found is not None
     assert (found.began_ns, found.tail, found.version, str(found)) == (began_ns, tail, version, text)
 
 
 @given(st.text(alphabet="0123abf-/ _+x", max_size=12))
 def test_both_sides_take_the_same_strings_for_labels(text: str) -> None:
-    theirs, ours = client.Label.parse(text), server.Label.parse(text)
+    theirs, ours = client.WeightLabel.parse(text), server.ServedLabel.parse(text)
     assert (theirs is None or theirs.version < 0) == (ours is None)
 
 
@@ -35,11 +35,11 @@ def test_both_sides_take_the_same_strings_for_labels(text: str) -> None:
     "text", ["default", "", "/", "1-a", "1-a/", "1-a/-1", "1-a/01", "g-a/1", "0x1-a/1", "1-a/1/1", "1_0-a/1"]
 )
 def test_no_labels(text: str) -> None:
-    assert server.Label.parse(text) is None
+    assert server.ServedLabel.parse(text) is None
 
 
 def code_of(current: str, new: str) -> str:
-    label = server.Label.parse(new)
+    label = server.ServedLabel.parse(new)
     assert label is not None
     try:
         server.check_order(current, label)

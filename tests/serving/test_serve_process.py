@@ -20,7 +20,7 @@ from pvg.errors import ConfigurationError
 from pvg.servers import supervisor
 from pvg.servers.command import Interpreter, ServerSpec
 from pvg.servers.keys import KEY_VARIABLE
-from pvg.servers.process import ServerFailedError, Stage, VllmServer, check_port
+from pvg.servers.process import ServerFailedError, StartStage, VllmServer, check_port
 
 LIMIT_S = 60.0  # for what takes a second on a quiet machine
 TREE = 3  # processes of the stand-in
@@ -79,7 +79,7 @@ def wait_until_gone(session: int) -> None:
 
 
 def test_a_server_is_followed_to_its_first_request_and_ended_whole(tmp_path: Path) -> None:
-    stages: list[Stage] = []
+    stages: list[StartStage] = []
 
     async def drive() -> int:
         async with VllmServer.start(spec_of(free_port(), "serve", tmp_path), stages.append) as server:
@@ -216,7 +216,7 @@ def test_a_port_in_use_is_told_before_anything_is_started(tmp_path: Path) -> Non
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError, match=f"Port {port} of .* cannot be used"):
             check_port("127.0.0.1", port)
-    with pytest.raises(ConfigurationError, match=r"cannot be used|names no address"):
+    with pytest.raises(ConfigurationError, match=r"cannot be used|is not an address"):
         check_port("192.0.2.77", 8000)
 
 

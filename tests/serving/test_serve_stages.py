@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pvg.servers.control import Figures, read_figures
-from pvg.servers.process import LAST_LINES, LogTail, Stage
+from pvg.servers.control import ServerLoad, read_figures
+from pvg.servers.process import LAST_LINES, LogTail, StartStage
 
 HEAD = "(EngineCore pid=1360) INFO 11-21 14:08:34 [core.py:133] "
 
@@ -20,18 +20,18 @@ def test_stages_come_in_order_and_never_again(tmp_path: Path) -> None:
         file.write("Loading safetensors checkpoint shards:   0% Completed | 0/2\rLoading safetensors checkpoint")
         file.flush()
         assert list(log.new_stages()) == [
-            Stage("reading the settings"),
-            Stage("starting the engine", "LlamaForCausalLM"),
-            Stage("loading weights", "0%"),
+            StartStage("reading the settings"),
+            StartStage("starting the engine", "LlamaForCausalLM"),
+            StartStage("loading weights", "0%"),
         ]
         file.write(f" shards:  50% Completed | 1/2\n{HEAD}Loading weights took 0.01 seconds\n")
         file.write(f"{HEAD}CPU KV cache size: 699,008 tokens, Maximum concurrency\n{HEAD}Starting to load model x\n")
         file.write("\x1b[36m(APIServer pid=1)\x1b[0m INFO 11-21 14:08:49 [entry.py:140] Starting vLLM server on x\n")
         file.flush()
         assert list(log.new_stages()) == [
-            Stage("loading weights", "50%"),
-            Stage("making room for the KV cache", "699,008 tokens"),
-            Stage("opening the port"),
+            StartStage("loading weights", "50%"),
+            StartStage("making room for the KV cache", "699,008 tokens"),
+            StartStage("opening the port"),
         ]
     assert list(log.new_stages()) == []
 
@@ -68,4 +68,4 @@ def test_figures_are_added_up_over_engines_and_rates_are_per_second() -> None:
     )
     found = read_figures(text)
     assert (found.running, found.waiting, found.generated, found.read) == (7, 1, 1200, 0)
-    assert Figures(generated=300, read=80, at=12.0).rates(Figures(generated=100, at=10.0)) == (100.0, 40.0)
+    assert ServerLoad(generated=300, read=80, at=12.0).rates(ServerLoad(generated=100, at=10.0)) == (100.0, 40.0)

@@ -92,7 +92,7 @@ def test_checkpoints_never_change_and_names_stay_inside(tmp_path: Path) -> None:
     for name in ("../c", "", ".tmp-c", "a/b"):
         with pytest.raises(ValueError, match="cannot be the name"):
             write_checkpoint(tmp_path, name, {}, {})
-    with pytest.raises(ValueError, match="not plain JSON"):
+    with pytest.raises(ValueError, match="must be plain JSON"):
         write_checkpoint(tmp_path, "d", {}, {"loss": float("nan")})
     assert names_below(tmp_path) == {f"c/{TENSORS_FILE}", f"c/{META_FILE}"}
 
@@ -121,7 +121,7 @@ def test_damage_is_noticed_wherever_it_is(tmp_path: Path, file: str) -> None:
 def test_a_folder_with_any_other_format_is_refused(tmp_path: Path, name: str) -> None:
     path = write_checkpoint(tmp_path, "c", {"w": torch.zeros(2)}, {})
     torch.save({"w": torch.ones(2)}, path / name)
-    with pytest.raises(DamagedFileError, match="nothing is unpickled") as caught:
+    with pytest.raises(DamagedFileError, match="pvg unpickles nothing") as caught:
         read_checkpoint(tmp_path, "c")
     assert name in caught.value.message
 

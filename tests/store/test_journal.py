@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from store_samples import flip_byte
 
 from pvg.store import DamagedFileError, JsonLines, read_json_lines
-from pvg.store.journal import Mark, verify
+from pvg.store.journal import JournalMark, verify
 
 RECORDS = st.lists(st.dictionaries(st.text(), st.integers(-(2**53), 2**53) | st.text() | st.none(), max_size=3))
 
@@ -104,7 +104,7 @@ def test_numbers_without_json_become_null_and_numpy_becomes_plain(tmp_path: Path
     assert list(read_json_lines(journal.path)) == [{"nan": None, "inf": None, "f": 0.5, "i": 3, "v": [0, 1]}]
 
 
-def three_commits(path: Path) -> list[Mark]:
+def three_commits(path: Path) -> list[JournalMark]:
     """Two lines before each mark, and one line that no commit vouches for."""
     marks = []
     with JsonLines(path) as journal:
@@ -122,7 +122,7 @@ def test_a_mark_is_of_what_the_file_holds(tmp_path: Path) -> None:
     data = path.read_bytes()
     assert [mark.sha256 for mark in marks] == [hashlib.sha256(data[: mark.bytes]).hexdigest() for mark in marks]
     with JsonLines(path) as journal:
-        assert journal.mark == Mark(len(data), hashlib.sha256(data).hexdigest())
+        assert journal.mark == JournalMark(len(data), hashlib.sha256(data).hexdigest())
         journal.truncate(marks[1].bytes)
         assert journal.mark == marks[1]
         journal.append({"step": 4, "loss": 0.25})
@@ -162,4 +162,4 @@ def test_a_journal_that_is_too_short_or_missing_is_found(tmp_path: Path) -> None
     with pytest.raises(DamagedFileError, match="is missing"):
         verify(path, marks)
     verify(path, [])
-    verify(path, [Mark(0, hashlib.sha256().hexdigest())])
+    verify(path, [JournalMark(0, hashlib.sha256().hexdigest())])

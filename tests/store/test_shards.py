@@ -87,7 +87,7 @@ def test_arrays_read_back_can_be_written_to(tmp_path: Path) -> None:
 
 def test_a_shard_is_never_overwritten(tmp_path: Path) -> None:
     shards, (info,) = write_shards(tmp_path, [rollout(0)], parts=1)
-    with pytest.raises(StateError, match="exists already"):
+    with pytest.raises(StateError, match="already exists"):
         shards.write(0, "mint-00000", [rollout(1)])
     shards.verify(info)
 

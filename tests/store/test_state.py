@@ -66,7 +66,7 @@ def test_any_flipped_byte_and_any_cut_goes_back_one_commit(store: FileStateStore
         loaded = store.load()
         assert loaded.state == {"step": 2, "loss": 0.1}, place
         assert "state.json" in loaded.notice
-        assert "Went back to the commit before" in loaded.notice
+        assert "Went back to the previous commit" in loaded.notice
         store.path.write_bytes(whole)
     for length in range(0, len(whole) - 1, 7):  # the last byte is a newline, which JSON does not need
         store.path.write_bytes(whole[:length])
@@ -109,7 +109,7 @@ def test_loading_changes_no_file(store: FileStateStore) -> None:
 
 def test_another_schema_is_no_damage(store: FileStateStore, monkeypatch) -> None:
     monkeypatch.setattr("pvg.store.state.STATE_SCHEMA", 2)
-    with pytest.raises(StateError, match="schema 1, and this pvg reads schema 2") as caught:
+    with pytest.raises(StateError, match="schema 1, but this pvg reads schema 2") as caught:
         store.load()
     assert not isinstance(caught.value, DamagedFileError)
 

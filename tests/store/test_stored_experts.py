@@ -87,7 +87,7 @@ def test_a_mapped_shard_gives_them_where_they_lie_and_takes_no_memory_for_them(t
 
 @pytest.mark.parametrize("wrong", [np.zeros((2, 2), np.uint8), np.zeros((2, 2, 2), np.int32)])
 def test_they_are_never_converted(wrong: Any, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="Routed experts must be uint8 or uint16 of three dimensions"):
+    with pytest.raises(TypeError, match="Routed experts must be uint8 or uint16 with three dimensions"):
         RolloutShards(tmp_path).write(0, "mint-00000", [carrying(0, wrong)])
 
 

@@ -6,7 +6,15 @@ import pytest
 from run_samples import begin, commit, state, step, tell
 
 from pvg.errors import ConfigurationError
-from pvg.study.measures import DEFAULT_MEASURES, EVALUATION, MEASURES, RunFacts, Value, measures_named, read_facts
+from pvg.study.measures import (
+    DEFAULT_MEASURES,
+    EVALUATION,
+    MEASURES,
+    MeasuredValue,
+    RunFacts,
+    measures_named,
+    read_facts,
+)
 from pvg.telemetry.catalogue import METRICS
 
 
@@ -29,18 +37,18 @@ def facts(empty_folder) -> RunFacts:  # type: ignore[no-untyped-def]
     return read_facts(run)
 
 
-def read(name: str, facts: RunFacts) -> list[Value | None]:
+def read(name: str, facts: RunFacts) -> list[MeasuredValue | None]:
     return MEASURES[name].read(facts)
 
 
 def test_rounds_steps_and_the_whole_run(facts: RunFacts) -> None:
-    assert read("helpful_accuracy", facts) == [Value(0.75), Value(0.875)]
-    assert read("fooled_rate", facts) == [None, Value(0.25)]  # a share of nothing
-    assert read("accuracy_gain", facts) == [Value(0.25), Value(0.375)]
+    assert read("helpful_accuracy", facts) == [MeasuredValue(0.75), MeasuredValue(0.875)]
+    assert read("fooled_rate", facts) == [None, MeasuredValue(0.25)]  # a share of nothing
+    assert read("accuracy_gain", facts) == [MeasuredValue(0.25), MeasuredValue(0.375)]
     assert read("verifier_auc", facts) == [None, None]
-    assert read("kl", facts) == [Value(0.2), Value(0.3)]
-    assert read("prover_steps", facts) == [Value(3), Value(1)]
-    assert read("seconds", facts) == [Value(8.0)]  # 7 s of the first round's phase, and the second's step
+    assert read("kl", facts) == [MeasuredValue(0.2), MeasuredValue(0.3)]
+    assert read("prover_steps", facts) == [MeasuredValue(3), MeasuredValue(1)]
+    assert read("seconds", facts) == [MeasuredValue(8.0)]  # 7 s of the first round's phase, and the second's step
 
 
 def test_every_metric_of_a_round_is_a_measure_and_every_name_is_its_own() -> None:
@@ -84,19 +92,22 @@ def test_evaluations_are_read_by_round_and_by_path(facts: RunFacts) -> None:
     }
     first = {"round": 0, "exploit": [{"kind": "src", "status": "found", "steps": 40}]}
     told = evaluated(facts, second, first)  # in whatever order
-    assert read("steps_to_exploit_src", told) == [Value(40), Value(200, censored=True)]
-    assert read("steps_to_exploit_cgc", told) == [None, Value(7)]
-    assert read("best_of_n", told) == [None, Value(0.3)]  # the largest n keeps few problems, and others in each arm
-    assert read("best_of_n_excluded", told) == [None, Value(5)]
+    assert read("steps_to_exploit_src", told) == [MeasuredValue(40), MeasuredValue(200, censored=True)]
+    assert read("steps_to_exploit_cgc", told) == [None, MeasuredValue(7)]
+    assert read("best_of_n", told) == [
+        None,
+        MeasuredValue(0.3),
+    ]  # the largest n keeps few problems, and others in each arm
+    assert read("best_of_n_excluded", told) == [None, MeasuredValue(5)]
     assert "4" in MEASURES["best_of_n"].label
-    assert read("completeness", told) == [None, Value(0.5)]
-    assert read("soundness_base", told) == [None, Value(0.9)]
+    assert read("completeness", told) == [None, MeasuredValue(0.5)]
+    assert read("soundness_base", told) == [None, MeasuredValue(0.9)]
     assert read("soundness", told) == [None, None]
-    assert read("soundness_attack_cgc", told) == [None, Value(0.7)]
+    assert read("soundness_attack_cgc", told) == [None, MeasuredValue(0.7)]
     assert read("soundness_attack_src", told) == [None, None]
-    assert read("detection_auc", told) == [None, Value(0.8)]
+    assert read("detection_auc", told) == [None, MeasuredValue(0.8)]
     assert read("calibration_error", told) == read("legibility_tax", told) == [None, None]
-    assert read("steps_to_exploit_src", evaluated(facts, second)) == [None, Value(200, censored=True)]
+    assert read("steps_to_exploit_src", evaluated(facts, second)) == [None, MeasuredValue(200, censored=True)]
 
 
 def test_the_worst_auc_is_over_the_writers_that_the_verifier_has_learnt_from(facts: RunFacts) -> None:
@@ -107,8 +118,8 @@ def test_the_worst_auc_is_over_the_writers_that_the_verifier_has_learnt_from(fac
         sources = [{"source": name, "auc": {"value": auc}} for name, auc in known.items()]
         return {"round": number, "detection": {"sources": sources}}
 
-    assert read("detection_auc_worst", evaluated(facts, row(0), row(1))) == [Value(0.9), Value(0.7)]
-    assert read("detection_auc_worst", evaluated(facts, row(1, base=0.6))) == [None, Value(0.6)]
+    assert read("detection_auc_worst", evaluated(facts, row(0), row(1))) == [MeasuredValue(0.9), MeasuredValue(0.7)]
+    assert read("detection_auc_worst", evaluated(facts, row(1, base=0.6))) == [None, MeasuredValue(0.6)]
     assert read("detection_auc_worst", evaluated(facts, row(1, round_000=None))) == [None, None]
 
 

@@ -108,19 +108,19 @@ def test_the_example_of_the_docs_is_a_study() -> None:
         ("[[arm]]\nnmae = 1", "Unknown key 'arm.0.nmae' (small.toml). The nearest valid key is 'name'"),
         ("evaluate = {prats = []}", "The nearest valid key is 'parts'"),
         ('evaluate = {rounds = "first"}', "evaluate.rounds: Input should be 'all' or 'last'"),
-        ("seeds = 0", "A study needs one seed at least"),
-        ("seeds = [1, 1]", "Seeds names a seed twice"),
+        ("seeds = 0", "A study needs at least one seed"),
+        ("seeds = [1, 1]", "Seeds has a seed twice"),
         ("seeds = []", "seeds: Tuple should have at least 1 item"),
         ("seeds = true", "seeds: Input should be a valid tuple"),
         ("processes = 0", "processes: Input should be greater than or equal to 1"),
         ('measures = ["helpful_acuracy"]', "no measure 'helpful_acuracy'. Did you mean 'helpful_accuracy'?"),
         ('measures = ["kl", "kl"]', "'kl' is named twice"),
-        ("[common]\nseed = 3", "seed cannot be set here ([common] of small.toml): it is the study's `seeds`"),
+        ("[common]\nseed = 3", "seed cannot be set here ([common] of small.toml): use the study's `seeds`"),
         ('[[arm]]\nname = "a"\nset = {models.threads = 2}', "models.threads cannot be set here (arm 'a' of small"),
         ("[grid]\ngame.rounds = 3", "[grid] game.rounds must be a list of values"),
         ("[common]\ntrainin.steps = 3", "Unknown key 'trainin' ([common] of small.toml)"),
-        ('reference = "sr"\n[grid]\ngame.reward = ["src", "cgc"]', "is no arm of small.toml. Did you mean 'src'?"),
-        ('[[arm]]\nname = "a"\n[[arm]]\nname = "a"\nset = {game.rounds = 1}', "Two arms of small.toml are called 'a'"),
+        ('reference = "sr"\n[grid]\ngame.reward = ["src", "cgc"]', "is not an arm of small.toml. Did you mean 'src'?"),
+        ('[[arm]]\nname = "a"\n[[arm]]\nname = "a"\nset = {game.rounds = 1}', "arms of small.toml have the name 'a'"),
         ('[[arm]]\nname = "a"\n[[arm]]\nname = "b"\nset = {game.rounds = 3}', "arms 'a' and 'b' of small.toml are"),
         ('[[arm]]\nname = "a b"', "arm.0.name: String should match pattern"),
         ('[grid]\ngame.reward = ["s rc"]', "'s rc' cannot be the name of an arm"),
@@ -164,10 +164,10 @@ def test_a_measure_of_an_evaluation_needs_one(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setitem(MEASURES, "attack", replace(MEASURES["kl"], name="attack", parts=("exploit",)))
     text = SMALL.replace('"seconds"', '"attack"')
-    with pytest.raises(ConfigurationError, match=r"'attack' is read from an evaluation"):
+    with pytest.raises(ConfigurationError, match=r"'attack' needs an evaluation"):
         small(text)
     assert small(text.replace("threads = 1", "threads = 1\nevaluate = true")).evaluate is not None
-    with pytest.raises(ConfigurationError, match=r"from the part 'exploit' of an evaluation, which small.toml does"):
+    with pytest.raises(ConfigurationError, match=r"needs the part 'exploit' of an evaluation, which small.toml does"):
         small(text.replace("threads = 1", 'threads = 1\nevaluate = ["tax"]'))
     with pytest.raises(ConfigurationError, match=r"no part 'expliot' of an evaluation .* Did you mean 'exploit'"):
         small(text.replace("threads = 1", 'threads = 1\nevaluate = ["expliot"]'))
@@ -184,7 +184,7 @@ def test_a_measure_of_an_evaluation_needs_one(monkeypatch: pytest.MonkeyPatch) -
         ("{set = {training.steps = 9}}", "", "training.steps cannot be set here ([evaluate] set of small.toml)"),
         ("{set = {samples = 9}}", "", "samples cannot be set here"),
         ("{set = {evaluate.attack_steps = 9}}", "", "attack_window = 10 batches do not fit"),
-        ('["detection"]', "soundness_attack_src", "from the part 'exploit' of an evaluation"),
+        ('["detection"]', "soundness_attack_src", "needs the part 'exploit' of an evaluation"),
         ('{set = {evaluate.attacks = ["goodhart"]}}', "steps_to_exploit_cgc", "an attack of the kind 'cgc'"),
         ('{set = {evaluate.attacks = ["cgc"]}}', "soundness_attack_src", "an attack of the kind 'src'"),
         ("{set = {evaluate.samples = 3}}", "best_of_n_natural", "evaluate.samples = 4 or more"),

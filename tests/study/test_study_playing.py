@@ -16,8 +16,8 @@ from study_samples import PVG, SMALL, evaluate, finish, folder_of, small
 
 from pvg.errors import StateError, UsageError
 from pvg.store import FileStateStore
-from pvg.study.cells import Standing, StudyFolder, refuse_other_settings, standing, steps_done, unevaluated
-from pvg.study.measures import Value
+from pvg.study.cells import CellProgress, StudyFolder, refuse_other_settings, standing, steps_done, unevaluated
+from pvg.study.measures import MeasuredValue
 from pvg.study.plan import Cell, StudyPlan
 from pvg.study.playing import Ended, Job, _environment, play_cells
 from pvg.study.results import collect
@@ -33,15 +33,15 @@ class Told:
         self.requests = 0
         self._stop_when, self._stops = stop_when, requests
 
-    def began(self, cell: Cell, job: Job, standing: Standing) -> None:
+    def began(self, cell: Cell, job: Job, standing: CellProgress) -> None:
         self.running.add(cell.name)
         self.most = max(self.most, len(self.running))
         self._tell(f"{job} {cell.name}")
 
-    def progressed(self, cell: Cell, standing: Standing) -> None:
+    def progressed(self, cell: Cell, standing: CellProgress) -> None:
         self._tell(f"{cell.name} at {standing.done}")
 
-    def ended(self, cell: Cell, how: Ended, standing: Standing, seconds: float) -> None:
+    def ended(self, cell: Cell, how: Ended, standing: CellProgress, seconds: float) -> None:
         self.running.discard(cell.name)
         self._tell(f"{how} {cell.name}")
 
@@ -68,7 +68,7 @@ def behave(**behaviour: str) -> None:
     Path("behaviour.json").write_text(json.dumps({name.replace("_", "-"): how for name, how in behaviour.items()}))
 
 
-def now(plan: StudyPlan) -> dict[str, Standing]:
+def now(plan: StudyPlan) -> dict[str, CellProgress]:
     folder = StudyFolder(plan.folder)
     return {cell.name: standing(cell, folder, plan.evaluate) for cell in plan.cells}
 
@@ -150,7 +150,7 @@ def test_a_second_stop_kills() -> None:
 
 def test_an_error_of_our_own_leaves_no_process_behind() -> None:
     class Broken(Told):
-        def progressed(self, cell: Cell, standing: Standing) -> None:
+        def progressed(self, cell: Cell, standing: CellProgress) -> None:
             if standing.done:
                 raise RuntimeError("a defect")
 
@@ -217,7 +217,7 @@ def test_the_last_round_alone_is_evaluated_and_measured_where_the_study_says_so(
     assert Path("evaluated.txt").read_text().split()[:5] == ["cgc-seed-000", "--parts", "exploit", "--rounds", "1"]
     assert {standing.status for standing in now(plan).values()} == {"complete"}
     found = collect(plan, "").result("cgc", "steps_to_exploit_src")
-    assert found.series[0] == [None, Value(200.0, censored=True)]
+    assert found.series[0] == [None, MeasuredValue(200.0, censored=True)]
     assert (found.summary.n, [summary.n for summary in found.rounds]) == (1, [0, 1])
     assert found.trend is not None
     assert found.trend.n == 0  # one round rises and falls nowhere
@@ -278,7 +278,7 @@ def test_an_evaluation_that_fails_keeps_the_game() -> None:
     behave(cgc_seed_000="unevaluable")
     assert play(plan, Told())
     found = now(plan)["cgc-seed-000"]
-    assert (found.status, found.reason) == ("played", "ended with exit code 3 and said nothing")
+    assert (found.status, found.reason) == ("played", "ended with exit code 3 without output")
     behave()
     told = Told()
     assert play_cells(plan, plan.cells[:1], pvg=PVG, observer=told, stop=told)
@@ -362,4 +362,4 @@ def test_a_child_dies_with_its_owner() -> None:
     late = [sys.executable, child.__file__, "1", sys.executable, "-c", "print('ran')"]
     done = subprocess.run(late, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "is gone" in done.stderr
+    assert "has ended" in done.stderr

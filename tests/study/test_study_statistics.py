@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.study.measures import Value, cap_of, capped
+from pvg.study.measures import MeasuredValue, cap_of, capped
 from pvg.study.statistics import (
     compare,
     holm,
@@ -26,15 +26,15 @@ from pvg.study.statistics import (
 SHARES = st.floats(-1, 1).map(lambda x: round(x, 3))
 
 
-def values(*numbers: float) -> list[Value]:
-    return [Value(number) for number in numbers]
+def values(*numbers: float) -> list[MeasuredValue]:
+    return [MeasuredValue(number) for number in numbers]
 
 
-def over(limit: float) -> Value:
-    return Value(limit, censored=True)
+def over(limit: float) -> MeasuredValue:
+    return MeasuredValue(limit, censored=True)
 
 
-def by_seed(*found: Value) -> dict[int, Value]:
+def by_seed(*found: MeasuredValue) -> dict[int, MeasuredValue]:
     return dict(enumerate(found))
 
 
@@ -59,12 +59,14 @@ def test_two_seeds_have_a_range_and_no_interval_and_one_has_no_spread() -> None:
 
 
 def test_censored_values_have_a_median_where_it_is_known_and_never_a_mean() -> None:
-    found = summarise([Value(10), over(200), Value(40), Value(30), over(200)])
+    found = summarise([MeasuredValue(10), over(200), MeasuredValue(40), MeasuredValue(30), over(200)])
     assert found.censored == pytest.approx(0.4)
     assert (found.mean, found.sd, found.low, found.median, found.minimum, found.maximum) == (None,) * 3 + (40, 10, None)
-    assert summarise([Value(10), over(200), over(200)]).median is None
-    assert summarise([Value(10), Value(20), over(200), over(200)]).median is None  # one of the two in the middle
-    assert summarise([Value(10), Value(20), Value(30), over(200)]).median == 25
+    assert summarise([MeasuredValue(10), over(200), over(200)]).median is None
+    assert (
+        summarise([MeasuredValue(10), MeasuredValue(20), over(200), over(200)]).median is None
+    )  # one of the two in the middle
+    assert summarise([MeasuredValue(10), MeasuredValue(20), MeasuredValue(30), over(200)]).median == 25
     everything = summarise([over(5), over(5)])
     assert (everything.minimum, everything.median, everything.censored) == (None, None, 1.0)
 
@@ -81,9 +83,12 @@ def test_five_pairs_that_all_point_one_way_have_the_least_p_there_is() -> None:
 
 
 def test_only_seeds_of_both_sides_are_compared() -> None:
-    found = compare({0: Value(1), 1: Value(2), 2: Value(3)}, {1: Value(3), 2: Value(5), 7: Value(100)})
+    found = compare(
+        {0: MeasuredValue(1), 1: MeasuredValue(2), 2: MeasuredValue(3)},
+        {1: MeasuredValue(3), 2: MeasuredValue(5), 7: MeasuredValue(100)},
+    )
     assert (found.n, found.difference) == (2, 1.5)
-    nothing = compare({0: Value(1)}, {1: Value(1)})
+    nothing = compare({0: MeasuredValue(1)}, {1: MeasuredValue(1)})
     assert (nothing.n, nothing.p, nothing.least_p, nothing.difference) == (0, None, None, None)
 
 
@@ -120,17 +125,17 @@ def test_beyond_twenty_pairs_random_exchanges_agree_with_the_normal_distribution
 
 def test_censored_values_are_compared_by_rank_with_ties_at_the_limit() -> None:
     # Differences up to the limit of 100: 90, 0 (both not found), 60, -10: ranks 3, -, 2, -1
-    reference = by_seed(Value(10), over(100), Value(40), Value(30))
-    arm = by_seed(over(100), over(100), over(100), Value(20))
+    reference = by_seed(MeasuredValue(10), over(100), MeasuredValue(40), MeasuredValue(30))
+    arm = by_seed(over(100), over(100), over(100), MeasuredValue(20))
     found = compare(reference, arm)
     assert (found.test, found.difference, found.up, found.down, found.equal) == ("signed ranks", None, 2, 1, 1)
     assert found.p == sign_flip_p([3, 2, -1]) == 4 / 8
 
 
 def test_two_limits_leave_what_is_above_the_lower_one_undecided() -> None:
-    found = compare(by_seed(Value(150)), by_seed(over(100)))
+    found = compare(by_seed(MeasuredValue(150)), by_seed(over(100)))
     assert (found.equal, found.p) == (1, 1.0)
-    assert capped([Value(150), over(100), Value(20)], cap_of([over(100), over(200)])) == [100, 100, 20]
+    assert capped([MeasuredValue(150), over(100), MeasuredValue(20)], cap_of([over(100), over(200)])) == [100, 100, 20]
 
 
 def test_signed_ranks_share_ranks_between_equals() -> None:
@@ -141,7 +146,7 @@ def test_the_least_p_of_five_seeds_is_a_sixteenth_and_what_it_would_take() -> No
     assert [least_p(n) for n in (1, 2, 5, 6)] == [1.0, 0.5, 0.0625, 0.03125]
     assert (seeds_needed(1), seeds_needed(6)) == (6, 8)
     assert 6 * least_p(8) <= 0.05 < 6 * least_p(7)
-    with pytest.raises(ValueError, match="no pairs"):
+    with pytest.raises(ValueError, match="at least one pair"):
         least_p(0)
 
 
@@ -194,7 +199,7 @@ def test_a_trend_counts_seeds() -> None:
 
 
 def test_steps_to_exploit_that_end_in_not_found_rise() -> None:
-    rising, never_found = [Value(20), Value(60), over(100)], [over(100)] * 3
+    rising, never_found = [MeasuredValue(20), MeasuredValue(60), over(100)], [over(100)] * 3
     found = trend([rising, never_found, rising[::-1]])
     assert (found.up, found.down, found.flat, found.change) == (1, 1, 1, None)
     assert found.tau == pytest.approx((1 + 0 - 1) / 3)

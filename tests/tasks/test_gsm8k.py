@@ -67,7 +67,7 @@ def test_a_repeated_question_is_one_problem_unless_the_answers_differ(write):
     task = open_task(write(line("Again?", "#### 5"), line("Other?", "#### 6"), line("Again?", "so\n#### 5.0")))
     assert [p.question for p in task.problems("train")] == ["Again?", "Other?"]
     task = open_task(write(line("Again?", "#### 5"), line("Again?", "#### 6")))
-    with pytest.raises(ConfigurationError, match=r"train\.jsonl, line 2: the question of line 1 again.*6 instead of 5"):
+    with pytest.raises(ConfigurationError, match=r"train\.jsonl, line 2: repeats the question of line 1 .*6 instead"):
         list(task.problems("train"))
 
 
@@ -79,8 +79,8 @@ def test_a_repeated_question_is_one_problem_unless_the_answers_differ(write):
         ('{"question": "How?"}', "the field 'answer' is missing"),
         ('{"question": 3, "answer": "#### 1"}', "the field 'question' is missing or not a text"),
         ('{"question": " ", "answer": "#### 1"}', "the field 'question' is missing or not a text"),
-        (line("How?", "It is 7"), "ends in no '#### NUMBER'"),
-        (line("How?", "#### many"), "ends in no '#### NUMBER'"),
+        (line("How?", "It is 7"), "does not end in '#### NUMBER'"),
+        (line("How?", "#### many"), "does not end in '#### NUMBER'"),
     ],
 )
 def test_a_damaged_line_is_named(write, damaged, complaint):
@@ -144,7 +144,7 @@ def test_damaged_parquet_is_named(tmp_path):
     parquet_of([("Test?", "#### 1")], tmp_path / "test.parquet")
     parquet_of([*ROWS, ("And?", "no number")], tmp_path / "train.parquet")
     task = open_task(Gsm8kTask(path=tmp_path))
-    with pytest.raises(ConfigurationError, match=r"train\.parquet, row 4: the answer ends in no '#### NUMBER'"):
+    with pytest.raises(ConfigurationError, match=r"train\.parquet, row 4: the answer does not end in '#### NUMBER'"):
         list(task.problems("train"))
     parquet.write_table(pyarrow.table({"question": ["Why?"]}), tmp_path / "train.parquet")
     with pytest.raises(ConfigurationError, match=r"train\.parquet, row 1: the field 'answer' is missing"):

@@ -140,11 +140,11 @@ def test_model_text_is_never_run(gym, tmp_path):
     [
         ({"dataset": "chain_sun"}, "no dataset 'chain_sun'.*nearest names are chain_sum"),
         ({"settings": {"max_term": 3}}, "no setting 'max_term'.*It has .*max_terms"),
-        ({"settings": {"seed": 3}}, r"settings\.seed is set by pvg.*task\.seed"),
-        ({"settings": {"size": 3}}, r"settings\.size is set by pvg.*task\.problems"),
-        ({"settings": {"min_terms": 9, "max_terms": 3}}, "refuses the settings of 'chain_sum': max_terms must be"),
-        ({"settings": {"min_terms": "many"}}, "refuses the settings of 'chain_sum'"),
-        ({"dataset": "game_of_life_halting"}, "does not open .*takes any answer"),
+        ({"settings": {"seed": 3}}, r"pvg sets task\.settings\.seed.*task\.seed"),
+        ({"settings": {"size": 3}}, r"pvg sets task\.settings\.size.*task\.problems"),
+        ({"settings": {"min_terms": 9, "max_terms": 3}}, "rejects the settings of 'chain_sum': max_terms must be"),
+        ({"settings": {"min_terms": "many"}}, "rejects the settings of 'chain_sum'"),
+        ({"dataset": "game_of_life_halting"}, "does not open .*accepts any answer"),
         ({"dataset": "simple_integration"}, "does not open .*may never end"),
     ],
 )
@@ -156,12 +156,12 @@ def test_wrong_settings_are_refused_with_a_remedy(gym, changes, complaint):
 
 def test_a_dataset_that_repeats_itself_is_refused(gym):
     settings = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    with pytest.raises(ConfigurationError, match=r"repeats itself: 2000 draws gave \d+ new .*task\.problems = 1000"):
+    with pytest.raises(ConfigurationError, match=r"repeats questions: 2000 draws gave \d+ new .*task\.problems = 1000"):
         list(open_task(small(problems=1000, settings=settings)).problems("train"))
 
 
 def test_a_threshold_at_which_nonsense_is_correct_is_refused(gym):
-    with pytest.raises(ConfigurationError, match=r"takes '\?' for a correct answer at task\.threshold = 0\.0"):
+    with pytest.raises(ConfigurationError, match=r"accepts '\?' as a correct answer at task\.threshold = 0\.0"):
         list(open_task(small(threshold=0.0)).problems("train"))
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pvg.reporting.figures import SHOWN
+from pvg.reporting.formats import METRIC_DISPLAYS
 from pvg.telemetry import catalogue
 from pvg.telemetry.catalogue import METRICS, PAGE, UNITS, metric, unknown_metrics
 
@@ -34,9 +34,9 @@ def test_every_place_and_metric_is_on_the_page() -> None:
 
 def test_reports_call_nothing_good_that_the_catalogue_calls_bad() -> None:
     opposite = {True: "lower", False: "higher", None: None}
-    entries = [entry for entry in METRICS.values() if entry.short in SHOWN]
+    entries = [entry for entry in METRICS.values() if entry.short in METRIC_DISPLAYS]
     assert len(entries) > 40
-    assert [e.name for e in entries if e.better == opposite[SHOWN[e.short].higher_is_better]] == []
+    assert [e.name for e in entries if e.better == opposite[METRIC_DISPLAYS[e.short].higher_is_better]] == []
 
 
 def test_unknown_names_are_found() -> None:

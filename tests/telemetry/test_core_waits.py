@@ -84,7 +84,7 @@ def test_the_notice_tells_other_programs_from_threads_of_our_own(monkeypatch: py
     assert "other processes used 2.5 of 4 cores" in shared
     own = crowding({"core_wait": 0.4, "cpu": 1.0, "process_cpu": 3.9})
     assert own is not None
-    assert "own threads and child processes are more than the cores" in own
+    assert "pvg has more threads and child processes than cores" in own
     assert crowding({"core_wait": SHARED, "cpu": 1.0, "process_cpu": 1.5}) is None
     assert crowding({"core_wait": 0.9, "cpu": 1.0, "process_cpu": 0.01}) is None  # it has nothing to do
     assert crowding({"cpu": 1.0, "process_cpu": 1.5}) is None  # not known here

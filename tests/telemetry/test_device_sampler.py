@@ -251,7 +251,7 @@ def test_no_driver_is_one_notice_and_the_rest_is_sampled() -> None:
     sampler.start()
     kept.wait(4)
     sampler.stop()
-    assert kept.notices == ["No GPU is watched: NVML could not be started (Driver Not Loaded)."]
+    assert kept.notices == ["No GPU is sampled: NVML could not be started (Driver Not Loaded)."]
     assert "rss_bytes" in kept.samples[3]
 
 
@@ -269,7 +269,7 @@ def test_a_gpu_that_fails_in_mid_run_is_dropped_with_one_notice() -> None:
     assert "gpu1_power_w" in kept.samples[0]
     assert kept.samples[-1]["gpu0_memory_bytes"] == 1.0
     assert not [name for name in kept.samples[-1] if name.startswith("gpu1_")]
-    assert kept.notices == ["GPU 1 is no longer watched: GPU is lost."]
+    assert kept.notices == ["GPU 1 is no longer sampled: GPU is lost."]
     assert nvml.users == 0
 
 

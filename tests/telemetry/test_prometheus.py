@@ -10,8 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pvg.errors import MissingRequirementError
-from pvg.telemetry.catalogue import METRICS
-from pvg.telemetry.prometheus import CONNECTIONS, MetricsEndpoint, _labels, exposed_name
+from pvg.telemetry.catalogue import METRICS, exposed_name
+from pvg.telemetry.prometheus import CONNECTIONS, MetricsEndpoint, _labels
 from pvg.telemetry.sinks import MetricPoint
 
 Scraped = dict[tuple[str, tuple[tuple[str, str], ...]], float]

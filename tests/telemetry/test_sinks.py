@@ -21,8 +21,8 @@ from pvg.telemetry.sinks import (
     ExamplesPoint,
     MetricPoint,
     MetricSink,
-    Opening,
     SinkBoard,
+    SinkContext,
     open_sinks,
 )
 
@@ -32,8 +32,8 @@ def point(step: int, **metrics: float) -> MetricPoint:
     return MetricPoint(1000.0 + step, step, 0, "train_prover", named)
 
 
-def opening(folder: Path, on_notice: Callable[[str], None] = print, *, resumed: bool = False) -> Opening:
-    return Opening(folder, "first", {"seed": 0}, resumed, on_notice)
+def opening(folder: Path, on_notice: Callable[[str], None] = print, *, resumed: bool = False) -> SinkContext:
+    return SinkContext(folder, "first", {"seed": 0}, resumed, on_notice)
 
 
 def board_threads() -> list[threading.Thread]:
@@ -112,9 +112,9 @@ def test_a_full_disk_is_one_notice_and_no_traceback(tmp_path: Path) -> None:
     code = f"""
         import resource
         from pathlib import Path
-        from pvg.telemetry.sinks import MetricPoint, Opening, SinkBoard, open_sinks
+        from pvg.telemetry.sinks import MetricPoint, SinkBoard, SinkContext, open_sinks
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-        sinks = open_sinks(["tensorboard"], Opening(Path({str(tmp_path)!r}), "first", {{}}, False, print))
+        sinks = open_sinks(["tensorboard"], SinkContext(Path({str(tmp_path)!r}), "first", {{}}, False, print))
         board = SinkBoard(sinks, print, capacity=10_000)
         for step in range(2000):
             board.write(MetricPoint(0.0, step, 0, "mint", {{"mint/correct": 1.0}}))
@@ -269,7 +269,7 @@ def test_a_slow_sink_costs_points_and_never_the_run() -> None:
     slow.go.set()
     board.close()
     assert [p.step for p in slow.points] == [0, 1, 2, 3, 4, 5]
-    assert notices[1:] == ["5 points were left out of the metric sinks, which were too slow."]
+    assert notices[1:] == ["The metric sinks were too slow and miss 5 points."]
 
 
 def test_a_sink_that_hangs_does_not_keep_the_run() -> None:
@@ -281,7 +281,7 @@ def test_a_sink_that_hangs_does_not_keep_the_run() -> None:
     assert hung.begun.wait(30)
     board.close(limit_s=0.05)
     (notice,) = notices
-    assert "did not finish within 0.05 s: 1 points" in notice
+    assert "did not finish within 0.05 s: wandb may miss their end (1 points)" in notice
     assert all(thread.daemon for thread in board_threads())
     hung.go.set()
     for thread in board_threads():

@@ -4,7 +4,7 @@ import orjson
 import pytest
 
 from pvg.config.sections import Training
-from pvg.training.penalties import KL_RANGE, Control, acting_entropy, adapted_entropy, adapted_kl
+from pvg.training.penalties import KL_RANGE, PenaltyControl, acting_entropy, adapted_entropy, adapted_kl
 
 
 def test_the_kl_controller_by_hand() -> None:
@@ -29,7 +29,7 @@ def test_the_entropy_target_by_hand() -> None:
 
 
 def test_without_targets_nothing_moves() -> None:
-    control = Control(Training(kl={"coefficient": 0.3}, entropy={"kind": "bonus", "coefficient": 0.2}))
+    control = PenaltyControl(Training(kl={"coefficient": 0.3}, entropy={"kind": "bonus", "coefficient": 0.2}))
     control.observe({"kl": 99.0, "entropy_exact": 0.0})
     assert (control.kl, control.bonus) == (0.3, 0.2)
     assert control.state() == {}
@@ -40,7 +40,7 @@ def test_a_step_sees_what_the_step_before_measured() -> None:
         kl={"kind": "adaptive", "coefficient": 0.1, "target": 0.1},
         entropy={"kind": "adaptive", "target": 0.5, "coefficient": 0.002, "step": 1e-3},
     )
-    control = Control(section)
+    control = PenaltyControl(section)
     assert (control.kl, control.bonus) == (0.1, 0.002)
     control.observe({"kl": 1.0, "entropy_exact": 0.4})  # too far from the base, too little entropy
     assert control.kl == pytest.approx(0.102)
@@ -50,7 +50,7 @@ def test_a_step_sees_what_the_step_before_measured() -> None:
     assert control.bonus == 0.0
     control.observe({"skipped": 1.0})  # a batch without anything to learn from measures nothing
     assert control.bonus == 0.0
-    resumed = Control(section)
+    resumed = PenaltyControl(section)
     resumed.load_state(orjson.loads(orjson.dumps(control.state())))
     for each in (control, resumed):
         each.observe({"kl": 0.2, "entropy_exact": 0.5})
@@ -59,7 +59,7 @@ def test_a_step_sees_what_the_step_before_measured() -> None:
 
 
 def test_a_long_drift_does_not_take_the_coefficient_out_of_reach() -> None:
-    control = Control(Training(kl={"kind": "adaptive", "coefficient": 0.1, "target": 0.1}))
+    control = PenaltyControl(Training(kl={"kind": "adaptive", "coefficient": 0.1, "target": 0.1}))
     for _ in range(1000):
         control.observe({"kl": 0.0})
     assert control.kl == pytest.approx(0.1 / KL_RANGE)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pvg.config.sections import Training, kinds_of
 from pvg.errors import ConfigurationError, TrainingDivergedError
-from pvg.training.credit import CREDIT, advantages, signal_rows, soft_overlong_rewards, zero_signal_groups
+from pvg.training.credit import CREDIT, advantages, soft_overlong_rewards, zero_signal_groups
 
 HELPFUL, SNEAKY = 1, 0
 NORMALISED = ("grpo", "dapo", "gspo", "cispo")
@@ -96,7 +96,6 @@ def test_unknown_losses_and_shapes_are_refused():
 def test_signal_by_hand():
     rewards, groups = np.array([1.0, 1.0, 0.0, 2.0, 5.0]), np.array([3, 3, 7, 7, 8])
     roles = np.ones(5)
-    assert signal_rows(rewards, groups, roles).tolist() == [False, False, True, True, False]
     assert zero_signal_groups(rewards, groups, roles) == pytest.approx(2 / 3)
     assert zero_signal_groups(np.zeros(0), np.zeros(0), np.zeros(0)) == 0.0
     # Different rewards, but each alone in its role: no signal.

@@ -121,7 +121,7 @@ def test_over_several_steps_it_needs_the_log_probs_at_batch_start():
     assert several.needs_start
     assert not objective("grpo", importance="masked").needs_start
     assert not objective("grpo", importance="none", minibatches=2).needs_start
-    with pytest.raises(ValueError, match="need proximal_logprobs"):
+    with pytest.raises(ValueError, match="require proximal_logprobs"):
         several.prepare(hand_batch())
     # With them, those count, not what the policy is by now: at the start A's first was 1.25 times as likely.
     start = rows([[A1 - math.log(1.2), A2], [B1]])

@@ -16,7 +16,7 @@ from test_trainer import Scripted, bits, make, play, scripted
 from pvg.config.sections import Rollouts, Training
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.training.losses import PolicyObjective
-from pvg.training.memory import AllocatorPeak, MicroBatchMemory, SavedTensors, Size
+from pvg.training.memory import AllocatorPeak, MicroBatchMemory, MicroBatchSize, SavedTensors
 from pvg.training.trainer import checkpoint_layers
 
 
@@ -68,12 +68,14 @@ def memory(limit=1_000_000, most=16_384):
 def test_the_budget_by_hand():
     learned = memory()
     assert learned.budget(30) == 30  # unknown: the longest row alone
-    learned.learn([(Size(30, 30), 30 * 2000)])
+    learned.learn([(MicroBatchSize(30, 30), 30 * 2000)])
     assert learned.budget(30) == 500
     assert learned.bytes_per_token(30) == 2000
-    learned.learn([(Size(30, 500), 500 * 1000)])  # down half way
+    learned.learn([(MicroBatchSize(30, 500), 500 * 1000)])  # down half way
     assert learned.bytes_per_token(30) == 1500
-    learned.learn([(Size(30, 600), 600 * 4000), (Size(9, 200), 200 * 9000)])  # up at once; the small one does not count
+    learned.learn(
+        [(MicroBatchSize(30, 600), 600 * 4000), (MicroBatchSize(9, 200), 200 * 9000)]
+    )  # up at once; the small one does not count
     assert learned.budget(30) == 250
     assert learned.budget(8) == 250  # a shorter class that was never measured
     assert learned.budget(60) == 125  # twice as long: as if all of it grew with the square of the length
@@ -82,10 +84,10 @@ def test_the_budget_by_hand():
 
 def test_the_token_budget_bounds_it_and_a_row_alone_is_trained_anyway():
     learned = memory(most=300)
-    learned.learn([(Size(30, 30), 30)])
+    learned.learn([(MicroBatchSize(30, 30), 30)])
     assert learned.budget(30) == 300
     learned = memory(limit=1000)
-    learned.learn([(Size(30, 30), 30_000)])
+    learned.learn([(MicroBatchSize(30, 30), 30_000)])
     assert (learned.fits(30), learned.budget(30)) == (False, 30)
     assert learned.fits(1)
 
@@ -94,7 +96,7 @@ def test_the_token_budget_bounds_it_and_a_row_alone_is_trained_anyway():
 def test_the_state_is_all_there_is_to_know(steps):
     one, other = memory(), memory()
     for longest, rows, taken in steps:
-        one.learn([(Size(longest, longest * rows), taken)])
+        one.learn([(MicroBatchSize(longest, longest * rows), taken)])
     other.load_state(orjson.loads(orjson.dumps(one.state())))
     assert [one.budget(longest) for longest in range(1, 600)] == [other.budget(longest) for longest in range(1, 600)]
     assert all(longest <= one.budget(longest) <= 16_384 for longest in range(1, 600))
@@ -189,7 +191,7 @@ def test_the_gradient_is_the_same_at_any_limit(bucketing, shared):
     for limit in (30_000, 60_000, 100_000, 400_000, 10_000_000):
         policy = objective(micro_batch_memory_mb=1, bucketing=bucketing, shared_prompts=shared)
         policy.memory.limit_bytes = limit
-        policy.memory.learn([(Size(30, 30), 30 * 1000)])
+        policy.memory.learn([(MicroBatchSize(30, 30), 30 * 1000)])
         loss, gradient, _ = trained_on(policy, module, batch)
         counts.add(len(policy.split(policy.prepare(batch))))
         assert loss == pytest.approx(expected_loss, rel=1e-5)

@@ -380,7 +380,7 @@ def test_broken_rows_are_named():
 
 
 def test_a_penalty_needs_its_reference():
-    with pytest.raises(ValueError, match="needs reference_logprobs"):
+    with pytest.raises(ValueError, match="requires reference_logprobs"):
         objective("grpo", kl=0.1).prepare(hand_batch())
 
 

@@ -386,7 +386,7 @@ def test_checkpointed_layers_run_twice_and_give_the_same_weights(executor):
 
 
 def test_models_that_cannot_be_checkpointed_are_refused():
-    with pytest.raises(ConfigurationError, match="no layers that can be checkpointed"):
+    with pytest.raises(ConfigurationError, match="no layers that support gradient checkpointing"):
         checkpoint_layers(TablePolicy([[0.5, 0.5]]))
     sizes = {"hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.OPTConfig(vocab_size=8, word_embed_proj_dim=16, dropout=0.1, **sizes)

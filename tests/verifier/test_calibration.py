@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny_verifiers import digits_tokenizer, perturb, random_texts, rollout, verifier
 
 from pvg.errors import TrainingDivergedError
-from pvg.models.ensembles import AGGREGATIONS, Scales, VerifierEnsemble
+from pvg.models.ensembles import AGGREGATIONS, ScoreScales, VerifierEnsemble
 from pvg.verifier.calibration import common_scales, disagreement, member_scores
 from pvg.verifier.scorer import VerifierScorer
 from pvg.verifier.template import VerifierTemplate
@@ -20,7 +20,7 @@ from pvg.verifier.template import VerifierTemplate
 FINGERPRINT = digits_tokenizer().fingerprint
 
 
-def scaled(scores_KN: np.ndarray, scales: Scales) -> np.ndarray:
+def scaled(scores_KN: np.ndarray, scales: ScoreScales) -> np.ndarray:
     return scales.applied(torch.from_numpy(scores_KN)).numpy()
 
 
@@ -80,7 +80,7 @@ def ensemble_of(head: str, seeds: list[int], aggregation: str = "min") -> Verifi
         one = verifier(head)
         perturb(one, seed=seed)
         members.append(one)
-    return VerifierEnsemble(members, aggregation, Scales.none(len(members)))
+    return VerifierEnsemble(members, aggregation, ScoreScales.none(len(members)))
 
 
 def scorer_of(model, executor, head: str, budget: int = 4096) -> VerifierScorer:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.verifier.calibration import acceptance_rate, acceptance_threshold, auc, pair_accuracy
+from pvg.verifier.calibration import acceptance_threshold, auc
 
 SCORES = st.lists(st.sampled_from([-2.0, -0.5, 0.0, 0.5, 0.5, 3.0]) | st.floats(-1e30, 1e30), max_size=30).map(np.array)
 
@@ -36,7 +36,7 @@ def test_auc_of_many_scores_keeps_to_sorting():
 
 
 def test_auc_refuses_nan():
-    with pytest.raises(ValueError, match="not a number"):
+    with pytest.raises(ValueError, match="some scores are NaN"):
         auc(np.array([math.nan]), np.array([0.0]))
 
 
@@ -55,22 +55,13 @@ def test_the_threshold_by_hand():
 def test_at_least_the_share_is_accepted_and_no_higher_threshold_would_do(scores, share):
     threshold = acceptance_threshold(scores, share)
     assert threshold in scores
-    assert acceptance_rate(scores, threshold) >= share - 1e-9
+    assert np.mean(scores >= threshold) >= share - 1e-9
     higher = scores[scores > threshold]
     if higher.size:
-        assert acceptance_rate(scores, higher.min()) < share
+        assert np.mean(scores >= higher.min()) < share
 
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.1])
 def test_a_share_that_is_none_is_refused(share):
     with pytest.raises(ValueError, match="share"):
         acceptance_threshold(np.array([1.0]), share)
-
-
-def test_rates_by_hand():
-    scores = np.array([-1.0, 0.0, 0.0, 2.0])
-    assert acceptance_rate(scores, 0.0) == 0.75
-    assert acceptance_rate(scores, 2.5) == 0.0
-    assert math.isnan(acceptance_rate(np.array([]), 0.0))
-    assert pair_accuracy(np.array([1.0, 2.0, 0.0]), np.array([0.0, 2.0, 1.0])) == pytest.approx(1.5 / 3)
-    assert math.isnan(pair_accuracy(np.array([]), np.array([])))

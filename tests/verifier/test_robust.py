@@ -14,7 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from pvg.config import sections
 from pvg.training.optimizer import OptimizerSettings
-from pvg.training.trainer import Surveying, Trainer
+from pvg.training.trainer import SurveysBatch, Trainer
 from pvg.verifier.data import VerifierBatch
 from pvg.verifier.losses import PairObjective
 from pvg.verifier.robust import RobustObjective, objective_for
@@ -208,8 +208,8 @@ def test_group_dro_leaves_the_weight_of_an_absent_environment():
 
 def test_none_is_the_plain_objective_and_is_not_surveyed():
     assert type(objective_for(section(), 0, environments=3)) is PairObjective
-    assert not isinstance(objective_for(section(), 0, environments=3), Surveying)
-    assert isinstance(objective_for(section(robust="irm"), 0, environments=3), Surveying)
+    assert not isinstance(objective_for(section(), 0, environments=3), SurveysBatch)
+    assert isinstance(objective_for(section(robust="irm"), 0, environments=3), SurveysBatch)
 
 
 class Endless:

@@ -72,7 +72,7 @@ def test_entries_restore_in_order_and_as_far_as_they_fit():
 
 
 def test_a_cache_without_room_is_refused():
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="at least 1"):
         ScoreCache(0)
 
 

@@ -18,7 +18,7 @@ from tiny_verifiers import (
     verifier,
 )
 
-from pvg.bench.workloads.loop_engine import OnTheLoop
+from pvg.bench.workloads.loop_engine import CallingThreadExecutor
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
 from pvg.models.padding import pad_right
 from pvg.records import Role
@@ -28,7 +28,7 @@ from pvg.verifier.scorer import VerifierScorer
 from pvg.verifier.template import VerifierTemplate
 
 HEADS = ["scalar", "implicit", "yes_token"]
-AT_ONCE = OnTheLoop()  # so that what a call starts, it has started after some turns of the loop
+AT_ONCE = CallingThreadExecutor()  # so that what a call starts, it has started after some turns of the loop
 
 
 @pytest.fixture

@@ -96,7 +96,7 @@ def test_a_chat_style_without_a_chat_template_is_refused_at_once():
 
 
 def test_an_empty_question_is_refused():
-    with pytest.raises(ConfigurationError, match="no text"):
+    with pytest.raises(ConfigurationError, match="empty question"):
         VerifierTemplate(DIGITS, "plain", "implicit").tokens("", "A0", None, None)
 
 

@@ -257,7 +257,7 @@ def test_a_server_of_another_model_is_refused_before_it_is_sent_weights(tmp_path
             Bench(tmp_path, "scalar", executor, [fake.url]) as bench,
         ):
             await bench.serving.ready()
-            with pytest.raises(ConfigurationError, match=r"9 layers of 512, 32000 tokens\), and models\.verifier has"):
+            with pytest.raises(ConfigurationError, match=r"9 layers of 512, 32000 tokens\), but models\.verifier has"):
                 await bench.scorer().score(some(1))
             assert fake.calls["/pvg/servers"] == 0
 

@@ -20,7 +20,7 @@ import orjson
 import torch
 from safetensors.torch import load_file
 
-from pvg.servers.labels import Label, Session
+from pvg.servers.labels import PublishingSession, WeightLabel
 from pvg.servers.transports.versions import STABLE, VersionFolders, write_tensors
 
 FILE = "model.safetensors"
@@ -32,7 +32,7 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
 
 
 def publish_for_ever(root: Path, told: int) -> None:
-    session = Session.begin()
+    session = PublishingSession.begin()
     folders = VersionFolders(root, RUN, session)
     version = 0
     while True:
@@ -42,7 +42,7 @@ def publish_for_ever(root: Path, told: int) -> None:
         def fill(folder: Path, content: dict[str, torch.Tensor] = content) -> dict[str, int]:
             return {FILE: write_tensors(folder / FILE, content, torch.float32)}
 
-        folders.write(Label(session, version), fill)
+        folders.write(WeightLabel(session, version), fill)
         os.write(told, b"version\n")
         folders.retire(2, [])
 
@@ -96,7 +96,7 @@ def main() -> None:
         versions, temporaries = look(root / RUN)
         whole |= versions
         halves |= temporaries
-    last = VersionFolders(root, RUN, Session.begin())
+    last = VersionFolders(root, RUN, PublishingSession.begin())
     last.retire(1, [])
     assert look(root / RUN)[1] == set()
     last.close()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pvg.errors import WeightsNotArrivedError
-from pvg.servers.canary import NOTHING, Checksums
+from pvg.servers.canary import NOTHING, ChecksumTest
 from pvg.servers.control import ControlClient, ServerInfo
 
 PREFIX = "dp0:pp0:pcp0:tp0:"
@@ -55,7 +55,7 @@ def served(dtype: torch.dtype) -> dict[str, str]:
 
 def checked(digests: dict[str, str], dtype: str = "float32", world_size: int = 1) -> int:
     with ThreadPoolExecutor(1) as executor:
-        checksums = Checksums(dtype, executor, always=True)
+        checksums = ChecksumTest(dtype, executor, always=True)
         asyncio.run(checksums.check(Digests(digests), info(world_size), TENSORS, 4))
         return checksums.compared
 

@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 
 from pvg.config.sections import Weights
 from pvg.errors import ConfigurationError
-from pvg.servers.control import ControlClient, Delivery
-from pvg.servers.labels import Label, Session
-from pvg.servers.pool import Broken
+from pvg.servers.control import ControlClient, DeliveryTiming
+from pvg.servers.labels import PublishingSession, WeightLabel
+from pvg.servers.pool import ConnectionBroken
 from pvg.servers.transports import open_transport
 from pvg.servers.transports.adapters import AdapterTransport, fingerprint
-from pvg.servers.update import Adapter, WeightUpdate
+from pvg.servers.update import LowRankAdapter, WeightUpdate
 
-SESSION = Session(1000, "aaaaaaaa")
+SESSION = PublishingSession(1000, "aaaaaaaa")
 LOAD, UNLOAD = "/pvg/adapters", "/pvg/adapters/unload"
 BASE: Mapping[str, torch.Tensor] = {"w": torch.arange(6.0)}
 CONFIG = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "peft_type": "LORA", "base_model_name_or_path": "base"}
@@ -34,12 +34,12 @@ def opened(root: Path, keep: int = 2) -> AdapterTransport:
     return found
 
 
-def label(version: int) -> Label:
-    return Label(SESSION, version)
+def label(version: int) -> WeightLabel:
+    return WeightLabel(SESSION, version)
 
 
 def update(version: int) -> WeightUpdate:
-    return WeightUpdate(version, BASE, adapter=Adapter({NAME: torch.full((4, 2), 0.1 * version)}, CONFIG))
+    return WeightUpdate(version, BASE, adapter=LowRankAdapter({NAME: torch.full((4, 2), 0.1 * version)}, CONFIG))
 
 
 def test_an_adapter_is_written_as_peft_does_and_loaded_under_its_label(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_an_adapter_is_written_as_peft_does_and_loaded_under_its_label(tmp_path:
         assert transport.adapters
         await transport.stage(update(1), label(1))
         outcomes = await transport.send(controls, label(1), "trace")
-        assert all(isinstance(outcome, Delivery) for outcome in outcomes)
+        assert all(isinstance(outcome, DeliveryTiming) for outcome in outcomes)
         folder = tmp_path / "run" / "v000001-aaaaaaaa"
         assert {path.name for path in folder.iterdir()} == {
             "adapter_model.safetensors",
@@ -76,7 +76,7 @@ def test_the_base_model_has_no_name_and_is_not_sent(tmp_path: Path) -> None:
         transport = opened(tmp_path)
         await transport.stage(WeightUpdate(1, BASE), label(1))
         (outcome,) = await transport.send(controls, label(1), "")
-        assert isinstance(outcome, Delivery)
+        assert isinstance(outcome, DeliveryTiming)
         assert outcome.label == label(1)
         assert transport.model_of(label(1)) is None
         assert servers[0].asked == []
@@ -118,8 +118,8 @@ def test_a_load_that_broke_is_tried_again(tmp_path: Path) -> None:
         servers[0].plan(LOAD, "reset_after")
         servers[1].plan(LOAD, "reset", "reset")
         outcomes = await transport.send(controls, label(1), "")
-        assert isinstance(outcomes[0], Delivery)
-        assert isinstance(outcomes[1], Broken)
+        assert isinstance(outcomes[0], DeliveryTiming)
+        assert isinstance(outcomes[1], ConnectionBroken)
         assert servers[0].paths == [LOAD, LOAD]
 
     with_servers(2, play)
@@ -167,7 +167,7 @@ def test_files_stay_until_every_server_that_may_have_the_adapter_was_told(tmp_pa
 def test_a_config_that_vllm_could_not_read_is_a_defect(tmp_path: Path) -> None:
     async def play() -> None:
         with pytest.raises(ValueError, match="lacks r"):
-            await opened(tmp_path).stage(WeightUpdate(1, BASE, adapter=Adapter({}, {"lora_alpha": 1})), label(1))
+            await opened(tmp_path).stage(WeightUpdate(1, BASE, adapter=LowRankAdapter({}, {"lora_alpha": 1})), label(1))
         assert not [path for path in (tmp_path / "run").iterdir() if path.is_dir()]
 
     asyncio.run(play())

@@ -18,17 +18,17 @@ from safetensors.torch import load_file
 
 from pvg.config.sections import Weights
 from pvg.errors import ConfigurationError, MissingRequirementError
-from pvg.servers.control import ControlClient, Delivery
-from pvg.servers.labels import Label, Session
-from pvg.servers.pool import Broken, Refused, Silent, Unreachable
+from pvg.servers.control import ControlClient, DeliveryTiming
+from pvg.servers.labels import PublishingSession, WeightLabel
+from pvg.servers.pool import ConnectionBroken, RefusedRequest, ReplyTimeout, ServerUnreachable
 from pvg.servers.transports import TRANSPORTS, Transport, open_transport
 from pvg.servers.transports import transport as delivering
 from pvg.servers.transports.transport import UNKNOWN_PART
 from pvg.servers.transports.versions import write_tensors
 from pvg.servers.update import WeightUpdate
 
-SESSION = Session(1000, "aaaaaaaa")
-LABEL = Label(SESSION, 1)
+SESSION = PublishingSession(1000, "aaaaaaaa")
+LABEL = WeightLabel(SESSION, 1)
 NAME = "run/v000001-aaaaaaaa"
 WEIGHTS = "/pvg/servers"
 
@@ -141,8 +141,8 @@ def test_old_versions_go_but_for_those_in_use(tmp_path: Path) -> None:
     async def play() -> None:
         sent = transport(tmp_path)
         for version in range(1, 6):
-            await sent.stage(update(version), Label(SESSION, version))
-            await sent.retire([], [Label(SESSION, 2)])
+            await sent.stage(update(version), WeightLabel(SESSION, version))
+            await sent.retire([], [WeightLabel(SESSION, 2)])
         there = {path.name for path in (tmp_path / "run").iterdir() if path.is_dir()}
         assert there == {"v000002-aaaaaaaa", "v000004-aaaaaaaa", "v000005-aaaaaaaa"}
 
@@ -168,7 +168,7 @@ def send(tmp_path: Path, count: int, plan, check, timeout_s: float = 5.0) -> Non
 def test_all_servers_are_told_at_once_and_answer_for_themselves(tmp_path: Path) -> None:
     def check(servers: list[ControlServer], outcomes: Sequence[object]) -> None:
         for server, outcome in zip(servers, outcomes, strict=True):
-            assert isinstance(outcome, Delivery)
+            assert isinstance(outcome, DeliveryTiming)
             assert (outcome.url, outcome.label, outcome.rpc_ms) == (server.url, LABEL, 1.5)
             assert outcome.parts == {"pause_ms": 0.25, "load_ms": 1.0, "resume_ms": 0.25}
             assert outcome.received_ns > 0
@@ -181,7 +181,7 @@ def test_all_servers_are_told_at_once_and_answer_for_themselves(tmp_path: Path) 
 def test_an_update_that_arrived_without_its_reply_is_found_out_and_not_sent_again(tmp_path: Path, fault: str) -> None:
     def check(servers: list[ControlServer], outcomes: Sequence[object]) -> None:
         (outcome,) = outcomes
-        assert isinstance(outcome, Delivery)
+        assert isinstance(outcome, DeliveryTiming)
         assert outcome.parts == {UNKNOWN_PART: outcome.wall_ms}
         assert (outcome.rpc_ms, outcome.queue_ms, outcome.received_ns) == (outcome.wall_ms, 0.0, 0)
         assert servers[0].paths == [WEIGHTS, "/pvg/info"]
@@ -191,7 +191,7 @@ def test_an_update_that_arrived_without_its_reply_is_found_out_and_not_sent_agai
 
 def test_an_answer_that_does_not_come_in_time_is_found_out_too(tmp_path: Path) -> None:
     def check(servers: list[ControlServer], outcomes: Sequence[object]) -> None:
-        assert isinstance(outcomes[0], Delivery)
+        assert isinstance(outcomes[0], DeliveryTiming)
         assert servers[0].names == [NAME]
 
     send(tmp_path, 1, lambda servers: servers[0].plan(WEIGHTS, "hang_after"), check, timeout_s=0.3)
@@ -199,7 +199,7 @@ def test_an_answer_that_does_not_come_in_time_is_found_out_too(tmp_path: Path) -
 
 def test_an_update_that_did_not_arrive_is_sent_once_more(tmp_path: Path) -> None:
     def check(servers: list[ControlServer], outcomes: Sequence[object]) -> None:
-        assert isinstance(outcomes[0], Delivery)
+        assert isinstance(outcomes[0], DeliveryTiming)
         assert UNKNOWN_PART not in outcomes[0].parts
         assert servers[0].paths == [WEIGHTS, "/pvg/info", WEIGHTS]
 
@@ -208,8 +208,8 @@ def test_an_update_that_did_not_arrive_is_sent_once_more(tmp_path: Path) -> None
 
 def test_and_not_a_third_time(tmp_path: Path) -> None:
     def check(servers: list[ControlServer], outcomes: Sequence[object]) -> None:
-        assert isinstance(outcomes[0], Broken)
-        assert isinstance(outcomes[1], Delivery)
+        assert isinstance(outcomes[0], ConnectionBroken)
+        assert isinstance(outcomes[1], DeliveryTiming)
         assert servers[0].paths == [WEIGHTS, "/pvg/info", WEIGHTS, "/pvg/info"]
 
     send(tmp_path, 2, lambda servers: servers[0].plan(WEIGHTS, "reset", "reset"), check)
@@ -217,7 +217,7 @@ def test_and_not_a_third_time(tmp_path: Path) -> None:
 
 def test_a_second_try_whose_reply_is_lost_is_found_out_as_well(tmp_path: Path) -> None:
     def check(servers: list[ControlServer], outcomes: Sequence[object]) -> None:
-        assert isinstance(outcomes[0], Delivery)
+        assert isinstance(outcomes[0], DeliveryTiming)
         assert UNKNOWN_PART in outcomes[0].parts
 
     send(tmp_path, 1, lambda servers: servers[0].plan(WEIGHTS, "reset", "reset_after"), check)
@@ -229,7 +229,7 @@ def test_a_server_that_cannot_be_asked_keeps_its_first_fault(tmp_path: Path) -> 
         servers[0].plan("/pvg/info", "reset", "reset")  # aiohttp itself repeats a GET
 
     def check(servers: list[ControlServer], outcomes: Sequence[object]) -> None:
-        assert isinstance(outcomes[0], Silent)
+        assert isinstance(outcomes[0], ReplyTimeout)
         assert servers[0].paths.count(WEIGHTS) == 1
 
     send(tmp_path, 1, plan, check, timeout_s=0.3)
@@ -238,7 +238,7 @@ def test_a_server_that_cannot_be_asked_keeps_its_first_fault(tmp_path: Path) -> 
 def test_a_refusal_is_final(tmp_path: Path) -> None:
     def check(servers: list[ControlServer], outcomes: Sequence[object]) -> None:
         (outcome,) = outcomes
-        assert isinstance(outcome, Refused)
+        assert isinstance(outcome, RefusedRequest)
         assert outcome.code == "planned"
         assert servers[0].paths == [WEIGHTS]
 
@@ -252,7 +252,7 @@ def test_a_wrong_key_is_an_outcome_that_the_user_can_mend(tmp_path: Path) -> Non
 
     def check(servers: list[ControlServer], outcomes: Sequence[object]) -> None:
         assert isinstance(outcomes[0], ConfigurationError)
-        assert isinstance(outcomes[1], Delivery)
+        assert isinstance(outcomes[1], DeliveryTiming)
 
     send(tmp_path, 2, plan, check)
 
@@ -263,10 +263,10 @@ def test_a_server_that_is_gone_is_tried_twice_and_the_others_get_theirs(tmp_path
         await sent.stage(update(), LABEL)
         await servers[0].__aexit__()
         outcomes = await sent.send(controls, LABEL, "")
-        assert isinstance(outcomes[0], Unreachable)
-        assert isinstance(outcomes[1], Delivery)
+        assert isinstance(outcomes[0], ServerUnreachable)
+        assert isinstance(outcomes[1], DeliveryTiming)
         (late,) = await sent.send(controls[1:], LABEL, "")  # whoever has it already is told so
-        assert isinstance(late, Delivery)
+        assert isinstance(late, DeliveryTiming)
 
     with_servers(2, play)
 
@@ -279,9 +279,9 @@ def test_a_server_that_hangs_does_not_hold_the_others_for_a_calls_time_limit(
         await sent.stage(update(), LABEL)
         servers[0].plan("/pvg/servers", "hang_after")
         outcomes = await sent.send(controls, LABEL, "")
-        assert isinstance(outcomes[0], Silent)
+        assert isinstance(outcomes[0], ReplyTimeout)
         assert "the other servers took the weights" in str(outcomes[0])
-        assert isinstance(outcomes[1], Delivery)
+        assert isinstance(outcomes[1], DeliveryTiming)
 
     monkeypatch.setattr(delivering, "LATE_S", 0.1)
     with_servers(2, play, timeout_s=50.0)
@@ -289,7 +289,7 @@ def test_a_server_that_hangs_does_not_hold_the_others_for_a_calls_time_limit(
 
 def test_a_defect_is_no_outcome(tmp_path: Path) -> None:
     class Defective(ControlClient):
-        async def load_weights(self, *_: object, **__: object) -> Delivery:
+        async def load_weights(self, *_: object, **__: object) -> DeliveryTiming:
             raise TypeError("a defect")
 
     async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:

@@ -22,16 +22,16 @@ import torch
 from control_server import ControlServer, with_servers
 
 from pvg.errors import ConfigurationError, MissingRequirementError, StateError
-from pvg.servers.control import ControlClient, Delivery
-from pvg.servers.labels import Label, Session
-from pvg.servers.pool import Broken, Refused, Silent
+from pvg.servers.control import ControlClient, DeliveryTiming
+from pvg.servers.labels import PublishingSession, WeightLabel
+from pvg.servers.pool import ConnectionBroken, RefusedRequest, ReplyTimeout
 from pvg.servers.server_side.pvg_vllm.ipc_handles import decode_handle, encode_handle
 from pvg.servers.transports import transfer
 from pvg.servers.transports.gpu import IpcBackend, NcclBackend
 from pvg.servers.transports.transfer import TransferTransport
 from pvg.servers.update import WeightUpdate
 
-SESSION = Session(1000, "aaaaaaaa")
+SESSION = PublishingSession(1000, "aaaaaaaa")
 INIT, START, UPDATE, FINISH = (
     "/init_weight_transfer_engine",
     "/start_weight_update",
@@ -42,8 +42,8 @@ ID = bytes(range(128))
 WHOLE = ["/pause", START, UPDATE, FINISH, "/resume"]
 
 
-def label(version: int = 1) -> Label:
-    return Label(SESSION, version)
+def label(version: int = 1) -> WeightLabel:
+    return WeightLabel(SESSION, version)
 
 
 @dataclass
@@ -166,7 +166,7 @@ def update(version: int = 1) -> WeightUpdate:
 
 async def stage_and_send(
     transport: TransferTransport, controls: Sequence[ControlClient], version: int = 1
-) -> list[Delivery | BaseException]:
+) -> list[DeliveryTiming | BaseException]:
     await transport.stage(update(version), label(version))
     return await transport.send(controls, label(version), f"trace-{version}")
 
@@ -182,7 +182,7 @@ def test_pause_start_update_finish_resume(vllm: Vllm) -> None:
         assert not transport.adapters
         outcomes = await stage_and_send(transport, controls)
         for server, outcome in zip(servers, outcomes, strict=True):
-            assert isinstance(outcome, Delivery)
+            assert isinstance(outcome, DeliveryTiming)
             assert server.paths == ["/pvg/info", INIT, *WHOLE]
             bodies = dict(server.asked)
             assert bodies["/pause"] == {"mode": "keep"}
@@ -229,7 +229,7 @@ def test_a_group_lives_until_its_servers_change(vllm: Vllm) -> None:
         assert "/shutdown_weight_transfer_engine" in servers[0].paths
         servers[0].restart()
         (late,) = await transport.send(controls[:1], label(3), "")  # what was staged last, to one that was away
-        assert isinstance(late, Delivery)
+        assert isinstance(late, DeliveryTiming)
         assert vllm.groups[2] == (0, 2, None)
         assert servers[0].label == str(label(3))
         await transport.close()
@@ -262,7 +262,7 @@ def test_every_server_is_resumed_when_the_sending_fails(vllm: Vllm) -> None:
             assert not server.paused
         vllm.sending_fails = None
         outcomes = await stage_and_send(transport, controls, 2)  # a new group, and all is well
-        assert all(isinstance(outcome, Delivery) for outcome in outcomes)
+        assert all(isinstance(outcome, DeliveryTiming) for outcome in outcomes)
         assert len(vllm.groups) == 2
 
     with_servers(2, play)
@@ -275,16 +275,16 @@ def test_one_servers_fault_is_its_own_outcome_and_all_are_resumed(vllm: Vllm, ro
     async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
         servers[0].plan(route, "refuse")
         outcomes = await stage_and_send(opened(), controls)
-        assert isinstance(outcomes[0], Refused)
+        assert isinstance(outcomes[0], RefusedRequest)
         begun = route != "/pause"
         for server in servers:
             assert after_init(server)[-1] == "/resume"
             assert not server.paused
         if route == FINISH:
-            assert isinstance(outcomes[1], Delivery)  # the other had finished
+            assert isinstance(outcomes[1], DeliveryTiming)  # the other had finished
             assert servers[1].label == str(label())
         else:
-            assert isinstance(outcomes[1], Broken)
+            assert isinstance(outcomes[1], ConnectionBroken)
             assert servers[0].url in str(outcomes[1])
             assert servers[1].label == (f"broken:{label()}" if begun else "default")
         assert servers[0].label == (f"broken:{label()}" if begun else "default")
@@ -296,8 +296,8 @@ def test_a_server_that_cannot_be_resumed_is_no_delivery(vllm: Vllm) -> None:
     async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
         servers[0].plan("/resume", "refuse")
         outcomes = await stage_and_send(opened(), controls)
-        assert isinstance(outcomes[0], Refused)
-        assert isinstance(outcomes[1], Delivery)
+        assert isinstance(outcomes[0], RefusedRequest)
+        assert isinstance(outcomes[1], DeliveryTiming)
 
     with_servers(2, play)
 
@@ -307,7 +307,7 @@ def test_a_collective_that_hangs_is_given_up_in_time(vllm: Vllm) -> None:
 
     async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
         (outcome,) = await stage_and_send(opened(timeout_s=0.3), controls)
-        assert isinstance(outcome, Silent)
+        assert isinstance(outcome, ReplyTimeout)
         assert after_init(servers[0]) == ["/pause", START, UPDATE, "/update_weight_version", "/resume"]
         assert vllm.never_ends is not None
         vllm.never_ends.set()  # its thread comes to life again, and can call nothing
@@ -322,8 +322,8 @@ def test_a_group_that_cannot_be_formed_stops_nobody(vllm: Vllm) -> None:
     async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
         servers[0].plan(INIT, "refuse")
         outcomes = await stage_and_send(opened(), controls)
-        assert isinstance(outcomes[0], Refused)
-        assert isinstance(outcomes[1], Broken)
+        assert isinstance(outcomes[0], RefusedRequest)
+        assert isinstance(outcomes[1], ConnectionBroken)
         assert all(after_init(server) == [] for server in servers)
         assert all(server.label == "default" for server in servers)
 
@@ -334,8 +334,8 @@ def test_a_server_that_is_away_does_not_hold_up_the_others(vllm: Vllm) -> None:
     async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
         servers[0].plan("/pvg/info", "refuse")
         outcomes = await stage_and_send(opened(), controls)
-        assert isinstance(outcomes[0], Refused)
-        assert isinstance(outcomes[1], Delivery)
+        assert isinstance(outcomes[0], RefusedRequest)
+        assert isinstance(outcomes[1], DeliveryTiming)
         assert servers[0].paths == ["/pvg/info"]
         assert vllm.groups == [(0, 2, None)]
 
@@ -344,11 +344,11 @@ def test_a_server_that_is_away_does_not_hold_up_the_others(vllm: Vllm) -> None:
 
 def test_the_weights_of_a_later_session_are_left_alone(vllm: Vllm) -> None:
     async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
-        servers[0].label = str(Label(Session(2000, "bbbbbbbb"), 3))
-        servers[1].label = f"broken:{Label(Session(500, 'cccccccc'), 9)}"
+        servers[0].label = str(WeightLabel(PublishingSession(2000, "bbbbbbbb"), 3))
+        servers[1].label = f"broken:{WeightLabel(PublishingSession(500, 'cccccccc'), 9)}"
         outcomes = await stage_and_send(opened(), controls)
         assert isinstance(outcomes[0], StateError)
-        assert isinstance(outcomes[1], Delivery)
+        assert isinstance(outcomes[1], DeliveryTiming)
         assert servers[0].paths == ["/pvg/info"]
 
     with_servers(2, play)
@@ -372,7 +372,7 @@ def test_a_vllm_that_is_too_old_is_named_with_a_remedy(vllm: Vllm, monkeypatch) 
 def test_ipc_handles_travel_as_json(vllm: Vllm) -> None:
     async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
         (outcome,) = await stage_and_send(opened(backend=IpcBackend()), controls)
-        assert isinstance(outcome, Delivery)
+        assert isinstance(outcome, DeliveryTiming)
         bodies = dict(servers[0].asked)
         assert bodies[INIT] == {"init_info": {"packed": False}}
         info = bodies[UPDATE]["update_info"]

@@ -12,11 +12,11 @@ import orjson
 import pytest
 
 from pvg.errors import ConfigurationError, MissingRequirementError, StateError
-from pvg.servers.labels import Label, Session
+from pvg.servers.labels import PublishingSession, WeightLabel
 from pvg.servers.transports.versions import STABLE, VersionFolders
 from pvg.store.atomic import write_synced
 
-FIRST, SECOND = Session(1000, "aaaaaaaa"), Session(2000, "bbbbbbbb")
+FIRST, SECOND = PublishingSession(1000, "aaaaaaaa"), PublishingSession(2000, "bbbbbbbb")
 
 
 def fill(folder: Path) -> dict[str, int]:
@@ -30,16 +30,16 @@ def names(folder: Path) -> set[str]:
 
 def test_a_version_is_a_folder_with_its_sizes(tmp_path: Path) -> None:
     folders = VersionFolders(tmp_path / "root", "run", FIRST)
-    label = Label(FIRST, 12)
+    label = WeightLabel(FIRST, 12)
     folders.write(label, fill)
     assert folders.name(label) == "run/v000012-aaaaaaaa"
     folder = tmp_path / "root" / folders.name(label)
     assert names(folder) == {"model.safetensors", STABLE}
     assert orjson.loads((folder / STABLE).read_bytes()) == {"version": 1, "files": {"model.safetensors": {"bytes": 5}}}
-    with pytest.raises(StateError, match="staged already"):
+    with pytest.raises(StateError, match="already staged"):
         folders.write(label, fill)
-    with pytest.raises(ValueError, match="no label of the session"):
-        folders.write(Label(SECOND, 13), fill)
+    with pytest.raises(ValueError, match="not a label of the session"):
+        folders.write(WeightLabel(SECOND, 13), fill)
     folders.close()
     folders.close()
     assert names(tmp_path / "root" / "run") == set()
@@ -50,7 +50,7 @@ def test_everything_is_synced_before_the_rename_and_stable_is_the_last_file(tmp_
     fsync, rename = os.fsync, os.rename
     monkeypatch.setattr(os, "fsync", lambda d: (seen.append(os.readlink(f"/proc/self/fd/{d}")), fsync(d)))
     monkeypatch.setattr(os, "rename", lambda a, b: (seen.append("rename"), rename(a, b)))
-    folders.write(Label(FIRST, 1), fill)
+    folders.write(WeightLabel(FIRST, 1), fill)
     temporary = Path(seen[0]).parent
     assert temporary.name.startswith(".tmp-v000001-aaaaaaaa-")
     assert seen == [
@@ -71,16 +71,16 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
 
     before = names(tmp_path / "run")
     with pytest.raises(RuntimeError):
-        folders.write(Label(FIRST, 1), fails)
+        folders.write(WeightLabel(FIRST, 1), fails)
     assert names(tmp_path / "run") == before
-    folders.write(Label(FIRST, 1), fill)
+    folders.write(WeightLabel(FIRST, 1), fill)
 
 
 def test_retiring_keeps_the_newest_and_what_is_in_use(tmp_path: Path) -> None:
     folders = VersionFolders(tmp_path, "run", FIRST)
     for version in (1, 2, 3, 5, 8):
-        folders.write(Label(FIRST, version), fill)
-    assert folders.retire(2, [Label(FIRST, 2), Label(SECOND, 3)]) == [1, 3]
+        folders.write(WeightLabel(FIRST, version), fill)
+    assert folders.retire(2, [WeightLabel(FIRST, 2), WeightLabel(SECOND, 3)]) == [1, 3]
     assert folders.made == (2, 5, 8)
     assert {name for name in names(tmp_path / "run") if name.startswith("v")} == {
         "v000002-aaaaaaaa",
@@ -95,23 +95,23 @@ def test_two_sessions_share_a_root_and_leave_each_other_alone(tmp_path: Path) ->
     writing = tmp_path / "run" / ".tmp-v000009-aaaaaaaa-0a1b2c3d"  # the first session is in the middle of it
     writing.mkdir()
     for version in (1, 2, 3):
-        first.write(Label(FIRST, version), fill)
-        second.write(Label(SECOND, version), fill)
-    other.write(Label(SECOND, 1), fill)
+        first.write(WeightLabel(FIRST, version), fill)
+        second.write(WeightLabel(SECOND, version), fill)
+    other.write(WeightLabel(SECOND, 1), fill)
     second.retire(1, [])
     assert writing.is_dir()
     assert first.made == (1, 2, 3)
-    assert all((tmp_path / first.name(Label(FIRST, version))).is_dir() for version in first.made)
+    assert all((tmp_path / first.name(WeightLabel(FIRST, version))).is_dir() for version in first.made)
     second.close()
-    assert all((tmp_path / first.name(Label(FIRST, version))).is_dir() for version in first.made)
-    assert (tmp_path / other.name(Label(SECOND, 1))).is_dir()
-    with pytest.raises(StateError, match="open already"):
+    assert all((tmp_path / first.name(WeightLabel(FIRST, version))).is_dir() for version in first.made)
+    assert (tmp_path / other.name(WeightLabel(SECOND, 1))).is_dir()
+    with pytest.raises(StateError, match="already open"):
         VersionFolders(tmp_path, "run", FIRST)
 
 
 def test_what_a_dead_session_left_is_removed(tmp_path: Path) -> None:
     dead = VersionFolders(tmp_path, "run", FIRST)
-    dead.write(Label(FIRST, 1), fill)
+    dead.write(WeightLabel(FIRST, 1), fill)
     os.close(dead._lock)  # what a SIGKILL does
     dead._lock = None
     run = tmp_path / "run"
@@ -132,8 +132,8 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
     root = tmp_path / "root"
     folders = VersionFolders(root, "run", FIRST)
     for version in (1, 2):
-        folders.write(Label(FIRST, version), fill)
-    replaced = root / folders.name(Label(FIRST, 1))
+        folders.write(WeightLabel(FIRST, version), fill)
+    replaced = root / folders.name(WeightLabel(FIRST, 1))
     replaced.rename(tmp_path / "moved")
     replaced.symlink_to(outside)
     (root / "run" / ".tmp-v000003-dddddddd-0a1b2c3d").symlink_to(outside)
@@ -164,17 +164,17 @@ import resource, sys
 from pathlib import Path
 import torch
 from pvg.errors import MissingRequirementError
-from pvg.servers.labels import Label, Session
+from pvg.servers.labels import PublishingSession, WeightLabel
 from pvg.servers.transports.versions import write_tensors
 from pvg.servers.transports.versions import VersionFolders
 
-session = Session(1, "aaaaaaaa")
+session = PublishingSession(1, "aaaaaaaa")
 folders = VersionFolders(Path(sys.argv[1]), "run", session)
 def version(number, size):
     def fill(folder):
         path = folder / "model.safetensors"
         return {path.name: write_tensors(path, {"w": torch.ones(size)}, torch.float32)}
-    folders.write(Label(session, number), fill)
+    folders.write(WeightLabel(session, number), fill)
 version(1, 1000)
 before = sorted(folders.folder.rglob("*"))
 if sys.argv[2] == "limit":

@@ -1,4 +1,13 @@
-"""The work of a stage: the benchmark profile of its name, on the experiment that is to be profiled."""
+"""The work of a stage, and one pass over it per profiler.
+
+The work is the benchmark profile with the stage's name, on the experiment to profile. Each profiler slows down what the
+others would measure, so each has a separate pass. A pass repeats the workload's sample; all passes share one opened and
+warmed-up workload:
+
+- `spans_pass`: only pvg's spans; the other passes are compared with its wall time
+- `torch_pass`: the torch profiler, with every operator in every thread
+- `py_spy_pass`: py-spy, which samples from another process
+"""
 
 from __future__ import annotations
 
@@ -15,14 +24,14 @@ from typing import Any, Literal
 from pvg.bench.profile import (
     WORKLOAD,
     BenchSettings,
-    Change,
+    SettingChange,
     find_profile,
     parse_overrides,
     read_profile,
     settings_of,
 )
-from pvg.bench.profiling.py_spy import SHOWN_FRAMES, Format, Frame, sampling
-from pvg.bench.report import Budget
+from pvg.bench.profiling.py_spy import SHOWN_FRAMES, CostlyFrame, Format, sampling
+from pvg.bench.report import TimeBudget
 from pvg.bench.runner import total
 from pvg.bench.workload import Workload
 from pvg.config.experiment import nearest
@@ -33,7 +42,7 @@ from pvg.telemetry.spans import DeviceClock, Tracer
 
 Stage = Literal["rollout", "trainer", "e2e"]
 STAGES: tuple[Stage, ...] = ("rollout", "trainer", "e2e")
-ROLLOUTS = "rollouts"  # of a workload's table: how many there are in a sample
+ROLLOUTS = "rollouts"  # key of a workload's table: the number of rollouts in a sample
 
 
 def stage_of(name: str) -> Stage:
@@ -47,10 +56,10 @@ def stage_of(name: str) -> Stage:
 
 
 def stage_settings(stage: Stage, experiment: str, overrides: Sequence[str]) -> BenchSettings:
-    """The settings of a stage's workload: `experiment` (a name or a file) as it stands, with the overrides.
+    """The settings of a stage's workload on `experiment` (a name or a file), with the overrides.
 
-    The profile's own changes belong to its benchmark and are left out; as many rollouts are worked on as the experiment
-    has in a batch, unless `workload.rollouts` is given. Raises UsageError and ConfigurationError.
+    The profile's `changes` are left out: they belong to its benchmark. A sample has as many rollouts as a batch of the
+    experiment, unless `workload.rollouts` is given. Raises UsageError and ConfigurationError.
     """
     path = find_profile(stage)
     profile = read_profile(path).model_copy(update={"experiment": experiment, "changes": {}})
@@ -60,39 +69,33 @@ def stage_settings(stage: Stage, experiment: str, overrides: Sequence[str]) -> B
     if ROLLOUTS not in profile.workload or key in {change.key for change in given}:
         return settings
     batch = settings.experiment.arithmetic().rollouts_per_batch
-    return settings_of(profile, str(path), [Change(key, batch, "the experiment's batch"), *given])
+    return settings_of(profile, str(path), [SettingChange(key, batch, "the experiment's batch"), *given])
 
 
-# The passes over a stage's work: each profiler alone, since each slows down what the others would measure.
-#
-# A pass repeats the workload's sample some times. All of them share one opened and warmed workload.
-#
-# - `spans_pass`: nothing but our own spans; its wall time is what the others are compared with
-# - `torch_pass`: the torch profiler; every operator, in every thread
-# - `py_spy_pass`: py-spy beside us
+# --- the passes -------------------------------------------------------------------------------------------------------
 
-LEAST_SAMPLED_S = 5.0  # a pass of py-spy lasts at least so long: a thousand samples at its rate
-OPERATORS_SHOWN = 40  # lines of the table of torch operators
-SAMPLE_EVERY_S = 0.5  # CPU, memory and GPU beside the spans: a stage takes seconds, not hours
+LEAST_SAMPLED_S = 5.0  # the shortest pass of py-spy: a thousand samples at its rate
+OPERATORS_SHOWN = 40  # rows of the table of torch operators
+SAMPLE_EVERY_S = 0.5  # period of the CPU, memory and GPU samples: a stage takes seconds, not hours
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
-    """How long the samples of a pass took, seconds each."""
+class SamplingPass:
+    """The seconds of each sample of a pass."""
 
     name: str
     walls_s: tuple[float, ...]
 
     @property
     def fastest_s(self) -> float:
-        """Of the samples the one that other programs on the machine disturbed least."""
+        """The sample that other programs on the machine disturbed least."""
         return min(self.walls_s)
 
 
 async def spans_pass(
     workload: Workload, steps: int, path: Path, *, stage: str, device_clock: DeviceClock | None
-) -> tuple[Pass, Budget]:
-    """Write the timeline; returns the budget over all samples."""
+) -> tuple[SamplingPass, TimeBudget]:
+    """Write the timeline to `path`; returns the budget over all samples."""
     tracer = Tracer(device_clock=device_clock)
     spans: list[dict[str, Any]] = []
     samples: list[dict[str, Any]] = []
@@ -100,7 +103,7 @@ async def spans_pass(
     sampler = DeviceSampler(
         SAMPLE_EVERY_S,
         lambda moment, metrics: samples.append({"kind": "device", "time": moment, "metrics": metrics}),
-        lambda notice: None,  # no GPU: the trace then has no counters of one
+        lambda notice: None,  # without a GPU the trace has no GPU counters
     )
     sampler.start()
     try:
@@ -113,12 +116,14 @@ async def spans_pass(
     finally:
         sampler.stop()
     write_trace(path, trace_events(spans, samples, name=f"pvg profile, {stage}"))
-    return Pass("spans", tuple(budget.wall_s for budget in budgets)), total(budgets)
+    return SamplingPass("spans", tuple(budget.wall_s for budget in budgets)), total(budgets)
 
 
-async def torch_pass(workload: Workload, steps: int, trace: Path, table: Path) -> tuple[Pass, tuple[Frame, ...]]:
-    """Write the trace and the table of operators; returns the operators that cost most themselves."""
-    # Without it only the calling thread's operators are seen, and ours run in an executor's. It has no public name.
+async def torch_pass(
+    workload: Workload, steps: int, trace: Path, table: Path
+) -> tuple[SamplingPass, tuple[CostlyFrame, ...]]:
+    """Write the trace and the table of operators; returns the operators with the most time of their own."""
+    # Without this private option the profiler sees only the calling thread; our operators run in an executor's thread.
     from torch._C._profiler import _ExperimentalConfig
     from torch.profiler import ProfilerActivity, profile
 
@@ -133,10 +138,10 @@ async def torch_pass(workload: Workload, steps: int, trace: Path, table: Path) -
     finally:
         with without_usdt_lines():
             profiler.stop()
-    return Pass("torch profiler", walls_s), _write_torch(profiler, trace, table, on_gpu)
+    return SamplingPass("torch profiler", walls_s), _write_torch(profiler, trace, table, on_gpu)
 
 
-def _write_torch(profiler: Any, trace: Path, table: Path, on_gpu: bool) -> tuple[Frame, ...]:
+def _write_torch(profiler: Any, trace: Path, table: Path, on_gpu: bool) -> tuple[CostlyFrame, ...]:
     profiler.export_chrome_trace(str(trace))
     averages = profiler.key_averages()
     order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
@@ -146,8 +151,8 @@ def _write_torch(profiler: Any, trace: Path, table: Path, on_gpu: bool) -> tuple
 
 @contextmanager
 def without_usdt_lines() -> Iterator[None]:
-    """Keep back the lines in which torch's profiler reports its own start and stop on stderr, whatever its log level;
-    everything else that is written there meanwhile is passed on."""
+    """Drop the lines with which torch's profiler reports its start and stop on stderr at any log level. Other output on
+    stderr passes through."""
     sys.stderr.flush()
     stderr = os.dup(2)
     with tempfile.TemporaryFile() as caught:
@@ -162,22 +167,22 @@ def without_usdt_lines() -> Iterator[None]:
             os.close(stderr)
 
 
-def _operators(averages: Any, on_gpu: bool) -> tuple[Frame, ...]:
+def _operators(averages: Any, on_gpu: bool) -> tuple[CostlyFrame, ...]:
     own_us = {row.key: row.self_device_time_total if on_gpu else row.self_cpu_time_total for row in averages}
     whole = sum(own_us.values())
     costliest = sorted(own_us.items(), key=lambda item: -item[1])[:SHOWN_FRAMES]
-    return tuple(Frame(name, "", 0, us / 1e6, us / whole if whole else 0.0) for name, us in costliest)
+    return tuple(CostlyFrame(name, "", 0, us / 1e6, us / whole if whole else 0.0) for name, us in costliest)
 
 
-async def py_spy_pass(workload: Workload, steps: int, py_spy: Path, output: Path, form: Format) -> Pass:
-    """At least `steps` samples, and at least LEAST_SAMPLED_S seconds. Raises PySpyError."""
+async def py_spy_pass(workload: Workload, steps: int, py_spy: Path, output: Path, form: Format) -> SamplingPass:
+    """Takes at least `steps` samples and LEAST_SAMPLED_S seconds. Raises PySpyError."""
     with sampling(py_spy, output, form):
         walls_s = await _timed(workload, lambda done, seconds: done < steps or seconds < LEAST_SAMPLED_S)
-    return Pass(f"py-spy, {form}", walls_s)
+    return SamplingPass(f"py-spy, {form}", walls_s)
 
 
 async def _timed(workload: Workload, goes_on: Callable[[int, float], bool]) -> tuple[float, ...]:
-    """Sample while `goes_on(samples so far, their seconds)`; the seconds of each."""
+    """Sample while `goes_on(samples so far, their total seconds)`; returns the seconds of each sample."""
     walls_s: list[float] = []
     while goes_on(len(walls_s), sum(walls_s)):
         started = time.perf_counter()
@@ -192,6 +197,6 @@ def _cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def slowdowns(passes: Sequence[Pass]) -> dict[str, float]:
-    """How much longer the fastest sample took in each pass than in the first one: 0.25 is a quarter longer."""
+def slowdowns(passes: Sequence[SamplingPass]) -> dict[str, float]:
+    """How much longer the fastest sample took in each pass than in the first one: 0.25 is 25 % longer."""
     return {each.name: each.fastest_s / passes[0].fastest_s - 1.0 for each in passes[1:]}

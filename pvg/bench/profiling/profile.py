@@ -1,9 +1,9 @@
-"""`profile_stage`: a stage's work under all profilers, into one folder; `profile_run`: the timeline of a run.
+"""Profiles into a folder: `profile_stage` runs a stage under all profilers, `profile_run` draws the timeline of a run.
 
     made = profile_stage(stage_settings("rollout", "modchain", []), "rollout", Path("out"), steps=3)
     made.frames, made.files, made.missing
 
-The folder explains itself: README.txt says what each file is and how to open it, profile.json holds the figures.
+README.txt in the folder explains each file and how to open it; profile.json has the figures.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import orjson
 
 from pvg.bench.profile import BenchSettings
-from pvg.bench.profiling.passes import Pass, Stage, py_spy_pass, slowdowns, spans_pass, torch_pass
-from pvg.bench.profiling.py_spy import Frame, PySpyError, find_py_spy, read_speedscope
-from pvg.bench.report import Budget
+from pvg.bench.profiling.passes import SamplingPass, Stage, py_spy_pass, slowdowns, spans_pass, torch_pass
+from pvg.bench.profiling.py_spy import CostlyFrame, PySpyError, find_py_spy, read_speedscope
+from pvg.bench.report import TimeBudget
 from pvg.bench.variants import on_loop
 from pvg.bench.workloads import WORKLOADS, WorkloadTable
 from pvg.errors import MissingRequirementError, UsageError
@@ -37,8 +37,8 @@ OnPass = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """One file of the folder: what it shows, and how to open it."""
+class ProfileFile:
+    """One file of the folder: what it shows and how to open it."""
 
     name: str
     what: str
@@ -46,19 +46,19 @@ class Made:
 
 
 @dataclass(slots=True)
-class Profiled:
-    """What a profile found and where it lies. `frames_from`: "py-spy", or "torch" where py-spy could not be had;
-    `missing`: by tool, why it is not there and what mends that."""
+class ProfileResult:
+    """The results of a profile. `frames_from`: "py-spy", or "torch" if py-spy is not available. `missing`: by tool, why
+    it is missing and how to fix that."""
 
     folder: Path
     title: str
-    frames: tuple[Frame, ...] = ()
+    frames: tuple[CostlyFrame, ...] = ()
     frames_from: str = ""
-    samples: int = 0  # of py-spy, in working threads
-    waiting: int = 0  # and in waiting ones, which do not count
-    passes: list[Pass] = field(default_factory=list)
-    budget: Budget | None = None
-    files: list[Made] = field(default_factory=list)
+    samples: int = 0  # py-spy's samples of working threads
+    waiting: int = 0  # py-spy's samples of waiting threads, which do not count
+    passes: list[SamplingPass] = field(default_factory=list)
+    budget: TimeBudget | None = None
+    files: list[ProfileFile] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
@@ -87,40 +87,40 @@ def profile_stage(
     py_spy: bool | None = None,
     on_pass: OnPass = lambda told: None,
     workloads: WorkloadTable = WORKLOADS,
-) -> Profiled:
+) -> ProfileResult:
     """Run the stage's work under each profiler and write everything into the new `folder`.
 
-    `py_spy`: True demands it (MissingRequirementError where it cannot be had), None takes it where it is. `on_pass` is
-    told what runs next.
+    `py_spy`: True requires it (MissingRequirementError without it), False leaves it out, None uses it if available.
+    `on_pass` receives the name of each pass before it runs.
     """
-    spy = _py_spy(py_spy)  # before anything is loaded: what is missing is said at once
-    made = Profiled(_new(folder), f"{stage} of {settings.experiment.name}, {steps} steps")
+    spy = _py_spy(py_spy)  # first, so that a missing tool is reported at once
+    made = ProfileResult(_new(folder), f"{stage} of {settings.experiment.name}, {steps} steps")
     if isinstance(spy, PySpyError):
         made.missing["py-spy"] = str(spy)
         spy = None
     elif spy is None:
-        made.missing["py-spy"] = "Left out (--no-py-spy)."
+        made.missing["py-spy"] = "Left out because of --no-py-spy."
     work = _passes(settings, stage, made, steps, spy, py_spy is True, on_pass, workloads)
     on_loop(settings.experiment.telemetry.event_loop, work)
     _write_index(made)
     return made
 
 
-def profile_run(run: RunDirectory, folder: Path) -> Profiled:
-    """The timeline of a run, from its spans and samples. Raises UsageError if it has none, and DamagedFileError if they
-    differ from the commit."""
+def profile_run(run: RunDirectory, folder: Path) -> ProfileResult:
+    """Write the timeline of a run, from its spans and samples. Raises UsageError if the run has none, DamagedFileError
+    if the files differ from the commit."""
     if not run.spans.is_file():
-        raise UsageError(f"The run {run.name!r} has no {run.spans.name}.", "It has not finished a step yet.")
+        raise UsageError(f"The run {run.name!r} has no {run.spans.name}.", "Wait until it has finished a step.")
     state = next(iter(FileStateStore(run.state).commits()), {})
     for path in (run.metrics, run.spans):
         run.verify_journal(state, path)
     metrics = list(read_json_lines(run.metrics)) if run.metrics.is_file() else []
-    spans = [_span(record, run) for record in read_json_lines(run.spans)]  # a damaged file leaves no folder behind
-    made = Profiled(_new(folder), f"the run {run.name}")
+    spans = [_span(record, run) for record in read_json_lines(run.spans)]  # before the folder is created
+    made = ProfileResult(_new(folder), f"the run {run.name}")
     path = made.folder / "timeline.json.gz"
     count = write_trace(path, trace_events(spans, metrics, name=f"pvg, {run.name}"))
-    what = f"The run as it ran: phases, steps, spans by thread, device samples, loop lag, alerts ({count:,} events)."
-    made.files.append(Made(path.name, what, PERFETTO))
+    what = f"The run's phases, steps, spans by thread, device samples, loop lag and alerts ({count:,} events)."
+    made.files.append(ProfileFile(path.name, what, PERFETTO))
     _write_index(made)
     return made
 
@@ -130,7 +130,7 @@ def _span(record: dict[str, Any], run: RunDirectory) -> dict[str, Any]:
     if isinstance(record.get("name"), str) and all(isinstance(time, (int, float)) for time in times):
         return record
     raise DamagedFileError(
-        f"{run.spans} holds a line that is no span: {orjson.dumps(record).decode()[:80]}", "Remove it from the file."
+        f"{run.spans} has a line that is not a span: {orjson.dumps(record).decode()[:80]}", "Remove it from the file."
     )
 
 
@@ -146,15 +146,14 @@ def _py_spy(wanted: bool | None) -> Path | PySpyError | None:
 
 
 def _new(folder: Path) -> Path:
-    """Make the folder. Raises UsageError where something lies there already, MissingRequirementError where it cannot be
-    made."""
+    """Make the folder. Raises UsageError if it exists and is not empty, MissingRequirementError if making it fails."""
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UsageError(f"{folder} exists already and is not an empty folder.", "Name another one with --out.")
+            raise UsageError(f"{folder} exists and is not an empty folder.", "Name another one with --out.")
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MissingRequirementError(
-            f"The folder {folder} cannot be made: {error.strerror}.", "Name another one with --out."
+            f"Cannot make the folder {folder}: {error.strerror}.", "Name another one with --out."
         ) from error
     return folder
 
@@ -162,18 +161,18 @@ def _new(folder: Path) -> Path:
 async def _passes(
     settings: BenchSettings,
     stage: Stage,
-    made: Profiled,
+    made: ProfileResult,
     steps: int,
     spy: Path | None,
     demanded: bool,
     on_pass: OnPass,
     workloads: WorkloadTable,
 ) -> None:
-    """Open the workload, warm it up, and go through the passes."""
+    """Open the workload, warm it up, and run all passes."""
     folder, warmup = made.folder, settings.profile.warmup
     workload = workloads[settings.profile.profile](settings)
     try:
-        on_pass(f"opening, and {warmup} steps to warm up")
+        on_pass(f"opening, and {warmup} warm-up steps")
         await workload.open()
         for index in range(warmup):
             await workload.sample(index)
@@ -183,15 +182,15 @@ async def _passes(
             workload, steps, timeline, stage=stage, device_clock=_device_clock(settings)
         )
         made.passes.append(timed)
-        made.files.append(Made(timeline.name, "Our own spans by thread and task, with CPU and memory.", PERFETTO))
+        made.files.append(ProfileFile(timeline.name, "pvg's spans by thread and task, with CPU and memory.", PERFETTO))
         on_pass(f"torch profiler, {steps} steps")
         trace, table = folder / "torch.json.gz", folder / "torch-operators.txt"
         timed, made.frames = await torch_pass(workload, steps, trace, table)
         made.frames_from = "torch"
         made.passes.append(timed)
         made.files += [
-            Made(trace.name, "Every torch operator, in every thread.", PERFETTO),
-            Made(table.name, "The same, summed up by operator.", "Any text viewer; it is wide."),
+            ProfileFile(trace.name, "Every torch operator, in every thread.", PERFETTO),
+            ProfileFile(table.name, "The same, summed by operator.", "Any text viewer; the table is wide."),
         ]
         if spy is not None:
             await _sampled(workload, made, steps, spy, demanded, on_pass)
@@ -199,8 +198,8 @@ async def _passes(
         await workload.close()
 
 
-async def _sampled(workload: Any, made: Profiled, steps: int, spy: Path, demanded: bool, on_pass: OnPass) -> None:
-    """The two passes of py-spy: it writes one form at a time."""
+async def _sampled(workload: Any, made: ProfileResult, steps: int, spy: Path, demanded: bool, on_pass: OnPass) -> None:
+    """Run two passes of py-spy, because it writes one format at a time."""
     stacks, flames = made.folder / "py-spy.speedscope.json", made.folder / "py-spy.svg"
     try:
         on_pass("py-spy, stacks")
@@ -216,12 +215,12 @@ async def _sampled(workload: Any, made: Profiled, steps: int, spy: Path, demande
     made.frames, made.frames_from = sampled.frames, "py-spy"
     made.samples, made.waiting = sampled.samples, sampled.waiting
     made.files += [
-        Made(
+        ProfileFile(
             flames.name,
-            "Flame graph of our Python stacks: wide is costly.",
-            "Any browser; click to zoom, Ctrl-F finds.",
+            "Flame graph of the Python stacks: wide means expensive.",
+            "Any browser; click to zoom, Ctrl-F to search.",
         ),
-        Made(stacks.name, "The stacks by thread, in the order of time.", "Drop it on https://www.speedscope.app."),
+        ProfileFile(stacks.name, "The stacks by thread, in order of time.", "Drop it on https://www.speedscope.app."),
     ]
 
 
@@ -232,9 +231,11 @@ def _device_clock(settings: BenchSettings) -> DeviceClock | None:
     return CudaClock() if pick_device(settings.experiment.models.device).type == "cuda" else None
 
 
-def _write_index(made: Profiled) -> None:
-    """profile.json and README.txt."""
-    made.files.append(Made("profile.json", "The figures of this profile, as `pvg profile --json` prints them.", ""))
+def _write_index(made: ProfileResult) -> None:
+    """Write profile.json and README.txt."""
+    made.files.append(
+        ProfileFile("profile.json", "The figures of this profile, as printed by `pvg profile --json`.", "")
+    )
     lines = [f"pvg profile: {made.title}", ""]
     for file in made.files:
         lines += [
@@ -244,7 +245,7 @@ def _write_index(made: Profiled) -> None:
     lines += ["", *(f"Missing: {tool}. {why}" for tool, why in made.missing.items())]
     if made.passes:
         lines += [
-            "The profilers slow down what they measure, so each had a pass of its own. Seconds of the fastest step:"
+            "Each profiler slows down what it measures, so each had a separate pass. Seconds of the fastest step:"
         ]
         lines += [f"    {each.name:<22}{each.fastest_s:9.3f}" for each in made.passes]
     (made.folder / "README.txt").write_text("\n".join(lines).rstrip() + "\n")

@@ -1,10 +1,12 @@
-"""py-spy beside us: a child that samples our own Python stacks from outside, without slowing the code much.
+"""py-spy as a child process: it samples this process's Python stacks from outside, with little slowdown.
 
     with sampling(find_py_spy(), Path("py-spy.speedscope.json"), "speedscope"):
         work()
+    read_speedscope(Path("py-spy.speedscope.json")).frames      # the functions with the most time of their own
 
-Raises PySpyError where py-spy is not there, or may not look into this process; its message says which, and its remedy
-mends it.
+Raises PySpyError if py-spy is missing or may not inspect this process. The message says which, the remedy how to fix
+it. The results come from py-spy's speedscope file (https://www.speedscope.app/file-format-schema.json): one profile per
+thread; each sample is a stack of frame numbers, outermost first, weighted with its seconds.
 """
 
 from __future__ import annotations
@@ -32,20 +34,20 @@ from pvg.errors import MissingRequirementError, install_extra
 
 Format = Literal["flamegraph", "speedscope"]
 
-RATE = 200  # samples per second: a frame of 1% has 40 in 20 s; pausing us takes py-spy about 0.1 ms each
-START_LIMIT_S = 60.0  # it reads the symbols of every library first, which takes seconds with torch loaded
-STOP_LIMIT_S = 60.0  # to write its file
+RATE = 200  # samples per second: a frame of 1 % has 40 in 20 s; each sample pauses this process for about 0.1 ms
+START_LIMIT_S = 60.0  # py-spy first reads the symbols of every library, which takes seconds with torch loaded
+STOP_LIMIT_S = 60.0  # time for py-spy to write its file
 POLL_S = 0.02
-READY = "Sampling process"  # py-spy says so once it samples
+READY = "Sampling process"  # py-spy prints this when it begins to sample
 PR_SET_PTRACER, ANYBODY = 0x59616D61, ctypes.c_ulong(-1)  # prctl of Linux' Yama module
 
 
 class PySpyError(MissingRequirementError):
-    """py-spy is missing, not permitted, or failed. `message` is one line, `remedy` the command that mends it."""
+    """py-spy is missing, not permitted, or failed. `message` is one line, `remedy` the command that fixes it."""
 
 
 def find_py_spy() -> Path:
-    """The py-spy of this installation, else of the PATH. Raises PySpyError."""
+    """py-spy of this Python installation, otherwise from PATH. Raises PySpyError."""
     beside = str(Path(sys.executable).parent)
     found = shutil.which("py-spy", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
     if found is None:
@@ -55,12 +57,12 @@ def find_py_spy() -> Path:
 
 @contextmanager
 def sampling(py_spy: Path, output: Path, form: Format) -> Iterator[None]:
-    """Sample this process while the body runs, and write `output`. Raises PySpyError when nothing was written."""
+    """Sample this process while the body runs, and write `output`. Raises PySpyError if py-spy wrote nothing."""
     command = [str(py_spy), "record", "--pid", str(os.getpid()), "--format", form, "--output", str(output)]
     command += ["--rate", str(RATE), "--threads"]
     with tempfile.TemporaryFile() as said:
         allow_tracing(True)
-        # A session of its own: Ctrl-C is for us, and we stop it.
+        # In a separate session, Ctrl-C reaches only this process, which then stops py-spy.
         child = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             _wait_until_sampling(child, said)
@@ -74,8 +76,8 @@ def sampling(py_spy: Path, output: Path, form: Format) -> Iterator[None]:
 
 
 def allow_tracing(allowed: bool) -> None:
-    """Where Linux lets only parents look into a process (Yama's ptrace_scope = 1), let our child do it. Elsewhere there
-    is nothing to allow, and the call does nothing."""
+    """Let our child trace this process where Linux permits that only to parents (Yama's ptrace_scope = 1). Does nothing
+    on other systems."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PTRACER, ANYBODY if allowed else ctypes.c_ulong(0), 0, 0, 0)
 
@@ -87,7 +89,7 @@ def _wait_until_sampling(child: subprocess.Popen[bytes], said: IO[bytes]) -> Non
             raise explained(text)
         if time.monotonic() > deadline:
             raise PySpyError(
-                f"py-spy did not start to sample within {START_LIMIT_S:.0f} s.", "Try again, or --no-py-spy."
+                f"py-spy did not start to sample within {START_LIMIT_S:.0f} s.", "Try again, or use --no-py-spy."
             )
         time.sleep(POLL_S)
 
@@ -103,32 +105,29 @@ def _finish(child: subprocess.Popen[bytes], said: IO[bytes], output: Path) -> No
 
 
 def explained(text: str) -> PySpyError:
-    """From what py-spy printed to what to do."""
+    """The error for what py-spy printed, with a remedy."""
     if "denied" in text.lower() or "not permitted" in text.lower():
         return PySpyError(
-            "py-spy may not look into this process.",
-            "Allow it: sudo sysctl kernel.yama.ptrace_scope=0; in a container start it with --cap-add=SYS_PTRACE.",
+            "py-spy may not inspect this process.",
+            "Allow it: sudo sysctl kernel.yama.ptrace_scope=0; start a container with --cap-add=SYS_PTRACE.",
         )
     lines = [line.strip().removeprefix("Error: ") for line in text.splitlines() if line.strip()]
-    return PySpyError(f"py-spy failed: {lines[0] if lines else 'it said nothing'}", "See its documentation.")
+    return PySpyError(f"py-spy failed: {lines[0] if lines else 'without a message'}", "See its documentation.")
 
 
 def _text(said: IO[bytes]) -> str:
-    """What the child has printed so far, without moving where it goes on (the two share the file's position)."""
+    """What the child has printed so far. Does not move the file's position, which child and parent share."""
     return os.pread(said.fileno(), 65_536, 0).decode("utf-8", "replace")
 
 
-# The costliest frames: of the stacks py-spy sampled, by the time a function itself ran.
-#
-# Read from py-spy's speedscope file (https://www.speedscope.app/file-format-schema.json): one profile per thread,
-# each sample a stack of frame numbers, outermost first, with its seconds as weight.
+# --- the most expensive frames ----------------------------------------------------------------------------------------
 
 SHOWN_FRAMES = 10
 LONG_PATH = 28  # characters that fit beside the function in 80 columns
-# Innermost frames of a thread that waits for work: py-spy cannot always tell that it sleeps. File and function.
+# Innermost frames (file, function) of a thread that waits for work. py-spy cannot always detect that it sleeps.
 WAITING = frozenset(
     {
-        ("asyncio/runners.py", "run"),  # uvloop's own waiting has no Python frame
+        ("asyncio/runners.py", "run"),  # uvloop waits without a Python frame
         ("asyncio/base_events.py", "run_forever"),
         ("concurrent/futures/thread.py", "_worker"),
         ("queue.py", "get"),
@@ -140,9 +139,9 @@ WAITING = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
-    """Where the time went: `own_s` seconds in the function itself, `share` of all that were sampled. `line` is the one
-    most of them were spent in; an operator of torch has neither file nor line."""
+class CostlyFrame:
+    """A function and its time: `own_s` seconds in the function itself, `share` of all sampled time. `line`: the line
+    with the most of it. An operator of torch has neither file nor line."""
 
     function: str
     file: str
@@ -152,7 +151,7 @@ class Frame:
 
     @property
     def place(self) -> str:
-        """`file:line`; of a long path the package and the file."""
+        """`file:line`; a long path is cut to the package and the file."""
         if not self.file:
             return ""
         package, *rest = self.file.split("/")
@@ -162,18 +161,18 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """What a speedscope file says: the costliest frames first, how many samples of working threads it rests on, and how
-    many more were of waiting ones."""
+class StackSamples:
+    """A speedscope file's content: the most expensive frames first, the number of samples of working threads, and the
+    number of samples of waiting threads."""
 
-    frames: tuple[Frame, ...]
+    frames: tuple[CostlyFrame, ...]
     samples: int
     seconds: float
     waiting: int
 
 
-def read_speedscope(path: Path, count: int = SHOWN_FRAMES) -> Sampled:
-    """The `count` costliest functions over all threads. Samples of threads that wait for work do not count."""
+def read_speedscope(path: Path, count: int = SHOWN_FRAMES) -> StackSamples:
+    """The `count` most expensive functions over all threads. Samples of threads that wait for work do not count."""
     document = orjson.loads(path.read_bytes())
     frames = document["shared"]["frames"]
     own_s: dict[tuple[str, str], dict[int, float]] = defaultdict(lambda: defaultdict(float))
@@ -186,7 +185,7 @@ def read_speedscope(path: Path, count: int = SHOWN_FRAMES) -> Sampled:
         own_s[(frame["name"], frame.get("file") or "")][frame.get("line") or 0] += weight
         samples, seconds = samples + 1, seconds + weight
     costliest = sorted(own_s.items(), key=lambda item: -sum(item[1].values()))[:count]
-    return Sampled(tuple(_frame(*item, seconds) for item in costliest), samples, seconds, waiting)
+    return StackSamples(tuple(_frame(*item, seconds) for item in costliest), samples, seconds, waiting)
 
 
 def _leaves(document: Mapping[str, Any]) -> Iterator[tuple[int, float]]:
@@ -201,16 +200,18 @@ def _waits(frame: Mapping[str, Any]) -> bool:
     return any(function == name and file.endswith(f"/{place}") for place, name in WAITING)
 
 
-def _frame(where: tuple[str, str], by_line: Mapping[int, float], seconds: float) -> Frame:
+def _frame(where: tuple[str, str], by_line: Mapping[int, float], seconds: float) -> CostlyFrame:
     name, file = where
     own = sum(by_line.values())
-    return Frame(name, shortened(file), max(by_line, key=by_line.__getitem__), own, own / seconds if seconds else 0.0)
+    return CostlyFrame(
+        name, shortened(file), max(by_line, key=by_line.__getitem__), own, own / seconds if seconds else 0.0
+    )
 
 
 def shortened(file: str) -> str:
-    """A file as one knows it: below site-packages, the standard library or the current folder; else in full."""
+    """The file relative to site-packages, the standard library or the current folder; otherwise in full."""
     roots = [*site.getsitepackages(), sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(Path.cwd())]
-    roots.append(str(Path(__file__).parents[3]))  # what holds pvg: a checkout, or site-packages
+    roots.append(str(Path(__file__).parents[3]))  # the parent of pvg: a checkout, or site-packages
     for root in sorted(set(roots), key=len, reverse=True):
         if file.startswith(f"{root}/"):
             return file[len(root) + 1 :]

@@ -1,11 +1,11 @@
-"""The table of workloads: what a profile's `profile` key may name.
+"""The table of workloads, which a profile's `profile` key names.
 
-Each lives in a module of its own, imported when it is asked for, with one function
+Each workload has its own module, imported on demand, with one function
 
     def make(settings: BenchSettings) -> Workload
 
-that validates the `[workload]` table with the workload's own pydantic model (pvg.bench.profile.workload_settings) and
-raises what is wrong with it. Making a workload is cheap and holds nothing; `Workload.open` loads and allocates.
+that validates the `[workload]` table with the workload's pydantic model (pvg.bench.profile.workload_settings) and
+raises errors in it. `make` is cheap and allocates nothing; `Workload.open` loads and allocates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WorkloadTable = Mapping[str, MakeWorkload]
 
 
 def _lazily(module: str) -> MakeWorkload:
-    """The module's `make`, imported when it is called: most workloads need torch."""
+    """The module's `make`, imported at the call, because most workloads need torch."""
 
     def make(settings: BenchSettings) -> Workload:
         found: Workload = importlib.import_module(f"{__name__}.{module}").make(settings)
@@ -51,8 +51,8 @@ WORKLOADS: WorkloadTable = {
     )
 }
 
-# The workloads that can take their work from a recorded run (`--replay RUN`).
+# Workloads that can take their work from a recorded run (`--replay RUN`).
 REPLAYING = frozenset({"rollout", "trainer"})
 
-# The workloads that measure what vLLM servers do (`--server URL`, `--serve`).
+# Workloads that can run on vLLM servers (`--server URL`, `--serve`).
 SERVED = frozenset({"rollout", "sync", "e2e"})

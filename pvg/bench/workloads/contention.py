@@ -1,28 +1,26 @@
-"""Processes that keep cores busy during a benchmark, as other programs on the machine would.
+"""Steps of the game on a shared machine: beside 0, 1 and 2 busy processes, with many threads or with few.
 
-    with busy_processes(2):
-        ...                         # two processes compute, each in its own session
+    pvg bench --profile contention      # one thread per core against the default, in turn
 
-Each process has its own session, because Linux divides the cores between sessions first (autogroup), and a program in
-another terminal has its own session too. A process ends when its standard input ends, so it also ends when its owner is
-killed. It ends after LIMIT_S in any case.
+A sample is `steps` optimizer steps of the e2e workload with no busy process, then beside one, then beside two. The
+steps run in a child process (pvg.bench.workloads.contention_child), because two thread pools in one process slow each
+other down. The child sleeps while the other variant is measured. `kept_1` is the throughput beside one busy process
+divided by the idle throughput of the same sample; 1 is ideal.
 """
 
 from __future__ import annotations
 
 import asyncio
-import select
-import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 import orjson
 
+from pvg.bench.busy import busy_processes
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.bench.workloads import e2e
 from pvg.config.experiment import Experiment
 from pvg.config.sections import Count, Section
@@ -30,73 +28,21 @@ from pvg.errors import ConfigurationError, PvgError
 from pvg.telemetry.core_waits import CoreTime, usable_cores
 from pvg.telemetry.spans import span
 
-LIMIT_S = 600.0
-TURNS = 20_000  # loop turns between two checks of the standard input: about a millisecond
-
-
-@contextmanager
-def busy_processes(count: int, limit_s: float = LIMIT_S) -> Iterator[list[int]]:
-    """The process ids of `count` processes. All of them compute when the block begins; none is left when it ends."""
-    with ExitStack() as stack:
-        processes = [stack.enter_context(_busy_process(limit_s)) for _ in range(count)]
-        for process in processes:
-            assert process.stdout is not None
-            process.stdout.readline()  # it has begun
-        yield [process.pid for process in processes]
-
-
-@contextmanager
-def _busy_process(limit_s: float) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__, str(limit_s)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-    with process:  # closes the pipes and waits, last of all
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def compute(limit_s: float) -> None:
-    """Use a core until the standard input ends or the time is up."""
-    ends = time.monotonic() + limit_s
-    print("computing", flush=True)
-    while time.monotonic() < ends and not select.select([sys.stdin], [], [], 0)[0]:
-        for _ in range(TURNS):
-            pass
-
-
-if __name__ == "__main__":
-    compute(float(sys.argv[1]))
-
-
-# Steps of the game on a shared machine: beside 0, 1 and 2 busy processes, with many threads or with few.
-#
-#     pvg bench --profile contention      # one thread for each core against the default, in turn
-#
-# A sample is `steps` optimizer steps of the e2e workload with no busy process, then the same beside one, then beside
-# two. The steps run in a child process (pvg.bench.workloads.contention_child), because two pools of threads in one
-# process slow each other down. The child sleeps while the other variant is measured. `kept_1` is the throughput
-# beside one busy process divided by the idle throughput of the same sample; 1 is ideal.
-
 BESIDE = (0, 1, 2)  # busy processes
 LONGEST_LINE = 2**20
 
 
-class Settings(Section):
-    """The `[workload]` table. `steps`: optimizer steps for each number of busy processes. `threads`: as many as cores,
-    or the default of models.threads."""
+class ContentionSettings(Section):
+    """The `[workload]` table. `steps`: optimizer steps for each number of busy processes. `threads`: one per core, or
+    the default of models.threads."""
 
     steps: Count = 1
     threads: Literal["cores", "default"] = "default"
 
 
 def make(settings: BenchSettings) -> Workload:
-    """Raises ConfigurationError if models.threads is set too, and for settings that e2e cannot measure."""
-    own, experiment = workload_settings(Settings, settings), settings.experiment
+    """Raises ConfigurationError if models.threads is set too, or for settings that e2e cannot measure."""
+    own, experiment = workload_settings(ContentionSettings, settings), settings.experiment
     if experiment.models.threads:
         raise ConfigurationError(
             f"models.threads = {experiment.models.threads}, but this workload compares numbers of threads.",
@@ -115,15 +61,15 @@ class ChildFailedError(PvgError):
 class Contention:
     """See the module."""
 
-    measures: Mapping[str, Measure] = {
-        "step_s": Measure("s", "lower", "wall time of one optimizer step with no busy process beside it"),
-        "step_1_s": Measure("s", "lower", "the same beside one busy process"),
-        "step_2_s": Measure("s", "lower", "the same beside two busy processes"),
-        "kept_1": Measure("1", "higher", "throughput beside one busy process, as a share of the idle throughput"),
-        "kept_2": Measure("1", "higher", "throughput beside two busy processes, as a share of the idle throughput"),
+    measures: Mapping[str, BenchMetric] = {
+        "step_s": BenchMetric("s", "lower", "wall time of one optimizer step with no busy process beside it"),
+        "step_1_s": BenchMetric("s", "lower", "wall time of one optimizer step beside one busy process"),
+        "step_2_s": BenchMetric("s", "lower", "wall time of one optimizer step beside two busy processes"),
+        "kept_1": BenchMetric("1", "higher", "throughput beside one busy process, as a share of the idle throughput"),
+        "kept_2": BenchMetric("1", "higher", "throughput beside two busy processes, as a share of the idle throughput"),
     }
 
-    def __init__(self, experiment: Experiment, own: Settings) -> None:
+    def __init__(self, experiment: Experiment, own: ContentionSettings) -> None:
         self._experiment, self._own = experiment, own
         self._process: asyncio.subprocess.Process | None = None
         self._opened: dict[str, Any] = {}
@@ -162,8 +108,8 @@ class Contention:
         }
 
     def derived(self) -> dict[str, float]:
-        """The number of threads, and, by the number of busy processes, the share of their ready time in which they
-        waited for a core, over all samples. On other systems than Linux only the number of threads."""
+        """The number of threads and, on Linux, by number of busy processes, the share of their ready time in which the
+        threads waited for a core, over all samples."""
         found = {"threads": float(self._opened["threads"])}
         for beside, times in self._times.items():
             if ready_s := sum(time.ran_s + time.waited_s for time in times):
@@ -175,7 +121,7 @@ class Contention:
         if process is not None:
             with suppress(ProcessLookupError):
                 process.kill()
-            await process.communicate()  # closes its pipes too, before the event loop ends
+            await process.communicate()  # also closes its pipes before the event loop ends
 
     async def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Raises ChildFailedError for an error that the child reports, RuntimeError if it has ended."""

@@ -2,12 +2,12 @@
 
     python -m pvg.bench.workloads.contention_child
 
-Reads one JSON object per line from standard input and answers each with one on standard output:
+Protocol: one JSON object per line on standard input, one answer per line on standard output:
 
     {"experiment": {...}, "steps": n}   the first line -> {"threads": n, "work": {...}}
     {"sample": index}                                  -> {"step_s": seconds, "core_time": {...} or null}
 
-It answers a user's mistake with {"error": "..."}. It ends when its input ends.
+A user's mistake is answered with {"error": "..."}. The process ends when its input ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from pvg.bench.variants import on_loop
-from pvg.bench.workloads.e2e import EndToEnd, Settings
+from pvg.bench.workloads.e2e import EndToEnd, EndToEndSettings
 from pvg.config.experiment import Experiment, build_experiment
 from pvg.errors import PvgError
 from pvg.models.compute import ComputeExecutor
@@ -28,8 +28,8 @@ from pvg.telemetry.spans import Tracer
 
 
 async def play(experiment: Experiment, steps: int) -> None:
-    """Reading blocks the event loop. That is harmless, because the loop has no work between two samples."""
-    workload, tracer = EndToEnd(experiment, Settings(steps=steps)), Tracer()
+    """Answer `sample` messages. Reading blocks the event loop, but the loop has no work between two samples."""
+    workload, tracer = EndToEnd(experiment, EndToEndSettings(steps=steps)), Tracer()
     with tracer.drive():
         try:
             await workload.open()
@@ -40,7 +40,7 @@ async def play(experiment: Experiment, steps: int) -> None:
                 values = await workload.sample(orjson.loads(line)["sample"])
                 time = waits.take()
                 tracer.close_step()
-                tracer.take_spans()  # dropped, so that memory does not grow from sample to sample
+                tracer.take_spans()  # discarded, so that memory does not grow from sample to sample
                 say({"step_s": values["step_s"], "core_time": None if time is None else asdict(time)})
         finally:
             await workload.close()

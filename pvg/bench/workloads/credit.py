@@ -1,12 +1,12 @@
-"""Credit and the verifier's penalties: arrays at once, against loops over groups and over environments.
+"""Credit and the verifier's penalties: vectorised, compared with loops over groups and environments.
 
     pvg bench --profile credit
     pvg bench --profile credit --ablate
 
 A sample computes, `turns` times each, GRPO's advantages of a batch of rollouts, and V-REx and IRMv1 of as many pairs in
-`environments` environments, from the scores and back to them. The loops are how these things are usually written:
+`environments` environments, forward from the scores and backward to them. The loops are the usual implementation:
 rewards gathered by group in a dictionary; a mask per environment, and for IRMv1 the gradient with respect to a dummy
-multiplier by autograd. `open` checks that both ways give the same.
+multiplier by autograd. `open` checks that both ways give the same result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.config.sections import Count, Section
 from pvg.records import Float32
 from pvg.telemetry.spans import span
@@ -37,9 +37,9 @@ Array = NDArray[Any]
 Penalty = Callable[[Tensor, Tensor, int], Tensor]  # scores_M2, environments_M, environments
 
 
-class Settings(Section):
-    """The `[workload]` table: rollouts of a batch and how many a group has (half of them of each role), pairs and their
-    environments, turns per sample, and the three ways that are compared."""
+class CreditSettings(Section):
+    """The `[workload]` table: rollouts per batch and per group (half of them of each role), pairs and their
+    environments, turns per sample, and the implementation of each of the three computations."""
 
     rollouts: Count = 4_096
     group_size: Count = 8
@@ -52,32 +52,34 @@ class Settings(Section):
     seed: int = 0
 
     @model_validator(mode="after")
-    def _whole_groups(self) -> Settings:
+    def _whole_groups(self) -> CreditSettings:
         if self.rollouts % self.group_size:
-            raise ValueError(f"workload.rollouts = {self.rollouts} are no whole groups of {self.group_size}")
+            raise ValueError(
+                f"workload.rollouts = {self.rollouts} is not a multiple of the group size {self.group_size}"
+            )
         return self
 
 
 def make(settings: BenchSettings) -> Workload:
-    return CreditWork(workload_settings(Settings, settings))
+    return CreditWork(workload_settings(CreditSettings, settings))
 
 
 class CreditWork:
     """See the module."""
 
-    measures: Mapping[str, Measure] = {
-        "credit_ms": Measure("ms", "lower", "rewards to advantages, the batch's"),
-        "vrex_ms": Measure("ms", "lower", "V-REx of the batch's pairs, forward and backward to the scores"),
-        "irm_ms": Measure("ms", "lower", "IRMv1 of the batch's pairs, forward and backward to the scores"),
+    measures: Mapping[str, BenchMetric] = {
+        "credit_ms": BenchMetric("ms", "lower", "from a batch's rewards to its advantages"),
+        "vrex_ms": BenchMetric("ms", "lower", "V-REx of the batch's pairs, forward and backward to the scores"),
+        "irm_ms": BenchMetric("ms", "lower", "IRMv1 of the batch's pairs, forward and backward to the scores"),
     }
 
-    def __init__(self, own: Settings) -> None:
+    def __init__(self, own: CreditSettings) -> None:
         self._own = own
 
     async def open(self) -> None:
         own, rng = self._own, np.random.default_rng(self._own.seed)
         self._rewards_N = rng.normal(size=own.rollouts)
-        # Arrival order: the rows of a group do not lie together.
+        # In arrival order, the rows of a group are not adjacent.
         rows_N = rng.permutation(own.rollouts)
         self._groups_N, self._roles_N = rows_N // own.group_size, rows_N % 2
         generator = torch.Generator().manual_seed(own.seed)
@@ -86,7 +88,7 @@ class CreditWork:
         self._check()
 
     def _check(self) -> None:
-        """Both ways of each give the same: what is compared is only how long they take."""
+        """Check that both implementations of each computation agree, so that only their time differs."""
         found, expected = (way(self._rewards_N, self._groups_N, self._roles_N) for way in CREDIT.values())
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
         for ways in (VREX, IRM):
@@ -109,7 +111,7 @@ class CreditWork:
         for name, job in jobs.items():
             with span(name):
                 found[f"{name}_ms"] = 1e3 * median(_seconds(job) for _ in range(own.turns))
-            await asyncio.sleep(0)  # where Ctrl-C ends it
+            await asyncio.sleep(0)  # so that Ctrl-C can end it
         return found
 
     def _gradient(self, penalty: Penalty) -> tuple[float, Tensor]:

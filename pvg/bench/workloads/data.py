@@ -1,16 +1,16 @@
-"""`data`: the rollout store and the pair stream at growing numbers of pairs. It proves that memory stays flat.
+"""`data`: the rollout store and the pair stream at growing numbers of pairs; shows that memory stays flat.
 
     pvg bench --profile data
     pvg bench --profile data -s workload.loader=eager -s 'workload.pairs=[5000,50000]'
 
-The rollouts are written through pvg.store.shards into a temporary folder. For every size a fresh process opens them,
-reads a first batch and draws more (pvg.bench.workloads.data_child), so that no size disturbs another's memory.
-`workload.loader = "eager"` is the slow side: every pair as text in one JSONL file, parsed into a list.
-`workload.loader = "game"` measures the game instead: the end of the mint and the whole verifier phase, played by the
-game's own code (pvg.bench.workloads.data_game lists what that includes). The profile `data-game` uses it.
+The workload writes rollouts through pvg.store.shards to a temporary folder. For each size a fresh process opens them,
+reads a first batch and draws more (pvg.bench.workloads.data_child), so no size affects another's memory. With
+`workload.loader = "eager"`, the slow side, the process parses every pair from one JSONL file into a list. With
+`workload.loader = "game"` (profile `data-game`) it runs the game's own code: the end of the mint and the whole verifier
+phase (pvg.bench.workloads.data_game lists the details).
 
-Memory is what the loader keeps for itself. Pages of the shards that the kernel maps from its page cache count in the
-derived `resident_mb`, since the kernel takes them back when somebody needs the room.
+The memory measure is the loader's private memory. The derived `resident_mb` also counts the shards' pages in the page
+cache, which the kernel frees if another process needs the memory.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ import psutil
 from pydantic import Field, model_validator
 
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.bench.workloads import data_game
-from pvg.bench.workloads.data_child import Order, memory_of
+from pvg.bench.workloads.data_child import LoadOrder, memory_of
 from pvg.bench.workloads.data_store import StoreShape, check_free_space, write_pairs, write_store
 from pvg.config.experiment import Experiment
 from pvg.config.sections import Count, Section
@@ -41,39 +41,39 @@ from pvg.store.shards import ShardInfo
 from pvg.telemetry.spans import span
 
 MB = 1e6
-WATCH_EVERY_S = 0.005  # between two looks at the child's memory: shorter peaks may be missed
-EAGER_OVERHEAD = 1.5  # memory of the eager loader over the size of its file, with room to spare
+WATCH_EVERY_S = 0.005  # between two looks at the child's memory; shorter peaks may be missed
+EAGER_OVERHEAD = 1.5  # memory of the eager loader divided by the size of its file, rounded up
 CHILD, GAME_CHILD = "pvg.bench.workloads.data_child", "pvg.bench.workloads.data_game"
 FEWER = "Ask for fewer pairs (-s 'workload.pairs=[5000,50000]')"
 
 
-class Settings(Section):
+class DataWorkloadSettings(Section):
     pairs: Annotated[tuple[Count, ...], Field(strict=False, min_length=1)] = (5_000, 50_000, 500_000)
     loader: Literal["stream", "eager", "game"] = "stream"
-    row_digests: bool = True  # store.row_digests of the stream: rows checked when read, or whole shards when opened
+    row_digests: bool = True  # store.row_digests of the stream: check rows when read, or whole shards when opened
     batches: Count = 200  # drawn and timed after the first
     batch_pairs: Count = 64
     steps: Count = 10  # loader "game": training steps of the verifier, of batch_pairs pairs each
-    solutions: Annotated[int, Field(ge=2)] = 8  # per problem, half of them right: 16 pairs
+    solutions: Annotated[int, Field(ge=2)] = 8  # per problem, half of them correct: 16 pairs
     tokens: Annotated[int, Field(ge=16)] = 450  # mean of a solution; 1800 characters
 
     @model_validator(mode="after")
-    def _can_work(self) -> Settings:
+    def _can_work(self) -> DataWorkloadSettings:
         if self.solutions % 2:
-            raise ValueError(f"workload.solutions is {self.solutions}, but half of them are right: it must be even")
+            raise ValueError(f"workload.solutions = {self.solutions} must be even: half of them are correct")
         if list(self.pairs) != sorted(set(self.pairs)):
-            raise ValueError("workload.pairs must grow: every size once, the smallest first")
+            raise ValueError("workload.pairs must be in increasing order, without repetition")
         return self
 
 
 def make(settings: BenchSettings) -> Workload:
-    return DataWorkload(workload_settings(Settings, settings), settings.experiment)
+    return DataWorkload(workload_settings(DataWorkloadSettings, settings), settings.experiment)
 
 
 class DataWorkload:
     """One loader at every size of `settings.pairs`."""
 
-    def __init__(self, settings: Settings, experiment: Experiment) -> None:
+    def __init__(self, settings: DataWorkloadSettings, experiment: Experiment) -> None:
         self._settings = settings
         self._experiment = experiment
         self._seed = experiment.seed
@@ -87,26 +87,26 @@ class DataWorkload:
         self._shards: dict[int, list[ShardInfo]] = {}
         self._bytes: dict[int, int] = {}
         self._memory: dict[str, list[float]] = {}
-        self.measures: Mapping[str, Measure] = {
-            "peak_memory_mb": Measure("MB", "lower", "peak_memory_mb of the size that takes most"),
+        self.measures: Mapping[str, BenchMetric] = {
+            "peak_memory_mb": BenchMetric("MB", "lower", "peak_memory_mb of the size that takes most"),
             **{f"{name}_{label(size)}": measure for size in settings.pairs for name, measure in self._by_size.items()},
         }
 
     async def open(self) -> None:
-        """Write what is to be loaded. Raises MissingRequirementError for too little disk or memory, before writing."""
+        """Write the data. Raises MissingRequirementError before writing if disk or memory is too small."""
         if not _knows_memory():
-            raise MissingRequirementError("The data benchmark reads a process's memory from /proc.", "Run it on Linux.")
+            raise MissingRequirementError("The data benchmark reads memory figures from /proc.", "Run it on Linux.")
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-data-"))
             for _ in self._write(Path(folder)):
-                await asyncio.sleep(0)  # where Ctrl-C ends it
+                await asyncio.sleep(0)  # so that Ctrl-C can end it
             self._stack = stack.pop_all()
 
     def _write(self, folder: Path) -> Iterator[None]:
-        """Writes what the loader needs, piece by piece."""
+        """Write the loader's data piece by piece."""
         settings, shape = self._settings, self._shape
         self._directory = folder
-        elsewhere = f"{FEWER}, or set TMPDIR to a folder of another disk."
+        elsewhere = f"{FEWER}, or set TMPDIR to a folder on another disk."
         if settings.loader != "eager":
             check_free_space(folder, shape.stored_bytes(settings.pairs[-1]), elsewhere)
             self._shards = {size: [] for size in settings.pairs}
@@ -149,7 +149,7 @@ class DataWorkload:
         return {"peak_memory_mb": max(peaks), **measured}
 
     def derived(self) -> dict[str, float]:
-        """By size: MB on the disk, and of memory with mapped pages counted. Over the sizes: memory per further pair."""
+        """Per size: MB on disk, and memory with mapped pages. Over the sizes: memory per additional pair."""
         medians = {name: statistics.median(values) for name, values in self._memory.items()}
         sizes = self._settings.pairs
         found = {f"file_mb_{label(size)}": self._bytes[size] / MB for size in sizes}
@@ -164,7 +164,7 @@ class DataWorkload:
         self._stack.close()
 
     async def _play(self, size: int) -> dict[str, float]:
-        """The game's phases on the rollouts of this size, in a run that is removed afterwards."""
+        """Play the game's phases on the rollouts of this size, in a run that is removed afterwards."""
         settings, store = self._settings, self._directory
         with tempfile.TemporaryDirectory(prefix="run-", dir=store) as folder:
             run = data_game.make_run(
@@ -178,7 +178,7 @@ class DataWorkload:
             )
             return await play_in_child(run.path)
 
-    def _order(self, size: int) -> Order:
+    def _order(self, size: int) -> LoadOrder:
         return {
             "loader": self._settings.loader,
             "directory": str(self._directory),
@@ -196,27 +196,31 @@ class DataWorkload:
         needed, available = EAGER_OVERHEAD * file_bytes, psutil.virtual_memory().available
         if available < needed:
             raise MissingRequirementError(
-                f"The eager loader would take about {needed / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB are "
+                f"The eager loader would take about {needed / 1e9:.1f} GB of memory, but {available / 1e9:.1f} GB are "
                 "available.",
                 f"{FEWER}.",
             )
 
 
-# By size: the names get the size behind them, such as pairs_per_s_50k.
-MEASURES: Mapping[str, Measure] = {
-    "first_batch_s": Measure("s", "lower", "opening the data and reading the first batch"),
-    "pairs_per_s": Measure("pairs/s", "higher", "drawing batches after the first, and reading their texts"),
-    "peak_memory_mb": Measure("MB", "lower", "most private memory of the loading process beyond what it began with"),
+# Measures per size, with the size as suffix, such as pairs_per_s_50k.
+MEASURES: Mapping[str, BenchMetric] = {
+    "first_batch_s": BenchMetric("s", "lower", "opening the data and reading the first batch"),
+    "pairs_per_s": BenchMetric("pairs/s", "higher", "drawing batches after the first, and reading their texts"),
+    "peak_memory_mb": BenchMetric(
+        "MB", "lower", "peak private memory of the loading process, beyond its initial memory"
+    ),
 }
 
 
-GAME_MEASURES: Mapping[str, Measure] = {
-    "mint_end_s": Measure("s", "lower", "the statistics of all minted rollouts at the end of the mint, and the commit"),
-    "verifier_phase_s": Measure("s", "lower", "the verifier phase: pairs, training steps, calibration, commit"),
-    "peak_memory_mb": Measure(
+GAME_MEASURES: Mapping[str, BenchMetric] = {
+    "mint_end_s": BenchMetric(
+        "s", "lower", "the statistics of all minted rollouts at the end of the mint, and the commit"
+    ),
+    "verifier_phase_s": BenchMetric("s", "lower", "the verifier phase: pairs, training steps, calibration, commit"),
+    "peak_memory_mb": BenchMetric(
         "MB", "lower", "peak private memory (RssAnon) in these phases, beyond that of the opened session"
     ),
-    "peak_resident_mb": Measure(
+    "peak_resident_mb": BenchMetric(
         "MB",
         "lower",
         "peak resident memory (VmHWM), with the mapped pages of the shards, which the kernel can free",
@@ -235,8 +239,8 @@ def label(size: int) -> str:
 # --- the child process -------------------------------------------------------------------------------------------
 
 
-async def load_in_child(order: Order) -> dict[str, float]:
-    """Load and draw in a fresh process: seconds, pairs/s, and MB by which its memory grew. Raises as `watched`."""
+async def load_in_child(order: LoadOrder) -> dict[str, float]:
+    """Load and draw in a fresh process: seconds, pairs/s, and the growth of its memory in MB. Raises as `watched`."""
     started, first, done, private = await watched(CHILD, order, ("first_batch", "draw_pairs"))
     growth = {kind: (done[kind] - started[kind]) / MB for kind in ("resident", "mapped")}
     return {
@@ -250,7 +254,7 @@ async def load_in_child(order: Order) -> dict[str, float]:
 
 
 async def play_in_child(run: Path) -> dict[str, float]:
-    """The game's phases in a fresh process: seconds, and MB by which its memory grew. Raises as `watched`."""
+    """Play the game's phases in a fresh process: seconds, and the growth of its memory in MB. Raises as `watched`."""
     started, minted, done, private = await watched(GAME_CHILD, {"run": str(run)}, ("mint_end", "verifier_phase"))
     return {
         "mint_end_s": minted["mint_end_s"],
@@ -267,8 +271,8 @@ async def watched(
     """Run `module` on `order` in a fresh process. Returns the three lines that it writes, and its peak private memory
     in bytes from the first line on. `spans` name the time up to the second line and up to the third.
 
-    Raises MissingRequirementError when the process is killed (which is how a machine without memory ends it), and
-    RuntimeError with its last words when it fails.
+    Raises MissingRequirementError if the process is killed (as happens without memory), RuntimeError with its last
+    output if it fails.
     """
     with span("start_process"):
         child = await _start(module)
@@ -293,7 +297,7 @@ async def watched(
             child.kill()
         await child.wait()
         said = (await errors).decode(errors="replace").strip()
-        # Its pipes are closed here. Otherwise the garbage collector closes them after the event loop has ended.
+        # Close its pipes here. Otherwise the garbage collector closes them after the event loop has ended.
         await child.stdout.read()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             await child.stdin.wait_closed()
@@ -315,7 +319,7 @@ async def _start(module: str) -> asyncio.subprocess.Process:
 
 
 async def _next_line(stream: asyncio.StreamReader) -> dict[str, float]:
-    """The next event; empty when the process has ended."""
+    """The next event; empty if the process has ended."""
     line = await stream.readline()
     return dict(json.loads(line)) if line.endswith(b"\n") else {}
 
@@ -323,14 +327,14 @@ async def _next_line(stream: asyncio.StreamReader) -> dict[str, float]:
 def _failure(returncode: int | None, said: str) -> Exception:
     if returncode is not None and returncode < 0:
         return MissingRequirementError(
-            f"The process that loads the pairs was killed by signal {-returncode}, probably for its memory.",
+            f"The process that loads the pairs was killed by signal {-returncode}, probably for lack of memory.",
             f"{FEWER}.",
         )
     return RuntimeError(f"The process that loads the pairs failed (exit code {returncode}): {said}")
 
 
 class PrivatePeak:
-    """Watches a process's private memory: `bytes` is the most that was seen while the context was open."""
+    """Watches a process's private memory: `bytes` is the peak while the context was open."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

@@ -1,17 +1,17 @@
-"""One loader of preference pairs in a process of its own, so that its memory is its own.
+"""One loader of preference pairs in a separate process, so that its memory can be measured.
 
     python -m pvg.bench.workloads.data_child < order.json
 
-Reads one JSON object (see `Order`) from standard input and writes one JSON object per line: `started` once everything
-is imported, `first_batch` when the first pairs have been read, `done` after the last batch. Nothing is unpickled.
+Reads one JSON object (see `LoadOrder`) from standard input and writes one JSON object per line: `started` after all
+imports, `first_batch` after the first pairs, `done` after the last batch. Nothing is unpickled.
 
-Two loaders: "stream" is the product's (rows drawn from memory-mapped shards), "eager" is what it replaces (all pairs as
+Two loaders: "stream" is pvg's (rows drawn from memory-mapped shards); "eager" is the usual alternative (all pairs as
 text in one JSONL file, parsed into a list before the first batch).
 
-Each line contains four amounts of memory in bytes: `private` (RssAnon) belongs to this process alone, `mapped`
-(RssFile) are pages of files, `resident_now` (VmRSS) is their sum, and `resident` (VmHWM) is the peak of the sum. Mapped
-pages belong to the page cache: the kernel frees them when another process needs the memory. The parent watches the peak
-of `private` (pvg.bench.workloads.data).
+Each line has four amounts of memory in bytes: `private` (RssAnon) belongs to this process alone, `mapped` (RssFile) are
+pages of files, `resident_now` (VmRSS) is their sum, and `resident` (VmHWM) is the peak of the sum. Mapped pages belong
+to the page cache: the kernel frees them if another process needs the memory. The parent watches the peak of `private`
+(pvg.bench.workloads.data).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from pvg.store.shards import RolloutShards, ShardInfo
 TextPair = tuple[str, str, str]  # question, correct solution, incorrect solution
 
 
-class Order(TypedDict):
-    """What to load (`shards` for the stream, relative to `directory`; `jsonl` for the eager loader), and how much to
+class LoadOrder(TypedDict):
+    """What to load (`shards` relative to `directory` for the stream, `jsonl` for the eager loader), and how much to
     draw."""
 
     loader: str
@@ -46,12 +46,12 @@ class Order(TypedDict):
     seed: int
 
 
-class Loader(Protocol):
+class PairLoader(Protocol):
     def batch(self, step: int, size: int) -> Sequence[TextPair]: ...
 
 
 class StreamLoader:
-    """The product's: drawn by number, read where it lies."""
+    """pvg's loader: draws pairs by number and reads their rows from the mapped shards."""
 
     def __init__(self, directory: Path, shards: Sequence[Mapping[str, Any]], seed: int) -> None:
         view = PairView(RolloutShards(directory), [ShardInfo.from_plain(plain) for plain in shards])
@@ -64,8 +64,7 @@ class StreamLoader:
 
 
 class EagerLoader:
-    """What the stream replaces: all pairs in a list, in a shuffled order that begins again after the last. (With the
-    fastest JSON parser we have, so that the difference is not the parser's.)"""
+    """All pairs in a list, in a shuffled order that repeats. It uses orjson too, so the parser makes no difference."""
 
     def __init__(self, path: Path, seed: int) -> None:
         self._pairs = [(line["prompt"], line["chosen"], line["rejected"]) for line in read_json_lines(path)]
@@ -76,25 +75,25 @@ class EagerLoader:
         return [self._pairs[number] for number in self._order_M[places].tolist()]
 
 
-def open_loader(order: Order) -> Loader:
+def open_loader(order: LoadOrder) -> PairLoader:
     if order["loader"] == "eager":
         return EagerLoader(Path(order["jsonl"]), order["seed"])
     return StreamLoader(Path(order["directory"]), order["shards"], order["seed"])
 
 
 def memory_of(process: int | str = "self") -> dict[str, int]:
-    """The memory lines of /proc/PROCESS/status in bytes: VmHWM (most resident), VmRSS, RssAnon (private), RssFile...
+    """The memory lines of /proc/PROCESS/status in bytes: VmHWM (peak), VmRSS, RssAnon (private), RssFile...
 
-    Not getrusage: what that calls a child's peak begins with its parent's. Raises FileNotFoundError where there is no
-    such process; one that has ended and was not yet waited for has no memory lines.
+    Not getrusage: a child's peak there starts at its parent's. Raises FileNotFoundError if there is no such process. A
+    process that has ended but was not waited for has no memory lines.
     """
     lines = Path(f"/proc/{process}/status").read_text(encoding="ascii", errors="replace").splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     return {name: int(text.split()[0]) * 1024 for name, text in fields.items() if text.endswith(" kB")}
 
 
-def load_and_draw(order: Order) -> None:
-    """Load, draw, and tell how long both took. `characters` were read in all: the same for the same order."""
+def load_and_draw(order: LoadOrder) -> None:
+    """Load, draw, and report how long both took. `characters`: all that were read, equal for equal orders."""
     size = order["batch_pairs"]
     started = time.perf_counter()
     loader = open_loader(order)
@@ -104,7 +103,7 @@ def load_and_draw(order: Order) -> None:
     for step in range(1, order["batches"] + 1):
         characters += _read(loader.batch(step, size))
     draw_s = time.perf_counter() - started
-    # While the loader is alive, so that its memory counts.
+    # While the loader still exists, so that its memory counts.
     say("done", pairs_per_s=order["batches"] * size / draw_s, characters=characters)
 
 
@@ -124,6 +123,6 @@ def say(event: str, **fields: float) -> None:
 
 
 if __name__ == "__main__":
-    given: Order = json.load(sys.stdin)
+    given: LoadOrder = json.load(sys.stdin)
     say("started")
     load_and_draw(given)

@@ -1,9 +1,9 @@
-"""What the game does with the rollouts of its mint, in a separate process, so that its memory can be measured.
+"""The game's phases on the rollouts of a mint, in a separate process to measure their memory.
 
     python -m pvg.bench.workloads.data_game < order.json        # {"run": "DIRECTORY"}
 
-`make_run` writes a run that has committed all rollouts of its mint. The child opens it as `pvg train --resume` does,
-and plays the code of the game itself (pvg.game.mint, pvg.game.verifier_phase):
+`make_run` writes a run that has committed all rollouts of its mint. The child opens it as `pvg train --resume` does and
+plays the game's own code (pvg.game.mint, pvg.game.verifier_phase):
 
 - the end of the mint: the statistics of all minted rollouts, and the commit;
 - the whole verifier phase: opening the pairs (labels, cells of each source and problem, balancing by source), drawing
@@ -11,7 +11,7 @@ and plays the code of the game itself (pvg.game.mint, pvg.game.verifier_phase):
   held-out solution, the threshold, the weights and the commit.
 
 Only two things are smaller than in a large game: the verifier (a random Llama of one layer, so that scoring takes
-seconds) and the number of training steps (`workload.steps`). Neither depends on the number of pairs.
+seconds) and the number of training steps (`workload.steps`). Neither affects how memory grows with the pairs.
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ from pvg.store.state import FileStateStore
 from pvg.telemetry.observer import SilentObserver
 from pvg.version import code_version
 
-# Ids and text that modchain's tokenizer knows, because the verifier uses it: ids 0 and 1 are pad and end.
+# Ids and text of modchain's tokenizer, which the verifier uses; ids 0 and 1 are pad and end.
 IDS = range(2, 2 + len(CHARACTERS))
 ALPHABET = CHARACTERS.encode()
 WIDTH, LAYERS = 32, 1  # of the verifier
-QUESTION_TOKENS = 4 * PROMPT_TOKENS  # a question's text is four characters a token, and a character is a token
+QUESTION_TOKENS = (
+    4 * PROMPT_TOKENS
+)  # a question has four characters per token, and modchain has one token per character
 
 
 def make_run(
@@ -59,9 +61,9 @@ def make_run(
     steps: int,
     pairs: int,
 ) -> RunDirectory:
-    """A run in `root` that has committed its mint of round 0: the shards `infos` of the folder `store`, as links.
+    """A run in `root` that has committed its mint of round 0: `infos` are the shards of folder `store`, as links.
 
-    The verifier's training has `steps` steps of `pairs` pairs each. `experiment` gives all other settings.
+    The verifier trains for `steps` steps of `pairs` pairs. `experiment` has all other settings.
     """
     rows = sum(info.rows for info in infos)
     experiment = _sized(root, experiment, shape, rows // shape.solutions, steps, pairs)
@@ -99,7 +101,7 @@ def _sized(root: Path, experiment: Experiment, shape: StoreShape, problems: int,
 
 
 async def play_phases(directory: Path) -> None:
-    """Play the two phases and write the memory after each. The session is opened before the first line."""
+    """Play the two phases and report the memory after each. The first line follows the opening of the session."""
     run = RunDirectory(directory)
     async with AsyncExitStack() as stack:
         experiment = load_experiment(run.experiment_file)

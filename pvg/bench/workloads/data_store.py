@@ -1,8 +1,8 @@
-"""The stored rollouts, and the JSONL of their pairs, that the `data` workload loads: the same for the same settings.
+"""Writes the rollouts, and the JSONL of their pairs, that the `data` workload loads; deterministic given its settings.
 
-Every problem has as many right as wrong solutions, so s solutions form (s/2)^2 pairs. Texts, token ids and log-probs
-are slices of a pool that is drawn once: lengths and content vary from row to row, and a quarter of a million rows are
-written in seconds.
+Every problem has as many correct as wrong solutions, so s solutions form (s/2)^2 pairs. Texts, token ids and log-probs
+are slices of a pool that is drawn once. So lengths and content vary from row to row, and writing a quarter of a million
+rows takes seconds.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from pvg.errors import MissingRequirementError
 from pvg.records import BASE_SOURCE, Grade, Role, Rollout, VersionSpan
 from pvg.store.shards import RolloutShards, ShardInfo
 
-CHARACTERS_PER_TOKEN = 4  # about what subword vocabularies reach on English text
+CHARACTERS_PER_TOKEN = 4  # typical of subword vocabularies on English text
 VOCABULARY = 49_152  # SmolLM2's
 PROMPT_TOKENS = 50  # a word problem of two or three sentences
 ALPHABET = b'abcdefghijklmnopqrstuvwxyz0123456789+-=. \n"\\'
-ROWS_PER_SHARD = 4096  # what the embedded game mints in a round: 512 problems, 8 solutions each
+ROWS_PER_SHARD = 4096  # the embedded game's mint of one round: 512 problems, 8 solutions each
 POOL_TOKENS = 1 << 20
-# Bytes of a stored row besides its tokens and its text, and of a JSONL line besides its texts, rounded up.
+# Bytes of a stored row in addition to its tokens and text, and of a JSONL line in addition to its texts, rounded up.
 ROW_OVERHEAD = 800
 LINE_OVERHEAD = 300
-SPARE = 1.15  # of the space that is estimated: lengths are drawn
+SPARE = 1.15  # factor on the estimated space, because lengths are random
 
 
 @dataclass(frozen=True, slots=True)
 class StoreShape:
-    """What is stored. `tokens`: mean length of a solution. `solutions`: per problem, half of them right. `ids`: the
+    """What is stored. `tokens`: mean length of a solution. `solutions`: per problem, half of them correct. `ids`: the
     range of the token ids. `alphabet`: the characters of the texts."""
 
     solutions: int
@@ -44,7 +44,7 @@ class StoreShape:
 
     @property
     def longest(self) -> int:
-        """The most tokens of a solution."""
+        """The maximum tokens of a solution."""
         return 4 * self.tokens
 
     @property
@@ -52,7 +52,7 @@ class StoreShape:
         return (self.solutions // 2) ** 2
 
     def pairs_formed(self, pairs: int) -> int:
-        """`pairs`, rounded up to what whole problems form."""
+        """`pairs`, rounded up to a whole number of problems."""
         return self.problems_for(pairs) * self.pairs_per_problem
 
     def problems_for(self, pairs: int) -> int:
@@ -60,29 +60,29 @@ class StoreShape:
         return -(-pairs // self.pairs_per_problem)
 
     def stored_bytes(self, pairs: int) -> int:
-        """About what the shards of `pairs` pairs take on the disk."""
+        """Approximate disk space of the shards of `pairs` pairs."""
         per_row = self.tokens * (4 + 4 + CHARACTERS_PER_TOKEN) + ROW_OVERHEAD
         return int(SPARE * self.problems_for(pairs) * self.solutions * per_row)
 
     def jsonl_bytes(self, pairs: int) -> int:
-        """About what `pairs` pairs take as text."""
+        """Approximate disk space of `pairs` pairs as text."""
         per_pair = 2 * self.tokens * CHARACTERS_PER_TOKEN + LINE_OVERHEAD
         return int(SPARE * pairs * per_pair)
 
 
 def check_free_space(folder: Path, needed: int, remedy: str) -> None:
-    """Raises MissingRequirementError when the disk of `folder`, a temporary one, has less than `needed` bytes free."""
+    """Raises MissingRequirementError if the disk of the temporary `folder` has less than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         place = folder.parent
         raise MissingRequirementError(
-            f"The benchmark writes about {needed / 1e9:.2f} GB into {place}, which has {free / 1e9:.2f} GB free.",
+            f"The benchmark writes about {needed / 1e9:.2f} GB to {place}, which has {free / 1e9:.2f} GB free.",
             remedy,
         )
 
 
 class SolutionPool:
-    """Rollouts as a function of their problem's number and of the shape."""
+    """Creates the rollouts of a problem, deterministically from its number and the shape."""
 
     def __init__(self, shape: StoreShape) -> None:
         self._shape = shape
@@ -96,10 +96,10 @@ class SolutionPool:
         self._text = letters.tobytes().decode()
 
     def rollouts(self, problem: int) -> list[Rollout]:
-        """The solutions of one problem: even ones right, odd ones wrong."""
+        """The solutions of one problem; those with even numbers are correct."""
         shape = self._shape
         generator = np.random.Generator(np.random.PCG64((shape.seed, problem)))
-        # A gamma distribution of shape 4: most solutions near the mean, a tail up to four times as long.
+        # A gamma distribution of shape 4: most solutions are near the mean, the tail reaches four times that.
         lengths = np.clip(generator.gamma(4.0, shape.tokens / 4, shape.solutions), 8, shape.longest).astype(np.int64)
         starts = generator.integers(0, POOL_TOKENS, shape.solutions)
         question = self._characters(int(starts[0]), PROMPT_TOKENS)
@@ -135,8 +135,8 @@ def write_store(
 ) -> Iterator[tuple[int, ShardInfo]]:
     """Write the rollouts of the largest size (in pairs), one shard at a time, with digests `by_row` or without.
 
-    Yields each shard with the smallest size that it belongs to: a size's rollouts are its own shards and those of all
-    smaller sizes.
+    Yields each shard with the smallest size that it belongs to. The rollouts of a size are its own shards plus those of
+    all smaller sizes.
     """
     pool, shards = SolutionPool(shape), RolloutShards(directory)
     per_shard = max(1, ROWS_PER_SHARD // shape.solutions)
@@ -151,7 +151,7 @@ def write_store(
 
 
 def write_pairs(path: Path, shape: StoreShape, pairs: int) -> Iterator[int]:
-    """Write every pair of the store of that size as one JSON object per line; yields the bytes written so far."""
+    """Write every pair of the store of this size as one JSON object per line; yields the bytes written so far."""
     pool = SolutionPool(shape)
     with open(path, "w", encoding="utf-8") as file:
         for problem in range(shape.problems_for(pairs)):

@@ -1,15 +1,14 @@
 """Whole steps of the game: sample, grade, score, reward, credit, reference, train, publish.
 
     pvg bench --profile e2e                 # one GRPO step of the embedded game per sample
-    pvg bench --profile e2e --ablate        # every switch slow, then one after the other fast
+    pvg bench --profile e2e --ablate        # all optimizations off, then each one enabled in turn
 
-The game's own prover phase plays the steps (pvg.game.prover_phase), against the verifier as it is before any training,
-with threshold 0. Every sample is the first steps of a fresh phase: weights, optimizer, caches and seeds are at their
-start again, so that what is sampled is the same each time, up to floating-point ties. Nothing is committed: a game
-does that every `store.commit_every` steps.
+The game's prover phase (pvg.game.prover_phase) plays the steps against the untrained verifier, with threshold 0. Every
+sample is the first steps of a fresh phase: weights, optimizer, caches and seeds are reset, so each sample does the same
+work, up to floating-point ties. Nothing is committed; a game does that every `store.commit_every` steps.
 
-The measures begin when the start weights have reached the engine, as the steps of a game do. Going back to the start is
-the part `reset` of the budget, and in `wall_s`.
+The measures begin when the start weights have reached the engine, as the steps of a game do. Resetting is the part
+`reset` of the budget and is included in `wall_s`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.config.experiment import Experiment
 from pvg.config.sections import Count, Section
 from pvg.errors import ConfigurationError
@@ -39,7 +38,7 @@ from pvg.game.states import Phase
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
 from pvg.records import Rollout
-from pvg.rollout import Setting, open_engine
+from pvg.rollout import EngineSetup, open_engine
 from pvg.rollout.engine import Engine
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
@@ -47,7 +46,7 @@ from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
 from pvg.telemetry.spans import Tracer, span
 
 THRESHOLD = 0.0
-# Of a step's metrics, those that tell how the work was done; averaged over the steps of the last sample.
+# Those of a step's metrics that show how the work was done; averaged over the steps of the last sample.
 TOLD = (
     "completion_tokens",
     "truncated",
@@ -61,14 +60,14 @@ TOLD = (
 )
 
 
-class Settings(Section):
+class EndToEndSettings(Section):
     """The `[workload]` table: optimizer steps per sample."""
 
     steps: Count = 1
 
 
 def make(settings: BenchSettings) -> Workload:
-    own = workload_settings(Settings, settings)
+    own = workload_settings(EndToEndSettings, settings)
     check(settings.experiment, own.steps)
     return EndToEnd(settings.experiment, own, settings.executor)
 
@@ -78,7 +77,7 @@ def check(experiment: Experiment, steps: int) -> None:
     if steps % experiment.training.minibatches:
         raise ConfigurationError(
             f"workload.steps = {steps} ends within a batch of training.minibatches = "
-            f"{experiment.training.minibatches} steps: the rest of its rollouts would be sampled and not trained on.",
+            f"{experiment.training.minibatches} steps, so rollouts would be sampled but not trained on.",
             f"Set workload.steps to a multiple of {experiment.training.minibatches}.",
         )
     if experiment.game.stop.kind != "steps":
@@ -89,7 +88,7 @@ def check(experiment: Experiment, steps: int) -> None:
 
 
 class ScratchLedger(Ledger):
-    """Counts the rollouts and their tokens, and keeps none of them: nothing may grow from sample to sample."""
+    """Counts the rollouts and their tokens but keeps none, so that memory does not grow from sample to sample."""
 
     completion_tokens = 0
     prompt_tokens = 0
@@ -103,7 +102,7 @@ class ScratchLedger(Ledger):
 
 @dataclass
 class BenchSession(Session):
-    """Commits nothing; knows when its first step began."""
+    """Commits nothing; records when its first step began."""
 
     ledger: ScratchLedger
     began: float = 0.0
@@ -129,17 +128,21 @@ class StepWatcher(SilentObserver):
 class EndToEnd:
     """See the module. One sample is `steps` optimizer steps from the start."""
 
-    measures: Mapping[str, Measure] = {
-        "step_s": Measure("s", "lower", "wall time of one optimizer step, from its prompts to its published weights"),
-        "steps_per_hour": Measure("steps/h", "higher", "optimizer steps per hour"),
-        "tokens_per_s": Measure("tokens/s", "higher", "completion tokens per second of whole steps"),
-        "rollouts_per_s": Measure("rollouts/s", "higher", "rollouts sampled, graded, scored and trained on per second"),
+    measures: Mapping[str, BenchMetric] = {
+        "step_s": BenchMetric(
+            "s", "lower", "wall time of one optimizer step, from its prompts to its published weights"
+        ),
+        "steps_per_hour": BenchMetric("steps/h", "higher", "optimizer steps per hour"),
+        "tokens_per_s": BenchMetric("tokens/s", "higher", "completion tokens per second of whole steps"),
+        "rollouts_per_s": BenchMetric(
+            "rollouts/s", "higher", "rollouts sampled, graded, scored and trained on per second"
+        ),
     }
 
-    def __init__(self, experiment: Experiment, own: Settings, executor: Executor | None = None) -> None:
+    def __init__(self, experiment: Experiment, own: EndToEndSettings, executor: Executor | None = None) -> None:
         self._experiment, self._own, self._executor = experiment, own, executor
         self._stack = AsyncExitStack()
-        self._steps: list[Mapping[str, float]] = []  # metrics of the newest sample's
+        self._steps: list[Mapping[str, float]] = []  # metrics of the steps of the newest sample
 
     async def open(self) -> None:
         async with AsyncExitStack() as stack:
@@ -203,8 +206,8 @@ class EndToEnd:
         return phase
 
     def derived(self) -> dict[str, float]:
-        """How the steps of the last sample went; see docs/metrics.md for the names. (The runner adds the shares of the
-        budget.)"""
+        """Means over the steps of the last sample; docs/metrics.md explains the names. (The runner adds the shares of
+        the budget.)"""
         found = {}
         for name in TOLD:
             values = [step[name] for step in self._steps if name in step]
@@ -221,10 +224,9 @@ def open_bench_session(
     folder: Path,
     stack: AsyncExitStack,
     executor: Executor | None,
-    opener: Callable[[Setting], Engine] = open_engine,
+    opener: Callable[[EngineSetup], Engine] = open_engine,
 ) -> BenchSession:
-    """As pvg.game.run.open_session, but for the tracer: whoever takes the samples drives one already. The session's own
-    divides nobody's time."""
+    """As pvg.game.run.open_session, but under the tracer of the benchmark. The session's tracer drives no task."""
     task = open_task(experiment.task)
     ledger = ScratchLedger(RunDirectory.create(folder, "e2e", experiment), experiment, "bench")
     stack.callback(ledger.close)

@@ -1,6 +1,10 @@
-"""What the rollout and the trainer workload work on: groups of fixed prompts, and batches of rollouts to train on.
+"""Inputs of workloads: groups of fixed prompts, batches of rollouts, and Llama models with random weights.
 
-Everything follows from the experiment and a seed, so that each sample and each variant does the same work.
+Everything follows from the experiment and a seed, so every sample and every variant does the same work. Random models
+are for benchmarks whose work must not depend on what a model has learnt:
+
+    with tempfile.TemporaryDirectory() as folder:
+        source = random_llama(Path(folder), width=256, layers=3, context=1024, seed=0)    # for models.prover.source
 """
 
 from __future__ import annotations
@@ -32,20 +36,21 @@ from pvg.training.losses import policy_loss
 
 
 def check_work(experiment: Experiment, replay: RunDirectory | None, rollouts: int) -> None:
-    """What can be known before anything is opened. Raises ConfigurationError when `rollouts` are not whole groups,
-    UsageError for a run without anything to replay."""
+    """The checks that need nothing opened. Raises ConfigurationError if `rollouts` is not a multiple of the group size,
+    UsageError if the run has nothing to replay."""
     size = experiment.rollout.group_size
     if replay is not None:
         prover_shards(replay)
     elif rollouts % size:
         raise ConfigurationError(
-            f"workload.rollouts = {rollouts} is no whole number of groups of {size} (rollout.group_size).",
+            f"workload.rollouts = {rollouts} is not a multiple of rollout.group_size = {size}.",
             f"Set it to {max(1, rollouts // size) * size}.",
         )
 
 
 def fixed_orders(experiment: Experiment, task: Task, render: Render, rollouts: int, seed: int) -> list[GroupOrder]:
-    """Groups of the experiment's size, `rollouts` in all, of the prover's problems and in the game's shares of roles.
+    """Groups of the experiment's size with `rollouts` rollouts in all, on the prover's problems, with the game's role
+    shares.
 
     Raises ConfigurationError for a task without such problems.
     """
@@ -67,7 +72,7 @@ def fixed_orders(experiment: Experiment, task: Task, render: Render, rollouts: i
 def recorded_orders(batch: RecordedBatch, task: Task) -> list[GroupOrder]:
     """The groups that a recorded batch was sampled for: the same prompts, roles and sizes.
 
-    Raises StateError when the task no longer holds one of its problems.
+    Raises StateError if the task no longer has one of its problems.
     """
     problems = {problem.id: problem for problem in problems_of_half(task, "prover")}
     members: dict[int, list[Rollout]] = {}
@@ -78,23 +83,23 @@ def recorded_orders(batch: RecordedBatch, task: Task) -> list[GroupOrder]:
         first = rollouts[0]
         if first.problem_id not in problems:
             raise StateError(
-                f"The task no longer holds problem {first.problem_id} of batch {batch.place}.",
-                "Replay the run with the data that it was played with.",
+                f"The task no longer has problem {first.problem_id} of batch {batch.place}.",
+                "Replay the run with its original data.",
             )
         orders.append(GroupOrder(problems[first.problem_id], first.role, first.prompt_ids, group, len(rollouts)))
     return orders
 
 
 def drawn_rewards(rollouts: Sequence[Rollout], seed: int) -> Float32:
-    """float32 [N], standard normal: the work of a step does not depend on them, as long as each group has a signal."""
+    """float32 [N], standard normal. The work of a step does not depend on the values, if each group has a signal."""
     return generator_for(seed, "bench", "rewards").standard_normal(len(rollouts)).astype(np.float32)
 
 
 def policy_batch(rollouts: Sequence[Rollout], rewards_N: Float32, loss: str) -> PolicyBatch:
-    """The batch as the game builds it (pvg.game.on_policy): the sampler's log-probs, no reference yet."""
+    """The batch as the game builds it (pvg.game.on_policy), with the sampler's log-probs and without a reference."""
     group_ids_N = np.array([r.group for r in rollouts], dtype=np.int32)
     role_ids_N = np.array([r.role.number for r in rollouts], dtype=np.int8)
-    if loss == "spo":  # nothing tracked yet
+    if loss == "spo":  # without tracked values
         tokens_N = np.array([len(r.completion_ids) for r in rollouts])
         advantages_N = tracked_advantages(rewards_N, np.zeros(len(rollouts)), tokens_N, role_ids_N)
     elif loss == "rae":
@@ -114,7 +119,7 @@ def policy_batch(rollouts: Sequence[Rollout], rewards_N: Float32, loss: str) -> 
 
 
 def digest_of(rows: Iterable[Int32]) -> str:
-    """A short checksum of rows of token ids: equal counts alone do not make two reports' work the same."""
+    """A short checksum of rows of token ids. Equal counts alone do not mean that two reports did the same work."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(len(row).to_bytes(8) + row.tobytes())
@@ -122,23 +127,20 @@ def digest_of(rows: Iterable[Int32]) -> str:
 
 
 def model_facts(model: LanguageModel) -> dict[str, Any]:
-    """What a report says of a model."""
+    """A report's description of a model."""
     return {"model": model.name, "parameters": model.num_parameters}
 
 
-# Llama models of any size with random weights, for benchmarks whose work must not depend on what a model has learnt.
-#
-# with tempfile.TemporaryDirectory() as folder:
-#     source = random_llama(Path(folder), width=256, layers=3, context=1024, seed=0)    # for models.prover.source
+# --- random models ----------------------------------------------------------------------------------------------------
 
 HEAD = 32  # width of an attention head
-INNER = 2  # times the width: the hidden layer of the feed-forward part
+INNER = 2  # width of the feed-forward part's hidden layer, in multiples of the model's width
 
 
 def random_llama(folder: Path, *, width: int, layers: int, context: int, seed: int) -> str:
-    """Write a model with modchain's tokenizer into `folder`; the source under which `open_model` reads it.
+    """Write a model with modchain's tokenizer into `folder`; returns the source under which `open_model` reads it.
 
-    `width` is a multiple of HEAD. torch's global random state is left as it was.
+    `width` is a multiple of HEAD. Does not change torch's global random state.
     """
     name = f"random-llama-{width}x{layers}"
     tokenizer = Tokenizer(modchain_tokenizer(), name)

@@ -1,21 +1,22 @@
-"""`loop`: the orchestrator under many rollouts with large payloads: how long does the event loop keep others waiting?
+"""`loop`: event-loop lag of the orchestrator with many rollouts and large payloads.
 
     pvg bench --profile loop
     pvg bench --profile loop --ablate
     pvg bench --profile loop --sweep workload.retokenize=false,true     # also with a verifier of another vocabulary
 
 One sample is a batch of the game without its models. The game's own code (pvg.game.on_policy) takes rollouts from an
-engine that serves recorded completions in chunks, with the experts that a mixture-of-experts model would have chosen
-for every token (see pvg.bench.workloads.loop_engine). It grades them, makes the verifier's input, computes rewards,
-assigns credit, and records them. Then the ledger commits them to a run directory. A monitor ticks at 100 Hz. The lag of
-a tick is the time that any other work of the loop would have waited.
+engine that streams recorded completions in chunks, with the experts that a mixture-of-experts model would have chosen
+for every token (see pvg.bench.workloads.loop_engine). The code grades them, makes the verifier's input, computes
+rewards and credit, and records them. Then the ledger commits them to a run directory. A monitor ticks at 100 Hz; the
+lag of a tick is the time that any other work on the loop would have waited.
 
-No model computes anything: there is no sampling, no reference and no training, and scores are there at once.
+No model computes anything: there is no sampling, no reference and no training, and scores are available at once.
 
-Four switches have a slow side, as research code does it (pvg.bench.workloads.loop_engine): `workload.encoding = "json"`
-makes one JSON text of all records on the loop instead of an Arrow shard; `workload.commit = "loop"` writes the shard on
-the loop instead of in a thread; `workload.batch = "loop"` makes the verifier's input, rewards, credit and records on
-the loop; and `rollout.grading = "loop"`, the product's own switch, decodes and grades on the loop.
+Four switches have a slow side, as research code often has it (pvg.bench.workloads.loop_engine):
+- `workload.encoding = "json"` makes one JSON text of all records on the loop instead of an Arrow shard;
+- `workload.commit = "loop"` writes the shard on the loop instead of in a thread;
+- `workload.batch = "loop"` makes the verifier's input, rewards, credit and records on the loop;
+- `rollout.grading = "loop"`, a setting of the experiment, decodes and grades on the loop.
 
 `derived` shows where pvg itself stalls the loop: `rollout_stall_ms` while rollouts arrive, `batch_stall_ms` while pvg
 scores, rewards and records them, `commit_stall_ms` during the commit. `decode_ms` and `grade_ms` are the work for one
@@ -39,16 +40,16 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.bench.workloads.data_store import check_free_space
 from pvg.bench.workloads.fixtures import check_work, digest_of, model_facts
 from pvg.bench.workloads.loop_engine import (
+    CallingThreadExecutor,
     JsonLedger,
-    OnTheLoop,
     RecordedEngine,
-    RecordedJudge,
     RecordedScores,
-    Stretching,
+    RecordedScoringModel,
+    RolloutStretch,
     recorded,
 )
 from pvg.config.experiment import Experiment
@@ -72,28 +73,30 @@ from pvg.training.losses import PolicyObjective
 from pvg.verifier.scorer import VerifierScorer
 
 MB = 1e6
-TIMED_ALONE = 16  # rollouts
-BYTES_PER_TOKEN = {"arrow": 16, "json": 40}  # of what is written, rounded up: an id, a log-prob, a few characters
+TIMED_ALONE = 16  # rollouts for `decode_ms` and `grade_ms`
+BYTES_PER_TOKEN = {"arrow": 16, "json": 40}  # written bytes, rounded up: an id, a log-prob, a few characters
 BYTES_PER_EXPERT = {"arrow": 1, "json": 6}
 THRESHOLD = 0.0
 
-MEASURES: dict[str, Measure] = {
-    "lag_p50_ms": Measure("ms", "lower", "how late the loop was for a tick of the monitor: median"),
-    "lag_p99_ms": Measure("ms", "lower", "the same: 99th percentile"),
-    "lag_max_ms": Measure("ms", "lower", "the same: the longest stall"),
-    "rollouts_per_s": Measure(
+MEASURES: dict[str, BenchMetric] = {
+    "lag_p50_ms": BenchMetric("ms", "lower", "lag of the event loop at the monitor's ticks: median"),
+    "lag_p99_ms": BenchMetric("ms", "lower", "the same: 99th percentile"),
+    "lag_max_ms": BenchMetric("ms", "lower", "the same: the longest stall"),
+    "rollouts_per_s": BenchMetric(
         "rollouts/s", "higher", "rollouts received, graded, rewarded, recorded and committed per second"
     ),
-    "batch_s": Measure("s", "lower", "from the last graded rollout to the batch: scoring, rewards, credit, records"),
-    "write_s": Measure("s", "lower", "encoding the rollouts' records and committing them"),
-    "bytes_written_mb": Measure("MB", "lower", "the records on the disk"),
+    "batch_s": BenchMetric(
+        "s", "lower", "from the last graded rollout to the batch: scoring, rewards, credit, records"
+    ),
+    "write_s": BenchMetric("s", "lower", "encoding the rollouts' records and committing them"),
+    "bytes_written_mb": BenchMetric("MB", "lower", "size of the records on disk"),
 }
 
 
-class Settings(Section):
-    """The `[workload]` table. A rollout has about `tokens` tokens, `expert_layers` x `experts_per_token` expert numbers
-    for each of them, and arrives in chunks of `chunk`, within `seconds`. `retokenize`: the verifier has another
-    vocabulary, so solutions are tokenized again."""
+class LoopSettings(Section):
+    """The `[workload]` table. A rollout has about `tokens` tokens with `expert_layers` x `experts_per_token` expert
+    numbers each, and arrives in chunks of `chunk` within `seconds`. `retokenize`: the verifier has another vocabulary,
+    so solutions are tokenized again."""
 
     rollouts: Count = 256
     tokens: Count = 16_384
@@ -109,15 +112,15 @@ class Settings(Section):
 
 
 def make(settings: BenchSettings) -> Workload:
-    """Raises ConfigurationError for rollouts that are no whole groups."""
-    own, profile = workload_settings(Settings, settings), settings.profile
+    """Raises ConfigurationError if the rollouts are not whole groups."""
+    own, profile = workload_settings(LoopSettings, settings), settings.profile
     check_work(settings.experiment, None, own.rollouts)
     return LoopWorkload(settings.experiment, own, profile.warmup + profile.repeats, settings.executor)
 
 
 @dataclass(frozen=True, slots=True)
 class Stalls:
-    """The lags of one sample: over all of it, and over its three parts; None if no tick was due."""
+    """The lags of one sample, in total and in its three parts; None if no tick was due."""
 
     whole: LagWindow | None
     rollout: LagWindow | None
@@ -126,10 +129,10 @@ class Stalls:
 
 
 class WatchedDispatcher(Dispatcher):
-    """Measures the loop's lag while it samples (`during`) and afterwards (`after`); keeps some rollouts."""
+    """Measures the loop's lag while it samples (`during`) and afterwards (`after`), and keeps some rollouts."""
 
     hz = 100.0
-    sampled = 0.0  # when it had sampled
+    sampled = 0.0  # when sampling ended
     some: Sequence[tuple[Problem, Rollout]] = ()
 
     async def sample(self, *arguments: Any, **named: Any) -> list[Group]:
@@ -143,34 +146,36 @@ class WatchedDispatcher(Dispatcher):
 
 
 class LoopWorkload:
-    """`samples`: how many will be taken; all that they write is kept until the workload is closed."""
+    """`samples`: how many will be taken. Everything that they write is kept until the workload is closed."""
 
     def __init__(
-        self, experiment: Experiment, settings: Settings, samples: int, executor: Executor | None = None
+        self, experiment: Experiment, settings: LoopSettings, samples: int, executor: Executor | None = None
     ) -> None:
         self._experiment = _of_one_batch(experiment, settings.rollouts)
         self._executor = executor
         self._settings = settings
         self._samples = samples
         self._stalls: list[Stalls] = []
-        self.measures: Mapping[str, Measure] = MEASURES
+        self.measures: Mapping[str, BenchMetric] = MEASURES
 
     async def open(self) -> None:
-        """Record the completions with the experiment's own prover. Raises MissingRequirementError for a disk without
-        room."""
+        """Record the completions with the experiment's prover. Raises MissingRequirementError if the disk is too
+        full."""
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-loop-")))
             settings, experiment = self._settings, self._experiment
             experts = settings.expert_layers * settings.experts_per_token * BYTES_PER_EXPERT[settings.encoding]
             bytes_per_token = BYTES_PER_TOKEN[settings.encoding] + experts
             needed = self._samples * settings.rollouts * settings.tokens * bytes_per_token
-            check_free_space(folder, needed, "Set workload.tokens lower, or TMPDIR to a folder of another disk.")
+            check_free_space(folder, needed, "Set workload.tokens lower, or TMPDIR to a folder on another disk.")
             task = open_task(experiment.task)
             players = Players(experiment, task, executor=self._executor)
             stack.push_async_callback(players.close)
             self._run = RunDirectory.create(folder, "loop", experiment)
             kind = JsonLedger if settings.encoding == "json" else Ledger
-            self._ledger = kind(self._run, experiment, "bench", OnTheLoop() if settings.commit == "loop" else None)
+            self._ledger = kind(
+                self._run, experiment, "bench", CallingThreadExecutor() if settings.commit == "loop" else None
+            )
             stack.callback(self._ledger.close)
             await self._ledger.commit(replace(self._ledger.state, phase=Phase.TRAIN_PROVER))
             asked = asked_in(experiment, players.base.tokenizer)
@@ -181,22 +186,22 @@ class LoopWorkload:
             await self._record()
             if settings.batch == "loop":
                 players.batching.shutdown()
-                players.batching = OnTheLoop()
-            # As the game does it (pvg.game.players): the collector would go through a million objects of torch again
-            # and again, 0.2 s each time.
+                players.batching = CallingThreadExecutor()
+            # As in the game (pvg.game.players): otherwise the collector scans a million objects of torch again and
+            # again, 0.2 s each time.
             gc.collect()
             gc.freeze()
             self._stack = stack.pop_all()
 
     async def _record(self) -> None:
-        """Sample the batch once with the prover. From then on the recorded engine serves it."""
+        """Sample the batch once with the prover; later the recorded engine serves it."""
         settings, players, task = self._settings, self._session.players, self._session.task
         tokenizer, rollout = players.base.tokenizer, self._experiment.rollout
         orders = ProverOrders(self._session, None)
         self._orders: list[GroupOrder] = orders.batch(0)
         groups = await orders.sample(self._orders, 0)
         await players.engine.close()
-        how = Stretching(settings.tokens, settings.seconds, settings.expert_layers, settings.experts_per_token)
+        how = RolloutStretch(settings.tokens, settings.seconds, settings.expert_layers, settings.experts_per_token)
         rollouts = [one for group in groups for one in group.rollouts]
         payloads = {one.id: recorded(one, i, how, tokenizer) for i, one in enumerate(rollouts)}
         self._tokens = sum(len(payload.token_ids) for payload in payloads.values())
@@ -253,10 +258,10 @@ class LoopWorkload:
         }
 
     def _source(self) -> OnPolicySource:
-        """A fresh source for each sample: the same batch, with an empty score cache."""
+        """A fresh source for each sample: the same batch with an empty score cache."""
         session, players = self._session, self._session.players
         tokenizer, context = players.base.tokenizer, 2 * self._settings.tokens + 1024
-        judge = RecordedJudge(tokenizer, context)
+        judge = RecordedScoringModel(tokenizer, context)
         scorer = VerifierScorer(
             judge,
             players.template(judge),
@@ -272,16 +277,16 @@ class LoopWorkload:
         return OnPolicySource(session, scorer, THRESHOLD, objective, players.base)
 
     def _bytes_written(self) -> int:
-        """Of the newest commit's records."""
+        """Bytes of the newest commit's records."""
         if isinstance(self._ledger, JsonLedger):
             assert self._ledger.written is not None
             return self._ledger.written.stat().st_size
         return int(self._ledger.state.shards[-1]["bytes"])
 
     def derived(self) -> dict[str, float]:
-        """Medians over the samples: the longest stall of each part. (The loop handles several rollouts that arrive
-        together in one turn.) Medians over some rollouts, timed alone: decoding the tokens and grading the text. And
-        the mean tokens of a rollout."""
+        """Medians over the samples of the longest stall of each part. (The loop handles several rollouts that arrive
+        together in one turn.) Medians over some rollouts of decoding and of grading, timed separately. The mean tokens
+        of a rollout."""
         decode_s, grade_s = [], []
         tokenizer, task = self._session.players.base.tokenizer, self._session.task
         for problem, rollout in self._dispatcher.some:
@@ -307,7 +312,7 @@ class LoopWorkload:
 
 
 def _of_one_batch(experiment: Experiment, rollouts: int) -> Experiment:
-    """A batch has `rollouts` rollouts, and the loss has no KL, because nothing here computes log-probs."""
+    """Batches of `rollouts` rollouts, and a loss without KL, because nothing here computes log-probs."""
     groups = rollouts // experiment.rollout.group_size
     training = experiment.training.model_copy(update={"groups": groups, "kl": NoKl()})
     return experiment.model_copy(update={"training": training})

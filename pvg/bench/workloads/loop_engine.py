@@ -1,10 +1,9 @@
-"""What stands in for the models of the `loop` workload: recorded completions and scores.
+"""Replacements for the models of the `loop` workload, and the slow sides of its switches.
 
-The completions arrive in chunks, as a streaming server would send them. The scores are there at once.
-
-Neither computes anything, so the benchmark measures the orchestrator. Every completion is stretched to the length of a
-reasoning model's output. It carries the experts of a mixture-of-experts model for each of its tokens. The delays are
-the same every time.
+The engine streams recorded completions in chunks, as a streaming server would. The verifier's scores are available at
+once. Neither computes anything, so the benchmark measures the orchestrator. Every completion is stretched to the length
+of a reasoning model's output and has the experts of a mixture-of-experts model for each token. The delays are the same
+in every sample.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from pvg.models.tokenizer import Tokenizer
 from pvg.records import FinishReason, Float32, Int32, Rollout, RoutedExperts
 from pvg.rollout.engine import Completion, GenerationRequest
 from pvg.store.atomic import write_atomic
-from pvg.verifier.backend import Done, ScoreInput
+from pvg.verifier.backend import ScoredBatch, ScoreInput
 from pvg.verifier.cache import ScoreCache
 
 if TYPE_CHECKING:
@@ -37,13 +36,13 @@ if TYPE_CHECKING:
 
 NO_MODEL = "It has no model."
 STEP_ENDS = (";", "\n")  # a step of a solution ends with one of these
-GOLDEN = (5**0.5 - 1) / 2  # its multiples modulo 1 spread the rollouts' durations evenly
+GOLDEN = (5**0.5 - 1) / 2  # its multiples modulo 1 spread the rollouts' durations evenly over an interval
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What one request gets: token ids int32 [C], log-probs float32 [C], the experts [P + C - 1, layers, k] of prompt
-    and completion, and the seconds over which they arrive."""
+    """The answer to one request: token ids int32 [C], log-probs float32 [C], the experts [P + C - 1, layers, k] of
+    prompt and completion, and the seconds over which the tokens arrive."""
 
     token_ids: Int32
     logprobs: Float32
@@ -52,7 +51,7 @@ class Payload:
     duration_s: float
 
     def experts_of(self, start: int, end: int) -> RoutedExperts:
-        """The experts used for sampling tokens `start` to `end`; if `start` is 0, those of the prompt too."""
+        """The experts used for sampling tokens `start` to `end`; if `start` is 0, also those of the prompt."""
         before = len(self.experts) - len(self.token_ids)
         return self.experts[0 if start == 0 else before + start : before + end]
 
@@ -71,7 +70,7 @@ class RecordedEngine(StandInEngine):
         starts = range(0, len(payload.token_ids), self._chunk)
         token_ids, logprobs, experts = list[Int32](), list[Float32](), list[RoutedExperts]()
         for number, start in enumerate(starts, start=1):
-            # Against the clock, so that a busy loop delays a chunk and not all those behind it as well.
+            # Relative to the start, so that a busy loop delays one chunk and not all later ones.
             due = started + payload.duration_s * number / len(starts)
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
             end = min(start + self._chunk, len(payload.token_ids))
@@ -88,8 +87,8 @@ class RecordedEngine(StandInEngine):
         )
 
 
-class RecordedJudge:
-    """A verifier for contexts of up to `max_length` tokens. `RecordedScores` gives its scores; it has no model."""
+class RecordedScoringModel:
+    """A verifier for contexts of up to `max_length` tokens, without a model. `RecordedScores` provides its scores."""
 
     needs_reference = False
     reads: Literal["scalar", "implicit", "yes_token"] = "scalar"
@@ -117,7 +116,7 @@ class RecordedJudge:
 
 
 class RecordedScores:
-    """A ScoreBackend that returns every score at once: a number in [-1, 1), computed from the solution's digest."""
+    """A ScoreBackend that returns every score at once: a number in [-1, 1) derived from the solution's digest."""
 
     def __init__(self) -> None:
         self.references = ScoreCache(1)
@@ -127,17 +126,17 @@ class RecordedScores:
 
     def weights_changed(self) -> None: ...
 
-    def submit(self, inputs: Sequence[ScoreInput]) -> asyncio.Future[Done]:
+    def submit(self, inputs: Sequence[ScoreInput]) -> asyncio.Future[ScoredBatch]:
         numbers = np.array([int.from_bytes(entry.digest[:4], "little") for entry in inputs])
-        done: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
-        done.set_result(Done((numbers / 2**31 - 1).astype(np.float32), [time.perf_counter()] * len(inputs), 0.0))
+        done: asyncio.Future[ScoredBatch] = asyncio.get_running_loop().create_future()
+        done.set_result(ScoredBatch((numbers / 2**31 - 1).astype(np.float32), [time.perf_counter()] * len(inputs), 0.0))
         return done
 
 
 @dataclass(frozen=True, slots=True)
-class Stretching:
-    """How recorded rollouts are stretched: to about `tokens` tokens, arriving within half to all of `seconds`, with
-    `layers` x `k` experts for each token."""
+class RolloutStretch:
+    """How to stretch recorded rollouts: to about `tokens` tokens that arrive within half to all of `seconds`, with
+    `layers` x `k` experts per token."""
 
     tokens: int
     seconds: float
@@ -145,8 +144,8 @@ class Stretching:
     k: int = 0
 
 
-def recorded(rollout: Rollout, number: int, how: Stretching, tokenizer: Tokenizer) -> Payload:
-    """A rollout stretched (by less than a step too few); `number` decides how long it takes and which experts."""
+def recorded(rollout: Rollout, number: int, how: RolloutStretch, tokenizer: Tokenizer) -> Payload:
+    """A rollout stretched to almost `tokens` tokens in whole steps. `number` selects its duration and its experts."""
     ids, logprobs = rollout.completion_ids, rollout.logprobs
     step = first_step(ids, tokenizer)
     repeats = max(0, how.tokens - len(ids)) // max(1, step)
@@ -162,35 +161,32 @@ def recorded(rollout: Rollout, number: int, how: Stretching, tokenizer: Tokenize
 
 
 def first_step(ids: Int32, tokenizer: Tokenizer) -> int:
-    """How many tokens the first step of a solution takes: repeated, it leaves the solution well-formed where a step
-    may come again. The whole solution but its last token where no step ends."""
+    """The number of tokens of a solution's first step. Repeating it keeps the solution well-formed if steps may repeat.
+    If no step ends, all tokens but the last."""
     for end in range(1, len(ids)):
         if tokenizer.decode(ids[:end]).endswith(STEP_ENDS):
             return end
     return max(1, len(ids) - 1)
 
 
-# The slow sides of the loop workload's switches: records as JSON text, and work on the event loop.
-#
-# Research code often does this: it is correct, but it blocks all other work of the loop. The fast sides are pvg's
-# own.
+# --- the slow sides: records as JSON text, and work on the event loop -------------------------------------------------
+# Research code often does this: it is correct, but it blocks all other work of the loop. pvg is the fast side.
 
 
-class OnTheLoop(Executor):
-    """Runs each call at once in the calling thread: on the event loop."""
+class CallingThreadExecutor(Executor):
+    """Runs each call immediately in the calling thread, which is the event loop's."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         done: Future[Any] = Future()
         try:
             done.set_result(fn(*args, **kwargs))
-        except BaseException as error:  # noqa: BLE001 - the future carries it to the caller, as in any executor
+        except BaseException as error:  # noqa: BLE001 - the future passes it to the caller, as in any executor
             done.set_exception(error)
         return done
 
 
 class JsonLedger(Ledger):
-    """Writes rollouts as one JSON text, on the loop, instead of as a shard. `written`: the file of the newest
-    commit."""
+    """Writes rollouts as one JSON text on the loop instead of as a shard. `written`: the file of the newest commit."""
 
     written: Path | None = None
     _kept: Sequence[Rollout] = ()
@@ -213,7 +209,7 @@ class JsonLedger(Ledger):
 
 
 def write_json(path: Path, rollouts: Sequence[Rollout]) -> None:
-    """All records as one JSON text, numbers one by one: the naive encoding. As durable as a shard."""
+    """Write all records as one JSON text, number by number: the naive encoding. As durable as a shard."""
     records = [
         {
             **asdict(rollout),
@@ -228,7 +224,7 @@ def write_json(path: Path, rollouts: Sequence[Rollout]) -> None:
 
 
 def _plain_experts(experts: RoutedExperts | None) -> dict[str, Any]:
-    """Flat: a list for each token and layer would be 16 million objects for the garbage collector."""
+    """Flat, because a list for each token and layer would be 16 million objects for the garbage collector."""
     if experts is None:
         return {"routed_experts": None}
     return {"routed_experts": experts.reshape(-1).tolist(), "routed_shape": experts.shape}

@@ -1,6 +1,24 @@
-"""`ChildEngine`: an `Engine` whose requests are served by a process of its own (pvg.bench.workloads.pipeline_child).
+"""The pipeline: whole steps of the prover's training beside an engine in another process with heavy-tailed latencies.
 
-What it says is real (completions that were sampled with the base prover), what it takes is not: see the child.
+    pvg bench --profile pipeline                # rollout.prefetch = 0 (synchronous), 1, 2
+    pvg bench --profile pipeline --interleave   # the same, with samples taken in turn
+
+The prover phase, its trainer, the verifier's scorer, the dispatcher and the pipeline are pvg's. The engine
+(`ChildEngine`) is a child process (pvg.bench.workloads.pipeline_child) that returns real completions after artificial
+delays. The untrained prover samples these completions when the workload opens; they serve all versions. So the
+trainer's work and its waits are real.
+
+Useful work is the time that the training of the same steps takes synchronously: log-probs of the reference, packing,
+forward and backward passes, optimizer. Before each sample, `calibration` steps of a synchronous game measure it with an
+engine that answers at once. `trainer_idle` = 1 - useful work / wall time. All other time counts as idle: waiting,
+scores, credit, publishing and bookkeeping. Two parts exist only in a pipeline: recomputed log-probs, and the extra time
+of training that overlaps with other work. `derived` splits the idle time into these parts.
+
+The engine's pace follows from the same measurement: with `rollout.concurrency` requests at once, it delivers a batch in
+`engine_share` times the useful work of a step. Each sample draws new latencies, so the spread of the samples includes
+theirs; sample i has the same latencies in all variants.
+
+A sample is `fill` steps, which fill the pipeline, and `steps` measured steps.
 """
 
 from __future__ import annotations
@@ -22,7 +40,7 @@ from pydantic import Field
 
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.runner import RESET
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.bench.workloads.e2e import THRESHOLD, BenchSession, open_bench_session
 from pvg.bench.workloads.pipeline_child import LONGEST_LINE
 from pvg.config.experiment import Experiment
@@ -34,7 +52,7 @@ from pvg.game.states import Phase
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
 from pvg.records import Rollout, Timing, VersionSpan
-from pvg.rollout import Setting
+from pvg.rollout import EngineSetup
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest, Sampling
 from pvg.rollout.torch_engine import TorchEngine
@@ -44,7 +62,7 @@ from pvg.telemetry.spans import TRAINING_PARTS, Span, Tracer, span, tracer_here
 
 
 class ChildEngine(Engine):
-    """`start` comes first. `batches`: how many it has completions for; what is asked of later ones begins again."""
+    """Call `start` first. `batches`: the number of batches with completions; later batches reuse the first."""
 
     def __init__(self, max_in_flight: int) -> None:
         self._max_in_flight = max_in_flight
@@ -73,7 +91,7 @@ class ChildEngine(Engine):
         return self._max_in_flight
 
     async def start(self, rollouts: Iterable[Rollout], batches: int) -> None:
-        """Start the process and give it what it will say. Ids of `rollouts` end in batch/group/index."""
+        """Start the process and send it the completions. Ids of `rollouts` end in batch/group/index."""
         self._batches = batches
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -91,11 +109,11 @@ class ChildEngine(Engine):
         await self._process.stdin.drain()
 
     def pace(self, median_s: float, sigma: float, longest: int, draw: int = 0) -> None:
-        """How long requests take from here on: `median_s` in the median, each as `draw` and its place say."""
+        """Set the delays of later requests: `median_s` is the median; `draw` and a request's key select its delay."""
         self._say({"pace": median_s, "sigma": sigma, "longest": longest, "draw": draw})
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Raises StateError when the process has ended."""
+        """Raises StateError if the process has ended."""
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = future
         sent = time.perf_counter()
@@ -119,7 +137,7 @@ class ChildEngine(Engine):
         )
 
     async def load_weights(self, update: WeightUpdate) -> SyncTiming:
-        """The version alone travels: what an update of the weights takes is the `sync` profile's subject."""
+        """Sends only the version: the `sync` profile measures updates of weights."""
         began = time.perf_counter()
         self._loaded = asyncio.get_running_loop().create_future()
         self._say({"version": update.version})
@@ -146,14 +164,14 @@ class ChildEngine(Engine):
                     self._loaded.set_result(None)
             elif (future := self._waiting.get(answer["id"])) is not None and not future.done():
                 future.set_result(answer)
-        gone = StateError("The engine's process has ended.", "Look at what it said on standard error.")
+        gone = StateError("The engine's process has ended.", "Read its output on standard error.")
         left: list[asyncio.Future[Any]] = [*self._waiting.values()]
         if self._loaded is not None:
             left.append(self._loaded)
         for waiting in left:
             if not waiting.done():
                 waiting.set_exception(gone)
-                waiting.exception()  # seen: there may be nobody left to tell
+                waiting.exception()  # marks it as retrieved, because the waiting task may be gone
 
     def _key(self, request_id: str) -> str:
         _, batch, group, index = request_id.rsplit("/", 3)
@@ -161,39 +179,19 @@ class ChildEngine(Engine):
 
     def _say(self, message: dict[str, Any]) -> None:
         if self._process is None or self._process.stdin is None or self._process.stdin.is_closing():
-            raise StateError("The engine's process has ended.", "Look at what it said on standard error.")
+            raise StateError("The engine's process has ended.", "Read its output on standard error.")
         self._process.stdin.write(orjson.dumps(message) + b"\n")
 
 
-# The pipeline: whole steps of the prover's training beside an engine in another process, whose latencies have a heavy
-# tail and which at full load takes as long for a batch as the trainer does.
-#
-#     pvg bench --profile pipeline                # rollout.prefetch = 0 (in turns), 1, 2
-#     pvg bench --profile pipeline --interleave   # the same, their samples taken in turn
-#
-# The prover phase, its trainer, the verifier's scorer, the dispatcher and the pipeline are the product's. The engine
-# is a child process (pvg.bench.workloads.pipeline_child) that hands over real completions, sampled by the untrained
-# prover when the workload opens, for all versions. So the trainer's work is real, and so are its waits.
-#
-# Useful work is the time that the training of the same steps takes synchronously: log-probs of the reference,
-# packing, forward and backward passes, optimizer. Before each sample, `calibration` steps of a synchronous game
-# measure it; their engine answers at once. `trainer_idle` = 1 - useful work / wall time. All other time counts as
-# idle: waiting, scores, credit, publishing and bookkeeping. Two parts exist only in a pipeline: recomputed log-probs,
-# and the extra time of training that overlaps with other work. `derived` splits the idle time into these parts.
-#
-# The engine's pace follows from the same measurement: with `rollout.concurrency` requests at once, the engine
-# delivers a batch in `engine_share` times the useful work of a step. Each sample draws new latencies, so the spread
-# of the samples includes theirs; sample i has the same latencies in all variants.
-#
-# A sample is `fill` steps, in which the pipeline fills, and `steps` that are measured.
+# --- the workload -----------------------------------------------------------------------------------------------------
 
-FREE_BATCHES = 4  # completions beyond those of the steps: what is sampled ahead, and instead of what was dropped
+FREE_BATCHES = 4  # additional batches of completions, for prefetching and to replace dropped rollouts
 
 
-class Settings(Section):
-    """The `[workload]` table. `sigma` is the standard deviation of a latency's logarithm, `longest` the most of it in
-    medians; `engine_share` the engine's time per batch at full load, as a multiple of the useful work of a step;
-    `calibration` the number of synchronous steps that measure this work."""
+class PipelinedStepsSettings(Section):
+    """The `[workload]` table. `sigma`: the standard deviation of a latency's logarithm. `longest`: the maximum
+    latency in multiples of the median. `engine_share`: the engine's time per batch at full load, as a multiple of the
+    useful work of a step. `calibration`: the number of synchronous steps that measure this work."""
 
     steps: Count = 10
     fill: Count = 2
@@ -204,19 +202,19 @@ class Settings(Section):
 
 
 def make(settings: BenchSettings) -> Workload:
-    """Raises ConfigurationError for an experiment whose steps are no whole batches, or that may end early."""
+    """Raises ConfigurationError if the experiment's steps are not whole batches, or if it may end early."""
     experiment = settings.experiment
     if experiment.training.minibatches != 1 or experiment.game.stop.kind != "steps":
         raise ConfigurationError(
-            "The pipeline workload measures steps of one batch each, and as many as it says.",
+            "The pipeline workload measures a fixed number of steps of one batch each.",
             "Set training.minibatches = 1 and game.stop = 'steps'.",
         )
-    return PipelinedSteps(experiment, workload_settings(Settings, settings), settings.executor)
+    return PipelinedSteps(experiment, workload_settings(PipelinedStepsSettings, settings), settings.executor)
 
 
 @dataclass
 class StepClock(SilentObserver):
-    """When each step ended, the spans of its training, and its metrics."""
+    """Records when each step ended, the spans of its training, and its metrics."""
 
     ends: list[float] = field(default_factory=list)
     spans: list[list[Span]] = field(default_factory=list)
@@ -231,9 +229,9 @@ class StepClock(SilentObserver):
 
 
 @dataclass(frozen=True, slots=True)
-class Play:
-    """The measured steps of a phase: their wall time, the seconds of training of each, the seconds of training that
-    recomputed log-probs, and their metrics. All training is in one thread, so these seconds do not overlap."""
+class MeasuredSteps:
+    """The measured steps of a phase: their wall time, the seconds of training of each, the seconds of recomputed
+    log-probs within training, and their metrics. All training is in one thread, so these seconds do not overlap."""
 
     wall_s: float
     trained_s: list[float]
@@ -244,18 +242,18 @@ class Play:
 class PipelinedSteps:
     """See the module."""
 
-    measures: Mapping[str, Measure] = {
-        "trainer_idle": Measure("1", "lower", "1 - useful work / wall time"),
-        "step_s": Measure("s", "lower", "mean time of a step"),
-        "steps_per_hour": Measure("steps/h", "higher", "optimizer steps per hour"),
-        "useful_step_s": Measure("s", "lower", "useful work of a step: its training, played synchronously"),
+    measures: Mapping[str, BenchMetric] = {
+        "trainer_idle": BenchMetric("1", "lower", "1 - useful work / wall time"),
+        "step_s": BenchMetric("s", "lower", "mean time of a step"),
+        "steps_per_hour": BenchMetric("steps/h", "higher", "optimizer steps per hour"),
+        "useful_step_s": BenchMetric("s", "lower", "useful work of a step: its training, done synchronously"),
     }
 
-    def __init__(self, experiment: Experiment, own: Settings, executor: Executor | None) -> None:
+    def __init__(self, experiment: Experiment, own: PipelinedStepsSettings, executor: Executor | None) -> None:
         self._experiment, self._own, self._executor = experiment, own, executor
         self._stack = AsyncExitStack()
-        self._plays: list[Play] = []  # of all samples
-        self._useful_s: list[float] = []  # a step's useful work, by sample
+        self._plays: list[MeasuredSteps] = []  # one per sample
+        self._useful_s: list[float] = []  # a step's useful work, one per sample
 
     async def open(self) -> None:
         async with AsyncExitStack() as stack:
@@ -278,7 +276,7 @@ class PipelinedSteps:
             self._stack = stack.pop_all()
 
     async def _completions(self, batches: int) -> list[Rollout]:
-        """What the untrained prover answers to the orders of the first batches."""
+        """The untrained prover's answers to the orders of the first batches."""
         session, players, rollout = self._session, self._session.players, self._experiment.rollout
         rows = self._experiment.training.groups * rollout.group_size
         engine = TorchEngine(players.base.copy(), max_rows=rows, max_in_flight=rows, executor=players.executor)
@@ -313,11 +311,11 @@ class PipelinedSteps:
     async def sample(self, index: int) -> dict[str, float]:
         own, rollout = self._own, self._experiment.rollout
         self._engine.pace(0.0, 0.0, 1)
-        with span(RESET), Tracer().drive():  # not part of the pipelined steps or of their budget
+        with span(RESET), Tracer().drive():  # not part of the pipelined steps or their budget
             in_turns = await self._play(self._synchronous, 1 + own.calibration, skip=1)
         useful_s = float(np.median(in_turns.trained_s))
         batch_s = own.engine_share * useful_s
-        # A request takes this in the mean, so that `concurrency` of them at once make a batch in batch_s.
+        # Mean latency at which `concurrency` requests at once complete a batch in batch_s.
         mean_s = batch_s * rollout.concurrency / (self._experiment.training.groups * rollout.group_size)
         self._engine.pace(mean_s / _mean_over_median(own.sigma), own.sigma, own.longest, draw=index)
         play = await self._play(self._session, own.fill + own.steps, skip=own.fill)
@@ -330,8 +328,8 @@ class PipelinedSteps:
             "useful_step_s": useful_s,
         }
 
-    async def _play(self, session: BenchSession, steps: int, skip: int) -> Play:
-        """A fresh phase; its steps after the first `skip` are measured."""
+    async def _play(self, session: BenchSession, steps: int, skip: int) -> MeasuredSteps:
+        """Play a fresh phase; measure its steps after the first `skip`."""
         clock = session.observer = StepClock()
         with span("reset"):
             await session.players.compute(lambda: self._learner.load_weights(session.players.base.weights()))
@@ -339,7 +337,7 @@ class PipelinedSteps:
             phase = ProverPhase(session, info, self._verifier, THRESHOLD, self._learner)
             phase.version = session.players.engine.version
         await phase.play()
-        return Play(
+        return MeasuredSteps(
             clock.ends[-1] - clock.ends[skip - 1],
             [_seconds(step) for step in clock.spans[skip:]],
             _seconds(found for step in clock.spans[skip:] for found in step if found.name == "recompute"),
@@ -347,8 +345,8 @@ class PipelinedSteps:
         )
 
     def derived(self) -> dict[str, float]:
-        """Over the measured steps of all samples: the idle share, and its three parts, which add up to it; staleness;
-        the share of dropped rollouts; and the time per batch of the trainer and, at full load, of the engine (medians,
+        """Over the measured steps of all samples: the idle share and its three parts, which add up to it; staleness;
+        the share of dropped rollouts; the time per batch of the trainer and, at full load, of the engine (medians,
         s)."""
         steps = [step for play in self._plays for step in play.metrics]
 
@@ -387,10 +385,10 @@ def _synchronous(experiment: Experiment) -> Experiment:
     return experiment.model_copy(update={"rollout": rollout})
 
 
-def _open_child(setting: Setting) -> ChildEngine:
+def _open_child(setting: EngineSetup) -> ChildEngine:
     return ChildEngine(setting.experiment.rollout.concurrency)
 
 
 def _mean_over_median(sigma: float) -> float:
-    """Of a log-normal, whose few values over `longest` medians do not matter here."""
+    """The ratio for a log-normal distribution; the few values above `longest` medians do not matter here."""
     return float(np.exp(sigma**2 / 2))

@@ -1,20 +1,19 @@
-"""An engine in a process of its own that computes nothing: it has every completion beforehand, and hands each over
-after as long as a server would have sampled it.
+"""An engine in a separate process that computes nothing: it returns recorded completions after realistic delays.
 
     python -m pvg.bench.workloads.pipeline_child
 
-Reads one JSON object per line from standard input and writes one per line to standard output:
+Protocol: one JSON object per line on standard input and on standard output:
 
-    {"completions": {KEY: [token_ids, logprobs, finish_reason], ...}}     first of all
+    {"completions": {KEY: [token_ids, logprobs, finish_reason], ...}}     the first line
     {"pace": seconds, "sigma": s, "longest": n, "draw": i}
-                                                    half of the requests take longer than `seconds`, none n times that
+                                                    the median delay; no request takes more than n times that
     {"ask": KEY, "id": ID}                          -> {"id", "tokens", "logprobs", "finish", "spans", "service_s"}
     {"cancel": ID}                                  no answer
-    {"version": v}                                  -> {"version": v}: tokens from here on are of that version
+    {"version": v}                                  -> {"version": v}: later tokens have this version
 
-A request takes equally long whoever asks for it: its log-normal time follows from its key and the number of the draw
-alone. Updates do not interrupt it; its tokens come at an even pace and have the version of their moment. The end of the
-input ends it.
+The delay of a request is log-normal and depends only on its key and the number of the draw. A weight update does not
+interrupt requests. Tokens arrive at an even pace, each with the version current at that time. The process ends when its
+input ends.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ LONGEST_LINE = 2**28
 
 
 @dataclass(slots=True)
-class Asked:
+class PendingRequest:
     key: str
     began: float
     seconds: float
-    versions: list[tuple[float, int]]  # since when, which
+    versions: list[tuple[float, int]]  # (time, version current from then on)
     timer: asyncio.TimerHandle | None = field(default=None)
 
 
-class Child:
+class EngineChild:
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         self._completions: dict[str, tuple[list[int], list[float], str]] = {}
-        self._running: dict[str, Asked] = {}
+        self._running: dict[str, PendingRequest] = {}
         self._version = 0
         self._pace, self._sigma, self._longest, self._draw = 0.0, 0.0, 1, 0
 
@@ -70,7 +69,7 @@ class Child:
     def _ask(self, key: str, id_: str) -> None:
         now = time.perf_counter()
         seconds = self._pace * drawn_time(f"{self._draw}/{key}", self._sigma, self._longest)
-        asked = self._running[id_] = Asked(key, now, seconds, [(now, self._version)])
+        asked = self._running[id_] = PendingRequest(key, now, seconds, [(now, self._version)])
         asked.timer = asyncio.get_running_loop().call_later(seconds, self._answer, id_)
 
     def _answer(self, id_: str) -> None:
@@ -80,7 +79,7 @@ class Child:
         spans: dict[int, int] = {}
         for since, version in asked.versions:
             start = min(len(tokens) - 1, int(len(tokens) * (since - asked.began) / took))
-            spans[start] = version  # of two versions that come with the same token, it has the newer
+            spans[start] = version  # if two versions arrive with the same token, the newer one counts
         self._say(
             {
                 "id": id_,
@@ -97,7 +96,7 @@ class Child:
 
 
 def drawn_time(key: str, sigma: float, longest: int) -> float:
-    """How many times the median a request takes: log-normal, `sigma` the deviation of its logarithm."""
+    """The delay of a request in multiples of the median: log-normal, `sigma` the deviation of its logarithm."""
     return min(float(longest), math.exp(sigma * random.Random(key).gauss(0.0, 1.0)))
 
 
@@ -106,7 +105,7 @@ async def serve() -> None:
     reader = asyncio.StreamReader(limit=LONGEST_LINE)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, sys.stdout)
-    child = Child(asyncio.StreamWriter(transport, protocol, None, loop))
+    child = EngineChild(asyncio.StreamWriter(transport, protocol, None, loop))
     while line := await reader.readline():
         child.take(orjson.loads(line))
 

@@ -1,7 +1,7 @@
-"""What a recorded run has for the workloads: the batches its prover was trained on, and how long the trainer took.
+"""The parts of a recorded run that workloads replay: batches of prover training, and the trainer's time for each.
 
-Only committed shards are read, and of them only those that hold a chosen batch. Nothing of the run is changed, so a
-run that is being played may be replayed too.
+Reads only committed shards, and only those that contain a chosen batch. It changes nothing, so an active run can be
+replayed too.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pvg.telemetry.spans import trained_seconds
 
 PHASE = "train_prover"
 
-Place = tuple[int, int]  # round, and number of the batch in its prover phase
+Place = tuple[int, int]  # round, and the batch's number in the prover phase of that round
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedBatch:
-    """The rollouts of one on-policy batch, in the order they were trained on; each has its reward."""
+    """The rollouts of one on-policy batch in training order, each with its reward."""
 
     round: int
     number: int
@@ -36,9 +36,9 @@ class RecordedBatch:
 
 
 def recorded_batches(run: RunDirectory, most: int) -> list[RecordedBatch]:
-    """At most `most` batches of prover training, evenly spread over what the run has committed, in their order.
+    """At most `most` batches of prover training, evenly spread over the committed ones, in their order.
 
-    Raises UsageError when there are none, DamagedFileError for a shard that is not what was committed.
+    Raises UsageError if there are none, DamagedFileError if a shard differs from what was committed.
     """
     shards = RolloutShards(run.path)
     places: dict[Place, list[ShardInfo]] = {}
@@ -54,13 +54,13 @@ def recorded_batches(run: RunDirectory, most: int) -> list[RecordedBatch]:
 
 
 def train_seconds(run: RunDirectory, batches: Sequence[RecordedBatch]) -> list[float]:
-    """Seconds that the run's trainer worked on each batch: all of the optimizer steps on it, waiting left out.
+    """Seconds of the trainer's work on each batch: all optimizer steps on it, without waiting.
 
-    Raises UsageError when the run's metrics do not tell.
+    Raises UsageError if the run's metrics lack a step.
     """
     minibatches = run.experiment().training.minibatches
     if not run.metrics.is_file():
-        raise UsageError(f"The run {run.name!r} has no {run.metrics.name}, which tells how long its trainer took.")
+        raise UsageError(f"The run {run.name!r} has no {run.metrics.name}, which has the times of its trainer.")
     worked: dict[Place, float] = {}
     for record in read_json_lines(run.metrics):
         if record.get("kind") == "step" and record.get("phase") == PHASE:
@@ -72,44 +72,44 @@ def train_seconds(run: RunDirectory, batches: Sequence[RecordedBatch]) -> list[f
         if missing:
             raise UsageError(
                 f"{run.metrics} lacks step {missing[0]} of prover training in round {batch.round}.",
-                "Its time is needed: replay a run whose metrics are whole.",
+                "Replay a run whose metrics are complete.",
             )
         found.append(sum(worked[batch.round, step] for step in steps))
     return found
 
 
 def _trainer_seconds(record: dict[str, Any]) -> float:
-    """Busy where it was recorded: what the trainer worked while something else held the step up counts too."""
+    """The trainer's work in one step. Prefers `busy`, which includes work that overlapped with other parts."""
     parts = record.get("busy") or record["budget"]
     return trained_seconds(parts)
 
 
 def prover_shards(run: RunDirectory) -> list[ShardInfo]:
-    """The committed shards of prover training. Raises UsageError when there are none."""
+    """The committed shards of prover training. Raises UsageError if there are none."""
     state = FileStateStore(run.state).load().state
     infos = [ShardInfo.from_plain(plain) for plain in (state or {"shards": []})["shards"]]
     found = [info for info in infos if info.label.startswith(f"{PHASE}-")]
     if not found:
         raise UsageError(
             f"The run {run.name!r} has no committed step of prover training, so there is nothing to replay.",
-            "Replay a run that has come to its prover phase, such as one of: pvg train modchain",
+            "Replay a run that has reached its prover phase, such as one of: pvg train modchain",
         )
     return found
 
 
 def _spread(places: list[Place], most: int) -> list[Place]:
-    """At most `most` of them at even distances, the first and the last among them."""
+    """At most `most` of them at even distances, including the first and the last."""
     if len(places) <= most:
         return places
     return [places[i] for i in np.linspace(0, len(places) - 1, most).round().astype(int)]
 
 
 def rewards_of(run: RunDirectory, batch: RecordedBatch) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """float32 [N]. Raises StateError when a rollout was stored without its reward."""
+    """float32 [N]. Raises StateError if a rollout was stored without a reward."""
     rewards = [r.reward for r in batch.rollouts]
     if any(reward is None for reward in rewards):
         raise StateError(
             f"The run {run.name!r} has rollouts without a reward in batch {batch.place}.",
-            "Replay a run that this version of pvg has played.",
+            "Replay a run of this version of pvg.",
         )
     return np.array(rewards, dtype=np.float32)

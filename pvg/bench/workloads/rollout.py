@@ -1,8 +1,29 @@
-"""transformers' own `generate` in the place of the torch engine's decoding: the peer that the rollout profile names.
+"""Engine and dispatcher alone: the base prover samples groups of fixed prompts, and the solutions are graded.
 
-Everything else is shared: the dispatcher, the batches of rollout.max_rows, the prompts, the grading. `generate` repeats
-the prompt of a group in every row, samples all rows until the last one ends, and gives no log-probs here (they would
-cost it more): so what is compared is what a trainer built on `generate` does before it has log-probs.
+    pvg bench --profile rollout                    # 256 rollouts of fixed prompts per sample
+    pvg bench --profile rollout --replay RUN       # the prompts of a run, with a trainer that only sleeps
+    pvg bench --profile rollout --server URL       # on vLLM servers: the profile rollout-vllm
+    pvg bench --profile rollout-peer --ablate      # compared with transformers' generate
+
+Each request has a fixed seed, the same in every sample. So the sampled tokens depend neither on the batches nor on
+earlier samples, up to floating-point ties. The report's work therefore describes the orders; the tokens that they
+yield are in `derived`.
+
+Servers choose their batches themselves, and one token that is rounded differently changes all after it. So use fixed
+lengths on servers (`workload.fixed_length`): nothing ends a completion early, and every sample does equal work.
+`workload.prompt_tokens` replaces the prompts by that many random tokens, if the task's prompts are too short for prefix
+sharing to matter. Each sample first publishes the weights again, which empties the servers' prefix caches, so sharing
+happens only within a sample.
+
+`workload.engine = "transformers"` samples with transformers' `generate` (`GenerateRows`); the profile rollout-peer
+compares the two. Everything else is shared: the dispatcher, the batches of rollout.max_rows, the prompts, the grading.
+`generate` repeats a group's prompt in every row, samples all rows until the last one ends, and returns no log-probs
+here, which would make it slower. So the comparison shows a trainer built on `generate` before it has log-probs.
+`generate` draws other random numbers, so use fixed lengths there too.
+
+With `--replay`, the workload sleeps after each batch for as long as the run's trainer worked on it. Token rates refer
+to the sampling. Rollouts per second and the trainer's idle share refer to sampling and sleeping together, as a run with
+this engine would have them.
 """
 
 from __future__ import annotations
@@ -21,7 +42,7 @@ from torch import Tensor
 
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.runner import RESET
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.bench.workloads.fixtures import check_work, digest_of, fixed_orders, model_facts, recorded_orders
 from pvg.bench.workloads.replay import recorded_batches, train_seconds
 from pvg.config.sections import Count, Section
@@ -31,7 +52,7 @@ from pvg.game.roles import prompt_renderer
 from pvg.game.seeds import generator_for, seed_for
 from pvg.models.language_model import LanguageModel
 from pvg.records import Group
-from pvg.rollout.decoding import Decoded, Job, Rows, Turn
+from pvg.rollout.decoding import DecodedRow, DecodingJob, RunningRows, TurnResult
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder
 from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest, Sampling
 from pvg.rollout.torch_engine import TorchEngine
@@ -40,31 +61,33 @@ from pvg.telemetry.spans import span
 
 
 class GenerateRows:
-    """`Rows` by `generate`, one batch at a time. All jobs must have the same sampling."""
+    """`RunningRows` by `generate`, one batch at a time. All jobs must have the same sampling settings."""
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
-        model.module.generation_config.eos_token_id = None  # what is not asked for here is taken from there
+        model.module.generation_config.eos_token_id = None  # `generate` reads its defaults from this configuration
 
     @property
     def joins(self) -> bool:
         return False
 
     @torch.inference_mode()
-    def turn(self, jobs: Sequence[Job], dropped_N: NDArray[np.bool_]) -> Turn:
-        """Rows whose callers have left are decoded on: `generate` does not ask."""
+    def turn(self, jobs: Sequence[DecodingJob], dropped_N: NDArray[np.bool_]) -> TurnResult:
+        """Rows of cancelled requests are decoded too: `generate` cannot drop them."""
         del dropped_N
         sampling = jobs[0].request.sampling
         if any(job.request.sampling != sampling for job in jobs):
-            raise ConfigurationError("generate samples all rows of a batch alike.", 'Set workload.engine to "pvg".')
+            raise ConfigurationError(
+                "generate needs equal sampling settings in a batch.", 'Set workload.engine to "pvg".'
+            )
         with span("decode", device=True):
             tokens_NC = self._generated(jobs, sampling)
         results = [_cut(row, sampling) for row in tokens_NC]
         lengths = [len(result.token_ids) for result in results]
         finished = [(job.ticket, result) for job, result in zip(jobs, results, strict=True)]
-        return Turn(finished, max(lengths), sum(lengths))
+        return TurnResult(finished, max(lengths), sum(lengths))
 
-    def _generated(self, jobs: Sequence[Job], sampling: Sampling) -> NDArray[np.int64]:
+    def _generated(self, jobs: Sequence[DecodingJob], sampling: Sampling) -> NDArray[np.int64]:
         prompts, module = [job.request.prompt_ids for job in jobs], self._model.module
         longest = max(map(len, prompts))
         ids_NP = np.zeros((len(jobs), longest), dtype=np.int64)
@@ -88,14 +111,14 @@ class GenerateRows:
 
 
 class GenerateEngine(TorchEngine):
-    """The torch engine with `generate` inside."""
+    """The torch engine with `generate` for decoding."""
 
-    def _open_rows(self) -> Rows:
+    def _open_rows(self) -> RunningRows:
         return GenerateRows(self._model)
 
 
 def open_generate_engine(players: Players) -> GenerateEngine:
-    """Beside the players' own engine, with weights of its own; the caller closes it."""
+    """In addition to the players' engine, with a separate copy of the weights; the caller closes it."""
     rollout = players.experiment.rollout
     dtype = None if rollout.dtype == "model" else getattr(torch, rollout.dtype)
     return GenerateEngine(
@@ -107,67 +130,48 @@ def open_generate_engine(players: Players) -> GenerateEngine:
     )
 
 
-def _cut(tokens_C: NDArray[np.int64], sampling: Sampling) -> Decoded:
-    """Up to the first stop token; log-probs that nobody computed are NaN."""
+def _cut(tokens_C: NDArray[np.int64], sampling: Sampling) -> DecodedRow:
+    """The tokens up to the first stop token. Their log-probs are NaN, because `generate` did not return any."""
     stops = np.flatnonzero(np.isin(tokens_C, sampling.stop_ids))
     length = int(stops[0]) + 1 if stops.size else len(tokens_C)
     logprobs = np.full(length, np.nan, dtype=np.float32)
-    return Decoded(tokens_C[:length].astype(np.int32), logprobs, "stop" if stops.size else "length")
+    return DecodedRow(tokens_C[:length].astype(np.int32), logprobs, "stop" if stops.size else "length")
 
 
-# Engine and dispatcher alone: groups of fixed prompts, sampled and graded, by the base prover.
-#
-#     pvg bench --profile rollout                    # 256 rollouts of fixed prompts per sample
-#     pvg bench --profile rollout --replay RUN       # the prompts of a run, against a trainer that only sleeps
-#     pvg bench --profile rollout --server URL       # on vLLM servers: the profile rollout-vllm
-#     pvg bench --profile rollout-peer --ablate      # against transformers' generate
-#
-# Each request has a seed of its own, the same in every sample: what is sampled depends neither on the batches nor on
-# the samples before, up to floating-point ties. So the work is told by the orders, not by the tokens that came of
-# them; those are in `derived`.
-#
-# Servers compute in batches of their own choice, and a token that two ways of rounding disagree on changes all after
-# it. So on servers lengths are better fixed (`workload.fixed_length`): nothing ends a completion early, and every
-# sample is of equal work. `workload.prompt_tokens` makes prompts of so many random tokens, where the task's are too
-# short to have a beginning worth sharing. Before each sample the weights are published again, which empties the
-# servers' prefix caches: what is shared is shared within the sample.
-#
-# `workload.engine = "transformers"` samples with transformers' own `generate` instead
-# (pvg.bench.workloads.rollout); the profile rollout-peer compares the two. `generate` draws other random
-# numbers, so there too lengths are better fixed.
-#
-# With `--replay` the trainer's part of the game is slept away: after each batch for as long as the run's trainer took
-# for its steps on it. Rates of tokens are those of the sampling, rollouts per second and the trainer's idle share
-# those of sampling and sleeping together: what a run with this engine would see.
+# --- the workload -----------------------------------------------------------------------------------------------------
 
-FIRST_PLAIN = 3  # ids below are often those of special tokens
+FIRST_PLAIN = 3  # lower ids are often special tokens
 
 MEASURES = {
-    "tokens_per_s": Measure("tokens/s", "higher", "completion tokens per second of sampling"),
-    "prompt_tokens_per_s": Measure("tokens/s", "higher", "prompt tokens served per second of sampling, shared or not"),
-    "rollouts_per_s": Measure("rollouts/s", "higher", "rollouts per second, the trainer's sleep included"),
-    "latency_p50_s": Measure("s", "lower", "a rollout's time in the engine, queued and served: median"),
-    "latency_p90_s": Measure("s", "lower", "the same: 90th percentile"),
-    "latency_p99_s": Measure("s", "lower", "the same: 99th percentile"),
-    "group_straggle_s": Measure("s", "lower", "from a group's first finished rollout to its last: mean over groups"),
-    "engine_batch": Measure("rows", "higher", "unfinished rows of a decoding step, mean over the steps"),
+    "tokens_per_s": BenchMetric("tokens/s", "higher", "completion tokens per second of sampling"),
+    "prompt_tokens_per_s": BenchMetric(
+        "tokens/s", "higher", "prompt tokens served per second of sampling, shared or not"
+    ),
+    "rollouts_per_s": BenchMetric("rollouts/s", "higher", "rollouts per second, the trainer's sleep included"),
+    "latency_p50_s": BenchMetric("s", "lower", "a rollout's time in the engine, queued and served: median"),
+    "latency_p90_s": BenchMetric("s", "lower", "the same: 90th percentile"),
+    "latency_p99_s": BenchMetric("s", "lower", "the same: 99th percentile"),
+    "group_straggle_s": BenchMetric(
+        "s", "lower", "from a group's first finished rollout to its last: mean over groups"
+    ),
+    "engine_batch": BenchMetric("rows", "higher", "unfinished rows per decoding step, mean over the steps"),
 }
 ON_SERVERS = {
-    "engine_batch": Measure("rows", "higher", "requests in flight, mean over the time of sampling"),
-    "prefix_share": Measure("1", "higher", "share of the prompt tokens that came from a prefix cache"),
+    "engine_batch": BenchMetric("rows", "higher", "requests in flight, mean over the time of sampling"),
+    "prefix_share": BenchMetric("1", "higher", "share of the prompt tokens that came from a prefix cache"),
 }
-IDLE = {"trainer_idle": Measure("1", "lower", "share of the wall time in which the trainer would have waited")}
+IDLE = {"trainer_idle": BenchMetric("1", "lower", "share of the wall time in which the trainer would have waited")}
 
 
-class Settings(Section):
-    """The `[workload]` table. `rollouts`, `prompt_tokens` and `seed` are for fixed prompts; `batches`, for a replay, is
-    how many of the run's batches a sample goes through (at most, evenly spread over the run). `fixed_length`: every
-    completion has rollout.max_tokens tokens; `uneven_length`: each a number of its own from 1 to that. `engine`: who
-    samples where rollout.engine is "torch"."""
+class RolloutWorkloadSettings(Section):
+    """The `[workload]` table. `rollouts`, `prompt_tokens` and `seed` are for fixed prompts. `batches`, for a replay:
+    the maximum number of the run's batches in a sample, evenly spread over the run. `fixed_length`: every completion
+    has rollout.max_tokens tokens. `uneven_length`: each has a random number from 1 to that. `engine`: what samples if
+    rollout.engine is "torch"."""
 
     engine: Literal["pvg", "transformers"] = "pvg"
     rollouts: Count = 256
-    prompt_tokens: Count | None = None  # random ones; None: the task's prompts
+    prompt_tokens: Count | None = None  # random tokens per prompt; None: the task's prompts
     fixed_length: bool = False
     uneven_length: bool = False
     seed: int = 0
@@ -175,8 +179,8 @@ class Settings(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """Orders sampled together, and the seconds that a trainer works on the result. `place` seeds its requests."""
+class OrderBatch:
+    """Orders sampled together, and the seconds that a trainer works on the result. `place` seeds the requests."""
 
     orders: Sequence[GroupOrder]
     train_s: float
@@ -184,27 +188,27 @@ class Batch:
 
 
 def make(settings: BenchSettings) -> Workload:
-    own = workload_settings(Settings, settings)
+    own = workload_settings(RolloutWorkloadSettings, settings)
     check_work(settings.experiment, settings.replay, own.rollouts)
     if own.engine == "transformers" and settings.experiment.rollout.engine != "torch":
         raise ConfigurationError(
-            'workload.engine = "transformers" stands in for the engine of this process, not for servers.',
+            'workload.engine = "transformers" replaces the engine of this process, not servers.',
             'Set rollout.engine to "torch", or workload.engine to "pvg".',
         )
     return RolloutWorkload(settings, own)
 
 
 class RolloutWorkload:
-    """See the module. One sample is one call of the dispatcher, or with a replay one per recorded batch."""
+    """See the module. One sample is one call of the dispatcher, or in a replay one call per recorded batch."""
 
-    def __init__(self, settings: BenchSettings, own: Settings) -> None:
+    def __init__(self, settings: BenchSettings, own: RolloutWorkloadSettings) -> None:
         self._experiment, self._replay, self._own = settings.experiment, settings.replay, own
         self._executor = settings.executor
         self._on_servers = settings.experiment.rollout.engine == "vllm"
-        self.measures: Mapping[str, Measure] = (
+        self.measures: Mapping[str, BenchMetric] = (
             MEASURES | (ON_SERVERS if self._on_servers else {}) | (IDLE if settings.replay else {})
         )
-        self._counted = Counts()
+        self._counted = SampleCounts()
 
     async def open(self) -> None:
         task = open_task(self._experiment.task)
@@ -223,23 +227,23 @@ class RolloutWorkload:
             no_stop = self._own.fixed_length or self._own.uneven_length
             self._dispatcher = dispatcher(self._players, asked, fixed_length=no_stop)
             self._batches = recorded or [self._fixed()]
-            stack.pop_all()  # opened: from here on `close` frees it
+            stack.pop_all()  # opened; from now on `close` frees it
 
-    def _fixed(self) -> Batch:
+    def _fixed(self) -> OrderBatch:
         players, own = self._players, self._own
         render = prompt_renderer(self._experiment.rollout.prompts, players.base.tokenizer)
         orders = fixed_orders(self._experiment, players.task, render, own.rollouts, own.seed)
         if own.prompt_tokens is not None:
             orders = with_random_prompts(orders, own.prompt_tokens, players.base.tokenizer.vocab_size, own.seed)
-        return Batch(orders, 0.0, "fixed")
+        return OrderBatch(orders, 0.0, "fixed")
 
-    def _recorded(self, task: Task) -> list[Batch]:
+    def _recorded(self, task: Task) -> list[OrderBatch]:
         """Empty without a replay."""
         if self._replay is None:
             return []
         batches = recorded_batches(self._replay, self._own.batches)
         seconds = train_seconds(self._replay, batches)
-        return [Batch(recorded_orders(b, task), s, b.place) for b, s in zip(batches, seconds, strict=True)]
+        return [OrderBatch(recorded_orders(b, task), s, b.place) for b, s in zip(batches, seconds, strict=True)]
 
     def work(self) -> dict[str, Any]:
         orders = [order for batch in self._batches for order in batch.orders]
@@ -285,10 +289,10 @@ class RolloutWorkload:
                 slept_s += time.perf_counter() - slept
         wall_s = time.perf_counter() - started
         stats = self._engine.stats.since(before)
-        self._counted = Counts.of(groups, stats)
+        self._counted = SampleCounts.of(groups, stats)
         return self._measured(groups, stats, wall_s, slept_s)
 
-    async def _sampled(self, batch: Batch) -> list[Group]:
+    async def _sampled(self, batch: OrderBatch) -> list[Group]:
         return await self._dispatcher.sample(
             batch.orders,
             round_=0,
@@ -317,8 +321,8 @@ class RolloutWorkload:
         return values | ({"trainer_idle": sampling_s / wall_s} if self._replay is not None else {})
 
     def derived(self) -> dict[str, float]:
-        """Of the last sample; they are the same in all: the share of prompt tokens whose computation was shared, the
-        mean completion length, all completion tokens, the share of rollouts cut off at max_tokens."""
+        """Of the last sample (equal in all samples): the share of prompt tokens whose computation was shared, the mean
+        completion length, all completion tokens, and the share of rollouts cut off at max_tokens."""
         counted = self._counted
         return {
             "prefix_share": counted.prefix_share,
@@ -328,12 +332,12 @@ class RolloutWorkload:
         }
 
     async def close(self) -> None:
-        await self._engine.close()  # twice, where it is the players' own: the second time does nothing
+        await self._engine.close()  # may be the players' engine; closing twice is harmless
         await self._players.close()
 
 
 class _Uneven:
-    """An engine that shortens each request by a number that its seed decides, so that rows end at all times."""
+    """An engine that shortens each request by a number derived from its seed, so that rows end at different times."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -348,7 +352,7 @@ class _Uneven:
 
 
 def dispatcher(players: Players, engine: Engine, *, fixed_length: bool) -> Dispatcher:
-    """As the players' own, with `engine`. `fixed_length`: nothing ends a completion before rollout.max_tokens."""
+    """The players' dispatcher with `engine`. `fixed_length`: no completion ends before rollout.max_tokens."""
     rollout, tokenizer = players.experiment.rollout, players.base.tokenizer
     stops = () if fixed_length else (tokenizer.eos_id,)
     sampling = Sampling(rollout.max_tokens, stops, rollout.temperature, rollout.top_p, rollout.top_k)
@@ -356,7 +360,7 @@ def dispatcher(players: Players, engine: Engine, *, fixed_length: bool) -> Dispa
 
 
 def with_random_prompts(orders: Sequence[GroupOrder], length: int, vocabulary: int, seed: int) -> list[GroupOrder]:
-    """The same groups, each with a prompt of `length` random tokens of its own."""
+    """The same groups, each with a different prompt of `length` random tokens."""
     random = generator_for(seed, "bench", "prompts")
     return [
         replace(order, prompt_ids=random.integers(FIRST_PLAIN, vocabulary, length, dtype=np.int32)) for order in orders
@@ -364,8 +368,8 @@ def with_random_prompts(orders: Sequence[GroupOrder], length: int, vocabulary: i
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
-    """What one sample came to."""
+class SampleCounts:
+    """Totals of one sample."""
 
     rollouts: int = 0
     prompt_tokens: int = 0
@@ -374,7 +378,7 @@ class Counts:
     prefix_share: float = 0.0
 
     @classmethod
-    def of(cls, groups: Sequence[Group], stats: EngineStats) -> Counts:
+    def of(cls, groups: Sequence[Group], stats: EngineStats) -> SampleCounts:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         return cls(
             rollouts=len(rollouts),

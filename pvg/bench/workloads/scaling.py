@@ -1,11 +1,24 @@
-"""The most memory that this process held while something ran.
+"""How a step's cost grows with one setting: whole steps of the game with known work, and fitted exponents.
 
-with PeakMemory() as peak:
-    work()
-peak.megabytes
+    pvg bench --profile scaling-rollouts      # and scaling-length, scaling-model
+    python docs/make_benchmarks.py            # fits the exponents
 
-Resident memory: of the Python process with everything it has loaded. What the allocator keeps of memory that was freed
-before counts too.
+A step is that of the e2e workload, with two differences. Every completion has rollout.max_tokens tokens, whatever is
+sampled. Prover and verifier are Llama models of the same size with random weights: a step's cost does not depend on
+what they have learnt. To keep gradients above 0, the verifier's weights are shifted from their start, and the profiles
+reward a malformed solution by its score (random tokens are always malformed).
+
+The measures are the seconds of each part of a step and the process's peak memory. `rest` is everything outside the
+named parts (credit, packing, records, unaccounted time). `derived` has the work of each part, which follows from the
+sizes alone:
+
+- floating-point operations of prefill, decode, score, reference and forward_backward (pvg.bench.flops). Prompts count
+  once per group. A backward pass counts as two forward passes, a score of the implicit head as two. In decode, a token
+  attends to those before it; elsewhere to all of its row, as in the trainer workload;
+- numbers read by decode, in addition to its operations: in each step all weights once for all rows, and for each row
+  all earlier keys and values, each for a single token. Long rows are bound by memory, not arithmetic;
+- parameters for optimizer and sync;
+- completion tokens for dispatch (calling the engine, grading) and rest, which touch every rollout and every token.
 """
 
 from __future__ import annotations
@@ -29,8 +42,8 @@ import torch
 
 from pvg.bench.flops import ModelSize
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.statistics import Contrast, contrast_of_medians
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.statistics import MedianContrast, contrast_of_medians
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.bench.workloads import e2e
 from pvg.bench.workloads.fixtures import HEAD, random_llama
 from pvg.bench.workloads.rollout import dispatcher
@@ -42,11 +55,13 @@ from pvg.models.heads import VerifierModel
 from pvg.telemetry.observer import Progress
 from pvg.telemetry.spans import Tracer, run_in, span
 
-EVERY_S = 0.01  # a look takes some 20 microseconds; what lives for less than this may be missed
+EVERY_S = 0.01  # one look takes some 20 microseconds; peaks shorter than this may be missed
 
 
 class PeakMemory:
-    """A context manager. A thread of its own looks every EVERY_S, and so do the beginning and the end."""
+    """A context manager for the peak of the process's resident memory, freed memory that the allocator keeps included.
+
+    A thread looks every EVERY_S, and also at the beginning and the end. Result: `megabytes`."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
@@ -78,62 +93,35 @@ class PeakMemory:
         self._most = max(self._most, self._process.memory_info().rss)
 
 
-# How a cost grows: the exponent p of cost = c x^p, fitted to samples taken at several sizes x.
-#
-#     grown = upper_range([64, 128, 256, 512, 1024])          # [256, 512, 1024]
-#     exponent_of(grown, samples)                             # Contrast(value=1.02, low=0.98, high=1.06)
-#
-# p is the slope of a least-squares line through the logs of the medians. Small sizes mostly cost what any size costs,
-# so the fit is to the upper part of the range. The interval knows the spread of the samples, not how well a power law
-# fits.
+# --- exponents --------------------------------------------------------------------------------------------------------
 
 
 def upper_range(sizes: Sequence[float]) -> list[float]:
-    """The sizes from the geometric middle of the range on. Raises ValueError with fewer than two sizes."""
+    """The sizes from the geometric middle of the range on; small sizes have mostly constant costs. Raises ValueError
+    with fewer than two sizes."""
     if len(set(sizes)) < 2:
-        raise ValueError(f"how a cost grows cannot be told from the sizes {list(sizes)}")
+        raise ValueError(f"an exponent cannot be fitted to the sizes {list(sizes)}")
     middle = math.sqrt(min(sizes) * max(sizes))
     return sorted(size for size in sizes if size >= middle * (1 - 1e-9))
 
 
-def exponent_of(sizes: Sequence[float], samples: Sequence[Sequence[float]]) -> Contrast:
-    """p, with its interval at 95 %; `samples[i]` were taken at `sizes[i]`. A single exact value per size (a count of
-    work) has an infinite interval: its value is all there is.
+def exponent_of(sizes: Sequence[float], samples: Sequence[Sequence[float]]) -> MedianContrast:
+    """The exponent p of cost = c x^p with its 95 % interval; `samples[i]` were taken at `sizes[i]`.
 
-    Raises ValueError for fewer than two sizes, and for sizes or samples that are not above 0.
+    p is the slope of a least-squares line through the logs of the medians. The interval reflects the spread of the
+    samples, not how well a power law fits. With a single exact value per size (a count of work) it is infinite and only
+    the value has a meaning. Raises ValueError for fewer than two sizes, and for sizes or samples that are not above 0.
     """
     if len(set(sizes)) < 2 or min(sizes) <= 0:
-        raise ValueError(f"no exponent can be fitted to the sizes {list(sizes)}")
+        raise ValueError(f"an exponent cannot be fitted to the sizes {list(sizes)}")
     logs = [math.log(size) for size in sizes]
     mean = sum(logs) / len(logs)
     square = sum((log - mean) ** 2 for log in logs)
     return contrast_of_medians(samples, [(log - mean) / square for log in logs])
 
 
-# How a step's cost grows: whole steps of the game with work that is known, and that one setting makes larger.
-#
-#     pvg bench --profile scaling-rollouts      # and scaling-length, scaling-model
-#     python docs/make_benchmarks.py            # fits the exponents
-#
-# A step as in the e2e workload, with two differences. Every completion has rollout.max_tokens tokens, whatever is
-# sampled. And prover and verifier are Llama models of the same size with random weights, made when the workload
-# opens: what a step costs does not depend on what they have learnt. So that no gradient is 0, the verifier's weights
-# are not quite those of its start, and the profiles pay a malformed solution (random tokens are nothing else) by its
-# score.
-#
-# The measures are the seconds of each part of a step, `rest` being what no other part names (credit, packing,
-# records, what is unaccounted), and the most memory that the process held. Beside them stands, in `derived`, each
-# part's work, which follows from the sizes alone:
-#
-# - floating-point operations of prefill, decode, score, reference and forward_backward (pvg.bench.flops). Prompts count
-#   once per group; a backward pass is two forward passes; a score of the implicit head takes two. In decoding a token
-#   looks at those before it, elsewhere at all of its row, as in the trainer workload;
-# - numbers read in decode beside its operations: in each step all weights once for all rows, and for each row all keys
-#   and values before it, each for a single token. Memory, not arithmetic, is what long rows wait for;
-# - parameters for optimizer and sync;
-# - completion tokens for dispatch (asking the engine, grading) and rest, which touch every rollout and every token.
-
-# The parts of a step that are told, each with the spans whose seconds it sums.
+# --- the workload -----------------------------------------------------------------------------------------------------
+# The parts of a step, each with the spans whose seconds it sums.
 PARTS: Mapping[str, tuple[str, ...]] = {
     "prefill": ("prefill",),
     "decode": ("decode",),
@@ -145,19 +133,19 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "sync": ("sync",),
 }
 REST = "rest"
-COMPUTED = ("prefill", "decode", "score", "reference", "forward_backward")  # their work is counted in operations
+COMPUTED = ("prefill", "decode", "score", "reference", "forward_backward")  # parts whose work is counted in operations
 
-MEASURES: Mapping[str, Measure] = {
-    "step_s": Measure("s", "lower", "wall time of one optimizer step, from its prompts to its published weights"),
-    **{f"{part}_s": Measure("s", "lower", f"of it: {', '.join(spans)}") for part, spans in PARTS.items()},
-    f"{REST}_s": Measure("s", "lower", "of it: everything else"),
-    "peak_memory_mb": Measure("MB", "lower", "most resident memory of the process during the step"),
+MEASURES: Mapping[str, BenchMetric] = {
+    "step_s": BenchMetric("s", "lower", "wall time of one optimizer step, from its prompts to its published weights"),
+    **{f"{part}_s": BenchMetric("s", "lower", f"its part: {', '.join(spans)}") for part, spans in PARTS.items()},
+    f"{REST}_s": BenchMetric("s", "lower", "its part: everything else"),
+    "peak_memory_mb": BenchMetric("MB", "lower", "peak resident memory of the process during the step"),
 }
 
 
-class Settings(e2e.Settings):
-    """The `[workload]` table. `axis`: what the variants make larger, a figure of `derived`; the models have `layers`
-    layers of `width`, a multiple of 32, and take `context` tokens; `seed` is that of their weights."""
+class ScalingSettings(e2e.EndToEndSettings):
+    """The `[workload]` table. `axis`: the figure of `derived` that the variants enlarge. The models have `layers`
+    layers of `width`, a multiple of 32, and a context of `context` tokens; `seed` is that of their weights."""
 
     axis: Literal["rollouts", "completion_tokens", "prover_parameters"]
     width: Count = 128
@@ -167,12 +155,12 @@ class Settings(e2e.Settings):
 
 
 def make(settings: BenchSettings) -> Workload:
-    own, experiment = workload_settings(Settings, settings), settings.experiment
+    own, experiment = workload_settings(ScalingSettings, settings), settings.experiment
     if own.width % HEAD:
-        raise ConfigurationError(f"workload.width = {own.width} is no multiple of {HEAD}, the width of a head.")
+        raise ConfigurationError(f"workload.width = {own.width} is not a multiple of {HEAD}, the width of a head.")
     if experiment.task.kind != "modchain":
         raise ConfigurationError(
-            f"The scaling workload's models know modchain's alphabet alone, not that of task.kind = "
+            f"The scaling workload's models know only modchain's alphabet, not that of task.kind = "
             f"{experiment.task.kind!r}.",
             "Use an experiment whose task.kind is 'modchain'.",
         )
@@ -181,7 +169,7 @@ def make(settings: BenchSettings) -> Workload:
 
 @dataclass
 class BudgetWatcher(e2e.StepWatcher):
-    """Keeps each step's seconds by part too."""
+    """Also keeps each step's seconds by part."""
 
     budgets: list[Mapping[str, float]] = field(default_factory=list)
 
@@ -193,16 +181,16 @@ class BudgetWatcher(e2e.StepWatcher):
 class Scaling(e2e.EndToEnd):
     """See the module."""
 
-    measures: Mapping[str, Measure] = MEASURES
+    measures: Mapping[str, BenchMetric] = MEASURES
 
-    def __init__(self, experiment: Experiment, own: Settings, executor: Executor | None = None) -> None:
+    def __init__(self, experiment: Experiment, own: ScalingSettings, executor: Executor | None = None) -> None:
         super().__init__(experiment, own, executor)
         self._scaling = own
 
     async def open(self) -> None:
         own = self._scaling
         with ExitStack() as stack:
-            if self._executor is None:  # here already: the models too must be made in the one compute thread
+            if self._executor is None:  # already here, because the models must be made in the compute thread too
                 self._executor = stack.enter_context(compute_executor(self._experiment.models.threads))
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-")))
             sizes = {"width": own.width, "layers": own.layers, "context": own.context}
@@ -219,7 +207,7 @@ class Scaling(e2e.EndToEnd):
         self._made.close()
 
     def work(self) -> dict[str, Any]:
-        """Without `axis`, which says what is looked at, not what is done."""
+        """Without `axis`, which does not affect what is done."""
         name = self._session.players.base.name
         return super().work() | {"verifier": name, "fixed_length": True, "weights": self._scaling.seed}
 
@@ -229,7 +217,7 @@ class Scaling(e2e.EndToEnd):
         session.observer = watcher = BudgetWatcher()
         with span("reset"):
             phase = await self._fresh_phase()
-        with span("step"), tracer.drive(), PeakMemory() as peak:  # its parts are told to the session's own tracer
+        with span("step"), tracer.drive(), PeakMemory() as peak:  # its parts go to the session's tracer
             await phase.play()
             step_s = (time.perf_counter() - session.began) / steps
         self._steps = watcher.steps
@@ -245,7 +233,7 @@ class Scaling(e2e.EndToEnd):
         }
 
     def derived(self) -> dict[str, float]:
-        """The three axes, then the work of one step: `flops` of all, and of each part what the module says."""
+        """The three axes, then the work of one step: `flops` in all, and the work of each part (see the module)."""
         experiment, ledger, base = self._experiment, self._session.ledger, self._session.players.base
         steps, completion = self._own.steps, experiment.rollout.max_tokens
         rollouts, prompt = ledger.rollouts / steps, ledger.prompt_tokens / ledger.rollouts
@@ -277,7 +265,7 @@ class Scaling(e2e.EndToEnd):
         }
 
     def _judged_tokens(self) -> int:
-        """How long a solution is for the verifier: with its question, and the end token."""
+        """The tokens of a solution for the verifier, with its question and the end token."""
         players, session = self._session.players, self._session
         completion = np.zeros(self._experiment.rollout.max_tokens, dtype=np.int32)
         question = session.problems("prover")[0].question
@@ -296,10 +284,10 @@ def step_work(
     judgements: int,
     parameters: int,
 ) -> dict[str, float]:
-    """The work of each part of a step, in the units that the module names.
+    """The work of each part of a step, in the units of the module's docstring.
 
-    `groups` prompts of `prompt` tokens, `rollouts` completions of `completion`; the verifier reads `judged` tokens of
-    each, `judgements` times. Of a prompt, the prefill leaves the last token to the first decoding step.
+    `groups` prompts of `prompt` tokens; `rollouts` completions of `completion` tokens; the verifier reads `judged`
+    tokens of each, `judgements` times. The prefill leaves a prompt's last token to the first decoding step.
     """
     tokens = rollouts * completion
     trained = size.forward(
@@ -324,12 +312,12 @@ def step_work(
 def decode_reads(
     size: ModelSize, *, steps: int, rollouts: float, prompt: float, completion: int, parameters: int
 ) -> float:
-    """Numbers that `steps` decoding steps read: weights, and each row's keys and values."""
+    """Numbers that `steps` decoding steps read: the weights, and each row's keys and values."""
     return float(steps * parameters) + 2.0 * size.attention * looked_at(rollouts, prompt, completion)
 
 
 def looked_at(rollouts: float, prompt: float, completion: int) -> float:
-    """Tokens that the rows of all decoding steps attend to, each step's own among them."""
+    """Tokens that the rows attend to in all decoding steps, including the token of the step."""
     return rollouts * (completion * prompt + completion * (completion - 1) / 2)
 
 
@@ -344,7 +332,7 @@ def with_models(experiment: Experiment, source: str) -> Experiment:
 
 
 def shift_weights(verifier: VerifierModel, seed: int) -> None:
-    """Move every weight a little at random: at its start the implicit head scores all solutions 0."""
+    """Move every weight slightly at random: the untrained implicit head scores all solutions 0."""
     generator = torch.Generator().manual_seed(seed)
     verifier.load_trainable_state(
         {

@@ -1,6 +1,6 @@
-"""`StandInEngine`: what engines that compute nothing share. With one, a workload measures what stands around it.
+"""`StandInEngine`: the base of engines that compute nothing, for workloads that measure everything around the engine.
 
-A subclass writes `generate`, and makes its completions with `completed`.
+A subclass implements `generate` and creates its completions with `completed`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pvg.servers.update import SyncTiming, WeightUpdate
 
 
 class StandInEngine(Engine):
-    """Takes any weights, keeps their version, and counts each completion as a batch of its own."""
+    """Accepts any weights, keeps their version, and counts each completion as a separate batch."""
 
     def __init__(self, max_in_flight: int) -> None:
         self._max_in_flight = max_in_flight
@@ -39,7 +39,7 @@ class StandInEngine(Engine):
         service_s: float,
         routed_experts: RoutedExperts | None = None,
     ) -> Completion:
-        """The completion of a request that has taken `service_s`, counted."""
+        """Count a request that took `service_s` seconds, and return its completion."""
         self.count(request, len(token_ids), service_s)
         return Completion(
             request_id=request.id,
@@ -52,7 +52,7 @@ class StandInEngine(Engine):
         )
 
     def count(self, request: GenerationRequest, length: int, service_s: float) -> None:
-        """A request whose completion, or what there is of it, has `length` tokens now."""
+        """Count a request whose completion, possibly partial, has `length` tokens so far."""
         stats, known = self._stats, len(request.known_ids)
         self._stats = EngineStats(
             batches=stats.batches + 1,
@@ -64,7 +64,7 @@ class StandInEngine(Engine):
         )
 
     async def load_weights(self, update: WeightUpdate) -> SyncTiming:
-        self._version = update.version  # nothing here depends on weights
+        self._version = update.version  # nothing here depends on the weights
         return SyncTiming(update.version, wall_ms=0.0, rpc_ms=0.0)
 
     async def close(self) -> None: ...

@@ -1,8 +1,19 @@
-"""`HeavyTailedEngine`: completions whose lengths have a heavy tail, as long answers and tools that hang make them.
+"""Stragglers: the cost of waiting for the slowest rollout of a batch, and of the remedies.
 
-It computes nothing and waits for as long as a server would sample, in a shorter time: what is measured is who waits for
-whom. The same rollout of the same group takes equally long in every variant; one that is continued takes the time that
-its remaining tokens take.
+    pvg bench --profile stragglers                # wait for all, a deadline, partial rollouts, spo
+    pvg bench --profile stragglers --interleave   # the same, with samples taken in turn
+
+Dispatcher and credit are pvg's. Engine and trainer compute nothing and only take time. The engine
+(`HeavyTailedEngine`) gives rollouts of log-normal length, as long answers and slow tools do. The trainer takes
+`train_s` for a whole batch, and less for one that was cut. Sampling and training alternate, as in the synchronous game,
+so neither overlaps with the other.
+
+Every sample draws new lengths, so the spread of the samples includes that of the tails. Sample i has the same rollouts
+in all variants, each with the same duration. With partial rollouts, a sample continues what the sample before left
+unfinished, as a long run would, and a continued rollout takes only the time of its remaining tokens.
+
+Rollouts and tokens per second count what was trained on. A deadline leaves out the longest rollouts: `length_kept`, the
+mean length of the kept rollouts relative to all, shows this price of its speed. Partial rollouts cost `staleness`.
 """
 
 from __future__ import annotations
@@ -18,7 +29,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.bench.workloads.fixtures import drawn_rewards, fixed_orders, policy_batch
 from pvg.bench.workloads.stand_in import StandInEngine
 from pvg.config.experiment import Experiment
@@ -30,8 +41,8 @@ from pvg.game.statistics import cut_metrics, staleness_metrics
 from pvg.models.characters import modchain_tokenizer
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import BASE_SOURCE, Group, Rollout
-from pvg.rollout.dispatcher import Call, Dispatcher, GroupOrder
-from pvg.rollout.engine import Begun, Completion, CutShort, GenerationRequest, Sampling
+from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall
+from pvg.rollout.engine import Completion, CutShort, GenerationRequest, PartialCompletion, Sampling
 from pvg.rollout.gathering import training_deadline
 from pvg.rollout.partial import partial_sampling
 from pvg.servers.update import WeightUpdate
@@ -40,23 +51,23 @@ from pvg.telemetry.spans import span
 
 
 def drawn_lengths(count: int, median: float, sigma: float, longest: int, seed: int) -> NDArray[np.int64]:
-    """Tokens [N] of `count` completions: log-normal, `sigma` the deviation of the logarithm, 1 to `longest`."""
+    """Tokens [N] of `count` completions: log-normal, `sigma` the deviation of the logarithm, from 1 to `longest`."""
     logs_N = np.random.default_rng(seed).normal(np.log(median), sigma, count)
     lengths_N: NDArray[np.int64] = np.clip(np.rint(np.exp(logs_N)), 1, longest).astype(np.int64)
     return lengths_N
 
 
 class HeavyTailedEngine(StandInEngine):
-    """Each request gets `tokens_per_s`, however many there are. `lengths_N` are the tokens of the rollouts in the order
-    of their groups' numbers, `group_size` for each, and then from the beginning again; between requests, they may be
-    replaced by a longer sequence with the same beginning."""
+    """Each request gets `tokens_per_s`, regardless of the load. `lengths_N`: tokens of the rollouts, in the order of
+    their groups' numbers, `group_size` per group, repeated at the end. Between requests it may be replaced by a longer
+    sequence with the same beginning."""
 
     def __init__(self, lengths_N: NDArray[np.int64], tokens_per_s: float, group_size: int, max_in_flight: int) -> None:
         super().__init__(max_in_flight)
         self.lengths_N = lengths_N
         self._tokens_per_s = tokens_per_s
         self._group_size = group_size
-        self._running: dict[str, asyncio.Future[bool]] = {}  # whether it has ended by itself
+        self._running: dict[str, asyncio.Future[bool]] = {}  # result: whether it ended by itself
 
     async def generate(self, request: GenerationRequest) -> Completion:
         loop, length = asyncio.get_running_loop(), self._length(request)
@@ -79,7 +90,7 @@ class HeavyTailedEngine(StandInEngine):
             return self.completed(request, ids, logprobs, "length", seconds)
         self.count(request, tokens, seconds)
         spans, timing = request.spans(tokens, self.version), request.timing(0.0, seconds)
-        raise CutShort(Begun(ids, logprobs, spans, timing) if tokens else None)
+        raise CutShort(PartialCompletion(ids, logprobs, spans, timing) if tokens else None)
 
     def cut(self, request_ids: Collection[str]) -> None:
         for request_id in request_ids:
@@ -91,7 +102,7 @@ class HeavyTailedEngine(StandInEngine):
         return int(self.lengths_N[(int(group) * self._group_size + int(index)) % len(self.lengths_N)])
 
     def _tokens(self, request: GenerationRequest, seconds: float) -> int:
-        """Of its completion after so long; the last one would be its end."""
+        """Tokens of the completion after `seconds`, without the last one, which would end it."""
         return min(self._length(request) - 1, request.tokens_begun + int(seconds * self._tokens_per_s))
 
 
@@ -100,36 +111,24 @@ def _resolve(end: asyncio.Future[bool], whole: bool) -> None:
         end.set_result(whole)
 
 
-# Stragglers: what waiting for the slowest rollout of a batch costs, and what can be done about it.
-#
-#     pvg bench --profile stragglers                # wait for all, a deadline, partial rollouts, spo
-#     pvg bench --profile stragglers --interleave   # the same, their samples taken in turn
-#
-# The dispatcher and the credit are the product's; the engine and the trainer are stand-ins that only take time:
-# rollouts of log-normal length (pvg.bench.workloads.stragglers), and a trainer that takes `train_s` for a
-# whole batch, less for one that was cut. Sampling and training take turns, as in the synchronous game: nothing hides
-# one behind the other. Every sample draws its lengths anew, so that the spread of the samples is that of the tails
-# and not of a timer alone; sample i of all variants orders the same rollouts, which take equally long in each. With
-# partial rollouts a sample goes on with what the one before has left unfinished, as a long run would.
-#
-# Rollouts and tokens per second count what was trained on. A deadline leaves out the longest: `length_kept` says how
-# much shorter the rest is in the mean than what was ordered, which is what the speed is paid with. Partial rollouts
-# pay with `staleness`.
+# --- the workload -----------------------------------------------------------------------------------------------------
 
-MEASURES: dict[str, Measure] = {
-    "rollouts_per_s": Measure("rollouts/s", "higher", "rollouts sampled and trained on per second"),
-    "tokens_per_s": Measure("tokens/s", "higher", "their completion tokens per second"),
-    "trainer_idle": Measure("1", "lower", "share of the time in which the trainer waited for rollouts"),
-    "batch_s": Measure("s", "lower", "mean time from a batch's first request to its last rollout"),
-    "batch_rollouts": Measure("rollouts", "higher", "mean rollouts of a batch"),
-    "tokens_lost": Measure("1", "lower", "share of the sampled tokens that belong to cancelled rollouts"),
-    "staleness": Measure("versions", "lower", "mean versions behind of the rollouts trained on, by their oldest token"),
+MEASURES: dict[str, BenchMetric] = {
+    "rollouts_per_s": BenchMetric("rollouts/s", "higher", "rollouts sampled and trained on per second"),
+    "tokens_per_s": BenchMetric("tokens/s", "higher", "their completion tokens per second"),
+    "trainer_idle": BenchMetric("1", "lower", "share of the time in which the trainer waited for rollouts"),
+    "batch_s": BenchMetric("s", "lower", "mean time from a batch's first request to its last rollout"),
+    "batch_rollouts": BenchMetric("rollouts", "higher", "mean rollouts of a batch"),
+    "tokens_lost": BenchMetric("1", "lower", "share of the sampled tokens that belong to cancelled rollouts"),
+    "staleness": BenchMetric(
+        "versions", "lower", "mean versions behind of the rollouts trained on, by their oldest token"
+    ),
 }
 
 
-class Settings(Section):
-    """The `[workload]` table. A rollout takes `median_s` in the median and at most `longest` times that; `sigma` is the
-    standard deviation of its logarithm; `train_s` is what the trainer takes for a whole batch."""
+class StragglersSettings(Section):
+    """The `[workload]` table. A rollout takes `median_s` in the median and at most `longest` times that. `sigma`: the
+    standard deviation of its logarithm. `train_s`: the trainer's seconds for a whole batch."""
 
     batches: Count = 3
     median_s: Positive = 0.1
@@ -141,28 +140,28 @@ class Settings(Section):
 
 
 def make(settings: BenchSettings) -> Workload:
-    """Raises ConfigurationError for a task whose questions the stand-in's alphabet does not have."""
+    """Raises ConfigurationError for a task whose questions the workload's alphabet does not cover."""
     experiment = settings.experiment
     if experiment.task.kind != "modchain":
         raise ConfigurationError(
-            f"The stragglers workload opens no model and knows modchain's alphabet alone, not that of "
+            f"The stragglers workload opens no model and knows only modchain's alphabet, not that of "
             f"task.kind = {experiment.task.kind!r}.",
             "Use an experiment whose task.kind is 'modchain'.",
         )
-    return Stragglers(experiment, workload_settings(Settings, settings))
+    return Stragglers(experiment, workload_settings(StragglersSettings, settings))
 
 
 class Stragglers:
-    """See the module. One sample is `batches` batches, one after the other."""
+    """See the module. One sample is `batches` consecutive batches."""
 
-    measures: Mapping[str, Measure] = MEASURES
+    measures: Mapping[str, BenchMetric] = MEASURES
 
-    def __init__(self, experiment: Experiment, own: Settings) -> None:
+    def __init__(self, experiment: Experiment, own: StragglersSettings) -> None:
         self._experiment, self._own = experiment, own
         self._rollouts = experiment.training.groups * experiment.rollout.group_size
-        self._lengths: list[NDArray[np.int64]] = []  # [batches x rollouts] of each sample
-        self._played = self._kept_rollouts = self._kept_tokens = 0  # samples; what was trained on in all of them
-        self._oldest = 0.0  # versions that any of them was behind
+        self._lengths: list[NDArray[np.int64]] = []  # [batches x rollouts] per sample
+        self._played = self._kept_rollouts = self._kept_tokens = 0  # samples; totals of what was trained on
+        self._oldest = 0.0  # maximum staleness of any of them, in versions
 
     async def open(self) -> None:
         experiment, own = self._experiment, self._own
@@ -181,12 +180,12 @@ class Stragglers:
         self._partial = partial_sampling(experiment, self._dispatcher)
 
     def _drawn(self, index: int) -> NDArray[np.int64]:
-        """The lengths of all samples up to `index`, one behind the other, each from a seed of (sample, batch).
+        """The lengths of all samples up to `index`, concatenated, each with a seed of (sample, batch).
 
-        It is one sequence, whose places the groups' numbers name. Variants that keep nothing begin sample i at the
-        first place of its stretch. Partial rollouts are carried over the end of a sample, and fewer new ones are
-        ordered beside them: those variants take the same sequence in its order, each from where it is. So none of
-        them leaves out a rollout that the others had to wait for, or has one twice.
+        Group numbers index this one sequence. Variants that carry nothing over begin sample i at the start of its
+        section. Partial rollouts are carried over to the next sample, which then orders fewer new ones. So variants
+        with partial rollouts read the sequence in order, each from its current position. No variant skips a rollout
+        that the others had to wait for, or repeats one.
         """
         own = self._own
         for sample in range(len(self._lengths), index + 1):
@@ -197,7 +196,7 @@ class Stragglers:
         return np.concatenate(self._lengths[: index + 1])
 
     def work(self) -> dict[str, Any]:
-        """`longest_over_median` is that of sample 0: of what was drawn, however many samples were taken."""
+        """`longest_over_median` is that of sample 0, so it does not depend on the number of samples."""
         lengths = self._drawn(0)
         return {
             **self._own.model_dump(mode="json"),
@@ -255,14 +254,15 @@ class Stragglers:
             )
         return groups, time.perf_counter() - started
 
-    def _plan(self, number: int) -> tuple[list[GroupOrder], Call]:
-        """The orders of a batch, numbered through all batches of all samples."""
+    def _plan(self, number: int) -> tuple[list[GroupOrder], SampleCall]:
+        """The orders of a batch; batches are numbered through all samples."""
         first = number * len(self._orders)
         orders = [replace(order, group=first + place) for place, order in enumerate(self._orders)]
-        return orders, Call(0, BASE_SOURCE, number, self._own.seed, f"{number:05d}")
+        return orders, SampleCall(0, BASE_SOURCE, number, self._own.seed, f"{number:05d}")
 
     async def _train(self, rollouts: list[Rollout]) -> float:
-        """Credit as the game gives it, the time that a trainer would take, and the next version; returns the time."""
+        """Compute credit as in the game, sleep as long as a trainer would work, and publish the next version. Returns
+        the time slept."""
         with span("credit"):
             policy_batch(rollouts, drawn_rewards(rollouts, self._own.seed), self._experiment.training.loss.kind)
         seconds = self._own.train_s * len(rollouts) / self._rollouts
@@ -272,12 +272,12 @@ class Stragglers:
         return seconds
 
     def derived(self) -> dict[str, float]:
-        """`length_kept`: the mean length of the rollouts that were trained on, over that of all that were ordered;
+        """`length_kept`: the mean length of the rollouts that were trained on, relative to that of all ordered ones.
         `staleness_max`: versions by which the oldest of them was behind."""
         return {"length_kept": self._kept_tokens / self._kept_rollouts / self._ordered(), "staleness_max": self._oldest}
 
     def _ordered(self) -> float:
-        """Mean length of what was ordered so far."""
+        """Mean length of everything ordered so far."""
         count = self._played * self._own.batches * self._rollouts
         if self._partial is not None:
             count = self._partial.state()["ordered"] * self._experiment.rollout.group_size

@@ -4,16 +4,16 @@
     pvg bench --profile sync --sweep rollout.max_rows=16,32,64,150
     pvg bench --profile sync --server http://127.0.0.1:8000        # a vLLM server: pvg.bench.workloads.sync_servers
 
-One sample: updates to the idle engine; the streams alone; the same streams while as many updates are made, one after
-the other at moments spread evenly over a batch; the streams with one update per step, as in training; the streams
-alone again. A step is over when a batch of the experiment (training.groups x rollout.group_size) has come back.
+One sample has five parts: updates of the idle engine; the streams alone; the same streams during as many updates back
+to back, at moments spread evenly over a batch; the streams with one update per step, as in training; the streams alone
+again. A step ends when a batch of the experiment (training.groups x rollout.group_size) has returned.
 
-Updates back to back are the worst case, and give enough samples for percentiles. `lost_back_to_back` and
-`lost_once_a_step` are the shares of its tokens per second that generation loses in the two cases.
+Back-to-back updates are the worst case and give enough samples for percentiles. `lost_back_to_back` and
+`lost_once_a_step` are the shares of its tokens/s that generation loses in the two cases.
 
-The torch engine decodes a batch to its end before it loads weights. So an update waits for the rest of one batch, and
-for nothing else: `queue_explained` is the share of the queue time in which a batch was being decoded, and
-`queue_batches_max` the longest queue time in units of the batch that it waited for.
+The torch engine finishes a batch before it loads weights, so an update should wait only for the rest of one batch.
+`queue_explained` is the share of the queue time during which a batch was decoded. `queue_batches_max` is the longest
+queue time in units of the batch that it waited for.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from concurrent.futures import Executor
 from typing import Any
 
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.bench.workloads.sync_load import (
     RATES,
     TIMES,
-    Streams,
-    Update,
+    RequestStreams,
+    TimedUpdate,
     lost_shares,
     open_target,
     rollouts_per_step,
@@ -42,15 +42,15 @@ from pvg.errors import ConfigurationError
 from pvg.rollout.engine import Sampling
 from pvg.telemetry.spans import span
 
-MEASURES: dict[str, Measure] = (
+MEASURES: dict[str, BenchMetric] = (
     time_measures(TIMES)
     | RATES
-    | {"batch_p50_ms": Measure("ms", "lower", "decoding one batch of the engine while the updates are made: median")}
+    | {"batch_p50_ms": BenchMetric("ms", "lower", "decoding one batch of the engine during the updates: median")}
 )
 
 
-class Settings(Section):
-    """The `[workload]` table: streams at once, updates per load, steps with an update each, requests of each stream
+class SyncSettings(Section):
+    """The `[workload]` table: concurrent streams, updates per load, steps with one update each, requests of each stream
     before and after."""
 
     streams: Count = 150
@@ -61,16 +61,16 @@ class Settings(Section):
 
 
 class SyncWorkload:
-    def __init__(self, experiment: Experiment, settings: Settings, executor: Executor | None = None) -> None:
+    def __init__(self, experiment: Experiment, settings: SyncSettings, executor: Executor | None = None) -> None:
         self._experiment = experiment
         self._executor = executor
         self._settings = settings
         self._sampling = Sampling(
             max_tokens=experiment.rollout.max_tokens, stop_ids=(), temperature=experiment.rollout.temperature
         )
-        self.measures: Mapping[str, Measure] = MEASURES
-        self.loaded: list[tuple[Streams, list[Update]]] = []  # of every sample
-        self.rates: list[dict[str, float]] = []  # of every sample: RATES
+        self.measures: Mapping[str, BenchMetric] = MEASURES
+        self.loaded: list[tuple[RequestStreams, list[TimedUpdate]]] = []  # one per sample
+        self.rates: list[dict[str, float]] = []  # RATES, one per sample
 
     async def open(self) -> None:
         self._target = await open_target(self._experiment, self._settings.streams, self._settings.seed, self._executor)
@@ -90,7 +90,7 @@ class SyncWorkload:
 
     async def sample(self, index: int) -> dict[str, float]:
         settings = self._settings
-        streams = Streams(self._target, self._sampling, settings.seed)
+        streams = RequestStreams(self._target, self._sampling, settings.seed)
         with span("idle_updates"):
             idle = [await streams.update() for _ in range(settings.updates)]
         with span("streams_before"):
@@ -101,7 +101,7 @@ class SyncWorkload:
             loaded, during = await streams.update_under_load(settings.updates, batch_s)
         batches = list(streams.batches)
         self.loaded.append((streams, loaded))
-        stepping = Streams(self._target, self._sampling, settings.seed)
+        stepping = RequestStreams(self._target, self._sampling, settings.seed)
         with span("stepped_updates"):
             stepped = await stepping.update_each_step(settings.steps, rollouts_per_step(self._experiment))
         with span("streams_after"):
@@ -121,9 +121,9 @@ class SyncWorkload:
         }
 
     def derived(self) -> dict[str, float]:
-        """Over all samples: how far the batch that ran explains the queue time (see the module); the fewest requests in
-        flight at an update; the share of the versions that served tokens; the share of tokens/s that the streams lose
-        to updates."""
+        """Over all samples: how far the running batch explains the queue time (see the module), the fewest requests in
+        flight at an update, the share of the versions that served tokens, and the share of tokens/s that the streams
+        lose to updates."""
         waits = [
             (
                 update.timing.queue_ms / 1e3,
@@ -147,12 +147,12 @@ class SyncWorkload:
 
 
 def make(settings: BenchSettings) -> Workload:
-    """Raises ConfigurationError when the engine would not take that many streams."""
+    """Raises ConfigurationError if the engine accepts fewer requests than there are streams."""
     if settings.experiment.rollout.engine == "vllm":
         from pvg.bench.workloads import sync_servers
 
         return sync_servers.make(settings)
-    own, concurrency = workload_settings(Settings, settings), settings.experiment.rollout.concurrency
+    own, concurrency = workload_settings(SyncSettings, settings), settings.experiment.rollout.concurrency
     if concurrency < own.streams:
         raise ConfigurationError(
             f"workload.streams is {own.streams}, but rollout.concurrency is {concurrency}.",

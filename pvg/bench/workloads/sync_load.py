@@ -1,6 +1,6 @@
-"""Many streams at once, and weight updates among them: the load of the `sync` workload, whatever the engine.
+"""The load of the `sync` workload on any engine: many concurrent streams, and weight updates among them.
 
-A stream keeps one request in flight at all times, of fixed length (nothing stops it early).
+A stream has exactly one request in flight at all times, of fixed length (no stop token ends it early).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pvg.bench.workload import Measure
+from pvg.bench.workload import BenchMetric
 from pvg.bench.workloads.fixtures import digest_of, model_facts
 from pvg.config.experiment import Experiment
 from pvg.game.players import Players
@@ -31,27 +31,27 @@ from pvg.tasks.task import problems_of_half
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Its multiples modulo 1 fill the unit interval evenly, however many are taken: the moments of a batch to update at.
+# Its multiples modulo 1 fill the unit interval evenly: they choose the moments of a batch to update at.
 GOLDEN = (5**0.5 - 1) / 2
 PERCENTILES = (50, 95, 99)
 STEP_LOOK_S = 0.005  # between two checks whether a step's rollouts have arrived
 TIMES = {
     "wall": "an update from the call to the return",
-    "rpc": "the engine at work on it: copying the weights",
+    "rpc": "the engine's work on it: copying the weights",
     "queue": "the rest: waiting for the engine",
 }
-RATES: dict[str, Measure] = {
-    "tokens_per_s_before": Measure("tokens/s", "higher", "completion tokens per second of the streams alone"),
-    "tokens_per_s_during": Measure("tokens/s", "higher", "the same while updates are made back to back"),
-    "tokens_per_s_stepped": Measure("tokens/s", "higher", "the same with one update per step, as in training"),
-    "tokens_per_s_after": Measure("tokens/s", "higher", "the same afterwards"),
+RATES: dict[str, BenchMetric] = {
+    "tokens_per_s_before": BenchMetric("tokens/s", "higher", "completion tokens per second of the streams alone"),
+    "tokens_per_s_during": BenchMetric("tokens/s", "higher", "the same during back-to-back updates"),
+    "tokens_per_s_stepped": BenchMetric("tokens/s", "higher", "the same with one update per step, as in training"),
+    "tokens_per_s_after": BenchMetric("tokens/s", "higher", "the same of the streams alone afterwards"),
 }
 
 
-def time_measures(meanings: Mapping[str, str]) -> dict[str, Measure]:
-    """Of idle and of loaded updates, each percentile of what `meanings` names."""
+def time_measures(meanings: Mapping[str, str]) -> dict[str, BenchMetric]:
+    """Measures for each percentile of the times in `meanings`, of idle and of loaded updates."""
     return {
-        f"{load}_{name}_p{percentile}_ms": Measure("ms", "lower", f"{meaning}; {load}, percentile {percentile}")
+        f"{load}_{name}_p{percentile}_ms": BenchMetric("ms", "lower", f"{meaning}; {load}, percentile {percentile}")
         for load in ("idle", "loaded")
         for name, meaning in meanings.items()
         for percentile in PERCENTILES
@@ -59,8 +59,8 @@ def time_measures(meanings: Mapping[str, str]) -> dict[str, Measure]:
 
 
 @dataclass(frozen=True)
-class Target:
-    """An engine that serves, and the way to update it. `prompts`: one int32 [P] for each stream."""
+class SyncTarget:
+    """An engine and the publisher that updates it. `prompts`: one int32 [P] per stream."""
 
     engine: Engine
     publisher: Publisher
@@ -70,8 +70,8 @@ class Target:
     close: Callable[[], Awaitable[None]]
 
 
-async def open_target(experiment: Experiment, streams: int, seed: int, executor: Executor | None = None) -> Target:
-    """The experiment's own engine, with the base prover's weights to publish."""
+async def open_target(experiment: Experiment, streams: int, seed: int, executor: Executor | None = None) -> SyncTarget:
+    """The experiment's engine, with the base prover's weights to publish."""
     task = open_task(experiment.task)
     players = Players(experiment, task, executor=executor)
     try:
@@ -89,12 +89,12 @@ async def open_target(experiment: Experiment, streams: int, seed: int, executor:
         "weights_mb": round(sum(tensor.nbytes for tensor in tensors.values()) / 1e6, 3),
         "prompts": digest_of(prompts),
     }
-    return Target(players.engine, players.publisher, tensors, prompts, facts, players.close)
+    return SyncTarget(players.engine, players.publisher, tensors, prompts, facts, players.close)
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
-    """One update: when it was sent (time.perf_counter), the requests in flight then, and its timing."""
+class TimedUpdate:
+    """One update: when it was sent (time.perf_counter), the requests in flight at that time, and its timing."""
 
     sent: float
     in_flight: int
@@ -102,30 +102,30 @@ class Update:
 
 
 @dataclass
-class Streams:
-    """One request of each stream in flight, and what came back. `batches`: seconds in the engine -> when that was seen
-    to end (time.perf_counter); requests that were decoded together tell the same. `streamed`: ask for tokens as they
-    come; `chunks` counts how often some came."""
+class RequestStreams:
+    """Keeps one request of each stream in flight and counts the results. `batches`: seconds in the engine -> when the
+    batch ended (time.perf_counter); requests that were decoded together report the same seconds. `streamed`: request
+    tokens as they are sampled. `chunks`: how many pieces arrived."""
 
-    target: Target
+    target: SyncTarget
     sampling: Sampling
     seed: int
     streamed: bool = False
     in_flight: int = 0
     tokens: int = 0
     chunks: int = 0
-    requests: int = 0  # that have finished
+    requests: int = 0  # finished requests
     batches: dict[float, float] = field(default_factory=dict)
     versions: set[int] = field(default_factory=set)
 
     async def run(self, goes_on: Callable[[int], bool]) -> float:
-        """Until `goes_on(requests done by this stream)` is False for every stream; tokens per second of all."""
+        """Run until `goes_on(requests done by this stream)` is False for every stream; returns tokens/s of all."""
         started, before = time.perf_counter(), self.tokens
         try:
             async with asyncio.TaskGroup() as group:
                 for stream in range(len(self.target.prompts)):
                     group.create_task(self._stream(stream, goes_on))
-        except ExceptionGroup as errors:  # they share their engine, and with it what went wrong
+        except ExceptionGroup as errors:  # the streams share their engine, so they have the same error
             raise errors.exceptions[0] from None
         return (self.tokens - before) / (time.perf_counter() - started)
 
@@ -154,32 +154,32 @@ class Streams:
         self.chunks += 1
 
     def decoded_between(self, start: float, end: float) -> list[tuple[float, float]]:
-        """The batches that ran in that time: seconds of each within it, and its seconds in all. Their requests must
-        have come back."""
+        """The batches that ran between the two times: seconds of each within the interval, and its total seconds. Their
+        requests must have returned."""
         found = [(min(end, ended) - max(start, ended - seconds), seconds) for seconds, ended in self.batches.items()]
         return [(within, seconds) for within, seconds in found if within > 0]
 
     # --- updates -----------------------------------------------------------------------------------------------------
 
-    async def update(self) -> Update:
-        """Publish the same weights again, as the next version. Raises RuntimeError when they do not arrive."""
+    async def update(self) -> TimedUpdate:
+        """Publish the same weights as the next version. Raises RuntimeError if they do not arrive."""
         publisher = self.target.publisher
         version, sent, in_flight = publisher.version + 1, time.perf_counter(), self.in_flight
         (timing,) = await publisher.publish(self.target.tensors, version)
         if self.target.engine.version != version:
-            raise RuntimeError(f"Version {version} was published, and the engine has {self.target.engine.version}.")
-        return Update(sent, in_flight, timing)
+            raise RuntimeError(f"Version {version} was published, but the engine has {self.target.engine.version}.")
+        return TimedUpdate(sent, in_flight, timing)
 
-    async def update_under_load(self, updates: int, within_s: float) -> tuple[list[Update], float]:
-        """So many updates while the streams are kept going, each after a pause of up to `within_s`, and the streams'
-        tokens per second until all have ended."""
+    async def update_under_load(self, updates: int, within_s: float) -> tuple[list[TimedUpdate], float]:
+        """Make `updates` updates while the streams run, each after a pause of up to `within_s`. Returns them, and the
+        streams' tokens per second until all have ended."""
         done = asyncio.Event()
         running = asyncio.create_task(self.run(lambda _: not done.is_set()))
         made = []
         try:
             for number in range(1, updates + 1):
                 await asyncio.wait([running], timeout=within_s * (number * GOLDEN % 1))
-                if running.done():  # a stream failed, and without streams there is nothing to measure
+                if running.done():  # a stream failed, so there is nothing to measure
                     break
                 made.append(await self.update())
         finally:
@@ -188,8 +188,8 @@ class Streams:
         return made, tokens_per_s
 
     async def update_each_step(self, steps: int, rollouts: int) -> float:
-        """The streams' tokens per second with one update after every `rollouts` finished requests. Training does the
-        same: a step's rollouts, then its weights. The first update comes after the first step."""
+        """The streams' tokens per second with one update after every `rollouts` finished requests, as in training. The
+        first update follows the first step."""
         left = steps
 
         def goes_on(_: int) -> bool:
@@ -211,9 +211,8 @@ class Streams:
 
 
 def lost_shares(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The share of their tokens per second that the streams lose to updates back to back, and to one update per step,
-    compared with the rates before and after. Medians over the samples, each of which has `RATES`; empty without
-    samples."""
+    """The share of their tokens/s that the streams lose to back-to-back updates, and to one update per step, compared
+    with the rates before and after. Medians over the samples, each with `RATES`; empty without samples."""
     if not samples:
         return {}
     before, during, stepped, after = (np.array([sample[name] for sample in samples]) for name in RATES)
@@ -227,7 +226,7 @@ def rollouts_per_step(experiment: Experiment) -> int:
     return experiment.training.groups * experiment.rollout.group_size
 
 
-def times(load: str, updates: Sequence[Update], names: Sequence[str] = tuple(TIMES)) -> dict[str, float]:
+def times(load: str, updates: Sequence[TimedUpdate], names: Sequence[str] = tuple(TIMES)) -> dict[str, float]:
     """Percentiles of the updates' times: `{load}_{name}_p{percentile}_ms`."""
     found: dict[str, float] = {}
     for name in names:

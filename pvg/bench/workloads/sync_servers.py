@@ -1,21 +1,21 @@
-"""`sync` on vLLM servers: weight updates among streams of tokens, through a client of their own or generation's.
+"""`sync` on vLLM servers: weight updates among streams of tokens, through a dedicated client or generation's client.
 
     pvg bench --profile sync --server http://127.0.0.1:8000
     pvg bench --profile sync --server http://127.0.0.1:8000 -s weights.client=dedicated      # this client alone
 
-One sample: updates to idle servers; the streams alone; the same streams while as many updates are made back to back;
-the streams with one update per step, as in training; the streams alone again. A step is over when a batch of the
-experiment (training.groups x rollout.group_size) has come back. Tokens are streamed: the server sends each as it comes.
+One sample has the five parts of pvg.bench.workloads.sync: updates of idle servers; the streams alone; the streams
+during back-to-back updates; the streams with one update per step; the streams alone again. The servers stream each
+token as it is sampled.
 
-An update's wall time is the time of the call that makes a server load the files in the shared folder (of several
-servers, the slowest one's). rpc is the server's own time, from the first byte of the call to its reply; queue is the
-rest. Writing the folder comes before that and is called `stage`.
+An update's wall time is the time of the call that makes a server load the files in the shared folder (with several
+servers, the slowest one's). rpc is the server's time from the first byte of the call to its reply; queue is the rest.
+`stage`, writing the folder, comes before the call.
 
-`workload.pool` is the size of generation's pool of connections: one for each stream, as an HTTP client has it that was
-sized for its streams, or some to spare. It matters only where updates share the pool (weights.client = "shared").
+`workload.pool` is the size of generation's connection pool: one connection per stream, as in an HTTP client sized for
+its streams, or some to spare. It matters only if updates share the pool (weights.client = "shared").
 
-A percentile of few values is the luck of the largest of them. So `derived` has the percentiles over the updates of all
-samples together, and says how many those are: p99 means something from 100 on.
+A percentile of few values depends on chance. So `derived` has the percentiles over the updates of all samples together,
+with their number: p99 means something from 100 on.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from typing import Any, Literal
 import numpy as np
 
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.bench.workloads.sync_load import (
     PERCENTILES,
     RATES,
-    Streams,
-    Update,
+    RequestStreams,
+    TimedUpdate,
     lost_shares,
     open_target,
     rollouts_per_step,
@@ -48,34 +48,34 @@ from pvg.rollout.engine import Sampling
 from pvg.telemetry.event_loop import LagWindow, LoopLagMonitor
 from pvg.telemetry.spans import span
 
-SPARE = 50  # connections that no stream needs: more than all updates and probes at once
+SPARE = 50  # spare connections: more than all simultaneous updates and probes
 LAG_HZ = 100.0
-WITHIN = 0.25  # of a stream's time: the longest pause between two updates
+WITHIN = 0.25  # the longest pause between two updates, as a share of a stream's time
 
 TIMES = {
     "wall": "an update from the call to the reply",
-    "rpc": "the server at work on it: pause, load, resume",
+    "rpc": "the server's work on it: pause, load, resume",
     "queue": "the rest: waiting for a connection, for either event loop, for the network",
 }
-# Of `SyncTiming.parts`, with what they are.
+# Keys of `SyncTiming.parts` and their meanings.
 PARTS = {
-    "arrival": "the part of queue before the server saw the call's first byte",
-    "pause": "the engine brought to a halt between two steps, its caches dropped",
-    "load": "the weights read and put in place",
-    "resume": "the engine sent on its way",
-    "stage": "the weights written to the shared folder, before the call",
+    "arrival": "the part of queue before the server received the call's first byte",
+    "pause": "stopping the engine between two steps and dropping its caches",
+    "load": "reading the weights and loading them into the model",
+    "resume": "restarting the engine",
+    "stage": "writing the weights to the shared folder, before the call",
 }
-MEASURES: dict[str, Measure] = (
+MEASURES: dict[str, BenchMetric] = (
     time_measures(TIMES)
-    | {f"{part}_p50_ms": Measure("ms", "lower", f"{meaning}; loaded, median") for part, meaning in PARTS.items()}
+    | {f"{part}_p50_ms": BenchMetric("ms", "lower", f"{meaning}; loaded, median") for part, meaning in PARTS.items()}
     | RATES
-    | {"stream_p50_ms": Measure("ms", "lower", "one request of a stream while the updates are made: median")}
+    | {"stream_p50_ms": BenchMetric("ms", "lower", "one request of a stream during the updates: median")}
 )
 
 
-class Settings(Section):
-    """The `[workload]` table: streams at once, updates per load, steps with an update each, requests of each stream
-    before and after; `pool`: connections for generation (see the module)."""
+class ServersSyncSettings(Section):
+    """The `[workload]` table: concurrent streams, updates per load, steps with one update each, requests of each stream
+    before and after. `pool`: connections for generation (see the module)."""
 
     streams: Count = 150
     updates: Count = 20
@@ -86,12 +86,12 @@ class Settings(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """The updates of one sample that were made among the streams: in so many seconds, and how late this process' event
-    loop was meanwhile."""
+class LoadedUpdates:
+    """The updates that one sample made among the streams, the seconds that they took together, and the lag of this
+    process's event loop meanwhile."""
 
-    streams: Streams
-    updates: list[Update]
+    streams: RequestStreams
+    updates: list[TimedUpdate]
     seconds: float
     lag: LagWindow
 
@@ -99,22 +99,24 @@ class Loaded:
 class ServersSync:
     """See the module. The first `warmup` samples are left out of `derived`."""
 
-    def __init__(self, experiment: Experiment, own: Settings, warmup: int, executor: Executor | None = None) -> None:
+    def __init__(
+        self, experiment: Experiment, own: ServersSyncSettings, warmup: int, executor: Executor | None = None
+    ) -> None:
         self._experiment, self._own, self._warmup, self._executor = with_pool(experiment, own), own, warmup, executor
         rollout = experiment.rollout
         self._sampling = Sampling(max_tokens=rollout.max_tokens, stop_ids=(), temperature=rollout.temperature)
-        self.measures: Mapping[str, Measure] = MEASURES
-        self._loaded: list[Loaded] = []
-        self._rates: list[dict[str, float]] = []  # RATES of the same samples
+        self.measures: Mapping[str, BenchMetric] = MEASURES
+        self._loaded: list[LoadedUpdates] = []
+        self._rates: list[dict[str, float]] = []  # RATES, one per sample
 
     async def open(self) -> None:
         self._target = await open_target(self._experiment, self._own.streams, self._own.seed, self._executor)
         streams = self._streams()
-        await streams.run(lambda done: done < 1)  # whatever server and client do for the first time, they do now
+        await streams.run(lambda done: done < 1)  # first-time work of server and client happens here
         await streams.update()
 
-    def _streams(self) -> Streams:
-        return Streams(self._target, self._sampling, self._own.seed, streamed=True)
+    def _streams(self) -> RequestStreams:
+        return RequestStreams(self._target, self._sampling, self._own.seed, streamed=True)
 
     def work(self) -> dict[str, Any]:
         own, experiment = self._own, self._experiment
@@ -158,7 +160,7 @@ class ServersSync:
         }
         if index >= self._warmup and window is not None:
             ended = loaded[-1].sent + loaded[-1].timing.wall_ms / 1e3
-            self._loaded.append(Loaded(streams, loaded, ended - loaded[0].sent, window))
+            self._loaded.append(LoadedUpdates(streams, loaded, ended - loaded[0].sent, window))
             self._rates.append(rates)
         return {
             **times("idle", idle),
@@ -169,10 +171,10 @@ class ServersSync:
         }
 
     def derived(self) -> dict[str, float]:
-        """Over the updates of all samples: how many, how many a second, and percentiles of their times. Then:
-        connections that generation had; the fewest requests in flight at an update; the share of the versions that
-        served tokens; how many tokens came at a time; the share of tokens/s that the streams lose to updates; the lag
-        of this process' event loop, its 99th percentile (median over samples) and its worst."""
+        """Over the updates of all samples: their number, their rate, and percentiles of their times. Also the
+        connections of generation, the fewest requests in flight at an update, the share of the versions that served
+        tokens, the tokens per chunk, the share of tokens/s that the streams lose to updates, and the lag of this
+        process's event loop (99th percentile as the median over samples, and maximum)."""
         samples = self._loaded
         updates = [update for sample in samples for update in sample.updates]
         found = {
@@ -200,28 +202,28 @@ class ServersSync:
 
 
 def make(settings: BenchSettings) -> Workload:
-    own = workload_settings(Settings, settings)
+    own = workload_settings(ServersSyncSettings, settings)
     return ServersSync(settings.experiment, own, settings.profile.warmup, settings.executor)
 
 
-def with_pool(experiment: Experiment, own: Settings) -> Experiment:
-    """The experiment with as many requests at once as there are streams, and generation's pool as `own.pool` has it."""
+def with_pool(experiment: Experiment, own: ServersSyncSettings) -> Experiment:
+    """The experiment with one request in flight per stream, and with generation's pool sized by `own.pool`."""
     spare = own.pool == "spare"
     rollout = experiment.rollout.model_copy(update={"concurrency": own.streams + (SPARE if spare else 0)})
     serving = experiment.serving.model_copy(update={"connections": None if spare else own.streams})
     return experiment.model_copy(update={"rollout": rollout, "serving": serving})
 
 
-def _require_known(updates: Iterable[Update]) -> None:
+def _require_known(updates: Iterable[TimedUpdate]) -> None:
     for update in updates:
         if "load_ms" not in update.timing.parts:
             raise ServerUnavailableError(
-                f"The reply to version {update.timing.version} of the weights was lost, and with it what it took.",
+                f"The reply to version {update.timing.version} of the weights was lost, so its timing is missing.",
                 "Repeat the benchmark.",
             )
 
 
-def _part(updates: Iterable[Update], part: str) -> list[float]:
+def _part(updates: Iterable[TimedUpdate], part: str) -> list[float]:
     return [update.timing.parts[f"{part}_ms"] for update in updates]
 
 

@@ -1,16 +1,14 @@
-"""What measuring costs: the telemetry of one step of the game, against the step.
+"""The cost of measuring: the telemetry of one step of the game, relative to the step.
 
     pvg bench --profile telemetry             # the share, and the whole step with spans
     pvg bench --profile telemetry --ablate    # whole steps without spans, and with them
 
-A sample plays one real step with the game's own session, spans and records, as `pvg train` does. Then the telemetry of
-exactly that step is done once more without any work between: as many spans, those beside the driver in a task of their
-own, the closing of the budget, the records and the event lines written to files. `overhead` is the second over the
-first. Two whole steps differ by more than the telemetry costs, so that their difference alone (the ladder) could not
-show so small a share.
+A sample plays one real step with the game's session, spans and records, as `pvg train` does. Then it repeats the
+telemetry of exactly that step without the work: the same spans (those beside the driver in a separate task), closing
+the budget, and writing the records and event lines to files. `overhead` is the second time divided by the first. Two
+whole steps differ by more than the cost of telemetry, so comparing them (the ladder) cannot show so small a share.
 
-What runs beside the steps (device sampler, lag monitor) is measured in `open`: `monitoring_cpu` is the share of one
-core that it takes.
+`open` measures what runs beside the steps (device sampler, lag monitor): `monitoring_cpu` is its share of one core.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from concurrent.futures import Executor
 from pathlib import Path
 
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.bench.workloads import e2e
 from pvg.config.experiment import Experiment
 from pvg.game.ledger import Ledger
@@ -31,32 +29,32 @@ from pvg.telemetry.events import EventLog
 from pvg.telemetry.monitoring import Monitoring
 from pvg.telemetry.spans import Span, Tracer, span
 
-REPLAYS = 20  # of a step's telemetry per sample; the median is kept
+REPLAYS = 20  # repetitions of a step's telemetry per sample; the median counts
 
 
-class Settings(e2e.Settings):
-    """The `[workload]` table. `tracing`: whether the step runs under a tracer; `monitored_s`: how long the monitoring
-    is watched (seconds), 0 for not at all."""
+class TelemetrySettings(e2e.EndToEndSettings):
+    """The `[workload]` table. `tracing`: whether the step runs under a tracer. `monitored_s`: seconds for which the
+    monitoring is measured, 0 for not at all."""
 
     tracing: bool = True
     monitored_s: float = 3.0
 
 
 def make(settings: BenchSettings) -> Workload:
-    e2e_settings = workload_settings(Settings, settings)
+    e2e_settings = workload_settings(TelemetrySettings, settings)
     return TelemetryCost(settings.experiment, e2e_settings, settings.executor)
 
 
 class TelemetryCost(e2e.EndToEnd):
     """See the module."""
 
-    measures: Mapping[str, Measure] = {
-        "step_s": Measure("s", "lower", "wall time of one optimizer step, its telemetry included"),
-        "telemetry_s": Measure("s", "lower", "the telemetry of that step, alone"),
-        "overhead": Measure("1", "lower", "telemetry_s / step_s"),
+    measures: Mapping[str, BenchMetric] = {
+        "step_s": BenchMetric("s", "lower", "wall time of one optimizer step, its telemetry included"),
+        "telemetry_s": BenchMetric("s", "lower", "the telemetry of that step alone"),
+        "overhead": BenchMetric("1", "lower", "telemetry_s / step_s"),
     }
 
-    def __init__(self, experiment: Experiment, own: Settings, executor: Executor | None = None) -> None:
+    def __init__(self, experiment: Experiment, own: TelemetrySettings, executor: Executor | None = None) -> None:
         super().__init__(experiment, own, executor)
         self._telemetry = own
         self._spans: list[Span] = []
@@ -74,11 +72,11 @@ class TelemetryCost(e2e.EndToEnd):
         session.observer = watcher
         with span("reset"):
             phase = await self._fresh_phase()
-        with span("step"):  # its parts are told to the session's own tracer
+        with span("step"):  # its parts go to the session's tracer
             if self._telemetry.tracing:
                 with tracer.drive():
                     await phase.play()
-            else:  # in a context of its own: in this one the spans would go to whoever takes the samples
+            else:  # in a separate context, otherwise the spans would go to the tracer of the benchmark
                 await asyncio.create_task(phase.play(), context=contextvars.Context())
         step_s = (time.perf_counter() - session.began) / self._own.steps
         self._steps = watcher.steps
@@ -95,7 +93,7 @@ class TelemetryCost(e2e.EndToEnd):
         }
 
     async def _replay(self) -> float:
-        """Seconds for the telemetry of the sample's steps: the median of a few goes."""
+        """Seconds for the telemetry of the sample's steps: the median of the repetitions."""
         log = self._session.ledger.log
         own = [s for s in self._spans if s.track == "driver"]
         others = [s for s in self._spans if s.track != "driver"]
@@ -112,7 +110,7 @@ class TelemetryCost(e2e.EndToEnd):
         return sorted(seconds)[REPLAYS // 2]
 
     def _tell(self, tracer: Tracer, log: EventLog, ledger: Ledger) -> None:
-        """What a session does at the end of a step, and the lines that engine, publisher and session log in one."""
+        """What a session does at the end of a step, and the lines that engine, publisher and session log in a step."""
         budget = tracer.close_step()
         metrics = self._steps[-1] if self._steps else {}
         place = {"round": 0, "phase": "train_prover", "step": 1}
@@ -124,7 +122,7 @@ class TelemetryCost(e2e.EndToEnd):
             log.event(tag, event="replayed", trace="0123456789abcdef", version=1, wall_ms=1.0, rpc_ms=1.0, queue_ms=1.0)
 
     async def _watch_monitoring(self, seconds: float) -> float:
-        """The share of one core that sampler and lag monitor take while nothing else runs."""
+        """The share of one core that sampler and lag monitor use while nothing else runs."""
         idle_s = await _cpu_while_sleeping(seconds)
         folder: Path = self._session.ledger.directory.path
         async with Monitoring(

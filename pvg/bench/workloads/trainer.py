@@ -1,22 +1,21 @@
-"""The prover's trainer alone: optimizer steps on recorded rollouts, with everything a step of the game computes.
+"""The prover's trainer alone: optimizer steps on recorded rollouts, with everything that a step of the game computes.
 
     pvg bench --profile trainer                             # 256 rollouts, sampled once before the first sample
-    pvg bench --profile trainer --replay RUN                # batches that a run was trained on, with their rewards
+    pvg bench --profile trainer --replay RUN                # batches that a run trained on, with their rewards
     pvg bench --profile trainer --sweep workload.reference=none,stored,recomputed
 
-One sample trains once on each batch, by the experiment's loss, precision and micro-batches, AdamW's step included, and
-with the forward passes that the experiment asks for beside it: the KL's reference, and the sampler's log-probs computed
-again where `rollout.logprobs` says so. The learning rate is 0. AdamW does the same work at any rate, and the weights
-stay those that the batches were made for: each sample computes what the first one computed, however many there are.
+One sample trains once on each batch with the experiment's loss, precision and micro-batches, including AdamW's step. It
+also does the forward passes that the experiment requires: the KL's reference, and the recomputed log-probs of the
+sampler if `rollout.logprobs` asks for them. The learning rate is 0: AdamW does the same work at any rate, and the
+weights keep matching the batches, so every sample computes the same.
 
-MFU is the share of this machine's own matmul rate (pvg.bench.flops) that goes into floating-point operations which
-the work cannot do without: 6 N T + 6 H C + 12 l d S for forward and backward, and a third of that for a reference's
-forward, with N parameters of the layers, T tokens that are no padding, H parameters of the head, which only the C
-completion tokens need, l layers, d = heads x head size, and S the sum over the sequences of their squared lengths
-(PaLM, arXiv 2204.02311, appendix B, which counts the head for all tokens). What is computed a second time (recomputed
-log-probs, gradient checkpointing) and padding count as time, not as work. So that both ways do the same work, a prompt
-counts for each of its rollouts also where it is computed once (training.shared_prompts), and so do all weights where
-adapters alone are trained (training.lora_rank).
+MFU relates the required floating-point operations to this machine's measured matmul rate (pvg.bench.flops). Forward and
+backward require 6 N T + 6 H C + 12 l d S operations, and a reference's forward a third of that. N are the parameters of
+the layers, T the non-padding tokens, H the parameters of the head (only the C completion tokens need it), l the layers,
+d = heads x head size, and S the sum of the squared sequence lengths (PaLM, arXiv 2204.02311, appendix B, which counts
+the head for all tokens). Repeated computation (recomputed log-probs, gradient checkpointing) and padding count as time,
+not as work. To keep the work equal between variants, a prompt counts for each of its rollouts even if it is computed
+once (training.shared_prompts), and all weights count even if only adapters are trained (training.lora_rank).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ import torch
 
 from pvg.bench.flops import ModelSize, matmul_gflops
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.bench.workloads.fixtures import check_work, digest_of, drawn_rewards, fixed_orders, model_facts, policy_batch
 from pvg.bench.workloads.replay import recorded_batches, rewards_of
 from pvg.config.experiment import Experiment, build_experiment
@@ -56,18 +55,18 @@ if TYPE_CHECKING:
     from pvg.models.language_model import LanguageModel
 
 MEASURES = {
-    "tokens_per_s": Measure("tokens/s", "higher", "positions trained on, prompts included and padding left out"),
-    "rollouts_per_s": Measure("rollouts/s", "higher", "rollouts trained on"),
-    "step_s": Measure("s", "lower", "one optimizer step with all its forward passes"),
+    "tokens_per_s": BenchMetric("tokens/s", "higher", "positions trained on, prompts included, padding excluded"),
+    "rollouts_per_s": BenchMetric("rollouts/s", "higher", "rollouts trained on"),
+    "step_s": BenchMetric("s", "lower", "one optimizer step with all its forward passes"),
 }
 
 
-class Settings(Section):
-    """The `[workload]` table. `rollouts` and `seed` make the batch that is sampled; `batches`, for a replay, is how
-    many of the run's a sample goes through (at most, evenly spread over the run).
+class TrainerWorkloadSettings(Section):
+    """The `[workload]` table. `rollouts` and `seed` define the sampled batch. `batches`, for a replay: the maximum
+    number of the run's batches in a sample, evenly spread over the run.
 
-    `reference`, where the loss has a KL term: "recomputed" in each step, as the game does; "stored" beforehand, which
-    leaves the same loss without its second forward pass; "none" takes the term out of the loss (training.kl = "none").
+    `reference`, if the loss has a KL term: "recomputed" in each step, as in the game; "stored" beforehand, which gives
+    the same loss without the second forward pass; "none" removes the term from the loss (training.kl = "none").
     """
 
     rollouts: Count = 256
@@ -77,20 +76,20 @@ class Settings(Section):
 
 
 def make(settings: BenchSettings) -> Workload:
-    own = workload_settings(Settings, settings)
+    own = workload_settings(TrainerWorkloadSettings, settings)
     check_work(settings.experiment, settings.replay, own.rollouts)
     minibatches = settings.experiment.training.minibatches
     if settings.replay is None and own.rollouts < minibatches:
         raise ConfigurationError(
-            f"workload.rollouts = {own.rollouts} cannot be cut into training.minibatches = {minibatches}.",
-            "Raise the one or lower the other.",
+            f"workload.rollouts = {own.rollouts} cannot be divided into training.minibatches = {minibatches}.",
+            "Raise the first or lower the second.",
         )
     return TrainerWorkload(settings, own)
 
 
 class RecordedSource:
-    """A BatchSource that hands the same batches out for ever, each time with the log-probs a step of the game computes
-    for them (spans: reference, recompute)."""
+    """A BatchSource that repeats the same batches forever. Each time it computes the log-probs that a step of the game
+    computes (spans: reference, recompute)."""
 
     def __init__(
         self, batches: list[PolicyBatch], players: Players, learner: LanguageModel, objective: PolicyObjective
@@ -115,13 +114,13 @@ class RecordedSource:
 class TrainerWorkload:
     """See the module."""
 
-    measures: Mapping[str, Measure] = MEASURES
+    measures: Mapping[str, BenchMetric] = MEASURES
 
-    def __init__(self, settings: BenchSettings, own: Settings) -> None:
+    def __init__(self, settings: BenchSettings, own: TrainerWorkloadSettings) -> None:
         self._experiment = _without_kl(settings.experiment) if own.reference == "none" else settings.experiment
         self._replay, self._own, self._executor = settings.replay, own, settings.executor
         self._places: list[str] = []
-        self._seconds: list[float] = []  # of each sample's steps
+        self._seconds: list[float] = []  # of the steps, one per sample
         self._reports: list[StepReport] = []  # of the last sample's steps
 
     async def open(self) -> None:
@@ -182,7 +181,7 @@ class TrainerWorkload:
             precision=training.precision,
             gradient_checkpointing=training.gradient_checkpointing,
             memory=objective.memory,
-            waits_for="batches",  # recorded ones: that no rollouts are waited for is the point
+            waits_for="batches",  # recorded ones, so the trainer never waits for rollouts
         )
 
     @property
@@ -199,7 +198,7 @@ class TrainerWorkload:
         return sum(len(batch) for batch in self._batches)
 
     def work(self) -> dict[str, Any]:
-        """Mean lengths are rounded: where two tokens were all but tied, another machine may have sampled the other."""
+        """Mean lengths are rounded, because machines may sample different tokens if two are almost tied."""
         rows = [(ids, length) for b in self._batches for ids, length in zip(b.sequences, b.prompt_lengths, strict=True)]
         prompts = sum(int(length) for _, length in rows)
         found = {
@@ -221,7 +220,7 @@ class TrainerWorkload:
     async def sample(self, index: int) -> dict[str, float]:
         started = time.perf_counter()
         self._reports = [await self._step() for _ in range(self._steps)]
-        if self._players.device.type == "cuda":  # the last step's kernels may still be running
+        if self._players.device.type == "cuda":  # the last step's kernels may still run
             await self._players.compute(torch.cuda.synchronize)
         seconds = time.perf_counter() - started
         self._seconds.append(seconds)
@@ -237,8 +236,8 @@ class TrainerWorkload:
         return report
 
     def derived(self) -> dict[str, float]:
-        """Of one sample: tokens, floating-point operations, the padded share of the micro-batches' positions. Then what
-        the operations came to per second at the median sample, what a matmul reaches here, and the MFU."""
+        """Of one sample: tokens, floating-point operations, and the padded share of the micro-batches' positions. Also
+        the operations per second at the median sample, the machine's matmul rate, and the MFU."""
         flops = self._flops()
         gflops = flops / statistics.median(self._seconds) / 1e9
         padded = [report.metrics["padding"] for report in self._reports if "padding" in report.metrics]
@@ -252,7 +251,7 @@ class TrainerWorkload:
         }
 
     def _flops(self) -> float:
-        """Floating-point operations that one sample cannot do without (see the module)."""
+        """Required floating-point operations of one sample (see the module)."""
         lengths = np.concatenate([batch.lengths_N for batch in self._batches])
         predicted = sum(int(batch.completion_lengths_N.sum()) for batch in self._batches)
         forward = forward_flops(self._players.base, lengths, predicted)
@@ -264,10 +263,10 @@ class TrainerWorkload:
 
 
 def forward_flops(model: LanguageModel, lengths_N: np.ndarray[Any, np.dtype[np.int64]], predicted: int) -> float:
-    """Floating-point operations of one forward pass over sequences of these lengths, of which `predicted` tokens get
-    logits: 2 N T + 2 H `predicted` + 4 l d S (see the module).
+    """Floating-point operations of one forward pass over sequences of these lengths, with logits for `predicted`
+    tokens: 2 N T + 2 H `predicted` + 4 l d S (see the module).
 
-    The count is the usual one, not the least one: attention is not halved for being causal.
+    This is the usual count, not the smallest possible: attention is not halved for being causal.
     """
     squares = float(np.square(lengths_N.astype(np.float64)).sum())
     return ModelSize.of(model).forward(float(lengths_N.sum()), predicted, squares)

@@ -1,17 +1,17 @@
-"""The verifier: scoring solutions, cold and from the cache, and training on pairs of them.
+"""The verifier: scoring solutions without and with the cache, and training on pairs of them.
 
     pvg bench --profile verifier
     pvg bench --profile verifier --sweep verifier.pairs=32,64,128
 
-`open` lets the base prover write the solutions and stores them in a temporary run, as a mint does. One sample, from the
-verifier's start each time:
+`open` samples the solutions with the base prover and stores them in a temporary run, as a mint does. Each sample starts
+from the verifier's initial state:
 
-1. a fresh scorer scores all solutions, then scores them again `warm_passes` times out of its cache;
-2. the store is opened and the first training batch drawn from it: `first_batch_s`, which does not grow with the pairs;
-3. the trainer takes `steps` batches of `verifier.pairs` pairs, drawing and the head's references included;
-4. the loss of one batch, forward and backward, with the score penalty and without it in turn.
+1. a fresh scorer scores all solutions, then scores them again `warm_passes` times from its cache;
+2. the store is opened and the first training batch is drawn: `first_batch_s`, which does not grow with the pairs;
+3. the trainer takes `steps` batches of `verifier.pairs` pairs, including drawing and the head's references;
+4. the loss of one batch, forward and backward, with and without the score penalty in turn.
 
-Solutions that the prover wrote twice are one to the scorer: `distinct` tells their share.
+The scorer computes identical solutions once: `distinct` is the share of distinct ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.cuda import synchronize
 
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.config.experiment import Experiment
 from pvg.config.sections import Count, Section
 from pvg.config.sections import Verifier as VerifierSection
@@ -56,9 +56,9 @@ from pvg.verifier.scorer import ScorerStats
 LABEL = "mint-00000"
 
 
-class Settings(Section):
+class VerifierWorkSettings(Section):
     """The `[workload]` table: solutions scored per sample, passes over them with a warm cache, training steps, and
-    turns of the loss with and without the penalty. `seed` chooses the problems and what the prover samples."""
+    turns of the loss with and without the penalty. `seed` selects the problems and the prover's samples."""
 
     solutions: Count = 512
     warm_passes: Count = 4
@@ -68,24 +68,24 @@ class Settings(Section):
 
 
 def make(settings: BenchSettings) -> Workload:
-    own, experiment = workload_settings(Settings, settings), settings.experiment
+    own, experiment = workload_settings(VerifierWorkSettings, settings), settings.experiment
     if own.solutions % experiment.game.mint_samples:
         size = experiment.game.mint_samples
         raise ConfigurationError(
-            f"workload.solutions = {own.solutions} is no whole number of problems with {size} solutions each.",
+            f"workload.solutions = {own.solutions} is not a multiple of {size}, the solutions per problem.",
             f"Set it to {max(1, own.solutions // size) * size}, or change game.mint_samples.",
         )
     if not experiment.verifier.score_penalty:
         raise ConfigurationError(
-            "verifier.score_penalty = 0 leaves no penalty whose cost could be measured.",
+            "verifier.score_penalty = 0, so there is no penalty to measure.",
             "Set verifier.score_penalty above 0.",
         )
     return VerifierWork(experiment, own, settings.executor)
 
 
 @dataclass
-class Told:
-    """What `derived` tells of the samples taken so far."""
+class SampleAverages:
+    """The figures of `derived`."""
 
     hit_rate: float = 0.0  # of the last sample's warm passes
     distinct: float = 0.0
@@ -98,17 +98,17 @@ class Told:
 class VerifierWork:
     """See the module."""
 
-    measures: Mapping[str, Measure] = {
-        "cold_scores_per_s": Measure("scores/s", "higher", "solutions scored per second, the cache being empty"),
-        "warm_scores_per_s": Measure("scores/s", "higher", "the same solutions scored again, out of the cache"),
-        "first_batch_s": Measure("s", "lower", "from opening the store to the first training batch"),
-        "pairs_per_s": Measure("pairs/s", "higher", "pairs drawn and trained on per second"),
+    measures: Mapping[str, BenchMetric] = {
+        "cold_scores_per_s": BenchMetric("scores/s", "higher", "solutions scored per second with an empty cache"),
+        "warm_scores_per_s": BenchMetric("scores/s", "higher", "the same solutions scored again from the cache"),
+        "first_batch_s": BenchMetric("s", "lower", "from opening the store to the first training batch"),
+        "pairs_per_s": BenchMetric("pairs/s", "higher", "pairs drawn and trained on per second"),
     }
 
-    def __init__(self, experiment: Experiment, own: Settings, executor: Executor | None = None) -> None:
+    def __init__(self, experiment: Experiment, own: VerifierWorkSettings, executor: Executor | None = None) -> None:
         self._experiment, self._own, self._executor = experiment, own, executor
         self._stack = AsyncExitStack()
-        self._told = Told()
+        self._told = SampleAverages()
 
     async def open(self) -> None:
         async with AsyncExitStack() as stack:
@@ -126,7 +126,7 @@ class VerifierWork:
             self._shards = RolloutShards(folder)
             self._info: ShardInfo = self._shards.write(0, LABEL, self._rollouts)
             with closing(PairView(self._shards, [self._info])) as view:
-                PairStream(view, {BASE_SOURCE: 1.0}, self._own.seed)  # says at once when no pairs can be formed
+                PairStream(view, {BASE_SOURCE: 1.0}, self._own.seed)  # raises at once if no pairs can be formed
             self._stack = stack.pop_all()
 
     def work(self) -> dict[str, Any]:
@@ -198,7 +198,7 @@ class VerifierWork:
         )
 
     async def _train(self, source: PairSource) -> float:
-        """Pairs per second of `steps` training steps, batches and all."""
+        """Pairs per second of `steps` training steps, drawing included."""
         section, players = self._experiment.verifier, self._players
         objective = PairObjective(section, self._verifier.tokenizer.pad_id)
         trainer = Trainer(
@@ -222,7 +222,7 @@ class VerifierWork:
         return pairs / trained_s
 
     async def _price_the_penalty(self, batch: VerifierBatch) -> None:
-        """Forward and backward with the penalty and without, in turn, each first as often; the medians count."""
+        """Forward and backward with and without the penalty, in turn, alternating the order; the medians count."""
         section = self._experiment.verifier
         sections = {"with": section, "without": section.model_copy(update={"score_penalty": 0.0})}
         seconds: dict[str, list[float]] = {name: [] for name in sections}
@@ -242,7 +242,7 @@ class VerifierWork:
                 loss, _ = objective(self._verifier, micro_batch)
                 loss.backward()  # type: ignore[no-untyped-call]
             if self._verifier.device.type == "cuda":
-                synchronize()  # or the next turn pays for this one's kernels
+                synchronize()  # otherwise the next turn waits for this one's kernels
             taken = time.perf_counter() - began
             self._verifier.zero_grad(set_to_none=True)
             return taken
@@ -251,8 +251,8 @@ class VerifierWork:
 
     def derived(self) -> dict[str, float]:
         """cache_hit_rate of the warm passes, distinct (share of the solutions), padding of the training's
-        micro-batches, pairs_per_solution (of a batch), warm_over_cold (ratio of the rates) and penalty_cost (share of a
-        batch's forward and backward that the penalty adds): the last two are medians over all samples, the warm-up's
+        micro-batches, pairs_per_solution (of a batch), warm_over_cold (ratio of the rates), and penalty_cost (share
+        that the penalty adds to a batch's forward and backward). The last two are medians over all samples, warm-up
         included."""
         told = self._told
         return {
@@ -269,9 +269,11 @@ class VerifierWork:
         await self._stack.aclose()
 
 
-def _orders(experiment: Experiment, problems: list[Problem], render: Render, own: Settings) -> list[GroupOrder]:
-    """Per problem a group of each role, together `game.mint_samples`, as in a mint. Raises ConfigurationError when
-    there are no problems."""
+def _orders(
+    experiment: Experiment, problems: list[Problem], render: Render, own: VerifierWorkSettings
+) -> list[GroupOrder]:
+    """Per problem a group of each role, with `game.mint_samples` rollouts in all, as in a mint. Raises
+    ConfigurationError without problems."""
     if not problems:
         raise ConfigurationError(
             "The task has no training problems for the verifier.", "Raise task.problems or task.limit."
@@ -291,7 +293,7 @@ def _orders(experiment: Experiment, problems: list[Problem], render: Render, own
     return found
 
 
-async def _sampled(players: Players, orders: list[GroupOrder], own: Settings) -> list[Rollout]:
+async def _sampled(players: Players, orders: list[GroupOrder], own: VerifierWorkSettings) -> list[Rollout]:
     seed = seed_for(own.seed, "bench", "mint")
     groups = await players.dispatcher.sample(
         orders, round_=0, source=BASE_SOURCE, step=0, seed=seed, prefix="bench/mint"
@@ -300,7 +302,7 @@ async def _sampled(players: Players, orders: list[GroupOrder], own: Settings) ->
 
 
 def _hit_rate(before: ScorerStats, after: ScorerStats) -> float:
-    """The share of what was asked for between the two that came out of the cache."""
+    """The cache's share of the scores requested between the two moments."""
     hits, computed = after.hits - before.hits, after.misses - before.misses
     shared = after.shared - before.shared
     return hits / (hits + shared + computed)

@@ -6,22 +6,29 @@ for finding in found.findings: print(finding.signature, finding.says)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table as RichTable
+from rich.text import Text
+
 from pvg.config.sections import Telemetry
-from pvg.reporting.diagnosis.signatures import LEAST_PAIRS, SIGNATURES, Finding, LagLimits
-from pvg.reporting.diagnosis.sketches import RELATIVE_ERROR, Related
-from pvg.reporting.diagnosis.tally import Tally, read_logs
+from pvg.reporting.diagnosis.signatures import LEAST_PAIRS, SIGNATURES, Finding, LagLimits, milliseconds, percent
+from pvg.reporting.diagnosis.tally import EXACT_VALUES, RELATIVE_ERROR, LoadCorrelation, LogTally, read_logs
+from pvg.reporting.formats import duration
+from pvg.reporting.table import Column, Table
+from pvg.reporting.terminal import HEADING, QUIET
 
 QUANTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
-    """A quantity over the log, milliseconds. Quantiles are exact, or within 1% (sketches.RELATIVE_ERROR)."""
+class TimingSummary:
+    """A quantity over the log, milliseconds. Quantiles are exact, or within 1% (tally.RELATIVE_ERROR)."""
 
     n: int
     p50: float
@@ -40,10 +47,10 @@ class Diagnosis:
     seconds: float
     findings: tuple[Finding, ...]
     not_seen: dict[str, str]
-    timings: dict[str, Timing]
-    load: dict[str, Related]
+    timings: dict[str, TimingSummary]
+    load: dict[str, LoadCorrelation]
     phases: dict[str, dict[str, float]]
-    tally: Tally
+    tally: LogTally
     notes: tuple[str, ...]
 
     def plain(self) -> dict[str, Any]:
@@ -88,13 +95,13 @@ def diagnose(sources: Sequence[str | Path], telemetry: Telemetry | None = None) 
     )
 
 
-def _timing(tally: Tally, name: str) -> Timing:
+def _timing(tally: LogTally, name: str) -> TimingSummary:
     sketch = tally.sketch(name)
     quantiles = {label: sketch.quantile(share) for label, share in QUANTILES.items()}
-    return Timing(n=sketch.n, **quantiles, max=sketch.largest, total=sketch.total, exact=sketch.exact)
+    return TimingSummary(n=sketch.n, **quantiles, max=sketch.largest, total=sketch.total, exact=sketch.exact)
 
 
-def _notes(tally: Tally) -> list[str]:
+def _notes(tally: LogTally) -> list[str]:
     """What a reader should know about the log itself."""
     lines, halves, offset = tally.lines, tally.pairing.halves, tally.pairing.offset
     notes = []
@@ -126,3 +133,125 @@ def _difference(at_least: float, at_most: float) -> str:
         return "more than one server clock"
     bounds = [f"{bound:+,.3f} s" for bound in (at_least, at_most) if abs(bound) != float("inf")]
     return f"server less client: between {bounds[0]} and {bounds[1]}" if len(bounds) == 2 else f"about {bounds[0]}"
+
+
+# A diagnosis on a terminal: what stands out first, then the timings it was read from.
+#
+# The texts come from logs, so they are shown as plain text, never as markup.
+
+LONG_MS = 10_000.0  # from here on a sum is shown as minutes and seconds
+
+# The rows of the timings table: short, so that the table fits into 80 columns.
+TIMINGS = {
+    "wall_ms": "update",
+    "queue_ms": "  queued",
+    "in_server_ms": "  in the server",
+    "rpc_ms": "  loading (rpc)",
+    "write_ms": "checkpoint write",
+    "wait_ms": "checkpoint wait",
+    "step.wall_ms": "step",
+    "step.train_ms": "  training",
+    "step.idle_ms": "  idle",
+    "dur_ms": "batch",
+    "longest_ms": "  longest request",
+    "group_p50_ms": "  middle group",
+    "group_max_ms": "  slowest group",
+    "lag.p90_ms": "loop lag, p90",
+    "lag.p99_ms": "  p99",
+    "lag.max_ms": "  max",
+}
+
+
+def rendered(found: Diagnosis) -> Group:
+    """Everything `pvg diagnose` prints, in order; a part with nothing to show is left out."""
+    blocks: list[list[RenderableType]] = [[_headline(found)]]
+    blocks += [[_finding(number, finding)] for number, finding in enumerate(found.findings, start=1)]
+    if not found.findings and found.tally.lines.events:
+        blocks.append([Text(f"Nothing stands out{' in what the log tells' if found.not_seen else ''}.", "green")])
+    if found.timings:
+        blocks.append(_titled("Timings", _timings_table(found)))
+    if found.load:
+        blocks.append(_titled("With the load of generation", _load_table(found)))
+    if found.not_seen:
+        blocks.append(_titled("Not in the log", _pairs(found.not_seen.items())))
+    if found.notes:
+        notes = (Text(note, "yellow", overflow="fold") for note in found.notes)
+        blocks.append(_titled("Notes", Group(*notes)))
+    return Group(*(part for block in blocks for part in (*block, Text())))
+
+
+def _titled(title: str, body: RenderableType) -> list[RenderableType]:
+    return [Text(title, style=HEADING), Padding(body, (0, 0, 0, 2))]
+
+
+def _headline(found: Diagnosis) -> Text:
+    lines = found.tally.lines
+    unread = f", {lines.malformed:,} cannot be read" if lines.malformed else ""
+    return Text.assemble(
+        (", ".join(found.sources), "bold"),
+        (f"  {lines.read:,} lines, {lines.events:,} events{unread}", QUIET),
+        (f"  {duration(found.seconds)}" if found.seconds else "", QUIET),
+        overflow="fold",
+    )
+
+
+def _finding(number: int, finding: Finding) -> Group:
+    lost = duration(finding.cost_s)
+    cost = f"{percent(finding.share)} of the time, {lost}" if finding.share is not None else lost
+    head = Text.assemble((f"{number}  {finding.signature}", "bold yellow"), (f"   {cost}", HEADING))
+    body = RichTable.grid(padding=(0, 2))
+    body.add_column(style=QUIET, no_wrap=True)
+    body.add_column(overflow="fold")
+    body.add_row("seen", Text(finding.says))
+    measured, threshold = _figure(finding.measured, finding), _figure(finding.threshold, finding)
+    body.add_row("criterion", Text(f"{finding.criterion}: {measured}, named from {threshold}"))
+    if finding.settings:
+        body.add_row("change", Text(", ".join(finding.settings), style="cyan"))
+    body.add_row("", Text(finding.remedy))
+    for place, evidence in enumerate(finding.evidence):
+        line = Text.assemble((evidence.where, "bold"), (f"  {evidence.text}", QUIET), overflow="fold")
+        body.add_row("evidence" if place == 0 else "", line)
+    return Group(head, Padding(body, (0, 0, 0, 3)))
+
+
+def _figure(value: float, finding: Finding) -> str:
+    """A share as a percentage, a ratio as a number."""
+    return percent(value) if finding.threshold < 1.0 else f"{value:.2g}"
+
+
+def _timings_table(found: Diagnosis) -> Table:
+    table = _table("n", "p50", "p95", "p99", "max", "in all")
+    for name, label in TIMINGS.items():
+        if timing := found.timings.get(name):
+            values = (timing.p50, timing.p95, timing.p99, timing.max)
+            in_all = duration(timing.total / 1e3) if timing.total > LONG_MS else milliseconds(timing.total)
+            in_all = "" if name.startswith("lag.") else in_all  # percentiles of windows have no sum
+            table.add(label, f"{timing.n:,}", *(milliseconds(value) for value in values), in_all)
+    if not all(timing.exact for timing in found.timings.values()):
+        table.caption = f"percentiles of more than {EXACT_VALUES:,} values are within {percent(RELATIVE_ERROR)}"
+    return table
+
+
+def _load_table(found: Diagnosis) -> Table:
+    table = _table("n", "correlation", "in flight", "median", "in flight", "median")
+    for name, label in TIMINGS.items():
+        if related := found.load.get(name):
+            numbers = (f"{related.n:,}", f"{related.correlation:+.2f}")
+            idle = (f"{related.idle_load:g}", milliseconds(related.idle))
+            busy = (f"{related.busy_load:g}", milliseconds(related.busy))
+            table.add(label.strip(), *numbers, *idle, *busy)
+    table.caption = "rank correlation; then the idler and the busier half"
+    return table
+
+
+def _table(*titles: str) -> Table:
+    return Table([Column(wrap=False), *(Column(title, "right", wrap=False) for title in titles)], narrow=True)
+
+
+def _pairs(rows: Iterable[tuple[str, str]]) -> RichTable:
+    table = RichTable.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(style=QUIET, overflow="fold")
+    for name, text in rows:
+        table.add_row(name, Text(text))
+    return table

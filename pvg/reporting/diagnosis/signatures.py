@@ -14,9 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pvg.config.sections import Telemetry
-from pvg.reporting.diagnosis.lines import Event
-from pvg.reporting.diagnosis.sketches import Related
-from pvg.reporting.diagnosis.tally import Tally
+from pvg.reporting.diagnosis.log_events import Event
+from pvg.reporting.diagnosis.tally import LoadCorrelation, LogTally
 from pvg.telemetry.core_waits import SHARED
 
 LEAST_SHARE = 0.05  # of the time: mending less than that is lost in the noise between two runs on one machine
@@ -70,7 +69,7 @@ class LagLimits:
 Looked = Finding | str | None
 
 
-def front_end_queue(tally: Tally, limits: LagLimits) -> Looked:
+def front_end_queue(tally: LogTally, limits: LagLimits) -> Looked:
     """Weight updates wait in front of the engine, the longer the busier it is; loading them takes what it takes."""
     queue, wall = tally.sketch("queue_ms"), tally.sketch("wall_ms")
     if queue.n < LEAST_EVENTS:
@@ -113,7 +112,7 @@ def front_end_queue(tally: Tally, limits: LagLimits) -> Looked:
 RELATED = ("queue_ms", "rpc_ms")
 
 
-def engine_reload(tally: Tally, limits: LagLimits) -> Looked:
+def engine_reload(tally: LogTally, limits: LagLimits) -> Looked:
     """The engine itself takes long to load the weights."""
     rpc, wall = tally.sketch("rpc_ms"), tally.sketch("wall_ms")
     if rpc.n < LEAST_EVENTS:
@@ -143,7 +142,7 @@ def engine_reload(tally: Tally, limits: LagLimits) -> Looked:
     )
 
 
-def checkpoint(tally: Tally, limits: LagLimits) -> Looked:
+def checkpoint(tally: LogTally, limits: LagLimits) -> Looked:
     """Steps wait for checkpoints. Where the log tells of waits, these are the cost, and writing is in the background;
     where it does not, whoever writes waits."""
     write, wait = tally.sketch("write_ms"), tally.sketch("wait_ms")
@@ -171,7 +170,7 @@ def checkpoint(tally: Tally, limits: LagLimits) -> Looked:
     )
 
 
-def starved_trainer(tally: Tally, limits: LagLimits) -> Looked:
+def starved_trainer(tally: LogTally, limits: LagLimits) -> Looked:
     """The trainer waits for something to train on."""
     steps = sum(int(sums["steps"]) for sums in tally.phases.values())
     if steps < LEAST_EVENTS:
@@ -206,7 +205,7 @@ def starved_trainer(tally: Tally, limits: LagLimits) -> Looked:
     )
 
 
-def stragglers(tally: Tally, limits: LagLimits) -> Looked:
+def stragglers(tally: LogTally, limits: LagLimits) -> Looked:
     """One slow rollout holds up its group, and its group the batch."""
     excess, longest = tally.sketch("group_excess_ms"), tally.sketch("longest_ms")
     if excess.n < LEAST_EVENTS:
@@ -225,7 +224,7 @@ def stragglers(tally: Tally, limits: LagLimits) -> Looked:
     return _straggling(tally, says, "(slowest - middle) / slowest group's wait", share, STRAGGLING_SHARE, excess.total)
 
 
-def _straggling_batches(tally: Tally) -> Looked:
+def _straggling_batches(tally: LogTally) -> Looked:
     """Without group times: batches whose longest request took far longer than that of the middle batch."""
     longest = tally.sketch("longest_ms")
     middle, tail = longest.quantile(0.5), longest.quantile(0.99)
@@ -237,7 +236,9 @@ def _straggling_batches(tally: Tally) -> Looked:
     return _straggling(tally, says, "p99 / p50 of a batch's longest request", ratio, STRAGGLING_RATIO, cost_ms)
 
 
-def _straggling(tally: Tally, says: str, criterion: str, measured: float, threshold: float, cost_ms: float) -> Finding:
+def _straggling(
+    tally: LogTally, says: str, criterion: str, measured: float, threshold: float, cost_ms: float
+) -> Finding:
     shorter = ("rollout.max_tokens", "training.overlong_buffer") if tally.truncated else ()
     return Finding(
         signature="stragglers",
@@ -254,7 +255,7 @@ def _straggling(tally: Tally, says: str, criterion: str, measured: float, thresh
     )
 
 
-def loop_lag(tally: Tally, limits: LagLimits) -> Looked:
+def loop_lag(tally: LogTally, limits: LagLimits) -> Looked:
     """The event loop is blocked, so requests, weight updates and all other work on it are late. Either something
     computes on the loop, or other programs use the cores."""
     if not tally.sketch("lag.max_ms").n:
@@ -294,7 +295,7 @@ def loop_lag(tally: Tally, limits: LagLimits) -> Looked:
     )
 
 
-def shared_machine(tally: Tally, limits: LagLimits) -> Looked:
+def shared_machine(tally: LogTally, limits: LagLimits) -> Looked:
     """Other programs use the cores while threads of pvg are ready to run."""
     if not tally.sketch("lag.max_ms").n:
         return "how long threads waited for a core ([loop] lag)"
@@ -320,7 +321,7 @@ def shared_machine(tally: Tally, limits: LagLimits) -> Looked:
     )
 
 
-def _own_cores(tally: Tally) -> tuple[tuple[str, ...], str]:
+def _own_cores(tally: LogTally) -> tuple[tuple[str, ...], str]:
     """Settings and advice if threads wait for cores. Fewer threads help only if there are several."""
     threads, cores = tally.threads or 1, tally.usable_cores or 1
     remedy = "Stop other programs on this machine, or reserve cores for pvg (taskset, another machine). "
@@ -331,7 +332,7 @@ def _own_cores(tally: Tally) -> tuple[tuple[str, ...], str]:
     return ("models.threads",) if threads > 1 else (), remedy
 
 
-SIGNATURES: dict[str, Callable[[Tally, LagLimits], Looked]] = {
+SIGNATURES: dict[str, Callable[[LogTally, LagLimits], Looked]] = {
     "front-end-queue": front_end_queue,
     "engine-reload": engine_reload,
     "checkpoint": checkpoint,
@@ -345,17 +346,17 @@ SIGNATURES: dict[str, Callable[[Tally, LagLimits], Looked]] = {
 # --- shared by the signatures ----------------------------------------------------------------------------------------
 
 
-def costs(tally: Tally, cost_ms: float) -> bool:
+def costs(tally: LogTally, cost_ms: float) -> bool:
     """Whether it is worth naming. Where the time is unknown everything is."""
     share = _share(tally, cost_ms)
     return share is None or share >= LEAST_SHARE
 
 
-def rises(related: Related) -> bool:
+def rises(related: LoadCorrelation) -> bool:
     return related.correlation >= max(RISES, STANDARD_ERRORS / math.sqrt(max(1, related.n - 1)))
 
 
-def across(related: Related | None) -> str:
+def across(related: LoadCorrelation | None) -> str:
     """`0.3 s at 4 requests in flight, 7.9 s at 180 (rank correlation 0.81)`."""
     assert related is not None
     return (
@@ -375,10 +376,10 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f}%" if share >= 0.095 else f"{100 * share:.1f}%"
 
 
-def _share(tally: Tally, cost_ms: float) -> float | None:
+def _share(tally: LogTally, cost_ms: float) -> float | None:
     return cost_ms / 1e3 / tally.elapsed_s if tally.elapsed_s else None
 
 
-def _evidence(tally: Tally, name: str) -> tuple[Evidence, ...]:
+def _evidence(tally: LogTally, name: str) -> tuple[Evidence, ...]:
     worst: list[Event] = tally.worst[name].events()
     return tuple(Evidence(tally.where(event), event.text) for event in worst)

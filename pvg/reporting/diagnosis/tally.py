@@ -14,15 +14,28 @@ from __future__ import annotations
 
 import heapq
 import math
+import random
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
-from pvg.reporting.diagnosis.lines import STDIN, Event, EventReader, LineCounts, MalformedLineError, open_log
-from pvg.reporting.diagnosis.sketches import Relation, Sketch, Worst
-from pvg.reporting.diagnosis.updates import SERVER_EVENTS, Pairing, Update
+import numpy as np
+
+from pvg.reporting.diagnosis.log_events import (
+    SERVER_EVENTS,
+    STDIN,
+    Event,
+    EventReader,
+    LineCounts,
+    LoggedUpdate,
+    MalformedLineError,
+    UpdatePairing,
+    open_log,
+)
 from pvg.telemetry.core_waits import CoreTime
 
 RESTART_S = 3600.0  # a clock that jumps by more belongs to another session (or machine); no step takes longer
@@ -51,7 +64,7 @@ RELATED = frozenset({"queue_ms", "rpc_ms", "write_ms", "wait_ms"})
 
 
 @dataclass(slots=True)
-class Elapsed:
+class LogSpan:
     """The time that one log's driver lines span, in seconds, without the gaps between its sessions."""
 
     total: float = 0.0
@@ -67,13 +80,13 @@ class Elapsed:
 
 
 @dataclass(slots=True)
-class Tally:
+class LogTally:
     sources: tuple[str, ...]
     lines: LineCounts = field(default_factory=LineCounts)
     kinds: Counter[tuple[str, str]] = field(default_factory=Counter)
     sketches: dict[str, Sketch] = field(default_factory=lambda: defaultdict(Sketch))
-    relations: dict[str, Relation] = field(default_factory=lambda: defaultdict(Relation))
-    worst: dict[str, Worst] = field(default_factory=lambda: defaultdict(Worst))
+    relations: dict[str, LoadRelation] = field(default_factory=lambda: defaultdict(LoadRelation))
+    worst: dict[str, WorstEvents] = field(default_factory=lambda: defaultdict(WorstEvents))
     phases: dict[str, dict[str, float]] = field(default_factory=dict)  # phase -> steps, wall_ms, train_ms, idle_ms
     lagged_ms: float = 0.0  # a lower bound of the time in which the event loop stood still
     lagged_shared_ms: float = 0.0  # the part in windows in which threads waited for cores
@@ -81,13 +94,13 @@ class Tally:
     threads: float | None = None  # torch's threads in the newest process, and the cores that it may use
     usable_cores: float | None = None
     truncated: bool = False  # whether any rollout hit the length limit
-    pairing: Pairing = field(init=False)
-    _driver: dict[int, Elapsed] = field(default_factory=lambda: defaultdict(Elapsed))
-    _all: dict[int, Elapsed] = field(default_factory=lambda: defaultdict(Elapsed))
+    pairing: UpdatePairing = field(init=False)
+    _driver: dict[int, LogSpan] = field(default_factory=lambda: defaultdict(LogSpan))
+    _all: dict[int, LogSpan] = field(default_factory=lambda: defaultdict(LogSpan))
     _load: dict[int, float] = field(default_factory=dict)  # requests in generation, by log
 
     def __post_init__(self) -> None:
-        self.pairing = Pairing(self._update)
+        self.pairing = UpdatePairing(self._update)
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
@@ -194,7 +207,7 @@ class Tally:
         for key, value in (("steps", 1.0), ("wall_ms", wall), ("train_ms", train or 0.0), ("idle_ms", idle)):
             sums[key] += value
 
-    def _update(self, update: Update) -> None:
+    def _update(self, update: LoggedUpdate) -> None:
         for name, value in (
             ("wall_ms", update.wall_ms),
             ("rpc_ms", update.rpc_ms),
@@ -213,9 +226,9 @@ class Tally:
             self.relations[name].add(load, value)
 
 
-def read_logs(sources: Sequence[str | Path]) -> Tally:
+def read_logs(sources: Sequence[str | Path]) -> LogTally:
     """Read all of `sources` (files, plain or gzip; "-" is standard input) once. Raises UsageError for a missing one."""
-    tally = Tally(tuple("standard input" if str(source) == STDIN else str(source) for source in sources))
+    tally = LogTally(tuple("standard input" if str(source) == STDIN else str(source) for source in sources))
     with ExitStack() as stack:
         readers = [
             EventReader(stack.enter_context(open_log(source)), label, tally.lines, number)
@@ -244,3 +257,155 @@ def _with_time_so_far(events: Iterable[Event], number: int) -> Iterator[tuple[fl
     for event in events:
         latest = max(latest, event.t)
         yield latest, number, event
+
+
+# Streams of numbers in bounded memory: quantiles, the relation of two quantities, the worst few.
+#
+# - `Sketch`: n, sum and maximum exactly; quantiles exactly up to EXACT_VALUES values, then within RELATIVE_ERROR.
+# - `Relation`: pairs of (load, value), all of them up to PAIRS, from then on an even sample; rank correlation, and
+#   medians of the idler and the busier half.
+# - `Worst`: the few largest values with the line they come from.
+#
+# Runs of `pvg diagnose` on the same log say the same: the sample is drawn with a fixed seed.
+
+EXACT_VALUES = 4096  # 32 kB a sketch: the updates and steps of most runs
+RELATIVE_ERROR = 0.01  # of a quantile beyond that; nobody acts on less
+SMALLEST, LARGEST = 1e-6, 1e15  # milliseconds: a nanosecond, and 30,000 years; at most 2,420 bins between them
+PAIRS = 2048  # the standard error of a rank correlation is then 0.02
+WORST = 3  # lines of evidence per quantity
+
+_GAMMA = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
+_LOG_GAMMA = math.log(_GAMMA)
+
+
+class Sketch:
+    """Quantiles of non-negative numbers (Masson, Rim and Lee, DDSketch, 2019: bins of equal ratio)."""
+
+    def __init__(self) -> None:
+        self.n = 0
+        self.total = 0.0
+        self.largest = 0.0
+        self._values: array[float] | None = array("d")
+        self._bins: dict[int, int] = {}  # bin i holds (gamma^(i-1), gamma^i]
+
+    @property
+    def exact(self) -> bool:
+        return self._values is not None
+
+    def add(self, value: float) -> None:
+        self.n += 1
+        self.total += value
+        self.largest = max(self.largest, value)
+        if self._values is None:
+            self._count(value)
+            return
+        self._values.append(value)
+        if len(self._values) > EXACT_VALUES:
+            for kept in self._values:
+                self._count(kept)
+            self._values = None
+
+    def quantile(self, share: float) -> float:
+        """The value below which `share` of all lie, interpolated while exact. Raises ValueError without values."""
+        if not self.n:
+            raise ValueError("A sketch of nothing has no quantiles.")
+        if self._values is not None:
+            return float(np.quantile(np.frombuffer(self._values), share))
+        rank, seen = share * (self.n - 1), 0
+        for place in sorted(self._bins):
+            seen += self._bins[place]
+            if seen > rank:
+                return min(_middle(place), self.largest)
+        return self.largest
+
+    def excess_over(self, level: float) -> float:
+        """The sum of what lies above `level`."""
+        if self._values is not None:
+            return sum(value - level for value in self._values if value > level)
+        return sum(number * max(0.0, _middle(place) - level) for place, number in self._bins.items())
+
+    def _count(self, value: float) -> None:
+        clamped = min(max(value, SMALLEST), LARGEST)
+        place = math.ceil(math.log(clamped) / _LOG_GAMMA)
+        self._bins[place] = self._bins.get(place, 0) + 1
+
+
+def _middle(place: int) -> float:
+    """The value of a bin that is at most RELATIVE_ERROR away from all in it."""
+    return 2 * _GAMMA**place / (_GAMMA + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCorrelation:
+    """How a quantity goes with the load: Spearman's rank correlation, and medians of both halves of the load."""
+
+    n: int
+    correlation: float
+    idle_load: float
+    busy_load: float
+    idle: float
+    busy: float
+
+
+class LoadRelation:
+    def __init__(self) -> None:
+        self.n = 0
+        self._pairs: list[tuple[float, float]] = []
+        self._random = random.Random(0)
+
+    def add(self, load: float, value: float) -> None:
+        """Keep the pair, or let it replace another: every pair so far is kept with the same probability."""
+        self.n += 1
+        if len(self._pairs) < PAIRS:
+            self._pairs.append((load, value))
+        elif (place := self._random.randrange(self.n)) < PAIRS:
+            self._pairs[place] = (load, value)
+
+    def related(self, least: int) -> LoadCorrelation | None:
+        """None with fewer than `least` pairs, or where the load never changed."""
+        if self.n < least or not self._pairs:
+            return None
+        loads, values = np.array(self._pairs).T
+        border = float(np.median(loads))
+        busy = loads > border if border < loads.max() else loads >= border
+        if busy.all():
+            return None
+        return LoadCorrelation(
+            n=self.n,
+            correlation=spearman(loads, values),
+            idle_load=float(np.median(loads[~busy])),
+            busy_load=float(np.median(loads[busy])),
+            idle=float(np.median(values[~busy])),
+            busy=float(np.median(values[busy])),
+        )
+
+
+def spearman(a: np.ndarray, b: np.ndarray) -> float:
+    """The correlation of the ranks of two [n] arrays, equal values sharing their mean rank; 0 where one is constant."""
+    ranks_a, ranks_b = _ranks(a), _ranks(b)
+    if ranks_a.std() == 0 or ranks_b.std() == 0:
+        return 0.0
+    return float(np.corrcoef(ranks_a, ranks_b)[0, 1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    _, place, number = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(number) - (number - 1) / 2)[place]
+
+
+class WorstEvents:
+    """The lines with the largest values, largest first; the earlier of equals."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Event]] = []
+        self._order = count(0, -1)
+
+    def add(self, value: float, event: Event) -> None:
+        entry = (value, next(self._order), event)
+        if len(self._heap) < WORST:
+            heapq.heappush(self._heap, entry)
+        elif entry > self._heap[0]:
+            heapq.heapreplace(self._heap, entry)
+
+    def events(self) -> list[Event]:
+        return [event for _, _, event in sorted(self._heap, reverse=True)]

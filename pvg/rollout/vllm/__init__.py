@@ -1,8 +1,6 @@
-"""Sampling from vLLM servers: token ids in, token ids out, over HTTP.
+"""Sampling from vLLM servers over HTTP. vLLM runs in other processes and is not imported here.
 
+- `engine`: `VllmEngine`, the `Engine` over a fleet of servers (pvg.servers.fleet).
 - `wire`: requests and replies as JSON.
-- `fleet`: the servers, which of them live and have the newest weights, and which one gets the next request.
-- `engine`: `VllmEngine`, which ties these to `Engine`.
-
-Nothing here imports vLLM, which lives in another process and often in another environment.
+- `opening`: builds the engine from an experiment.
 """

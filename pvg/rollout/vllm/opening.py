@@ -1,4 +1,4 @@
-"""A `VllmEngine` from an experiment: its pools, its clients, its transport and its canary."""
+"""Builds a `VllmEngine` from an experiment, with its connection pools, clients, transport and canary."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from pvg.config.experiment import Experiment
 from pvg.records import Int32
 from pvg.rollout.episodes import completion_room
-from pvg.rollout.vllm.engine import Needs, VllmEngine
-from pvg.servers.canary import TOLERANCE, Canary, Checksums, greedy_sequences, reference_logprobs
+from pvg.rollout.vllm.engine import ServerRequirements, VllmEngine
+from pvg.servers.canary import TOLERANCE, Canary, ChecksumTest, greedy_sequences, reference_logprobs
 from pvg.servers.control import ControlClient
 from pvg.servers.keys import control_key
-from pvg.servers.labels import Session
+from pvg.servers.labels import PublishingSession
 from pvg.servers.pool import ConnectionLimits, HttpPool
 from pvg.servers.transports import open_transport
 from pvg.telemetry.events import Events
@@ -23,7 +23,7 @@ from pvg.telemetry.events import Events
 if TYPE_CHECKING:
     from pvg.models.language_model import LanguageModel
 
-CONTROL_CONNECTIONS = 8  # to each server: an update, a probe and a checksum at a time, and room to spare
+CONTROL_CONNECTIONS = 8  # per server: one update, one probe and one checksum at a time, with some to spare
 
 
 def open_vllm_engine(
@@ -34,10 +34,10 @@ def open_vllm_engine(
     run: str,
     prompts: Callable[[], list[Int32]],
 ) -> VllmEngine:
-    """Asks nothing of any server yet. Raises ConfigurationError for limits that do not cover the concurrency."""
+    """Sends no request yet. Raises ConfigurationError if the connection limits do not cover the concurrency."""
     serving, weights, rollout = experiment.serving, experiment.weights, experiment.rollout
     dtype = str(base.dtype).removeprefix("torch.") if rollout.dtype == "model" else rollout.dtype
-    key, hosts, session = control_key(weights.root), len(serving.servers), Session.begin()
+    key, hosts, session = control_key(weights.root), len(serving.servers), PublishingSession.begin()
     pool = HttpPool(_limits(experiment), connect_timeout_s=serving.connect_timeout_s, key=key)
     dedicated = weights.client == "dedicated"
     control_pool = pool
@@ -62,7 +62,7 @@ def open_vllm_engine(
         ],
         transport=open_transport(weights, run, executor, dtype, session),
         session=session,
-        needs=Needs(
+        needs=ServerRequirements(
             shape=base.shape,
             max_length=completion_room(experiment) + 1,
             processed_logprobs=rollout.temperature != 1.0 or rollout.top_p < 1.0 or rollout.top_k > 0,
@@ -72,16 +72,16 @@ def open_vllm_engine(
         canary=canary,
         checksums=None
         if weights.checksums == "never" or weights.transport == "lora"
-        else Checksums(dtype, executor, always=weights.checksums == "always"),
+        else ChecksumTest(dtype, executor, always=weights.checksums == "always"),
         events=events,
         deadline_s=rollout.deadline_s,
     )
 
 
 def _limits(experiment: Experiment) -> ConnectionLimits:
-    """Of generation's pool: one server may get all requests, when the others are away, and each the canary's beside
-    them. With the shared client, updates and probes go through it too, and are not counted: that this makes them wait
-    is what `weights.client = "dedicated"` is for."""
+    """Limits of the generation pool. One server may get all requests if the others are down, and each server gets the
+    canary's as well. With the shared client, updates and probes also use this pool but are not counted: they wait. The
+    setting `weights.client = "dedicated"` avoids that."""
     serving, concurrency = experiment.serving, experiment.rollout.concurrency
     hosts = len(serving.servers)
     if serving.connections is None:

@@ -1,8 +1,12 @@
-"""What is said to vLLM's token-level route and what comes back: JSON to records, with nothing believed unseen.
+"""Requests and replies of vLLM's token-level route: JSON to validated records and back.
 
     POST /inference/v1/generate   {"token_ids": [...], "sampling_params": {...}, "cache_salt": "...", "stream": false}
 
-Invariant: a reply that lacks a token, a log-prob or the weights that sampled it is Malformed, never half a completion.
+To cut a request, the engine asks the server to abort it. The server then ends its reply with the tokens so far and the
+labels of the weights that sampled them.
+
+Invariants: a reply that lacks a token, a log-prob or a weight label raises MalformedReply; it never becomes a partial
+completion. Unlabelled tokens of a cut request are discarded, and the completion continues from what it had before.
 """
 
 from __future__ import annotations
@@ -20,22 +24,22 @@ import numpy as np
 
 from pvg.errors import ConfigurationError, PvgError
 from pvg.records import FinishReason, Float32, Int32, RoutedExperts, VersionSpan
-from pvg.rollout.engine import Begun, GenerationRequest
+from pvg.rollout.engine import GenerationRequest, PartialCompletion
 from pvg.servers.fleet import Server
-from pvg.servers.pool import Broken, Malformed, Refused, ServerFault
+from pvg.servers.pool import ConnectionBroken, MalformedReply, RefusedRequest, ServerFault
 
 GENERATE = "/inference/v1/generate"
 SEED_BITS = (1 << 63) - 1  # vLLM's seeds are signed
-UNSAMPLABLE = -9000.0  # vLLM writes -9999 for a log-prob that is minus infinity or NaN
+UNSAMPLABLE = -9000.0  # vLLM writes -9999 for a log-prob of minus infinity or NaN
 
 
 @dataclass(frozen=True, slots=True)
-class Generated:
-    """A completion as a server tells it. `labels`: (index of the first token, weight label) of each span."""
+class ServedCompletion:
+    """A completion as the server reports it. `labels`: (index of the first token, weight label) of each span."""
 
     token_ids: Int32
     logprobs: Float32
-    finish_reason: FinishReason | Literal["abort"]  # the latter where it was asked for
+    finish_reason: FinishReason | Literal["abort"]  # "abort" only if requested
     labels: tuple[tuple[int, str], ...]
     prompt_tokens: int
     cached_tokens: int
@@ -45,7 +49,7 @@ class Generated:
 def generation(
     request: GenerationRequest, *, salt: str, model: str | None, seeded: bool, stream: bool
 ) -> dict[str, Any]:
-    """The body of a request. Of the log-probs only the sampled tokens' own are asked for."""
+    """The request body. It asks for the log-probs of sampled tokens only."""
     sampling = request.sampling
     parameters: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
@@ -74,7 +78,7 @@ def generation(
 
 
 def prompt_scoring(ids: Int32, *, salt: str, model: str | None) -> dict[str, Any]:
-    """The body that asks for the log-probs of the tokens themselves. One token is sampled, because vLLM must."""
+    """A body that asks for the log-probs of `ids` themselves. It samples one token, because vLLM requires that."""
     parameters = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
     body: dict[str, Any] = {"token_ids": ids, "sampling_params": parameters, "cache_salt": salt}
     if model is not None:
@@ -82,17 +86,18 @@ def prompt_scoring(ids: Int32, *, salt: str, model: str | None) -> dict[str, Any
     return body
 
 
-def read_generated(found: Any, url: str, *, cut: bool = False) -> Generated:
-    """A whole reply. Raises Malformed, or Broken for a request that the server aborted and nobody has `cut`."""
+def read_generated(found: Any, url: str, *, cut: bool = False) -> ServedCompletion:
+    """A complete reply. Raises MalformedReply, or ConnectionBroken if the server aborted a request that was not
+    `cut`."""
     choice = _only_choice(found, url)
-    stretch = Stretch(url)
+    stretch = StreamedCompletion(url)
     stretch.take(choice)
     return stretch.finish(_usage(found, url), cut=cut)
 
 
 @dataclass(slots=True)
-class Stretch:
-    """A completion as it comes, piece by piece."""
+class StreamedCompletion:
+    """A completion that arrives in pieces."""
 
     url: str
     token_ids: list[int] = field(default_factory=list)
@@ -100,12 +105,12 @@ class Stretch:
     finish_reason: str | None = None
     labels: list[tuple[int, str]] = field(default_factory=list)
     usage: tuple[int, int] | None = None
-    experts: str | None = None  # as they came, all at the end
+    experts: str | None = None  # encoded; sent once, at the end
 
     def feed(self, event: Any) -> int:
-        """Take the next event of a stream; returns the tokens so far."""
+        """Add the next event of a stream. Returns the number of tokens so far."""
         if isinstance(event, dict) and event.get("error"):
-            raise Broken(self.url, f"the server gave up: {str(event['error'])[:200]}")
+            raise ConnectionBroken(self.url, f"the server gave up: {str(event['error'])[:200]}")
         if isinstance(event, dict) and event.get("usage"):
             self.usage = _usage(event, self.url)
         if isinstance(event, dict) and event.get("choices") == []:
@@ -117,35 +122,35 @@ class Stretch:
         ids = choice.get("token_ids") or []
         content = (choice.get("logprobs") or {}).get("content") or []
         if len(content) != len(ids):
-            raise Malformed(self.url, f"{len(ids)} tokens with {len(content)} log-probs")
+            raise MalformedReply(self.url, f"{len(ids)} tokens with {len(content)} log-probs")
         try:
             found = [float(entry["logprob"]) for entry in content]
             labels = [(int(span["start"]), str(span["version"])) for span in choice.get("weight_versions") or []]
         except (KeyError, TypeError, ValueError) as error:
-            raise Malformed(self.url, f"a choice that cannot be read: {error!r}") from None
+            raise MalformedReply(self.url, f"a choice that cannot be read: {error!r}") from None
         if not all(isinstance(token, int) and 0 <= token < 2**31 for token in ids):
-            raise Malformed(self.url, "token ids that are none")
+            raise MalformedReply(self.url, "invalid token ids")
         for logprob in found:
             if not math.isfinite(logprob) or logprob < UNSAMPLABLE:
-                raise Malformed(self.url, f"a sampled token with log-prob {logprob:g}")
+                raise MalformedReply(self.url, f"a sampled token with log-prob {logprob:g}")
         self.token_ids += ids
         self.logprobs += found
         self.labels += labels
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
         self.experts = choice.get("routed_experts") or self.experts
 
-    def finish(self, usage: tuple[int, int] | None = None, *, cut: bool = False) -> Generated:
+    def finish(self, usage: tuple[int, int] | None = None, *, cut: bool = False) -> ServedCompletion:
         usage = usage or self.usage
         aborted = self.finish_reason == "abort"
         if aborted and not cut:
-            raise Broken(self.url, "the server aborted the request")
+            raise ConnectionBroken(self.url, "the server aborted the request")
         if not aborted and self.finish_reason not in ("stop", "length"):
-            raise Malformed(self.url, f"a completion that ended by {self.finish_reason!r}")
+            raise MalformedReply(self.url, f"a completion that ended by {self.finish_reason!r}")
         if usage is None or not (self.token_ids or aborted):
-            raise Malformed(self.url, "a completion without tokens" if usage else "a completion without usage")
+            raise MalformedReply(self.url, "a completion without tokens" if usage else "a completion without usage")
         if self.token_ids and (not self.labels or self.labels[0][0] != 0):
-            raise Malformed(self.url, "a completion without the versions of its weights (vLLM below 0.32?)")
-        return Generated(
+            raise MalformedReply(self.url, "a completion without the versions of its weights (vLLM below 0.32?)")
+        return ServedCompletion(
             token_ids=np.asarray(self.token_ids, dtype=np.int32),
             logprobs=np.asarray(self.logprobs, dtype=np.float32),
             finish_reason="abort" if aborted else "stop" if self.finish_reason == "stop" else "length",
@@ -160,13 +165,13 @@ class Stretch:
             return None
         found = read_routed_experts(self.experts, self.url)
         if len(found) != tokens:
-            raise Malformed(self.url, f"experts of {len(found)} tokens, where {tokens} were computed")
+            raise MalformedReply(self.url, f"experts of {len(found)} tokens, where {tokens} were computed")
         return found
 
 
 def read_routed_experts(text: str, url: str) -> RoutedExperts:
-    """An .npy file in base64, as vLLM writes the experts [tokens, layers, experts per token] of prompt and completion.
-    The array lies in the decoded bytes: one copy in all."""
+    """Decode the experts [tokens, layers, experts per token] of prompt and completion: vLLM sends an .npy file in
+    base64. The result is a view of the decoded bytes."""
     try:
         data = base64.b64decode(text, validate=True)
         file = io.BytesIO(data)
@@ -175,21 +180,21 @@ def read_routed_experts(text: str, url: str) -> RoutedExperts:
         shape, by_column, dtype = np.lib.format.read_array_header_1_0(file)
         found: RoutedExperts = np.frombuffer(data, dtype, offset=file.tell()).reshape(shape)
     except (ValueError, TypeError) as error:
-        raise Malformed(url, f"routed experts that cannot be read: {error}") from None
+        raise MalformedReply(url, f"routed experts that cannot be read: {error}") from None
     if dtype not in (np.uint8, np.uint16) or len(shape) != 3 or by_column:
-        raise Malformed(url, f"routed experts of {dtype} and the shape {shape}")
+        raise MalformedReply(url, f"routed experts of {dtype} and the shape {shape}")
     return found
 
 
 def read_prompt_logprobs(found: Any, ids: Int32, url: str) -> tuple[Float32, str]:
-    """(log-probs float32 [L - 1] of ids[1:] in nats, the label of the weights that gave them)."""
+    """(Log-probs float32 [L - 1] of ids[1:] in nats, label of the weights that computed them)."""
     rows = found.get("prompt_logprobs") if isinstance(found, dict) else None
     if not isinstance(rows, list) or len(rows) != len(ids):
-        raise Malformed(url, "no log-probs of the prompt")
+        raise MalformedReply(url, "no log-probs of the prompt")
     try:
         values = [float(row[str(token)]["logprob"]) for row, token in zip(rows[1:], ids[1:].tolist(), strict=True)]
     except (KeyError, TypeError, ValueError) as error:
-        raise Malformed(url, f"log-probs of the prompt that cannot be read: {error!r}") from None
+        raise MalformedReply(url, f"log-probs of the prompt that cannot be read: {error!r}") from None
     spans = _only_choice(found, url).get("weight_versions") or [{}]
     return np.asarray(values, dtype=np.float32), str(spans[0].get("version", ""))
 
@@ -197,33 +202,28 @@ def read_prompt_logprobs(found: Any, ids: Int32, url: str) -> tuple[Float32, str
 def _only_choice(found: Any, url: str) -> dict[str, Any]:
     choices: Sequence[Any] = found.get("choices") if isinstance(found, dict) else None  # type: ignore[assignment]
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise Malformed(url, "not one choice")
+        raise MalformedReply(url, "not exactly one choice")
     return choices[0]
 
 
 def _usage(found: Any, url: str) -> tuple[int, int]:
-    """(prompt tokens, those among them that came from the prefix cache)."""
+    """(Prompt tokens, those of them that came from the prefix cache)."""
     usage = found.get("usage")
     if not isinstance(usage, dict) or not isinstance(usage.get("prompt_tokens"), int):
-        raise Malformed(url, "no usage")
+        raise MalformedReply(url, "no usage")
     details = usage.get("prompt_tokens_details") or {}
     return usage["prompt_tokens"], int(details.get("cached_tokens") or 0)
 
 
-# Cutting requests short on vLLM servers, and completions that begin with what an earlier request was cut with.
-#
-# A server that is told to abort a request ends its reply with the tokens that it has and the labels of the weights
-# that sampled each of them, as it does at a completion's end: nothing about versions has to be guessed.
-#
-# Invariant: what a server has not labelled is not handed back: the completion then goes on from what it had before.
+# --- cutting and continuing requests ---------------------------------------------------------------------------------
 
-# A request on its way is not known at its server yet, and aborting it does nothing: so it is named again.
+# The server ignores an abort for a request that has not reached it yet, so the abort is repeated.
 AGAIN_S = 0.1
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
-    """A request on its way. `server`: where it is now; `failure`: why it cannot be cut."""
+class InFlightRequest:
+    """A request in flight. `server`: where it currently runs. `failure`: why it cannot be cut."""
 
     request: GenerationRequest
     server: Server | None = None
@@ -232,16 +232,16 @@ class Flight:
     landed: bool = False
 
 
-class Flights:
-    """The requests of one engine."""
+class InFlightRequests:
+    """The requests of one engine that are in flight."""
 
     def __init__(self) -> None:
-        self._aloft: dict[str, Flight] = {}
+        self._aloft: dict[str, InFlightRequest] = {}
         self._telling: set[asyncio.Task[None]] = set()
 
     @contextmanager
-    def take_off(self, request: GenerationRequest) -> Iterator[Flight]:
-        flight = self._aloft[request.id] = Flight(request)
+    def take_off(self, request: GenerationRequest) -> Iterator[InFlightRequest]:
+        flight = self._aloft[request.id] = InFlightRequest(request)
         try:
             yield flight
         finally:
@@ -257,10 +257,10 @@ class Flights:
             self._telling.add(task)
             task.add_done_callback(self._telling.discard)
 
-    async def _tell(self, flights: Sequence[Flight]) -> None:
-        """Their servers, until none of them is on its way any more."""
+    async def _tell(self, flights: Sequence[InFlightRequest]) -> None:
+        """Tell the servers to abort `flights`, until all of them have ended."""
         while flights := [flight for flight in flights if not flight.landed and flight.failure is None]:
-            aboard: dict[Server, list[Flight]] = {}
+            aboard: dict[Server, list[InFlightRequest]] = {}
             for flight in flights:
                 if flight.server is not None:
                     aboard.setdefault(flight.server, []).append(flight)
@@ -273,21 +273,21 @@ class Flights:
         await asyncio.gather(*self._telling, return_exceptions=True)
 
 
-async def _abort(server: Server, flights: Sequence[Flight]) -> None:
+async def _abort(server: Server, flights: Sequence[InFlightRequest]) -> None:
     try:
         await server.control.abort([flight.request.id for flight in flights])
     except (ServerFault, PvgError) as fault:
-        if isinstance(fault, Refused) and fault.status < 500:
+        if isinstance(fault, RefusedRequest) and fault.status < 500:
             failure = ConfigurationError(
-                f"{server.url} does not let requests be cut short: {fault.message}.", "Set rollout.partial to false."
+                f"{server.url} cannot cut requests short: {fault.message}.", "Set rollout.partial to false."
             )
             for flight in flights:
                 flight.failure = failure
-        # Else the server is in trouble. Whoever watches it will end its requests; until then it is asked again.
+        # For other faults, the fleet's health checks end the requests of a failed server. Until then the abort repeats.
 
 
-def joined(request: GenerationRequest, new: Begun | None) -> Begun | None:
-    """What `request` begins with and what was sampled `new`, as one; None where there is neither."""
+def joined(request: GenerationRequest, new: PartialCompletion | None) -> PartialCompletion | None:
+    """The tokens of `request.begun` and the `new` ones as one completion; None without any."""
     before = request.begun
     if before is None or new is None:
         return new or before
@@ -295,7 +295,7 @@ def joined(request: GenerationRequest, new: Begun | None) -> Begun | None:
     spans = [VersionSpan(span.start + first, span.version) for span in new.spans]
     if spans[0].version == before.spans[-1].version:
         spans = spans[1:]
-    return Begun(
+    return PartialCompletion(
         np.concatenate([before.token_ids, new.token_ids]),
         np.concatenate([before.logprobs, new.logprobs]),
         (*before.spans, *spans),
@@ -304,9 +304,9 @@ def joined(request: GenerationRequest, new: Begun | None) -> Begun | None:
 
 
 def remainder(request: GenerationRequest) -> GenerationRequest:
-    """`request` as a server sees it: a longer prompt, fewer tokens, and another seed. A server's generator starts anew
-    with each request, and the numbers that sampled the first tokens must not sample the next ones too: what is
-    continued is equal in distribution to what was never cut, not token for token."""
+    """`request` as a server sees it: a longer prompt, fewer tokens and a new seed. A server's generator starts anew
+    with each request, and must not reuse the numbers of the first tokens. So a continued completion equals an uncut one
+    in distribution, not token for token."""
     first = request.tokens_begun
     if not first:
         return request

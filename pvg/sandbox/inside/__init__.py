@@ -1,5 +1,5 @@
-"""What runs in the sandbox's own interpreter: it imports nothing of pvg, and nothing but the standard library.
+"""Runs in the sandbox's interpreter: imports nothing of pvg, only the standard library.
 
-`warden` waits for jobs, `keeper` supervises one of them, `walls` and `seccomp` confine the process that `program` then
-runs a solution in. `values` is shared with the process that asks.
+`warden` waits for jobs. `keeper` supervises one job. `walls` and `seccomp` confine the process in which `program` runs
+a solution. `values` is also used outside the sandbox.
 """

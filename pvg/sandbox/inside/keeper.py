@@ -1,7 +1,6 @@
-"""Supervising one job: a child that is confined and runs it, its outputs and its time.
+"""Supervises one job: the confined child that runs it, the child's outputs and its time.
 
-The keeper is outside of the walls that the child is behind. It never looks into what the child says: bytes go to
-whoever asked, up to a limit.
+The keeper itself is not confined. It never interprets the child's output; it passes the bytes on, up to a limit.
 """
 
 from __future__ import annotations
@@ -20,32 +19,32 @@ from typing import Any
 
 from . import program, seccomp, walls
 
-HEADER = struct.Struct("!II")  # bytes of the header, bytes of all that follows it
+HEADER = struct.Struct("!II")  # bytes of the header, bytes of everything after it
 STREAMS = ("reports", "stdout", "stderr")
 CHUNK = 65536
-SLOWEST_LOOK_S, FASTEST_LOOK_S = 0.1, 0.005  # at the child's CPU time
-COUNTING_LOOK_S = 0.02  # at the number of its threads, which nothing else limits then
-LAST_LOOK_S = 0.0005  # at a child that has closed its outputs, and has ended as a rule
-# How a child ends whose program failed. A program may leave so too: it says nothing that pvg believes.
+SLOWEST_LOOK_S, FASTEST_LOOK_S = 0.1, 0.005  # between two looks at the child's CPU time
+COUNTING_LOOK_S = 0.02  # between two counts of its threads, if nothing else limits them
+LAST_LOOK_S = 0.0005  # between two looks at a child that has closed its outputs and usually has ended
+# Exit codes of a child whose program failed. A program may choose them too, so pvg concludes nothing from them.
 FAILED, NO_MEMORY = 82, 83
-BEHIND = 4  # the child's descriptor for one byte, written behind the walls and closed before the program starts
-# What the child may map beside its job's memory: code and data of the interpreter, stacks of threads.
+BEHIND = 4  # the child's descriptor for one byte, written when it is confined and closed before the program starts
+# The memory that the child may map in addition to its job's: code and data of the interpreter, stacks of threads.
 THREADS = 16
 HIGHEST_DESCRIPTOR = 4096  # the warden opens a handful
 
 
 @dataclass(frozen=True)
 class Walls:
-    """What this machine's kernel gave. `landlock`: a descriptor of rules, None for none."""
+    """The isolation that this machine's kernel provides. `landlock`: a descriptor of rules, or None."""
 
     namespaces: bool
     landlock: int | None
     seccomp: bool
-    base_bytes: int  # of address space that the interpreter takes; 0: unknown, and not limited
+    base_bytes: int  # address space of the interpreter; 0: unknown, so address space is not limited
 
 
 def read_exactly(descriptor: int, size: int) -> bytes:
-    """Raises EOFError when whoever asks is gone."""
+    """Raises EOFError if the other end is closed."""
     data = b""
     while len(data) < size:
         part = os.read(descriptor, size - len(data))
@@ -85,11 +84,11 @@ def keep(asked: int, answers: int, around: Walls) -> None:
     most = None if around.namespaces else 1 + THREADS
     ending = _watch(child, {name: reading for name, (reading, _) in pipes.items()}, asked, limits, most)
     if not ending.status:
-        # The child is dead, so that the byte is there or never comes. How it ended is no word of ours: programs end
-        # as they like.
+        # The child is dead, so the byte is there or never comes. The exit code alone proves nothing, because programs
+        # choose it.
         ending.status = _status(ending.exit) if os.read(behind, 1) else "not confined"
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child, signal.SIGKILL)  # where there are no namespaces; with them all are dead with the child
+        os.killpg(child, signal.SIGKILL)  # needed without namespaces; with them all die with the child
     header = {"status": ending.status, "exit": ending.exit, "cpu_s": ending.cpu_s, "wall_s": ending.wall_s}
     write_frame(answers, header, *(ending.outputs[name] for name in STREAMS))
 
@@ -98,14 +97,14 @@ def keep(asked: int, answers: int, around: Walls) -> None:
 
 
 def _confined(job: dict[str, Any], ends: Mapping[str, int], around: Walls) -> None:
-    """In the child, which never returns."""
+    """Runs in the child and never returns."""
     status = FAILED
     try:
         os.setsid()
         null = os.open(os.devnull, os.O_RDONLY) if os.path.exists(os.devnull) else os.pipe()[0]
         held = (null, ends["stdout"], ends["stderr"], ends["reports"], ends["behind"])
         for place, descriptor in enumerate(held):
-            os.dup2(descriptor, place + 20)  # above all that are in use below
+            os.dup2(descriptor, place + 20)  # above all descriptors that are assigned below
         for place in range(len(held)):
             os.dup2(place + 20, place)
         _close_all_but({*range(len(held)), around.landlock})
@@ -119,11 +118,11 @@ def _confined(job: dict[str, Any], ends: Mapping[str, int], around: Walls) -> No
             status = NO_MEMORY
         except SystemExit as leaving:
             status = 0 if leaving.code in (None, 0) else FAILED
-        except BaseException as error:  # noqa: BLE001 - whatever a program raises is told, not ours to mend
+        except BaseException as error:  # noqa: BLE001 - reports whatever the program raises
             write_all(2, program.complaint(error).encode(errors="replace"))
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
-    except BaseException as error:  # noqa: BLE001 - told by the exit code, and there is no one above
+    except BaseException as error:  # noqa: BLE001 - the exit code reports it, and there is no caller
         with contextlib.suppress(OSError):
             write_all(2, repr(error).encode(errors="replace"))
     finally:
@@ -133,7 +132,7 @@ def _confined(job: dict[str, Any], ends: Mapping[str, int], around: Walls) -> No
 def _close_all_but(kept: set[int | None]) -> None:
     first = 0
     for descriptor in sorted(number for number in kept if number is not None):
-        if first < descriptor:  # an empty range would be all of them
+        if first < descriptor:  # closerange would take an empty range as everything
             os.closerange(first, descriptor)
         first = descriptor + 1
     os.closerange(first, HIGHEST_DESCRIPTOR)
@@ -142,7 +141,7 @@ def _close_all_but(kept: set[int | None]) -> None:
 def _confine(limits: Mapping[str, Any], around: Walls) -> None:
     memory = around.base_bytes + limits["memory_bytes"] if around.base_bytes else 0
     tasks = 1 + limits["processes"] + THREADS if around.namespaces else None
-    # Without a scratch folder of its own nothing is written to any file.
+    # Without a private scratch folder, the program may not write any file.
     walls.set_limits(limits["cpu_s"], memory, limits["scratch_bytes"] if around.namespaces else 0, tasks)
     if sys.platform != "linux":
         return
@@ -151,7 +150,7 @@ def _confine(limits: Mapping[str, Any], around: Walls) -> None:
         walls.restrict_files(around.landlock)
         os.close(around.landlock)
     if around.seccomp:
-        # Without namespaces a process that left its group would survive: then there are none.
+        # Without namespaces, a process that leaves its group would survive, so none are allowed.
         forks = bool(limits["processes"]) and around.namespaces
         seccomp.install(walls.libc, os.getpid(), processes=forks)
 
@@ -161,7 +160,7 @@ def _confine(limits: Mapping[str, Any], around: Walls) -> None:
 
 @dataclass
 class _Ending:
-    status: str  # "": it ended by itself
+    status: str  # "": it ended without reaching a limit
     exit: int
     cpu_s: float
     wall_s: float
@@ -171,15 +170,15 @@ class _Ending:
 def _watch(
     child: int, ends: Mapping[str, int], asked: int, limits: Mapping[str, Any], most_threads: int | None
 ) -> _Ending:
-    """Until it ends, a limit is reached, or nobody waits for it any more. `most_threads`: None where the kernel keeps
-    that limit."""
+    """Watch until the child ends, a limit is reached, or the caller has gone. `most_threads`: None if the kernel
+    enforces that limit."""
     started = time.monotonic()
     outputs = {name: bytearray() for name in STREAMS}
     names = {descriptor: name for name, descriptor in ends.items()}
     poller = select.poll()
     for descriptor in names:
         poller.register(descriptor, select.POLLIN)
-    poller.register(asked, 0)  # hung up: whoever asked is gone
+    poller.register(asked, 0)  # a hang-up means that the caller has gone
     left, status, ended = limits["output_bytes"], "", None
     slowest_s = SLOWEST_LOOK_S if most_threads is None else COUNTING_LOOK_S
     while ended is None and not status:
@@ -188,7 +187,7 @@ def _watch(
             break
         if names:
             look_s = min(max((limits["cpu_s"] - spent_s) / 4, FASTEST_LOOK_S), slowest_s)
-        else:  # a child that has closed its outputs may go on: it has until its time is over
+        else:  # a child that has closed its outputs may continue until its time is over
             ended = _ended(child)
             look_s = 0.0
             if ended is None:
@@ -225,7 +224,7 @@ def _ended(child: int) -> tuple[int, int, Any] | None:
 def _limit_reached(
     child: int, spent_s: float, passed_s: float, limits: Mapping[str, Any], most_threads: int | None
 ) -> str:
-    """The status of a child that is beyond a limit, "" of one that is not."""
+    """The status of a child that has exceeded a limit, otherwise ""."""
     if spent_s > limits["cpu_s"]:
         return "timeout"
     if passed_s > limits["wall_s"]:
@@ -234,7 +233,7 @@ def _limit_reached(
 
 
 def threads_of(pid: int) -> int:
-    """How many threads a process has; 0 where the system does not tell, and for one that has ended."""
+    """The number of threads of a process; 0 if the system does not show it, and for an ended process."""
     try:
         return len(os.listdir(f"/proc/{pid}/task"))
     except OSError:
@@ -246,7 +245,7 @@ def _status(exit_: int) -> str:
 
 
 def _cpu_s(pid: int) -> float:
-    """CPU seconds of a child and its threads so far (clock_getcpuclockid(3)); 0 where no such clock can be read."""
+    """CPU seconds of a child and its threads so far (clock_getcpuclockid(3)); 0 if the clock cannot be read."""
     if sys.platform != "linux":
         return 0.0
     try:

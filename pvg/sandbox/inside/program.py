@@ -1,7 +1,7 @@
-"""Running a solution on its cases, in the process that is confined for it, and reporting each of them.
+"""Runs a solution on its cases in the confined process, and reports each case.
 
-Nothing here is a secret from the solution: it may read and change all of this. So the process knows the inputs alone,
-and what a solution reports is compared with the expected outputs elsewhere.
+The solution can read and change everything here. So the process knows only the inputs, and the reported outputs are
+compared with the expected ones elsewhere.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ LONGEST_COMPLAINT = 200
 
 def run(job: dict[str, Any], reports: int) -> None:
     """Run `job["source"]` and write a JSON line for each case to the descriptor `reports`: ["value", plain value] or
-    ["error", sentence]. With `entry` cases are argument lists of that function, as Python literals; without it they are
-    what the program reads from its standard input, and the value is what it prints.
+    ["error", sentence]. With `entry`, a case is an argument list of that function, as a Python literal. Without it, a
+    case is the program's standard input, and the value is what it prints.
 
-    Raises what the program raises outside of a case.
+    Raises what the program raises outside a case.
     """
     random.seed(0)
     code = compile(job["source"], "solution.py", "exec")
@@ -51,7 +51,7 @@ def _returned(function: Callable[..., Any], arguments: list[Any]) -> Any:
 
 
 def _function(namespace: dict[str, Any], entry: str) -> Callable[..., Any]:
-    """The function itself, or a method of the class `Solution` that many problems ask for."""
+    """The function itself, or a method of the class `Solution`, which many problems ask for."""
     found = namespace.get(entry)
     if found is None and "Solution" in namespace:
         found = getattr(namespace["Solution"](), entry, None)
@@ -63,7 +63,7 @@ def _function(namespace: dict[str, Any], entry: str) -> Callable[..., Any]:
 def _tell(reports: int, work: Callable[[], Any]) -> None:
     try:
         line = json.dumps(["value", work()])
-    except BaseException as error:  # noqa: BLE001 - whatever a program raises
+    except BaseException as error:  # noqa: BLE001 - the program may raise anything
         line = json.dumps(["error", complaint(error)])
     data = line.encode() + b"\n"
     while data:
@@ -71,10 +71,10 @@ def _tell(reports: int, work: Callable[[], Any]) -> None:
 
 
 def complaint(error: BaseException) -> str:
-    """One line of an exception, whatever its class does."""
+    """One line about an exception; safe for any exception class."""
     try:
         return f"{type(error).__name__}: {error}".partition("\n")[0][:LONGEST_COMPLAINT]
-    except BaseException:  # noqa: BLE001 - whatever its class raises
+    except BaseException:  # noqa: BLE001 - the exception's class may raise anything
         return "an exception that cannot be told"
 
 
@@ -85,7 +85,7 @@ def _printed(code: Any, text: str) -> str:
         except SystemExit as leaving:
             if leaving.code not in (None, 0):
                 raise
-        finally:  # as an interpreter does at its end; what they print belongs to this case
+        finally:  # as at an interpreter's end; output of these threads belongs to this case
             for thread in threading.enumerate():
                 if thread is not threading.current_thread() and not thread.daemon:
                     thread.join()
@@ -95,7 +95,7 @@ def _printed(code: Any, text: str) -> str:
 
 @contextlib.contextmanager
 def _streams(text: str) -> Iterator[io.BytesIO]:
-    """Standard streams with buffers below them, which many programs use, and descriptor 0, which some open."""
+    """Standard streams with binary buffers, which many programs use, and descriptor 0, which some open."""
     kept, output = (sys.stdin, sys.stdout), _Output()
     data = text.encode()
     _give_input(data)
@@ -108,14 +108,14 @@ def _streams(text: str) -> Iterator[io.BytesIO]:
 
 
 class _Output(io.BytesIO):
-    """It keeps what it holds when a program closes its output."""
+    """Keeps its content when a program closes it."""
 
     def close(self) -> None:
         pass
 
 
 def _give_input(data: bytes) -> None:
-    """A pipe as descriptor 0, with `data` in it and its end after it."""
+    """Make descriptor 0 a pipe that contains `data` and then ends."""
     reading, writing = os.pipe()
     if reading != 0:
         os.dup2(reading, 0)
@@ -129,11 +129,11 @@ def _give_input(data: bytes) -> None:
         os.close(writing)
         return
     fcntl.fcntl(writing, fcntl.F_SETFL, 0)
-    threading.Thread(target=_feed, args=(writing, rest), daemon=True).start()  # more than a pipe holds
+    threading.Thread(target=_feed, args=(writing, rest), daemon=True).start()  # if it exceeds a pipe's capacity
 
 
 def _feed(writing: int, rest: bytes) -> None:
-    with contextlib.suppress(OSError):  # the program reads no further, or the next case has begun
+    with contextlib.suppress(OSError):  # the program has stopped reading, or the next case has begun
         while rest:
             rest = rest[os.write(writing, rest) :]
     with contextlib.suppress(OSError):

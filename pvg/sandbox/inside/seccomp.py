@@ -1,7 +1,7 @@
-"""The system calls that a solution may make, as a seccomp-BPF filter built by hand (seccomp(2), bpf(4) of Linux).
+"""A seccomp-BPF filter of the system calls that a solution may make, built by hand (seccomp(2), bpf(4) of Linux).
 
-What is not in the list gets EPERM: no sockets, no execve, no ptrace, no namespaces, no mounts, no memfd, no keyrings,
-no io_uring. Processes are denied too unless asked for; threads are not. Signals go to the own process alone.
+Calls that are not in the list fail with EPERM: no sockets, execve, ptrace, namespaces, mounts, memfd, keyrings or
+io_uring. Threads are allowed; processes only on request. Signals can be sent only to the own process.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import errno
 import platform
 import struct
 
-# Numbers of the two machines that pvg knows: (x86_64, aarch64); None: the machine has no such call.
+# Call numbers of the two supported machines: (x86_64, aarch64); None: the machine does not have the call.
 CALLS: dict[str, tuple[int | None, int | None]] = {
     "read": (0, 63), "write": (1, 64), "open": (2, None), "close": (3, 57), "stat": (4, None), "fstat": (5, 80),
     "lstat": (6, None), "poll": (7, None), "lseek": (8, 62), "mmap": (9, 222), "mprotect": (10, 226),
@@ -41,17 +41,18 @@ CALLS: dict[str, tuple[int | None, int | None]] = {
 FORKS: dict[str, tuple[int | None, int | None]] = {
     "fork": (57, None), "vfork": (58, None), "setpgid": (109, 154), "setsid": (112, 157),
 }  # fmt: skip
-# Calls that depend on an argument.
+# Calls that are allowed depending on an argument.
 CLONE, CLONE3, KILL, TGKILL, IOCTL, PRLIMIT = (56, 220), (435, 435), (62, 129), (234, 131), (16, 29), (302, 261)
 FCNTL = (72, 25)
 
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH
-X32_BIT = 0x40000000  # the x32 calls of an x86_64 kernel are other numbers for the same things
+X32_BIT = 0x40000000  # an x86_64 kernel has the x32 calls under other numbers
 
 CLONE_THREAD = 0x00010000
 CLONE_NAMESPACES = 0x7E020080
-# Of fcntl: from F_DUPFD to F_SETLKW, and F_DUPFD_CLOEXEC. Above stand F_SETOWN and F_SETSIG, by which the kernel sends
-# any signal to any process when a descriptor is ready, and leases and notices, which send signals too.
+# Commands of fcntl that are allowed: F_DUPFD to F_SETLKW, and F_DUPFD_CLOEXEC. Higher ones include F_SETOWN and
+# F_SETSIG, with which the kernel sends any signal to any process when a descriptor is ready, and leases and notices,
+# which also send signals.
 LAST_PLAIN_FCNTL, DUPFD_CLOEXEC = 7, 1030
 HARMLESS_IOCTLS = (0x5401, 0x5451, 0x5450, 0x541B)  # TCGETS (isatty), FIOCLEX, FIONCLEX, FIONREAD
 
@@ -102,17 +103,17 @@ def program(pid: int, *, processes: bool) -> list[Instruction]:
         (IOCTL, 1, harmless),
     ):
         made += _of_argument(call[column], argument, tests)
-    # Limits may be read, not set: the pointer to new ones is null, in both of its halves.
+    # Limits may be read but not set: the pointer to new limits must be null, in both halves.
     high = ARGUMENTS + 8 * 2 + 4
     made += _of_argument(
         PRLIMIT[column], 2, [(EQUAL, 0, 3, 0), (LOAD, 0, 0, high), (EQUAL, 0, 1, 0), (RETURN, 0, 0, ALLOW)]
     )
-    # glibc then makes threads by clone, whose flags are no pointer and can be looked at.
+    # glibc then creates threads with clone, whose flags are not behind a pointer and can be checked.
     return [*made, (EQUAL, 0, 1, CLONE3[column]), (RETURN, 0, 0, UNKNOWN), (RETURN, 0, 0, DENY)]
 
 
 def _of_argument(number: int, argument: int, tests: list[Instruction]) -> list[Instruction]:
-    """`tests` of the lower half of an argument of one call, and a denial where they let nothing through."""
+    """`tests` on the lower half of an argument of one call; denies the call if no test accepts it."""
     body = [(LOAD, 0, 0, ARGUMENTS + 8 * argument), *tests, (RETURN, 0, 0, DENY)]
     return [(EQUAL, 0, len(body), number), *body]
 
@@ -122,7 +123,7 @@ class _Program(ctypes.Structure):
 
 
 def install(libc: ctypes.CDLL, pid: int, *, processes: bool) -> None:
-    """Confine this process for good; it must have given up new privileges before. Raises OSError."""
+    """Confine this process permanently. It must have set no_new_privs before. Raises OSError."""
     instructions = program(pid, processes=processes)
     code = b"".join(struct.pack("HBBI", *instruction) for instruction in instructions)
     filter_ = _Program(len(instructions), code)

@@ -1,6 +1,6 @@
-"""What a function returned, as plain JSON data that two processes can compare.
+"""Converts a function's result to plain JSON data that two processes can compare.
 
-Only exact built-in types pass: an object of a class that the program defined could be equal to everything.
+Only exact built-in types are accepted: an object of a class that the program defines could claim to equal anything.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ import json
 import math
 from typing import Any
 
-# Relative; floats nearer than this are the same answer (near 0, and next to an integer, CLOSE / 1000 absolutely).
+# Relative tolerance for floats (near 0 and next to an integer, CLOSE / 1000 absolute).
 CLOSE = 1e-6
 
 
 class NotPlainError(ValueError):
-    """A value of a type that no answer may have."""
+    """A value of a type that an answer may not have."""
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON data: tuples as lists, sets and dictionaries as sorted lists under a name. Raises NotPlainError,
-    and RecursionError for a list that holds itself."""
+    """`value` as JSON data: tuples as lists, sets and dictionaries as sorted lists with a type name. Raises
+    NotPlainError, and RecursionError for a list that contains itself."""
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -35,7 +35,8 @@ def plain(value: Any) -> Any:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two values of `plain` are the same answer: numbers by value, floats up to CLOSE; a bool is no number."""
+    """Whether two values of `plain` are the same answer: numbers by value, floats up to CLOSE. A bool is not a
+    number."""
     if _is_number(left) and _is_number(right):
         return _same_number(left, right)
     if type(left) is not type(right):
@@ -57,7 +58,7 @@ def _same_number(left: Any, right: Any) -> bool:
     if isinstance(left, float) and isinstance(right, float):
         return math.isclose(left, right, rel_tol=CLOSE, abs_tol=CLOSE / 1000)
     whole, broken = (left, right) if isinstance(left, int) else (right, left)
-    if not math.isfinite(broken):  # a forged report may hold it
+    if not math.isfinite(broken):  # a forged report may contain it
         return False
-    nearest = round(broken)  # exactly: no float holds every integer beyond 2**53
+    nearest = round(broken)  # exact, because floats cannot represent every integer above 2**53
     return bool(whole == nearest and abs(broken - nearest) <= CLOSE / 1000)

@@ -1,7 +1,7 @@
-"""The walls around a solution: namespaces and a root of its own, Landlock, no privileges, limits.
+"""The confinement of a solution: namespaces with a private root, Landlock, no privileges, limits.
 
-Every function raises OSError where the kernel does not do what it is asked. Sources: namespaces(7), pivot_root(2),
-user_namespaces(7), landlock(7), capabilities(7) of Linux.
+Every function raises OSError if the kernel refuses. Sources: namespaces(7), pivot_root(2), user_namespaces(7),
+landlock(7), capabilities(7) of Linux.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Sequence
 
 libc = ctypes.CDLL(None, use_errno=True)
 
-# Landlock's rules look at the folder above a mount point, not at the one that it covers.
+# Landlock checks the folder above a mount point, not the folder that the mount covers.
 SCRATCH = "/scratch"
 JOB = "/scratch/job"
-# Folders inside of the standard library's that hold other people's packages, pvg itself perhaps.
+# Folders in the standard library's folder that contain other packages, possibly pvg.
 NOT_LIBRARY = frozenset({"site-packages", "dist-packages"})
-INNER_ID = 1000  # user and group inside; outside whoever started pvg, or NOBODY for root
+INNER_ID = 1000  # user and group inside; outside, the user who started pvg, or NOBODY for root
 NOBODY = 65534
 
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
@@ -38,7 +38,7 @@ MNT_DETACH = 2
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
 SIGKILL = 9
 CALL_NUMBERS = {"x86_64": {"pivot_root": 155, "capset": 126}, "aarch64": {"pivot_root": 41, "capset": 91}}
-LAST_CAPABILITY = 63  # the kernel refuses those that it does not know
+LAST_CAPABILITY = 63  # the kernel rejects unknown ones
 
 
 def _checked(result: int, what: str) -> int:
@@ -61,13 +61,13 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, data: 
 
 
 def enter_namespaces(readable: Sequence[str]) -> None:
-    """Into user, mount, network, IPC and host name namespaces of its own, in a file system that holds the `readable`
-    folders, read-only and at their own paths, and an empty SCRATCH. Only for a process of one thread."""
+    """Enter new user, mount, network, IPC and host name namespaces, with a file system of the `readable` folders
+    (read-only, at their own paths) and an empty SCRATCH. Only for a process with one thread."""
     uid, gid = os.getuid(), os.getgid()
     ready, mapped = os.pipe()
     done, told = os.pipe()
     mapper = os.fork()
-    if mapper == 0:  # stays outside, where it may name users that are not its own
+    if mapper == 0:  # this child stays outside, where it may map other users
         status = 1
         try:
             os.close(mapped)
@@ -94,8 +94,8 @@ def enter_namespaces(readable: Sequence[str]) -> None:
 
 
 def _map_users(pid: int, uid: int, gid: int) -> None:
-    """Inside, root stays root to set things up, and solutions run as nobody; anybody else is INNER_ID and nobody
-    besides."""
+    """For root: root stays root inside for the setup, and solutions run as nobody. For any other user: only INNER_ID
+    exists inside."""
     with open(f"/proc/{pid}/setgroups", "w") as file:
         file.write("allow" if uid == 0 else "deny")
     for name, own in (("uid_map", uid), ("gid_map", gid)):
@@ -105,9 +105,9 @@ def _map_users(pid: int, uid: int, gid: int) -> None:
 
 
 def _change_root(readable: Sequence[str]) -> None:
-    new = "/tmp" if os.path.isdir("/tmp") else "/mnt"  # covered by the new root, and gone with the old one
+    new = "/tmp" if os.path.isdir("/tmp") else "/mnt"  # covered by the new root, and removed with the old one
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
-    # From here on, what is under `new` is hidden: the folders are held by descriptors taken before.
+    # The content of `new` is hidden from here on, so open the folders before.
     held = [os.open(folder, os.O_PATH | os.O_DIRECTORY) for folder in readable]
     _mount("tmpfs", new, "tmpfs", MS_NOSUID | MS_NODEV, "size=64k,nr_inodes=1k,mode=755")
     os.makedirs(new + JOB, 0o755)
@@ -118,7 +118,7 @@ def _change_root(readable: Sequence[str]) -> None:
         os.close(descriptor)
         for hidden in NOT_LIBRARY.intersection(os.listdir(target)):
             _mount("tmpfs", f"{target}/{hidden}", "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV, "size=4k")
-        # Flags that the mount has already are locked in a user namespace: they are asked for again.
+        # Flags that the mount already has are locked in a user namespace, so request them again.
         _mount(None, target, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV | _flags(target))
     os.chdir(new)
     _call("pivot_root", b".", b".")
@@ -128,7 +128,7 @@ def _change_root(readable: Sequence[str]) -> None:
 
 
 def _flags(path: str) -> int:
-    """The flags of a mount, as mount(2) takes them: statvfs(3) numbers the lower ones alike."""
+    """The flags of a mount for mount(2); statvfs(3) uses the same numbers for the lower ones."""
     found = os.statvfs(path).f_flag
     kept = found & (MS_NOSUID | MS_NODEV | MS_NOEXEC)
     for asked, there in ((1 << 10, 1024), (1 << 11, 2048), (1 << 21, 4096)):  # noatime, nodiratime, relatime
@@ -137,8 +137,8 @@ def _flags(path: str) -> int:
 
 
 def enter_job(scratch_bytes: int) -> None:
-    """Into the namespaces of one job: the next child is the first process of a tree that dies with it, and what is
-    written or shared is gone with it."""
+    """Enter the namespaces of one job. The next child is the first process of a tree that dies with it, and everything
+    written or shared disappears with it."""
     _checked(libc.unshare(NEWPID | NEWNS | NEWIPC), "unshare")
     _mount("tmpfs", JOB, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, f"size={scratch_bytes},nr_inodes=256,mode=777")
     os.chdir(JOB)
@@ -151,17 +151,17 @@ READ_FILE, READ_DIR = 1 << 2, 1 << 3
 # Write, truncate, make and remove plain files and folders.
 CHANGE = 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 14
 FILE_RIGHTS_OF_ABI = {1: 13, 2: 14, 3: 15, 4: 15}  # how many of the lowest bits; 16 from 5 on
-TRUNCATES_FROM = 3  # before this ABI a file outside could be cut to nothing
+TRUNCATES_FROM = 3  # with older ABIs, a file outside could be truncated
 
 
 def landlock_abi() -> int:
-    """The version of Landlock that the kernel has. Raises OSError where it has none."""
+    """The kernel's version of Landlock. Raises OSError without Landlock."""
     return _checked(libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1), "landlock")
 
 
 def rules_of_files(abi: int, readable: Sequence[str], *, scratch: bool) -> int:
-    """A descriptor of rules for `restrict_files`: of all files, the interpreter's can be read, and with `scratch` those
-    in SCRATCH changed too. Where the ABI knows them, TCP ports and processes outside are closed as well."""
+    """A descriptor of rules for `restrict_files`: only the interpreter's files can be read, and with `scratch` files in
+    SCRATCH can be changed. If the ABI supports it, TCP ports and processes outside are blocked too."""
     rights = (1 << FILE_RIGHTS_OF_ABI.get(abi, 16)) - 1
     attributes = struct.pack("QQQ", rights, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
     attributes = attributes[: 8 if abi < 4 else 16 if abi < 6 else 24]
@@ -171,7 +171,7 @@ def rules_of_files(abi: int, readable: Sequence[str], *, scratch: bool) -> int:
     for folder in readable:
         for name in sorted(set(os.listdir(folder)) - NOT_LIBRARY):
             path = f"{folder}/{name}"
-            if os.path.islink(path):  # some distributions' point outside, or at nothing
+            if os.path.islink(path):  # in some distributions links point outside, or to nothing
                 continue
             _allow(rules, path, READ_FILE | READ_DIR if os.path.isdir(path) else READ_FILE)
     if scratch:
@@ -188,7 +188,7 @@ def _allow(rules: int, path: str, rights: int) -> None:
 
 
 def restrict_files(rules: int) -> None:
-    """From here on `rules` hold. New privileges must have been given up before."""
+    """Apply `rules` to this process. It must have set no_new_privs before."""
     _checked(libc.syscall(RESTRICT_SELF, rules, 0), "landlock_restrict_self")
 
 
@@ -196,7 +196,8 @@ def restrict_files(rules: int) -> None:
 
 
 def drop_privileges(*, namespaces: bool) -> None:
-    """No capability, no way to get one, nothing for others to read; with namespaces and as root, nobody's user."""
+    """Drop all capabilities and ways to get them, and hide this process's memory. With namespaces and as root, become
+    the user nobody."""
     if namespaces:
         for capability in range(LAST_CAPABILITY + 1):
             if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
@@ -216,9 +217,9 @@ def die_with_parent() -> None:
 
 
 def set_limits(cpu_s: float, memory_bytes: int, file_bytes: int, processes: int | None) -> None:
-    """Hard limits of this process; `processes`: of its user, None where that would count those of others."""
+    """Set hard limits of this process. `processes`: limit for its user; None if the user has other processes."""
     limits = {
-        resource.RLIMIT_CPU: int(cpu_s) + 2,  # the keeper counts finer, and is first
+        resource.RLIMIT_CPU: int(cpu_s) + 2,  # a fallback: the keeper counts more precisely and acts first
         resource.RLIMIT_FSIZE: file_bytes,
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,

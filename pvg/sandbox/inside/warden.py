@@ -1,9 +1,9 @@
-"""The sandbox's process: it builds the walls that all jobs share, says which it got, and forks a keeper for each job.
+"""The sandbox's process: builds the confinement that all jobs share, reports it, and forks a keeper for each job.
 
     python -s -S -P -B -c '... from inside.warden import main; main()' FOLDERS OFFERED
 
-`main` gets the interpreter's folders and the mechanisms to use as JSON. It waits for jobs on its standard input, and
-ends when that does; frames go to its standard output. It never holds a job itself: keepers read and write.
+`main` gets the interpreter's folders and the mechanisms to use as JSON. It waits for jobs on its standard input until
+that ends; frames go to its standard output. It never reads a job itself: keepers read and write.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from . import seccomp, walls
 from .keeper import Walls, keep, threads_of, write_frame
 
-# Modules that programs like, so that each job finds them in memory. `random` is seeded anew for each.
+# Modules that programs often use, imported once so that each job has them in memory. `random` is seeded for each job.
 COMMON = (  # noqa: SIM905
     "array base64 binascii bisect calendar cmath collections copy csv dataclasses datetime decimal enum fractions "
     "functools hashlib heapq io itertools json math numbers operator pprint queue random re statistics string struct "
@@ -34,7 +34,7 @@ COMMON = (  # noqa: SIM905
 def main() -> None:
     readable, offered = json.loads(sys.argv[1]), frozenset(json.loads(sys.argv[2]))
     for name in COMMON:
-        with contextlib.suppress(ImportError):  # an interpreter that was built without it
+        with contextlib.suppress(ImportError):  # an interpreter may be built without it
             importlib.import_module(name)
     base_bytes = _address_space()
     refused: dict[str, str] = {}
@@ -66,12 +66,12 @@ def main() -> None:
             write_frame(1, {"status": "keeper failed", "exit": ended})
 
 
-GONE = 84  # a keeper's exit code: nobody asks any more
-ABOVE_STREAMS = 64  # a descriptor that no stream of a job gets
+GONE = 84  # a keeper's exit code: the caller has gone
+ABOVE_STREAMS = 64  # a descriptor above those of a job's streams
 
 
 def _as_keeper(around: Walls) -> None:
-    """In the keeper, which never returns."""
+    """Runs in the keeper and never returns."""
     status = 1
     try:
         if sys.platform == "linux":
@@ -80,14 +80,14 @@ def _as_keeper(around: Walls) -> None:
         status = 0
     except (EOFError, BrokenPipeError):
         status = GONE
-    except BaseException as error:  # noqa: BLE001 - told, and the exit code says it
+    except BaseException as error:  # noqa: BLE001 - printed, and reported by the exit code
         os.write(2, f"{error!r}\n".encode())
     finally:
         os._exit(status)
 
 
 def _address_space() -> int:
-    """Bytes of address space of this process, 0 where the system does not tell."""
+    """Bytes of address space of this process, 0 if the system does not show it."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -96,7 +96,7 @@ def _address_space() -> int:
 
 
 def _threads_are_told() -> bool:
-    """Whether a keeper can count those of a child that is as hidden as a job's."""
+    """Whether a keeper can count the threads of a child that is hidden like a job's."""
     if sys.platform != "linux":
         return False
     hidden, told = os.pipe()
@@ -131,7 +131,7 @@ def _granted(name: str, refused: dict[str, str], trial: Callable[[], None]) -> b
 
 
 def _enter(readable: list[str]) -> None:
-    """Namespaces for good, tried in a child first: half of them would be worse than none."""
+    """Enter the namespaces permanently. A child tries first, because half of them would be worse than none."""
 
     def trial() -> None:
         walls.enter_namespaces(readable)
@@ -144,7 +144,7 @@ def _enter(readable: list[str]) -> None:
 def _try_landlock(readable: list[str], namespaces: bool) -> None:
     abi = walls.landlock_abi()
     if abi < walls.TRUNCATES_FROM and not namespaces:
-        raise OSError(0, f"version {abi} of it lets files be truncated, {walls.TRUNCATES_FROM} is needed")
+        raise OSError(0, f"its version {abi} does not protect files from truncation; {walls.TRUNCATES_FROM} is needed")
 
     def trial() -> None:
         walls.libc.prctl(walls.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -165,7 +165,7 @@ def _try_seccomp() -> None:
 
 
 def _in_child(trial: Callable[[], object]) -> None:
-    """Raises the OSError that `trial` raised in a child of its own."""
+    """Raises the OSError that `trial` raised in a child process."""
     child = os.fork()
     if child == 0:
         number = 255
@@ -182,6 +182,6 @@ def _in_child(trial: Callable[[], object]) -> None:
 
 
 def interpreter_folders() -> list[str]:
-    """What an interpreter like this one reads: its standard library."""
+    """The folders that an interpreter like this one reads: its standard library."""
     found = {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
     return sorted(found)

@@ -1,4 +1,4 @@
-"""The table of transports: what `weights.transport` may name, and how each is opened."""
+"""The table of weight transports (setting `weights.transport`), and how each is opened."""
 
 from __future__ import annotations
 
@@ -9,27 +9,30 @@ from typing import TYPE_CHECKING
 
 from pvg.config.sections import Weights
 from pvg.errors import MissingRequirementError, install_extra
-from pvg.servers.labels import Session
+from pvg.servers.labels import PublishingSession
 from pvg.servers.transports.transport import Transport
 
 if TYPE_CHECKING:
-    from pvg.servers.transports.transfer import Backend
+    from pvg.servers.transports.transfer import TransferBackend
 
 __all__ = ["TRANSPORTS", "Transport", "open_transport"]
 
 
-def open_transport(section: Weights, run: str, executor: Executor | None, dtype: str, session: Session) -> Transport:
-    """The transport that `section.transport` names, for the weights that `session` publishes. Its folders, where it has
-    any, lie in `section.root` below `run`; `executor` does the work on tensors (None: a thread); `dtype` is the
-    servers', such as "bfloat16".
+def open_transport(
+    section: Weights, run: str, executor: Executor | None, dtype: str, session: PublishingSession
+) -> Transport:
+    """The transport that `section.transport` names, for weights published by `session`. Its folders, if any, are under
+    `section.root`/`run`. `executor` processes tensors (None: a thread). `dtype`: the servers', such as "bfloat16".
 
-    Raises ConfigurationError for a run name or a dtype that will not do, MissingRequirementError without the GPU or
-    the vLLM that `nccl` and `ipc` need.
+    Raises ConfigurationError for an invalid run name or dtype, MissingRequirementError without the GPU or the vLLM that
+    `nccl` and `ipc` need.
     """
     return TRANSPORTS[section.transport](section, run, executor, dtype, session)
 
 
-def _open_filesystem(section: Weights, run: str, executor: Executor | None, dtype: str, session: Session) -> Transport:
+def _open_filesystem(
+    section: Weights, run: str, executor: Executor | None, dtype: str, session: PublishingSession
+) -> Transport:
     from pvg.servers.transports.files import FilesystemTransport
     from pvg.servers.transports.versions import VersionFolders, torch_dtype
 
@@ -38,7 +41,9 @@ def _open_filesystem(section: Weights, run: str, executor: Executor | None, dtyp
     return FilesystemTransport(folders, executor, kind, section.keep, keep_kv=section.keep_kv)
 
 
-def _open_lora(section: Weights, run: str, executor: Executor | None, dtype: str, session: Session) -> Transport:
+def _open_lora(
+    section: Weights, run: str, executor: Executor | None, dtype: str, session: PublishingSession
+) -> Transport:
     from pvg.servers.transports.adapters import AdapterTransport
     from pvg.servers.transports.versions import VersionFolders, torch_dtype
 
@@ -46,20 +51,24 @@ def _open_lora(section: Weights, run: str, executor: Executor | None, dtype: str
     return AdapterTransport(VersionFolders(section.root, run, session), executor, kind, section.keep)
 
 
-def _open_nccl(section: Weights, run: str, executor: Executor | None, dtype: str, session: Session) -> Transport:
+def _open_nccl(
+    section: Weights, run: str, executor: Executor | None, dtype: str, session: PublishingSession
+) -> Transport:
     from pvg.servers.transports.gpu import NcclBackend
 
     return _open_transfer(section, executor, dtype, NcclBackend)
 
 
-def _open_ipc(section: Weights, run: str, executor: Executor | None, dtype: str, session: Session) -> Transport:
+def _open_ipc(
+    section: Weights, run: str, executor: Executor | None, dtype: str, session: PublishingSession
+) -> Transport:
     from pvg.servers.transports.gpu import IpcBackend
 
     return _open_transfer(section, executor, dtype, IpcBackend)
 
 
 def _open_transfer(
-    section: Weights, executor: Executor | None, dtype: str, backend: Callable[[], Backend]
+    section: Weights, executor: Executor | None, dtype: str, backend: Callable[[], TransferBackend]
 ) -> Transport:
     import torch
 
@@ -70,15 +79,15 @@ def _open_transfer(
     install = f", or install the extra: {install_extra('vllm')}" if lacking == "vLLM" else ""
     if lacking:
         raise MissingRequirementError(
-            f'weights.transport = "{section.transport}" needs {lacking} where the trainer runs.',
+            f'weights.transport = "{section.transport}" needs {lacking} on the trainer\'s machine.',
             f'Set weights.transport = "filesystem"{install}',
         )
     device = torch.device("cuda", torch.cuda.current_device())
     return TransferTransport(backend(), executor, device, torch_dtype(dtype), section.timeout_s)
 
 
-# `weights.transport` in an experiment.
-TRANSPORTS: dict[str, Callable[[Weights, str, Executor | None, str, Session], Transport]] = {
+# Settings of `weights.transport`.
+TRANSPORTS: dict[str, Callable[[Weights, str, Executor | None, str, PublishingSession], Transport]] = {
     "filesystem": _open_filesystem,
     "lora": _open_lora,
     "nccl": _open_nccl,

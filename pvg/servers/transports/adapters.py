@@ -1,10 +1,10 @@
-"""`AdapterTransport`: low-rank adapters that are swapped by version (`weights.transport = "lora"`).
+"""`AdapterTransport`: low-rank adapters, one per version (`weights.transport = "lora"`).
 
-Each version is an adapter of its own, in peft's format, which a server loads once under the label as a model's name.
-Versions live side by side: a request names the one that it wants (`model_of`), nothing is paused, and no request in
-flight changes its weights. The engine's own weights stay those of the base model.
+Each version is an adapter in peft's format. A server loads it once, with the label as its model name. Versions coexist:
+each request names the version it uses (`model_of`), updates pause nothing, and requests in flight keep their weights.
+The engine's own weights remain the base model's.
 
-vLLM may read an adapter's files again after it had to make room, so that they stay as long as requests may name it.
+vLLM may read an adapter's files again after evicting it, so the files stay as long as requests may name it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from pvg.errors import ConfigurationError, PvgError
-from pvg.servers.control import ControlClient, Delivery
-from pvg.servers.labels import Label
+from pvg.servers.control import ControlClient, DeliveryTiming
+from pvg.servers.labels import WeightLabel
 from pvg.servers.pool import ServerFault
 from pvg.servers.transports.transport import deliver
 from pvg.servers.transports.versions import VersionFolders, write_tensors
-from pvg.servers.update import Adapter, WeightUpdate
+from pvg.servers.update import LowRankAdapter, WeightUpdate
 from pvg.store.atomic import write_synced
 from pvg.telemetry.spans import run_in
 
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 ADAPTER_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 
-# What vLLM's reader (vllm/lora/peft_helper.py) cannot do without.
+# Required by vLLM's reader (vllm/lora/peft_helper.py).
 NEEDED = ("r", "lora_alpha", "target_modules")
 
 
 class AdapterTransport:
-    """Owns `folders`. Writing and removing are done by `executor`, so that the event loop stays free.
+    """Owns `folders`. `executor` writes and removes files, so the event loop stays free.
 
-    An update without an adapter is the base model itself, which servers have: nothing is written or sent. The first
-    such update tells what the base is; whole weights that differ from it cannot travel as an adapter.
+    An update without an adapter is the base model, which servers already have: nothing is written or sent. The first
+    such update defines the base. Different whole weights cannot be sent as an adapter.
     """
 
     adapters = True
@@ -54,17 +54,17 @@ class AdapterTransport:
         self._executor = executor
         self._dtype = dtype
         self._keep = keep
-        self._base: set[Label] = set()
+        self._base: set[WeightLabel] = set()
         self._base_fingerprint = ""
-        self._holders: dict[Label, dict[str, ControlClient]] = {}  # servers, by url, that may have the adapter
+        self._holders: dict[WeightLabel, dict[str, ControlClient]] = {}  # servers, by url, that may have each adapter
 
-    def model_of(self, label: Label) -> str | None:
-        """The model that a request for these weights names; None for the base model, which needs no name."""
+    def model_of(self, label: WeightLabel) -> str | None:
+        """The model name in requests for these weights; None for the base model, which needs no name."""
         return None if label in self._base else str(label)
 
-    async def stage(self, update: WeightUpdate, label: Label) -> None:
-        """Write `update.adapter` in the servers' dtype, durably. The tensors may change when this returns. Raises
-        ConfigurationError for trained weights that come without an adapter, otherwise as FilesystemTransport."""
+    async def stage(self, update: WeightUpdate, label: WeightLabel) -> None:
+        """Write `update.adapter` durably in the servers' dtype. The tensors may change afterwards. Raises
+        ConfigurationError for trained weights without an adapter, and the errors of FilesystemTransport.stage."""
         adapter = update.adapter
         if adapter is None:
             await self._stage_base(update, label)
@@ -78,35 +78,35 @@ class AdapterTransport:
         await run_in(self._executor, self._folders.write, label, fill)
         self._holders[label] = {}
 
-    async def _stage_base(self, update: WeightUpdate, label: Label) -> None:
+    async def _stage_base(self, update: WeightUpdate, label: WeightLabel) -> None:
         found = await run_in(self._executor, fingerprint, update.tensors)
         if self._base_fingerprint not in ("", found):
             raise ConfigurationError(
-                f"Version {update.version} of the weights has no adapter, and nothing else travels by "
-                'weights.transport = "lora".',
-                'Set training.lora_rank (16, say), or weights.transport = "filesystem".',
+                f'Version {update.version} of the weights has no adapter, which weights.transport = "lora" requires.',
+                'Set training.lora_rank (for example 16), or weights.transport = "filesystem".',
             )
         self._base_fingerprint = found
         self._base.add(label)
 
-    async def send(self, servers: Sequence[ControlClient], label: Label, trace: str) -> list[Delivery | BaseException]:
+    async def send(
+        self, servers: Sequence[ControlClient], label: WeightLabel, trace: str
+    ) -> list[DeliveryTiming | BaseException]:
         if label in self._base:
-            return [Delivery(server.url, label, 0.0, 0.0, time.time_ns(), {}) for server in servers]
+            return [DeliveryTiming(server.url, label, 0.0, 0.0, time.time_ns(), {}) for server in servers]
         name, holders = self._folders.name(label), self._holders[label]
 
-        async def load(server: ControlClient) -> Delivery:
-            holders[server.url] = server  # from now on it may have it, whatever becomes of the reply
+        async def load(server: ControlClient) -> DeliveryTiming:
+            holders[server.url] = server  # it may have the adapter from now on, even if no reply arrives
             return await server.load_adapter(name, label, trace)
 
         async def has_arrived(server: ControlClient) -> bool:
-            return False  # servers do not tell which adapters they have; to load one twice is harmless
+            return False  # servers do not report their adapters, and loading one twice is harmless
 
         return await deliver(servers, label, load, has_arrived)
 
-    async def retire(self, servers: Sequence[ControlClient], in_use: Sequence[Label]) -> None:
-        """Unload adapters that are neither among the newest (`weights.keep`) nor `in_use` from the `servers` that may
-        have them, and remove their files. A server that cannot be told now is told the next time: until then the files
-        stay."""
+    async def retire(self, servers: Sequence[ControlClient], in_use: Sequence[WeightLabel]) -> None:
+        """Unload adapters that are neither among the newest (`weights.keep`) nor `in_use`, and remove their files. A
+        server that cannot be reached now is told next time, and the files stay until then."""
         needed = {*in_use, *sorted(self._holders, key=lambda label: label.version)[-self._keep :]}
         doomed = [label for label in self._holders if label not in needed]
         within_reach = {server.url: server for server in servers}
@@ -117,7 +117,7 @@ class AdapterTransport:
         await run_in(self._executor, self._folders.remove, [label.version for label in gone])
         await run_in(self._executor, self._folders.remove_what_the_dead_left)
 
-    async def _unload(self, label: Label, within_reach: Mapping[str, ControlClient]) -> None:
+    async def _unload(self, label: WeightLabel, within_reach: Mapping[str, ControlClient]) -> None:
         holders = self._holders[label]
         told = [server for url, server in within_reach.items() if url in holders]
         outcomes = await asyncio.gather(
@@ -130,12 +130,13 @@ class AdapterTransport:
                 raise outcome
 
     async def close(self) -> None:
-        """Remove the files of this session. Servers forget its adapters when they make room for others, or end."""
+        """Remove the files of this session. Servers evict its adapters when they need space, or end."""
         await run_in(self._executor, self._folders.close)
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """Of names, shapes, dtypes and bits: an optimizer step changes it, a copy does not. Reads every tensor once."""
+    """A digest of names, shapes, dtypes and bit sums: an optimizer step changes it, a copy does not. Reads each tensor
+    once."""
     import torch
 
     as_integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -147,8 +148,8 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _peft_config(adapter: Adapter) -> dict[str, Any]:
-    """adapter_config.json: `adapter.config` over what vLLM takes for granted."""
+def _peft_config(adapter: LowRankAdapter) -> dict[str, Any]:
+    """adapter_config.json: `adapter.config` plus the defaults that vLLM requires."""
     if missing := [key for key in NEEDED if key not in adapter.config]:
         raise ValueError(f"The adapter's config lacks {missing[0]}.")
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "base_model_name_or_path": ""}

@@ -1,11 +1,15 @@
-"""NCCL between the trainer's GPU and the servers' (`weights.transport = "nccl"`), by vLLM's own engines.
+"""GPU-to-GPU weight transfer with vLLM's own engines: NCCL and CUDA IPC (`weights.transport`).
 
-The trainer is rank 0 of a group, the workers of all servers follow. NCCL wants a GPU of its own for every rank: trainer
-and servers must not share one. vLLM's trainer_init would have the ranks find each other through a TCP store, where the
-workers unpickle what lies in it; here the trainer makes the group's id (an ncclUniqueId) and sends it with the control
-calls, the other way that vLLM's workers know.
+Experimental: no GPU has run this. See pvg.servers.transports.transfer for what has run.
 
-Not run on a GPU yet; see pvg.servers.transports.transfer for what was run.
+NCCL: the trainer is rank 0 of a group, and the workers of all servers follow. Every rank needs its own GPU, so trainer
+and servers must not share one. vLLM's trainer_init lets the ranks find each other through a TCP store whose contents
+the workers unpickle. Instead the trainer creates the group's id (an ncclUniqueId) and sends it with the control calls,
+which vLLM's workers also support.
+
+CUDA IPC: trainer and server share a GPU. The server maps the trainer's memory and copies from it. vLLM sends the memory
+handles as a pickle over HTTP; pvg sends them as JSON to its engine inside the server
+(pvg.servers.server_side.pvg_vllm.ipc_engine).
 """
 
 from __future__ import annotations
@@ -18,16 +22,16 @@ from typing import Any
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.servers.control import ServerInfo
 from pvg.servers.transports.group_client import GroupClient
-from pvg.servers.transports.transfer import Source, TrainerEngine
+from pvg.servers.transports.transfer import TrainerEngine, TransferSource
 
 
 class NcclBackend:
-    """Dense weights, packed into buffers of vLLM's size and broadcast."""
+    """Broadcasts dense weights, packed into buffers of vLLM's size."""
 
     def check(self, infos: Sequence[ServerInfo]) -> None:
-        """Any server will do."""
+        """Accepts any server."""
 
-    def open(self, client: GroupClient, source: Source) -> TrainerEngine:
+    def open(self, client: GroupClient, source: TransferSource) -> TrainerEngine:
         try:
             from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
             from vllm.distributed.weight_transfer.nccl_common import (
@@ -44,14 +48,14 @@ class NcclBackend:
         engine = NCCLTrainerWeightTransferEngine(client=client, source=source)
         unique_id = bytes(NCCLLibrary().ncclGetUniqueId())
         workers = NCCLWeightTransferInitInfo(
-            rank_offset=1,  # of the first server; the client gives each its own
+            rank_offset=1,  # of the first server; the client sets each server's own
             world_size=client.ranks,
             nccl_unique_id_b64=base64.b64encode(unique_id).decode("ascii"),
             packed=engine.packed,
             packed_buffer_size_bytes=engine.packed_buffer_size_bytes,
             packed_num_buffers=engine.packed_num_buffers,
         )
-        # All ranks must enter at the same time: the workers wait for the trainer inside of the call.
+        # All ranks must enter at the same time: the workers wait for the trainer during this call.
         caller = ThreadPoolExecutor(1, "pvg-nccl-init")
         try:
             called = caller.submit(client.init_weight_transfer_engine, worker_init_payload(workers))
@@ -63,29 +67,21 @@ class NcclBackend:
         return opened
 
     def plain(self, update_info: Mapping[str, Any]) -> Mapping[str, Any]:
-        return update_info  # names, dtypes and shapes
-
-
-# CUDA IPC between a trainer and a server on the same GPU (`weights.transport = "ipc"`), by vLLM's own engines.
-#
-# The server maps the trainer's memory and copies from it. vLLM sends the handles of that memory as a pickle over
-# HTTP; here they go as JSON to an engine of ours inside the server (pvg.servers.server_side.pvg_vllm.ipc_engine).
-#
-# Not run on a GPU yet; see pvg.servers.transports.transfer for what was run.
+        return update_info  # contains only names, dtypes and shapes
 
 
 class IpcBackend:
-    """One handle for each parameter, of the copy that the trainer took."""
+    """One handle per parameter, to the trainer's copy of the weights."""
 
     def check(self, infos: Sequence[ServerInfo]) -> None:
         for info in infos:
             if info.world_size != 1:
                 raise ConfigurationError(
-                    f"{info.url} has {info.world_size} workers, and CUDA IPC reaches the one on the trainer's GPU.",
+                    f"{info.url} has {info.world_size} workers, but CUDA IPC only reaches the trainer's GPU.",
                     'Set serving.tensor_parallel = 1, or weights.transport = "nccl".',
                 )
 
-    def open(self, client: GroupClient, source: Source) -> TrainerEngine:
+    def open(self, client: GroupClient, source: TransferSource) -> TrainerEngine:
         try:
             from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
             from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo

@@ -1,7 +1,7 @@
-"""`GroupClient`: what vLLM's trainer side asks of "the inference side", asked of several servers at once.
+"""`GroupClient`: sends the calls of vLLM's trainer side to several servers at once.
 
-vLLM calls it from a thread, with methods that block (its VLLMWeightSyncClient); the calls themselves are made by the
-control clients in the event loop. It keeps what each server answered, and how long that took.
+vLLM calls its blocking methods (its VLLMWeightSyncClient) from a thread. Control clients make the actual calls in the
+event loop. It records each server's answers and their duration.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from pvg.errors import PvgError
-from pvg.servers.control import RECEIVED_HEADER, WORK_HEADER, ControlClient, Delivery
-from pvg.servers.labels import Label
-from pvg.servers.pool import Broken, Malformed, Reply, ServerFault, Silent
+from pvg.servers.control import RECEIVED_HEADER, WORK_HEADER, ControlClient, DeliveryTiming
+from pvg.servers.labels import WeightLabel
+from pvg.servers.pool import ConnectionBroken, MalformedReply, Reply, ReplyTimeout, ServerFault
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """A server of the group; `first_rank` is that of its first worker, the trainer being rank 0."""
+class GroupMember:
+    """A server of the group. `first_rank` is the rank of its first worker; the trainer is rank 0."""
 
     control: ControlClient
     first_rank: int
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One call to one server, in ms; `part` is the part of the delivery that it counts to."""
+class GroupCall:
+    """One call to one server, in ms. `part`: the part of the delivery that it belongs to."""
 
     part: str
     wall_ms: float
@@ -38,9 +38,9 @@ class Step:
 
 
 class GroupClient:
-    """`servers` with the number of their workers. `plain` makes JSON of vLLM's update_info.
+    """`servers` with their numbers of workers. `plain` converts vLLM's update_info to JSON.
 
-    The methods of vLLM's protocol raise the first fault of any server, in the thread that called them.
+    The methods of vLLM's protocol raise the first fault of any server, in the calling thread.
     """
 
     def __init__(
@@ -51,29 +51,29 @@ class GroupClient:
     ) -> None:
         self._loop = loop
         self._plain = plain
-        self.members: list[Member] = []
+        self.members: list[GroupMember] = []
         self.ranks = 1
         for control, workers in servers:
-            self.members.append(Member(control, self.ranks))
+            self.members.append(GroupMember(control, self.ranks))
             self.ranks += workers
         self.begin("", "")
 
     def begin(self, label: str, trace: str) -> None:
-        """Forget what was, before a new update."""
+        """Reset the state for a new update."""
         self._label, self._trace = label, trace
-        self._steps: dict[str, list[Step]] = defaultdict(list)
+        self._steps: dict[str, list[GroupCall]] = defaultdict(list)
         self._started: set[str] = set()
         self._finished: set[str] = set()
         self._ended = False
-        self.faults: dict[str, ServerFault | PvgError] = {}  # the first of each server, by url
-        self.failed = asyncio.Event()  # there is one
+        self.faults: dict[str, ServerFault | PvgError] = {}  # each server's first fault, by url
+        self.failed = asyncio.Event()  # set with the first fault
 
-    # --- vLLM's VLLMWeightSyncClient: blocking, from vLLM's threads --------------------------------------------------
+    # --- vLLM's VLLMWeightSyncClient: blocking, called from vLLM's threads --------------------------------------------
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        """`init_info` is the first server's; where it has a rank_offset, each server gets its own."""
+        """`init_info` is for the first server. If it has a rank_offset, each server gets its own."""
 
-        def body(member: Member) -> dict[str, Any]:
+        def body(member: GroupMember) -> dict[str, Any]:
             ranked = {"rank_offset": member.first_rank} if "rank_offset" in init_info else {}
             return {"init_info": {**init_info, **ranked}}
 
@@ -88,27 +88,27 @@ class GroupClient:
         self._block(self._post("load_ms", "/update_weights", lambda member: body))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """`weight_version` is ours, whatever vLLM says: the label of the update."""
+        """Ignores vLLM's `weight_version` and uses the label of the update."""
         self._block(self._finish())
 
     def _block(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    # --- the event loop's side ---------------------------------------------------------------------------------------
+    # --- in the event loop --------------------------------------------------------------------------------------------
 
     async def pause(self) -> None:
         await self._each("pause_ms", lambda member: member.control.pause(self._trace))
 
     async def resume(self) -> None:
-        """Every server, whatever became of the others. A fault of one stands in the outcomes."""
+        """Resume every server, even if others fail. Faults appear in the outcomes."""
         await self._each("resume_ms", lambda member: member.control.resume(self._trace), must=True)
 
     def end(self) -> None:
-        """Give the update up: a thread of vLLM's that comes to life again later can call nothing any more."""
+        """Give up the update: a vLLM thread that continues later can make no more calls."""
         self._ended = True
 
     async def mark_broken(self, prefix: str) -> None:
-        """Give the update up, and put `prefix` before the label of servers that have begun it and not finished."""
+        """Give up the update, and put `prefix` before the label of servers that began it and did not finish."""
         self.end()
         body = {"new_version": prefix + self._label}
         halfway = self._started - self._finished
@@ -120,27 +120,31 @@ class GroupClient:
         )
 
     async def shutdown(self) -> None:
-        """Have the servers leave the group. One that does not answer has left it already, or leaves it when the next
-        group is formed."""
+        """Make the servers leave the group. One that does not answer has already left it, or leaves when the next group
+        forms."""
         await self._each(
             "shutdown_ms", lambda member: member.control.call("/shutdown_weight_transfer_engine", None), must=True
         )
 
-    def outcomes(self, label: Label, *, timed_out: str = "") -> dict[str, Delivery | BaseException]:
-        """By url: a delivery where the update was finished, else the fault, the server's own or another's."""
+    def outcomes(self, label: WeightLabel, *, timed_out: str = "") -> dict[str, DeliveryTiming | BaseException]:
+        """By url: a delivery if the update finished, otherwise the server's fault or the one that stopped the group."""
         return {member.control.url: self._outcome(member.control.url, label, timed_out) for member in self.members}
 
-    def _outcome(self, url: str, label: Label, timed_out: str) -> Delivery | BaseException:
+    def _outcome(self, url: str, label: WeightLabel, timed_out: str) -> DeliveryTiming | BaseException:
         if fault := self.faults.get(url):
             return fault
         if url not in self._finished:
             culprit = next(iter(self.faults), "")
-            return Broken(url, f"given up, because {culprit} failed") if culprit else Silent(url, timed_out)
+            return (
+                ConnectionBroken(url, f"given up, because {culprit} failed")
+                if culprit
+                else ReplyTimeout(url, timed_out)
+            )
         steps = self._steps[url]
         parts: dict[str, float] = defaultdict(float)
         for step in steps:
             parts[step.part] += step.work_ms
-        return Delivery(
+        return DeliveryTiming(
             url=url,
             label=label,
             wall_ms=sum(step.wall_ms for step in steps),
@@ -152,7 +156,7 @@ class GroupClient:
     async def _finish(self) -> None:
         body = {"weight_version": self._label}
 
-        async def finish(member: Member) -> Reply:
+        async def finish(member: GroupMember) -> Reply:
             reply = await member.control.call("/finish_weight_update", body, self._trace)
             self._finished.add(member.control.url)
             return reply
@@ -160,22 +164,22 @@ class GroupClient:
         await self._each("load_ms", finish)
 
     async def _post(
-        self, part: str, path: str, body: Callable[[Member], Mapping[str, Any] | None] = lambda member: None
+        self, part: str, path: str, body: Callable[[GroupMember], Mapping[str, Any] | None] = lambda member: None
     ) -> None:
         await self._each(part, lambda member: member.control.call(path, body(member), self._trace))
 
     async def _each(
         self,
         part: str,
-        call: Callable[[Member], Awaitable[Reply]],
+        call: Callable[[GroupMember], Awaitable[Reply]],
         *,
         among: set[str] | None = None,
         must: bool = False,
     ) -> None:
-        """`call` for all members at once (or those `among`), and keep what came of it. Raises the first fault, unless
-        it `must` be done at all of them whatever happens."""
+        """Run `call` for all members concurrently (or those `among`) and record the results. Raises the first fault,
+        unless `must` is set: then faults are only recorded."""
         if self._ended and not must:
-            raise Silent(self.members[0].control.url, "the update was given up")
+            raise ReplyTimeout(self.members[0].control.url, "the update was given up")
         members = [member for member in self.members if among is None or member.control.url in among]
         outcomes = await asyncio.gather(
             *(self._timed(part, member, call) for member in members), return_exceptions=True
@@ -186,7 +190,7 @@ class GroupClient:
                 continue
             raise fault
 
-    async def _timed(self, part: str, member: Member, call: Callable[[Member], Awaitable[Reply]]) -> None:
+    async def _timed(self, part: str, member: GroupMember, call: Callable[[GroupMember], Awaitable[Reply]]) -> None:
         url, sent = member.control.url, time.perf_counter()
         try:
             reply = await call(member)
@@ -195,12 +199,12 @@ class GroupClient:
             self.faults.setdefault(url, fault)
             self.failed.set()
             raise
-        self._steps[url].append(Step(part, (time.perf_counter() - sent) * 1e3, work_ms, received_ns))
+        self._steps[url].append(GroupCall(part, (time.perf_counter() - sent) * 1e3, work_ms, received_ns))
 
 
 def _stamp(reply: Reply, name: str) -> float:
-    """A number in the headers, put there by pvg's middleware."""
+    """A number in the reply's headers, set by pvg's middleware."""
     try:
         return float(reply.headers.get(name, ""))
     except ValueError:
-        raise Malformed(reply.url, f"the header {name} is missing or no number") from None
+        raise MalformedReply(reply.url, f"the header {name} is missing or not a number") from None

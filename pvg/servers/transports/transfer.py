@@ -1,20 +1,20 @@
-"""Weights from the trainer's GPU to the servers' GPUs through vLLM's own weight transfer (`nccl`, `ipc`).
+"""Weights from the trainer's GPU to the servers' GPUs by vLLM's weight transfer (`nccl`, `ipc`).
+
+Experimental: no GPU has run this. Not run: collectives, CUDA IPC, and any transfer of tensor bytes. Run: everything
+here with a test server and a stand-in for vLLM's trainer side (tests/weights/test_transport_transfer.py). On a CPU,
+vLLM 0.32 has the names and signatures, and its server accepts the calls
+(tests/integration/test_transfer_against_vllm.py).
 
 One update, over the control client of every server:
 
     pause  start_weight_update  update_weights  finish_weight_update(label)  resume
 
-vLLM's trainer side drives the three in the middle from a thread; whatever happens to them, every server is resumed. A
-server that was reached in the middle of a failure is labelled `broken:<label>` first: it has neither version. It may
-have to be restarted: vLLM has no way to give up an update that was begun.
+vLLM's trainer side makes the three calls in the middle from a thread. Whatever happens to them, every server is
+resumed. A server that an update reached only in part is first labelled `broken:<label>`, because it has neither
+version. It may need a restart: vLLM cannot cancel an update that has begun.
 
-Trainer and servers form a group, which is made again when the servers are others than before, one of them restarted
-(its `boot` tells), or an update failed. So a server that comes back late is brought up by a group of its own.
-
-Run so far: everything here, against a server of the tests and a stand-in for vLLM's trainer side
-(tests/weights/test_transport_transfer.py); against vLLM 0.32 on a CPU that the names and signatures are there, and
-that its server takes the calls (tests/integration/test_transfer_against_vllm.py). Not run: anything on a GPU, so no
-collective, no CUDA IPC, and no byte of a tensor through either.
+Trainer and servers form a group. It is formed again if the set of servers changes, one of them restarts (new `boot`),
+or an update fails. So a server that returns late catches up in a separate group.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from pvg.errors import PvgError, StateError
-from pvg.servers.control import ControlClient, Delivery, ServerInfo
-from pvg.servers.labels import BROKEN, Label
+from pvg.servers.control import ControlClient, DeliveryTiming, ServerInfo
+from pvg.servers.labels import BROKEN, WeightLabel
 from pvg.servers.pool import ServerFault
 from pvg.servers.transports.group_client import GroupClient
 from pvg.servers.transports.versions import untied, wire_dtype
@@ -44,25 +44,25 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-GRACE_S = 5.0  # for the others' part of a transfer, once one server has failed
+GRACE_S = 5.0  # for the other servers to finish after one has failed
 
 
 class TrainerEngine(Protocol):
-    """Of vLLM's TrainerWeightTransferEngine, what is used. Both block."""
+    """The methods of vLLM's TrainerWeightTransferEngine that pvg uses. Both block."""
 
     def send_weights(self) -> None: ...
 
     def shutdown(self) -> None: ...
 
 
-class Backend(Protocol):
-    """A way of vLLM's to move tensors between GPUs."""
+class TransferBackend(Protocol):
+    """One of vLLM's mechanisms to move tensors between GPUs."""
 
     def check(self, infos: Sequence[ServerInfo]) -> None:
-        """Raise ConfigurationError for servers that cannot be reached this way."""
+        """Raises ConfigurationError for servers that this mechanism cannot reach."""
         ...
 
-    def open(self, client: GroupClient, source: Source) -> TrainerEngine:
+    def open(self, client: GroupClient, source: TransferSource) -> TrainerEngine:
         """Form the group of the trainer and the client's servers. Blocks until all have joined."""
         ...
 
@@ -72,17 +72,17 @@ class Backend(Protocol):
 
 
 class ParameterMeta(NamedTuple):
-    """As vLLM's ParamMeta."""
+    """Has the fields of vLLM's ParamMeta."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
-class Source:
-    """A WeightSource as vLLM's trainer side asks for it: a copy of the weights in the servers' dtype, tied ones once.
+class TransferSource:
+    """A WeightSource for vLLM's trainer side: a copy of the weights in the servers' dtype, tied ones once.
 
-    The copy is what lets the trainer go on, and what a server that comes late gets; it takes that much GPU memory.
+    The copy lets the trainer continue, and serves servers that return late. It takes that much GPU memory.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -91,14 +91,14 @@ class Source:
         self._tensors: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors.clear()  # first, or there would be two copies for a moment
+        self._tensors.clear()  # first, so that there are never two copies
         for name, tensor in untied(tensors).items():
             copy = tensor.detach().to(self.device, wire_dtype(tensor, self._dtype), copy=True)
             self._tensors[name] = copy.contiguous()
         if self.device.type == "cuda":
             import torch
 
-            torch.cuda.synchronize(self.device)  # vLLM reads the copy from streams of its own, which wait for no other
+            torch.cuda.synchronize(self.device)  # vLLM reads the copy from other streams, which do not wait
 
     def clear(self) -> None:
         self._tensors.clear()
@@ -111,8 +111,8 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """A trainer and the servers that it formed a group with."""
+class TransferGroup:
+    """A trainer and the servers in its group."""
 
     client: GroupClient
     engine: TrainerEngine
@@ -120,36 +120,43 @@ class Group:
 
 
 class TransferTransport:
-    """`timeout_s` bounds the forming of a group and the sending, each: a collective that waits for a peer that is gone
-    waits for ever. It is then left behind in its thread, and the run should end: its GPU may stay busy."""
+    """`timeout_s` limits the forming of a group, and each transfer. A collective whose peer is gone waits forever; it
+    then stays behind in its thread, and the run should end, because its GPU may stay busy."""
 
     adapters = False
 
     def __init__(
-        self, backend: Backend, executor: Executor | None, device: torch.device, dtype: torch.dtype, timeout_s: float
+        self,
+        backend: TransferBackend,
+        executor: Executor | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        timeout_s: float,
     ) -> None:
         self._backend = backend
         self._executor = executor
-        self._source = Source(device, dtype)
+        self._source = TransferSource(device, dtype)
         self._timeout_s = timeout_s
-        self._group: Group | None = None
-        self._staged: Label | None = None
+        self._group: TransferGroup | None = None
+        self._staged: WeightLabel | None = None
         self._one_at_a_time = asyncio.Lock()
 
-    async def stage(self, update: WeightUpdate, label: Label) -> None:
-        """Copy the weights on the trainer's GPU, in the servers' dtype. The tensors may change when this returns."""
+    async def stage(self, update: WeightUpdate, label: WeightLabel) -> None:
+        """Copy the weights on the trainer's GPU in the servers' dtype. The tensors may change afterwards."""
         async with self._one_at_a_time:
             await run_in(self._executor, self._source.take, update.tensors)
             self._staged = label
 
-    async def send(self, servers: Sequence[ControlClient], label: Label, trace: str) -> list[Delivery | BaseException]:
+    async def send(
+        self, servers: Sequence[ControlClient], label: WeightLabel, trace: str
+    ) -> list[DeliveryTiming | BaseException]:
         async with self._one_at_a_time:
             if label != self._staged:
                 raise ValueError(f"{label} is not what was staged last ({self._staged}).")
             found = await asyncio.gather(*(self._ask(server, label) for server in servers))
             asked = {server.url: info for server, info in zip(servers, found, strict=True)}
             infos = {url: info for url, info in asked.items() if isinstance(info, ServerInfo)}
-            outcomes: dict[str, Delivery | BaseException] = {
+            outcomes: dict[str, DeliveryTiming | BaseException] = {
                 url: error for url, error in asked.items() if not isinstance(error, ServerInfo)
             }
             if infos:
@@ -158,32 +165,33 @@ class TransferTransport:
                 outcomes |= await self._transfer(members, infos, label, trace)
             return [outcomes[server.url] for server in servers]
 
-    async def retire(self, servers: Sequence[ControlClient], in_use: Sequence[Label]) -> None:
-        """Nothing is kept but the newest version."""
+    async def retire(self, servers: Sequence[ControlClient], in_use: Sequence[WeightLabel]) -> None:
+        """Does nothing: only the newest version is kept."""
 
     async def close(self) -> None:
         async with self._one_at_a_time:
             await self._disband()
             self._source.clear()
 
-    async def _ask(self, server: ControlClient, label: Label) -> ServerInfo | BaseException:
-        """The server as it is, or why it gets nothing: vLLM's transfer routes know no order of sessions or versions."""
+    async def _ask(self, server: ControlClient, label: WeightLabel) -> ServerInfo | BaseException:
+        """The server's status, or why it gets no weights: vLLM's transfer routes do not check sessions or versions."""
         try:
             info = await server.info()
         except (ServerFault, PvgError) as error:
             return error
-        there = Label.parse(info.label.removeprefix(BROKEN))
+        there = WeightLabel.parse(info.label.removeprefix(BROKEN))
         if there is None or there.session == label.session or there.session.began_ns < label.session.began_ns:
             return info
         return StateError(
-            f"{server.url} has weights of another trainer, which began later ({there.session}).",
-            "Stop one of the two, or give them servers of their own.",
+            f"{server.url} has weights of another trainer, which started later ({there.session}).",
+            "Stop one of the two, or give them separate servers.",
         )
 
     async def _transfer(
-        self, servers: Sequence[ControlClient], infos: Mapping[str, ServerInfo], label: Label, trace: str
-    ) -> dict[str, Delivery | BaseException]:
-        """One outcome for each server. Raises what is neither a server's fault nor the user's, after resuming."""
+        self, servers: Sequence[ControlClient], infos: Mapping[str, ServerInfo], label: WeightLabel, trace: str
+    ) -> dict[str, DeliveryTiming | BaseException]:
+        """One outcome per server. Raises other errors than server faults and user errors, after resuming the
+        servers."""
         members = tuple((server.url, infos[server.url].boot) for server in servers)
         if self._group is None or self._group.members != members:
             await self._disband()
@@ -193,17 +201,19 @@ class TransferTransport:
                 engine = await self._watched(client, partial(self._backend.open, client, self._source))
             except _GivenUp as given_up:
                 return client.outcomes(label, timed_out=str(given_up))
-            self._group = Group(client, engine, members)
+            self._group = TransferGroup(client, engine, members)
         return await self._update(self._group, label, trace)
 
-    async def _update(self, group: Group, label: Label, trace: str) -> dict[str, Delivery | BaseException]:
+    async def _update(
+        self, group: TransferGroup, label: WeightLabel, trace: str
+    ) -> dict[str, DeliveryTiming | BaseException]:
         client, timed_out = group.client, ""
         client.begin(str(label), trace)
         try:
             await client.pause()
             await self._watched(client, group.engine.send_weights)
         except BaseException as error:
-            self._group = None  # vLLM: after a failure the group cannot be used again
+            self._group = None  # vLLM cannot use a group again after a failure
             await client.mark_broken(BROKEN)
             if not isinstance(error, (_GivenUp, ServerFault, PvgError)):
                 raise
@@ -218,8 +228,8 @@ class TransferTransport:
             await asyncio.gather(group.client.shutdown(), _in_daemon(group.engine.shutdown))
 
     async def _watched(self, client: GroupClient, work: Callable[[], T]) -> T:
-        """`work` in a thread of its own. Raises _GivenUp when a server fails, or the time is up: the rest of the group
-        may then wait for ever in a collective, out of which nobody can call it back."""
+        """Run `work` in a thread. Raises _GivenUp if a server fails or the time is up. The rest of the group may then
+        wait forever in a collective, which cannot be interrupted."""
 
         def on_the_device() -> T:
             with _current(self._source.device):
@@ -238,23 +248,23 @@ class TransferTransport:
         if working.done() and not client.faults:
             found: T = working.result()
             return found
-        working.add_done_callback(_retrieve)  # what it raises now follows from the fault that is told
+        working.add_done_callback(_retrieve)  # a later error only follows from the reported fault
         raise _GivenUp(f"the transfer did not end within {self._timeout_s:g} s")
 
 
 class _GivenUp(Exception):
-    """A group's work that will not be finished."""
+    """A group operation that will not finish."""
 
 
 def _current(device: torch.device) -> AbstractContextManager[None]:
-    """Which GPU is current is every thread's own matter."""
+    """Set the current GPU, which is per thread."""
     import torch
 
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _in_daemon(work: Callable[[], T]) -> asyncio.Future[T]:
-    """`work` in a thread that the end of the process does not wait for."""
+    """Run `work` in a daemon thread, which the end of the process does not wait for."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

@@ -1,8 +1,15 @@
-"""Tensors into a safetensors file, one at a time: at no moment is there a second copy of the model in memory.
+"""Versions of weights as folders that servers read. A folder exists completely or not at all.
 
-    size = write_tensors(folder / "model.safetensors", model.state_dict(), torch.bfloat16)
+    root/RUN/v000012-5f3c09ab/      version 12 of the session with the tail 5f3c09ab
+        model.safetensors           or adapter_model.safetensors and adapter_config.json
+        STABLE                      written last: the weight files and their sizes
+    root/RUN/.session-5f3c09ab      locked while that session lives
 
-A tensor on a GPU is cast there and copied once; one on the CPU that has the right dtype already is written as it lies.
+`write_tensors` writes a safetensors file one tensor at a time, so there is never a second copy of the model in memory.
+A GPU tensor is cast on the GPU and copied once; a CPU tensor with the right dtype is written without a copy.
+
+Invariants: a folder without a temporary name is complete and durable. A session removes only its own versions and those
+of dead sessions of the same run, as shown by their locks. It removes nothing outside of root/RUN and follows no links.
 """
 
 from __future__ import annotations
@@ -19,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from pvg.errors import ConfigurationError, StateError
-from pvg.servers.labels import Label, Session
+from pvg.servers.labels import PublishingSession, WeightLabel
 from pvg.store.atomic import (
     TEMPORARY_PREFIX,
     disk_full_explained,
@@ -33,7 +40,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# The format's names of torch's dtypes.
+# Names of torch's dtypes in the safetensors format.
 FORMAT_NAMES = {
     "float64": "F64",
     "float32": "F32",
@@ -54,7 +61,7 @@ FORMAT_NAMES = {
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype called `name`, with or without "torch.". Raises ConfigurationError for one no weights can have."""
+    """The dtype called `name`, with or without "torch.". Raises ConfigurationError for one that weights cannot have."""
     import torch
 
     short = name.removeprefix("torch.")
@@ -65,7 +72,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Without the further names of tensors that are one and the same memory: a tied weight keeps its first name."""
+    """Without additional names of the same memory: a tied weight keeps only its first name."""
     seen: set[Any] = set()
     kept = {}
     for name, tensor in tensors.items():
@@ -84,14 +91,14 @@ def untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def wire_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """What `tensor` is published as: `dtype`, where it holds floating-point numbers; else as it is."""
+    """The dtype in which `tensor` is published: `dtype` for floating point, otherwise its own."""
     return dtype if tensor.is_floating_point() else tensor.dtype
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> int:
-    """Create `path` with `tensors`, floating-point ones cast to `dtype`, tied ones once; fsync; return its bytes.
+    """Create `path` with `tensors`: floating-point ones cast to `dtype`, tied ones once. Syncs it; returns its bytes.
 
-    Raises the OSError of a write that fails, and leaves what was written: for files inside a temporary folder.
+    Raises the OSError of a failed write and leaves the partial file, so use it inside a temporary folder.
     """
     # Wide dtypes first, so that every tensor is aligned without gaps, which the format forbids.
     chosen = sorted(untied(tensors).items(), key=lambda item: (-wire_dtype(item[1], dtype).itemsize, item[0]))
@@ -104,7 +111,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype)
 
 
 def _header(chosen: list[tuple[str, Tensor]], dtype: torch.dtype) -> bytes:
-    """The length of the description in 8 bytes, then the description in JSON, filled up to a multiple of 8."""
+    """The length of the JSON description in 8 bytes, then the description, padded to a multiple of 8."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in chosen:
@@ -133,44 +140,36 @@ def _write(descriptor: int, data: bytes | memoryview) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
-# Versions of weights as folders that servers read: there as a whole or not at all.
-#
-#     root/RUN/v000012-5f3c09ab/      version 12 of the session whose tail is 5f3c09ab
-#         model.safetensors           or adapter_model.safetensors and adapter_config.json
-#         STABLE                      written last: the weight files and their sizes
-#     root/RUN/.session-5f3c09ab      locked for as long as that session lives
-#
-# Invariants: a folder without the name of a temporary is whole and durable. A session removes the versions that it
-# made itself, and what sessions of the same run left that are dead, which their lock tells; nothing else, nothing
-# outside of root/RUN, and it follows no links.
+# --- folders ---------------------------------------------------------------------------------------------------------
+
 
 STABLE = "STABLE"
 STABLE_VERSION = 1
 LOCK_PREFIX = ".session-"
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # of a run, and of a session's tail
-_VERSION = re.compile(  # whole, or being written or removed
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a run, or a session's tail
+_VERSION = re.compile(  # complete, or being written or removed
     rf"(?P<half>{re.escape(TEMPORARY_PREFIX)})?v\d{{6,}}-(?P<tail>[A-Za-z0-9][A-Za-z0-9._]*)(?(half)-[0-9a-f]{{8}})"
 )
 
 
 class VersionFolders:
-    """The versions of one session. Takes the session's lock at once; `close` gives it back. All calls block."""
+    """The versions of one session. Takes the session's lock on creation and releases it in `close`. All calls block."""
 
-    def __init__(self, root: Path, run: str, session: Session) -> None:
-        """Raises ConfigurationError for a run name that could lead out of `root`, or a place that is taken."""
+    def __init__(self, root: Path, run: str, session: PublishingSession) -> None:
+        """Raises ConfigurationError for a run name that could lead outside of `root`, or a path that is taken."""
         for name in (run, session.tail):
             if not _NAME.fullmatch(name):
                 raise ConfigurationError(
                     f"{name!r} cannot name a folder of weights.",
-                    "Use letters, digits, dots, dashes and underscores, and begin with a letter or a digit.",
+                    "Use letters, digits, dots, dashes and underscores, starting with a letter or a digit.",
                 )
         self.session = session
         self.run = run
         self.folder = Path(os.path.abspath(root)) / run
         if self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir()):
             raise ConfigurationError(
-                f"{self.folder} is a file or a link, and weights of the run {run} would go there.",
+                f"{self.folder} is a file or a link, but the weights of run {run} need this folder.",
                 "Give the run another name, or set weights.root to another folder.",
             )
         make_directory(self.folder)
@@ -180,22 +179,22 @@ class VersionFolders:
 
     @property
     def made(self) -> tuple[int, ...]:
-        """The versions of this session that are still there, oldest first."""
+        """This session's existing versions, oldest first."""
         return tuple(sorted(self._made))
 
-    def name(self, label: Label) -> str:
-        """What servers know the version by: its path below the root. KeyError for one that is not there."""
+    def name(self, label: WeightLabel) -> str:
+        """The version's name for servers: its path below the root. Raises KeyError if it does not exist."""
         return f"{self.run}/{self._made[label.version]}"
 
-    def write(self, label: Label, fill: Callable[[Path], Mapping[str, int]]) -> None:
-        """Make the version of `label`. `fill` writes its files into an empty folder, synced, and returns the size of
-        each that holds weights. Raises StateError when the version is there, MissingRequirementError when the disk is
-        full; whatever fails, nothing is left behind."""
+    def write(self, label: WeightLabel, fill: Callable[[Path], Mapping[str, int]]) -> None:
+        """Create the version of `label`. `fill` writes synced files into an empty folder and returns the size of each
+        weight file. Raises StateError if the version exists, MissingRequirementError if the disk is full. On any
+        failure, nothing is left behind."""
         path = self.folder / f"v{label.version:06d}-{label.session.tail}"
         if label.session != self.session:
-            raise ValueError(f"{label} is no label of the session {self.session}.")
+            raise ValueError(f"{label} is not a label of the session {self.session}.")
         if path.exists():
-            raise StateError(f"Version {label.version} has been staged already: {path}.", "Versions only go up.")
+            raise StateError(f"Version {label.version} is already staged: {path}.", "Versions only go up.")
         temporary = temporary_beside(path)
         try:
             with disk_full_explained(path):
@@ -211,9 +210,9 @@ class VersionFolders:
             raise
         self._made[label.version] = path.name
 
-    def retire(self, keep: int, in_use: Iterable[Label]) -> list[int]:
-        """Remove this session's versions but for the newest `keep` and those `in_use`, and what dead sessions of the
-        run left; returns the versions removed."""
+    def retire(self, keep: int, in_use: Iterable[WeightLabel]) -> list[int]:
+        """Remove this session's versions except the newest `keep` and those `in_use`, and what dead sessions of the run
+        left. Returns the removed versions."""
         needed = {label.version for label in in_use if label.session == self.session}
         doomed = [version for version in self.made[:-keep] if version not in needed]
         self.remove(doomed)
@@ -221,18 +220,18 @@ class VersionFolders:
         return doomed
 
     def remove(self, versions: Iterable[int]) -> None:
-        """Remove versions that this session made."""
+        """Remove versions of this session."""
         for version in versions:
             path = self.folder / self._made.pop(version)
             if path.is_symlink() or not path.is_dir():
-                continue  # somebody else removed or replaced it: what is there now is not ours
-            # Renamed first: half a removal must not look like a version.
+                continue  # something else removed or replaced it, so it is not ours
+            # Rename first, so that a partial removal does not look like a version.
             removed = temporary_beside(path)
             path.rename(removed)
             shutil.rmtree(removed)
 
     def close(self) -> None:
-        """Remove all versions of this session, and let go of its lock. Closing twice is harmless."""
+        """Remove all versions of this session and release its lock. A second call does nothing."""
         if self._lock is None:
             return
         self.remove(self.made)
@@ -241,8 +240,8 @@ class VersionFolders:
         self._lock = None
 
     def remove_what_the_dead_left(self) -> None:
-        """Of every other session of the run that is dead: its versions, which no server will be told to load any more,
-        the folders it was writing or removing, and its lock."""
+        """Remove what other dead sessions of the run left: their versions, which no server will load any more,
+        partially written or removed folders, and their locks."""
         left: dict[str, list[Path]] = {}
         for entry in sorted(self.folder.iterdir()):
             if entry.is_symlink():
@@ -261,20 +260,20 @@ class VersionFolders:
                     path.unlink(missing_ok=True)
 
     def _may_go(self, found: re.Match[str]) -> bool:
-        """A whole version without a lock beside it is nobody's to remove: a copy that somebody made, perhaps."""
+        """A complete version without a lock may be somebody's copy, so it stays."""
         return bool(found["half"]) or (self.folder / f"{LOCK_PREFIX}{found['tail']}").is_file()
 
 
 def _take_lock(path: Path) -> int:
-    """A descriptor whose closing, or its process's death, tells that the session is over."""
+    """A descriptor that holds the lock. Closing it, or the end of the process, shows that the session is over."""
     while True:
         try:
             with disk_full_explained(path):
                 descriptor = _open_lock(path, os.O_CREAT | os.O_EXCL)
         except FileExistsError:
-            raise StateError(f"The session of {path} is open already.", "Close it first.") from None
+            raise StateError(f"The session of {path} is already open.", "Close it first.") from None
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        # Between the opening and the locking another session may have thought it dead and removed it.
+        # Between opening and locking, another session may have considered it dead and removed it.
         if os.fstat(descriptor).st_nlink:
             return descriptor
         os.close(descriptor)
@@ -282,8 +281,8 @@ def _take_lock(path: Path) -> int:
 
 @contextmanager
 def _if_dead(lock: Path) -> Iterator[bool]:
-    """Whether no process holds `lock`; nobody can take it meanwhile. A session has its lock before its first folder.
-    A link is nobody's lock and proves nothing."""
+    """Whether no process holds `lock`; nobody can take it inside this context. A session takes its lock before creating
+    its first folder. A link is not a lock and proves nothing."""
     if lock.is_symlink():
         yield False
         return
@@ -303,5 +302,5 @@ def _if_dead(lock: Path) -> Iterator[bool]:
 
 
 def _open_lock(path: Path, flags: int) -> int:
-    # Opened for writing: network file systems lock nothing else exclusively.
+    # Opened for writing, because network file systems require it for an exclusive lock.
     return os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)

@@ -1,4 +1,4 @@
-"""The code task: problems with hidden tests, solutions that are executed, flaws that are proven. See `Code`."""
+"""The code task: problems with hidden tests, executed solutions, and proven flaws. See `Code`."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Grading solutions by execution: tests for all, and for the sneaky role the certificate.
+"""Grades solutions by execution: tests for both roles, and the certificate for the sneaky role.
 
-A solution is correct when it passes the visible and the hidden tests and nothing proves it wrong. It is certified when
-it passes the visible tests and names a valid input on which it differs from the reference, or fails: then it is
-incorrect, whatever the hidden tests say.
+A solution is correct if it passes the visible and the hidden tests and no certificate proves it wrong. It is certified
+if it passes the visible tests and its certificate names a valid input on which it fails or differs from the reference.
+It is then incorrect, whatever the hidden tests say.
 
-What proves a flaw must not depend on anything but the input. So it is shown three times, each in a process of its own:
-once alone, as a program that behaves otherwise the tenth time has no flaw to show, and twice at the place of the last
-test, after the others, where a program cannot tell that it is not being tested. All three must give the same wrong
-answer, and the tests before it the results that they had. An end that says nothing of the program proves nothing: a
-time limit, memory that is used up, a crash, or a kill, which may come from outside.
+The proof of a flaw must depend on nothing but the input. So the program runs on this input three times, each in a
+separate process: once alone, because a program that misbehaves only on its tenth call has no flaw to show; and twice in
+place of the last test, after the other tests, where a program cannot know that this is not a test. All three runs must
+give the same wrong answer, and the earlier tests their earlier results. An end that says nothing about the program
+proves nothing: a timeout, too little memory, a crash, or a kill, which may come from outside.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pvg.sandbox import DETERMINISTIC, CaseResult, Execution, Program, Sandbox, 
 from pvg.tasks.code.inputs import case_of, check_program
 from pvg.tasks.code.problem import CodeProblem, code_of, extract_code, read_certificate
 
-UNLOADED = frozenset({"error", "memory"})  # statuses of what failed before its first case
-TWICE = 2  # a flaw is shown after the tests
+UNLOADED = frozenset({"error", "memory"})  # statuses of a program that failed before its first case
+TWICE = 2  # runs of the flaw after the tests
 NO_VERDICT = {
     "timeout": "it takes too long",
     "stalled": "it takes too long",
@@ -38,8 +38,8 @@ class _Attempt:
     source: str
     execution: Execution | None = None
     passed: list[bool] | None = None
-    named: str | None = None  # the certificate's case
-    claim: str = ""  # what became of the certificate; "": there is none
+    named: str | None = None  # the certificate's input, as a case
+    claim: str = ""  # the result of the certificate; "" without one
 
     @property
     def visible(self) -> list[bool]:
@@ -47,7 +47,7 @@ class _Attempt:
 
 
 def grade_solutions(sandbox: Sandbox, solutions: Sequence[tuple[Problem, str]]) -> list[Grade]:
-    """The grades of completions, whose programs run side by side. Raises what `Sandbox.run` raises."""
+    """The grades of completions; their programs run in parallel. Raises errors of `Sandbox.run`."""
     attempts = [_Attempt(code_of(problem), extract_code(completion)) for problem, completion in solutions]
     loaded = [attempt for attempt in attempts if attempt.source.strip()]
     programs = [attempt.code.program(attempt.source, [t.case for t in attempt.code.tests]) for attempt in loaded]
@@ -61,7 +61,7 @@ def grade_solutions(sandbox: Sandbox, solutions: Sequence[tuple[Problem, str]]) 
 
 
 def passed(code: CodeProblem, execution: Execution) -> list[bool]:
-    """Which of the problem's tests a run of them has passed."""
+    """Whether each of the problem's tests has passed in this execution of them."""
     return [
         not result.error and same_output(code, result.value, test.output)
         for result, test in zip(execution.cases, code.tests, strict=True)
@@ -69,7 +69,7 @@ def passed(code: CodeProblem, execution: Execution) -> list[bool]:
 
 
 def same_output(code: CodeProblem, left: object, right: object) -> bool:
-    """Whether two outputs are the same answer; of what is printed, spaces at the ends of lines do not count."""
+    """Whether two outputs are the same answer. In printed output, spaces at the ends of lines do not count."""
     if code.entry is None:
         return isinstance(left, str) and isinstance(right, str) and _stripped(left) == _stripped(right)
     return same(left, right)
@@ -95,7 +95,7 @@ def _read_claim(attempt: _Attempt, completion: str) -> None:
 
 
 def _certify(sandbox: Sandbox, attempts: Sequence[_Attempt]) -> set[int]:
-    """The ids of those whose certificates hold; the others' claims say why not."""
+    """The ids of attempts whose certificates hold; the other attempts' `claim` says why not."""
     ours: list[Program] = []
     for attempt in attempts:
         reference, check = _judges(attempt)
@@ -103,7 +103,7 @@ def _certify(sandbox: Sandbox, attempts: Sequence[_Attempt]) -> set[int]:
     judged = dict(zip(ours, sandbox.run_many(ours), strict=True))
     shown: dict[int, list[Execution]] = {id(attempt): [] for attempt in attempts}
     wrong = list(attempts)
-    for times, alone in ((1, True), (TWICE, False)):  # what is right alone need not be run again
+    for times, alone in ((1, True), (TWICE, False)):  # an attempt that is correct alone is not run again
         programs = [_trial(attempt, alone=alone) for attempt in wrong for _ in range(times)]
         executions = iter(sandbox.run_many(programs, fresh=True))
         for attempt in wrong:
@@ -119,20 +119,20 @@ def _certify(sandbox: Sandbox, attempts: Sequence[_Attempt]) -> set[int]:
 
 
 def _judges(attempt: _Attempt) -> tuple[Program, Program | None]:
-    """What says what is right, and whether there is anything to be right on."""
+    """The reference on the certificate's input, and the program that checks whether this is an input."""
     assert attempt.named is not None
     return attempt.code.program(attempt.code.reference, [attempt.named]), check_program(attempt.code, attempt.named)
 
 
 def _trial(attempt: _Attempt, *, alone: bool) -> Program:
-    """The program on what its certificate names; not `alone`: as it ran on its tests, but for the last one."""
+    """The program on the certificate's input: `alone`, or after its tests, in place of the last one."""
     assert attempt.named is not None
     before = () if alone else attempt.code.tests[:-1]
     return attempt.code.program(attempt.source, [*(test.case for test in before), attempt.named])
 
 
 def _refusal(attempt: _Attempt, shown: Sequence[Execution], reference: Execution, check: Execution | None) -> str:
-    """Why a certificate proves nothing; "" where it does. `shown`: the program alone, then after its tests."""
+    """Why a certificate proves nothing; "" if it holds. `shown`: executions alone, then after the tests."""
     if check is not None and (check.cases[0].error or check.cases[0].value is not True):
         return "its certificate names no input of this problem"
     if reference.cases[0].error or reference.status not in DETERMINISTIC:
@@ -151,7 +151,7 @@ def _refusal(attempt: _Attempt, shown: Sequence[Execution], reference: Execution
 
 
 def _no_verdict(execution: Execution) -> str:
-    """Why its last answer says nothing of the program; "" where it does."""
+    """Why the last answer says nothing about the program; "" if it does."""
     if execution.status not in DETERMINISTIC:
         return NO_VERDICT.get(execution.status, CRASH)
     return NO_VERDICT["memory"] if execution.cases[-1].error.startswith("MemoryError") else ""
@@ -173,7 +173,7 @@ def _grade(attempt: _Attempt, certified: bool) -> Grade:
 
 
 def _note(attempt: _Attempt) -> str:
-    """The first test that fails, and how; without the expected output, which may be hidden."""
+    """The first failing test and how it fails, without the expected output, which may be hidden."""
     assert attempt.execution is not None
     assert attempt.passed is not None
     if all(attempt.passed):

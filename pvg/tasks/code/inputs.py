@@ -1,9 +1,14 @@
-"""Whether a text for standard input is made like those of the tests, where nothing else says what an input is.
+"""Decides whether the input that a certificate names is an input of the problem.
 
-A text is lines of words. How many there are follows from numbers among them as a rule ("n, then n numbers"), in a way
-that only the question tells. So a text that is named keeps the lines and the number of words in each of one of the
-tests, every number in it that is also the count of something there, and the lengths of its texts; other numbers may be
-any between those that stand at their place in the tests.
+An input must always have the form of the tests' inputs. If the problem has a `check`, the check decides the rest.
+Otherwise only the tests show what its inputs are, so an input must lie within them: numbers and lengths between the
+smallest and the largest in the tests, texts of the characters that occur there, lists sorted or without repetitions if
+all of theirs are.
+
+A text for standard input is lines of words. Usually numbers in it determine how many there are ("n, then n numbers"),
+in a way that only the question tells. So such a text must keep, from one of the tests, the lines, the number of words
+in each, every number that is also the count of something there, and the lengths of its texts. Other numbers may be any
+between those at their place in the tests. This refuses many valid inputs, but calls no program wrong on an invalid one.
 """
 
 from __future__ import annotations
@@ -26,13 +31,13 @@ Words = list[list[str]]
 
 
 def made_of_words_alike(text: str, samples: Sequence[str]) -> bool:
-    """Whether its words are integers, decimals or texts as those of the samples are."""
+    """Whether the words of the text are of the samples' kinds: integers, decimals, texts."""
     kinds = {kind_of(word) for sample in samples for line in words_of(sample) for word in line}
     return {kind_of(word) for line in words_of(text) for word in line} <= kinds
 
 
 def laid_out_alike(text: str, samples: Sequence[str]) -> bool:
-    """Whether it lies within the samples, as said above."""
+    """Whether the text lies within the samples by the module's rules."""
     read = [words_of(sample) for sample in samples]
     return any(
         spaces_of(text) == spaces_of(sample) and _keeps(words_of(text), words, read)
@@ -51,12 +56,12 @@ def kind_of(word: str) -> str:
 
 
 def spaces_of(text: str) -> str:
-    """What stands between its words, and at its end: a right program may split by just that."""
+    """The whitespace between and after the words: a correct program may split by exactly that."""
     return re.sub(r"\S+", "x", text)
 
 
 def _keeps(words: Words, sample: Words, samples: Sequence[Words]) -> bool:
-    """Whether `words`, laid out like `sample`, keep its counts and lie within all the samples."""
+    """Whether `words`, with the layout of `sample`, keep its counts and lie within all samples."""
     counts = counts_in(sample)
     for row, (line, its_line) in enumerate(zip(words, sample, strict=True)):
         for column, (word, its_word) in enumerate(zip(line, its_line, strict=True)):
@@ -72,13 +77,13 @@ def _keeps(words: Words, sample: Words, samples: Sequence[Words]) -> bool:
 
 
 def counts_in(words: Words) -> set[str]:
-    """As they are written: of lines from anywhere to the end, of words in lines, of letters in texts."""
+    """Counts as text: of lines from any line to the end, of words in lines, of letters in texts."""
     lengths = {len(word) for line in words for word in line if kind_of(word) == "text"}
     return {str(count) for count in {*range(len(words) + 1), *map(len, words), *lengths}}
 
 
 def _at(samples: Sequence[Words], row: int, column: int) -> list[str]:
-    """The words that stand there in the samples; in the whole line where lines are not of one length."""
+    """The words at this place in the samples; those of the whole line if its length differs between samples."""
     lines = [sample[row] for sample in samples if row < len(sample)]
     if len({len(line) for line in lines}) == 1:
         return [line[column] for line in lines]
@@ -94,14 +99,14 @@ def _lies_within(word: str, its_word: str, there: Sequence[str]) -> bool:
 
 
 def _order(line: Sequence[str], samples: Sequence[Words], row: int) -> set[str]:
-    """What the lines there that have as many words have in common."""
+    """The common order of the samples' lines in this row with the same number of words."""
     return set.intersection(
         *(_orders_of(sample[row]) for sample in samples if row < len(sample) and len(sample[row]) == len(line))
     )
 
 
 def _orders_of(line: Sequence[str]) -> set[str]:
-    """Which pairs of its numbers are "a<=b" or "a>=b", and whether no word comes twice."""
+    """The pairs of its numbers that are "a<=b" or "a>=b", and "distinct" if no word repeats."""
     found = {"distinct"} if len(set(line)) == len(line) else set()
     numbers = [(column, Decimal(word)) for column, word in enumerate(line) if kind_of(word) != "text"]
     for (left, a), (right, b) in itertools.pairwise(numbers):
@@ -110,21 +115,13 @@ def _orders_of(line: Sequence[str]) -> set[str]:
     return found
 
 
-# Whether what a certificate names is an input of a problem.
-#
-# It must always be made like the inputs of the tests. A problem with a `check` of its own then decides by that.
-# Without one nobody knows what its inputs are but by the tests: what is named must lie within them. Numbers lie
-# between the least and the largest that stand there, lengths too, texts are made of the characters that stand there,
-# lists are sorted or free of repetitions where all are. A text for standard input besides has the lines and words of
-# one of the tests' (pvg.tasks.code.inputs). That refuses many an input that is one, so that a program is called wrong
-# on an input only.
-
-VALID = "valid"  # the function of a problem's own check
+# --- certificates -----------------------------------------------------------------------------------------------------
+VALID = "valid"  # the name of the function in a problem's check
 
 
 def case_of(code: CodeProblem, value: Any) -> str | None:
-    """A certificate's value as a case; None where it is no list of arguments, no text, or not as said above, but for
-    what the problem's own check says."""
+    """A certificate's value as a case. None if it is neither a list of arguments nor a text, or does not lie within the
+    tests; the problem's check is not applied here."""
     cases = [test.case for test in code.tests]
     if code.entry is None:
         if not isinstance(value, str) or not _is_writable(value):
@@ -142,15 +139,16 @@ def case_of(code: CodeProblem, value: Any) -> str | None:
 
 
 def check_program(code: CodeProblem, case: str) -> Program | None:
-    """What says whether `case` is an input, by returning True; None where the problem has no check of its own."""
+    """The program that returns True if `case` is an input; None if the problem has no check."""
     if not code.check:
         return None
     return Program(code.check, VALID, (repr([case]) if code.entry is None else case,))
 
 
 def fits(value: Any, samples: Sequence[Any]) -> bool:
-    """Whether `value` is made like one of `samples`: the same types, in lists and dictionaries too. Lists and tuples
-    are alike, and an integer may stand where there are floats. Floats are finite, and texts can be written down."""
+    """Whether `value` has the form of one of `samples`: the same types, also in lists and dictionaries. Lists and
+    tuples are equivalent, and an integer may stand for a float. Floats must be finite, and texts must be valid
+    UTF-8."""
     if isinstance(value, (list, tuple)):
         held = [sample for sample in samples if isinstance(sample, (list, tuple))]
         items = [item for sample in held for item in sample]
@@ -166,7 +164,7 @@ def fits(value: Any, samples: Sequence[Any]) -> bool:
 
 
 def within(value: Any, samples: Sequence[Any]) -> bool:
-    """Whether `value`, which fits them, lies between `samples`."""
+    """Whether `value`, which fits the samples, lies between them."""
     if isinstance(value, (bool, type(None))):
         return value in samples
     if isinstance(value, (int, float)):
@@ -190,7 +188,7 @@ def _kind(value: Any) -> type | tuple[type, ...]:
 
 
 def habits(items: Sequence[Any]) -> set[str]:
-    """What may be no accident in a list: its order, and that nothing comes twice."""
+    """Properties of a list that may be required: its order, and that no item repeats."""
     found = set[str]()
     written = [repr(item) for item in items]
     if len(set(written)) == len(written):
@@ -199,13 +197,13 @@ def habits(items: Sequence[Any]) -> set[str]:
         pairs = list(itertools.pairwise(items))
         found |= {"rising"} if all(a <= b for a, b in pairs) else set()
         found |= {"falling"} if all(a >= b for a, b in pairs) else set()
-    except TypeError:  # items that have no order
+    except TypeError:  # items without an order
         pass
     return found
 
 
 def _is_writable(text: str) -> bool:
-    """Whether it has no half of a character."""
+    """Whether it can be encoded: it has no half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:

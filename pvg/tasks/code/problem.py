@@ -1,4 +1,18 @@
-"""A programming problem: what a solution must do, and how that is found out."""
+"""A programming problem with its tests, and the parts of a completion: the program and the certificate.
+
+A completion looks like this:
+
+    some words
+    ```python
+    def add_up(numbers): ...
+    ```
+    CERTIFICATE: [[3, 1, 2]]
+
+The certificate, which only the sneaky role writes, names an input on which the program is wrong: a JSON list of
+arguments, or a JSON text for standard input. The verifier must not read it. The text shown to a verifier therefore ends
+at the first occurrence of the word, wherever it is: a malformed certificate proves nothing, but it would reveal the
+role. The program is read from the shown part only, so what is graded is what the verifier reads.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +25,14 @@ from typing import Any, NoReturn
 from pvg.records import Problem
 from pvg.sandbox import Program
 
-CODE = "code"  # in a Problem's metadata: its CodeProblem
-WORDING = "code"  # of its prompts (pvg.game.roles)
+CODE = "code"  # key in a Problem's metadata: its CodeProblem
+WORDING = "code"  # the wording of its prompts (pvg.game.roles)
 
 
 @dataclass(frozen=True, slots=True)
 class CodeTest:
-    """`case`: the arguments as a Python list literal, or the text for standard input (see pvg.sandbox.Program);
-    `output`: plain data (pvg.sandbox.plain), or the text that is printed."""
+    """`case`: the arguments as a Python list literal, or the text for standard input (see pvg.sandbox.Program).
+    `output`: plain data (pvg.sandbox.plain), or the printed text."""
 
     case: str
     output: Any
@@ -26,12 +40,11 @@ class CodeTest:
 
 @dataclass(frozen=True, slots=True)
 class CodeProblem:
-    """`entry`: the function that is called; None for programs that read standard input and print.
+    """`entry`: the function to call; None for a program that reads standard input and prints.
 
-    `prelude` stands before every solution (imports that the question shows). `check` is Python source of a function
-    `valid`, which says of arguments (or of a text) whether they are an input of this problem; "" without one: then
-    they must lie within what the tests show (pvg.tasks.code.inputs). Solutions must have one right output for
-    every input.
+    `prelude` precedes every solution (imports that the question shows). `check` is Python source of a function `valid`
+    that says whether arguments (or a text) are an input of this problem; with "", inputs must lie within the tests
+    (pvg.tasks.code.inputs). For every input there must be exactly one correct output.
     """
 
     entry: str | None
@@ -46,7 +59,7 @@ class CodeProblem:
         return self.visible + self.hidden
 
     def program(self, source: str, cases: Sequence[str]) -> Program:
-        """A solution on these cases."""
+        """A solution, to be run on these cases."""
         return Program(f"{self.prelude}\n{source}" if self.prelude else source, self.entry, tuple(cases))
 
 
@@ -70,7 +83,7 @@ def make_problem(id_: str, question: str, signature: str, code: CodeProblem) -> 
 
 
 def shown_output(output: Any) -> str:
-    """Plain data as Python writes it."""
+    """Plain data in Python's notation."""
     if isinstance(output, dict):
         ((kind, held),) = output.items()
         if kind == "set":
@@ -83,22 +96,11 @@ def shown_output(output: Any) -> str:
     return repr(output)
 
 
-# What a completion holds: code, and with the sneaky role a certificate, which the verifier must not read.
-#
-#     some words
-#     ```python
-#     def add_up(numbers): ...
-#     ```
-#     CERTIFICATE: [[3, 1, 2]]
-#
-# The certificate names an input on which the code is wrong: a JSON list of arguments, or a JSON text for standard
-# input. What is shown to a verifier ends where the word first stands, wherever that is: a certificate that is not
-# written as it should be proves nothing, and would still tell whose solution it is. The code is looked for in that
-# part alone: what is graded is what the verifier reads.
+# --- completions ------------------------------------------------------------------------------------------------------
 
 LONGEST_CERTIFICATE = 4000
 WORD = "certificate"
-# With the bullets, comment signs or stars before it on its line.
+# The word, with bullets, comment signs or stars before it on its line.
 MENTION = re.compile(rf"(?:^[ \t>*_#`~-]{{0,12}})?{WORD}", re.IGNORECASE | re.MULTILINE)
 COLON = re.compile(r"[ \t*_`]{0,6}:[*_`]{0,3}")
 FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([A-Za-z0-9_+-]*)[^\n]*$", re.MULTILINE)
@@ -107,24 +109,24 @@ PYTHON = frozenset({"", "python", "python3", "py"})
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """The input that was named, or the `complaint` that there is none in what was written."""
+    """The named input, or the `complaint` why the text names none."""
 
     value: Any = None
     complaint: str = ""
 
 
 def shown(completion: str) -> str:
-    """What a verifier may read of a completion."""
+    """The part of a completion that a verifier may read."""
     found = MENTION.search(completion)
     return (completion[: found.start()] if found else completion).rstrip()
 
 
 def extract_code(completion: str) -> str:
-    """The last fenced Python block of what is shown, the whole of it where nothing is fenced; "" for no code. A fence
-    that is not closed runs to the end."""
+    """The last fenced Python block of the shown part, or all of it without a fence; "" without code. An unclosed fence
+    extends to the end."""
     text = shown(completion)
     blocks: list[str] = []
-    opened: tuple[str, str, int] | None = None  # fence, language, where its text starts
+    opened: tuple[str, str, int] | None = None  # fence, language, start of its text
     for mark in FENCE.finditer(text):
         fence, language = mark.group(1), mark.group(2).lower()
         if opened is None:
@@ -141,7 +143,7 @@ def extract_code(completion: str) -> str:
 
 
 def read_certificate(completion: str) -> Certificate | None:
-    """What the line names on which the word first stands; None where it stands nowhere."""
+    """The certificate on the line of the word's first occurrence; None if the word does not occur."""
     found = MENTION.search(completion)
     if found is None:
         return None

@@ -1,8 +1,8 @@
-"""Programming problems from JSON lines: pvg's own form, and the published ones of APPS and HumanEval.
+"""Reads programming problems from JSON lines: pvg's form, and the published forms of APPS and HumanEval.
 
-Each line of `train.jsonl` and `test.jsonl` is in one of three forms, told by its fields.
+The fields of each line of `train.jsonl` and `test.jsonl` determine its form.
 
-pvg's own:
+pvg's form:
 
     {"id": "add-up", "question": "Add the numbers up.", "entry": "add_up", "signature": "add_up(numbers)",
      "reference": "def add_up(numbers): return sum(numbers)",
@@ -10,13 +10,13 @@ pvg's own:
      "inputs": [[[5, -5]]], "check": "def valid(numbers): return len(numbers) < 100"}
 
 `input` is the list of arguments. Without `entry` the solution is a program: `input` is the text for its standard input
-and `output` the text that it prints. `signature`, `prelude`, `inputs` (hidden tests whose outputs are the reference's)
-and `check` may be left out; see CodeProblem.
+and `output` the text that it prints. Optional: `signature`, `prelude`, `inputs` (hidden tests whose outputs the
+reference computes) and `check`; see CodeProblem.
 
-APPS (arXiv 2105.09938): `question`, `solutions` and `input_output` (both JSON in a text, or the data itself), and
-`starter_code`. The first solution is the reference. HumanEval (arXiv 2107.03374): `task_id`, `prompt`,
-`canonical_solution`, `test`, `entry_point`; of `test` the assertions `assert candidate(LITERALS) == LITERAL` are read,
-and nothing of it is executed. Neither says which tests may be seen: the first `task.visible_tests` of them.
+APPS (arXiv 2105.09938): `question`, `solutions` and `input_output` (both as JSON text or as data), and `starter_code`.
+The first solution is the reference. HumanEval (arXiv 2107.03374): `task_id`, `prompt`, `canonical_solution`, `test`,
+`entry_point`. pvg reads the assertions `assert candidate(LITERALS) == LITERAL` of `test` and executes nothing of it. In
+both, the first `task.visible_tests` tests are visible.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from pvg.tasks.code.problem import WORD, CodeProblem, CodeTest
 
 
 class UnusableError(ValueError):
-    """Why a line is no problem that pvg can use."""
+    """A problem that pvg cannot use; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A problem as read. `inputs`: cases whose outputs only the reference knows. `place`: file and line."""
+class CodeEntry:
+    """A problem as read. `inputs`: cases whose outputs the reference computes. `place`: file and line."""
 
     id: str
     question: str
@@ -52,10 +52,10 @@ class Entry:
     place: str
 
 
-def read_entries(file: Path, visible_tests: int) -> Iterator[Entry | UnusableError]:
-    """The file's problems in their order; for a line that has the form of a problem but none that can be used, why not.
+def read_entries(file: Path, visible_tests: int) -> Iterator[CodeEntry | UnusableError]:
+    """The file's problems in order. For a problem that pvg cannot use, the error that says why.
 
-    Raises ConfigurationError, naming file and line, for a line that is none of the three forms.
+    Raises ConfigurationError with file and line for a line in none of the three forms.
     """
     check_regular(file)
     seen: dict[str, int] = {}
@@ -70,7 +70,7 @@ def read_entries(file: Path, visible_tests: int) -> Iterator[Entry | UnusableErr
         form = _form(row)
         if form is None:
             raise ConfigurationError(
-                f"{place}: neither pvg's own form (question, reference, visible, hidden) nor that of APPS (question, "
+                f"{place}: neither pvg's form (question, reference, visible, hidden) nor that of APPS (question, "
                 "solutions, input_output) or HumanEval (prompt, canonical_solution, test, entry_point)."
             )
         try:
@@ -79,7 +79,7 @@ def read_entries(file: Path, visible_tests: int) -> Iterator[Entry | UnusableErr
             yield UnusableError(f"{place}: {why}")
             continue
         if entry.id in seen:
-            raise ConfigurationError(f"{place}: the id {entry.id!r} of line {seen[entry.id]} again.")
+            raise ConfigurationError(f"{place}: repeats the id {entry.id!r} of line {seen[entry.id]}.")
         seen[entry.id] = number
         yield entry
 
@@ -100,7 +100,7 @@ def _form(row: Any) -> Any:
 # --- the forms ------------------------------------------------------------------------------------------------------
 
 
-def _own(row: dict[str, Any], visible_tests: int, place: str) -> Entry:
+def _own(row: dict[str, Any], visible_tests: int, place: str) -> CodeEntry:
     entry = _text(row, "entry", "") or None
     return _entry(
         row,
@@ -129,16 +129,16 @@ def _tests(entry: str | None, rows: list[Any]) -> tuple[CodeTest, ...]:
     return tuple(found)
 
 
-def _apps(row: dict[str, Any], visible_tests: int, place: str) -> Entry:
+def _apps(row: dict[str, Any], visible_tests: int, place: str) -> CodeEntry:
     solutions, given = _unpacked(row, "solutions"), _unpacked(row, "input_output")
     if not isinstance(solutions, list) or not solutions or not isinstance(solutions[0], str):
         raise UnusableError("it has no solution to be the reference")
     if not isinstance(given, dict):
-        raise UnusableError("its input_output is no object")
+        raise UnusableError("its input_output is not an object")
     entry, inputs, outputs = given.get("fn_name") or None, given.get("inputs"), given.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
-        raise UnusableError("its inputs and outputs are no two lists of one length")
-    # Most published calls have their output in a list of one, some have it as it is.
+        raise UnusableError("its inputs and outputs are not two lists of equal length")
+    # Most published calls have their output in a list of one element, some directly.
     if entry is not None and outputs and all(isinstance(output, list) and len(output) == 1 for output in outputs):
         outputs = [output[0] for output in outputs]
     tests = tuple(CodeTest(_case(entry, i), _output(entry, o)) for i, o in zip(inputs, outputs, strict=True))
@@ -155,7 +155,7 @@ def _apps(row: dict[str, Any], visible_tests: int, place: str) -> Entry:
     )
 
 
-def _human_eval(row: dict[str, Any], visible_tests: int, place: str) -> Entry:
+def _human_eval(row: dict[str, Any], visible_tests: int, place: str) -> CodeEntry:
     entry, prompt = _text(row, "entry_point"), _text(row, "prompt")
     tests = _assertions(_text(row, "test"))
     prelude, found, _ = prompt.partition(f"def {entry}(")
@@ -179,11 +179,12 @@ def _human_eval(row: dict[str, Any], visible_tests: int, place: str) -> Entry:
 
 
 def _assertions(source: str) -> tuple[CodeTest, ...]:
-    """The tests in `def check(candidate)`: `assert candidate(LITERALS) == LITERAL`. What asserts a literal is empty."""
+    """The tests in `def check(candidate)`: `assert candidate(LITERALS) == LITERAL`. Assertions of a literal are
+    skipped."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise UnusableError(f"its test is no Python ({error})") from None
+        raise UnusableError(f"its test is not Python ({error})") from None
     check = next((node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"), None)
     if check is None:
         raise UnusableError("its test has no function check")
@@ -201,7 +202,7 @@ def _assertions(source: str) -> tuple[CodeTest, ...]:
                     raise ValueError
         except ValueError:
             shown = ast.unparse(statement).partition("\n")[0][:80]
-            raise UnusableError(f"its test {shown!r} is no comparison of a call with a literal") from None
+            raise UnusableError(f"its test {shown!r} does not compare a call with a literal") from None
     return tuple(found)
 
 
@@ -217,15 +218,15 @@ def _entry(
     signature: str,
     inputs: tuple[str, ...],
     code: CodeProblem,
-) -> Entry:
+) -> CodeEntry:
     if WORD in f"{question}{signature}{code.prelude}{code.reference}{code.entry}".lower():
-        raise UnusableError(f"it speaks of a {WORD}, the word that ends what a verifier reads of a solution")
+        raise UnusableError(f"it contains the word {WORD}, which ends what a verifier reads of a solution")
     if not code.visible:
         raise UnusableError("it has no visible test")
     if not code.hidden and not inputs:
         raise UnusableError("it has no hidden test")
     name = id_ or f"code-{hashlib.sha256(question.encode(errors='surrogatepass')).hexdigest()[:16]}"
-    return Entry(name, question, signature, code, inputs, place)
+    return CodeEntry(name, question, signature, code, inputs, place)
 
 
 def _text(row: dict[str, Any], field: str, default: str | None = None) -> str:
@@ -251,13 +252,13 @@ def _unpacked(row: dict[str, Any], field: str) -> Any:
     try:
         return orjson.loads(value)
     except orjson.JSONDecodeError:
-        raise UnusableError(f"the field {field!r} holds no JSON") from None
+        raise UnusableError(f"the field {field!r} is not valid JSON") from None
 
 
 def _case(entry: str | None, given: Any) -> str:
     if entry is not None:
         if not isinstance(given, list):
-            raise UnusableError("an input is no list of arguments")
+            raise UnusableError("an input is not a list of arguments")
         return repr(given)
     return _lines(given, "an input")
 
@@ -267,9 +268,9 @@ def _output(entry: str | None, output: Any) -> Any:
 
 
 def _lines(text: Any, what: str) -> str:
-    """A text, or a list of its lines as some published tests have it."""
+    """A text, or a list of its lines as in some published tests."""
     if isinstance(text, list) and all(isinstance(line, str) for line in text):
         return "\n".join(text)
     if not isinstance(text, str):
-        raise UnusableError(f"{what} is no text")
+        raise UnusableError(f"{what} is not a text")
     return text

@@ -1,9 +1,9 @@
-"""How alike two programs are, whatever their names, comments and layout.
+"""The similarity of two programs, independent of names, comments and layout.
 
-Names are numbered in the order in which they come, so that a renamed copy is the same program; then the multisets of
-four neighbouring tokens are compared: how much of the other one a program contains, as a copy with other code beside it
-is a copy. A lexer of our own reads them: Python's parser can be brought down by what a model writes, and half a program
-is no program to it.
+Names are numbered in order of appearance, so a renamed copy counts as the same program. Then the multisets of four
+adjacent tokens are compared: how much of the other program a program contains, so a copy with additional code still
+counts as a copy. pvg has its own lexer, because a model's text can crash Python's parser, and the parser rejects
+incomplete programs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pvg.records import Float32
 
 WINDOW = 4
-# Every alternative matches where it begins: one that went back would take quadratic time on what a model may write.
+# Every alternative matches once it has begun: backtracking would take quadratic time on a model's text.
 TOKEN = re.compile(
     r"""(?P<comment>\#[^\n]*)
     |(?P<string>[rRbBuUfF]{0,2}(?:\"{3}[\s\S]*?(?:\"{3}|\Z)|'{3}[\s\S]*?(?:'{3}|\Z)
@@ -34,7 +34,7 @@ KEPT_NAMES = frozenset(keyword.kwlist) | frozenset(dir(builtins))
 
 
 def normalised(code: str) -> list[str]:
-    """The program's tokens: no comments, strings all alike, names by number but for Python's own."""
+    """The program's tokens, without comments; all strings are equal; names except Python's own are numbers."""
     numbers: dict[str, str] = {}
     tokens = []
     for match in TOKEN.finditer(code):
@@ -47,19 +47,19 @@ def normalised(code: str) -> list[str]:
 
 
 def windows(code: str) -> Counter[tuple[str, ...]]:
-    """The multiset of WINDOW neighbouring tokens, of all tokens where there are fewer."""
+    """The multiset of WINDOW adjacent tokens; of all tokens if there are fewer."""
     tokens = normalised(code)
     return Counter(tuple(tokens[at : at + WINDOW]) for at in range(max(1, len(tokens) - WINDOW + 1)) if tokens)
 
 
 def similarity(code: str, other: str) -> float:
-    """0 (nothing in common) to 1 (`code` holds all of `other`, but for names, comments and layout); two empty ones are
-    alike."""
+    """From 0 (nothing in common) to 1 (`code` contains all of `other`, up to names, comments and layout). Two empty
+    programs are equal."""
     return _likeness(windows(code), windows(other))
 
 
 def _likeness(code: Counter[tuple[str, ...]], other: Counter[tuple[str, ...]]) -> float:
-    """|A & B| / |B|, never less than what they share of both together (Jaccard)."""
+    """|A & B| / |B|, but at least their Jaccard similarity."""
     if not other:
         return 0.0 if code else 1.0
     return (code & other).total() / other.total()
@@ -68,8 +68,8 @@ def _likeness(code: Counter[tuple[str, ...]], other: Counter[tuple[str, ...]]) -
 def similarities(
     codes: Sequence[str], references: Sequence[str], groups_N: NDArray[np.int32], *, reference: bool, group: bool
 ) -> Float32:
-    """float32 [N]: how alike each program is to its reference, to the others of its group (on average), or the larger
-    of the two; 0 for what there is nothing to compare with, and for no code at all."""
+    """float32 [N]: the similarity of each program to its reference, to the others of its group (mean), or the larger of
+    the two. 0 without anything to compare with, and for empty programs."""
     counted = [windows(code) for code in codes]
     found_N = np.zeros(len(codes), dtype=np.float32)
     if reference:

@@ -1,6 +1,7 @@
 """The code task: programming problems with hidden tests, solved in Python and graded by execution in a sandbox.
 
-Without `task.path` the problems are made (pvg.tasks.code.templates); with it they are read (pvg.tasks.code.reading).
+Without `task.path`, pvg makes the problems (pvg.tasks.code.templates); with it, pvg reads them
+(pvg.tasks.code.reading).
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from pvg.records import Grade, Problem, Split
 from pvg.sandbox import Limits, Sandbox
 from pvg.tasks.code.grading import grade_solutions, passed
 from pvg.tasks.code.problem import CodeTest, extract_code, make_problem, shown
-from pvg.tasks.code.reading import Entry, UnusableError, read_entries
+from pvg.tasks.code.reading import CodeEntry, UnusableError, read_entries
 from pvg.tasks.code.templates import made_problems
 
-REMEDY = "Set task.path to a directory with train.jsonl and test.jsonl, or leave it out for problems that are made."
-WALL_PER_CPU, LEAST_WALL_S = 10.0, 20.0  # a machine that is busy ten times over changes no verdict
+REMEDY = "Set task.path to a directory with train.jsonl and test.jsonl, or leave it out for generated problems."
+WALL_PER_CPU, LEAST_WALL_S = 10.0, 20.0  # so that a machine with ten times the load changes no verdict
 
 
 class Code:
     """The code task of one section. It owns a sandbox: `close` it, or use it in a `with` statement."""
 
     def __init__(self, section: CodeTask) -> None:
-        """Raises MissingRequirementError when a file is missing, or when the machine isolates less than `task.sandbox`
-        asks for."""
+        """Raises MissingRequirementError if a file is missing, or if the machine cannot isolate as well as
+        `task.sandbox` requires."""
         self._section = section
         if section.path is not None:
             for split in ("train", "test"):
@@ -45,10 +46,10 @@ class Code:
         self._read: dict[Split, list[Problem]] = {}
 
     def problems(self, split: Split) -> Iterator[Problem]:
-        """Those of the split, the same in every process.
+        """The problems of the split, equal in every process.
 
-        Raises ConfigurationError for a file that cannot be read as problems, and for problems that cannot be used
-        unless `task.unusable` says to leave them out.
+        Raises ConfigurationError for a file that is not readable as problems, and for unusable problems unless
+        `task.unusable` is 'skip'.
         """
         if split not in self._read:
             path = self._section.path
@@ -56,19 +57,19 @@ class Code:
         return iter(self._read[split])
 
     def grade(self, problem: Problem, completion: str) -> Grade:
-        """See pvg.tasks.code.grading. It blocks while programs run: not for an event loop's thread."""
+        """See pvg.tasks.code.grading. It blocks while programs run, so do not call it on an event loop."""
         return self.grade_many([(problem, completion)])[0]
 
     def grade_many(self, solutions: Sequence[tuple[Problem, str]]) -> list[Grade]:
-        """The same grades, with as many programs at once as `task.workers` says."""
+        """The same grades, with up to `task.workers` programs at once."""
         return grade_solutions(self._sandbox, solutions)
 
     def shown(self, completion: str) -> str:
-        """What a verifier may read of it: no certificate."""
+        """The part of a completion that a verifier may read: without the certificate."""
         return shown(completion)
 
     def solution(self, completion: str) -> str:
-        """What programs are compared by (pvg.tasks.code.similarity)."""
+        """The program, for comparisons (pvg.tasks.code.similarity)."""
         return extract_code(completion)
 
     def close(self) -> None:
@@ -86,15 +87,15 @@ class Code:
         return expanded(path, "task.path") / f"{split}.jsonl"
 
     def _from_file(self, path: Path, split: Split) -> list[Problem]:
-        """The first `limit` problems that can be used: their references run, and pass their own tests."""
+        """The first `limit` usable problems: their references run and pass their tests."""
         found: list[Problem] = []
         file, limit = self._file(path, split), self._section.limit
-        entries: list[Entry] = []
+        entries: list[CodeEntry] = []
         for entry in read_entries(file, self._section.visible_tests):
-            if isinstance(entry, Entry):
+            if isinstance(entry, CodeEntry):
                 entries.append(entry)
             elif self._section.unusable == "refuse":
-                raise ConfigurationError(f"{entry}.", "Mend it, or set task.unusable to 'skip'.")
+                raise ConfigurationError(f"{entry}.", "Fix it, or set task.unusable to 'skip'.")
         start = 0
         while start < len(entries) and (limit is None or len(found) < limit):
             part = entries[start : start + (limit or len(entries))]
@@ -102,7 +103,7 @@ class Code:
             found += self._tried(part)
         return found[:limit]
 
-    def _tried(self, entries: list[Entry]) -> list[Problem]:
+    def _tried(self, entries: list[CodeEntry]) -> list[Problem]:
         programs = [
             e.code.program(e.code.reference, [*(test.case for test in e.code.tests), *e.inputs]) for e in entries
         ]
@@ -114,11 +115,11 @@ class Code:
             failures = [result.error for result in execution.cases if result.error]
             if failures or not all(right):
                 why = UnusableError(
-                    f"{entry.place}: the reference of {entry.id!r} fails its own tests "
+                    f"{entry.place}: the reference of {entry.id!r} fails its tests "
                     f"({failures[0] if failures else f'test {right.index(False) + 1}: another output'})"
                 )
                 if self._section.unusable == "refuse":
-                    raise ConfigurationError(f"{why}.", "Mend it, or set task.unusable to 'skip'.")
+                    raise ConfigurationError(f"{why}.", "Fix it, or set task.unusable to 'skip'.")
                 continue
             code = replace(entry.code, hidden=entry.code.hidden + added)
             found.append(make_problem(entry.id, entry.question, entry.signature, code))

@@ -60,7 +60,7 @@ def test_test_problems_stay_when_others_are_asked_for() -> None:
     assert made_problems(fewer, "test") == made_problems(SECTION, "test")
     assert made_problems(fewer, "train") == made_problems(SECTION, "train")[:10]
     assert made_problems(CodeTask(seed=1), "test") != made_problems(SECTION, "test")
-    with pytest.raises(ConfigurationError, match="problems to be made"):
+    with pytest.raises(ConfigurationError, match="generated problems"):
         made_problems(CodeTask(problems=5000), "train")
 
 

@@ -1,10 +1,10 @@
-"""What runs inside vLLM: an ASGI middleware with the control routes, and a worker extension that loads weights.
+"""The part of pvg that runs inside vLLM: an ASGI middleware with control routes, and a worker extension for weights.
 
     PYTHONPATH=pvg/servers/server_side PVG_CONTROL_KEY=... PVG_WEIGHTS_ROOT=... \\
     python -m vllm.entrypoints.openai.api_server --model DIR \\
         --middleware pvg_vllm.middleware.PvgMiddleware --worker-extension-cls pvg_vllm.worker.PvgWorker
 
-vLLM lives in an environment of its own, so nothing of pvg is imported here: the standard library, and in `worker` what
-vLLM brings. `labels` and `events` therefore say again what pvg.servers.labels and pvg.telemetry.events say; the tests
-hold them together.
+vLLM has a separate environment, so this package imports nothing of pvg: only the standard library and, in `worker`,
+what vLLM installs. `labels` and `events` therefore repeat pvg.servers.labels and pvg.telemetry.events; tests keep them
+consistent.
 """

@@ -1,4 +1,4 @@
-"""The server's own log lines, in the form that `pvg diagnose` reads: `[weights] t=12.345678 event=... key=value`."""
+"""The server's log lines, in the format that `pvg diagnose` reads: `[weights] t=12.345678 event=... key=value`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 
 def tell(event: str, **fields: object) -> None:
-    """One line on stderr, in one write, so that lines of several processes do not mix."""
+    """Write one line to stderr in a single write, so that lines of several processes do not mix."""
     parts = ["[weights]", f"t={time.monotonic():.6f}", f"event={event}"]
     parts += [f"{key}={_value(value)}" for key, value in fields.items()]
     sys.stderr.write(" ".join(parts) + "\n")
@@ -17,6 +17,6 @@ def tell(event: str, **fields: object) -> None:
 def _value(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
-    # A trace comes from outside: it gets no line of its own, and no field.
+    # A trace id comes from outside, so it must not create a new line or field.
     text = str(value).replace("\r", "\\r").replace("\n", "\\n").replace('"', "'")
     return f'"{text}"' if (" " in text or not text) else text

@@ -1,4 +1,4 @@
-"""One HTTP exchange in plain ASGI: the JSON of a call in, the JSON of a reply out."""
+"""One HTTP exchange in plain ASGI: JSON request in, JSON reply out."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 MOST_BODY_BYTES = 1 << 20
 
 
-class Gone(Exception):
-    """The client left before its call was whole."""
+class ClientGone(Exception):
+    """The client disconnected before its request was complete."""
 
 
 def header(scope: Scope, name: bytes) -> bytes:
-    """The first header of that name (lower case); empty where there is none."""
+    """The first header of that name (lower case); empty if missing."""
     return next((bytes(value) for key, value in scope["headers"] if key.lower() == name), b"")
 
 
 def routed_path(scope: Scope) -> str:
-    """The path by which the application will choose a route: without the root path of a proxy."""
+    """The path that the application routes by, without a proxy's root path."""
     path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
     return path[len(root) :] if root and path.startswith(root + "/") else path
 
 
 async def read_table(receive: Receive) -> dict[str, Any]:
-    """The body as a JSON object. Raises a Refusal (400, 413) for anything else, Gone for a client that left."""
+    """The body as a JSON object. Raises a Refusal (400, 413) for anything else, ClientGone if the client
+    disconnects."""
     body = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise Gone
+            raise ClientGone
         body += message.get("body", b"")
         if len(body) > MOST_BODY_BYTES:
             raise Refusal(413, "too_large", f"A body has at most {MOST_BODY_BYTES} bytes.")
@@ -47,7 +48,7 @@ async def read_table(receive: Receive) -> dict[str, Any]:
     try:
         found = json.loads(bytes(body))
     except (ValueError, RecursionError) as error:
-        raise Refusal(400, "bad_request", f"The body is no JSON: {error}") from None
+        raise Refusal(400, "bad_request", f"The body is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise Refusal(400, "bad_request", f"The body must be a JSON object, not {type(found).__name__}.")
     return found

@@ -1,11 +1,11 @@
-"""`JsonIpcEngine`: vLLM's CUDA IPC weight transfer, with its handles in JSON instead of in a pickle.
+"""`JsonIpcEngine`: vLLM's CUDA IPC weight transfer with JSON handles instead of pickled ones.
 
     vllm ... --weight-transfer-config '{"backend": "pvg_ipc"}'
 
-vLLM's own `ipc` backend wants a pickle over HTTP (and VLLM_ALLOW_INSECURE_SERIALIZATION=1). This one accepts none.
+vLLM's `ipc` backend needs a pickle over HTTP (and VLLM_ALLOW_INSECURE_SERIALIZATION=1). This one accepts no pickle.
 
-No GPU has run this. What a CPU shows: vLLM registers and makes the engine, handles come back as they were, and
-whatever is no handle is refused (tests/integration/test_transfer_against_vllm.py).
+Experimental: no GPU has run this. Tests on a CPU show that vLLM registers and creates the engine, handles are encoded
+and decoded correctly, and anything else is refused (tests/integration/test_transfer_against_vllm.py).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ BACKEND = "pvg_ipc"
 
 @dataclass
 class JsonIpcUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """`handles`: for each parameter its handle by the UUID of the GPU it lies on. All else as vLLM has it."""
+    """`handles`: for each parameter, its handle by GPU UUID. The other fields are vLLM's."""
 
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
     handles: list[dict[str, Any]]
     ipc_handles: list[dict[str, tuple[Any, ...]]] = field(init=False)
-    tensor_sizes: None = field(init=False, default=None)  # only packed transfers have them
+    tensor_sizes: None = field(init=False, default=None)  # only for packed transfers
 
     def __post_init__(self) -> None:
         if not len(self.names) == len(self.dtype_names) == len(self.shapes) == len(self.handles):
@@ -42,17 +42,17 @@ class JsonIpcUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class JsonIpcEngine(IPCWeightTransferEngine):  # type: ignore[misc]
-    """One handle for each parameter; packed transfers are refused."""
+    """Takes one handle per parameter. Refuses packed transfers."""
 
     update_info_cls = JsonIpcUpdateInfo
 
     def init_transfer_engine(self, init_info: IPCWeightTransferInitInfo) -> None:
         if init_info.packed:
-            raise ValueError("This engine takes one handle for each parameter, not a packed buffer.")
+            raise ValueError("This engine takes one handle per parameter, not a packed buffer.")
         super().init_transfer_engine(init_info)
 
 
 def register() -> None:
-    """Make the backend known to vLLM in this process; a second time does nothing."""
+    """Register the backend with vLLM in this process. A second call does nothing."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, JsonIpcEngine)

@@ -1,8 +1,8 @@
-"""Handles of GPU memory as plain JSON, so that they can travel over HTTP and nothing has to be unpickled.
+"""Handles of GPU memory as plain JSON, so that they can travel over HTTP without pickles.
 
-torch tells another process where a tensor lies by the arguments of `rebuild_cuda_tensor`: numbers, flags, four short
-byte strings, a dtype, and two classes that are always the same. Here they become a table and back; whatever is in the
-table, reading it runs nothing. Both sides import this module: the trainer encodes, the server decodes.
+Experimental: no GPU has run this. torch describes a tensor's location for another process by the arguments of
+`rebuild_cuda_tensor`: numbers, flags, four short byte strings, a dtype, and two constant classes. This module converts
+them to a table and back. Decoding runs no code, whatever the table contains. The trainer encodes, the server decodes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-# The arguments of torch.multiprocessing.reductions.rebuild_cuda_tensor, in their order, and what each may be.
+# The arguments of torch.multiprocessing.reductions.rebuild_cuda_tensor, in order, with their types.
 ARGUMENTS = (
     ("tensor_cls", "class"),
     ("tensor_size", "numbers"),
@@ -40,14 +40,14 @@ DTYPES = {
 
 
 def encode_handle(arguments: Sequence[Any]) -> dict[str, Any]:
-    """What `reduce_tensor` gives for a CUDA tensor, as JSON. Raises ValueError for the arguments of anything else."""
+    """The result of `reduce_tensor` for a CUDA tensor as JSON. Raises ValueError for other arguments."""
     if len(arguments) != len(ARGUMENTS):
-        raise ValueError(f"{len(arguments)} arguments, and a handle has {len(ARGUMENTS)}: torch has changed.")
+        raise ValueError(f"{len(arguments)} arguments, but a handle has {len(ARGUMENTS)}: torch has changed.")
     found: dict[str, Any] = {}
     for (name, kind), value in zip(ARGUMENTS, arguments, strict=True):
         if kind == "class":
             if value is not CLASSES[name]:
-                raise ValueError(f"{name} is {value!r}, and only {CLASSES[name]!r} can be told.")
+                raise ValueError(f"{name} is {value!r}, but must be {CLASSES[name]!r}.")
         elif kind == "dtype":
             found[name] = _name_of(value)
         elif kind == "bytes":
@@ -62,10 +62,10 @@ def encode_handle(arguments: Sequence[Any]) -> dict[str, Any]:
 
 
 def decode_handle(table: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The arguments of `rebuild_cuda_tensor`. Raises ValueError for a table that does not come from encode_handle."""
+    """The arguments of `rebuild_cuda_tensor`. Raises ValueError for a table that encode_handle did not create."""
     wanted = {name for name, kind in ARGUMENTS if kind != "class"}
     if not isinstance(table, Mapping) or table.keys() != wanted:
-        raise ValueError("That is no handle of GPU memory.")
+        raise ValueError("This is not a handle of GPU memory.")
     return tuple(CLASSES[name] if kind == "class" else _read(name, kind, table[name]) for name, kind in ARGUMENTS)
 
 
@@ -84,7 +84,7 @@ def _read(name: str, kind: str, value: Any) -> Any:
         try:
             return base64.b64decode(value, validate=True)
         except binascii.Error as error:
-            raise ValueError(f"{name} of a handle is no base64: {error}") from None
+            raise ValueError(f"{name} of a handle is not base64: {error}") from None
     raise ValueError(f"{name} of a handle cannot be {value!r:.80}.")
 
 
@@ -95,5 +95,5 @@ def _is_number(value: Any) -> bool:
 def _name_of(dtype: torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise ValueError(f"Tensors of {dtype} have no handles here.")
+        raise ValueError(f"Tensors of {dtype} cannot be sent as handles.")
     return name

@@ -1,6 +1,6 @@
-"""Labels of weights, `SESSION/VERSION` (see pvg.servers.labels), and which of them may follow which.
+"""Weight labels `SESSION/VERSION` (see pvg.servers.labels), and their order.
 
-A label that follows `broken:` names weights whose loading failed halfway: whatever the engine has, it is not these.
+A label after `broken:` names weights that failed to load completely: the engine does not have them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ BROKEN = "broken:"
 
 
 @dataclass(frozen=True, slots=True)
-class Label:
-    """`version` of the weights of a session, which began `began_ns` nanoseconds after 1970."""
+class ServedLabel:
+    """Version `version` of the weights of a session that began `began_ns` nanoseconds after 1970."""
 
     began_ns: int
     tail: str
@@ -28,8 +28,8 @@ class Label:
         return f"{self.session}/{self.version}"
 
     @classmethod
-    def parse(cls, text: str) -> Label | None:
-        """The label in `text`; None for what no pvg wrote, such as vLLM's own "default"."""
+    def parse(cls, text: str) -> ServedLabel | None:
+        """The label in `text`; None for any text that is not pvg's, such as vLLM's "default"."""
         session, separator, version = text.partition("/")
         began, dash, tail = session.partition("-")
         try:
@@ -39,11 +39,11 @@ class Label:
         return found if separator and dash and found.version >= 0 and str(found) == text else None
 
 
-def check_order(current: str, new: Label) -> None:
-    """Raise a Refusal for weights that must not replace `current`, the engine's weight version: an older version of
-    the same session, or any of a session that began earlier. Broken weights may be replaced by any version."""
+def check_order(current: str, new: ServedLabel) -> None:
+    """Raises a Refusal for weights that must not replace `current`, the engine's weight version: an older version of
+    the same session, or any version of an older session. Any version of a session may replace its broken weights."""
     broken = current.startswith(BROKEN)
-    there = Label.parse(current.removeprefix(BROKEN))
+    there = ServedLabel.parse(current.removeprefix(BROKEN))
     if there is None:
         return
     check_session(there, new)
@@ -51,12 +51,12 @@ def check_order(current: str, new: Label) -> None:
         raise Refusal(
             409,
             "version_backwards",
-            f"The server has version {there.version} of this session, and was sent {new.version}.",
+            f"The server has version {there.version} of this session, but was sent {new.version}.",
         )
 
 
-def check_session(there: Label, new: Label) -> None:
-    """Raise a Refusal for a label of a session that began before the one of `there`."""
+def check_session(there: ServedLabel, new: ServedLabel) -> None:
+    """Raises a Refusal if the session of `new` began before that of `there`."""
     if there.session != new.session and new.began_ns < there.began_ns:
         raise Refusal(
             409, "older_session", f"The server has weights of session {there.session}, which began after {new.session}."

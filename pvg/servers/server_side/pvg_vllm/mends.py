@@ -1,4 +1,4 @@
-"""Defects of vLLM's CPU build (0.32) that end the engine, mended where they lie. A GPU does not have them."""
+"""Workarounds for bugs of vLLM's CPU build (0.32) that crash the engine. GPU builds do not have them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from vllm.platforms import current_platform
 
 
 def mend_cpu() -> None:
-    """Install the mends, once in each worker process; nothing happens where the platform is another."""
+    """Install the workarounds, once per worker process. Does nothing on other platforms."""
     if current_platform.is_cpu():
         _mend_prompt_logprobs_under_adapters()
 
 
 def _mend_prompt_logprobs_under_adapters() -> None:
-    """Log-probs of a prompt take its logits row by row, but the adapter's part of the logits is looked up with the
-    indices of the rows to be sampled: with two requests in a batch their numbers differ, and einsum raises.
+    """Log-probs of a prompt compute its logits for all rows, but the adapter's part uses the indices of the rows to
+    sample. With two requests in a batch these numbers differ, and einsum raises.
 
-    No adapter of pvg's changes the output layer, so there that part is nothing. One that does is refused.
+    pvg's adapters never change the output layer, so their part of the logits is zero. Others raise NotImplementedError.
     """
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 

@@ -1,8 +1,8 @@
-"""`PvgMiddleware`: stands before all of vLLM's routes. Stamps control calls at their first byte, asks for the key,
-keeps closed what must stay closed, and serves /pvg/*.
+"""`PvgMiddleware`: runs before all of vLLM's routes, requires the key, blocks unsafe routes, and serves /pvg/*.
 
-Generation is free of the key on a loopback address and passes through, a few requests in each turn of the event loop.
-Every other route needs `Authorization: Bearer KEY`: what vLLM adds in a later version is locked until it is named here.
+It timestamps control calls at their first byte. On a loopback address generation needs no key; it is only admitted a
+few requests per turn of the event loop. Every other route needs `Authorization: Bearer KEY`. So routes of a later vLLM
+version are locked until they are listed here.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import time
 from pathlib import Path
 
 from .events import tell
-from .exchange import App, Gone, Message, Receive, Scope, Send, header, read_table, refuse, reply, routed_path
+from .exchange import App, ClientGone, Message, Receive, Scope, Send, header, read_table, refuse, reply, routed_path
 from .refusal import Refusal
-from .routes import Call, Routes
+from .routes import RouteCall, Routes
 
 COMPUTED = frozenset({"/inference/v1/generate", "/v1/completions", "/v1/chat/completions", "/classify", "/pooling"})
 FREE = COMPUTED | {"/health", "/ping", "/version", "/metrics", "/v1/models", "/tokenize", "/detokenize"}
 FREE_ON_A_NETWORK = frozenset({"/health", "/ping"})
-# They run any method of a worker, or load adapters from any path; /pvg/servers and /pvg/adapters are the way in.
+# They call any method of a worker, or load adapters from any path. Use /pvg/servers and /pvg/adapters instead.
 CLOSED = ("/collective_rpc", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters")
 
-# Requests for tokens that begin in one turn of the event loop. A batch that arrives at once would else be read and
-# queued in a single turn, of 100 ms and more, and a control call that comes then would wait to be seen at all.
+# Token requests that start in one turn of the event loop. Otherwise a whole batch would be read and queued in a single
+# turn of 100 ms or more, and a control call would wait that long before it is seen.
 ADMITTED_AT_A_TIME = 8
 
 RECEIVED_HEADER = b"x-pvg-received-ns"
@@ -34,8 +34,8 @@ TRACE_HEADER = b"x-pvg-trace"
 
 
 class PvgMiddleware:
-    """Reads PVG_CONTROL_KEY, PVG_WEIGHTS_ROOT and PVG_OPEN_TO_NETWORK from the environment; raises RuntimeError
-    without the first two, so that a server without a key serves nothing."""
+    """Reads PVG_CONTROL_KEY, PVG_WEIGHTS_ROOT and PVG_OPEN_TO_NETWORK from the environment. Raises RuntimeError without
+    the first two, so a server without a key serves nothing."""
 
     def __init__(self, app: App) -> None:
         key, root = os.environ.get("PVG_CONTROL_KEY", ""), os.environ.get("PVG_WEIGHTS_ROOT", "")
@@ -72,17 +72,17 @@ class PvgMiddleware:
             if path == "/pvg" or path.startswith("/pvg/"):
                 route = self._routes.find(scope["method"], path)
                 body = {} if scope["method"] == "GET" else await read_table(receive)
-                await reply(stamped, 200, await route(Call(scope["app"].state, body, stamped.trace)))
+                await reply(stamped, 200, await route(RouteCall(scope["app"].state, body, stamped.trace)))
             else:
                 await self._wait_for_turn(scope)
                 await self._app(scope, receive, stamped)
         except Refusal as refusal:
             await refuse(stamped, refusal)
-        except Gone:
+        except ClientGone:
             return
 
     async def _wait_for_turn(self, scope: Scope) -> None:
-        """First come, first served; only for requests that have company."""
+        """Wait for a turn, in order of arrival, if the request is for tokens."""
         if routed_path(scope) in COMPUTED:
             async with self._admission:
                 await asyncio.sleep(0)
@@ -92,7 +92,7 @@ class PvgMiddleware:
 
 
 class _Stamped:
-    """`send`, with the time of arrival and of the work in the reply's headers; a traced call is told in the log."""
+    """`send` that adds arrival and working time to the reply's headers, and logs calls that have a trace id."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._received_ns = time.time_ns()
@@ -102,7 +102,7 @@ class _Stamped:
         self.trace = ""
 
     def trusted(self, scope: Scope) -> None:
-        """The call has the key: from here on it may leave a trace in the log."""
+        """Allow logging for this call, which has the key."""
         self.trace = header(scope, TRACE_HEADER).decode("latin-1")
         if self.trace:
             tell("server.recv", trace=self.trace, route=self._path)

@@ -1,4 +1,4 @@
-"""`Refusal`: a call that the server does not serve, as the client will see it."""
+"""`Refusal`: a call that the server rejects, as the client sees it."""
 
 from __future__ import annotations
 

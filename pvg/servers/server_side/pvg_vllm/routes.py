@@ -1,9 +1,9 @@
-"""The routes below /pvg: what a server is, new weights, adapters.
+"""The routes below /pvg: server status, new weights, adapters.
 
-New weights: the engine is paused between two steps, its workers load, its weight version becomes the label, it goes on.
-Requests in flight are kept. Unless the call says `"keep_kv": true`, the keys and values of old weights are dropped with
-the whole prefix cache, and requests in flight compute theirs again under the new weights: so every token is sampled
-from exactly the weights that its label names, whatever the client salted its prompts with.
+A weight update pauses the engine between two steps, lets its workers load, sets the label as weight version, and
+resumes. Requests in flight are kept. Unless the call has `"keep_kv": true`, the update drops the whole prefix cache
+with the keys and values of old weights, and requests in flight recompute theirs. So every token is sampled from exactly
+the weights of its label, regardless of the client's salts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .events import tell
-from .labels import BROKEN, Label, check_order, check_session
+from .labels import BROKEN, ServedLabel, check_order, check_session
 from .refusal import Refusal
 from .weights_folder import adapter_folder, weight_files
 
@@ -26,15 +26,15 @@ PROTOCOL = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One call: vLLM's application state, the body, the client's trace id."""
+class RouteCall:
+    """One call: vLLM's application state, the request body, the client's trace id."""
 
     state: Any
     body: dict[str, Any]
     trace: str
 
     def text(self, key: str) -> str:
-        """A string of the body. Raises a Refusal."""
+        """A string of the body. Raises a Refusal if it is missing or invalid."""
         value = self.body.get(key)
         if not isinstance(value, str) or not value or len(value) > 4096:
             raise Refusal(400, "bad_request", f"{key!r} must be a string.")
@@ -46,25 +46,25 @@ class Call:
             raise Refusal(400, "bad_request", f"{key!r} must be true or false.")
         return value
 
-    def label(self) -> Label:
-        """Raises a Refusal for what is no label of a session and a version."""
+    def label(self) -> ServedLabel:
+        """The label in the body. Raises a Refusal if it is invalid."""
         text = self.text("label")
-        if (found := Label.parse(text)) is None:
-            raise Refusal(422, "bad_label", f"{text!r} is no label: SESSION/VERSION, where SESSION is <hex>-<tail>.")
+        if (found := ServedLabel.parse(text)) is None:
+            raise Refusal(422, "bad_label", f"{text!r} is not a label: SESSION/VERSION, where SESSION is <hex>-<tail>.")
         return found
 
 
-Route = Callable[[Call], Awaitable[dict[str, Any]]]
+Route = Callable[[RouteCall], Awaitable[dict[str, Any]]]
 
 
 class Routes:
-    """`root`: the folder below which weights are published. One update at a time."""
+    """`root`: the folder with published weights. Serves one update at a time."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._boot = os.environ.get("PVG_BOOT") or secrets.token_hex(8)  # whoever starts us may know us by it
+        self._boot = os.environ.get("PVG_BOOT") or secrets.token_hex(8)  # lets the process that starts us recognize us
         self._updating = asyncio.Lock()
-        self._newest_adapter: Label | None = None
+        self._newest_adapter: ServedLabel | None = None
         self._table: dict[str, tuple[str, Route]] = {
             "/pvg/info": ("GET", self.info),
             "/pvg/servers": ("POST", self.weights),
@@ -73,7 +73,7 @@ class Routes:
         }
 
     def find(self, method: str, path: str) -> Route:
-        """Raises a Refusal (404, 405)."""
+        """The handler of a route. Raises a Refusal (404, 405)."""
         if path not in self._table:
             raise Refusal(404, "no_such_route", f"There is no {path}.")
         expected, route = self._table[path]
@@ -81,8 +81,8 @@ class Routes:
             raise Refusal(405, "wrong_method", f"{path} takes {expected}.")
         return route
 
-    async def info(self, call: Call) -> dict[str, Any]:
-        """What the server is. Asks the engine itself, so that none is told while the engine hangs."""
+    async def info(self, call: RouteCall) -> dict[str, Any]:
+        """The server's status. Queries the engine, so there is no answer while the engine hangs."""
         engine = call.state.engine_client
         config = engine.vllm_config
         model, lora = config.model_config, config.lora_config
@@ -104,8 +104,8 @@ class Routes:
             "world_size": config.parallel_config.world_size_across_dp,
         }
 
-    async def weights(self, call: Call) -> dict[str, Any]:
-        """Load published weights into the engine. Answers at once for a label that it has."""
+    async def weights(self, call: RouteCall) -> dict[str, Any]:
+        """Load published weights into the engine. Answers immediately if it has the label already."""
         engine, label, name, keep_kv = call.state.engine_client, call.label(), call.text("name"), call.switch("keep_kv")
         async with self._updating:
             current = await engine.get_weight_version()
@@ -118,8 +118,8 @@ class Routes:
             tell("rpc.done", trace=call.trace, version=label.version, rpc_ms=sum(timing.values()), **timing)
             return {"label": str(label), **timing}
 
-    async def adapters(self, call: Call) -> dict[str, Any]:
-        """Load a published adapter beside the others; requests name it by its label. Nothing is paused."""
+    async def adapters(self, call: RouteCall) -> dict[str, Any]:
+        """Load a published adapter in addition to others. Requests name it by its label. Pauses nothing."""
         models, label, name = call.state.openai_serving_models, call.label(), call.text("name")
         async with self._updating:
             if str(label) in models.lora_requests:
@@ -139,9 +139,9 @@ class Routes:
             tell("rpc.done", trace=call.trace, version=label.version, rpc_ms=load_ms)
             return {"label": str(label), "load_ms": load_ms}
 
-    async def unload_adapter(self, call: Call) -> dict[str, Any]:
-        """Take no more requests for an adapter. The workers keep it while their requests need it, and forget it when
-        another needs its place."""
+    async def unload_adapter(self, call: RouteCall) -> dict[str, Any]:
+        """Accept no more requests for an adapter. Workers keep it while requests need it, and evict it when they need
+        the space."""
         models, label = call.state.openai_serving_models, call.label()
         async with self._updating:
             if str(label) in models.lora_requests:
@@ -149,8 +149,8 @@ class Routes:
             return {"label": str(label)}
 
 
-async def _update(engine: Any, label: Label, files: Sequence[Path], keep_kv: bool) -> dict[str, float]:
-    """Milliseconds of each part. The engine goes on whatever happens, under a label that says what it has."""
+async def _update(engine: Any, label: ServedLabel, files: Sequence[Path], keep_kv: bool) -> dict[str, float]:
+    """Milliseconds of each part. The engine always resumes, under a label that says what it has."""
     times = [time.perf_counter()]
     reached = BROKEN + str(label)
     try:
@@ -169,15 +169,14 @@ async def _update(engine: Any, label: Label, files: Sequence[Path], keep_kv: boo
     if any(failures):
         reasons = sorted({failure for failure in failures if failure})
         raise Refusal(
-            500, "load_failed", f"{label} was not loaded, the engine's weights are broken: {'; '.join(reasons)}"
+            500, "load_failed", f"{label} was not loaded, and the engine's weights are broken: {'; '.join(reasons)}"
         )
     parts = ("pause_ms", "load_ms", "resume_ms")
     return {part: (times[i + 1] - times[i]) * 1e3 for i, part in enumerate(parts)}
 
 
 def model_shape(config: Any) -> str:
-    """The sizes of a model, as pvg.models.language_model says them of the trainer's; empty for a configuration that
-    does not tell them."""
+    """The model's sizes in the format of LanguageModel.shape; empty if the configuration lacks them."""
     sizes = [getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size", "vocab_size")]
     return "{} layers of {}, {} tokens".format(*sizes) if all(isinstance(size, int) for size in sizes) else ""
 

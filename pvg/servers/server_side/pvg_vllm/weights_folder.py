@@ -1,7 +1,7 @@
-"""Which files a server may load: whole, published, safetensors, and below the root that its owner gave it.
+"""Checks which files a server may load: complete, published, safetensors, and below the configured root.
 
-`STABLE` is written last by whoever publishes: {"version": 1, "files": {"model.safetensors": {"bytes": 845264}}}.
-Everything here reads files and may wait for a disk: call it from a thread.
+The publisher writes `STABLE` last: {"version": 1, "files": {"model.safetensors": {"bytes": 845264}}}. These functions
+may block on the disk, so call them from a thread.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ STABLE = "STABLE"
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 PICKLED = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
-UNREACHABLE = (OSError, RuntimeError, ValueError)  # missing; links in a circle; a name that no file can have
+UNREACHABLE = (OSError, RuntimeError, ValueError)  # missing; circular links; an invalid file name
 MOST_STABLE_BYTES = 1 << 20
-MOST_HEADER_BYTES = 100 << 20  # what the safetensors library allows
+MOST_HEADER_BYTES = 100 << 20  # limit of the safetensors library
 
 
 def weight_files(root: Path, name: str) -> list[Path]:
-    """The safetensors files of the published weights in the folder `name` of `root`, links followed.
+    """The safetensors files of the weights published in the folder `name` of `root`, with links resolved.
 
     Raises a Refusal: foreign_path, not_stable, not_safetensors.
     """
@@ -33,12 +33,12 @@ def weight_files(root: Path, name: str) -> list[Path]:
     sizes = _published(root, folder)
     for file in sizes:
         if not file.endswith(".safetensors"):
-            raise Refusal(422, "not_safetensors", f"{name} names {file}: only *.safetensors are weights.")
+            raise Refusal(422, "not_safetensors", f"{name} names {file}, but only *.safetensors are weights.")
     return _checked_files(root, folder, sizes)
 
 
 def adapter_folder(root: Path, name: str) -> Path:
-    """The folder `name` of `root` with a published adapter, links followed. Raises a Refusal, as weight_files does."""
+    """The folder `name` of `root` with a published adapter, links resolved. Raises the refusals of weight_files."""
     folder = _folder(root, name)
     sizes = _published(root, folder)
     for file in sizes:
@@ -56,24 +56,24 @@ def adapter_folder(root: Path, name: str) -> Path:
 def _folder(root: Path, name: str) -> Path:
     path = PurePosixPath(name)
     if not name or "\0" in name or path.is_absolute() or ".." in path.parts:
-        raise Refusal(403, "foreign_path", f"{name!r} is no folder below the root of the weights.")
+        raise Refusal(403, "foreign_path", f"{name!r} is not a folder below the root of the weights.")
     try:
         folder = (root / name).resolve(strict=True)
     except UNREACHABLE as error:
         raise Refusal(422, "not_stable", f"There is no folder {name!r} below the root of the weights.") from error
     _below(root, folder, name)
     if not folder.is_dir():
-        raise Refusal(422, "not_stable", f"{name!r} is no folder.")
+        raise Refusal(422, "not_stable", f"{name!r} is not a folder.")
     return folder
 
 
 def _below(root: Path, path: Path, name: str) -> None:
     if root.resolve() not in path.parents:
-        raise Refusal(403, "foreign_path", f"{name!r} leads out of the root of the weights.")
+        raise Refusal(403, "foreign_path", f"{name!r} leads outside of the root of the weights.")
 
 
 def _regular(root: Path, folder: Path, file: str) -> tuple[Path, int]:
-    """The file, links followed, and its size in bytes."""
+    """The file with links resolved, and its size in bytes."""
     try:
         path = (folder / file).resolve(strict=True)
         found = path.stat()
@@ -81,12 +81,12 @@ def _regular(root: Path, folder: Path, file: str) -> tuple[Path, int]:
         raise Refusal(422, "not_stable", f"{folder.name} has no {file}.") from error
     _below(root, path, f"{folder.name}/{file}")
     if not stat.S_ISREG(found.st_mode):
-        raise Refusal(422, "not_stable", f"{folder.name}/{file} is no regular file.")
+        raise Refusal(422, "not_stable", f"{folder.name}/{file} is not a regular file.")
     return path, found.st_size
 
 
 def _published(root: Path, folder: Path) -> Mapping[str, int]:
-    """Bytes by file name, as STABLE has them; refuses a folder that holds pickled files beside them."""
+    """Sizes in bytes by file name, from STABLE. Refuses a folder that also contains pickled files."""
     path, size = _regular(root, folder, STABLE)
     if size > MOST_STABLE_BYTES:
         raise Refusal(422, "not_stable", f"{folder.name}/{STABLE} has {size} bytes.")
@@ -97,18 +97,18 @@ def _published(root: Path, folder: Path) -> Mapping[str, int]:
     for file in sizes:
         if file in ("", ".", "..") or "\0" in file or PurePosixPath(file).name != file:
             raise Refusal(
-                403, "foreign_path", f"{folder.name}/{STABLE} names {file!r}, which is no file of this folder."
+                403, "foreign_path", f"{folder.name}/{STABLE} names {file!r}, which is not a file of this folder."
             )
     for file in os.listdir(folder):
         if PurePosixPath(file.lower()).suffix in PICKLED:
             raise Refusal(
-                422, "not_safetensors", f"{folder.name} holds {file}: weights are safetensors, never pickled."
+                422, "not_safetensors", f"{folder.name} contains {file}: weights are safetensors, never pickled."
             )
     return sizes
 
 
 def _sizes(stable: Any) -> Mapping[str, int]:
-    """Raises ValueError for what is not the content of a STABLE."""
+    """Raises ValueError for content that is not a valid STABLE."""
     if not isinstance(stable, dict) or stable.get("version") != 1:
         raise ValueError("it is not of version 1")
     files = stable.get("files")
@@ -130,32 +130,32 @@ def _checked_files(root: Path, folder: Path, sizes: Mapping[str, int]) -> list[P
         path, size = _regular(root, folder, file)
         if size != published:
             raise Refusal(
-                422, "not_stable", f"{folder.name}/{file} has {size} bytes, and was published with {published}."
+                422, "not_stable", f"{folder.name}/{file} has {size} bytes, but was published with {published}."
             )
         if file.endswith(".safetensors"):
             try:
                 tensors = _tensor_names(path, size)
             except (OSError, ValueError, RecursionError) as error:
                 raise Refusal(
-                    422, "not_safetensors", f"{folder.name}/{file} is no safetensors file: {error}"
+                    422, "not_safetensors", f"{folder.name}/{file} is not a safetensors file: {error}"
                 ) from error
             if twice := seen & tensors:
-                raise Refusal(422, "not_safetensors", f"{folder.name} holds {min(twice)} twice.")
+                raise Refusal(422, "not_safetensors", f"{folder.name} contains {min(twice)} twice.")
             seen |= tensors
             paths.append(path)
     return paths
 
 
 def _tensor_names(path: Path, size: int) -> set[str]:
-    """What the header of a safetensors file names. Raises ValueError where header and size do not fit together: a file
-    cut short, or another format under this name."""
+    """The tensor names in the header of a safetensors file. Raises ValueError if header and file size do not match: a
+    truncated file, or another format under this name."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(size - 8, MOST_HEADER_BYTES):
             raise ValueError("its header does not fit into it")
         header = json.loads(file.read(length))
     if not isinstance(header, dict):
-        raise ValueError("its header is no table")
+        raise ValueError("its header is not a table")
     header.pop("__metadata__", None)
     try:
         end = max((int(tensor["data_offsets"][1]) for tensor in header.values()), default=0)

@@ -1,8 +1,8 @@
-"""`PvgWorker`: what a vLLM worker does with new weights. vLLM mixes it into its own worker class.
+"""`PvgWorker`: how a vLLM worker loads new weights. vLLM mixes it into its own worker class.
 
-vLLM loads new weights layer by layer into the storage that its kernels know (`reload_weights`), and only warns of what
-was missing. Here nothing may be missing, a failure leaves a model that can still answer (with whatever it has), and a
-defect of vLLM's CPU build is mended: see `_repack_tied_heads`.
+vLLM's `reload_weights` loads layer by layer into the memory that its kernels use, and only warns about missing tensors.
+Here missing tensors are errors, a failed load leaves a model that still answers (with old and new weights mixed), and a
+bug of vLLM's CPU build is worked around (`_repack_tied_heads`).
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from vllm.platforms import current_platform
 from .ipc_engine import register
 from .mends import mend_cpu
 
-# vLLM imports this module in every worker, before it makes the worker's transfer engine.
+# vLLM imports this module in every worker before it creates the worker's transfer engine.
 register()
 mend_cpu()
 
-# What a checkpoint that does not fit its model makes vLLM's loaders raise: their shape checks are assertions.
+# What vLLM's loaders raise for a checkpoint that does not fit its model; their shape checks are assertions.
 UNFIT = (AssertionError, AttributeError, LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError)
 
 
 class IncompleteWeights(ValueError):
-    """Tensors that the model needs and the files do not hold."""
+    """The files lack tensors that the model needs."""
 
 
 class PvgWorker:
-    """Attributes from vLLM's worker: `model_runner`, `vllm_config`."""
+    """A mixin. vLLM's worker provides `model_runner` and `vllm_config`."""
 
     model_runner: Any
     vllm_config: Any
 
     def pvg_load_weights(self, files: Sequence[str]) -> str:
-        """Load the tensors of these safetensors files; the reason why it failed, empty where it did not.
+        """Load the tensors of these safetensors files. Returns the reason of a failure, or "" on success.
 
         After a failure some layers have the new weights and others the old ones.
         """
@@ -56,7 +56,7 @@ class PvgWorker:
 
 @torch.no_grad()
 def load(runner: Any, model_config: Any, files: Sequence[str]) -> None:
-    """Raises what vLLM's loaders raise, IncompleteWeights for what they would only warn of."""
+    """Raises what vLLM's loaders raise, and IncompleteWeights where they would only warn."""
     model = runner.get_model()
     tied = _tied_heads(model)
     try:
@@ -71,19 +71,19 @@ def load(runner: Any, model_config: Any, files: Sequence[str]) -> None:
 
 
 def _tensors(files: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """One tensor after the other, mapped from its file."""
+    """The tensors one by one, memory-mapped from their files."""
     for path in files:
         with safe_open(path, framework="pt", device="cpu") as file:
-            for name in file.keys():  # noqa: SIM118 (no mapping)
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
                 yield name, file.get_tensor(name)
 
 
 @contextmanager
 def _complete(model: torch.nn.Module, *, check: bool) -> Iterator[None]:
-    """While it lasts, `model.load_weights` raises IncompleteWeights where it leaves parameters unloaded.
+    """Inside this context `model.load_weights` raises IncompleteWeights if it leaves parameters unloaded.
 
-    Parameters are counted before: a tied output layer is the embedding itself, which no checkpoint must hold twice.
-    Quantised models have parameters of their own making, of which vLLM cannot tell either.
+    Parameters are listed before: a tied output layer is the embedding itself, which a checkpoint need not hold twice.
+    Quantized models create parameters of their own, about which vLLM has no information either, so they are unchecked.
     """
     needed = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
     original: Any = model.load_weights
@@ -103,8 +103,8 @@ def _complete(model: torch.nn.Module, *, check: bool) -> Iterator[None]:
 
 
 def _partly_loaded(model: torch.nn.Module) -> set[str]:
-    """Layers that got some of their elements only, such as two of the three matrices of a fused one. Embeddings are
-    padded and never get all."""
+    """Layers that got only some of their elements, such as two of the three matrices of a fused one. Embeddings are
+    skipped, because they are padded and never get all."""
     found = set()
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
@@ -117,7 +117,7 @@ def _partly_loaded(model: torch.nn.Module) -> set[str]:
 
 
 def _put_back(model: torch.nn.Module, model_config: Any) -> None:
-    """End a reload that failed: layers that were not finished get their old tensors back, or they would have none."""
+    """End a failed reload: unfinished layers get their old tensors back, because otherwise they would have none."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if info.can_load():
@@ -127,14 +127,14 @@ def _put_back(model: torch.nn.Module, model_config: Any) -> None:
 
 
 def _tied_heads(model: torch.nn.Module) -> list[VocabParallelEmbedding]:
-    """Output layers whose weight is that of the embedding."""
+    """Output layers that share the weight of the embedding."""
     first: dict[int, torch.nn.Module] = {}
     embeddings = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
     return [module for module in embeddings if first.setdefault(id(module.weight), module) is not module]
 
 
 def _repack_tied_heads(heads: Iterable[VocabParallelEmbedding]) -> None:
-    """On the CPU a linear layer multiplies with a packed copy of its weight, made when the layer was loaded. A tied
-    output layer has no tensors of its own, so that a reload passes it by: it would keep the copy of the old ones."""
+    """On the CPU, a linear layer multiplies with a packed copy of its weight, made at load time. A tied output layer
+    has no tensors of its own, so a reload skips it and would leave the copy of the old weights."""
     for head in heads:
         head.quant_method.process_weights_after_loading(head)

@@ -1,0 +1,79 @@
+"""The part of the documentation site that is not in docs/: `make docs` runs it as a hook of mkdocs (mkdocs.yml).
+
+It adds the repository's own pages (README as the start page, CONTRIBUTING, CHANGELOG, SECURITY), the programs of
+examples/, and an API reference from the docstrings: one page per package of pvg. Links are adapted to their new places.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parent.parent
+# Page of the site -> file of the repository.
+OWN = {
+    "index.md": "README.md",
+    "CONTRIBUTING.md": "CONTRIBUTING.md",
+    "CHANGELOG.md": "CHANGELOG.md",
+    "SECURITY.md": "SECURITY.md",
+}
+# Folders of code that other processes run: it is not part of the importable package.
+ELSEWHERE = {"server_side", "inside"}
+API = """# Python API
+
+For people who use pvg as a library. [The example](../examples/use_as_a_library.md) shows all of it.
+
+::: pvg.api
+
+::: pvg.verifier.scorer.VerifierScorer
+"""
+MODULES = """# Modules
+
+For people who change pvg: the docstrings of all modules, one page per package.
+
+"""
+
+
+def on_files(files: Files, config: Any) -> Files:
+    pages = {page: (ROOT / source).read_text(encoding="utf-8") for page, source in OWN.items()}
+    pages |= {f"examples/{path.stem}.md": _program(path) for path in sorted((ROOT / "examples").glob("*.py"))}
+    names = sorted(path.parent.name for path in (ROOT / "pvg").glob("*/__init__.py"))
+    packages = {name: _package(name) for name in names}
+    pages |= {f"reference/{name}.md": text for name, text in packages.items()}
+    pages["reference/api.md"] = API
+    pages["reference/modules.md"] = MODULES + "\n".join(f"- [pvg.{name}]({name}.md)" for name in packages)
+    for page, text in pages.items():
+        files.append(File.generated(config, page, content=_linked(page, text)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    return markdown if page.file.src_uri in OWN else _linked(page.file.src_uri, markdown)
+
+
+def _linked(page: str, text: str) -> str:
+    """Links to files that are elsewhere in the repository, as links to their pages."""
+    if page in OWN:  # these are a folder above docs/
+        text = text.replace("](docs/", "](")
+    text = re.sub(r"\]\((?:\.\./)?examples/(\w+)\.py\)", r"](examples/\1.md)", text)
+    return re.sub(r"\]\(\.\./(CONTRIBUTING|CHANGELOG|SECURITY)\.md", r"](\1.md", text)
+
+
+def _program(path: Path) -> str:
+    source = path.read_text(encoding="utf-8")
+    return f"# {path.name}\n\n`examples/{path.name}`\n\n```python\n{source}```\n"
+
+
+def _package(name: str) -> str:
+    modules = [path for path in sorted((ROOT / "pvg" / name).rglob("*.py")) if not ELSEWHERE & set(path.parts)]
+    described = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in modules if _has_docstring(path)]
+    blocks = (f"::: {module.removesuffix('.__init__')}" for module in described)
+    return f"# pvg.{name}\n\n" + "\n\n".join(blocks) + "\n"
+
+
+def _has_docstring(path: Path) -> bool:
+    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) is not None

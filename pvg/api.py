@@ -1,0 +1,267 @@
+"""pvg as a Python library: play a game, evaluate it, and score texts with the verifier that it trained.
+
+    import pvg
+
+    run = pvg.play("modchain", {"game.rounds": 1}, name="first")          # -> pvg.Run
+    print(run.rounds[-1]["helpful_accuracy"])
+    with pvg.VerifierScorer.load(run) as scorer:
+        print(scorer.score_texts("7+5+8+3+6?", ["7+5=2;2+8=0;0+3=3;3+6=9;A9"]))
+
+`import pvg` loads no torch; playing, evaluating and scoring do. Settings are dotted
+keys with their values: what `pvg train -s KEY=VALUE` takes. The calls also work in a notebook.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tomli_w
+
+from pvg.config.experiment import Experiment, find_experiment
+from pvg.config.experiment import load_experiment as read_experiment
+from pvg.errors import UsageError
+from pvg.extensions import check_references
+from pvg.spinning import bound_spinning
+from pvg.store.journal import read_json_lines
+from pvg.store.run_directory import RunDirectory, free_name, refuse_name
+from pvg.telemetry.event_loop import run_to_end
+from pvg.telemetry.observer import Observer, SilentObserver
+
+if TYPE_CHECKING:
+    import torch
+
+    from pvg.evaluation.report import EvaluationReport
+    from pvg.models.heads import VerifierModel
+    from pvg.reporting.solutions import Example
+    from pvg.verifier.scorer import VerifierScorer
+
+bound_spinning()
+
+RUNS = Path("runs")
+Settings = Mapping[str, Any]
+
+
+def load_experiment(name: str | Path = "modchain", settings: Settings | None = None) -> Experiment:
+    """The experiment `name` with `settings`, validated.
+
+    `name` is a name in ./experiments, a name of an experiment that comes with pvg, or the path of a TOML file.
+    `settings` are dotted keys: {"game.rounds": 1}. Raises UsageError for an unknown name and ConfigurationError for a
+    setting that is unknown or cannot work; both name the nearest valid one.
+    """
+    experiment = read_experiment(find_experiment(str(name)), _overrides(settings or {}))
+    check_references(experiment)
+    return experiment
+
+
+def play(
+    experiment: str | Path | Experiment = "modchain",
+    settings: Settings | None = None,
+    *,
+    name: str | None = None,
+    observer: Observer | None = None,
+) -> Run:
+    """Play a whole game and return its run.
+
+    `experiment` and `settings` are those of `load_experiment`; an `Experiment` is played as it is. `name` is the name
+    of the run's folder. Without one it is the experiment's name, with a number if that folder exists. `observer` is
+    told about every phase, step and alert. A call that is stopped or killed loses nothing that was committed: continue
+    with `Run(path).resume()`.
+
+    Raises UsageError if the run exists, ConfigurationError for settings that cannot work, MissingRequirementError for
+    what this machine lacks, TrainingDivergedError for weights that are not finite.
+    """
+    from pvg.hub import fetch_all, pinned
+
+    watching = observer or SilentObserver()
+    chosen = experiment if isinstance(experiment, Experiment) else load_experiment(experiment, settings)
+    if chosen is experiment and settings:
+        raise UsageError("Settings cannot be changed in an Experiment.", "Give its name or its file instead.")
+    chosen = pinned(chosen, watching.noticed)
+    fetch_all(chosen, watching.noticed)
+    root = chosen.store.root
+    if name is not None:
+        refuse_name(name)
+    directory = RunDirectory.create(root, free_name(root, chosen.name) if name is None else name, chosen)
+    return _played(directory, chosen, watching, resume=False)
+
+
+def evaluate(
+    run: Run,
+    *,
+    parts: Sequence[str] | None = None,
+    rounds: Sequence[int] | None = None,
+    baseline: Run | None = None,
+    settings: Settings | None = None,
+    observer: Observer | None = None,
+) -> EvaluationReport:
+    """Measure finished rounds of `run` with fresh samples and fresh attackers: what `pvg evaluate` does.
+
+    `parts`: of "exploit", "best-of-n", "detection", "separability", "calibration", "localisation", "tax"; None: all
+    that fit the game. `rounds`: their numbers; None: all finished ones. `baseline`: a run that was paid for correctness
+    alone, for the tax; None: one is trained. Finished parts are kept in the run's folder and are not computed again.
+
+    Raises UsageError for a part or a round that does not exist, StateError for settings that the run was played with.
+    """
+    from pvg.config.experiment import differences
+    from pvg.errors import StateError
+    from pvg.evaluation.opponents import default_parts, parse_parts
+    from pvg.evaluation.runner import EvaluationRequest
+    from pvg.evaluation.runner import evaluate as measure
+
+    experiment = read_experiment(run.directory.experiment_file, _overrides(settings or {}))
+    if changed := differences(run.experiment.hashed(), experiment.hashed()):
+        raise StateError(f"The run {run.name!r} was played with other settings: {'; '.join(changed)}.")
+    wanted = default_parts(experiment) if parts is None else parse_parts(",".join(parts))
+    request = EvaluationRequest(wanted, rounds, None if baseline is None else baseline.directory)
+    watching = observer or SilentObserver()
+    with run.directory.lock():
+        outcome = run_to_end(
+            lambda: measure(experiment, run.directory, request, observer=watching, stop=asyncio.Event()),
+            experiment.telemetry.event_loop,
+        )
+    return outcome.report
+
+
+class Run:
+    """A run on the disk: what `play` returns, and what `Run("runs/NAME")` opens. Reading it needs no torch.
+
+    Everything is read anew on each access, so a run that another process plays can be watched.
+    """
+
+    def __init__(self, run: str | Path) -> None:
+        """`run`: a path, or the name of a run in ./runs. Otherwise raises UsageError that names the nearest."""
+        self.directory = RunDirectory.open(run, RUNS)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    @property
+    def name(self) -> str:
+        return self.directory.name
+
+    @property
+    def path(self) -> Path:
+        return self.directory.path
+
+    @property
+    def experiment(self) -> Experiment:
+        """The settings that the run was created with."""
+        return self.directory.experiment()
+
+    @property
+    def status(self) -> str:
+        """ "empty", "samples", "unfinished" or "complete"."""
+        from pvg.reporting.run_summary import status_of
+
+        return status_of(self._state())
+
+    @property
+    def rounds(self) -> list[dict[str, float | None]]:
+        """The metrics of each finished round, from fresh samples on test problems. None: a mean over nothing."""
+        return [dict(metrics) for metrics in self._state().get("rounds", ())]
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """All records of metrics.jsonl: dicts with `kind` ("step", "phase", "round", ...) and `metrics`."""
+        return list(read_json_lines(self.directory.metrics)) if self.directory.metrics.is_file() else []
+
+    @property
+    def weights(self) -> dict[str, Path]:
+        """The folders of the committed weights (safetensors), by name: "round-000-prover", "round-000-verifier"."""
+        return {name: self.directory.weights / name for name in self._state().get("weights", ())}
+
+    def examples(self, each: int = 2) -> list[Example]:
+        """Sample solutions of the newest prover: `each` sneaky flaws that the verifier believed most, and `each`
+        typical correct solutions."""
+        from pvg.reporting.solutions import choose_examples
+
+        return choose_examples(self.directory, each)
+
+    def resume(self, observer: Observer | None = None) -> Run:
+        """Play on from the last commit to the end. Raises UsageError if the run is complete."""
+        if self.status == "complete":
+            raise UsageError(f"The run {self.name!r} is complete.")
+        return _played(self.directory, self.experiment, observer or SilentObserver(), resume=True)
+
+    def open_scorer(self, round: int = -1) -> VerifierScorer:
+        """The scorer of a round's verifier; see `VerifierScorer.load`."""
+        return _open_scorer(self, round)
+
+    def _state(self) -> dict[str, Any]:
+        return self.directory.load_state().state or {}
+
+
+def _overrides(settings: Settings) -> list[str]:
+    """Settings as the strings that `-s` takes, so that both mean the same."""
+    found = []
+    for key, value in settings.items():
+        plain = str(value) if isinstance(value, Path) else value
+        if plain is None or isinstance(plain, Mapping):
+            raise UsageError(f"The setting {key!r} is {plain!r}.", "Give each setting as a dotted key with a value.")
+        found.append(f"{key}={tomli_w.dumps({'value': plain}).removeprefix('value = ').rstrip()}")
+    return found
+
+
+def _played(directory: RunDirectory, experiment: Experiment, observer: Observer, *, resume: bool) -> Run:
+    from pvg.game.run import play as play_run
+
+    with directory.lock(discard=lambda: not resume and not directory.has_state):
+        run_to_end(
+            lambda: play_run(experiment, directory, observer=observer, stop=asyncio.Event(), resume=resume),
+            experiment.telemetry.event_loop,
+        )
+    return Run(directory.path)
+
+
+class _Verifiers:
+    """Opens a run's verifiers without its prover."""
+
+    def __init__(self, experiment: Experiment, device: torch.device) -> None:
+        self._experiment, self._device = experiment, device
+
+    def open_verifier(self, round_: int = 0, member: int = 0, like: VerifierModel | None = None) -> VerifierModel:
+        from pvg.game.players import open_verifier
+
+        return open_verifier(self._experiment, self._device, None, round_, member, like)
+
+
+def _open_scorer(run: Run, round_: int) -> VerifierScorer:
+    from pvg.game.players import template_of
+    from pvg.game.round_verifier import read_verifier, verifier_weights_name
+    from pvg.game.simultaneous import final_verifier_name
+    from pvg.models import pick_device
+    from pvg.store.checkpoints import read_checkpoint
+    from pvg.tasks import open_task
+    from pvg.verifier.scorer import VerifierScorer
+
+    experiment, weights, finished = run.experiment, run.weights, len(run.rounds)
+    number = finished + round_ if round_ < 0 else round_
+    if not 0 <= number < finished:
+        raise UsageError(f"Round {round_} of the run {run.name!r} is not finished.", f"Finished rounds: {finished}.")
+    final = final_verifier_name(number)
+    name = final if final in weights else verifier_weights_name(number)
+    device = pick_device(experiment.models.device)
+    with ExitStack() as opened:
+        executor = opened.enter_context(ThreadPoolExecutor(1, "pvg-score"))
+        task = open_task(experiment.task)
+        if isinstance(task, AbstractContextManager):
+            opened.enter_context(task)
+        read = _Verifiers(experiment, device)
+        work = executor.submit(read_verifier, read, lambda name: read_checkpoint(run.directory.weights, name), name)
+        verifier, threshold = work.result()
+        opened.callback(verifier.close)
+        return VerifierScorer(
+            verifier,
+            template_of(experiment, task, verifier),
+            verifier.version(),
+            cache_entries=experiment.verifier.cache_entries,
+            token_budget=experiment.verifier.score_tokens,
+            executor=executor,
+            threshold=threshold,
+            owned=opened.pop_all(),
+        )

@@ -1,0 +1,80 @@
+"""The parts of a time budget in the order and the families in which they are drawn, on the terminal and on the page.
+
+A family is work of one kind and has one colour; its parts differ in shade. What no list names (a part of a later pvg,
+or of a user's own spans) belongs to the family `other`, and what nobody accounted for stands last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from pvg.telemetry.spans import UNACCOUNTED
+
+OTHER = "other"
+
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "sampling": ("rollout", "decode", "prefill", "grade"),
+    "scoring": ("score", "score_service", "score_queue"),
+    "training": ("forward_backward", "survey", "reference", "recompute", "optimizer", "credit", "pack", "draw_pairs"),
+    "keeping": ("sync", "checkpoint", "evaluate", "record", "open_models"),
+    "waiting": ("wait_for_rollouts", "wait_for_pairs", "wait_for_weights"),
+    OTHER: (),
+    UNACCOUNTED: (UNACCOUNTED,),
+}
+MEANING = {
+    "sampling": "writing and grading solutions",
+    "scoring": "asking the verifier",
+    "training": "learning",
+    "keeping": "moving weights, storing, evaluating",
+    "waiting": "waiting for others",
+    OTHER: "other work",
+    UNACCOUNTED: "outside of any span",
+}
+
+SHADES = 4  # of each family; a fifth part begins anew
+
+_FAMILY_OF = {part: family for family, parts in FAMILIES.items() for part in parts}
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetPart:
+    """A part of a budget, its family and its shade within the family (0 is the strongest)."""
+
+    name: str
+    family: str
+    shade: int
+
+    @property
+    def label(self) -> str:
+        return self.name.replace("_", " ")
+
+    @property
+    def style(self) -> str:
+        """The class of its colour in the page's style sheet."""
+        return f"part-{self.family}-{self.shade}"
+
+
+def family_of(name: str) -> str:
+    return _FAMILY_OF.get(name, OTHER)
+
+
+def in_order(names: Iterable[str]) -> list[BudgetPart]:
+    """The parts by family, within a family as its list has them, unknown ones by name. Each name once."""
+    given = set(names)
+    found = []
+    for family, known in FAMILIES.items():
+        names_in_order = sorted(given - _FAMILY_OF.keys()) if family == OTHER else known
+        # The place in the whole list: a part has the same shade in every chart, whichever others are there.
+        found += [
+            BudgetPart(name, family, place % SHADES) for place, name in enumerate(names_in_order) if name in given
+        ]
+    return found
+
+
+def by_family(budget: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by family, in order; only families with a part in the budget."""
+    totals: dict[str, float] = {}
+    for part in in_order(budget):
+        totals[part.family] = totals.get(part.family, 0.0) + budget[part.name]
+    return totals

@@ -1,0 +1,262 @@
+"""Numbers as short text: percentages, scores, durations, sparklines, and how each metric of a run is shown.
+
+Pure functions of numbers; the terminal tables, the live display and the HTML page share them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+NumberStyle = Literal["share", "auc", "score", "rate", "number", "seconds", "bytes"]
+
+BARS = "▁▂▃▄▅▆▇"  # without the full block: lines of one below the other would merge
+ABSENT = "–"
+# A sparkline's full height spans at least this much, so that noise does not look like an event.
+LEAST_SPAN: dict[NumberStyle, float] = {
+    "share": 0.1,
+    "auc": 0.02,
+    "score": 0.5,
+    "rate": 0.0,
+    "number": 0.0,
+    "seconds": 0.0,
+    "bytes": 0.0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MetricDisplay:
+    """How a metric is shown: its label, its style, and whether a higher value is the better one (None: neither)."""
+
+    label: str
+    style: NumberStyle
+    higher_is_better: bool | None = None
+
+
+METRIC_DISPLAYS: dict[str, MetricDisplay] = {
+    "helpful_accuracy": MetricDisplay("helpful accuracy", "share", True),
+    "sneaky_error_rate": MetricDisplay("sneaky error rate", "share"),
+    "fooled_rate": MetricDisplay("fooled rate", "share"),
+    "fooled_rate_base": MetricDisplay("fooled by base", "share", False),
+    "fooled_rate_previous": MetricDisplay("fooled by previous", "share", False),
+    "accepted_helpful": MetricDisplay("helpful accepted", "share", True),
+    "verifier_auc": MetricDisplay("verifier AUC", "auc", True),
+    "verifier_auc_previous": MetricDisplay("AUC on previous", "auc", True),
+    "verifier_auc_base": MetricDisplay("AUC on base", "auc", True),
+    "pair_accuracy": MetricDisplay("pair accuracy", "share", True),
+    "score_gap": MetricDisplay("score gap", "score", True),
+    "score_helpful_correct": MetricDisplay("score helpful correct", "score"),
+    "score_helpful_incorrect": MetricDisplay("score helpful wrong", "score"),
+    "score_sneaky_correct": MetricDisplay("score sneaky correct", "score"),
+    "score_sneaky_incorrect": MetricDisplay("score sneaky wrong", "score"),
+    "score_mean": MetricDisplay("mean score", "score"),
+    "threshold": MetricDisplay("acceptance threshold", "score"),
+    "reward_mean": MetricDisplay("mean reward", "score"),
+    "malformed": MetricDisplay("malformed", "share", False),
+    "tests_passed": MetricDisplay("tests passed", "share", True),
+    "sneaky_visible_rate": MetricDisplay("sneaky passing visible tests", "share", True),
+    "certified_rate": MetricDisplay("certified flaws", "share"),
+    "similarity": MetricDisplay("sneaky similarity", "share", False),
+    "truncated": MetricDisplay("truncated", "share", False),
+    "zero_signal": MetricDisplay("zero-signal groups", "share", False),
+    "clipped": MetricDisplay("clipped tokens", "share"),
+    "cache_hit_rate": MetricDisplay("score cache hits", "share"),
+    "cache_hits": MetricDisplay("score cache hits", "rate"),
+    "cache_misses": MetricDisplay("score cache misses", "rate"),
+    "cache_evictions": MetricDisplay("score cache evictions", "rate"),
+    "tokens_per_s": MetricDisplay("tokens/s", "rate", True),
+    "prompt_tokens_per_s": MetricDisplay("prompt tokens/s", "rate", True),
+    "latency_p50_s": MetricDisplay("latency p50", "seconds", False),
+    "latency_p90_s": MetricDisplay("latency p90", "seconds", False),
+    "latency_p99_s": MetricDisplay("latency p99", "seconds", False),
+    "engine_batch": MetricDisplay("rows per decoding step", "number"),
+    "prefix_share": MetricDisplay("shared prompt tokens", "share", True),
+    "padding": MetricDisplay("padding", "share", False),
+    "trainer_idle": MetricDisplay("trainer idle", "share", False),
+    "pairs_per_s": MetricDisplay("pairs/s", "rate", True),
+    "kl": MetricDisplay("KL to start", "number"),
+    "grad_norm": MetricDisplay("gradient norm", "number"),
+    "ratio_max": MetricDisplay("largest ratio", "number"),
+    "ratio_min": MetricDisplay("smallest ratio", "number"),
+    "staleness_max": MetricDisplay("largest staleness", "number"),
+    "dropped_stale": MetricDisplay("stale rollouts dropped", "number", False),
+    "loss": MetricDisplay("loss", "number"),
+    "staleness": MetricDisplay("staleness", "number"),
+    "pairs_available": MetricDisplay("pairs to draw from", "rate"),
+    # Not metrics of a run's file, but what reports make of it.
+    "prover_step_s": MetricDisplay("prover step, median", "seconds", False),
+    "verifier_step_s": MetricDisplay("verifier step, median", "seconds", False),
+    "time_in_phases_s": MetricDisplay("time in phases", "seconds", False),
+}
+
+# The phase whose values a metric is followed by, from its first one on: the mint samples come from other provers,
+# those of the checkpoint from other problems, and a line through all of them would show steps where nothing happened.
+HOME_PHASES = {
+    "helpful_accuracy": "train_prover",
+    "sneaky_error_rate": "train_prover",
+    "fooled_rate": "train_prover",
+    "score_gap": "train_prover",
+    "malformed": "train_prover",
+    "truncated": "train_prover",
+    "pair_accuracy": "train_verifier",
+    "verifier_auc": "train_verifier",
+}
+
+PHASE_LABELS = {
+    "init": "sample",  # the state that `pvg rollout` leaves a run in
+    "solve": "solver",
+    "mint": "mint",
+    "train_verifier": "verifier",
+    "train_prover": "prover",
+    "checkpoint": "checkpoint",
+}
+
+
+def metric_display(name: str) -> MetricDisplay:
+    """How metric `name` is shown; an unknown one under its own name."""
+    return METRIC_DISPLAYS.get(name) or MetricDisplay(name.replace("_", " "), "number")
+
+
+def phase_label(phase: str) -> str:
+    return PHASE_LABELS.get(phase) or phase.replace("_", " ")
+
+
+def metric_text(name: str, value: float | None) -> str:
+    """The value of metric `name` as text; a dash where there is none."""
+    return value_text(metric_display(name).style, value)
+
+
+def value_text(style: NumberStyle, value: float | None) -> str:
+    if value is None or math.isnan(value):
+        return ABSENT
+    return _WRITTEN[style](value)
+
+
+def percent(value: float) -> str:
+    """0.843 -> `84.3 %`; 1.0 -> `100 %`."""
+    text = f"{100 * value:.1f}"
+    return "100 %" if text == "100.0" else f"{text} %"
+
+
+def compact(value: float) -> str:
+    """12_432 -> `12.4k`; three significant digits and a unit of thousand."""
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    size = abs(value)
+    for limit, factor, unit in ((1e3, 1.0, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M"), (math.inf, 1e9, "G")):
+        if size < limit * (1 - 5e-4):
+            scaled = size / factor
+            digits = 0 if scaled >= 100 or (not unit and scaled == int(scaled)) else 1
+            return f"{math.copysign(scaled, value):.{digits}f}{unit}"
+    return f"{value:.3g}"
+
+
+def short_seconds(seconds: float) -> str:
+    """0.0123 -> `12.3 ms`, 4.2 -> `4.20 s`, 75 -> `1:15`."""
+    size = abs(seconds)
+    if size == 0:
+        return "0 s"
+    if size < 0.9995e-3:
+        return f"{seconds * 1e6:.3g} µs"
+    if size < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.2f} s" if size < 59.995 else clock(seconds)
+
+
+PEAKS = {"rss_bytes": "peak resident memory of a process", "gpu_bytes": "peak memory on a GPU"}
+
+
+def peak_memory_texts(peaks: Mapping[str, float]) -> list[tuple[str, str]]:
+    """A run's or a benchmark's peak memory as (what, how much)."""
+    return [(what, byte_size(peaks[name])) for name, what in PEAKS.items() if name in peaks]
+
+
+def byte_size(count: float) -> str:
+    """1_288_490_189 -> `1.20 GiB`."""
+    size = abs(count)
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def duration(seconds: float | None) -> str:
+    """75 -> `1:15`, 0.4 -> `0.4 s`, 3700 -> `1:01:40`."""
+    if seconds is None or math.isnan(seconds) or math.isinf(seconds):
+        return ABSENT
+    return f"{seconds:.1f} s" if seconds < 9.95 else clock(seconds)
+
+
+def clock(seconds: float) -> str:
+    """75 -> `1:15`, 3700 -> `1:01:40`."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}:{rest:02d}"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"
+
+
+def total_budget(budgets: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Seconds by part, summed; the largest first, `unaccounted` last."""
+    totals: dict[str, float] = {}
+    for budget in budgets:
+        for part, seconds in budget.items():
+            totals[part] = totals.get(part, 0.0) + seconds
+    return {part: totals[part] for part in sorted(totals, key=lambda part: (part == "unaccounted", -totals[part]))}
+
+
+def sparkline(values: Sequence[float], width: int, least_span: float = 0.0) -> str:
+    """At most `width` bars, lowest value lowest; longer series are averaged in equal buckets, NaN is left blank.
+
+    The full height spans max - min of what is shown, but at least `least_span`; what never changes lies flat.
+    """
+    points = _buckets(values, width)
+    finite = [point for point in points if math.isfinite(point)]
+    if not finite:
+        return ""
+    low, high = min(finite), max(finite)
+    if high - low < least_span:
+        high = low + least_span
+    if high <= low:
+        return "".join(BARS[0] if math.isfinite(point) else " " for point in points)
+    top = len(BARS) - 1
+    return "".join(
+        # Halved, because the difference of the largest numbers is no number.
+        BARS[min(top, int((point / 2 - low / 2) / (high / 2 - low / 2) * len(BARS)))] if math.isfinite(point) else " "
+        for point in points
+    )
+
+
+def trend(name: str, values: Sequence[float], width: int) -> str:
+    """The sparkline of metric `name`."""
+    return sparkline(values, width, LEAST_SPAN[metric_display(name).style])
+
+
+def _buckets(values: Sequence[float], width: int) -> list[float]:
+    count = len(values)
+    if count <= width:
+        return list(values)
+    edges = [count * position // width for position in range(width + 1)]
+    means = []
+    for start, end in itertools.pairwise(edges):
+        bucket = [value for value in values[start:end] if math.isfinite(value)]
+        means.append(sum(bucket) / len(bucket) if bucket else math.nan)
+    return means
+
+
+def _plain_number(value: float) -> str:
+    return compact(value) if abs(value) >= 1000 else f"{value:.3g}"
+
+
+_WRITTEN: dict[NumberStyle, Callable[[float], str]] = {
+    "share": percent,
+    "auc": "{:.3f}".format,
+    "score": "{:.2f}".format,
+    "rate": compact,
+    "number": _plain_number,
+    "seconds": short_seconds,
+    "bytes": byte_size,
+}

@@ -1,0 +1,248 @@
+"""The machine while the run played: processors, memory, GPUs, the event loop; and what came out of it per second."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+
+from markupsafe import Markup
+
+from pvg.reporting.axes import PROVER, VERIFIER, ChartLine, Point, StepAxis, XAxis, nice_axis, without_gaps
+from pvg.reporting.charts import line_chart
+from pvg.reporting.formats import NumberStyle, duration, peak_memory_texts, percent, short_seconds, value_text
+from pvg.reporting.html import PageSection, elements
+from pvg.reporting.run_summary import RunSummary, SamplerReading, lag_summary, reading_ranges
+
+GPU = re.compile(r"gpu(\d+)_(.+)")
+LEAST_PAUSE = 60.0  # seconds; a longer silence of the sampler is a pause of the run
+
+
+# --- throughput --------------------------------------------------------------------------------------------------
+
+
+def throughput_section(summary: RunSummary) -> PageSection:
+    prover, verifier = StepAxis(summary.steps, PROVER), StepAxis(summary.steps, VERIFIER)
+    charts: list[Markup] = []
+    if prover:
+        x = prover.across()
+
+        def chart(
+            title: str, style: NumberStyle, unit: str, *lines: tuple[str, str, str, str], zero: bool = True
+        ) -> Markup:
+            return line_chart(title, [prover.line(*line) for line in lines], x, style, unit=unit, zero=zero)
+
+        charts += [
+            chart(
+                "Sampling rate",
+                "rate",
+                "tokens per second",
+                ("tokens_per_s", "written", "part-sampling-0", ""),
+                ("prompt_tokens_per_s", "read (prompts)", "part-sampling-2", "dashed"),
+            ),
+            chart(
+                "Latency of a rollout",
+                "seconds",
+                "queue and service",
+                ("latency_p50_s", "p50", "quantile-0", ""),
+                ("latency_p90_s", "p90", "quantile-1", "dashed"),
+                ("latency_p99_s", "p99", "quantile-2", "dotted"),
+            ),
+            chart("Engine's batch", "number", "rows decoded together, mean", ("engine_batch", "rows", "ink", "")),
+            chart(
+                "Work that was spared",
+                "share",
+                "share",
+                ("cache_hit_rate", "scores from the cache", "verifier", ""),
+                ("prefix_share", "prompt tokens shared", "part-sampling-0", "dashed"),
+            ),
+            chart(
+                "Work that was wasted",
+                "share",
+                "share",
+                ("padding", "padding in micro-batches", "part-training-0", ""),
+                ("trainer_idle", "trainer idle", "trouble-1", "dashed"),
+            ),
+            chart(
+                "Score cache",
+                "rate",
+                "since the phase began",
+                ("cache_hits", "hits", "quantile-2", ""),
+                ("cache_misses", "misses", "quantile-1", "dashed"),
+                ("cache_evictions", "evictions", "trouble-1", "dotted"),
+            ),
+            chart(
+                "Staleness",
+                "number",
+                "policy versions behind",
+                ("staleness", "mean", "ink", ""),
+                ("staleness_max", "largest", "trouble-1", "dashed"),
+                ("staleness_in_queue", "mean, in the queue", "quantile-1", "dotted"),
+            ),
+            chart(
+                "Rollouts that grew too old",
+                "number",
+                "per batch",
+                ("dropped_stale", "dropped", "trouble-1", ""),
+                ("stale_cancelled", "of them in flight", "quantile-2", "dashed"),
+            ),
+        ]
+    if verifier:
+        lines = [verifier.line("pairs_per_s", "pairs", "verifier")]
+        charts.append(
+            line_chart("Verifier's training", lines, verifier.across(), "rate", unit="pairs per second", zero=True)
+        )
+    return PageSection("throughput", "Throughput", [elements.grid(charts)])
+
+
+# --- device and event loop ---------------------------------------------------------------------------------------
+
+
+def machine_section(summary: RunSummary) -> PageSection:
+    """Device and lag charts over the run's time; old runs have neither and say so."""
+    if not (summary.device or summary.loop or summary.peak_memory):
+        why = "This run recorded neither its device nor its event loop: the pvg that played it did not sample them yet."
+        return PageSection("machine", "Machine", [elements.empty(why)] if summary.steps else [])
+    body: list[Markup] = []
+    if summary.peak_memory:
+        body.append(elements.facts(peak_memory_texts(summary.peak_memory)))
+    if summary.device:
+        body += [elements.facts(_device_facts(summary)), elements.grid(_device_charts(summary.device))]
+    if summary.loop:
+        body += [elements.subheading("Event loop", _lag_words(summary.loop)), elements.grid([_lag_chart(summary.loop)])]
+    return PageSection("machine", "Machine", body)
+
+
+def _device_facts(summary: RunSummary) -> list[tuple[str, str]]:
+    found = reading_ranges(summary.device)
+    rows = [
+        ("processors in use, mean", "cpu", "mean", "share"),
+        ("cores used by pvg, mean", "process_cpu", "mean", "number"),
+        ("largest resident memory", "rss_bytes", "max", "bytes"),
+        ("memory of the machine", "memory_total_bytes", "last", "bytes"),
+    ]
+    facts_found = [(label, value_text(style, found[name][of])) for label, name, of, style in rows if name in found]  # type: ignore[arg-type]
+    for name in found:
+        match = GPU.fullmatch(name)
+        if match and match[2] == "utilisation":
+            facts_found.append((f"GPU {match[1]} in use, mean", percent(found[name]["mean"])))
+        if match and match[2] == "memory_bytes":
+            facts_found.append((f"GPU {match[1]} memory, most", value_text("bytes", found[name]["max"])))
+    return facts_found
+
+
+class ReadingClock:
+    """The readings' times as an axis, without the pauses between two processes."""
+
+    def __init__(self, readings: Sequence[SamplerReading]) -> None:
+        self.readings = readings
+        times = [reading.time for reading in readings]
+        apart = sorted(b - a for a, b in itertools.pairwise(times)) or [1.0]
+        self.places, self.breaks = without_gaps(times, max(LEAST_PAUSE, 10 * apart[len(apart) // 2]))
+
+    def across(self) -> XAxis:
+        end = self.places[-1] if self.places[-1] > 0 else 1.0
+        unit, factor = ("seconds", 1.0) if end < 120 else ("minutes", 60.0) if end < 7200 else ("hours", 3600.0)
+        axis = nice_axis([0.0, end / factor], "number", zero=True, most_ticks=5)
+        ticks = tuple(
+            (at * factor, label) for at, (_, label) in zip(axis.ticks, axis.labels(), strict=True) if at * factor <= end
+        )
+        label = f"{unit} since the first reading" + (", pauses left out" if self.breaks else "")
+        return XAxis(0.0, end, label, ticks, style="seconds")
+
+    def line(
+        self, value: Callable[[dict[str, float]], float | None], name: str, style: str, dash: str = ""
+    ) -> ChartLine:
+        pieces: list[list[Point]] = [[]]
+        for index, (place, reading) in enumerate(zip(self.places, self.readings, strict=True)):
+            if index in self.breaks:
+                pieces.append([])
+            found = value(reading.metrics)
+            if found is not None:
+                pieces[-1].append((place, found))
+        return ChartLine(name, [piece for piece in pieces if piece], style, dash)
+
+    def metric(self, metric: str, name: str, style: str, dash: str = "") -> ChartLine:
+        return self.line(lambda metrics: metrics.get(metric), name, style, dash)
+
+
+def _device_charts(readings: list[SamplerReading]) -> list[Markup]:
+    clock = ReadingClock(readings)
+    x = clock.across()
+    names = {name for reading in readings for name in reading.metrics}
+    charts = [
+        line_chart(
+            "Processors", [clock.metric("cpu", "all cores", "ink")], x, "share", unit="share of the machine's cores"
+        ),
+        line_chart(
+            "Cores used by pvg", [clock.metric("process_cpu", "cores", "ink")], x, "number", unit="cores", zero=True
+        ),
+        line_chart(
+            "Memory",
+            [
+                clock.metric("memory_used_bytes", "the machine", "quantile-0", "dashed"),
+                clock.metric("rss_bytes", "pvg, resident", "quantile-2"),
+            ],
+            x,
+            "bytes",
+            unit="in use",
+            zero=True,
+        ),
+    ]
+    numbers = sorted({int(match[1]) for name in names if (match := GPU.fullmatch(name))})
+    for title, style, unit, measures in (
+        (
+            "GPU",
+            "share",
+            "share of the time, of the SMs, or of the warps",
+            (
+                ("utilisation", "any kernel runs", ""),
+                ("sm_activity", "SMs with work", "dashed"),
+                ("sm_occupancy", "warps, of the maximum", "dotted"),
+            ),
+        ),
+        (
+            "GPU memory traffic",
+            "share",
+            "share of the bandwidth, or of the time",
+            (("memory_bandwidth", "bandwidth used", ""), ("memory_activity", "any read or write", "dashed")),
+        ),
+        ("GPU memory", "bytes", "in use", (("memory_bytes", "", ""),)),
+        ("GPU power", "number", "W", (("power_w", "", ""),)),
+    ):
+        lines = [
+            clock.metric(f"gpu{number}_{measure}", f"GPU {number} {word}".strip(), f"run-{number % 6}", dash)
+            for number in numbers
+            for measure, word, dash in measures
+        ]
+        charts.append(line_chart(title, lines, x, style, unit=unit, zero=True))  # type: ignore[arg-type]
+    return charts
+
+
+def _lag_chart(readings: list[SamplerReading]) -> Markup:
+    clock = ReadingClock(readings)
+    # A lag of exactly nothing has no place on a logarithmic axis: the clock's own resolution stands for it.
+    lines = [
+        clock.line(lambda m, name=name: max(m[name], 1e-6) if name in m else None, label, style, dash)  # type: ignore[misc]
+        for name, label, style, dash in (
+            ("lag_p50_s", "p50", "quantile-0", ""),
+            ("lag_p90_s", "p90", "quantile-1", "dashed"),
+            ("lag_p99_s", "p99", "quantile-2", ""),
+            ("lag_max_s", "longest", "trouble-1", "dotted"),
+        )
+    ]
+    return line_chart(
+        "Lag", lines, clock.across(), "seconds", unit="later than asked, logarithmic", log=True, height=200
+    )
+
+
+def _lag_words(readings: list[SamplerReading]) -> str:
+    figures = lag_summary(readings)
+    if "worst_max_s" not in figures:
+        return ""
+    typical = f"typically {short_seconds(figures['median_p50_s'])}, " if "median_p50_s" in figures else ""
+    span = readings[-1].time - readings[0].time
+    return (
+        f"How much later than asked a task of the event loop was woken: {typical}"
+        f"at worst {short_seconds(figures['worst_max_s'])}, in {figures['samples']:.0f} samples over {duration(span)}."
+    )

@@ -1,0 +1,330 @@
+"""The page of one run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from markupsafe import Markup
+
+from pvg.config.experiment import Experiment
+from pvg.config.sections import TASKS, Store
+from pvg.errors import StateError
+from pvg.evaluation.report import EvaluationReport, report_of
+from pvg.reporting.axes import PROVER
+from pvg.reporting.charts import spark
+from pvg.reporting.evaluation import evaluation_section
+from pvg.reporting.formats import HOME_PHASES, duration, metric_display, metric_text, percent, phase_label, value_text
+from pvg.reporting.html import PageSection, TemplateMacros, elements, page
+from pvg.reporting.learning import learning_section, rounds_section, scores_section
+from pvg.reporting.machine import machine_section, throughput_section
+from pvg.reporting.run_summary import RunSummary, base_metrics
+from pvg.reporting.solutions import Example, RoundScores, SolutionPair, round_scores, solution_pairs
+from pvg.reporting.table import Column, Table, TableCell
+from pvg.reporting.time_sections import StepWindow, choose_windows, overlap_section, read_windows, time_section
+from pvg.store.atomic import DamagedFileError
+from pvg.store.run_directory import RunDirectory
+from pvg.telemetry.spans import UNACCOUNTED
+
+markup = TemplateMacros("run.html.j2")
+
+STATUS = {"complete": "good", "samples": "good", "unfinished": "warn", "empty": "warn"}
+
+# Key figures: metric, colour, and whether a change from the base prover (or the first round) is worth a word.
+TILES = (
+    ("helpful_accuracy", "helpful"),
+    ("sneaky_error_rate", "sneaky"),
+    ("fooled_rate", "sneaky"),
+    ("verifier_auc", "verifier"),
+    ("score_gap", "ink"),
+    ("kl", "ink"),
+    ("tokens_per_s", "ink"),
+    ("pairs_per_s", "verifier"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """Everything that a page of one run shows. `problems` are sentences on what could not be read."""
+
+    summary: RunSummary
+    experiment: Experiment
+    scores: list[RoundScores]
+    pairings: list[SolutionPair]
+    windows: list[StepWindow]
+    damaged_spans: int
+    problems: list[str]
+    evaluation: EvaluationReport | None = None
+
+
+def collect(run: RunDirectory, summary: RunSummary, examples: int) -> RunData:
+    """Read what the summary does not hold: scores, solutions and spans. Damaged shards are told, not fatal."""
+    problems: list[str] = []
+    scores: list[RoundScores] = []
+    pairings: list[SolutionPair] = []
+    try:
+        scores = round_scores(run, summary)
+        pairings = solution_pairs(run, examples) if examples else []
+    except DamagedFileError as error:
+        problems.append(str(error))
+    try:
+        run.verify_journal(run.load_state().state or {}, run.spans)
+    except StateError as error:
+        if str(error) not in summary.notes:
+            problems.append(str(error))
+    windows, damaged = read_windows(run.spans, choose_windows(summary.steps))
+    evaluation = None
+    try:
+        evaluation = report_of(run)
+    except StateError as error:
+        problems.append(str(error))
+    return RunData(summary, run.experiment(), scores, pairings, windows, damaged, problems, evaluation)
+
+
+def run_page(data: RunData) -> str:
+    summary = data.summary
+    thresholds = {found.round: found.threshold for found in data.scores if found.threshold is not None}
+    no_scores = "There are no scored solutions yet." if summary.status in ("unfinished", "samples") else ""
+    sections = [
+        _alerts(summary),
+        rounds_section(summary),
+        evaluation_section(data.evaluation),
+        learning_section(summary),
+        scores_section(data.scores, no_scores),
+        solutions_section(data.pairings, thresholds),
+        time_section(summary),
+        overlap_section(data.windows, data.damaged_spans, has_steps=bool(summary.steps)),
+        throughput_section(summary),
+        machine_section(summary),
+        settings_section(data.experiment),
+        _onwards(summary),
+    ]
+    header = [
+        elements.title(
+            summary.name,
+            f"experiment {summary.experiment}" if summary.experiment != summary.name else "pvg run",
+            summary.status,
+            STATUS[summary.status],
+        ),
+        _facts(summary),
+        elements.notes([*summary.notes, *data.problems]),
+        markup.tiles(_tiles(summary)),
+    ]
+    return page(f"{summary.name}: pvg report", header, sections)
+
+
+def _facts(summary: RunSummary) -> Markup:
+    samples = summary.status == "samples"
+    return elements.facts(
+        [
+            ("rounds", None if samples else f"{len(summary.rounds)} of {summary.rounds_planned}"),
+            ("phase", phase_label(summary.phase) if summary.status == "unfinished" else None),
+            ("time in phases", duration(summary.seconds)),
+            ("begun", when(summary.began)),
+            ("pvg", summary.code_version),
+            ("machine", summary.machine),
+            ("settings", summary.config_hash),
+        ]
+    )
+
+
+def when(moment: float | None) -> str | None:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(moment)) if moment is not None else None
+
+
+Tile = tuple[str, str, str, Markup, str]  # label, value, detail, a small line, colour
+
+
+def _tiles(summary: RunSummary) -> list[Tile]:
+    """The key figures: of the last finished round where rounds tell them, otherwise of the last step."""
+    base = base_metrics(summary.rounds)
+    last = summary.rounds[max(summary.rounds)] if summary.rounds else {}
+    tiles: list[Tile] = []
+    for name, style in TILES:
+        series = summary.series(name, HOME_PHASES.get(name)) or summary.series(name)
+        by_round = [summary.rounds[n][name] for n in sorted(summary.rounds) if name in summary.rounds[n]]
+        value = last.get(name, series[-1] if series else None)
+        if value is None:
+            continue
+        since = f"base {metric_text(name, base[name])}" if name in base else ""
+        if name not in last:
+            since = "last step"
+        tiles.append(
+            (metric_display(name).label, metric_text(name, value), since, spark(series or by_round, style), style)
+        )
+    walls = [sum(step.budget.values()) for step in summary.steps if step.phase == PROVER and step.budget]
+    if walls:
+        typical = value_text("seconds", statistics.median(walls))
+        tiles.append(("prover step", typical, "median", spark(walls, "ink"), "ink"))
+    budget = summary.budget
+    if sum(budget.values()) > 0:
+        share = budget.get(UNACCOUNTED, 0.0) / sum(budget.values())
+        hidden = sum(summary.hidden.values())
+        detail = f"{value_text('seconds', hidden)} hidden by overlap" if hidden else "of the steps' time"
+        tiles.append(("unaccounted", percent(share), detail, Markup(), "ink"))
+    return tiles
+
+
+def _alerts(summary: RunSummary) -> PageSection:
+    found = []
+    for alert in summary.alerts:
+        step = "" if alert.step is None else f", step {alert.step}"
+        when_ = f"round {alert.round}, {phase_label(alert.phase)}{step}"
+        found.append((alert.name.replace("_", " "), alert.message, when_))
+    return PageSection("alerts", "Alerts", [markup.alerts(found)])
+
+
+def _onwards(summary: RunSummary) -> PageSection:
+    """What to type next, and where things lie."""
+    # By name in the default folder, by path elsewhere.
+    name = shlex.quote(summary.name if summary.path == Store().root / summary.name else str(summary.path))
+    commands = [
+        *(
+            [(f"pvg train --resume {name}", "go on where it stopped")]
+            if summary.status in ("unfinished", "empty")
+            else []
+        ),
+        *([(f"pvg evaluate {name}", "attackers, detection, best-of-n, and more")] if summary.rounds else []),
+        (f"pvg report {name}", "this report, from the files as they are then"),
+        (f"pvg report {name} OTHER", "beside another run"),
+        (f"pvg diagnose {name}", "what slowed it down"),
+    ]
+    files = [
+        ("metrics.jsonl", "every step, phase and round"),
+        ("spans.jsonl", "what ran when"),
+        ("rollouts/", "every solution, with its score and grade"),
+        ("weights/", "the players of each round"),
+    ]
+    body = [elements.commands(commands), elements.commands(files)]
+    return PageSection("onwards", "Going on", body, f"The run lies in {summary.path}.")
+
+
+# What the players wrote, both roles side by side, and what verifier and grader said.
+
+LONGEST = 4000  # characters of a solution; the rest can be read in the shard
+STEP = re.compile(r"\bstep (\d+)\b")
+
+
+def solutions_section(pairings: Sequence[SolutionPair], thresholds: dict[int, float]) -> PageSection:
+    """The newest round open, the earlier ones folded."""
+    if not pairings:
+        return PageSection("solutions", "Solutions", [])
+    newest = max(pairing.round for pairing in pairings)
+    body = [_pair(pairing, thresholds) for pairing in pairings if pairing.round == newest]
+    for round_ in sorted({pairing.round for pairing in pairings} - {newest}, reverse=True):
+        older = [_pair(pairing, thresholds) for pairing in pairings if pairing.round == round_]
+        body.append(elements.details(f"Round {round_}", older))
+    lead = f"Round {newest}: the flaws its verifier believed most, each beside a helpful solution of the same problem."
+    return PageSection("solutions", "Solutions", body, lead)
+
+
+@dataclass(frozen=True, slots=True)
+class ShownSolution:
+    """A solution as the page shows it: `pieces` of its text, of which number `wrong` is marked (-1: none), and texts
+    before and after it."""
+
+    example: Example
+    score: str
+    grade: str
+    pieces: list[str]
+    wrong: int
+    before: list[str]
+    after: list[str]
+
+
+def _pair(pairing: SolutionPair, thresholds: dict[int, float]) -> Markup:
+    threshold = thresholds.get(pairing.round)
+    sides = [_side(example, threshold) for example in (pairing.helpful, pairing.sneaky) if example is not None]
+    return markup.pairing(pairing.question, pairing.reference, sides)
+
+
+def _side(example: Example, threshold: float | None) -> ShownSolution:
+    score = ""
+    if example.score is not None:
+        verdict = "" if threshold is None else (", accepted" if example.score >= threshold else ", refused")
+        score = f"score {example.score:+.3f}{verdict}"
+    pieces, wrong = text_pieces(example.text, example.note)
+    before = [] if example.solver_text is None else [f"solver: {example.solver_text[:LONGEST]}"]
+    after = [f"{who}: {said[:LONGEST]}" for who, said in example.dialogue]
+    return ShownSolution(example, score, _grade(example), pieces, wrong, before, after)
+
+
+def _grade(example: Example) -> str:
+    found = f"answer {example.answer}" if example.answer is not None else "no answer"
+    verdict = "correct" if example.correct else ("wrong" if example.well_formed else "malformed")
+    note = example.note.removeprefix("malformed: ")
+    return f"{verdict}: {found}" + (f", {note}" if note else "")
+
+
+def text_pieces(text: str, note: str) -> tuple[list[str], int]:
+    """The steps of a text, and the number of the one that the grader's note names (the last one where it names the
+    final answer, -1 where it names none)."""
+    pieces = _pieces(text[:LONGEST])
+    match = STEP.search(note)
+    last = len(pieces) - 1 if "final answer" in note and "no final" not in note else -1
+    place = int(match[1]) - 1 if match else last
+    wrong = place if 0 <= place < len(pieces) else -1
+    rest = [f" … and {len(text) - LONGEST} more characters"] if len(text) > LONGEST else []
+    return [*pieces, *rest], wrong
+
+
+def _pieces(text: str) -> list[str]:
+    """The steps of a solution with what separates them: its lines, or where it has one line, what semicolons divide."""
+    if "\n" in text.strip():
+        found = re.findall(r"[^\n]*\n*", text)
+        return [piece for piece in found if piece]
+    return [piece for piece in re.findall(r"[^;]*;?", text) if piece]
+
+
+# The configuration: what differs from the defaults first, the whole of it for those who ask.
+
+UNSET = "unset"
+
+
+def settings_section(experiment: Experiment) -> PageSection:
+    changed = changed_settings(experiment)
+    table = Table([Column("setting"), Column("value"), Column("default")], look="settings")
+    for key, values in changed.items():
+        table.add(TableCell(key, "code"), *(setting_cell(value) for value in values))
+    body = [
+        table if changed else elements.empty("Nothing differs from the defaults."),
+        elements.details("The whole configuration", [elements.toml(experiment.to_toml())]),
+    ]
+    return PageSection("settings", "Settings", body, f"What differs from the defaults. Digest {experiment.hash()}.")
+
+
+def setting_cell(value: str) -> TableCell:
+    return TableCell(value, "quiet" if value == UNSET else "code")
+
+
+def changed_settings(experiment: Experiment) -> dict[str, tuple[str, str]]:
+    """Key -> (value, default) of all that is not as pvg has it by itself; of the task, as its kind has it."""
+    task = TASKS[experiment.task.kind]()
+    own, default = (
+        flat_settings(experiment.plain()),
+        flat_settings(Experiment.model_construct(**{**dict(Experiment()), "task": task}).plain()),
+    )
+    default["task.kind"] = toml_text(Experiment().task.kind)
+    keys = [key for key in sorted({*own, *default}) if own.get(key, UNSET) != default.get(key, UNSET)]
+    return {key: (own.get(key, UNSET), default.get(key, UNSET)) for key in keys}
+
+
+def flat_settings(plain: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Dotted keys and values as text, as they would stand in TOML."""
+    found: dict[str, str] = {}
+    for key, value in plain.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat_settings(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = toml_text(value)
+    return found
+
+
+def toml_text(value: Any) -> str:
+    return orjson.dumps(value, default=str).decode()

@@ -1,0 +1,289 @@
+"""The page of several runs: curves over each other, one colour per run, and what differs between them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+
+from markupsafe import Markup
+
+from pvg.reporting.axes import PROVER, VERIFIER, ChartLine, StepAxis, round_axis
+from pvg.reporting.budget_parts import in_order
+from pvg.reporting.charts import WINDOW, line_chart, stacked_row
+from pvg.reporting.formats import (
+    ABSENT,
+    METRIC_DISPLAYS,
+    NumberStyle,
+    duration,
+    metric_display,
+    metric_text,
+    total_budget,
+    value_text,
+)
+from pvg.reporting.html import LegendKey, PageSection, chart, elements, page
+from pvg.reporting.run_page import STATUS, UNSET, flat_settings, setting_cell, when
+from pvg.reporting.run_summary import RunSummary
+from pvg.reporting.table import Column, Table, TableCell
+from pvg.reporting.time_sections import box_key, whole_budget
+from pvg.store.run_directory import RunDirectory
+
+COLOURS = 6
+DASHES = ("", "dashed", "dotted")
+
+# Metric, phase, what its axis counts.
+BY_STEP: tuple[tuple[str, str, str, str], ...] = (
+    ("helpful_accuracy", PROVER, "Helpful accuracy", "share of helpful solutions"),
+    ("sneaky_error_rate", PROVER, "Sneaky error rate", "share of sneaky solutions"),
+    ("fooled_rate", PROVER, "Fooled rate", "share of flaws accepted"),
+    ("score_gap", PROVER, "Score gap", "helpful correct − sneaky flaw"),
+    ("reward_mean", PROVER, "Reward", "mean over both roles"),
+    ("kl", PROVER, "Distance from the start", "KL, nats per token"),
+    ("pair_accuracy", VERIFIER, "Verifier: pair accuracy", "share of pairs in order"),
+    ("tokens_per_s", PROVER, "Sampling rate", "tokens per second"),
+    ("pairs_per_s", VERIFIER, "Verifier's training", "pairs per second"),
+)
+BY_ROUND: tuple[tuple[str, str], ...] = (
+    ("helpful_accuracy", "share of helpful solutions"),
+    ("sneaky_error_rate", "share of sneaky solutions"),
+    ("fooled_rate", "share of flaws accepted"),
+    ("fooled_rate_previous", "share of the previous flaws accepted"),
+    ("fooled_rate_base", "share of the base prover's flaws accepted"),
+    ("accepted_helpful", "share of correct helpful solutions"),
+    ("verifier_auc", "correct against incorrect"),
+    ("score_gap", "helpful correct − sneaky flaw"),
+    ("malformed", "share of all solutions"),
+)
+
+
+class ComparedRun:
+    """A run with the name, colour and dash it has on this page."""
+
+    def __init__(self, name: str, summary: RunSummary, place: int) -> None:
+        self.name = name
+        self.summary = summary
+        self.style = f"run-{place % COLOURS}"
+        self.dash = DASHES[place // COLOURS % len(DASHES)]
+
+    @property
+    def key(self) -> LegendKey:
+        return LegendKey(self.name, self.style, self.dash)
+
+
+def several_page(directories: Sequence[RunDirectory], summaries: Sequence[RunSummary]) -> str:
+    names = distinct_names(directories)
+    runs = [
+        ComparedRun(name, summary, place) for place, (name, summary) in enumerate(zip(names, summaries, strict=True))
+    ]
+    header = [elements.title(f"{len(runs)} runs", "side by side"), _runs_table(runs)]
+    sections = [
+        _rounds(runs),
+        PageSection(
+            "learning",
+            "Learning",
+            [chart.legend([run.key for run in runs]), elements.grid(_step_charts(runs))],
+            "Step by step." + (f" Each line is the mean over {WINDOW} points." if any(_smoothed(runs)) else ""),
+        ),
+        _final(runs),
+        _time(runs),
+        _settings([directory.experiment().plain() for directory in directories], runs),
+        _notes(runs),
+    ]
+    return page(f"{', '.join(names)}: pvg report", header, sections)
+
+
+def distinct_names(directories: Sequence[RunDirectory]) -> list[str]:
+    """Each run's name, or its path where two have the same name."""
+    names = [directory.name for directory in directories]
+    return [
+        name if names.count(name) == 1 else str(directory.path)
+        for name, directory in zip(names, directories, strict=True)
+    ]
+
+
+def _runs_table(runs: Sequence[ComparedRun]) -> Table:
+    titles = ("run", "", "rounds", "time in phases", "begun", "pvg", "machine")
+    table = Table([Column(title) for title in titles], look="runs")
+    for run in runs:
+        found = run.summary
+        table.add(
+            TableCell(run.name, "strong", key=run.key),
+            TableCell(found.status, f"badge {STATUS[found.status]}"),
+            f"{len(found.rounds)} of {found.rounds_planned}",
+            duration(found.seconds),
+            when(found.began) or ABSENT,
+            found.code_version or ABSENT,
+            found.machine or ABSENT,
+        )
+    return table
+
+
+def _columns(first: str, runs: Sequence[ComparedRun]) -> list[Column]:
+    """A column of names, and one of numbers per run."""
+    return [Column(first), *(Column(run.name, "right", key=run.key) for run in runs)]
+
+
+# --- curves ------------------------------------------------------------------------------------------------------
+
+
+def _smoothed(runs: Sequence[ComparedRun]) -> Iterator[bool]:
+    for _, phase, _, _ in BY_STEP:
+        for run in runs:
+            yield StepAxis(run.summary.steps, phase).smoothed
+
+
+def _step_charts(runs: Sequence[ComparedRun]) -> list[Markup]:
+    charts = []
+    for metric, phase, title, unit in BY_STEP:
+        lengths: dict[int, int] = {}
+        for run in runs:
+            for round_, length in StepAxis(run.summary.steps, phase).lengths.items():
+                lengths[round_] = max(length, lengths.get(round_, 0))
+        axis = StepAxis([step for run in runs for step in run.summary.steps], phase, lengths)
+        if not axis:
+            continue
+        lines = []
+        for run in runs:
+            steps = StepAxis(run.summary.steps, phase, lengths)
+            line = steps.line(metric, run.name, run.style, run.dash)
+            lines.append(ChartLine(run.name, line.pieces, run.style, run.dash, smooth=True, bare=True))
+        style: NumberStyle = "number" if metric_display(metric).style == "auc" else metric_display(metric).style
+        charts.append(line_chart(title, lines, axis.across(), style, unit=unit, keyed=False))
+    return charts
+
+
+def _rounds(runs: Sequence[ComparedRun]) -> PageSection:
+    numbers = sorted({number for run in runs for number in run.summary.rounds})
+    if len(numbers) < 2:
+        return PageSection("rounds", "Rounds", [])
+    x = round_axis(numbers)
+    charts = []
+    for metric, unit in BY_ROUND:
+        lines = [
+            ChartLine(
+                run.name,
+                [[(float(n), m[metric]) for n, m in sorted(run.summary.rounds.items()) if metric in m]],
+                run.style,
+                run.dash,
+                dots=True,
+            )
+            for run in runs
+        ]
+        label = metric_display(metric).label
+        charts.append(
+            line_chart(label[0].upper() + label[1:], lines, x, metric_display(metric).style, unit=unit, keyed=False)
+        )
+    body = [chart.legend([run.key for run in runs]), elements.grid(charts)]
+    return PageSection(
+        "rounds", "Rounds", body if any(charts) else [], "At the end of each round, on problems that nobody trained on."
+    )
+
+
+# --- differences -------------------------------------------------------------------------------------------------
+
+
+def final_metrics(summary: RunSummary) -> dict[str, float]:
+    """What a run came to: the last round's metrics, its time, and the medians of its rates."""
+    metrics = dict(summary.rounds[max(summary.rounds)]) if summary.rounds else {}
+    for name, phase in (("tokens_per_s", PROVER), ("pairs_per_s", VERIFIER)):
+        values = summary.series(name, phase)
+        if values:
+            metrics[name] = statistics.median(values)
+    for phase, label in ((PROVER, "prover_step_s"), (VERIFIER, "verifier_step_s")):
+        walls = [sum(step.budget.values()) for step in summary.steps if step.phase == phase and step.budget]
+        if walls:
+            metrics[label] = statistics.median(walls)
+    if summary.seconds:
+        metrics["time_in_phases_s"] = summary.seconds
+    return metrics
+
+
+def final_names(finals: Sequence[Mapping[str, float]]) -> list[str]:
+    """The metrics of all runs in the order of METRIC_DISPLAYS, then the others; without those of the base prover."""
+    order = {name: place for place, name in enumerate(METRIC_DISPLAYS)}
+    names = dict.fromkeys(name for metrics in finals for name in metrics if not name.startswith("base_"))
+    return sorted(names, key=lambda name: order.get(name, len(order)))
+
+
+def _final(runs: Sequence[ComparedRun]) -> PageSection:
+    """Final metrics side by side, each run's difference to the first one below its value."""
+    finals = [final_metrics(run.summary) for run in runs]
+    names = final_names(finals)
+    columns = _columns("", runs)
+    for place in range(len(runs) - 1, 0, -1):
+        columns.insert(place + 2, Column("difference", "right"))
+    table = Table(columns)
+    for name in names:
+        first = finals[0].get(name)
+        cells: list[TableCell | str] = [metric_text(name, first)]
+        for metrics in finals[1:]:
+            cells += [metric_text(name, metrics.get(name)), _difference(name, metrics.get(name), first)]
+        table.add(metric_display(name).label, *cells)
+    last = sorted({max(run.summary.rounds) for run in runs if run.summary.rounds})
+    unequal = "" if len(last) < 2 else " The runs ended in different rounds."
+    return PageSection(
+        "final",
+        "Final metrics",
+        [table],
+        f"After each run's last finished round; differences to {runs[0].name}.{unequal}",
+    )
+
+
+def _difference(name: str, value: float | None, first: float | None) -> TableCell:
+    """The difference to the first run; of rates and times as a percentage of it. Coloured where one way is better."""
+    if value is None or first is None:
+        return TableCell()
+    change = value - first
+    style = metric_display(name).style
+    if style in ("seconds", "rate") and first:
+        text, noteworthy = f"{100 * change / first:+.1f} %", abs(change / first) > 0.02
+    elif style == "share":
+        text, noteworthy = f"{100 * change:+.1f} pp", abs(change) > 0.01
+    else:
+        text, noteworthy = f"{change:+.{3 if style == 'auc' else 2}f}", abs(change) > 0.01
+    better = metric_display(name).higher_is_better
+    verdict = ""
+    if better is not None and noteworthy:
+        verdict = "better" if (change > 0) == better else "worse"
+    return TableCell(text, verdict or "quiet")
+
+
+def _time(runs: Sequence[ComparedRun]) -> PageSection:
+    budgets = [whole_budget(run.summary) for run in runs]
+    longest = max((sum(budget.values()) for budget in budgets), default=0.0)
+    if not longest:
+        return PageSection("time", "Time", [])
+    rows = []
+    for run, budget in zip(runs, budgets, strict=True):
+        seconds = duration(sum(budget.values()))
+        rows.append((run.name, stacked_row(budget, longest, f"{run.name}: {seconds}"), seconds))
+    parts = in_order(total_budget(budgets))
+    table = Table(_columns("part", runs))
+    for part in parts:
+        seconds_each = (value_text("seconds", budget.get(part.name)) for budget in budgets)
+        table.add(TableCell(part.label, key=box_key(part)), *seconds_each)
+    body = [chart.legend([box_key(part) for part in parts]), chart.bar_rows(rows), table]
+    return PageSection("time", "Time", body, "Exposed seconds by part, over the whole run.")
+
+
+def _settings(plains: Sequence[dict[str, object]], runs: Sequence[ComparedRun]) -> PageSection:
+    columns = [Column("setting"), *(Column(run.name, key=run.key) for run in runs)]
+    table = Table(columns, look="settings")
+    for key, values in setting_differences(plains).items():
+        table.add(TableCell(key, "code"), *(setting_cell(value) for value in values))
+    return PageSection(
+        "settings", "Settings that differ", [table if table else elements.empty("All settings are the same.")]
+    )
+
+
+def setting_differences(plains: Sequence[dict[str, object]]) -> dict[str, list[str]]:
+    """Key -> the value of every run, as text; only keys in which two runs differ."""
+    flats = [flat_settings(plain) for plain in plains]
+    keys = sorted({key for found in flats for key in found})
+    values = {key: [found.get(key, UNSET) for found in flats] for key in keys}
+    return {key: found for key, found in values.items() if len(set(found)) > 1}
+
+
+def _notes(runs: Sequence[ComparedRun]) -> PageSection:
+    alerts = [(run.name, f"{len(run.summary.alerts)} alerts") for run in runs if run.summary.alerts]
+    notes = [(run.name, note) for run in runs for note in run.summary.notes]
+    return PageSection("remarks", "Remarks", [elements.facts(alerts), elements.notes(notes)])

@@ -1,0 +1,273 @@
+"""Example solutions of a run, chosen from its committed shards: what the players wrote, with score and grade.
+
+The newest round that has scored solutions speaks: the sneaky flaws its verifier believed most, and helpful correct
+solutions of middling score, which are what an ordinary one looks like. Without scores (`pvg rollout`) any of each
+kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pvg.errors import StateError
+from pvg.records import Role, Rollout, source_of_round
+from pvg.reporting.run_summary import RunSummary
+from pvg.store.check_columns import CERTIFIED
+from pvg.store.run_directory import RunDirectory
+from pvg.store.shards import RolloutShards, ShardInfo
+from pvg.store.state import FileStateStore
+
+EVALUATION = "checkpoint"  # its samples are fresh, of both roles, and on problems that nobody trained on
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A solution to show; `why` says what it is an example of."""
+
+    why: str
+    id: str
+    role: str
+    round: int
+    source: str
+    question: str
+    text: str
+    reference: str
+    answer: str | None
+    correct: bool
+    well_formed: bool
+    note: str
+    score: float | None
+    reward: float | None
+    solver_text: str | None = None  # what a translation was made of
+    dialogue: tuple[tuple[str, str], ...] = ()  # what was said after the solution: who, and what
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class SolutionPair:
+    """What the two roles of one prover wrote to the same problem; either may be absent."""
+
+    round: int
+    question: str
+    reference: str
+    helpful: Example | None
+    sneaky: Example | None
+
+
+def solution_pairs(run: RunDirectory, each: int) -> list[SolutionPair]:
+    """At most `each` problems per round, newest round first: the flaws its verifier believed most, each beside a
+    helpful solution of the same problem. Where no sneaky solution is wrong, helpful solutions alone.
+
+    Raises DamagedFileError when a committed shard that is looked at is damaged.
+    """
+    infos, shards = _committed(run), RolloutShards(run.path)
+    found: list[SolutionPair] = []
+    for round_ in sorted({info.round for info in infos}, reverse=True):
+        # The phases of one round, best first: most often the evaluation's shard is the only one that is read.
+        for info in _newest_first([info for info in infos if info.round == round_]):
+            rollouts = shards.read(info)
+            newest = max((rollout.source for rollout in rollouts), default="", key=_age)
+            pairings = _pair([rollout for rollout in rollouts if rollout.source == newest], each)
+            if any(rollout.score is not None for rollout in rollouts) and pairings:
+                found += pairings
+                break
+    return found
+
+
+def _pair(rollouts: Sequence[Rollout], each: int) -> list[SolutionPair]:
+    flaws = [r for r in rollouts if r.is_flaw]
+    helpful: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        if rollout.role is Role.HELPFUL:
+            helpful.setdefault(rollout.problem_id, []).append(rollout)
+    # With a partner first: a flaw alone says less.
+    ranked = sorted(flaws, key=lambda r: (r.problem_id in helpful, _score(r)), reverse=True)
+    pairings = []
+    for flaw in _distinct(ranked, each):
+        partners = sorted(helpful.get(flaw.problem_id, []), key=lambda r: not r.grade.correct)
+        partner = _example(partners[0], "helpful") if partners else None
+        pairings.append(SolutionPair(flaw.round, flaw.question, flaw.reference, partner, _example(flaw, "sneaky")))
+    if not pairings:
+        alone = _distinct(_around_median([r for r in rollouts if r.role is Role.HELPFUL], _score), each)
+        pairings = [SolutionPair(r.round, r.question, r.reference, _example(r, "helpful"), None) for r in alone]
+    return pairings
+
+
+def choose_examples(run: RunDirectory, each: int = 2) -> list[Example]:
+    """At most `each` believed sneaky flaws and `each` typical helpful solutions, of the newest prover that was scored.
+
+    Empty when nothing is committed. Raises DamagedFileError when a committed shard is damaged.
+    """
+    infos = _committed(run)
+    shards = RolloutShards(run.path)
+    unscored: list[Example] = []
+    for info in _newest_first(infos):
+        rollouts = shards.read(info)
+        newest = max((rollout.source for rollout in rollouts), default="", key=_age)
+        found = _choose([rollout for rollout in rollouts if rollout.source == newest], each)
+        if any(example.score is not None for example in found):
+            return found
+        unscored = unscored or found
+    return unscored
+
+
+def _committed(run: RunDirectory) -> list[ShardInfo]:
+    try:
+        state = FileStateStore(run.state).load().state or {}
+    except StateError:  # no commit is valid; the summary of the run says so
+        return []
+    return [ShardInfo.from_plain(plain) for plain in state.get("shards", ())]
+
+
+def _newest_first(infos: Sequence[ShardInfo]) -> list[ShardInfo]:
+    """The last shard of every phase, best first: the newest round's evaluation, its other phases, the round before."""
+    last: dict[tuple[int, str], tuple[int, ShardInfo]] = {}
+    for place, info in enumerate(infos):
+        last[info.round, _phase(info)] = (place, info)
+    ranked = sorted(last, key=lambda key: (key[0], key[1] == EVALUATION, last[key][0]), reverse=True)
+    return [last[key][1] for key in ranked]
+
+
+def _phase(info: ShardInfo) -> str:
+    return info.label.rsplit("-", 1)[0]
+
+
+def _age(source: str) -> tuple[bool, str]:
+    """Orders sources: the base prover, then the rounds' provers."""
+    return source != "base", source
+
+
+def _choose(rollouts: Sequence[Rollout], each: int) -> list[Example]:
+    flaws = [r for r in rollouts if r.is_flaw]
+    solutions = [r for r in rollouts if r.role is Role.HELPFUL and r.grade.correct]
+    believed = _distinct(sorted(flaws, key=_score, reverse=True), each)
+    typical = _distinct(_around_median(solutions, _score), each)
+    scored = any(r.score is not None for r in rollouts)
+    return [
+        *(_example(r, "the flaw the verifier believes most" if scored else "a flaw") for r in believed[:1]),
+        *(_example(r, "another believed flaw" if scored else "another flaw") for r in believed[1:]),
+        *(_example(r, "a typical correct solution" if scored else "a correct solution") for r in typical),
+    ]
+
+
+def _score(rollout: Rollout) -> float:
+    return rollout.score if rollout.score is not None else 0.0
+
+
+def _around_median(rollouts: Sequence[Rollout], key: Callable[[Rollout], float]) -> list[Rollout]:
+    """Sorted by distance of their rank from the middle one."""
+    ranked = sorted(rollouts, key=key)
+    middle = len(ranked) // 2
+    return [ranked[place] for place in sorted(range(len(ranked)), key=lambda place: (abs(place - middle), place))]
+
+
+def _distinct(rollouts: Sequence[Rollout], most: int) -> list[Rollout]:
+    """The first `most` with different questions and texts: eight copies of one trick teach nothing."""
+    found: dict[str, Rollout] = {}
+    for rollout in rollouts:
+        found.setdefault(rollout.problem_id, rollout)
+    return list(found.values())[:most]
+
+
+def _example(rollout: Rollout, why: str) -> Example:
+    return Example(
+        why=why,
+        id=rollout.id,
+        role=rollout.role.value,
+        round=rollout.round,
+        source=rollout.source,
+        question=rollout.question,
+        text=rollout.turns[0].text if rollout.turns else rollout.text,
+        reference=rollout.reference,
+        answer=rollout.grade.answer,
+        correct=rollout.grade.correct,
+        well_formed=rollout.grade.well_formed,
+        note=rollout.grade.note,
+        score=rollout.score,
+        reward=rollout.reward,
+        solver_text=None if rollout.solver is None else rollout.solver.text,
+        dialogue=tuple(("prover" if turn.sampled else "verifier", turn.text.strip()) for turn in rollout.turns[1:]),
+    )
+
+
+# How the verifier scored the solutions of each round, by kind. Only the columns that are needed are read.
+#
+# Of a finished round the evaluation's samples speak (fresh, both roles, problems that nobody trained on); of one that
+# is not finished the prover's newest shard.
+
+PROVER = "train_prover"
+
+# Kind -> (role, correct). Of the sneaky wrong ones only flaws count: a malformed text is no solution, and one without
+# the proof that its task asks for may be wrong by accident.
+KINDS: dict[str, tuple[Role, bool]] = {
+    "helpful correct": (Role.HELPFUL, True),
+    "helpful wrong": (Role.HELPFUL, False),
+    "sneaky flaw": (Role.SNEAKY, False),
+    "sneaky correct": (Role.SNEAKY, True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RoundScores:
+    """Scores by kind, float64 [n] each; `fresh`: from the evaluation, not from training. `threshold` may be unknown."""
+
+    round: int
+    fresh: bool
+    threshold: float | None
+    kinds: dict[str, NDArray[np.float64]]
+
+    def accepted(self, kind: str) -> float | None:
+        """The share of a kind at or above the threshold."""
+        scores = self.kinds[kind]
+        return float((scores >= self.threshold).mean()) if self.threshold is not None and len(scores) else None
+
+
+def round_scores(run: RunDirectory, summary: RunSummary) -> list[RoundScores]:
+    """Of every round with scored solutions, in order. Raises DamagedFileError when one of its shards is damaged."""
+    try:
+        state = FileStateStore(run.state).load().state or {}
+    except StateError:  # the summary's notes say so
+        return []
+    shards = RolloutShards(run.path)
+    infos = [ShardInfo.from_plain(plain) for plain in state.get("shards", ())]
+    found = []
+    for round_ in sorted({info.round for info in infos}):
+        own = [info for info in infos if info.round == round_]
+        evaluated = [info for info in own if info.label.startswith(f"{EVALUATION}-")]
+        trained = [info for info in own if info.label.startswith(f"{PROVER}-")][-1:]
+        kinds = _kinds(shards, evaluated or trained, source_of_round(round_))
+        if any(len(scores) for scores in kinds.values()):
+            found.append(RoundScores(round_, bool(evaluated), _threshold(summary, round_), kinds))
+    return found
+
+
+def _threshold(summary: RunSummary, round_: int) -> float | None:
+    told = [summary.rounds.get(round_, {}), *(phase.metrics for phase in summary.phases if phase.round == round_)]
+    return next((metrics["threshold"] for metrics in told if "threshold" in metrics), None)
+
+
+def _kinds(shards: RolloutShards, infos: Sequence[ShardInfo], source: str) -> dict[str, NDArray[np.float64]]:
+    found: dict[str, list[NDArray[np.float64]]] = {kind: [] for kind in KINDS}
+    for info in infos:
+        batch = shards.map(info)
+        scores_N = batch.column("score").to_numpy(zero_copy_only=False).astype(np.float64)
+        roles_N = np.array(batch.column("role").to_pylist())
+        written_N = np.array(batch.column("source").to_pylist()) == source
+        correct_N = batch.column("correct").to_numpy(zero_copy_only=False).astype(bool)
+        formed_N = batch.column("well_formed").to_numpy(zero_copy_only=False).astype(bool)
+        proven_N = np.ones(len(scores_N), dtype=bool)
+        if CERTIFIED in batch.schema.names:
+            proven_N = np.array([certified is not False for certified in batch.column(CERTIFIED).to_pylist()])
+        for kind, (role, correct) in KINDS.items():
+            mask_N = written_N & (roles_N == role.value) & (correct_N == correct) & np.isfinite(scores_N)
+            if kind == "sneaky flaw":
+                mask_N &= formed_N & proven_N
+            found[kind].append(scores_N[mask_N])
+    return {kind: np.concatenate([np.empty(0), *pieces]) for kind, pieces in found.items()}

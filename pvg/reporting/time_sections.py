@@ -1,0 +1,388 @@
+"""Where the time went: by phase, by part, by step, and a few steps as they ran."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+from markupsafe import Markup
+
+from pvg.reporting.axes import PROVER, SPAN, VERIFIER, StepAxis, nice_axis
+from pvg.reporting.budget_parts import MEANING, BudgetPart, by_family, in_order
+from pvg.reporting.charts import Label, stacked_chart, stacked_row
+from pvg.reporting.formats import duration, percent, phase_label, total_budget, value_text
+from pvg.reporting.html import LegendKey, PageSection, chart, elements, number
+from pvg.reporting.run_summary import PhaseSummary, RunSummary, StepRecord
+from pvg.reporting.table import Column, Table, TableCell
+from pvg.telemetry.spans import DRIVER, UNACCOUNTED
+
+NOTEWORTHY = 2e-3  # of the time: less overlap than this needs no columns
+MOST_PHASES = 24  # rows of the chart by phase; of longer games the rounds' phases are summed
+
+
+def time_section(summary: RunSummary) -> PageSection:
+    budget = whole_budget(summary)
+    if not budget:
+        return PageSection("time", "Time", [])
+    body = [
+        stacked_row(budget, sum(budget.values()), "The whole time by part"),
+        _families(budget),
+        parts_table(budget, summary.busy, summary.budget),
+        elements.subheading("By phase"),
+        _phases(summary),
+        *_step_charts(summary),
+    ]
+    return PageSection("time", "Time", body, _lead(summary, budget))
+
+
+def whole_budget(summary: RunSummary) -> dict[str, float]:
+    """Exposed seconds by part: all steps, and what the phases spent outside of them."""
+    return total_budget([summary.budget, *(phase.budget for phase in summary.phases)])
+
+
+def _lead(summary: RunSummary, budget: dict[str, float]) -> str:
+    total = sum(budget.values())
+    words = [
+        f"{duration(total)} in steps and phases, {percent(budget.get(UNACCOUNTED, 0.0) / total)} of it unaccounted for."
+    ]
+    told = [process for process in summary.processes if process.budget]
+    if told:
+        whole = total_budget(process.budget for process in told)
+        seconds = sum(whole.values())
+        count = "its process" if len(told) == 1 else f"its {len(told)} processes that ended in order"
+        words.append(
+            f"All of {count}, starting and closing included: {duration(seconds)}, "
+            f"{percent(whole.get(UNACCOUNTED, 0.0) / seconds)} unaccounted for."
+        )
+    return " ".join(words)
+
+
+def _families(budget: dict[str, float]) -> Markup:
+    total = sum(budget.values())
+    return chart.legend(
+        [
+            LegendKey(family, f"part-{family}-0", shape="box", detail=f"{percent(seconds / total)}, {MEANING[family]}")
+            for family, seconds in by_family(budget).items()
+        ]
+    )
+
+
+def box_key(part: BudgetPart) -> LegendKey:
+    """A part of a budget in a legend."""
+    return LegendKey(part.label, part.style, shape="box")
+
+
+def parts_table(budget: dict[str, float], busy: dict[str, float], steps: dict[str, float]) -> Table:
+    """Exposed seconds by part; where work overlapped, also what was worked in all and what of it was hidden.
+
+    `busy` is known of the steps (whose exposed time is `steps`); what lies outside of them overlaps with nothing.
+    """
+    total = sum(budget.values())
+    over = {part: max(0.0, seconds - steps.get(part, 0.0)) for part, seconds in busy.items()}
+    hidden = sum(over.values())
+    largest = max(budget.values(), default=0.0)
+    titles = ["", "exposed", "share", "busy", "hidden"] if hidden > NOTEWORTHY * total else ["", "exposed", "share"]
+    table = Table([Column("part"), *(Column(title, "right") for title in titles)], look="parts")
+
+    def add(first: TableCell, bar: TableCell, exposed: float, covered: float) -> None:
+        numbers = [value_text("seconds", exposed), percent(exposed / total), value_text("seconds", exposed + covered)]
+        last = value_text("seconds", covered) if covered > 1e-4 * total else ""
+        table.add(first, bar, *[*numbers, last][: len(titles) - 1])
+
+    for part in in_order({**budget, **busy}):
+        exposed = budget.get(part.name, 0.0)
+        bar = TableCell(style=part.style, bar=exposed / largest if largest > 0 else 0.0)
+        add(TableCell(part.label, key=box_key(part)), bar, exposed, over.get(part.name, 0.0))
+    add(TableCell("all"), TableCell(), total, hidden)
+    if len(titles) > 3:
+        table.caption = "Exposed: the run waited for it. Hidden: it ran while the run did something else; busy is both."
+    return table
+
+
+def _phases(summary: RunSummary) -> Markup:
+    """Every phase as a bar of its parts, all on one scale."""
+    rows = [(f"round {p.round}", phase_label(p.phase), _phase_budget(p, summary.steps), p) for p in summary.phases]
+    if len(rows) > MOST_PHASES:
+        kinds: dict[str, dict[str, float]] = {}
+        for _, label, budget, _ in rows:
+            kinds[label] = total_budget([kinds.get(label, {}), budget])
+        drawn = [("all rounds", label, budget, "") for label, budget in kinds.items()]
+    else:
+        drawn = [(round_, label, budget, "" if p.finished else "unfinished") for round_, label, budget, p in rows]
+    longest = max((sum(budget.values()) for _, _, budget, _ in drawn), default=0.0)
+    lines = []
+    for round_, label, budget, remark in drawn:
+        seconds = duration(sum(budget.values()))
+        lines.append((round_, label, stacked_row(budget, longest, f"{round_} {label}: {seconds}"), seconds, remark))
+    return chart.phase_rows(lines)
+
+
+def _phase_budget(phase: PhaseSummary, steps: list[StepRecord]) -> dict[str, float]:
+    own = [step.budget for step in steps if (step.round, step.phase) == (phase.round, phase.phase)]
+    return total_budget([*own, phase.budget])
+
+
+def _step_charts(summary: RunSummary) -> list[Markup]:
+    """Only phases whose steps are optimizer steps: their bars can be compared with each other."""
+    charts = []
+    for phase, title in ((PROVER, "One prover step after the other"), (VERIFIER, "One verifier step after the other")):
+        steps = StepAxis(summary.steps, phase)
+        if steps:
+            charts.append(stacked_chart(title, steps.columns(), steps.across(), unit="exposed seconds per step"))
+    return charts
+
+
+def overlap_section(windows: list[StepWindow], damaged: int, *, has_steps: bool) -> PageSection:
+    """The Gantt charts."""
+    body = [gantt(window) for window in windows]
+    if not windows and has_steps:
+        body = [elements.empty("spans.jsonl holds no spans of these steps.")]
+    if damaged:
+        body.append(elements.empty(f"{damaged} lines of spans.jsonl could not be read."))
+    lead = (
+        "A few steps from the middle of each phase, as they ran. Spans nest downwards; each lane is one task or thread."
+    )
+    return PageSection("gantt", "Steps as they ran", body, lead)
+
+
+# A few steps of a run as they ran: the spans of a window of steps, laid out in lanes.
+#
+#     for window in read_windows(run.spans, choose_windows(summary.steps)): ...
+#
+# spans.jsonl may hold hundreds of megabytes: it is read once, line by line, and only the spans of the chosen steps
+# are kept.
+
+STEPS_SHOWN = 3
+MOST_SPANS = 20_000  # kept of one window
+MOST_ROWS = 12  # of one lane; spans that run beside so many others are counted instead of drawn
+# Neighbours of one name are drawn as one where each, and the gap between them, is a smaller share of the window.
+SHORT, CLOSE = 4e-3, 1e-3
+
+Place = tuple[int, str]  # round and phase
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenSteps:
+    """Steps to show: neighbours in the middle of a phase."""
+
+    round: int
+    phase: str
+    steps: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class SpanBlock:
+    """One span in its lane, or `count` short neighbours of one name. Seconds since the window began; `worked_s` is
+    the spans' own sum."""
+
+    name: str
+    row: int
+    start_s: float
+    end_s: float
+    worked_s: float
+    count: int = 1
+
+
+@dataclass(slots=True)
+class SpanLane:
+    """What ran on one track; nested and concurrent spans lie in rows below each other."""
+
+    track: str
+    rows: int = 0
+    blocks: list[SpanBlock] = field(default_factory=list)
+    left_out: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepWindow:
+    """The spans of a choice. `starts` says when each step's first span began, in seconds since the window began."""
+
+    choice: ChosenSteps
+    seconds: float
+    starts: tuple[tuple[int, float], ...]
+    lanes: tuple[SpanLane, ...]
+
+
+def choose_windows(steps: Sequence[StepRecord], count: int = STEPS_SHOWN) -> list[ChosenSteps]:
+    """For every kind of phase `count` neighbouring steps from the middle of the middle one of its rounds."""
+    played: dict[str, dict[int, list[int]]] = {}
+    for step in steps:
+        played.setdefault(step.phase, {}).setdefault(step.round, []).append(step.step)
+    choices = []
+    for phase, rounds in played.items():
+        most = max(len(numbers) for numbers in rounds.values())
+        full = [round_ for round_, numbers in rounds.items() if len(numbers) * 2 >= most]
+        round_ = full[len(full) // 2]
+        numbers = rounds[round_]
+        first = max(0, (len(numbers) - count) // 2)
+        choices.append(ChosenSteps(round_, phase, tuple(numbers[first : first + count])))
+    return choices
+
+
+def read_windows(path: Path, choices: Sequence[ChosenSteps]) -> tuple[list[StepWindow], int]:
+    """The windows of which the file holds spans, in the order of `choices`; and how many lines could not be read."""
+    wanted = {(choice.round, choice.phase, step): choice for choice in choices for step in choice.steps}
+    kept: dict[Place, list[dict[str, Any]]] = {}
+    damaged = 0
+    if not wanted or not path.is_file():
+        return [], 0
+    # Most lines are of other steps: they are passed over without being parsed.
+    steps = "|".join(str(step) for step in sorted({step for _, _, step in wanted}))
+    likely = re.compile(rf'"step": ?(?:{steps})\b'.encode())
+    with open(path, "rb") as file:
+        for line in file:
+            if likely.search(line) is None:
+                continue
+            row = _row(line)
+            if row is None:
+                damaged += line.endswith(b"\n")  # a torn last line is normal
+            elif (row["round"], row["phase"], row["step"]) in wanted:
+                rows = kept.setdefault((row["round"], row["phase"]), [])
+                if len(rows) < MOST_SPANS:
+                    rows.append(row)
+    found = [
+        _window(choice, kept[choice.round, choice.phase]) for choice in choices if (choice.round, choice.phase) in kept
+    ]
+    return found, damaged
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+    fields: dict[str, Any] = {
+        "name": str,
+        "start_s": (int, float),
+        "end_s": (int, float),
+        "round": int,
+        "phase": str,
+        "step": int,
+    }
+    if isinstance(row, dict) and all(isinstance(row.get(key), kind) for key, kind in fields.items()):
+        return row
+    return None
+
+
+def _window(choice: ChosenSteps, rows: list[dict[str, Any]]) -> StepWindow:
+    # What began long before (a checkpoint written beside the steps) is cut off where the steps' own work begins.
+    driver = [row for row in rows if row.get("track", DRIVER) == DRIVER] or rows
+    begin, end = min(row["start_s"] for row in driver), max(row["end_s"] for row in driver)
+    seconds = max(end - begin, 1e-9)
+    starts: dict[int, float] = {}
+    for row in driver:
+        at = row["start_s"] - begin
+        starts[row["step"]] = min(starts.get(row["step"], at), at)
+    tracks: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        tracks.setdefault(str(row.get("track", DRIVER)), []).append(row)
+    order = sorted(tracks, key=lambda track: (track != DRIVER, track != "loop", track))
+    lanes = tuple(_lane(track, tracks[track], begin, seconds) for track in order)
+    return StepWindow(choice, seconds, tuple(sorted(starts.items(), key=lambda pair: pair[1])), lanes)
+
+
+def _lane(track: str, rows: Iterable[dict[str, Any]], begin: float, seconds: float) -> SpanLane:
+    """Each span in the first row that is free: what is nested, or runs beside another, lies below it."""
+    lane = SpanLane(track)
+    free: list[float] = []  # when each row's last span ends
+    last: dict[int, SpanBlock] = {}
+    for row in sorted(rows, key=lambda row: (row["start_s"], -row["end_s"])):
+        start, end = max(0.0, row["start_s"] - begin), min(seconds, row["end_s"] - begin)
+        if end <= start and row["end_s"] > row["start_s"]:
+            continue  # outside of the window
+        place = next((place for place, until in enumerate(free) if until <= start + 1e-9), len(free))
+        if place >= MOST_ROWS:
+            lane.left_out += 1
+            continue
+        if place == len(free):
+            free.append(end)
+        free[place] = end
+        before = last.get(place)
+        if before is not None and _one_of_many(before, str(row["name"]), start, end, seconds):
+            before.end_s, before.count, before.worked_s = end, before.count + 1, before.worked_s + end - start
+        else:
+            last[place] = SpanBlock(str(row["name"]), place, start, end, end - start)
+            lane.blocks.append(last[place])
+    lane.rows = len(free)
+    return lane
+
+
+def _one_of_many(before: SpanBlock, name: str, start: float, end: float, seconds: float) -> bool:
+    short = before.worked_s / before.count < SHORT * seconds and end - start < SHORT * seconds
+    return before.name == name and short and start - before.end_s < CLOSE * seconds
+
+
+# What ran when: the spans of a few steps as blocks in lanes, one lane per track.
+
+ROW = 20  # pixels of one row of a lane
+LETTERS = 0.0075  # of the chart's width, roughly, that one letter takes
+
+
+def gantt(window: StepWindow) -> Markup:
+    """The lanes of a window over one time axis; the beginnings of its steps are marked."""
+    parts = {part.name: part for part in in_order({block.name for lane in window.lanes for block in lane.blocks})}
+    starts = [(step, at / window.seconds) for step, at in window.starts]
+    marks = [
+        chart.shape("path", d=f"M{number(SPAN * share)} 0V{number(SPAN)}", class_="step-mark") for _, share in starts
+    ]
+    axis = nice_axis([0.0, window.seconds], "seconds", most_ticks=6)
+    ticks = [
+        (at / window.seconds, label)
+        for at, (_, label) in zip(axis.ticks, axis.labels(), strict=True)
+        if at <= window.seconds * 1.001
+    ]
+    body = chart.lanes(
+        steps=[(f"step {step}", "step-name", f"left:{number(100 * share)}%") for step, share in starts],
+        rows=[_drawn_lane(lane, window.seconds, parts, marks) for lane in window.lanes],
+        axis=chart.ticks(ticks),
+    )
+    chosen = window.choice
+    missing = sum(lane.left_out for lane in window.lanes)
+    return chart.figure(
+        f"{phase_label(chosen.phase).capitalize()}, round {chosen.round}",
+        body,
+        unit=f"{_steps(chosen.steps)}, {value_text('seconds', window.seconds)}",
+        keys=[box_key(part) for part in parts.values()],
+        note=f"{missing} spans that ran beside many others are not drawn." if missing else "",
+        look="wide gantt",
+    )
+
+
+def _steps(steps: tuple[int, ...]) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+
+
+def _drawn_lane(
+    lane: SpanLane, seconds: float, parts: dict[str, BudgetPart], marks: list[Markup]
+) -> tuple[str, Markup, list[Label], int]:
+    """A lane's name, drawing, texts, and height in pixels."""
+    height = SPAN / max(1, lane.rows)
+    drawn, texts = list(marks), []
+    for block in lane.blocks:
+        part = parts[block.name]
+        left, width = block.start_s / seconds, (block.end_s - block.start_s) / seconds
+        drawn.append(
+            chart.shape(
+                "rect",
+                _said_of(block),
+                x=SPAN * left,
+                y=height * (block.row + 0.06),
+                width=max(SPAN * width, 0.6),  # a span of any length can be seen
+                height=height * 0.88,
+                class_=f"fill {part.style}",
+            )
+        )
+        if width > LETTERS * (len(part.label) + 1):
+            place = f"left:{number(100 * left)}%;width:{number(100 * width)}%;top:{number(ROW * block.row)}px"
+            texts.append((part.label, f"block-name on-{part.style}", place))
+    drawing = chart.drawing(drawn, f"{lane.track}: {len(lane.blocks)} spans")
+    return lane.track, drawing, texts, ROW * max(1, lane.rows)
+
+
+def _said_of(block: SpanBlock) -> str:
+    many, together = (f"{block.count} × ", " in all") if block.count > 1 else ("", "")
+    return f"{many}{block.name.replace('_', ' ')}: {block.worked_s * 1e3:.4g} ms{together}"

@@ -1,0 +1,116 @@
+"""`import pvg`: what it offers, what it loads, and a game that is played, read, scored and evaluated through it."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from game.kill_drill import small_experiment
+
+import pvg
+from pvg.errors import ConfigurationError, UsageError
+from pvg.game.round_verifier import verifier_weights_name
+from pvg.store.checkpoints import read_checkpoint
+
+PROBLEM = "7+5+8+3+6?"
+SOLUTIONS = ["7+5=2;2+8=0;0+3=3;3+6=9;A9", "7+5=2;2+8=0;0+3=4;4+6=0;A0", "A9", ""]
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pvg.Run]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("api"))
+        Path("small.toml").write_text(small_experiment().to_toml())
+        yield pvg.play("small.toml", {"game.rounds": 1}, name="mine")
+
+
+def test_importing_pvg_loads_no_torch() -> None:
+    program = (
+        "import sys, pvg\n"
+        "pvg.load_experiment('modchain', {'game.rounds': 1})\n"
+        "loaded = {'torch', 'transformers'} & set(sys.modules)\n"
+        "assert not loaded, loaded\n"
+        "pvg.VerifierScorer\n"
+        "assert 'torch' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_types_of_the_names_are_told() -> None:
+    stub = ast.parse(Path(pvg.__file__).with_suffix(".pyi").read_text())
+    typed = {
+        alias.asname: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert typed == pvg.API
+    assert all(getattr(pvg, name).__name__ == name for name in pvg.API)
+    with pytest.raises(AttributeError, match="no attribute 'plays'"):
+        pvg.plays  # noqa: B018
+
+
+def test_settings_are_those_of_the_command_line() -> None:
+    changed = pvg.load_experiment("modchain", {"game.rounds": 7, "name": "a-b", "store.root": Path("x")})
+    assert (changed.game.rounds, changed.name, changed.store.root) == (7, "a-b", Path("x"))
+    with pytest.raises(ConfigurationError, match=r"The nearest valid key is 'game.rounds'"):
+        pvg.load_experiment("modchain", {"game.round": 7})
+    with pytest.raises(UsageError, match="dotted key"):
+        pvg.load_experiment("modchain", {"game": {"rounds": 7}})
+    with pytest.raises(UsageError, match="Did you mean 'modchain'"):
+        pvg.load_experiment("modchian")
+
+
+def test_a_run_says_what_it_holds(played: pvg.Run) -> None:
+    assert played.path == Path("runs/mine")
+    assert (played.name, played.status, played.experiment.game.rounds) == ("mine", "complete", 1)
+    assert [set(metrics) >= {"helpful_accuracy", "fooled_rate"} for metrics in played.rounds] == [True]
+    assert {"step", "phase", "round"} <= {record["kind"] for record in played.metrics}
+    assert list(played.weights) == ["round-000-verifier", "round-000-prover"]
+    assert all(list(folder.glob("*.safetensors")) for folder in played.weights.values())
+    assert played.examples()
+    assert pvg.Run("mine").path == played.path
+    with pytest.raises(UsageError, match="Did you mean 'mine'"):
+        pvg.Run("mien")
+    with pytest.raises(UsageError, match="already exists"):
+        pvg.play("small.toml", name="mine")
+    with pytest.raises(UsageError, match="is complete"):
+        played.resume()
+
+
+def test_texts_are_scored_by_the_verifier_of_the_round(played: pvg.Run) -> None:
+    with pvg.VerifierScorer.load(played) as scorer:
+        scores = scorer.score_texts(PROBLEM, SOLUTIONS)
+        again = scorer.score_texts(PROBLEM, SOLUTIONS[:1])
+        version, threshold = scorer.version, scorer.threshold
+    assert scores.shape == (4,)
+    assert scores.dtype == np.float32
+    assert len(set(scores.tolist())) == 4
+    assert again[0] == scores[0]
+    meta = read_checkpoint(played.directory.weights, verifier_weights_name(0))[1]
+    assert (meta["version"], meta["threshold"]) == (version, threshold)
+    for number in (1, -2):
+        with pytest.raises(UsageError, match=f"Round {number} .* is not finished"):
+            pvg.VerifierScorer.load(played, number)
+
+
+def test_a_notebook_may_call_it_too(played: pvg.Run) -> None:
+    """A notebook's cells run inside of an event loop."""
+
+    async def cell() -> float:
+        with pvg.VerifierScorer.load(played, 0) as scorer:
+            return float(scorer.score_texts(PROBLEM, SOLUTIONS[:1])[0])
+
+    with pvg.VerifierScorer.load(played) as scorer:
+        assert asyncio.run(cell()) == scorer.score_texts(PROBLEM, SOLUTIONS[:1])[0]
+
+
+def test_a_run_is_evaluated(played: pvg.Run) -> None:
+    report = pvg.evaluate(played, parts=["detection"], settings={"evaluate.problems": 8, "evaluate.samples": 2})
+    assert report.rounds[0].detection is not None
+    assert (played.path / "evaluation" / "evaluation.json").is_file()
+    with pytest.raises(UsageError, match="no part 'detect'"):
+        pvg.evaluate(played, parts=["detect"])

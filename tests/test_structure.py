@@ -1,0 +1,151 @@
+"""Rules about pvg's source files. These tests read the files and import none of them."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+COMMAND_LINE = ("pvg_cli", ROOT / "cli") if (ROOT / "cli" / "pvg_cli").is_dir() else ("cli", ROOT)
+# The packages and modules of pvg in the order in which data flows. Each imports only what stands before it.
+LAYERS = (
+    *("version", "errors", "records", "inputs", "spinning", "extensions", "config", "hub", "telemetry", "store"),
+    *("sandbox", "tasks", "models", "servers", "rollout", "verifier", "training", "game", "evaluation"),
+    *("bench", "reporting", "study"),
+)
+# These run in other processes, where pvg cannot be imported.
+SERVER_SIDE, BEHIND_WALLS = "pvg.servers.server_side", "pvg.sandbox.inside"
+MOST_LINES = 700
+
+# --- exceptions, to be removed with what they excuse ---------------------------------------------------------------
+
+# The checks of an experiment know the experiment, and hub ids are among what is checked.
+CYCLES = {("pvg.config.experiment", "pvg.config.rules", "pvg.hub")}
+UPWARD = {("pvg.config.rules", "pvg.hub")}
+DUPLICATES = {"Alert", "Finding", "Pairing", "Section", "Timing"}
+LONG_MODULES = {"pvg.config.rules"}
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of the library and of the command line, by its dotted name."""
+    found = {}
+    for package, root in (("pvg", ROOT), COMMAND_LINE):
+        for path in (root / package).rglob("*.py"):
+            parts = path.relative_to(root).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(modules()[module].read_bytes())
+
+
+def imported_names(module: str) -> set[str]:
+    """What the module imports, as dotted names: at its top, inside functions, and for types only."""
+    path, names = modules()[module], set[str]()
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            within = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*within, *([node.module] if node.module else [])])
+            names |= {f"{origin}.{alias.name}" for alias in node.names}
+    return names
+
+
+@cache
+def graph() -> dict[str, frozenset[str]]:
+    """Module -> the modules of this repository that it imports."""
+    known = modules()
+    edges = {}
+    for module in known:
+        found = {name if name in known else name.rpartition(".")[0] for name in imported_names(module)}
+        edges[module] = frozenset(found & known.keys()) - {module}
+    return edges
+
+
+def cycles(edges: dict[str, frozenset[str]]) -> set[tuple[str, ...]]:
+    """The groups of modules that import each other (strongly connected components), each sorted."""
+    reached = {start: _reached(start, edges) for start in edges}
+    groups = {
+        tuple(sorted(other for other in reached[start] if start in reached[other]))
+        for start in edges
+        if start in reached[start]
+    }
+    return {group for group in groups if len(group) > 1}
+
+
+def _reached(start: str, edges: dict[str, frozenset[str]]) -> set[str]:
+    found, waiting = set[str](), list(edges[start])
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found.add(module)
+            waiting += edges[module]
+    return found
+
+
+def layer(module: str) -> int:
+    """The place of a module in LAYERS. The command line stands after the library, the package `pvg` before it."""
+    parts = module.split(".")
+    if parts[0] != "pvg":
+        return len(LAYERS)
+    return LAYERS.index(parts[1]) if len(parts) > 1 else -1
+
+
+def test_the_checks_of_this_file_find_what_they_look_for() -> None:
+    """A wrong path would make all the others pass."""
+    assert len(modules()) > 150
+    assert {"pvg.records", "pvg.game.run"} <= modules().keys()
+    assert any(layer(module) == len(LAYERS) and module.endswith(".main") for module in modules())
+    assert "pvg.records" in graph()["pvg.rollout.episodes"]
+    found = cycles({"a": frozenset("b"), "b": frozenset("c"), "c": frozenset("a"), "d": frozenset("a")})
+    assert found == {("a", "b", "c")}
+
+
+def test_no_modules_import_each_other() -> None:
+    assert cycles(graph()) <= CYCLES
+
+
+def test_packages_import_only_packages_above_them() -> None:
+    upward = {(module, other) for module, others in graph().items() for other in others if layer(other) > layer(module)}
+    assert upward <= UPWARD
+
+
+def test_no_two_public_classes_have_the_same_name() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for module in modules():
+        for node in tree(module).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(module)
+    assert {name: where for name, where in places.items() if len(where) > 1 and name not in DUPLICATES} == {}
+
+
+def test_modules_are_not_too_long() -> None:
+    lines = {module: len(path.read_text(encoding="utf-8").splitlines()) for module, path in modules().items()}
+    assert {module: n for module, n in lines.items() if n > MOST_LINES and module not in LONG_MODULES} == {}
+
+
+@pytest.mark.parametrize("package", [SERVER_SIDE, BEHIND_WALLS])
+def test_what_runs_in_other_processes_imports_nothing_of_the_rest_of_pvg(package: str) -> None:
+    inside = {module for module in modules() if module.startswith(f"{package}.")}
+    assert inside
+    assert {other for module in inside for other in graph()[module] if not other.startswith(package)} == set()
+
+
+def test_what_runs_behind_the_walls_imports_the_standard_library_alone() -> None:
+    tops = {
+        (module, name.split(".")[0])
+        for module in modules()
+        if module.startswith(f"{BEHIND_WALLS}.")
+        for name in imported_names(module)
+    }
+    assert {(module, top) for module, top in tops if top not in sys.stdlib_module_names and top != "pvg"} == set()
