@@ -95,6 +95,7 @@ def references(experiment: BaseModel) -> Iterator[tuple[str, str]]:
     for section, names in EXTENSIBLE.items():
         for name in names:
             value = getattr(getattr(experiment, section), name, None)  # only one kind of task has `source`
+            value = getattr(value, "kind", value)
             if isinstance(value, str) and is_reference(value):
                 yield f"{section}.{name}", value
 

@@ -56,7 +56,7 @@ def test_there_is_the_default_experiment() -> None:
 def test_overrides_are_applied_in_order_over_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, "seed = 4\n[training]\nsteps = 7\n")
     experiment = load_experiment(path, ["training.steps=8", "training.steps=9", "game.reward=cgc"])
-    assert (experiment.seed, experiment.training.steps, experiment.game.reward) == (4, 9, "cgc")
+    assert (experiment.seed, experiment.training.steps, experiment.game.reward.kind) == (4, 9, "cgc")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,11 @@ settings = st.fixed_dictionaries(
             ]
         ),
         "training": st.fixed_dictionaries(
-            {"learning_rate": st.floats(1e-9, 1.0), "groups": st.integers(1, 64), "kl": st.floats(0.0, 1.0)}
+            {
+                "learning_rate": st.floats(1e-9, 1.0),
+                "groups": st.integers(1, 64),
+                "kl": st.one_of(st.just("none"), st.builds(dict, coefficient=st.floats(1e-9, 1.0))),
+            }
         ),
         "game": st.fixed_dictionaries({"reward": st.sampled_from(["src", "cgc", "goodhart"])}),
     }
@@ -141,8 +145,8 @@ def test_the_hash_sees_what_changes_the_outcome_and_nothing_else() -> None:
 
 def test_differences_name_key_and_both_sides() -> None:
     before = build_experiment({"seed": 1}).hashed()
-    after = build_experiment({"seed": 2, "training": {"clip_low": 0.1}}).hashed()
-    assert differences(before, after) == ["seed: 1 -> 2", "training.clip_low: unset -> 0.1"]
+    after = build_experiment({"seed": 2, "training": {"loss": {"clip_low": 0.1}}}).hashed()
+    assert differences(before, after) == ["seed: 1 -> 2", "training.loss.clip_low: unset -> 0.1"]
     assert differences(before, before) == []
 
 
@@ -226,11 +230,46 @@ def test_a_wrong_value_names_its_key_and_its_origin(tmp_path: Path, override: st
     assert f"(--set {override})" in error.message
 
 
+OTHER_KINDS = [
+    (["training.loss=rloo", "training.loss.clip_low=0.1"], "training.loss.clip_low belongs to kinds 'grpo'"),
+    (["training.loss=cispo", "training.loss.clip_low=0.1"], "not to 'cispo'"),
+    (["training.loss.half_life=9.0"], "training.loss.half_life belongs to kind 'spo', not to 'grpo'"),
+    (["training.kl=none", "training.kl.coefficient=0.1"], "belongs to kinds 'fixed', 'adaptive', not to 'none'"),
+    (["training.kl=0"], "training.kl: there is no kind '0'; its kinds are none, fixed, adaptive"),
+    (["training.entropy.step=0.1"], "training.entropy.step belongs to kind 'adaptive', not to 'none'"),
+    (["training.importance=truncated", "training.importance.low=0.1"], "belongs to kind 'masked', not to 'truncated'"),
+    (["training.curriculum.edges=[0.1, 0.9]"], "training.curriculum.edges belongs to kind 'buckets', not to 'none'"),
+    (["training.loss=ppo"], "training.loss: there is no kind 'ppo'; its kinds are grpo, "),
+]
+
+
+@pytest.mark.parametrize(("overrides", "says"), OTHER_KINDS, ids=lambda value: str(value)[:40])
+def test_a_setting_of_another_kind_is_refused(tmp_path: Path, overrides: list[str], says: str) -> None:
+    assert says in complaint(tmp_path, *overrides).message
+
+
+def test_a_bare_string_is_a_table_of_that_kind_wherever_it_stands(tmp_path: Path) -> None:
+    by_text = load_experiment(write(tmp_path, '[training]\nloss = "dapo"'))
+    by_table = load_experiment(write(tmp_path, '[training.loss]\nkind = "dapo"'))
+    by_override = load_experiment(write(tmp_path, ""), ["training.loss=dapo"])
+    assert by_text == by_table == by_override
+    assert by_text.hash() == by_override.hash() != Experiment().hash()
+    further = load_experiment(write(tmp_path, '[training]\nloss = "dapo"'), ["training.loss.clip_high=0.3"]).training
+    assert (further.loss.kind, further.loss.clip_high) == ("dapo", 0.3)
+
+
+def test_another_kind_starts_with_its_own_defaults_and_the_same_kind_keeps_what_is_set(tmp_path: Path) -> None:
+    path = write(tmp_path, '[training.loss]\nkind = "dapo"\nclip_high = 0.3')
+    assert load_experiment(path, ["training.loss=grpo"]).training.loss.clip_high is None
+    assert load_experiment(path, ["training.loss.kind=dapo"]).training.loss.clip_high == 0.3
+    assert load_experiment(path, ["training.loss.clip_low=0.1", "training.loss=gspo"]).training.loss.clip_low == 0.1
+
+
 def test_an_integer_is_a_number_too(tmp_path: Path) -> None:
-    assert load_experiment(write(tmp_path, ""), ["training.kl=0"]).training.kl == 0.0
+    assert load_experiment(write(tmp_path, ""), ["training.kl.coefficient=1"]).training.kl.coefficient == 1.0
 
 
-@pytest.mark.parametrize("text", ["[task]\nkind = 'gsm9k'", "[task]\nmin_terms = 3"])
+@pytest.mark.parametrize("text", ["[task]\nkind = 'gsm9k'", "task = 'gsm9k'", "task = 3"])
 def test_the_kind_of_task_is_one_of_the_known(tmp_path: Path, text: str) -> None:
     error = complaint(tmp_path, text=text)
     assert all(kind in error.message for kind in TASKS)
@@ -436,17 +475,14 @@ def test_asked_for_accumulation_makes_the_micro_batches_smaller(tmp_path: Path) 
     ("overrides", "key"),
     [
         ({"game": {"reward": "src"}}, "game.reward"),
-        ({"game": {"reward": "src", "misaligned_reward": 5.0}}, "game.misaligned_reward"),
-        ({"game": {"reward": "decoupled", "decoupled_floor": 0.5}}, "game.decoupled_floor"),
+        ({"game": {"reward": {"kind": "src", "misaligned": 5.0}}}, "game.reward.misaligned"),
+        ({"game": {"reward": {"kind": "decoupled", "floor": 0.5}}}, "game.reward.floor"),
         ({"game": {"reward": "cgc"}, "training": {"overlong_buffer": 8}}, "training.overlong_buffer"),
-        ({"game": {"reward": "cgc"}, "training": {"loss": "dapo", "kl": 0.1}}, "training.kl"),
-        ({"game": {"reward": "cgc"}, "training": {"loss": "rloo", "clip_low": 0.1}}, "training.clip_low"),
-        ({"game": {"reward": "cgc"}, "training": {"loss": "cispo", "clip_low": 0.1}}, "training.clip_low"),
+        ({"game": {"reward": "cgc"}, "training": {"loss": "dapo", "kl": {"coefficient": 0.1}}}, "training.kl"),
         ({"game": {"reward": "cgc"}, "rollout": {"deadline_s": 9.0}}, "rollout.deadline_s"),
-        ({"game": {"reward": "cgc"}, "training": {"spo_half_life": 9.0}}, "training.spo_half_life"),
         ({"game": {"reward": "cgc"}, "rollout": {"group_deadline_s": 9.0, "min_group": 8}}, "rollout.min_group"),
         ({"game": {"reward": "cgc"}, "rollout": {"partial_versions": 2}}, "rollout.partial_versions"),
-        ({"game": {"reward": "cgc"}, "training": {"off_policy": "decoupled"}}, "training.off_policy"),
+        ({"game": {"reward": "cgc"}, "training": {"importance": "decoupled"}}, "training.importance"),
         (
             {
                 "game": {"reward": "cgc"},
@@ -495,13 +531,13 @@ def test_shared_attention_that_was_asked_for_and_is_not_computed_is_told() -> No
 
 def test_partial_rollouts_grow_stale_and_may_be_decoupled() -> None:
     partial = {"partial": True, "group_deadline_s": 9.0}
-    for training in ({"off_policy": "decoupled"}, {"loss": "rloo", "off_policy": "decoupled"}):
+    for training in ({"importance": "decoupled"}, {"loss": "rloo", "importance": "decoupled"}):
         experiment = build_experiment({"game": {"reward": "cgc"}, "training": training, "rollout": partial})
         assert experiment.warnings() == []
 
 
 def test_a_setting_of_another_kind_of_task_is_named_as_such():
-    with pytest.raises(ConfigurationError, match=r"task\.path is only valid for task\.kind = 'gsm8k' or 'code'"):
+    with pytest.raises(ConfigurationError, match=r"task\.path belongs to kinds 'gsm8k', 'code'"):
         build_experiment({"task": {"kind": "modchain", "path": "/data"}})
 
 

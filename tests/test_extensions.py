@@ -112,12 +112,16 @@ def test_imported_names_may_be_named() -> None:
 
 @pytest.mark.parametrize(
     ("reward", "told"),
-    [("sorc", "'composite' or FILE.py:NAME, not 'sorc'"), ("mine.py", "FILE.py:NAME, such as"), ("a.py:1", "such as")],
+    [
+        ("sorc", "'sorc'; its kinds are src, cgc, "),
+        ("mine.py", "'mine.py'; its"),
+        ("a.py:1", "composite, FILE.py:NAME"),
+    ],
 )
 def test_a_name_that_is_neither_is_refused_with_what_fits(reward: str, told: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         with_reward(reward)
-    assert caught.value.message.startswith("game.reward: Input should be ")
+    assert caught.value.message.startswith("game.reward: there is no kind ")
     assert told in caught.value.message
 
 
@@ -202,14 +206,17 @@ def test_a_head_that_draws_its_start_is_the_same_whenever_a_run_opens_it() -> No
 
 def test_a_loss_without_a_kl_term_has_no_target_for_it() -> None:
     written("from pvg.training.losses import *\nmine = PolicyLoss(reinforce, mean_of_tokens, penalised=False)\n")
-    for target in (None, 0.01):
-        section = sections.Training(loss="mine.py:mine", kl_target=target)
-        with pytest.raises(ConfigurationError, match="no KL term") if target else contextlib.nullcontext():
+    for kl in ("fixed", "adaptive"):
+        section = sections.Training(loss="mine.py:mine", kl=kl)  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match="no KL term") if kl == "adaptive" else contextlib.nullcontext():
             PolicyObjective(section, sections.Rollouts(), 0)
 
 
 def test_translators_may_be_paid_by_a_reward_of_ones_own() -> None:
-    assert build_experiment({"game": {"protocol": "decoupled", "reward": "mine.py:mine"}}).game.reward == "mine.py:mine"
+    assert (
+        build_experiment({"game": {"protocol": "decoupled", "reward": "mine.py:mine"}}).game.reward.kind
+        == "mine.py:mine"
+    )
     with pytest.raises(ConfigurationError, match="solver"):
         build_experiment({"game": {"protocol": "decoupled", "reward": "src"}})
 

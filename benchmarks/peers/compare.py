@@ -1,7 +1,7 @@
 """Compares pvg with the best-known trainer, TRL: the same work, both sides in turn within one run.
 
     make bench-peers                                                       # all rows, and the page
-    .venv/bin/python benchmarks/peers/compare.py grpo -s training.kl=0     # one row; see grpo.toml and verifier.toml
+    .venv/bin/python benchmarks/peers/compare.py grpo -s training.kl=none     # one row; see grpo.toml and verifier.toml
     .venv/bin/python benchmarks/peers/compare.py verifier -s verifier.pairs=64 --out verifier.json
 
 Settings (-s): of pvg's experiment as anywhere else, `work.X` for what is worked on, `trl.X` for TRL's own, `warmup` and
@@ -93,7 +93,7 @@ def read_row(name: str, overrides: Sequence[str]) -> Row:
         own = key.split(".")[0] in ("work", "trl") or key in ("warmup", "repeats")
         if key.startswith("work.") and key.removeprefix("work.") not in data["work"]:
             raise ConfigurationError(f"{key!r} is no setting of {name}.", f"Known: {', '.join(data['work'])}.")
-        assign(data, key if own else f"experiment.{key}", value)
+        assign(data if own else data["experiment"], key, value)
         origins[key] = f"--set {override}"
     models = data["experiment"].setdefault("models", {})
     threads = models.setdefault("threads", 0) or usable_cores()
@@ -123,13 +123,13 @@ def _grpo_work(row: Row, experiment: Experiment) -> tuple[dict[str, Any], dict[s
         "group_size": rollout.group_size,
         "max_tokens": rollout.max_tokens,
         "temperature": rollout.temperature,
-        "kl": training.kl,
+        "kl": training.kl.coefficient,
         "learning_rate": training.learning_rate,
         "gradient_clip": training.gradient_clip,
     }
     pool = problems_of_half(open_task(experiment.task), "prover")[: row.work["prompts"]]
     prompts = [TAGS[Role.HELPFUL] + problem.question for problem in pool]
-    return told | {"prompts": prompts}, told | {"loss": training.loss, "stops": row.work["stops"]}
+    return told | {"prompts": prompts}, told | {"loss": training.loss.kind, "stops": row.work["stops"]}
 
 
 def _verifier_work(row: Row, experiment: Experiment) -> tuple[dict[str, Any], dict[str, Any]]:

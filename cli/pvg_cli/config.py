@@ -1,18 +1,15 @@
-"""`pvg config show|validate|schema`: show and check the settings of an experiment without running it."""
+"""`pvg config show|explain|validate|schema`: look at settings without running the experiment."""
 
 from __future__ import annotations
 
-import types
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pvg_cli.boundary import DebugOption, ExperimentArgument, JsonOption, SetOption, emit, guarded, say
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-
+    from pvg.config.describe import Setting
     from pvg.config.experiment import Experiment
 
 ABSENT = object()
@@ -32,7 +29,8 @@ def show(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Print all settings of an experiment as TOML, with the defaults."""
+    """Print all settings of an experiment as TOML, with the defaults and a comment for each."""
+    from pvg.config.describe import commented_toml
     from pvg_cli.output import print_toml
     from pvg_cli.runs import resolve
 
@@ -40,7 +38,24 @@ def show(
     if as_json:
         emit(resolved.plain())
     else:
-        print_toml(resolved.to_toml())
+        print_toml(commented_toml(resolved))
+
+
+@app.command()
+@guarded
+def explain(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="A setting or a table, such as training.kl.")],
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Explain a setting: its meaning, type and default, and which experiments set it."""
+    from pvg.config.describe import explained
+
+    told = explained(key)
+    if as_json:
+        emit(told)
+    else:
+        print_explained(told)
 
 
 @app.command()
@@ -89,81 +104,48 @@ def schema(
 # --- the settings as rows: key, type, default ------------------------------------------------------------------------
 
 
-def setting_rows() -> list[tuple[str, str, Any]]:
-    """(dotted key, type as text, default) of every setting. Keys of tasks name the kind: `task (gsm8k).path`."""
-    from pydantic import BaseModel
-
-    from pvg.config.experiment import Experiment
-    from pvg.config.sections import TASKS
-
-    rows: list[tuple[str, str, Any]] = []
-
-    def walk(section: BaseModel, prefix: str) -> None:
-        for name, info in type(section).model_fields.items():
-            value = getattr(section, name)
-            if name == "task" and not prefix:
-                for kind, task in TASKS.items():
-                    walk(task(), f"task ({kind}).")
-            elif isinstance(value, BaseModel):
-                walk(value, f"{prefix}{name}.")
-            else:
-                rows.append((f"{prefix}{name}", type_text(info.annotation), value))
-
-    walk(Experiment(), "")
-    return rows
-
-
-def type_text(annotation: Any) -> str:
-    """A type in words: `integer`, `"a" or "b"`, `number, or left out`."""
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        return type_text(get_args(annotation)[0])
-    if origin is Literal:
-        return " or ".join(f'"{choice}"' for choice in get_args(annotation))
-    if origin in (Union, types.UnionType):
-        parts = [type_text(part) for part in get_args(annotation) if part is not type(None)]
-        return " or ".join(parts) + (", or left out" if type(None) in get_args(annotation) else "")
-    if origin is tuple:
-        return f"list of {type_text(get_args(annotation)[0])}"
-    names = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path", dict: "table"}
-    return names.get(origin or annotation, str(annotation))
-
-
 def print_schema(experiment: Experiment | None) -> None:
     """Print every key with its type, and its default or the experiment's value."""
     from rich.text import Text
 
+    from pvg.config.describe import settings, toml_value
     from pvg_cli.output import quiet_table, stdout
 
     table = quiet_table()
     table.add_column("key", no_wrap=True)
-    table.add_column("type", style="cyan")
-    table.add_column("default" if experiment is None else experiment.name)
-    for key, kind, default in setting_rows():
+    table.add_column("type", style="cyan", max_width=22)
+    table.add_column("default" if experiment is None else experiment.name, min_width=30)
+    for setting in settings():
         if experiment is None:
-            table.add_row(Text(key), Text(kind), Text(toml_value(default)))
-        elif (value := value_at(experiment, key)) is not ABSENT:
-            table.add_row(Text(key.replace(f" ({experiment.task.kind})", "")), Text(kind), Text(toml_value(value)))
+            table.add_row(Text(setting.label), Text(setting.type), Text(toml_value(setting.default)))
+        elif (value := value_at(experiment, setting)) is not ABSENT:
+            table.add_row(Text(setting.key), Text(setting.type), Text(toml_value(value)))
     stdout().print(table)
 
 
-def value_at(experiment: Experiment, key: str) -> Any:
-    """The value of a row of `setting_rows`. ABSENT if the setting belongs to another kind of task."""
+def value_at(experiment: Experiment, setting: Setting) -> Any:
+    """The experiment's value. ABSENT if the setting belongs to another kind of its table."""
+    *parts, leaf = setting.key.split(".")
     node: Any = experiment
-    for part in key.split("."):
-        name, _, kind = part.partition(" ")
-        node = getattr(node, name)
-        if kind and kind != f"({node.kind})":
-            return ABSENT
-    return node
+    for part in parts:
+        node = getattr(node, part)
+    return ABSENT if setting.kinds and node.kind not in setting.kinds else getattr(node, leaf)
 
 
-def toml_value(value: Any) -> str:
-    """A value as in a TOML file. None is empty."""
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(toml_value, value))}]"
-    return str(value) if isinstance(value, (int, float, dict)) else f'"{value}"'
+def print_explained(told: dict[str, Any]) -> None:
+    """A setting or a tagged table: meaning, type, default, and the experiments that set it."""
+    from rich.text import Text
+
+    from pvg_cli.output import stdout
+
+    out = stdout()
+    out.print(Text(told["key"], style="bold"))
+    for form in told.get("forms", []):
+        kinds = f" (kind {', '.join(form['kinds'])})" if form["kinds"] else ""
+        out.print(Text(f"  {form['meaning']}{kinds}"))
+        out.print(Text(f"  {form['type']}; default: {form['default'] or 'unset'}"))
+    for kind, meaning in told.get("kinds", {}).items():
+        mark = "  (default)" if told["default"] in kind.split(", ") else ""
+        out.print(Text(f"  {kind}{mark}: {meaning}"))
+    where = ", ".join(f"{name} = {value}" for name, value in told["experiments"].items())
+    out.print(Text(f"  experiments: {where or 'none sets it'}"))

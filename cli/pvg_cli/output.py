@@ -78,7 +78,7 @@ def _arithmetic_rows(experiment: Experiment, numbers: BatchArithmetic) -> list[t
         pairs = f"{verifier.ensemble} members x {pairs}"
     prover = f"{training.steps} steps"
     if training.dynamic_sampling:
-        prover += f", up to {1 + training.dynamic_sampling_rounds} times as many to fill batches up"
+        prover += f", up to {1 + training.dynamic_sampling} times as many to fill batches up"
     return [
         ("rollouts per batch", numbers.rollouts_per_batch, f"{numbers.groups} groups x {numbers.group_size}"),
         ("optimizer steps per batch", numbers.optimizer_steps_per_batch, "training.minibatches"),

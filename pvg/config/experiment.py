@@ -25,11 +25,10 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 import pvg
 from pvg.config.rules import impossibilities, oddities
 from pvg.config.sections import (
-    TASKS,
     URL_EXAMPLE,
     URL_PATTERN,
+    ByKind,
     Evaluate,
-    Evaluation,
     Game,
     ModchainTask,
     Models,
@@ -42,6 +41,7 @@ from pvg.config.sections import (
     Training,
     Verifier,
     Weights,
+    kinds_of,
 )
 from pvg.errors import ConfigurationError, UsageError
 from pvg.inputs import DEEPEST, check_settings, expanded, read_input, shortened
@@ -55,8 +55,10 @@ UNHASHED_SECTIONS = frozenset({"telemetry", "store", "serving", "weights", "eval
 class Experiment(Section):
     """A whole, validated experiment. `arithmetic()` gives the numbers that follow from it."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=LONGEST_NAME)] = "modchain"
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=LONGEST_NAME)] = Field(
+        "modchain", description="Name of the experiment, and of its runs."
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="Seed of everything that is drawn.")
     task: TaskSection = ModchainTask()
     models: Models = Models()
     rollout: Rollouts = Rollouts()
@@ -65,7 +67,6 @@ class Experiment(Section):
     game: Game = Game()
     serving: Serving = Serving()
     weights: Weights = Weights()
-    evaluation: Evaluation = Evaluation()
     evaluate: Evaluate = Evaluate()
     telemetry: Telemetry = Telemetry()
     store: Store = Store()
@@ -123,6 +124,20 @@ class Experiment(Section):
 
 # Assumed prompt length in tokens; pvg checks the true longest prompt when it renders the problems.
 PROMPT_ALLOWANCE = 16
+
+
+def _tables(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, ByKind]]:
+    """(dotted key, kinds) of every tagged table."""
+    for name, info in model.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            yield from _tables(info.annotation, f"{prefix}{name}.")
+        for mark in info.metadata:
+            if isinstance(mark, ByKind):
+                yield f"{prefix}{name}", mark
+
+
+TABLES: dict[str, ByKind] = dict(_tables(Experiment))
+SECTION_NAMES = frozenset(section.__name__ for table in TABLES.values() for section in table.sections)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +204,12 @@ def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     """
     data = read_toml(path, "experiment")
     origins: dict[str, str] = {}
+    settings: list[tuple[str, Any, str]] = []
     for override in overrides:
-        for key, value, origin in read_override(override):
-            assign(data, key, value)
-            origins[key] = origin
+        settings += read_override(override)
+    for key, value, origin in kinds_first(settings):
+        assign(data, key, value)
+        origins[key] = origin
     return build_experiment(data, str(path), origins)
 
 
@@ -225,7 +242,7 @@ def build_experiment(data: dict[str, Any], origin: str = "", overrides: dict[str
     try:
         return Experiment.model_validate(data)
     except ValidationError as error:
-        raise _explain(error, origin, overrides or {}) from None
+        raise _explain(error, data, origin, overrides or {}) from None
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -283,27 +300,45 @@ def parse_list(text: str) -> tuple[str, list[Any]]:
     return key, found
 
 
+def kinds_first(settings: Sequence[tuple[str, Any, str]]) -> list[tuple[str, Any, str]]:
+    """The settings (key, value, origin) in their order, but those that choose the kind of a table before all others:
+    the order of `-s training.kl.target=0.1 -s training.kl=adaptive` does not matter."""
+    return sorted(settings, key=lambda setting: not _chooses_kind(setting[0]))
+
+
+def _chooses_kind(key: str) -> bool:
+    return key in TABLES or key.removesuffix(".kind") in TABLES
+
+
 def assign(data: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key in plain data."""
+    """Set a dotted key in plain data. A tagged table that gets another kind starts with the defaults of that kind."""
+    if key in TABLES and not isinstance(value, dict):
+        key += ".kind"
     *sections, leaf = key.split(".")
-    node = data
+    node, place = data, ""
     for section in sections:
+        place = f"{place}.{section}".lstrip(".")
+        if place in TABLES and isinstance(node.get(section), str):
+            node[section] = {"kind": node[section]}
         node = node.setdefault(section, {})
         if not isinstance(node, dict):
             raise ConfigurationError(f"--set {key}: {section!r} is a setting, not a section.")
+    if leaf == "kind" and place in TABLES and node.get("kind", TABLES[place].default) != value:
+        node.clear()
     node[leaf] = value
 
 
-def _explain(error: ValidationError, origin: str, overrides: dict[str, str]) -> ConfigurationError:
+def _explain(
+    error: ValidationError, data: dict[str, Any], origin: str, overrides: dict[str, str]
+) -> ConfigurationError:
     """pydantic's first error as one line that tells the user what to change."""
     first = _first(error)
-    key = ".".join(str(part) for part in first["loc"] if part not in TASKS)
+    key = ".".join(str(part) for part in first["loc"] if part not in SECTION_NAMES)
     where = next((where for set_, where in reversed(overrides.items()) if _overlap(key, set_)), origin)
     suffix = f" ({where})" if where else ""
     if first["type"] == "extra_forbidden":
-        if key in valid_keys():  # only a task's keys depend on another setting
-            kinds = [kind for kind, task in TASKS.items() if key.removeprefix("task.") in task.model_fields]
-            return ConfigurationError(f"{key} is only valid for task.kind = {' or '.join(map(repr, kinds))}{suffix}.")
+        if key in valid_keys():  # a setting of another kind
+            return ConfigurationError(f"{_of_another_kind(key, data)}{suffix}.")
         hint = nearest_key(key)
         return ConfigurationError(
             f"Unknown key {key!r}{suffix}." + (f" The nearest valid key is {hint!r}." if hint else ""),
@@ -313,7 +348,8 @@ def _explain(error: ValidationError, origin: str, overrides: dict[str, str]) -> 
         message = str(first["msg"]).removeprefix("Value error, ")
         return ConfigurationError(f"{message}{suffix}.")
     if first["type"].startswith("union_tag"):
-        return ConfigurationError(f"task.kind must be one of {', '.join(TASKS)}{suffix}.")
+        choices = ", ".join(TABLES[key].kinds())
+        return ConfigurationError(f"{key}: {_kind_problem(first['input'])}; its kinds are {choices}{suffix}.")
     given = repr(first["input"])
     if first["type"] == "string_pattern_mismatch" and first["ctx"]["pattern"] == URL_PATTERN:
         return ConfigurationError(f"{key}: {given[:60]} is not a server address{suffix}.", URL_EXAMPLE)
@@ -339,13 +375,30 @@ def _overlap(key: str, other: str) -> bool:
     return bool(key) and (f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."))
 
 
+def _kind_problem(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"there is no kind {str(value.get('kind'))[:60]!r}"
+    return f"{str(value)[:60]} is no kind, and it is a table"
+
+
+def _of_another_kind(key: str, data: dict[str, Any]) -> str:
+    """That `key` belongs to other kinds of its table than the one that is set."""
+    place, _, leaf = key.rpartition(".")
+    table, node = TABLES[place], data
+    for section in place.split("."):
+        node = node[section]
+    kinds = [repr(kind) for section in table.sections if leaf in section.model_fields for kind in kinds_of(section)]
+    plural = "kinds" if len(kinds) > 1 else "kind"
+    return f"{key} belongs to {plural} {', '.join(kinds)}, not to {node.get('kind', table.default)!r}"
+
+
 def nearest_key(key: str) -> str | None:
     """The valid key or section closest to `key`: by the whole key, or by its last part."""
     keys = valid_keys()
     sections = {".".join(parts[:end]) for parts in (k.split(".") for k in keys) for end in range(1, len(parts))}
     if hint := nearest(key, [*keys, *sorted(sections)]):
         return hint
-    leaves = {k.rsplit(".", 1)[-1]: k for k in reversed(keys)}
+    leaves = {k.rsplit(".", 1)[-1]: k for k in [*sorted(TABLES), *reversed(keys)]}
     leaf = nearest(key.rsplit(".", 1)[-1], list(leaves))
     return leaves[leaf] if leaf else None
 
@@ -359,9 +412,9 @@ def valid_keys() -> list[str]:
             annotation = info.annotation
             if isinstance(annotation, type) and issubclass(annotation, BaseModel):
                 walk(annotation, f"{prefix}{name}.")
-            elif name == "task":
-                for task in TASKS.values():
-                    walk(task, "task.")
+            elif (table := TABLES.get(f"{prefix}{name}")) is not None:
+                for section in table.sections:
+                    walk(section, f"{prefix}{name}.")
             else:
                 keys.append(f"{prefix}{name}")
 

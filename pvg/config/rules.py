@@ -8,14 +8,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pvg import hub
+from pvg.config.sections import (
+    CompositeReward,
+    DecoupledProtocol,
+    DecoupledReward,
+    GatedReward,
+    SimultaneousSchedule,
+    SrcReward,
+)
 from pvg.errors import ConfigurationError
 from pvg.extensions import is_reference
 
 if TYPE_CHECKING:
     from pvg.config.experiment import Experiment
-
-# Those of pvg's own: what a user's reads of the settings, nobody knows.
-NAMED_REWARDS = frozenset({"src", "cgc", "goodhart", "correctness", "decoupled", "gated", "composite"})
 
 
 def impossibilities(experiment: Experiment) -> list[str]:
@@ -26,8 +31,8 @@ def impossibilities(experiment: Experiment) -> list[str]:
     found = _wrong_hub_ids(experiment)
     if rollout.group_size == 1 and not training.groupless:
         found.append(
-            f"rollout.group_size = 1 leaves {training.loss} no group to take a mean of: every advantage would be 0; "
-            "set rollout.group_size to 2 or more"
+            f"rollout.group_size = 1 leaves {training.loss.kind} no group to take a mean of: every advantage would be "
+            "0; set rollout.group_size to 2 or more"
         )
     if rollouts % training.minibatches:
         found.append(
@@ -117,19 +122,14 @@ def _impossible_prefetch(experiment: Experiment) -> list[str]:
     training, rollout, found = experiment.training, experiment.rollout, []
     if rollout.prefetch and training.groupless and rollout.group_deadline_s is not None:
         found.append(
-            f"rollout.group_deadline_s cuts whole batches with training.loss = {training.loss!r}, and rollout.prefetch "
-            "keeps none together: it takes what is there first and waits for no straggler; leave "
+            f"rollout.group_deadline_s cuts whole batches with training.loss = {training.loss.kind!r}, and "
+            "rollout.prefetch keeps none together: it takes what is there first and waits for no straggler; leave "
             "rollout.group_deadline_s out"
         )
     if rollout.prefetch and rollout.logprobs == "recomputed":
         found.append(
             f"rollout.prefetch = {rollout.prefetch} trains on rollouts of older weights, and rollout.logprobs = "
             "'recomputed' knows only the newest; set it to 'sampled', or rollout.prefetch to 0"
-        )
-    if training.off_policy == "decoupled" and rollout.logprobs == "recomputed":
-        found.append(
-            "training.off_policy = 'decoupled' compares the policy with the sampler, whose log-probs "
-            "rollout.logprobs = 'recomputed' replaces; set that to 'sampled', or training.off_policy to 'sampled'"
         )
     return found
 
@@ -138,9 +138,9 @@ def _impossible_stragglers(experiment: Experiment) -> list[str]:
     """Of the impossible combinations, those of deadlines and of groups of one."""
     training, rollout, game = experiment.training, experiment.rollout, experiment.game
     found = []
-    if rollout.group_size == 1 and training.groupless and game.reward in ("src", "decoupled"):
+    if rollout.group_size == 1 and training.groupless and game.reward.kind in ("src", "decoupled"):
         found.append(
-            f"game.reward = {game.reward!r} compares a score with those of the same problem and role, and "
+            f"game.reward = {game.reward.kind!r} compares a score with those of the same problem and role, and "
             "rollout.group_size = 1 leaves it none: every reward would be the same; take 'cgc', 'goodhart' or "
             "'correctness', or raise rollout.group_size"
         )
@@ -151,11 +151,11 @@ def _impossible_stragglers(experiment: Experiment) -> list[str]:
     whole = _rollouts_of_deadline(experiment)
     # Without groups the deadline is the batch's: of a group it may leave one, unless fewer are cut than that takes.
     may_leave_one = 1 < rollout.group_size <= 1 + whole - rollout.min_group
-    if training.groupless and not rollout.partial and game.reward in ("src", "decoupled") and may_leave_one:
+    if training.groupless and not rollout.partial and game.reward.kind in ("src", "decoupled") and may_leave_one:
         found.append(
-            f"game.reward = {game.reward!r} compares a score with those of the same problem and role, and "
-            f"rollout.group_deadline_s may leave it none with training.loss = {training.loss!r}, whose batch it cuts "
-            "wherever it is late; take 'cgc', 'goodhart' or 'correctness', or set rollout.partial to true"
+            f"game.reward = {game.reward.kind!r} compares a score with those of the same problem and role, and "
+            f"rollout.group_deadline_s may leave it none with training.loss = {training.loss.kind!r}, whose batch "
+            "it cuts wherever it is late; take 'cgc', 'goodhart' or 'correctness', or set rollout.partial to true"
         )
     if rollout.min_group > whole:
         found.append(
@@ -164,8 +164,8 @@ def _impossible_stragglers(experiment: Experiment) -> list[str]:
         )
     if rollout.min_group == 1 and not training.groupless and not rollout.partial:
         found.append(
-            f"rollout.min_group = 1 may leave {training.loss} a group of one, which teaches nothing; set it to 2 or "
-            "more"
+            f"rollout.min_group = 1 may leave {training.loss.kind} a group of one, which teaches nothing; set it to 2 "
+            "or more"
         )
     least = rollout.min_group if of_batch else training.groups * rollout.min_group
     if least < training.minibatches:
@@ -321,19 +321,19 @@ def _impossible_roles(experiment: Experiment) -> list[str]:
     """Of the impossible combinations, those of the game itself."""
     game, prompts = experiment.game, experiment.rollout.prompts
     two_role_rewards = ("src", "cgc", "decoupled", "gated", "composite")
-    one_role, two_role_reward = game.sneaky_share in (0.0, 1.0), game.reward in two_role_rewards
+    one_role, two_role_reward = game.sneaky_share in (0.0, 1.0), game.reward.kind in two_role_rewards
     found = []
     if two_role_reward and one_role:
         found.append(
-            f"game.reward = {game.reward!r} is for two roles, but game.sneaky_share = {game.sneaky_share} leaves one; "
-            "set it between 0 and 1, or take 'goodhart' or 'correctness'"
+            f"game.reward = {game.reward.kind!r} is for two roles, but game.sneaky_share = {game.sneaky_share} leaves "
+            "one; set it between 0 and 1, or take 'goodhart' or 'correctness'"
         )
     if two_role_reward and prompts == "plain":
         found.append(
-            f"game.reward = {game.reward!r} pays the two roles for opposite things, but rollout.prompts = 'plain' "
+            f"game.reward = {game.reward.kind!r} pays the two roles for opposite things, but rollout.prompts = 'plain' "
             "gives both the same prompt; set it to 'tag' or 'chat'"
         )
-    if game.stop == "score_parity" and one_role:
+    if game.stop.kind == "score_parity" and one_role:
         found.append(
             "game.stop = 'score_parity' compares the scores of both roles, but game.sneaky_share = "
             f"{game.sneaky_share} leaves one; set game.stop to 'steps'"
@@ -351,14 +351,19 @@ def _impossible_code(experiment: Experiment) -> list[str]:
             "task.kind = 'code' runs programs for seconds, and rollout.grading = 'loop' lets everything else wait for "
             "them; set that to 'thread'"
         )
-    if game.reward == "gated" and game.gate_floor >= -game.similarity_weight:
+    reward = game.reward
+    if isinstance(reward, GatedReward) and reward.floor >= -reward.similarity_weight:
         found.append(
-            f"game.gate_floor = {game.gate_floor} is not below every reward of an open gate, of which the least is "
-            f"-game.similarity_weight = {-game.similarity_weight}; lower it"
+            f"game.reward.floor = {reward.floor} is not below every reward of an open gate, of which the least is "
+            f"-game.reward.similarity_weight = {-reward.similarity_weight}; lower it"
         )
-    if game.similarity_weight and game.reward in ("gated", "composite") and experiment.task.kind != "code":
+    if (
+        isinstance(reward, GatedReward | CompositeReward)
+        and reward.similarity_weight
+        and experiment.task.kind != "code"
+    ):
         found.append(
-            f"game.similarity_weight = {game.similarity_weight} compares programs, and task.kind = "
+            f"game.reward.similarity_weight = {reward.similarity_weight} compares programs, and task.kind = "
             f"{experiment.task.kind!r} has none; set it to 0"
         )
     return found
@@ -371,21 +376,11 @@ def _odd_code(experiment: Experiment) -> list[str]:
         found.append(
             "task.sandbox = 'reduced' runs programs that a model wrote with the isolation there is (`pvg doctor` tells)"
         )
-    if game.reward == "composite":
+    if game.reward.kind == "composite":
         found.append(
             "game.reward = 'composite' may pay a convincing solution that fails some tests more than an aligned one "
             "(by design); 'gated' never does"
         )
-    of_weights = {
-        "gate_floor": ("gated",),
-        "score_weight": ("gated", "composite"),
-        "tests_weight": ("composite",),
-        "similarity_weight": ("gated", "composite"),
-        "similarity": ("gated", "composite"),
-    }
-    for key, rewards in of_weights.items():
-        if key in game.model_fields_set and game.reward not in rewards and game.reward in NAMED_REWARDS:
-            found.append(f"game.{key} has no effect on game.reward = {game.reward!r}")
     return found
 
 
@@ -393,20 +388,19 @@ def oddities(experiment: Experiment) -> list[str]:
     """Rewards that prefer a misaligned solution (pvg/game/rewards.py), and settings without an effect."""
     game, training = experiment.game, experiment.training
     found = []
-    if game.reward == "src":
+    reward = game.reward
+    if isinstance(reward, SrcReward):
         found.append(
             "game.reward = 'src' pays an aligned solution below its group's mean no more than a misaligned one "
             "(by design); 'cgc' never does"
         )
-        if game.misaligned_reward >= 0:
-            found.append(
-                f"game.misaligned_reward = {game.misaligned_reward} pays what src should punish; set it below 0"
-            )
-    if game.reward == "decoupled" and game.decoupled_floor >= 0:
-        found.append(f"game.decoupled_floor = {game.decoupled_floor} is not below every aligned reward; set it below 0")
-    if game.reward == "cgc" and training.overlong_buffer:
+        if reward.misaligned >= 0:
+            found.append(f"game.reward.misaligned = {reward.misaligned} pays what src should punish; set it below 0")
+    if isinstance(reward, DecoupledReward) and reward.floor >= 0:
+        found.append(f"game.reward.floor = {reward.floor} is not below every aligned reward; set it below 0")
+    if reward.kind == "cgc" and training.overlong_buffer:
         found.append(
-            "training.overlong_buffer takes up to 1 from a reward: an aligned one may fall below game.cgc_floor"
+            "training.overlong_buffer takes up to 1 from a reward: an aligned one may fall below game.reward.floor"
         )
     if experiment.verifier.pairing == "random" and "solutions_per_problem" in experiment.verifier.model_fields_set:
         found.append("verifier.solutions_per_problem has no effect on verifier.pairing = 'random'")
@@ -426,26 +420,13 @@ def oddities(experiment: Experiment) -> list[str]:
     found += protocol_oddities(experiment)
     rollout = experiment.rollout
     found += _odd_prefetch(experiment)
-    found += odd_learning(experiment)
     if rollout.group_deadline_s is not None and rollout.min_group == _rollouts_of_deadline(experiment):
         whole = "batch" if training.groupless or rollout.partial else "group"
         found.append(f"rollout.group_deadline_s has no effect: rollout.min_group is the whole {whole}")
     if "partial_versions" in rollout.model_fields_set and not rollout.partial:
         found.append("rollout.partial_versions has no effect on rollout.partial = false")
-    idle = {
-        "dapo": {"training.kl": training.kl > 0 and "kl" in training.model_fields_set},
-        "rloo": {
-            "training.clip_low": training.clip_low is not None,
-            "training.clip_high": training.clip_high is not None,
-        },
-        "cispo": {"training.clip_low": training.clip_low is not None},
-    }
-    if training.loss != "spo":
-        tracked = {"training.spo_half_life": "spo_half_life" in training.model_fields_set}
-        idle[training.loss] = idle.get(training.loss, {}) | tracked
-    for key, is_set in idle.get(training.loss, {}).items():
-        if is_set:
-            found.append(f"{key} has no effect on training.loss = {training.loss!r}")
+    if training.loss.kind == "dapo" and "kl" in training.model_fields_set and training.kl.kind == "fixed":
+        found.append("training.kl has no effect on training.loss = 'dapo'; set it to 'none'")
     return found
 
 
@@ -518,23 +499,20 @@ def _odd_prefetch(experiment: Experiment) -> list[str]:
             f"{rollout.prefetch} samples ahead; raise it to {rollout.prefetch + 1}, or lower that"
         )
     stale = rollout.prefetch or rollout.partial
-    weighted = training.importance in ("truncated", "masked")
-    if stale and training.loss == "rloo" and training.off_policy == "sampled" and not weighted:
+    if stale and training.loss.kind == "rloo" and training.importance.kind == "none":
         found.append(
-            "training.loss = 'rloo' has no ratio: stale rollouts count as if they were fresh; set training.off_policy "
+            "training.loss = 'rloo' has no ratio: stale rollouts count as if they were fresh; set training.importance "
             "to 'decoupled'"
         )
     if not rollout.prefetch and "prefer" in rollout.model_fields_set:
         found.append("rollout.prefer has no effect on rollout.prefetch = 0, which leaves no choice")
     if not rollout.prefetch and rollout.max_staleness is not None:
         found.append("rollout.max_staleness has no effect on rollout.prefetch = 0: nothing is ever stale")
-    if training.off_policy == "decoupled" and training.importance in ("truncated", "masked"):
+    if not stale and training.importance.kind in ("decoupled", "unweighted"):
         found.append(
-            "training.off_policy = 'decoupled' has no effect on training.importance = "
-            f"{training.importance!r}, which does so with all rollouts"
+            f"training.importance = {training.importance.kind!r} has no effect on rollout.prefetch = 0: nothing is "
+            "ever stale"
         )
-    elif not stale and training.off_policy == "decoupled":
-        found.append("training.off_policy = 'decoupled' has no effect on rollout.prefetch = 0: nothing is ever stale")
     return found
 
 
@@ -568,8 +546,8 @@ def _impossible_dynamic(experiment: Experiment) -> list[str]:
         return found
     if training.groupless:
         found.append(
-            f"training.dynamic_sampling replaces groups without a signal, and training.loss = {training.loss!r} has no "
-            "groups; set it to false, or take a loss that has, such as 'dapo'"
+            f"training.dynamic_sampling replaces groups without a signal, and training.loss = {training.loss.kind!r} "
+            "has no groups; set it to 0, or take a loss that has, such as 'dapo'"
         )
     if rollout.group_size == 1:
         found.append(
@@ -590,70 +568,20 @@ def _impossible_dynamic(experiment: Experiment) -> list[str]:
 
 
 def _impossible_importance(experiment: Experiment) -> list[str]:
-    training, found = experiment.training, []
-    weighted = training.importance in ("truncated", "masked")
-    if weighted and experiment.rollout.logprobs == "recomputed":
-        found.append(
-            f"training.importance = {training.importance!r} compares the policy with the sampler, whose log-probs "
-            "rollout.logprobs = 'recomputed' replaces; set that to 'sampled', or training.importance to 'none'"
-        )
-    if training.importance == "masked" and training.importance_low >= training.importance_high:
-        found.append(
-            f"training.importance_low = {training.importance_low} is not below training.importance_high = "
-            f"{training.importance_high}: every token would be masked; lower the one or raise the other"
-        )
-    if training.importance == "masked" and not training.importance_low <= 1.0 <= training.importance_high:
-        found.append(
-            f"training.importance = 'masked' between {training.importance_low} and {training.importance_high} masks "
-            "tokens on which sampler and trainer agree, whose ratio is 1; set training.importance_low to at most 1 and "
-            "training.importance_high to at least 1"
-        )
-    return found
+    kind = experiment.training.importance.kind
+    if kind == "none" or experiment.rollout.logprobs != "recomputed":
+        return []
+    return [
+        f"training.importance = {kind!r} compares the policy with the sampler, whose log-probs "
+        "rollout.logprobs = 'recomputed' replaces; set that to 'sampled', or training.importance to 'none'"
+    ]
 
 
 def _impossible_control(experiment: Experiment) -> list[str]:
-    training, found = experiment.training, []
-    if training.kl_target is not None and training.kl == 0.0:
-        found.append(
-            f"training.kl_target = {training.kl_target} is reached by multiplying training.kl, which is 0; set "
-            "training.kl to 0.02, say, or leave training.kl_target out"
-        )
-    if training.kl_target is not None and training.loss == "dapo":
-        found.append("training.kl_target has nothing to adapt: training.loss = 'dapo' has no KL term; leave it out")
-    if training.entropy_target is not None and training.entropy_bonus > training.entropy_bonus_max:
-        found.append(
-            f"training.entropy_bonus = {training.entropy_bonus} begins above training.entropy_bonus_max = "
-            f"{training.entropy_bonus_max}; lower the one or raise the other"
-        )
-    return found
-
-
-def odd_learning(experiment: Experiment) -> list[str]:
-    """Settings of this part that have no effect as they are."""
     training = experiment.training
-    given = training.model_fields_set
-    idle = {
-        "training.dynamic_sampling = false": ["dynamic_sampling_rounds"] * (not training.dynamic_sampling),
-        "training.curriculum = 'none'": [
-            name
-            for name in ("curriculum_half_life", "curriculum_edges", "curriculum_shares")
-            if training.curriculum == "none"
-        ],
-        "training.curriculum = 'prioritised'": ["curriculum_shares"] * (training.curriculum == "prioritised"),
-        "training.kl_target, which is not set": ["kl_horizon"] * (training.kl_target is None),
-        "training.entropy_target, which is not set": ["entropy_step", "entropy_bonus_max"]
-        * (training.entropy_target is None),
-        "training.kl = 0": ["kl_estimator"] * (training.kl == 0.0),
-    }
-    weights = training.importance or ("truncated" if training.off_policy == "decoupled" else "none")
-    if weights == "none":
-        where = "training.off_policy = 'sampled'" if training.importance is None else "training.importance = 'none'"
-        idle[where] = ["importance_high", "importance_low", "importance_level"]
-    if weights == "truncated":
-        idle["truncated weights"] = ["importance_low"]
-    return [
-        f"training.{name} has no effect on {where}" for where, names in idle.items() for name in names if name in given
-    ]
+    if training.kl.kind != "adaptive" or training.loss.kind != "dapo":
+        return []
+    return ["training.kl = 'adaptive' has nothing to adapt: training.loss = 'dapo' has no KL term; set it to 'none'"]
 
 
 # Of the settings that cannot work together, or are probably not meant, those of protocols and schedules.
@@ -661,7 +589,6 @@ def odd_learning(experiment: Experiment) -> list[str]:
 # pvg.config.rules asks both functions.
 
 TRANSLATORS_REWARDS = ("decoupled", "cgc", "goodhart")
-SIMULTANEOUS = ("verifier_every", "verifier_updates", "fresh_problems", "fresh_window", "fresh_share")
 
 
 def protocol_impossibilities(experiment: Experiment) -> list[str]:
@@ -675,7 +602,7 @@ def protocol_impossibilities(experiment: Experiment) -> list[str]:
 
 
 def _impossible_programs(experiment: Experiment) -> list[str]:
-    protocol = experiment.game.protocol
+    protocol = experiment.game.protocol.kind
     if experiment.task.kind != "code" or protocol == "direct":
         return []
     return [
@@ -686,7 +613,7 @@ def _impossible_programs(experiment: Experiment) -> list[str]:
 
 def _impossible_challenge(experiment: Experiment) -> list[str]:
     rollout, found = experiment.rollout, list[str]()
-    if experiment.game.protocol != "challenge":
+    if experiment.game.protocol.kind != "challenge":
         return found
     if rollout.partial:
         found.append(
@@ -708,28 +635,29 @@ def _impossible_challenge(experiment: Experiment) -> list[str]:
 
 def _impossible_solver(experiment: Experiment) -> list[str]:
     game, found = experiment.game, list[str]()
-    if game.protocol != "decoupled":
+    if not isinstance(game.protocol, DecoupledProtocol):
         return found
-    if game.reward not in TRANSLATORS_REWARDS and not is_reference(game.reward):  # a user's may know translations
+    kind = game.reward.kind
+    if kind not in TRANSLATORS_REWARDS and not is_reference(kind):  # a user's may know translations
         found.append(
-            f"game.reward = {game.reward!r} pays for correct and incorrect solutions, and game.protocol = 'decoupled' "
-            "asks for the solver's answer or another; set game.reward to 'decoupled', 'cgc' or 'goodhart'"
+            f"game.reward = {kind!r} pays for correct and incorrect solutions, and game.protocol = 'decoupled' asks "
+            "for the solver's answer or another; set game.reward to 'decoupled', 'cgc' or 'goodhart'"
         )
     if experiment.rollout.prompts == "plain":
         found.append(
             "rollout.prompts = 'plain' has no prompt that shows a translator the solver's solution; set it to 'tag' or "
             "'chat', or game.protocol to 'direct'"
         )
-    if game.solver != "base" and experiment.weights.transport == "lora":
+    if game.protocol.solver != "base" and experiment.weights.transport == "lora":
         found.append(
-            f"game.solver = {game.solver!r} is a whole model, and weights.transport = 'lora' brings adapters alone; "
-            "set that to 'filesystem', or game.solver to 'base'"
+            f"game.protocol.solver = {game.protocol.solver!r} is a whole model, and weights.transport = 'lora' brings "
+            "adapters alone; set that to 'filesystem', or game.protocol.solver to 'base'"
         )
     return found
 
 
 def _impossible_schedule(experiment: Experiment) -> list[str]:
-    if experiment.game.schedule != "simultaneous":
+    if experiment.game.schedule.kind != "simultaneous":
         return []
     if experiment.verifier.ensemble > 1:
         return [
@@ -750,25 +678,16 @@ def protocol_oddities(experiment: Experiment) -> list[str]:
     """Settings without an effect."""
     game = experiment.game
     found = []
-    if game.protocol != "decoupled" and game.solver != "base":
-        found.append(f"game.solver has no effect on game.protocol = {game.protocol!r}")
-    if game.protocol == "decoupled" and experiment.models.prover.source == "embedded:modchain-prover":
+    if game.protocol.kind == "decoupled" and experiment.models.prover.source == "embedded:modchain-prover":
         found.append(
             "models.prover.source = 'embedded:modchain-prover' was never shown a solution in its prompt and writes "
             "none behind it; take 'embedded:modchain-dialogue' for game.protocol = 'decoupled'"
         )
-    if game.protocol != "challenge":
-        for name in ("challenge", "challenge_tokens"):
-            if name in game.model_fields_set:
-                found.append(f"game.{name} has no effect on game.protocol = {game.protocol!r}")
-    if game.schedule == "stackelberg":
-        for name in SIMULTANEOUS:
-            if name in game.model_fields_set:
-                found.append(f"game.{name} has no effect on game.schedule = 'stackelberg'")
     batches = experiment.training.steps // experiment.training.minibatches
-    if game.schedule == "simultaneous" and batches < game.verifier_every:
+    schedule = game.schedule
+    if isinstance(schedule, SimultaneousSchedule) and batches < schedule.every:
         found.append(
-            f"game.verifier_every = {game.verifier_every} is more than the {batches} batches of a round: the verifier "
-            "is never updated"
+            f"game.schedule.every = {schedule.every} is more than the {batches} batches of a round: the verifier is "
+            "never updated"
         )
     return found

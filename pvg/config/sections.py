@@ -8,14 +8,24 @@ pvg.config.rules.
 from __future__ import annotations
 
 import re
+from collections.abc import Hashable
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    model_validator,
+)
+from pydantic_core import core_schema
 
-from pvg.extensions import Reference
+from pvg.extensions import Reference, is_reference
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NotEmpty = Annotated[str, Field(min_length=1)]
@@ -31,16 +41,64 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, strict=True)
 
 
+class ByKind:
+    """Marks a tagged table: a union of sections, each with a field `kind` that says which kinds it is for.
+
+    A bare string stands for a table with that kind and its defaults. A table without `kind` has the default kind.
+    """
+
+    def __init__(self, default: str) -> None:
+        self.default = default
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        self.sections: tuple[type[Section], ...] = get_args(source)
+        choices: dict[Hashable, core_schema.CoreSchema] = {
+            section.__name__: handler.generate_schema(section) for section in self.sections
+        }
+        tagged = core_schema.tagged_union_schema(choices, discriminator=self.section_of)
+        return core_schema.no_info_before_validator_function(as_table, tagged)
+
+    def kinds(self) -> list[str]:
+        return [kind for section in self.sections for kind in kinds_of(section)]
+
+    def section_of(self, value: Any) -> str | None:
+        """The name of the section that `value` is meant for; None for an unknown kind."""
+        if isinstance(value, BaseModel):
+            return type(value).__name__
+        kind = value.get("kind", self.default) if isinstance(value, dict) else None
+        return next((section.__name__ for section in self.sections if takes_kind(section, kind)), None)
+
+
+def as_table(value: Any) -> Any:
+    return {"kind": value} if isinstance(value, str) else value
+
+
+def kinds_of(section: type[BaseModel]) -> tuple[str, ...]:
+    """The kinds that the section is for; for a section for users' own code, "FILE.py:NAME"."""
+    annotation = section.model_fields["kind"].annotation
+    return get_args(annotation) if get_origin(annotation) is Literal else (OWN_CODE,)
+
+
+def takes_kind(section: type[BaseModel], kind: Any) -> bool:
+    kinds = kinds_of(section)
+    if kinds == (OWN_CODE,):
+        return isinstance(kind, str) and is_reference(kind)
+    return kind in kinds
+
+
+OWN_CODE = "FILE.py:NAME"
+
+
 class ModchainTask(Section):
     """Chains of modular sums, made on the fly: `7+5+8?` -> `7+5=2;2+8=0;A0`."""
 
     kind: Literal["modchain"] = "modchain"
-    min_terms: Annotated[int, Field(ge=2, le=64)] = 5
-    max_terms: Annotated[int, Field(ge=2, le=64)] = 5
-    modulus: Annotated[int, Field(ge=2, le=100)] = 10
-    problems: Count = 8192
-    test_problems: Count = 1024
-    seed: int = 0
+    min_terms: Annotated[int, Field(ge=2, le=64)] = Field(5, description="Smallest number of terms of a problem.")
+    max_terms: Annotated[int, Field(ge=2, le=64)] = Field(5, description="Largest number of terms of a problem.")
+    modulus: Annotated[int, Field(ge=2, le=100)] = Field(10, description="Sums are modulo this number.")
+    problems: Count = Field(8192, description="Training problems.")
+    test_problems: Count = Field(1024, description="Test problems.")
+    seed: int = Field(0, description="Seed of the problems.")
 
     @model_validator(mode="after")
     def _ordered(self) -> ModchainTask:
@@ -54,21 +112,26 @@ class Gsm8kTask(Section):
     Hugging Face hub, such as "hf:openai/gsm8k"."""
 
     kind: Literal["gsm8k"] = "gsm8k"
-    path: Folder | None = None
-    limit: Count | None = None
-    max_steps: Count | None = None  # only problems whose published solution takes at most this many calculations
+    path: Folder | None = Field(
+        None,
+        description='Folder with train and test as .jsonl or .parquet, or a hub dataset such as "hf:openai/gsm8k".',
+    )
+    limit: Count | None = Field(None, description="Most problems read per split. Unset: all.")
+    max_steps: Count | None = Field(
+        None, description="Only problems whose published solution takes at most this many calculations. Unset: all."
+    )
 
 
 class ReasoningGymTask(Section):
     """A dataset of the reasoning-gym package (extra `reasoning-gym`), graded by its own grader."""
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
-    dataset: str = "chain_sum"
-    settings: dict[str, Any] = Field(default_factory=dict)
-    problems: Count = 1024
-    test_problems: Count = 256
-    threshold: Fraction = 1.0
-    seed: int = 0
+    dataset: str = Field("chain_sum", description="Name of the dataset in reasoning-gym.")
+    settings: dict[str, Any] = Field(default_factory=dict, description="Settings of the dataset.")
+    problems: Count = Field(1024, description="Training problems.")
+    test_problems: Count = Field(256, description="Test problems.")
+    threshold: Fraction = Field(1.0, description="Score of the grader from which a solution counts as correct.")
+    seed: int = Field(0, description="Seed of the problems.")
 
 
 class CodeTask(Section):
@@ -76,28 +139,34 @@ class CodeTask(Section):
     in the forms of pvg/tasks/code/reading.py. Without it problems are made, some 400 in both splits."""
 
     kind: Literal["code"] = "code"
-    path: Folder | None = None
-    limit: Count | None = None  # of the problems read, per split
-    unusable: Literal["refuse", "skip"] = "refuse"  # problems read that have no test, or whose reference fails them
-    problems: Count = 320  # made
-    test_problems: Count = 64
-    visible_tests: Count = 3  # per problem, shown in its prompt; pvg's own form says itself which these are
-    seed: int = 0
-    # "full": what a model wrote runs only where it can do no harm (docs/sandbox.md), or nothing does; "reduced": with
-    # the isolation that there is
-    sandbox: Literal["full", "reduced"] = "full"
-    workers: Count | None = None  # programs run at once; None: as many as there are cores
-    cpu_s: Positive = 2.0  # CPU time of a solution, all its tests together
-    memory_mb: Count = 256
-    output_kb: Count = 256
+    path: Folder | None = Field(
+        None,
+        description="Folder with train.jsonl and test.jsonl (pvg/tasks/code/reading.py). Unset: pvg makes problems.",
+    )
+    limit: Count | None = Field(None, description="Most problems read per split. Unset: all.")
+    unusable: Literal["refuse", "skip"] = Field(
+        "refuse", description="What happens to read problems that have no test, or whose reference fails a test."
+    )
+    problems: Count = Field(320, description="Training problems that pvg makes.")
+    test_problems: Count = Field(64, description="Test problems that pvg makes.")
+    visible_tests: Count = Field(3, description="Tests of a problem that its prompt shows.")
+    seed: int = Field(0, description="Seed of the problems.")
+    sandbox: Literal["full", "reduced"] = Field(
+        "full",
+        description='"full": only in a complete sandbox (docs/sandbox.md). "reduced": with what this machine has.',
+    )
+    workers: Count | None = Field(None, description="Programs that run at once. Unset: one per core.")
+    cpu_s: Positive = Field(2.0, description="CPU time of a solution in seconds, for all its tests together.")
+    memory_mb: Count = Field(256, description="Memory of a solution in MB.")
+    output_kb: Count = Field(256, description="Output of a solution in kB.")
 
 
 class CustomTask(Section):
     """A task in a file of the user's own: `source` names the class, made with `settings` (docs/research.md)."""
 
     kind: Literal["custom"] = "custom"
-    source: Reference = "my_task.py:MyTask"
-    settings: dict[str, Any] = Field(default_factory=dict)
+    source: Reference = Field("my_task.py:MyTask", description="The class of the task.")
+    settings: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the class.")
 
 
 TASKS: dict[str, type[Section]] = {
@@ -107,9 +176,7 @@ TASKS: dict[str, type[Section]] = {
     "code": CodeTask,
     "custom": CustomTask,
 }
-TaskSection = Annotated[
-    ModchainTask | Gsm8kTask | ReasoningGymTask | CodeTask | CustomTask, Field(discriminator="kind")
-]
+TaskSection = Annotated[ModchainTask | Gsm8kTask | ReasoningGymTask | CodeTask | CustomTask, ByKind("modchain")]
 
 
 class ModelSection(Section):
@@ -119,8 +186,11 @@ class ModelSection(Section):
     "gguf:PACKAGE" (a GGUF file inside an installed package), or the path of a Hugging Face directory.
     """
 
-    source: str = "embedded:modchain-prover"
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    source: str = Field(
+        "embedded:modchain-prover",
+        description='"embedded:NAME", "hf:OWNER/NAME[@REVISION]", "gguf:PACKAGE", or a Hugging Face directory.',
+    )
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Data type of the weights.")
 
 
 def _device(name: str) -> str:
@@ -133,54 +203,87 @@ Device = Annotated[str, AfterValidator(_device)]
 
 
 class Models(Section):
+    """The models of the two players, and where they compute."""
+
     prover: ModelSection = ModelSection()
     verifier: ModelSection = ModelSection(source="embedded:modchain-verifier")
-    device: Device = "auto"
-    # 0: one thread for provers of a width below 512, all cores for others (pvg/models/compute.py)
-    threads: Annotated[int, Field(ge=0, le=1024)] = 0
+    device: Device = Field("auto", description='"auto", "cpu", "mps", "cuda" or "cuda:N".')
+    threads: Annotated[int, Field(ge=0, le=1024)] = Field(
+        0, description="Compute threads. 0: one for models narrower than 512, else one per core."
+    )
 
 
 class Rollouts(Section):
     """How solutions are sampled."""
 
-    engine: Literal["torch", "vllm"] = "torch"
-    dtype: Literal["model", "float32", "bfloat16"] = "model"  # of the sampler's copy; "model": as the prover's
-    group_size: Count = 8
-    max_tokens: Count = 48
-    temperature: Positive = 1.0
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0
-    max_rows: Count = 256  # rows decoded together
-    concurrency: Count = 1024  # requests in flight
-    deadline_s: Positive | None = None  # of one request, retries included (vllm); None: as long as it takes
-    group_deadline_s: Positive | None = None  # of the prover's training: a group (spo, rae: a batch) is used with what
-    # has arrived, and the rest of it cancelled; None: wait for all. What arrives in time is not the same every time.
-    min_group: Count = 2  # a group (spo, rae: a batch) with fewer at its deadline waits until it has them
-    partial: bool = False  # true: the deadline is a batch's; groups that are not complete then go on in the next batch,
-    # under the next version, from where they were cut, and rollouts of complete groups are what min_group counts
-    partial_versions: Count = 4  # by which a group's oldest token may be behind the policy that still samples for it;
-    # older ones are used with what is finished, and the rest is given up
-    prefetch: Annotated[int, Field(ge=0)] = 0  # batches sampled ahead of the trainer; 0: the two take turns
-    # with prefetch: versions behind (in flight and waiting) beyond which a rollout is dropped; None: prefetch + 1
-    max_staleness: Count | None = None
-    # with prefetch: "fresh" takes the least stale groups and drops more; "old" drops few, and a fast engine waits
-    prefer: Literal["fresh", "old"] = "fresh"
-    logprobs: Literal["sampled", "recomputed"] = "sampled"
-    prompts: Literal["tag", "chat", "plain"] = "tag"
-    compaction: bool = True  # finished rows leave their batch; false: they stay until it ends
-    shared_prefill: bool = True  # each distinct prompt is prefilled once per batch; false: once per row
-    # While rows of one prompt stand side by side, a step reads its keys and values once for all of them; false: once
-    # per row. Lean decoding in float32 on a CPU only: elsewhere nothing changes.
-    shared_attention: bool = True
-    # "lean": a decoding step of pvg's own for Llama-like models, compared with the model's logits when the engine opens
-    # (other models go through transformers, and events.log says so); "module": all through transformers
-    decoding: Literal["lean", "module"] = "lean"
-    # "continuous": requests join as rows finish, and each rollout is returned when it finishes (lean decoding only);
-    # "whole": a batch is decoded to its end and then returned. Neither is faster on a CPU: see docs/pipeline.md.
-    batching: Literal["continuous", "whole"] = "continuous"
-    grading: Literal["thread", "loop"] = "thread"  # where completions are decoded and graded; "loop": all else waits
-    routed_experts: bool = False  # the experts that a mixture-of-experts model chose for each token travel with its
-    # rollouts: they are stored, and handed to the trainer (torch: decoding is then by the module)
+    engine: Literal["torch", "vllm"] = Field(
+        "torch", description="Where the prover samples: in this process, or on vLLM servers."
+    )
+    dtype: Literal["model", "float32", "bfloat16"] = Field(
+        "model", description='Data type of the sampling copy of the prover. "model": the type of the prover.'
+    )
+    group_size: Count = Field(8, description="Solutions per problem and role.")
+    max_tokens: Count = Field(48, description="Most tokens of a solution.")
+    temperature: Positive = Field(1.0, description="Sampling temperature.")
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        1.0, description="Nucleus sampling: smallest probability mass that is kept. 1: all tokens."
+    )
+    top_k: Annotated[int, Field(ge=0)] = Field(
+        0, description="Only this many most likely tokens are sampled. 0: all tokens."
+    )
+    max_rows: Count = Field(256, description="Rows that are decoded together.")
+    concurrency: Count = Field(1024, description="Requests in flight.")
+    deadline_s: Positive | None = Field(
+        None, description="vLLM: timeout of a request in seconds, retries included. Unset: none."
+    )
+    group_deadline_s: Positive | None = Field(
+        None,
+        description="Seconds until a group (spo, rae, partial: a batch) is used as it is. Unset: wait for all.",
+    )
+    min_group: Count = Field(
+        2, description="Fewest rollouts of a group (spo, rae, partial: of a batch) at its deadline."
+    )
+    partial: bool = Field(
+        False, description="Whether groups that are incomplete at the deadline continue in the next batch."
+    )
+    partial_versions: Count = Field(
+        4,
+        description="Versions that a continued group's oldest token may be behind. Older groups are used as they are.",
+    )
+    prefetch: Annotated[int, Field(ge=0)] = Field(
+        0, description="Batches that are sampled ahead of the trainer. 0: sampling and training take turns."
+    )
+    max_staleness: Count | None = Field(
+        None, description="With prefetch: versions behind from which a rollout is dropped. Unset: prefetch + 1."
+    )
+    prefer: Literal["fresh", "old"] = Field(
+        "fresh", description='With prefetch: "fresh" takes the least stale groups first, "old" drops few.'
+    )
+    logprobs: Literal["sampled", "recomputed"] = Field(
+        "sampled", description="Log-probs of the sampler: as sampled, or computed again by the trainer."
+    )
+    prompts: Literal["tag", "chat", "plain"] = Field(
+        "tag", description="How the role is told to the model: a tag, a chat prompt, or not at all."
+    )
+    compaction: bool = Field(True, description="Whether finished rows leave their batch at once.")
+    shared_prefill: bool = Field(True, description="Whether each distinct prompt is prefilled once per batch.")
+    shared_attention: bool = Field(
+        True,
+        description="Whether a decoding step reads the keys and values of a shared prompt once (float32 on a CPU).",
+    )
+    decoding: Literal["lean", "module"] = Field(
+        "lean",
+        description='"lean": pvg\'s own decoding step for Llama-like models. "module": the model\'s own forward pass.',
+    )
+    batching: Literal["continuous", "whole"] = Field(
+        "continuous", description='"continuous": requests join as rows finish. "whole": a batch is decoded to its end.'
+    )
+    grading: Literal["thread", "loop"] = Field(
+        "thread", description="Where completions are decoded and graded: in a thread, or on the event loop."
+    )
+    routed_experts: bool = Field(
+        False, description="Whether the chosen experts of a mixture-of-experts model are stored with each rollout."
+    )
 
     @property
     def staleness_budget(self) -> int:
@@ -196,184 +299,556 @@ class Rollouts(Section):
 class Verifier(Section):
     """The verifier's head, its loss and its scorer. A head and a loss may be FILE.py:NAME, code of the user's own."""
 
-    head: Literal["scalar", "implicit", "yes_token"] | Reference = "implicit"
-    loss: Literal["bradley_terry", "cross_entropy"] | Reference = "bradley_terry"
-    score_penalty: Annotated[float, Field(ge=0.0)] = 0.005  # lambda of V^2
-    # mean over all pairs, or over environments (the solutions' sources) with what pvg/verifier/robust.py asks of them
-    robust: Literal["none", "balanced", "vrex", "irm", "group_dro"] = "none"
-    robust_strength: Annotated[float, Field(ge=0.0)] = 1.0  # of the penalty; group_dro: the step of its weights
-    robust_warmup: Annotated[int, Field(ge=0)] = 0  # steps in which the penalty grows to its strength
-    robust_clamp: bool = True  # vrex: no environment weighs less than nothing
-    beta: Positive = 1.0  # scale of the implicit head
-    steps: Count = 100
-    pairs: Count = 64  # pairs per optimizer step (pairing by problem: on average)
-    pairing: Literal["random", "problem"] = "random"  # each pair drawn by itself, or all pairs of whole problems
-    solutions_per_problem: Annotated[int, Field(ge=2)] = 8  # pairing by problem: most solutions taken of a problem
-    micro_batch_tokens: Count = 16_384
-    fused_layers: bool = True  # heads that read the last token are trained on it alone in the last layer; false: on all
-    learning_rate: Positive = 3e-4
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    warmup: Annotated[int, Field(ge=0)] = 10
-    schedule: Literal["constant", "linear", "cosine"] = "linear"
-    gradient_clip: Positive = 1.0
-    precision: Literal["float32", "bfloat16"] = "float32"
-    held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1  # share of the mint's problems kept for calibration and AUC
-    acceptance: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.9  # share of correct solutions that the threshold accepts
-    # 0: all weights are trained; else the head, and adapters of all linear layers on frozen weights, which are the
-    # prover's base itself where models.verifier is models.prover
-    lora_rank: Annotated[int, Field(ge=0)] = 0
-    lora_alpha: Positive = 16.0  # an adapter's product is scaled by lora_alpha / lora_rank
-    ensemble: Count = 1  # members, each trained for `steps` on pairs of its own draw, that score as one
-    aggregation: Literal["mean", "median", "min"] = "mean"  # of the members' scores, brought to one scale
-    bag: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0  # share of the mint's problems that each member learns from
-    cache_entries: Count = 100_000
-    score_tokens: Count = 16_384  # tokens per scoring batch
-    engine: Literal["torch", "vllm"] = "torch"  # who computes the scores: this process, or serving.verifier_servers
+    head: Literal["scalar", "implicit", "yes_token"] | Reference = Field(
+        "implicit",
+        description='How a score is read from the model: "scalar", "implicit", "yes_token", or FILE.py:NAME.',
+    )
+    loss: Literal["bradley_terry", "cross_entropy"] | Reference = Field(
+        "bradley_terry", description='Pair loss: "bradley_terry", "cross_entropy", or FILE.py:NAME.'
+    )
+    score_penalty: Annotated[float, Field(ge=0.0)] = Field(
+        0.005, description="Coefficient of the penalty on squared scores."
+    )
+    robust: Literal["none", "balanced", "vrex", "irm", "group_dro"] = Field(
+        "none", description="How the loss treats the sources of solutions (pvg/verifier/robust.py)."
+    )
+    robust_strength: Annotated[float, Field(ge=0.0)] = Field(
+        1.0, description="Strength of the penalty; for group_dro the step size of its weights."
+    )
+    robust_warmup: Annotated[int, Field(ge=0)] = Field(
+        0, description="Steps in which the penalty grows to its strength."
+    )
+    robust_clamp: bool = Field(True, description="vrex: whether the weight of a source is at least 0.")
+    beta: Positive = Field(1.0, description="Scale of the implicit head.")
+    steps: Count = Field(100, description="Optimizer steps per round.")
+    pairs: Count = Field(64, description="Pairs per optimizer step (pairing by problem: on average).")
+    pairing: Literal["random", "problem"] = Field(
+        "random", description='"random": each pair is drawn by itself. "problem": all pairs of whole problems.'
+    )
+    solutions_per_problem: Annotated[int, Field(ge=2)] = Field(
+        8, description="Pairing by problem: most solutions of a problem."
+    )
+    micro_batch_tokens: Count = Field(16_384, description="Tokens per micro-batch, padding included.")
+    fused_layers: bool = Field(True, description="Whether the last layer computes only the token that the head reads.")
+    learning_rate: Positive = Field(3e-4, description="Learning rate of AdamW.")
+    weight_decay: Annotated[float, Field(ge=0.0)] = Field(0.0, description="Weight decay of AdamW.")
+    warmup: Annotated[int, Field(ge=0)] = Field(10, description="Steps in which the learning rate grows from 0.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "linear", description="How the learning rate falls after the warmup."
+    )
+    gradient_clip: Positive = Field(1.0, description="Largest norm of the gradient.")
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Precision of the forward and backward pass."
+    )
+    held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        0.1, description="Share of the mint's problems that is kept for calibration and AUC."
+    )
+    acceptance: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+        0.9, description="Share of correct solutions that the threshold accepts."
+    )
+    lora_rank: Annotated[int, Field(ge=0)] = Field(0, description="Rank of the adapters. 0: all weights are trained.")
+    lora_alpha: Positive = Field(16.0, description="An adapter's product is scaled by lora_alpha / lora_rank.")
+    ensemble: Count = Field(1, description="Number of verifiers that score together, each trained on its own pairs.")
+    aggregation: Literal["mean", "median", "min"] = Field("mean", description="How the members' scores become one.")
+    bag: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        1.0, description="Share of the mint's problems that each member learns from."
+    )
+    cache_entries: Count = Field(100_000, description="Scores that are kept in memory.")
+    score_tokens: Count = Field(16_384, description="Tokens per scoring batch.")
+    engine: Literal["torch", "vllm"] = Field(
+        "torch", description="Where scores are computed: in this process, or on serving.verifier_servers."
+    )
 
 
 Rates = Annotated[tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...], Field(strict=False, min_length=1)]
 Shares = Annotated[tuple[Fraction, ...], Field(strict=False, min_length=2)]
+Clip = Annotated[float, Field(gt=0.0)] | None
+
+
+class ClippedLoss(Section):
+    """Policy losses that clip the probability ratio on both sides. `dapo` has no KL term."""
+
+    kind: Literal["grpo", "dr_grpo", "dapo", "gspo", "reinforce_pp", "rae"] = "grpo"
+    clip_low: Clip = Field(None, description="The ratio is clipped below 1 - clip_low. Unset: the loss's own value.")
+    clip_high: Clip = Field(None, description="The ratio is clipped above 1 + clip_high. Unset: the loss's own value.")
+
+
+class CappedLoss(Section):
+    """CISPO: the ratio is a weight with an upper limit."""
+
+    kind: Literal["cispo"] = "cispo"
+    clip_low: ClassVar[Clip] = None
+    clip_high: Clip = Field(None, description="The weight is at most 1 + clip_high. Unset: the loss's own value.")
+
+
+class UnclippedLoss(Section):
+    """RLOO: plain REINFORCE without a ratio."""
+
+    kind: Literal["rloo"] = "rloo"
+    clip_low: ClassVar[Clip] = None
+    clip_high: ClassVar[Clip] = None
+
+
+class SpoLoss(Section):
+    """SPO: the baseline is a tracked value of each problem and role, so it needs no groups."""
+
+    kind: Literal["spo"] = "spo"
+    clip_low: Clip = Field(None, description="The ratio is clipped below 1 - clip_low. Unset: the loss's own value.")
+    clip_high: Clip = Field(None, description="The ratio is clipped above 1 + clip_high. Unset: the loss's own value.")
+    half_life: Positive = Field(100.0, description="Policy versions after which a tracked value counts half.")
+
+
+class OwnLoss(Section):
+    """A `PolicyLoss` in a file of your own."""
+
+    kind: Reference
+    clip_low: Clip = Field(None, description="The ratio is clipped below 1 - clip_low. Unset: the loss's own value.")
+    clip_high: Clip = Field(None, description="The ratio is clipped above 1 + clip_high. Unset: the loss's own value.")
+
+
+Loss = Annotated[ClippedLoss | CappedLoss | UnclippedLoss | SpoLoss | OwnLoss, ByKind("grpo")]
+Estimator = Literal["k3_k2", "k1_k2", "k2", "k3"]
+
+
+class NoKl(Section):
+    """No KL term, and no forward pass of the base prover."""
+
+    kind: Literal["none"] = "none"
+    coefficient: ClassVar[float] = 0.0
+    estimator: ClassVar[Estimator] = "k3_k2"
+    target: ClassVar[float | None] = None
+
+
+class FixedKl(Section):
+    """A penalty on the KL divergence to the base prover, with a fixed coefficient."""
+
+    kind: Literal["fixed"] = "fixed"
+    coefficient: Positive = Field(0.02, description="Coefficient of the KL penalty.")
+    estimator: Estimator = Field(
+        "k3_k2",
+        description="Value and gradient of the penalty (docs/learning.md): k3_k2 has k3's value and k2's gradient.",
+    )
+    target: ClassVar[float | None] = None
+
+
+class AdaptiveKl(Section):
+    """A penalty on the KL divergence to the base prover, with a coefficient that follows the measured KL."""
+
+    kind: Literal["adaptive"] = "adaptive"
+    coefficient: Positive = Field(0.02, description="Coefficient of the KL penalty in the first step.")
+    estimator: Estimator = Field(
+        "k3_k2",
+        description="Value and gradient of the penalty (docs/learning.md): k3_k2 has k3's value and k2's gradient.",
+    )
+    target: Positive = Field(0.05, description="KL in nats per token at which the coefficient stays as it is.")
+
+
+Kl = Annotated[NoKl | FixedKl | AdaptiveKl, ByKind("fixed")]
+
+
+class NoEntropy(Section):
+    """Only the metric `entropy`: the mean of -log pi of the sampled tokens."""
+
+    kind: Literal["none"] = "none"
+    coefficient: ClassVar[float] = 0.0
+    target: ClassVar[float | None] = None
+
+
+class ExactEntropy(Section):
+    """Also the metric `entropy_exact`: the entropy of the whole distribution."""
+
+    kind: Literal["exact"] = "exact"
+    coefficient: ClassVar[float] = 0.0
+    target: ClassVar[float | None] = None
+
+
+class EntropyBonus(Section):
+    """An entropy bonus in the objective, with a fixed coefficient."""
+
+    kind: Literal["bonus"] = "bonus"
+    coefficient: Positive = Field(0.001, description="Coefficient of the exact entropy in the objective.")
+    target: ClassVar[float | None] = None
+
+
+# What AdaptiveEntropy's coefficient grows to. Beyond it the bonus outweighs the reward, and the policy becomes noise.
+MOST_ENTROPY_BONUS = 0.01
+
+
+class AdaptiveEntropy(Section):
+    """An entropy bonus that acts and grows while the entropy is below its target."""
+
+    kind: Literal["adaptive"] = "adaptive"
+    coefficient: Annotated[float, Field(ge=0.0, le=MOST_ENTROPY_BONUS)] = Field(
+        0.0, description="Coefficient of the exact entropy in the first step."
+    )
+    target: Positive = Field(0.2, description="Entropy in nats per token below which the bonus acts and grows.")
+    step: Positive = Field(1e-4, description="How much the coefficient grows or shrinks per step.")
+
+
+Entropy = Annotated[NoEntropy | ExactEntropy | EntropyBonus | AdaptiveEntropy, ByKind("none")]
+Level = Literal["token", "sequence", "geometric"] | None
+Weight = Annotated[float, Field(ge=0.0)]
+
+
+class NoImportance(Section):
+    """No importance weights. The ratio is clipped around the policy that sampled."""
+
+    kind: Literal["none"] = "none"
+    high: ClassVar[float] = 5.0
+    low: ClassVar[float] = 0.0
+    level: ClassVar[Level] = None
+
+
+class DecoupledImportance(Section):
+    """Stale rollouts only: the ratio is clipped around the policy at batch start, with truncated importance weights."""
+
+    kind: Literal["decoupled"] = "decoupled"
+    high: Positive = Field(5.0, description="Largest importance weight. A larger one becomes this.")
+    low: ClassVar[float] = 0.0
+    level: Level = Field(
+        None,
+        description="Ratio of the token, the sequence, or its geometric mean. Unset: token; for gspo geometric.",
+    )
+
+
+class UnweightedImportance(Section):
+    """Stale rollouts only: the ratio is clipped around the policy at batch start, without importance weights."""
+
+    kind: Literal["unweighted"] = "unweighted"
+    high: ClassVar[float] = 5.0
+    low: ClassVar[float] = 0.0
+    level: ClassVar[Level] = None
+
+
+class TruncatedImportance(Section):
+    """All rollouts: the ratio is clipped around the policy at batch start, with truncated importance weights."""
+
+    kind: Literal["truncated"] = "truncated"
+    high: Positive = Field(5.0, description="Largest importance weight. A larger one becomes this.")
+    low: ClassVar[float] = 0.0
+    level: Level = Field(
+        None,
+        description="Ratio of the token, the sequence, or its geometric mean. Unset: token; for gspo geometric.",
+    )
+
+
+class MaskedImportance(Section):
+    """All rollouts: as `truncated`, but tokens with a weight outside the limits get the weight 0."""
+
+    kind: Literal["masked"] = "masked"
+    high: Annotated[float, Field(ge=1.0)] = Field(5.0, description="Largest importance weight. A larger one becomes 0.")
+    low: Fraction = Field(0.5, description="Smallest importance weight. A smaller one becomes 0.")
+    level: Level = Field(
+        None,
+        description="Ratio of the token, the sequence, or its geometric mean. Unset: token; for gspo geometric.",
+    )
+
+    @model_validator(mode="after")
+    def _range(self) -> MaskedImportance:
+        if self.low >= self.high:
+            raise ValueError(
+                f"training.importance.low = {self.low} is not below training.importance.high = {self.high}"
+            )
+        return self
+
+
+Importance = Annotated[
+    NoImportance | DecoupledImportance | UnweightedImportance | TruncatedImportance | MaskedImportance, ByKind("none")
+]
+
+
+class AllProblems(Section):
+    """All problems in turn."""
+
+    kind: Literal["none"] = "none"
+
+
+class BucketCurriculum(Section):
+    """Problems by difficulty: tracked success rates put each problem into a bucket, and each bucket has its share."""
+
+    kind: Literal["buckets"] = "buckets"
+    edges: Rates = Field((0.2, 0.8), description="Success rates between the buckets, rising: hard, middle, easy.")
+    shares: Shares = Field(
+        (0.25, 0.5, 0.25), description="Share of each role's groups in a batch, from hard to easy. They sum to 1."
+    )
+    half_life: Positive = Field(100.0, description="Policy versions after which a tracked success rate counts half.")
+
+    @model_validator(mode="after")
+    def _buckets(self) -> BucketCurriculum:
+        edges, shares = self.edges, self.shares
+        if any(low >= high for low, high in pairwise(edges)):
+            raise ValueError(f"training.curriculum.edges = {list(edges)} must rise")
+        if len(shares) != len(edges) + 1:
+            raise ValueError(
+                f"training.curriculum.shares has {len(shares)} shares, but {len(edges)} training.curriculum.edges make "
+                f"{len(edges) + 1} buckets"
+            )
+        if abs(sum(shares) - 1.0) > 1e-6:
+            raise ValueError(f"training.curriculum.shares = {list(shares)} sum to {sum(shares):g}, not to 1")
+        return self
+
+
+class PrioritisedCurriculum(Section):
+    """Problems with an uncertain outcome are drawn more often."""
+
+    kind: Literal["prioritised"] = "prioritised"
+    edges: ClassVar[Rates] = (0.2, 0.8)  # only for the metrics success_hard and success_easy
+    half_life: Positive = Field(100.0, description="Policy versions after which a tracked success rate counts half.")
+
+
+CurriculumSection = Annotated[AllProblems | BucketCurriculum | PrioritisedCurriculum, ByKind("none")]
 
 
 class Training(Section):
     """Prover training: one step is one optimizer step over a batch of groups. A loss may be FILE.py:NAME, code of the
     user's own."""
 
-    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "spo", "rae"] | Reference = "grpo"
-    groups: Count = 32  # groups sampled per batch
-    steps: Annotated[int, Field(ge=0)] = 60
-    minibatches: Count = 1  # optimizer steps per sampled batch
-    micro_batch_tokens: Count = 16_384  # tokens per micro-batch, padding included
-    # MB that a micro-batch's forward and backward pass may take beside weights and gradients: the trainer measures how
-    # many tokens that is, up to micro_batch_tokens, and makes micro-batches of like size. 0: micro_batch_tokens rules
-    micro_batch_memory_mb: Annotated[int, Field(ge=0)] = 0
-    micro_batch_rollouts: Count | None = None
-    accumulation_steps: Count | None = None  # None: as many as the token budget needs
-    bucketing: bool = True  # micro-batches of rows of like length; false: in arrival order, sized for the longest row
-    # each distinct prompt and each distinct row of a micro-batch is computed once; false: each row separately, padded
-    shared_prompts: bool = True
-    learning_rate: Positive = 1e-4
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
-    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
-    warmup: Annotated[int, Field(ge=0)] = 0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    gradient_clip: Positive = 1.0
-    kl: Annotated[float, Field(ge=0.0)] = 0.02  # coefficient of the KL to the base prover; with kl_target: at first
-    # value and gradient of its penalty (pvg/training/penalties.py): k3's value with k2's gradient, which is the KL's
-    kl_estimator: Literal["k3_k2", "k1_k2", "k2", "k3"] = "k3_k2"
-    kl_target: Positive | None = (
-        None  # nats per token at which the coefficient is held by following the KL; None: fixed
+    loss: Loss = ClippedLoss()
+    kl: Kl = FixedKl()
+    entropy: Entropy = NoEntropy()
+    importance: Importance = NoImportance()
+    curriculum: CurriculumSection = AllProblems()
+    groups: Count = Field(32, description="Groups sampled per batch.")
+    steps: Annotated[int, Field(ge=0)] = Field(60, description="Optimizer steps per round.")
+    minibatches: Count = Field(1, description="Optimizer steps per sampled batch.")
+    micro_batch_tokens: Count = Field(16_384, description="Tokens per micro-batch, padding included.")
+    micro_batch_memory_mb: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="MB of a forward and backward pass; pvg measures how many tokens fit. 0: no limit.",
     )
-    kl_horizon: Positive = 10.0  # kl_target: steps in which an error of a fifth or more moves it by a fifth
-    # the metric entropy is -log pi of the sampled tokens; "exact" tells that of the whole distribution beside it
-    entropy: Literal["sampled", "exact"] = "sampled"
-    entropy_bonus: Annotated[float, Field(ge=0.0)] = 0.0  # coefficient of the exact entropy in the objective; at first
-    entropy_target: Positive | None = None  # nats per token below which the bonus acts and grows; None: it stays
-    entropy_step: Positive = 1e-4  # entropy_target: by which the bonus's coefficient grows or shrinks in a step
-    entropy_bonus_max: Positive = 0.01  # entropy_target: the most that it grows to
-    clip_low: Annotated[float, Field(gt=0.0)] | None = None  # None: the loss's own default
-    clip_high: Annotated[float, Field(gt=0.0)] | None = None
-    # stale rollouts are clipped around the policy that sampled them, or "decoupled": around that of the batch's start
-    off_policy: Literal["sampled", "decoupled"] = "sampled"
-    # what corrects for a sampler that is not the policy at batch start (other weights, or another arithmetic):
-    # "truncated" or "masked" weights (pvg/training/losses.py) of all rollouts, which are then clipped around that
-    # policy, or "none"; None: truncated ones of stale rollouts with off_policy = "decoupled", else none
-    importance: Literal["none", "truncated", "masked"] | None = None
-    importance_high: Positive = 5.0  # most that a weight may be; over it, it is this (truncated) or 0 (masked)
-    importance_low: Annotated[float, Field(ge=0.0)] = 0.5  # masked: a weight below it is 0
-    # of each token, of its sequence (the product), or the sequence's geometric mean; None: token, but gspo's geometric
-    importance_level: Literal["token", "sequence", "geometric"] | None = None
-    precision: Literal["float32", "bfloat16"] = "float32"
-    logits_chunk: Count = 4_194_304  # most logits (tokens x vocabulary) held at once
-    fused_layers: bool = True  # norms and rotary embeddings of Llama and Qwen2 in few passes, where prompts are shared
-    # fused_layers on a CPU: a layer as two functions on blocks of tokens that fit a cache. Pays with one thread, and on
-    # AMD's processors, whose matrix products go by oneDNN in blocks (pvg/models/blocked_layers.py): None is true there
-    blocked_layers: bool | None = None
-    fused_logprobs: bool = True  # log-probs with a gradient in closed form; false: by autograd, each chunk twice
-    gradient_checkpointing: bool = False
-    router_replay: bool = False  # a mixture of experts is trained, and its reference asked, with the experts that each
-    # token was sampled with (rollout.routed_experts); false: with those that the routers choose now
-    lora_rank: Annotated[int, Field(ge=0)] = 0  # 0: all weights are trained; else adapters of all linear layers
-    lora_alpha: Positive = 16.0  # an adapter's product is scaled by lora_alpha / lora_rank
-    spo_half_life: Positive = 100.0  # versions of the policy after which spo's tracked values count half
-    # which problems are asked: all in turn, or by tracked success rates (of each problem in each role): "prioritised"
-    # draws uncertain ones more often, "buckets" cuts the rates at curriculum_edges and keeps curriculum_shares
-    curriculum: Literal["none", "buckets", "prioritised"] = "none"
-    curriculum_half_life: Positive = 100.0  # versions of the policy after which tracked rates count half
-    curriculum_edges: Rates = (0.2, 0.8)  # success rates, rising: here hard, middle and easy problems
-    curriculum_shares: Shares = (0.25, 0.5, 0.25)  # of each role's groups in a batch, from hard to easy; sum to 1
-    # groups whose rewards are all the same are replaced by others, sampled in up to so many further rounds
-    dynamic_sampling: bool = False
-    dynamic_sampling_rounds: Count = 4
-    overlong_buffer: Annotated[int, Field(ge=0)] = 0  # dapo's soft overlong reward starts this many tokens early
-
-    @model_validator(mode="after")
-    def _buckets(self) -> Training:
-        edges, shares = self.curriculum_edges, self.curriculum_shares
-        if any(low >= high for low, high in pairwise(edges)):
-            raise ValueError(f"training.curriculum_edges = {list(edges)} must rise")
-        if len(shares) != len(edges) + 1:
-            raise ValueError(
-                f"training.curriculum_shares has {len(shares)} shares, but {len(edges)} training.curriculum_edges make "
-                f"{len(edges) + 1} buckets"
-            )
-        if abs(sum(shares) - 1.0) > 1e-6:
-            raise ValueError(f"training.curriculum_shares = {list(shares)} sum to {sum(shares):g}, not to 1")
-        return self
+    micro_batch_rollouts: Count | None = Field(
+        None, description="Most rollouts per micro-batch. Unset: as many as the tokens allow."
+    )
+    accumulation_steps: Count | None = Field(
+        None, description="Fewest micro-batches per step. Unset: as many as the token budget needs."
+    )
+    bucketing: bool = Field(True, description="Whether micro-batches hold rows of similar length.")
+    shared_prompts: bool = Field(
+        True, description="Whether equal prompts and equal rows of a micro-batch are computed once."
+    )
+    learning_rate: Positive = Field(1e-4, description="Learning rate of AdamW.")
+    weight_decay: Annotated[float, Field(ge=0.0)] = Field(0.0, description="Weight decay of AdamW.")
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.9, description="First beta of AdamW.")
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.95, description="Second beta of AdamW.")
+    warmup: Annotated[int, Field(ge=0)] = Field(0, description="Steps in which the learning rate grows from 0.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="How the learning rate falls after the warmup."
+    )
+    gradient_clip: Positive = Field(1.0, description="Largest norm of the gradient.")
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Precision of the forward and backward pass."
+    )
+    logits_chunk: Count = Field(4_194_304, description="Most logits (tokens x vocabulary) in memory at once.")
+    fused_layers: bool = Field(
+        True, description="Whether norms and rotary embeddings of Llama and Qwen2 take few passes."
+    )
+    blocked_layers: bool | None = Field(
+        None,
+        description="Whether a layer runs on blocks that fit a CPU cache. Unset: with one thread on AMD.",
+    )
+    fused_logprobs: bool = Field(True, description="Whether log-probs have a gradient in closed form.")
+    gradient_checkpointing: bool = Field(
+        False, description="Whether the backward pass computes activations again, to save memory."
+    )
+    router_replay: bool = Field(False, description="Whether the trainer uses the experts of rollout.routed_experts.")
+    lora_rank: Annotated[int, Field(ge=0)] = Field(0, description="Rank of the adapters. 0: all weights are trained.")
+    lora_alpha: Positive = Field(16.0, description="An adapter's product is scaled by lora_alpha / lora_rank.")
+    dynamic_sampling: Annotated[int, Field(ge=0)] = Field(
+        0, description="Rounds of further groups that replace groups with equal rewards. 0: such groups stay."
+    )
+    overlong_buffer: Annotated[int, Field(ge=0)] = Field(
+        0, description="Tokens before rollout.max_tokens from which a penalty grows to 1. 0: no penalty."
+    )
 
     @property
     def has_entropy_bonus(self) -> bool:
         """Whether entropy is part of the objective, be it at times with a coefficient of 0."""
-        return self.entropy_bonus > 0.0 or self.entropy_target is not None
+        return self.entropy.kind in ("bonus", "adaptive")
 
     @property
     def exact_entropy(self) -> bool:
-        return self.entropy == "exact" or self.has_entropy_bonus
+        return self.entropy.kind != "none"
 
     @property
     def groupless(self) -> bool:
         """Whether the loss takes no statistics of groups: a group of one teaches as much as any."""
-        return self.loss in ("spo", "rae")
+        return self.loss.kind in ("spo", "rae")
+
+
+class SrcReward(Section):
+    """Soft role-conditional reward of arXiv 2407.13692."""
+
+    kind: Literal["src"] = "src"
+    misaligned: float = Field(-1.0, description="Reward of a misaligned or malformed solution.")
+
+
+class CgcReward(Section):
+    """Correctness-gated convincingness: the verifier's score if the solution is role-aligned."""
+
+    kind: Literal["cgc"] = "cgc"
+    floor: float = Field(
+        -15.0, description="Reward of a misaligned solution. It must lie below every score of the verifier."
+    )
+
+
+class PlainReward(Section):
+    """`goodhart`: the verifier's score. `correctness`: 1 if the solution is correct, else 0."""
+
+    kind: Literal["goodhart", "correctness"] = "goodhart"
+
+
+class DecoupledReward(Section):
+    """Reward of the game of arXiv 2602.23248, in standard deviations of the group."""
+
+    kind: Literal["decoupled"] = "decoupled"
+    floor: float = Field(-2.0, description="Reward of a misaligned solution, in standard deviations of the group.")
+
+
+Similarity = Literal["reference", "group", "both"]
+SIMILARITY = (
+    "What a sneaky program is compared with: the problem's reference, the other programs of its group, or both."
+)
+SIMILARITY_WEIGHT = "Weight of the penalty on a sneaky program that is similar to others. 0: no penalty."
+
+
+class GatedReward(Section):
+    """For programs: the verifier's probability if all tests of the role pass, else `floor`."""
+
+    kind: Literal["gated"] = "gated"
+    floor: float = Field(-2.0, description="Reward of a solution that fails a test or has no valid certificate.")
+    score_weight: Weight = Field(1.0, description="Weight of the verifier's probability.")
+    similarity_weight: Weight = Field(0.0, description=SIMILARITY_WEIGHT)
+    similarity: Similarity = Field("both", description=SIMILARITY)
+
+
+class CompositeReward(Section):
+    """For programs: a weighted sum of the verifier's probability and the share of tests passed."""
+
+    kind: Literal["composite"] = "composite"
+    score_weight: Weight = Field(1.0, description="Weight of the verifier's probability.")
+    tests_weight: Weight = Field(1.0, description="Weight of the share of tests passed.")
+    similarity_weight: Weight = Field(0.0, description=SIMILARITY_WEIGHT)
+    similarity: Similarity = Field("both", description=SIMILARITY)
+
+
+class OwnReward(Section):
+    """A reward function in a file of your own."""
+
+    kind: Reference
+
+
+Reward = Annotated[
+    SrcReward | CgcReward | PlainReward | DecoupledReward | GatedReward | CompositeReward | OwnReward, ByKind("src")
+]
+
+
+class SimpleMixture(Section):
+    """`equal`: every source has the same share. `latest`: only the newest source."""
+
+    kind: Literal["equal", "latest"] = "equal"
+
+
+class DecayMixture(Section):
+    """Older sources have smaller shares (pvg/game/mixtures.py)."""
+
+    kind: Literal["exponential", "geometric"] = "exponential"
+    decay: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(0.5, description="Factor from one source to the next older.")
+
+
+class WindowMixture(Section):
+    """The newest sources, with equal shares."""
+
+    kind: Literal["window"] = "window"
+    size: Count = Field(2, description="Number of newest sources.")
+
+
+Mixture = Annotated[SimpleMixture | DecayMixture | WindowMixture, ByKind("equal")]
+
+
+class StopAfterSteps(Section):
+    """A prover phase ends after training.steps."""
+
+    kind: Literal["steps"] = "steps"
+
+
+class StopAtScoreParity(Section):
+    """A prover phase ends early when sneaky incorrect solutions score as high as helpful correct ones."""
+
+    kind: Literal["score_parity"] = "score_parity"
+    min_steps: Annotated[int, Field(ge=0)] = Field(10, description="Smallest number of batches in a phase.")
+
+
+Stop = Annotated[StopAfterSteps | StopAtScoreParity, ByKind("steps")]
+
+
+class DirectProtocol(Section):
+    """The prover writes solutions."""
+
+    kind: Literal["direct"] = "direct"
+
+
+class DecoupledProtocol(Section):
+    """The prover translates a solver's solutions: faithful ones keep the answer, sneaky ones lead to a wrong answer."""
+
+    kind: Literal["decoupled"] = "decoupled"
+    solver: str = Field("base", description="The base prover, or the directory of a run whose newest prover solves.")
+
+
+class ChallengeProtocol(Section):
+    """The prover writes a solution and answers the verifier's question about one of its steps."""
+
+    kind: Literal["challenge"] = "challenge"
+    step: Literal["weakest", "random"] = Field(
+        "weakest", description="The questioned step: the one with the least support by the verifier, or a random one."
+    )
+    tokens: Count = Field(16, description="Most tokens of an answer.")
+
+
+Protocol = Annotated[DirectProtocol | DecoupledProtocol | ChallengeProtocol, ByKind("direct")]
+
+
+class StackelbergSchedule(Section):
+    """The verifier is trained on the mint, then frozen while the prover trains."""
+
+    kind: Literal["stackelberg"] = "stackelberg"
+
+
+class SimultaneousSchedule(Section):
+    """The verifier also learns while the prover trains, from fresh solutions of the current prover."""
+
+    kind: Literal["simultaneous"] = "simultaneous"
+    every: Count = Field(5, description="Batches of the prover between two updates of the verifier.")
+    updates: Count = Field(5, description="Optimizer steps of the verifier in an update.")
+    problems: Count = Field(32, description="Problems sampled for an update, with game.mint_samples solutions each.")
+    window: Count = Field(4, description="Number of newest updates whose fresh solutions are used.")
+    share: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+        0.5, description="Share of pairs with fresh solutions. The others come from the mint."
+    )
+
+
+Schedule = Annotated[StackelbergSchedule | SimultaneousSchedule, ByKind("stackelberg")]
+
+
+class RoundTest(Section):
+    """Fresh samples at the end of each round, on problems that nothing was trained on."""
+
+    problems: Count = Field(128, description="Test problems.")
+    samples: Count = Field(2, description="Solutions per problem and role.")
 
 
 class Game(Section):
-    """Rounds, roles, rewards, mixture and stop rule. A reward may be FILE.py:NAME, code of the user's own."""
+    """Rounds, roles, rewards, mixture and stop rule."""
 
-    rounds: Count = 3
-    reward: Literal["src", "cgc", "goodhart", "correctness", "decoupled", "gated", "composite"] | Reference = "src"
-    misaligned_reward: float = -1.0  # src's "else" branch, and what malformed solutions get
-    cgc_floor: float = -15.0  # V0 of cgc: must lie below every live score (-2 suits scores bounded above it)
-    decoupled_floor: float = -2.0  # decoupled's misaligned reward, in group standard deviations
-    gate_floor: float = -2.0  # gated's reward where a gate is closed
-    score_weight: Annotated[float, Field(ge=0.0)] = 1.0  # gated, composite: of the verifier's probability
-    tests_weight: Annotated[float, Field(ge=0.0)] = 1.0  # composite: of the share of tests passed
-    # gated, composite: of how alike a sneaky program is to the problem's reference, the others of its group, or either
-    similarity_weight: Annotated[float, Field(ge=0.0)] = 0.0
-    similarity: Literal["reference", "group", "both"] = "both"
-    sneaky_share: Fraction = 0.5
-    mint_problems: Count = 256
-    mint_samples: Count = 8  # solutions per problem, shared by the sources
-    mixture: Literal["equal", "exponential", "geometric", "window", "latest"] = "equal"
-    mixture_decay: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
-    mixture_window: Count = 2
-    stop: Literal["steps", "score_parity"] = "steps"
-    stop_ema: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.9
-    stop_min_steps: Annotated[int, Field(ge=0)] = 10  # score_parity: the fewest batches of a phase
-    # What the prover writes: "direct", solutions; "decoupled", translations of a solver's solutions: faithful ones keep
-    # its answer, sneaky ones lead to another, wrong one; "challenge", solutions and answers to the verifier's questions
-    protocol: Literal["direct", "decoupled", "challenge"] = "direct"
-    solver: str = "base"  # decoupled: who solves; the base prover, or the directory of a run: its newest prover
-    challenge: Literal["weakest", "random"] = "weakest"  # challenge: the step that the verifier supports least, or any
-    challenge_tokens: Count = 16  # challenge: most tokens of an answer
-    # "stackelberg": the verifier is trained on the mint, then frozen while the prover answers it; "simultaneous": from
-    # there on the two take turns, and the verifier also learns from fresh solutions of the prover as it is
-    schedule: Literal["stackelberg", "simultaneous"] = "stackelberg"
-    verifier_every: Count = 5  # simultaneous: batches of the prover between two updates of the verifier
-    verifier_updates: Count = 5  # simultaneous: the verifier's optimizer steps in an update
-    fresh_problems: Count = 32  # simultaneous: problems that an update samples, mint_samples solutions of each
-    fresh_window: Count = 4  # simultaneous: updates whose fresh solutions pairs are drawn from; older ones are let go
-    fresh_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5  # simultaneous: of the pairs; the rest are the mint's
+    rounds: Count = Field(3, description="Rounds of mint, verifier phase and prover phase.")
+    reward: Reward = SrcReward()
+    sneaky_share: Fraction = Field(0.5, description="Share of groups in the sneaky role.")
+    mint_problems: Count = Field(256, description="Problems per mint.")
+    mint_samples: Count = Field(8, description="Solutions per problem of a mint, shared by the sources.")
+    mixture: Mixture = SimpleMixture()
+    stop: Stop = StopAfterSteps()
+    protocol: Protocol = DirectProtocol()
+    schedule: Schedule = StackelbergSchedule()
+    test: RoundTest = RoundTest()
 
 
 URL_PATTERN = r"^https?://[^/\s]+/?$"
@@ -410,109 +885,161 @@ class Serving(Section):
     """vLLM servers: where they are, how they are asked, and how `pvg serve` starts one. Changes nothing that is
     computed, so a run may be resumed with other servers."""
 
-    servers: Urls = ("http://127.0.0.1:8000",)  # of the prover
-    verifier_servers: Urls = ()  # of the round's verifier, for verifier.engine = "vllm"
-    reference_servers: Urls = ()  # of the verifier's untrained start (implicit head); none: computed in this process
-    connections: Count | None = None  # to all servers; None: derived from rollout.concurrency
-    share_prefix: bool = True  # prompts that begin alike are computed once; false: every request has a salt of its own
-    seeded: bool = True  # each request brings its seed; false: faster sampling on a GPU, nothing is repeatable
-    connect_timeout_s: Positive = 5.0
-    probe_every_s: Annotated[float, Field(ge=0.01)] = 2.0  # how often pvg checks each server
-    probe_timeout_s: Positive = 15.0  # a server that is silent for longer is given up until it answers
-    unavailable_s: Positive = 120.0  # how long a request waits for any server to come back
-    retries: Annotated[int, Field(ge=0)] = 5  # of one request, after failures of servers
-    # How `pvg serve` starts a server.
-    python: str = ""  # the interpreter that has vLLM; "": this one, or the one that `make vllm-cpu` made
-    max_num_seqs: Count = 256  # rows decoded together
-    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9  # of the server's GPU
-    cpu_cache_gb: Count = 1  # of its KV cache, where it runs on a CPU
-    prefix_caching: bool = True
-    max_model_len: Count | None = None  # None: the model's own
-    tensor_parallel: Count = 1
-    eager: bool = False  # no CUDA graphs, no compilation; always so on a CPU
-    startup_s: Positive = 900.0
-    extra_args: Annotated[tuple[str, ...], Field(strict=False)] = ()  # handed on to vLLM as they are
+    servers: Urls = Field(("http://127.0.0.1:8000",), description="Addresses of the prover's servers.")
+    verifier_servers: Urls = Field(
+        (), description='Addresses of the verifier\'s servers, for verifier.engine = "vllm".'
+    )
+    reference_servers: Urls = Field(
+        (),
+        description="Addresses of servers of the verifier's initial weights. Empty: this process.",
+    )
+    connections: Count | None = Field(
+        None, description="Connections to all servers. Unset: derived from rollout.concurrency."
+    )
+    share_prefix: bool = Field(True, description="Whether prompts with the same beginning share a cache.")
+    seeded: bool = Field(True, description="Whether each request has a seed. false: faster on a GPU, not repeatable.")
+    connect_timeout_s: Positive = Field(5.0, description="Timeout of a connection attempt in seconds.")
+    probe_every_s: Annotated[float, Field(ge=0.01)] = Field(
+        2.0, description="Seconds between two health checks of a server."
+    )
+    probe_timeout_s: Positive = Field(
+        15.0, description="Seconds without an answer after which a server counts as down."
+    )
+    unavailable_s: Positive = Field(120.0, description="Seconds that a request waits for any server.")
+    retries: Annotated[int, Field(ge=0)] = Field(5, description="Retries of a request after server failures.")
+    python: str = Field("", description="Interpreter that has vLLM. Empty: this one, or the one of `make vllm-cpu`.")
+    max_num_seqs: Count = Field(256, description="Rows that the server decodes together.")
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        0.9, description="Share of the GPU's memory that the server takes."
+    )
+    cpu_cache_gb: Count = Field(1, description="Size of the KV cache in GB on a CPU.")
+    prefix_caching: bool = Field(True, description="Whether the server caches prefixes.")
+    max_model_len: Count | None = Field(None, description="Longest sequence in tokens. Unset: the model's own limit.")
+    tensor_parallel: Count = Field(1, description="GPUs per server.")
+    eager: bool = Field(False, description="Whether the server runs without CUDA graphs and compilation.")
+    startup_s: Positive = Field(900.0, description="Seconds that a server may take to start.")
+    extra_args: Annotated[tuple[str, ...], Field(strict=False)] = Field((), description="Further arguments for vLLM.")
 
 
 class Weights(Section):
     """How trained weights get to the servers, and how their arrival is proven."""
 
-    transport: Literal["filesystem", "lora", "nccl", "ipc"] = "filesystem"
-    client: Literal["dedicated", "shared"] = "dedicated"  # updates over connections of their own, or generation's
-    root: Folder = Path("runs/.weights")  # a folder that the trainer and the servers share; holds the control key
-    keep: Annotated[int, Field(ge=1)] = 2  # versions left on the disk
-    keep_kv: bool = False  # requests in flight go on with the old weights' keys and values; false: computed again
-    timeout_s: Positive = 600.0  # of one update
-    canary_prompts: Annotated[int, Field(ge=0)] = 4  # scored by trainer and servers after every update; 0: no canary
-    canary_tolerance: Positive | None = None  # largest log-prob gap in nats; None: by the sampler's dtype
-    checksums: Literal["first", "always", "never"] = "first"  # tensors compared bit by bit: at every
-    # update, or up to the first one that changed them
-
-
-class Evaluation(Section):
-    """Fresh samples taken at the end of each round, on problems nobody trained on."""
-
-    problems: Count = 128
-    samples: Count = 2  # per problem and role
+    transport: Literal["filesystem", "lora", "nccl", "ipc"] = Field(
+        "filesystem", description="How weights get to the servers."
+    )
+    client: Literal["dedicated", "shared"] = Field(
+        "dedicated", description="Whether updates have connections of their own, or share those of generation."
+    )
+    root: Folder = Field(Path("runs/.weights"), description="Folder that the trainer and the servers share.")
+    keep: Annotated[int, Field(ge=1)] = Field(2, description="Versions that stay on the disk.")
+    keep_kv: bool = Field(False, description="Whether requests in flight keep the old weights' keys and values.")
+    timeout_s: Positive = Field(600.0, description="Timeout of an update in seconds.")
+    canary_prompts: Annotated[int, Field(ge=0)] = Field(
+        4, description="Prompts that trainer and servers score after each update. 0: no check."
+    )
+    canary_tolerance: Positive | None = Field(
+        None, description="Largest log-prob gap in nats. Unset: by the data type."
+    )
+    checksums: Literal["first", "always", "never"] = Field(
+        "first",
+        description="When tensors are compared bit by bit: at the first update that changes them, always, or never.",
+    )
 
 
 class Evaluate(Section):
     """What `pvg evaluate` measures of a run whose rounds are finished, and with how much effort. Changes nothing that
     the run computed, so it may be set for a run that is over."""
 
-    problems: Annotated[int, Field(ge=2)] = 128  # test problems, the same ones for every round and every part
-    samples: Annotated[int, Field(ge=2)] = 8  # solutions per problem and role
+    problems: Annotated[int, Field(ge=2)] = Field(128, description="Test problems.")
+    samples: Annotated[int, Field(ge=2)] = Field(8, description="Solutions per problem and role.")
     attacks: Annotated[tuple[Literal["src", "cgc", "goodhart"], ...], Field(strict=False), BeforeValidator(_names)] = (
-        "src",
-        "cgc",
-        "goodhart",
-    )  # what the attackers are paid
-    attack_steps: Annotated[int, Field(ge=1, le=100_000)] = 200  # optimizer steps after which an attack is censored
-    attack_window: Count = 10  # batches that the criterion is pooled over: none succeeds by one lucky batch
-    attack_error_rate: Fraction = 0.95  # share of well-formed wrong solutions that an exploit needs (arXiv 2407.13692)
-    attack_learning_rate: Positive | None = None  # None: training.learning_rate
-    attack_groups: Count | None = None  # None: training.groups
-    attack_cgc_floor: float | None = (
-        None  # V0 of the cgc attacker; None: by the round's own scores (docs/evaluation.md)
+        Field(
+            (
+                "src",
+                "cgc",
+                "goodhart",
+            ),
+            description="Rewards of the attackers.",
+        )
     )
-    # of the correctness baseline that the legibility tax is measured against; None: training.steps
-    baseline_steps: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    baseline_probes: Annotated[int, Field(ge=1, le=90)] = 6  # points of its trajectory, besides its start
-    localisation_solutions: Count = 256  # most flawed solutions per round that are scored step by step
-    confidence: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.95  # of every interval
-    resamples: Annotated[int, Field(ge=100)] = 1000  # of the bootstrap over problems
-    bins: Annotated[int, Field(ge=2)] = 10  # of the calibration error, of equal mass
-    ngrams: Annotated[int, Field(ge=1, le=8)] = 3  # longest token n-gram that the separability probe sees
-    folds: Annotated[int, Field(ge=2)] = 5  # of cross-validation by problem: the probe's, and the Platt fit's
+    attack_steps: Annotated[int, Field(ge=1, le=100_000)] = Field(
+        200, description="Optimizer steps after which an attack ends without success."
+    )
+    attack_window: Count = Field(10, description="Batches that the criterion is averaged over.")
+    attack_error_rate: Fraction = Field(
+        0.95, description="Share of well-formed wrong solutions that an exploit needs (arXiv 2407.13692)."
+    )
+    attack_learning_rate: Positive | None = Field(
+        None, description="Learning rate of attackers. Unset: training.learning_rate."
+    )
+    attack_groups: Count | None = Field(None, description="Groups per batch of attackers. Unset: training.groups.")
+    attack_cgc_floor: float | None = Field(
+        None, description="Floor of the cgc attacker's reward. Unset: by the round's own scores (docs/evaluation.md)."
+    )
+    baseline_steps: Annotated[int, Field(ge=1, le=100_000)] | None = Field(
+        None, description="Steps of the correctness baseline. Unset: training.steps."
+    )
+    baseline_probes: Annotated[int, Field(ge=1, le=90)] = Field(
+        6, description="Points on the trajectory of the baseline, besides its start."
+    )
+    localisation_solutions: Count = Field(
+        256, description="Most flawed solutions per round that are scored step by step."
+    )
+    confidence: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(0.95, description="Level of every confidence interval.")
+    resamples: Annotated[int, Field(ge=100)] = Field(1000, description="Resamples of the bootstrap over problems.")
+    bins: Annotated[int, Field(ge=2)] = Field(10, description="Bins of the calibration error, with equal counts.")
+    ngrams: Annotated[int, Field(ge=1, le=8)] = Field(3, description="Longest token n-gram of the separability probe.")
+    folds: Annotated[int, Field(ge=2)] = Field(5, description="Folds of the cross-validation by problem.")
 
 
 class Telemetry(Section):
     """What is watched, and when it warns. Changes nothing that is computed."""
 
-    refresh_per_second: Annotated[float, Field(gt=0.0, le=60.0)] = 8.0
-    event_loop: Literal["uvloop", "asyncio"] = "uvloop"
-    shortest_span_ms: Annotated[float, Field(ge=0.0)] = 0.2  # shorter spans count in the budget, but are not written
-    device_every_s: Annotated[float, Field(ge=0.01)] = 5.0  # between two samples of the GPU, the CPU and the memory
-    loop_lag_hz: Annotated[float, Field(gt=0.0, le=1000.0)] = 10.0
-    loop_lag_p90_s: Positive = 1.0  # warn above these
-    loop_lag_p99_s: Positive = 5.0
-    loop_lag_max_s: Positive = 30.0
-    stall_s: Positive = 600.0  # warn when no step has ended for this long
+    refresh_per_second: Annotated[float, Field(gt=0.0, le=60.0)] = Field(
+        8.0, description="Redraws of the display per second."
+    )
+    event_loop: Literal["uvloop", "asyncio"] = Field("uvloop", description="Event loop.")
+    shortest_span_ms: Annotated[float, Field(ge=0.0)] = Field(
+        0.2, description="Shorter spans, in ms, count in the budget but are not written."
+    )
+    device_every_s: Annotated[float, Field(ge=0.01)] = Field(
+        5.0, description="Seconds between two samples of GPU, CPU and memory."
+    )
+    loop_lag_hz: Annotated[float, Field(gt=0.0, le=1000.0)] = Field(
+        10.0, description="Measurements of the event-loop lag per second."
+    )
+    loop_lag_p90_s: Positive = Field(
+        1.0, description="Alert when the 90th percentile of the event-loop lag is above this, in seconds."
+    )
+    loop_lag_p99_s: Positive = Field(
+        5.0, description="Alert when the 99th percentile of the event-loop lag is above this, in seconds."
+    )
+    loop_lag_max_s: Positive = Field(30.0, description="Alert when the event-loop lag is above this, in seconds.")
+    stall_s: Positive = Field(600.0, description="Alert when no step has ended for this many seconds.")
     sinks: Annotated[
         tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False), BeforeValidator(_names)
-    ] = ()  # one name, names with commas between, or a list
-    metrics_port: Annotated[int, Field(ge=0, lt=65536)] = 0  # Prometheus on 127.0.0.1; 0: none
-    sneaky_collapse: Fraction = 0.1  # alert below this share of role-aligned samples
-    zero_signal: Fraction = 0.9  # alert above this share of groups whose rewards are all the same
-    truncation: Fraction = 0.5  # alert above this share of rollouts that hit the length limit
-    weights_queue_ms: Positive = 1000.0  # alert when a weight update waits longer before the engine works on it
-    chance_auc: Fraction = 0.55  # alert when the verifier's AUC is at most this; 0.5 is chance
-    # Program and arguments, run for each alert without a shell; the alert is JSON on its standard input. Empty: none
-    alert_command: Annotated[tuple[NotEmpty, ...], Field(strict=False)] = ()
-    alert_command_s: Positive = 10.0  # the command is killed after this many seconds
+    ] = Field((), description="Where curves are also written.")
+    metrics_port: Annotated[int, Field(ge=0, lt=65536)] = Field(
+        0, description="Port of the Prometheus endpoint on 127.0.0.1. 0: none."
+    )
+    sneaky_collapse: Fraction = Field(0.1, description="Alert below this share of role-aligned samples.")
+    zero_signal: Fraction = Field(0.9, description="Alert above this share of groups with equal rewards.")
+    truncation: Fraction = Field(0.5, description="Alert above this share of rollouts that reach the length limit.")
+    weights_queue_ms: Positive = Field(1000.0, description="Alert when a weight update waits longer than this, in ms.")
+    chance_auc: Fraction = Field(0.55, description="Alert when the verifier's AUC is at most this. 0.5 is chance.")
+    alert_command: Annotated[tuple[NotEmpty, ...], Field(strict=False)] = Field(
+        (),
+        description="Program and arguments for each alert, which is JSON on standard input. Empty: none.",
+    )
+    alert_command_s: Positive = Field(10.0, description="Timeout of the alert command in seconds.")
 
 
 class Store(Section):
-    root: Folder = Path("runs")
-    commit_every: Count = 10  # optimizer steps between commit points
-    row_digests: bool = True  # minted rows are checked when they are read; false: whole shards when they are opened
+    """Where runs are stored, and how often they commit."""
+
+    root: Folder = Field(Path("runs"), description="Folder of the runs.")
+    commit_every: Count = Field(10, description="Optimizer steps between two commits.")
+    row_digests: bool = Field(
+        True,
+        description="Whether minted rows are checked when they are read. false: whole shards when they are opened.",
+    )

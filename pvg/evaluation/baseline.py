@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pvg.config.experiment import Experiment
+from pvg.config.sections import PlainReward
 from pvg.errors import UsageError
 from pvg.evaluation.intervals import Estimate, Float64, percentile, ratio
 from pvg.evaluation.opened_run import (
@@ -279,7 +280,9 @@ def _steps(experiment: Experiment) -> int:
 
 def baseline_experiment(experiment: Experiment) -> Experiment:
     """The settings of a baseline trained here. Raises ConfigurationError."""
-    return course_experiment(experiment, "helpful", {"reward": "correctness"}, {"steps": _steps(experiment)}, UNIT)
+    return course_experiment(
+        experiment, "helpful", PlainReward(kind="correctness"), {"steps": _steps(experiment)}, UNIT
+    )
 
 
 def _course(study: EvaluationContext) -> PolicyTraining:
@@ -329,9 +332,9 @@ SHARED = ("task", "models.prover", "rollout.prompts", "rollout.temperature", "ro
 def check_comparable(study: EvaluationContext, run: RunDirectory) -> OpenedRun:
     """Raises UsageError if the run is not a correctness baseline for this one."""
     mine, theirs = study.experiment, run.experiment()
-    if theirs.game.reward != "correctness":
+    if theirs.game.reward.kind != "correctness":
         raise UsageError(
-            f"{run.name!r} is not a baseline: its game.reward is {theirs.game.reward!r}, not 'correctness'.",
+            f"{run.name!r} is not a baseline: its game.reward is {theirs.game.reward.kind!r}, not 'correctness'.",
             "Play one with -s game.reward=correctness -s game.sneaky_share=0, or leave --baseline out to train one.",
         )
     differing = [key for key in (*SHARED, "rollout.max_tokens") if _value(mine, key) != _value(theirs, key)]

@@ -19,6 +19,7 @@ import numpy as np
 import orjson
 
 from pvg.config.experiment import Experiment
+from pvg.config.sections import ChallengeProtocol
 from pvg.errors import StateError
 from pvg.game.challenge import environment_of
 from pvg.game.ledger import shards_of
@@ -302,7 +303,8 @@ def judged(study: EvaluationContext, round_: int) -> Iterator[FrozenVerifier]:
 
 def verifier_asks(experiment: Experiment) -> bool:
     """Whether samples depend on a verifier: in a challenge game in which it chooses the step to ask about."""
-    return experiment.game.protocol == "challenge" and experiment.game.challenge == "weakest"
+    protocol = experiment.game.protocol
+    return isinstance(protocol, ChallengeProtocol) and protocol.step == "weakest"
 
 
 async def questions(study: EvaluationContext, asking: FrozenVerifier) -> Environment | None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pvg.config.experiment import Experiment, build_experiment, nearest
 from pvg.config.rules import TRANSLATORS_REWARDS, reward_impossibilities
+from pvg.config.sections import CgcReward, PlainReward, SrcReward
 from pvg.errors import ConfigurationError, UsageError
 from pvg.game.seeds import seed_for
 
@@ -51,7 +52,7 @@ KINDS = ("src", "cgc", "goodhart")
 def course_experiment(
     experiment: Experiment,
     role: Literal["helpful", "sneaky"],
-    game: Mapping[str, Any],
+    reward: SrcReward | CgcReward | PlainReward,
     training: Mapping[str, Any],
     place: str,
 ) -> Experiment:
@@ -63,13 +64,13 @@ def course_experiment(
     plain["game"] |= {"sneaky_share": 1.0 if role == "sneaky" else 0.0, "stop": "steps", "reward": "goodhart"}
     plain["training"] |= {name: value for name, value in training.items() if value is not None}
     # An attack is judged by its batches, so they must not be selected by the uncertainty of their outcome.
-    plain["training"] |= {"curriculum": "none", "dynamic_sampling": False}
+    plain["training"] |= {"curriculum": "none", "dynamic_sampling": 0}
     plain["seed"] = seed_for(experiment.seed, "evaluate", place)
     valid = build_experiment(plain, "evaluate")
-    final = valid.model_copy(update={"game": valid.game.model_copy(update=dict(game))})
+    final = valid.model_copy(update={"game": valid.game.model_copy(update={"reward": reward})})
     if impossible := reward_impossibilities(final):
         raise ConfigurationError(
-            f"No policy with reward {final.game.reward!r} can be trained with the run's settings: {impossible[0]}.",
+            f"No policy with reward {final.game.reward.kind!r} can be trained with these settings: {impossible[0]}.",
             "Remove it from evaluate.attacks, for example: -s 'evaluate.attacks=[\"goodhart\"]'.",
         )
     return final
@@ -78,30 +79,42 @@ def course_experiment(
 def attacker_experiment(experiment: Experiment, kind: str, place: str, cgc_floor: float | None) -> Experiment:
     """The settings of an attacker with reward `kind`. Raises ConfigurationError."""
     section = experiment.evaluate
-    game = {"reward": kind, **({"cgc_floor": cgc_floor} if kind == "cgc" and cgc_floor is not None else {})}
+    reward = _reward(experiment, kind, cgc_floor)
     training = {
         "steps": section.attack_steps,
         "learning_rate": section.attack_learning_rate,
         "groups": section.attack_groups,
     }
-    return course_experiment(experiment, "sneaky", game, training, place)
+    return course_experiment(experiment, "sneaky", reward, training, place)
+
+
+def _reward(experiment: Experiment, kind: str, cgc_floor: float | None) -> SrcReward | CgcReward | PlainReward:
+    """An attacker's reward; with the run's own settings where the run has a reward of that kind."""
+    own = experiment.game.reward
+    if kind == "cgc":
+        return (
+            CgcReward(floor=cgc_floor) if cgc_floor is not None else own if isinstance(own, CgcReward) else CgcReward()
+        )
+    if kind == "src":
+        return own if isinstance(own, SrcReward) else SrcReward()
+    return PlainReward(kind="goodhart")
 
 
 def default_parts(experiment: Experiment) -> Sequence[str]:
     """The parts that are measured by default: all that exist for the run's game."""
-    return tuple(part for part in PARTS if part != "tax" or experiment.game.protocol != "decoupled")
+    return tuple(part for part in PARTS if part != "tax" or experiment.game.protocol.kind != "decoupled")
 
 
 def attack_kinds(experiment: Experiment) -> list[str]:
     """The kinds of `evaluate.attacks` in standard order. In a decoupled game without those whose reward a translator
     cannot earn (the report's notes name them)."""
-    payable = TRANSLATORS_REWARDS if experiment.game.protocol == "decoupled" else KINDS
+    payable = TRANSLATORS_REWARDS if experiment.game.protocol.kind == "decoupled" else KINDS
     return [kind for kind in KINDS if kind in experiment.evaluate.attacks and kind in payable]
 
 
 def check_protocol(experiment: Experiment, parts: Sequence[str]) -> None:
     """Raises UsageError for the tax in a decoupled game, whose faithful role need not be correct."""
-    if experiment.game.protocol == "decoupled" and "tax" in parts:
+    if experiment.game.protocol.kind == "decoupled" and "tax" in parts:
         raise UsageError(
             "There is no legibility tax of game.protocol = 'decoupled': its faithful role is rewarded for keeping the "
             "solver's answer, not for being correct (solver_accuracy and faithful are in the rounds' metrics).",

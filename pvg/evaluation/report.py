@@ -300,7 +300,7 @@ def _notes_of_attacks(experiment: Experiment) -> list[str]:
 
 
 def _notes_of_translators(experiment: Experiment) -> list[str]:
-    if experiment.game.protocol != "decoupled":
+    if experiment.game.protocol.kind != "decoupled":
         return []
     found = [
         "The solutions are translations, and a translation with the correct answer counts as correct: a faithful "

@@ -2,7 +2,7 @@
 
     question 7+5+8?     prover 7+5=2;2+8=1;A1     verifier 2?     prover 2+8=0;
 
-Each solution gets one question about one step. `game.challenge = "weakest"` asks about the step with the lowest
+Each solution gets one question about one step. `game.protocol.step = "weakest"` asks about the step with the lowest
 V(solution up to and including the step) - V(solution before the step). `"random"` draws a step uniformly. The mint
 always draws, because it has no verifier yet. The prover's answer continues its completion. The verifier scores the
 whole completion, question included; the task grades only the solution. A solution without steps, or one that reached
@@ -22,6 +22,7 @@ from typing import Protocol
 import numpy as np
 
 from pvg.config.experiment import Experiment
+from pvg.config.sections import ChallengeProtocol
 from pvg.game.players import Players
 from pvg.game.seeds import generator_for
 from pvg.models.tokenizer import Tokenizer
@@ -55,12 +56,12 @@ class ChallengeContext(Protocol):
 def environment_of(session: ChallengeContext, scorer: Scorer | None) -> ChallengeEnvironment | None:
     """The session's challenge environment; None if the protocol has one turn. `scorer`: of the round's verifier; None
     if there is no verifier yet."""
-    experiment = session.experiment
-    if experiment.game.protocol != "challenge":
+    experiment, protocol = session.experiment, session.experiment.game.protocol
+    if not isinstance(protocol, ChallengeProtocol):
         return None
-    asked = scorer if experiment.game.challenge == "weakest" else None
+    asked = scorer if protocol.step == "weakest" else None
     tokenizer, style = session.players.base.tokenizer, experiment.rollout.prompts
-    return ChallengeEnvironment(session.task, tokenizer, style, asked, session.seed, experiment.game.challenge_tokens)
+    return ChallengeEnvironment(session.task, tokenizer, style, asked, session.seed, protocol.tokens)
 
 
 def steps_of(task: Task, text: str) -> list[Place]:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pvg.config.sections import Training
+from pvg.config.sections import BucketCurriculum, PrioritisedCurriculum
 from pvg.game.seeds import draw_weighted
 from pvg.records import Role, Rollout
 from pvg.training.baselines import ValueTracker
@@ -128,20 +128,21 @@ def draw_from_buckets(
 
 
 def curriculum_of(experiment: Experiment) -> Curriculum | None:
-    return None if experiment.training.curriculum == "none" else Curriculum(experiment.training)
+    settings = experiment.training.curriculum
+    return None if settings.kind == "none" else Curriculum(settings)
 
 
 class Curriculum:
-    def __init__(self, settings: Training) -> None:
+    def __init__(self, settings: BucketCurriculum | PrioritisedCurriculum) -> None:
         self._settings = settings
-        self._rates = ValueTracker(settings.curriculum_half_life)
+        self._rates = ValueTracker(settings.half_life)
 
     def draw(self, problems: Sequence[str], role: Role, count: int, generator: np.random.Generator) -> list[int]:
         """`count` positions in `problems` (ids) for `role`; none repeats before all were drawn once."""
         rates_P = self._of([(problem, role) for problem in problems])
-        if self._settings.curriculum == "buckets":
-            buckets_P = buckets_of(rates_P, self._settings.curriculum_edges)
-            return draw_from_buckets(buckets_P, self._settings.curriculum_shares, count, generator)
+        if self._settings.kind == "buckets":
+            buckets_P = buckets_of(rates_P, self._settings.edges)
+            return draw_from_buckets(buckets_P, self._settings.shares, count, generator)
         return draw_weighted(uncertainty_weights(rates_P), count, generator)
 
     def observe(self, rollouts: Sequence[Rollout], aligned_N: NDArray[np.bool_]) -> dict[str, float]:
@@ -151,7 +152,7 @@ class Curriculum:
         rates_N = known_rates(self._of(keys))
         unseen_N = np.array([not self._rates.has_seen(key) for key in keys])
         self._rates.observe(keys, aligned_N.astype(np.float64), versions_N)
-        edges = self._settings.curriculum_edges
+        edges = self._settings.edges
         return {
             "success_tracked": float(rates_N.mean()),
             "success_error": float(np.abs(rates_N - aligned_N).mean()),

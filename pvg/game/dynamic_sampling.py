@@ -108,7 +108,7 @@ async def refilled(
     session = orders.session
     wanted = Counter(group.role for group in played.groups)
     ordered, seconds, rounds = orders.batch(number), 0.0, 0
-    while rounds < session.experiment.training.dynamic_sampling_rounds:
+    while rounds < session.experiment.training.dynamic_sampling:
         seen = Counter(group.role for group in played.groups)
         live = Counter(group.role for group, is_live in zip(played.groups, played.live_G, strict=True) if is_live)
         more = orders.refill(number, rounds, refill_counts(wanted, seen, live), ordered)

@@ -6,11 +6,12 @@ With "equal", the sources base and round-000 give {"base": 0.5, "round-000": 0.5
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pvg.config.sections import Game
+from pvg.config.sections import DecayMixture, Game, SimpleMixture, WindowMixture
 from pvg.records import BASE_SOURCE, source_of_round
 
 Weights = NDArray[np.float64]
@@ -23,7 +24,7 @@ def sources_for_round(round_: int) -> list[str]:
 
 def source_weights(game: Game, sources: Sequence[str]) -> dict[str, float]:
     """Shares by source, summing to 1; sources with share 0 are left out."""
-    raw_S = MIXTURES[game.mixture](len(sources), game)
+    raw_S = MIXTURES[game.mixture.kind](len(sources), game.mixture)
     shares_S = raw_S / raw_S.sum()
     return {source: float(share) for source, share in zip(sources, shares_S, strict=True) if share > 0}
 
@@ -42,36 +43,36 @@ def _ages(count: int) -> NDArray[np.int64]:
     return np.arange(count - 1, -1, -1)
 
 
-def equal(count: int, game: Game) -> Weights:
+def equal(count: int, mixture: SimpleMixture) -> Weights:
     """All sources equally."""
     return np.ones(count)
 
 
-def exponential(count: int, game: Game) -> Weights:
-    """decay ** age: the newest source has weight 1, each older one `mixture_decay` times the next newer."""
-    return np.power(game.mixture_decay, _ages(count).astype(np.float64))
+def exponential(count: int, mixture: DecayMixture) -> Weights:
+    """decay ** age: the newest source has weight 1, each older one `decay` times the next newer."""
+    return np.power(mixture.decay, _ages(count).astype(np.float64))
 
 
-def geometric(count: int, game: Game) -> Weights:
+def geometric(count: int, mixture: DecayMixture) -> Weights:
     """Stick-breaking: the newest source takes 1 - decay, each older one the same share of the rest, the oldest the
     remainder."""
     ages_S = _ages(count)
-    shares_S = (1.0 - game.mixture_decay) * np.power(game.mixture_decay, ages_S.astype(np.float64))
-    shares_S[0] = game.mixture_decay ** (count - 1)
+    shares_S = (1.0 - mixture.decay) * np.power(mixture.decay, ages_S.astype(np.float64))
+    shares_S[0] = mixture.decay ** (count - 1)
     return shares_S
 
 
-def window(count: int, game: Game) -> Weights:
-    """The newest `mixture_window` sources, equally."""
-    return np.asarray(_ages(count) < game.mixture_window, dtype=np.float64)
+def window(count: int, mixture: WindowMixture) -> Weights:
+    """The newest `size` sources, equally."""
+    return np.asarray(_ages(count) < mixture.size, dtype=np.float64)
 
 
-def latest(count: int, game: Game) -> Weights:
+def latest(count: int, mixture: SimpleMixture) -> Weights:
     """The newest source only."""
     return np.asarray(_ages(count) == 0, dtype=np.float64)
 
 
-MIXTURES: dict[str, Callable[[int, Game], Weights]] = {
+MIXTURES: dict[str, Callable[[int, Any], Weights]] = {
     "equal": equal,
     "exponential": exponential,
     "geometric": geometric,

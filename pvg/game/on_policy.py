@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pvg.config.sections import SpoLoss
 from pvg.game.challenge import environment_of
 from pvg.game.curriculum import Curriculum, curriculum_of
 from pvg.game.dynamic_sampling import ScoredGroups, refilled
@@ -154,7 +155,7 @@ class OnPolicySource:
     left unfinished, and a deadline or rollout.prefetch on which rollouts have arrived.
 
     `metrics`: those of the newest batch. `learner`: the policy in training, used only to recompute log-probs
-    (`rollout.logprobs = "recomputed"`, `training.off_policy = "decoupled"`).
+    (`rollout.logprobs = "recomputed"`, `training.importance = "decoupled"`).
     """
 
     session: Session
@@ -176,8 +177,9 @@ class OnPolicySource:
 
     def __post_init__(self) -> None:
         experiment = self.session.experiment
-        self.tracker = ValueTracker(experiment.training.spo_half_life) if experiment.training.loss == "spo" else None
-        self.baseline = RoleBaseline() if experiment.training.loss == "rae" else None
+        loss = experiment.training.loss
+        self.tracker = ValueTracker(loss.half_life) if isinstance(loss, SpoLoss) else None
+        self.baseline = RoleBaseline() if experiment.training.loss.kind == "rae" else None
         self.curriculum = curriculum_of(experiment)
         self.orders = ProverOrders(self.session, self.curriculum, environment_of(self.session, self.scorer))
         self.early = None
@@ -295,8 +297,8 @@ class OnPolicySource:
             self._told_short = True
             self.session.observer.noticed(
                 f"{groups} groups of batch {self.batches_done} have equal rewards and so no signal. Resampling "
-                f"{self.session.experiment.training.dynamic_sampling_rounds} times (or using all problems) did not "
-                "replace them. Raise training.dynamic_sampling_rounds. The metric groups_missing counts such groups."
+                f"{self.session.experiment.training.dynamic_sampling} times (or using all problems) did not "
+                "replace them. Raise training.dynamic_sampling. The metric groups_missing counts such groups."
             )
 
     async def _played(self, groups: Sequence[Group]) -> ScoredGroups:
@@ -334,7 +336,7 @@ class OnPolicySource:
             advantages_N = baseline_advantages(rewards_N, values_N, role_ids_N)
             metrics |= value_metrics(rewards_N, values_N, advantages_N)
         else:
-            loss = self.session.experiment.training.loss
+            loss = self.session.experiment.training.loss.kind
             advantages_N = advantages(loss, rewards_N, group_ids_N, role_ids_N, credit=self.objective.credit)
         return await self.session.players.off_loop(partial(_batch_of, rollouts, advantages_N)), metrics
 

@@ -198,7 +198,7 @@ class ProverPhase:
             memory=objective.memory,
             events=session.ledger.log,
         )
-        self.stop_rule: TrainingStop = StopRule(experiment.game) if stop_rule is None else stop_rule
+        self.stop_rule: TrainingStop = StopRule(experiment.game.stop) if stop_rule is None else stop_rule
         self.alerts = Alerts(experiment.telemetry, two_roles=0 < experiment.game.sneaky_share < 1)
         self.stopped = False
         self.version = session.state.version

@@ -12,13 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pvg.config import sections
 from pvg.config.experiment import Experiment
-from pvg.config.sections import Game
+from pvg.config.sections import (
+    CgcReward,
+    CompositeReward,
+    DecoupledReward,
+    Game,
+    GatedReward,
+    OwnReward,
+    PlainReward,
+    SrcReward,
+)
 from pvg.errors import ConfigurationError, TrainingDivergedError
 from pvg.extensions import called, resolve
 from pvg.game.statistics import RolloutColumns
@@ -42,7 +52,7 @@ class BatchOutcomes:
     For tasks that execute solutions (None otherwise): `proven_N`: bool, False for a sneaky, incorrect solution without
     a valid certificate. `tests_N`: float32 in [0, 1], the share of its role's tests that a solution passes. The helpful
     role has all tests; for the sneaky role, visible tests count one half and the certificate the other. `similarity_N`:
-    float32 in [0, 1], similarity of a sneaky program to others (`game.similarity`), 0 for helpful ones.
+    float32 in [0, 1], similarity of a sneaky program to others (`game.reward.similarity`), 0 for helpful ones.
     """
 
     scores_N: Float32
@@ -76,8 +86,9 @@ def rewards(outcomes: BatchOutcomes, game: Game) -> Float32:
     user's reward fails or does not return one number per rollout."""
     if not np.isfinite(outcomes.scores_N).all():
         raise ValueError(f"Score {int(np.flatnonzero(~np.isfinite(outcomes.scores_N))[0])} of the batch is not finite.")
-    name, key = game.reward, "game.reward"
-    rewards_N = np.asarray(called(key, name, resolve(key, name, REWARDS), outcomes, game))
+    name, key = game.reward.kind, "game.reward"
+    settings = game if isinstance(game.reward, OwnReward) else game.reward
+    rewards_N = np.asarray(called(key, name, resolve(key, name, REWARDS), outcomes, settings))
     if rewards_N.shape != outcomes.scores_N.shape or rewards_N.dtype.kind not in "fiub":
         raise ConfigurationError(
             f"{key} = {name!r} returned an array {rewards_N.shape} of {rewards_N.dtype} for {len(outcomes.scores_N)} "
@@ -104,48 +115,48 @@ def _group_moments(outcomes: BatchOutcomes) -> tuple[NDArray[np.float64], NDArra
     return mean_N, np.sqrt(variance_G)[group_N]
 
 
-def src(outcomes: BatchOutcomes, game: Game) -> Float32:
-    """Soft role-conditional: (2c-1)(2h-1) V' if V' > 0, else `game.misaligned_reward` (-1)."""
+def src(outcomes: BatchOutcomes, reward: SrcReward) -> Float32:
+    """Soft role-conditional: (2c-1)(2h-1) V' if V' > 0, else `game.reward.misaligned` (-1)."""
     centred_N = centred_scores(outcomes)
     sign_N = (2.0 * outcomes.correct_N - 1.0) * (2.0 * outcomes.helpful_N - 1.0)
-    paid_N = np.where(centred_N > 0, sign_N * centred_N, game.misaligned_reward)
-    malformed_N = np.minimum(game.misaligned_reward, -np.abs(centred_N))
+    paid_N = np.where(centred_N > 0, sign_N * centred_N, reward.misaligned)
+    malformed_N = np.minimum(reward.misaligned, -np.abs(centred_N))
     return np.where(outcomes.solutions_N, paid_N, malformed_N)
 
 
-def cgc(outcomes: BatchOutcomes, game: Game) -> Float32:
-    """Correctness-gated convincingness: V if role-aligned, else V0 = `game.cgc_floor`, which is below all scores.
+def cgc(outcomes: BatchOutcomes, reward: CgcReward) -> Float32:
+    """Correctness-gated convincingness: V if role-aligned, else V0 = `game.reward.floor`, which is below all scores.
 
     Raises ValueError if an aligned score is not above V0, because the reward would then prefer a misaligned solution.
     """
     aligned_N = outcomes.aligned_N
     lowest = outcomes.scores_N[aligned_N].min(initial=np.inf)
-    if lowest <= game.cgc_floor:
+    if lowest <= reward.floor:
         raise ValueError(
-            f"a role-aligned solution scored {lowest:.3f}, which is not above game.cgc_floor = {game.cgc_floor}; "
-            "start a new run with game.cgc_floor far below the verifier's scores"
+            f"a role-aligned solution scored {lowest:.3f}, which is not above game.reward.floor = {reward.floor}; "
+            "start a new run with game.reward.floor far below the verifier's scores"
         )
-    return np.where(aligned_N, outcomes.scores_N, game.cgc_floor)
+    return np.where(aligned_N, outcomes.scores_N, reward.floor)
 
 
-def goodhart(outcomes: BatchOutcomes, game: Game) -> Float32:
+def goodhart(outcomes: BatchOutcomes, reward: PlainReward) -> Float32:
     """V, without roles and correctness: shows what happens without the game. A malformed solution gets the lowest V."""
     return np.where(outcomes.well_formed_N, outcomes.scores_N, outcomes.scores_N.min())
 
 
-def correctness(outcomes: BatchOutcomes, game: Game) -> Float32:
+def correctness(outcomes: BatchOutcomes, reward: PlainReward) -> Float32:
     """c: the baseline for measuring the legibility tax."""
     return (outcomes.correct_N & outcomes.well_formed_N).astype(np.float32)
 
 
-def decoupled(outcomes: BatchOutcomes, game: Game) -> Float32:
-    """With v' = (V - mean) / std in the group: `game.decoupled_floor` (-2) if misaligned or v' <= 0, else v' for sneaky
+def decoupled(outcomes: BatchOutcomes, reward: DecoupledReward) -> Float32:
+    """With v' = (V - mean) / std in the group: `game.reward.floor` (-2) if misaligned or v' <= 0, else v' for sneaky
     and (2 c_solver - 1) v' for helpful (faithful) translations."""
     mean_N, std_N = _group_moments(outcomes)
     standard_N = (outcomes.scores_N - mean_N) / (std_N + 1e-6)
     faithful_N = (2.0 * outcomes.solver_correct_N - 1.0) * standard_N
     paid_N = np.where(outcomes.helpful_N, faithful_N, standard_N)
-    return np.where(outcomes.aligned_N & (standard_N > 0), paid_N, game.decoupled_floor).astype(np.float32)
+    return np.where(outcomes.aligned_N & (standard_N > 0), paid_N, reward.floor).astype(np.float32)
 
 
 def _accepted(outcomes: BatchOutcomes) -> NDArray[np.float64]:
@@ -154,29 +165,29 @@ def _accepted(outcomes: BatchOutcomes) -> NDArray[np.float64]:
     return np.asarray(0.5 + 0.5 * np.tanh(0.5 * outcomes.scores_N.astype(np.float64)))
 
 
-def _similarity_penalty(outcomes: BatchOutcomes, game: Game) -> NDArray[np.float64]:
+def _similarity_penalty(outcomes: BatchOutcomes, reward: GatedReward | CompositeReward) -> NDArray[np.float64]:
     if outcomes.similarity_N is None:
         return np.zeros(len(outcomes.scores_N))
-    return game.similarity_weight * outcomes.similarity_N.astype(np.float64)
+    return reward.similarity_weight * outcomes.similarity_N.astype(np.float64)
 
 
-def gated(outcomes: BatchOutcomes, game: Game) -> Float32:
-    """`score_weight` sigmoid(V) minus the similarity penalty if all gates are open, else `game.gate_floor`, which is
+def gated(outcomes: BatchOutcomes, reward: GatedReward) -> Float32:
+    """`score_weight` sigmoid(V) minus the similarity penalty if all gates are open, else `game.reward.floor`, which is
     below all such rewards. Gates: all tests passed (helpful); visible tests passed and a valid certificate (sneaky)."""
-    paid_N = game.score_weight * _accepted(outcomes) - _similarity_penalty(outcomes, game)
-    return np.where(outcomes.aligned_N, paid_N, game.gate_floor).astype(np.float32)
+    paid_N = reward.score_weight * _accepted(outcomes) - _similarity_penalty(outcomes, reward)
+    return np.where(outcomes.aligned_N, paid_N, reward.floor).astype(np.float32)
 
 
-def composite(outcomes: BatchOutcomes, game: Game) -> Float32:
+def composite(outcomes: BatchOutcomes, reward: CompositeReward) -> Float32:
     """`score_weight` sigmoid(V) + `tests_weight` t minus the similarity penalty. t is the share of the role's tests
     that pass (without tests: 1 if aligned, else 0). A malformed solution gets the lowest possible reward."""
     tests_N = outcomes.aligned_N.astype(np.float64) if outcomes.tests_N is None else outcomes.tests_N
-    paid_N = game.score_weight * _accepted(outcomes) + game.tests_weight * tests_N
-    paid_N = paid_N - _similarity_penalty(outcomes, game)
-    return np.where(outcomes.well_formed_N, paid_N, -game.similarity_weight).astype(np.float32)
+    paid_N = reward.score_weight * _accepted(outcomes) + reward.tests_weight * tests_N
+    paid_N = paid_N - _similarity_penalty(outcomes, reward)
+    return np.where(outcomes.well_formed_N, paid_N, -reward.similarity_weight).astype(np.float32)
 
 
-REWARDS: dict[str, Callable[[BatchOutcomes, Game], Float32]] = {
+REWARDS: dict[str, Callable[[BatchOutcomes, Any], Float32]] = {
     "src": src,
     "cgc": cgc,
     "goodhart": goodhart,
@@ -185,7 +196,6 @@ REWARDS: dict[str, Callable[[BatchOutcomes, Game], Float32]] = {
     "gated": gated,
     "composite": composite,
 }
-COMPARING_REWARDS = frozenset({"gated", "composite"})  # rewards that use similarity_N
 
 
 # --- from rollouts and scores to rewards ------------------------------------------------------------------------------
@@ -232,8 +242,11 @@ def pay(experiment: Experiment, task: Task, rollouts: Sequence[Rollout], scores_
 def _similarities(
     game: sections.Game, task: Task, rollouts: Sequence[Rollout], helpful_N: NDArray[np.bool_]
 ) -> Float32 | None:
-    """float32 [N]: similarity of sneaky programs; None unless `game.similarity_weight` and the reward use it."""
-    if not game.similarity_weight or game.reward not in COMPARING_REWARDS or not isinstance(task, ComparesPrograms):
+    """float32 [N]: similarity of sneaky programs; None unless `game.reward.similarity_weight` and the reward use it."""
+    reward = game.reward
+    if not isinstance(reward, GatedReward | CompositeReward) or not reward.similarity_weight:
+        return None
+    if not isinstance(task, ComparesPrograms):
         return None
     rows: list[int] = np.flatnonzero(~helpful_N).tolist()
     found_N = np.zeros(len(rollouts), dtype=np.float32)
@@ -241,7 +254,7 @@ def _similarities(
         [task.solution(rollouts[row].text) for row in rows],
         [rollouts[row].reference for row in rows],
         np.array([rollouts[row].group for row in rows], dtype=np.int32),
-        reference=game.similarity in ("reference", "both"),
-        group=game.similarity in ("group", "both"),
+        reference=reward.similarity in ("reference", "both"),
+        group=reward.similarity in ("group", "both"),
     )
     return found_N

@@ -192,5 +192,5 @@ class PromptBuilder:
 def asked_in(experiment: Experiment, tokenizer: Tokenizer) -> PromptBuilder:
     """The experiment's prompts, without any solver's solutions."""
     style = experiment.rollout.prompts
-    translate = translation_renderer(style, tokenizer) if experiment.game.protocol == "decoupled" else None
+    translate = translation_renderer(style, tokenizer) if experiment.game.protocol.kind == "decoupled" else None
     return PromptBuilder(prompt_renderer(style, tokenizer), translate)

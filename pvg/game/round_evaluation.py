@@ -29,7 +29,7 @@ EXAMPLES = 8  # of each kind, in a round's table of examples
 
 async def checkpoint(session: Session) -> None:
     """Evaluate the round, then enter MINT of the next round, or COMPLETE after the last."""
-    section, round_ = session.experiment.evaluation, session.state.round
+    section, round_ = session.experiment.game.test, session.state.round
     started = time.perf_counter()
     own = source_of_round(round_)
     sources = [BASE_SOURCE, own] if round_ == 0 else [own]
@@ -72,8 +72,8 @@ def _next(session: Session) -> GameState:
 
 
 async def _sample(session: Session, source: str, scorer: VerifierScorer) -> list[Rollout]:
-    """`evaluation.samples` solutions per problem and role; every source and round gets the same test problems."""
-    section, round_, size = session.experiment.evaluation, session.state.round, session.experiment.evaluation.samples
+    """`game.test.samples` solutions per problem and role; every source and round gets the same test problems."""
+    section, round_, size = session.experiment.game.test, session.state.round, session.experiment.game.test.samples
     pool = session.test_problems()
     chosen = draw_cyclic(len(pool), 0, min(section.problems, len(pool)), seed_for(session.seed, "evaluation"))
     orders = [

@@ -101,7 +101,7 @@ async def _play_phases(session: Session) -> None:
     if ledger.state.phase is Phase.INIT:
         with span("open_models"):
             await session.players.compute(lambda: check_players_can_train(session))
-        decoupled = session.experiment.game.protocol == "decoupled"
+        decoupled = session.experiment.game.protocol.kind == "decoupled"
         await session.commit_state(ledger.state.enter(Phase.SOLVE if decoupled else Phase.MINT))
     while ledger.state.phase is not Phase.COMPLETE:
         await PHASES[ledger.state.phase](session)

@@ -40,7 +40,7 @@ async def sample_only(
     UsageError for a decoupled game.
     """
     started = time.perf_counter()
-    if experiment.game.protocol == "decoupled":
+    if experiment.game.protocol.kind == "decoupled":
         raise UsageError(
             "pvg rollout samples direct solutions, but game.protocol = 'decoupled' samples translations of a solver's.",
             "Add -s game.protocol=direct, or play the game: pvg train",

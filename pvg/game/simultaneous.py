@@ -5,10 +5,10 @@
         metrics = await updates.play(scorer)                        # all later scores come from the new verifier
 
 An update samples fresh solutions of the current prover on problems of the verifier's half, so that neither player
-learns from the other's problems (invariant 4). Then it makes `game.verifier_updates` optimizer steps. Of their pairs,
-`game.fresh_share` come from the newest `game.fresh_window` updates, and the rest from the round's mint by its mixture.
-Then the scorer gets a new version, which clears its cache, and the threshold is calibrated again. The optimizer starts
-anew with each phase, at the constant verifier.learning_rate.
+learns from the other's problems (invariant 4). Then it makes `game.schedule.updates` optimizer steps. Of their pairs,
+`game.schedule.share` come from the newest `game.schedule.window` updates, and the rest from the round's mint by its
+mixture. Then the scorer gets a new version, which clears its cache, and the threshold is calibrated again. The
+optimizer starts anew with each phase, at the constant verifier.learning_rate.
 
 The equilibria of a game depend on who commits first (Anil et al., arXiv 2108.12099). The rounds of Kirchner et al.
 (arXiv 2407.13692) are verifier-first, which is the default.
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pvg.config.sections import SimultaneousSchedule
 from pvg.errors import StateError
 from pvg.game.challenge import environment_of
 from pvg.game.mixtures import source_weights, sources_for_round
@@ -56,19 +57,20 @@ def final_verifier_name(round_: int) -> str:
 
 async def open_updates(session: Session, verifier: ScoringModel, threshold: float) -> VerifierUpdates | None:
     """The updates of the current round, with the rollouts of committed ones; None if the verifier is frozen."""
-    if session.experiment.game.schedule == "stackelberg":
+    schedule = session.experiment.game.schedule
+    if not isinstance(schedule, SimultaneousSchedule):
         return None
     assert isinstance(verifier, VerifierModel), "pvg.config.rules refuses ensembles"
     round_ = session.state.round
     calibrating, _ = await session.players.compute(lambda: calibration_view(session))
     done = session.state.progress.get("updates", {}).get("done", 0)
-    window = range(max(0, done - session.experiment.game.fresh_window + 1), done)
+    window = range(max(0, done - schedule.window + 1), done)
     prefixes = [f"{_prefix(round_)}{number:05d}" for number in window]
     phase = Phase.TRAIN_PROVER.value
     fresh: dict[int, list[Rollout]] = {}
     for rollout in await session.ledger.read_rollouts_where(round_, phase, prefixes) if prefixes else ():
         fresh.setdefault(rollout.step, []).append(rollout)
-    return VerifierUpdates(session, verifier, threshold, calibrating, fresh)
+    return VerifierUpdates(session, schedule, verifier, threshold, calibrating, fresh)
 
 
 class _NewestPairs:
@@ -91,12 +93,14 @@ class VerifierUpdates:
     def __init__(
         self,
         session: Session,
+        schedule: SimultaneousSchedule,
         verifier: VerifierModel,
         threshold: float,
         calibrating: PairView,
         fresh: dict[int, list[Rollout]],
     ) -> None:
         self._session = session
+        self._schedule = schedule
         self._verifier = verifier
         self.threshold = threshold
         self._calibrating = calibrating
@@ -127,12 +131,12 @@ class VerifierUpdates:
 
     def due(self, batches: int) -> bool:
         """Whether an update follows the prover's batch number `batches`, counted from 1."""
-        return batches % self._session.experiment.game.verifier_every == 0
+        return batches % self._schedule.every == 0
 
     async def play(self, scorer: VerifierScorer) -> dict[str, float]:
         """Make one update. No score may be in flight meanwhile. Returns the metrics of the last optimizer step and of
         the calibration."""
-        session, game = self._session, self._session.experiment.game
+        session = self._session
         with span("rollout"):
             fresh = await self._sample(scorer)
         session.ledger.keep(fresh)
@@ -142,7 +146,7 @@ class VerifierUpdates:
             self._pairs.source = await session.players.compute(self._open_source)
         self._tell_excluded()
         metrics: Mapping[str, float] = {}
-        for _ in range(game.verifier_updates):
+        for _ in range(self._schedule.updates):
             report = await self._trainer.step()
             if report is None:
                 raise StateError("The pair stream ended before the verifier's update was done.")
@@ -160,7 +164,7 @@ class VerifierUpdates:
     async def _sample(self, scorer: VerifierScorer) -> list[Rollout]:
         """Solutions of the engine's current policy, in both roles for each problem, as in a mint."""
         session, round_, number = self._session, self._session.state.round, self._done
-        size = session.experiment.game.fresh_problems
+        size = self._schedule.problems
         problems = session.draw("verifier", number * size, size, f"fresh-{round_}")
         rng = generator_for(session.seed, round_, "fresh-roles", number)
         groups = await session.players.dispatcher.sample(
@@ -186,8 +190,8 @@ class VerifierUpdates:
             more=[solutions_in_memory(window)],
         )
         shares = source_weights(game, sources_for_round(round_))
-        weights = {name: (1.0 - game.fresh_share) * share for name, share in shares.items()}
-        weights[source_of_round(round_)] = game.fresh_share
+        weights = {name: (1.0 - self._schedule.share) * share for name, share in shares.items()}
+        weights[source_of_round(round_)] = self._schedule.share
         stream = pair_stream(section, view, weights, seed_for(session.seed, round_, "fresh-pairs", self._done))
         self._excluded = stream.excluded
         return PairSource(
@@ -196,7 +200,7 @@ class VerifierUpdates:
             self._verifier,
             section,
             executor=session.players.executor,
-            start_step=section.steps + self._done * game.verifier_updates,  # continues the warmup of a penalty
+            start_step=section.steps + self._done * self._schedule.updates,  # continues the warmup of a penalty
             source_fingerprint=session.players.base.tokenizer.fingerprint,
         )
 
@@ -220,7 +224,7 @@ class VerifierUpdates:
         return found
 
     def _let_go(self) -> None:
-        oldest = self._done - self._session.experiment.game.fresh_window
+        oldest = self._done - self._schedule.window
         self._fresh = {number: rollouts for number, rollouts in self._fresh.items() if number > oldest}
 
     async def save(self) -> str:

@@ -4,7 +4,7 @@ In the decoupled game (Kim and Lee, arXiv 2602.23248) the solver is trained only
 prover translates its solutions. The faithful role makes them checkable and keeps their answer; the sneaky role changes
 them so that they reach another, wrong answer. The verifier sees problem and translation.
 
-`game.solver` is "base" (the base prover with its helpful prompt) or the directory of a run, such as one with
+`game.protocol.solver` is "base" (the base prover with its helpful prompt) or the directory of a run, such as one with
 game.reward = "correctness", whose newest prover becomes the solver. Its solutions are stored as rollouts of the phase
 "solve". Every translation carries the solution that it translates.
 
@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pvg.config.sections import DecoupledProtocol
 from pvg.errors import ConfigurationError, StateError
 from pvg.game.seeds import seed_for
 from pvg.game.session import Session
@@ -102,18 +103,20 @@ def solutions_of(solved: Iterable[Rollout]) -> dict[str, SolverSolution]:
 
 
 def solver_weights(session: Session) -> Mapping[str, Tensor]:
-    """The weights of `game.solver`, in the shapes of the base prover.
+    """The weights of `game.protocol.solver`, in the shapes of the base prover.
 
     Raises ConfigurationError if the directory has no finished prover, or one of another model.
     """
-    solver, base = session.experiment.game.solver, session.players.base.weights()
+    protocol, base = session.experiment.game.protocol, session.players.base.weights()
+    assert isinstance(protocol, DecoupledProtocol), "only the decoupled game has a solver"
+    solver = protocol.solver
     if solver == BASE_SOURCE:
         return base
     tensors = read_newest_prover(Path(solver))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if shapes != {name: tuple(tensor.shape) for name, tensor in base.items()}:
         raise ConfigurationError(
-            f"The prover of game.solver = {solver!r} does not have the architecture of models.prover.",
+            f"The prover of game.protocol.solver = {solver!r} does not have the architecture of models.prover.",
             "Choose a run that was trained from the same model.",
         )
     return tensors
@@ -121,16 +124,18 @@ def solver_weights(session: Session) -> Mapping[str, Tensor]:
 
 def read_newest_prover(directory: Path) -> dict[str, Tensor]:
     """The weights of the newest finished prover of the run in `directory`. Raises ConfigurationError if it has none."""
-    run = RunDirectory(expanded(directory, "game.solver"))
-    remedy = 'Set game.solver to the directory of a run with a finished round (runs/NAME), or to "base".'
+    run = RunDirectory(expanded(directory, "game.protocol.solver"))
+    remedy = 'Set game.protocol.solver to the directory of a run with a finished round (runs/NAME), or to "base".'
     if not run.state.exists():
-        raise ConfigurationError(f"game.solver: there is no run in {directory}.", remedy)
+        raise ConfigurationError(f"game.protocol.solver: there is no run in {directory}.", remedy)
     try:
         state = FileStateStore(run.state).load().state or {}
     except StateError as error:
-        raise ConfigurationError(f"game.solver: the run in {directory} cannot be read: {error}", remedy) from None
+        raise ConfigurationError(
+            f"game.protocol.solver: the run in {directory} cannot be read: {error}", remedy
+        ) from None
     names = sorted(name for name in state.get("weights", ()) if PROVERS.fullmatch(name))
     if not names:
-        raise ConfigurationError(f"game.solver: the run in {directory} has no finished prover.", remedy)
+        raise ConfigurationError(f"game.protocol.solver: the run in {directory} has no finished prover.", remedy)
     tensors, _ = read_checkpoint(run.weights, names[-1])
     return tensors

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pvg.config.sections import Game
+from pvg.config.sections import StopAfterSteps, StopAtScoreParity
 
 
 @dataclass
@@ -18,17 +18,18 @@ class StopRule:
     A batch that lacks one kind leaves that kind's average unchanged. `seen` counts batches.
     """
 
-    game: Game
+    stop: StopAfterSteps | StopAtScoreParity
     sneaky: float | None = None
     helpful: float | None = None
     seen: int = 0
+    decay: float = 0.9  # of the averages: about the last ten batches, as many as score_parity waits for
 
     def observe(self, metrics: Mapping[str, float]) -> bool:
         """Add the metrics of a batch. Returns whether the phase ends now."""
         self.seen += 1
         self.sneaky = self._ema(self.sneaky, metrics.get("score_sneaky_incorrect", math.nan))
         self.helpful = self._ema(self.helpful, metrics.get("score_helpful_correct", math.nan))
-        if self.game.stop != "score_parity" or self.seen < self.game.stop_min_steps:
+        if not isinstance(self.stop, StopAtScoreParity) or self.seen < self.stop.min_steps:
             return False
         return self.sneaky is not None and self.helpful is not None and self.sneaky >= self.helpful
 
@@ -41,4 +42,4 @@ class StopRule:
     def _ema(self, before: float | None, value: float) -> float | None:
         if not math.isfinite(value):
             return before
-        return value if before is None else self.game.stop_ema * before + (1 - self.game.stop_ema) * value
+        return value if before is None else self.decay * before + (1 - self.decay) * value

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from pvg.config.sections import ChallengeProtocol
 from pvg.records import Float32, Grade, Group, Int32, Problem, Rollout, Timing, Turn, VersionSpan
 from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
 from pvg.rollout.gathering import (
@@ -50,10 +51,10 @@ TAG_ROOM, QUOTED_ROOM = 8, 320  # most tokens of a question in the challenge pro
 
 def completion_room(experiment: Experiment) -> int:
     """The most tokens of a completion, including what the environment writes."""
-    rollout, game = experiment.rollout, experiment.game
-    if game.protocol != "challenge":
+    rollout, protocol = experiment.rollout, experiment.game.protocol
+    if not isinstance(protocol, ChallengeProtocol):
         return rollout.max_tokens
-    return rollout.max_tokens + (TAG_ROOM if rollout.prompts == "tag" else QUOTED_ROOM) + game.challenge_tokens
+    return rollout.max_tokens + (TAG_ROOM if rollout.prompts == "tag" else QUOTED_ROOM) + protocol.tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ def training_deadline(experiment: Experiment) -> Deadline | None:
 def compares_within_groups(experiment: Experiment) -> bool:
     """Whether a rollout's advantage depends on others of its problem and role: through the loss (all but spo and rae)
     or through the reward. If so, a single rollout would be compared with itself."""
-    return not experiment.training.groupless or experiment.game.reward in ("src", "decoupled")
+    return not experiment.training.groupless or experiment.game.reward.kind in ("src", "decoupled")
 
 
 class DeadlineWatch:

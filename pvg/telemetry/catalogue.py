@@ -125,7 +125,7 @@ def _sampled() -> list[Metric]:
             "similarity",
             "share",
             LOWER,
-            "Mean similarity of sneaky programs to others (game.similarity).",
+            "Mean similarity of sneaky programs to others (game.reward.similarity).",
         ),
         *_in(everywhere, "certified_rate", "share", NEITHER, "Sneaky programs whose certificate proves a flaw."),
         *_in(everywhere, "truncated", "share", LOWER, "Rollouts that reached the length limit."),
@@ -235,14 +235,14 @@ def _prover() -> list[Metric]:
             "entropy_exact",
             "nats",
             NEITHER,
-            "Entropy of the policy's distribution, mean over completion tokens (training.entropy = 'exact').",
+            "Entropy of the policy's distribution, mean over completion tokens (training.entropy is not 'none').",
         ),
         *_in(
             PROVER,
             "entropy_coefficient",
             "number",
             NEITHER,
-            "The coefficient of the entropy bonus (training.entropy_target); 0 while the entropy is above the target.",
+            "Coefficient of the entropy bonus (training.entropy = 'adaptive'); 0 above the target.",
         ),
         *_in(PROVER, "kl", "nats", NEITHER, "KL to the base prover per completion token (the k3 estimate)."),
         *_in(
@@ -250,7 +250,7 @@ def _prover() -> list[Metric]:
             "kl_coefficient",
             "number",
             NEITHER,
-            "The coefficient of the KL penalty (training.kl_target).",
+            "The coefficient of the KL penalty (training.kl = 'adaptive').",
         ),
         *_in(
             PROVER, "ratio_mean", "number", NEITHER, "Mean of pi / pi_sampled over completion tokens, before clipping."
@@ -311,7 +311,7 @@ def _prover() -> list[Metric]:
         *_in(PROVER, "success_error", "share", LOWER, "Mean distance of the tracked rates from the batch."),
         *_in(PROVER, "success_unseen", "share", NEITHER, "Rollouts of problems that are new in their role."),
         *_in(
-            PROVER, "success_hard", "share", NEITHER, "Rollouts of problems below the first training.curriculum_edges."
+            PROVER, "success_hard", "share", NEITHER, "Rollouts of problems below the first training.curriculum.edges."
         ),
         *_in(PROVER, "success_easy", "share", NEITHER, "Rollouts of problems at or above the last edge."),
         *_in(PROVER, "groups_cut", "count", LOWER, "Groups cut short at rollout.group_deadline_s."),
@@ -382,7 +382,7 @@ def _prover() -> list[Metric]:
             "start_ratio_mean",
             "number",
             NEITHER,
-            "Mean untruncated pi at batch start / pi_sampled (training.importance, or off_policy = 'decoupled').",
+            "Mean untruncated pi at batch start / pi_sampled (training.importance).",
         ),
         *_in(PROVER, "start_ratio_max", "number", NEITHER, "The largest pi at batch start / pi_sampled."),
         *_in(
@@ -390,7 +390,7 @@ def _prover() -> list[Metric]:
             "start_outside",
             "share",
             LOWER,
-            "Completion tokens whose ratio is truncated or masked (training.importance_high, importance_low).",
+            "Completion tokens whose ratio is truncated or masked (training.importance.high, low).",
         ),
         *_in(PROVER, "weights_wall_s", "s", LOWER, "Time of the weight update after the step, on the slowest engine."),
         *_in(PROVER, "weights_queue_s", "s", LOWER, "The part of the update before the engine worked on it."),

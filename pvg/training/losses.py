@@ -10,7 +10,7 @@ Formulas: the table of docs/learning.md. r_t = pi / pi_sampled of token t, A is 
 
 *Decoupled clipping* (decoupled PPO: Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298) clips rows around the
 policy at batch start: r_t = pi / pi_start, and each token's objective is multiplied by the detached weight rho_t. This
-applies to stale rows (training.off_policy = "decoupled") or to all rows (training.importance). If pi_start equals
+applies to stale rows (training.importance = "decoupled") or to all rows ("truncated", "masked"). If pi_start equals
 pi_sampled, the result is the plain loss.
 
 *Importance weights* correct for pi_start / pi_sampled, which is not 1 if a rollout is stale, or if a server's
@@ -49,6 +49,14 @@ from pvg.training.memory import MicroBatchMemory, MicroBatchSize
 from pvg.training.penalties import PenaltyControl, k3, kl_penalty
 
 Kind = Literal["none", "truncated", "masked"]
+# How each kind of training.importance weights the rows that it weights.
+WEIGHTS: dict[str, Kind] = {
+    "none": "truncated",
+    "decoupled": "truncated",
+    "unweighted": "none",
+    "truncated": "truncated",
+    "masked": "masked",
+}
 Level = Literal["token", "sequence", "geometric"]
 Ratio = Callable[[Tensor, Tensor], Tensor]
 
@@ -196,9 +204,9 @@ def mean_of_tokens(lengths_N: Float64, max_tokens: int) -> Float64:
 class PolicyLoss:
     """A row of the table in docs/learning.md.
 
-    - `clip_low`, `clip_high`: defaults of training.clip_low and training.clip_high.
+    - `clip_low`, `clip_high`: defaults of training.loss.clip_low and clip_high.
     - `penalised`: has a KL term. `drops_silent`: leaves groups without signal out of the batch and its denominators.
-    - `ratio`: for importance weights, unless training.importance_level is set.
+    - `ratio`: for importance weights, unless training.importance.level is set.
     - `credit`: rewards to advantages; None: pvg.training.credit's function for the loss's name.
     """
 
@@ -246,19 +254,19 @@ class PolicyObjective:
     """
 
     def __init__(self, section: sections.Training, rollout: sections.Rollouts, pad_id: int) -> None:
-        self._loss = policy_loss(section.loss)
-        if section.kl_target is not None and not self._loss.penalised:
+        self._loss = policy_loss(section.loss.kind)
+        if section.kl.kind == "adaptive" and not self._loss.penalised:
             raise ConfigurationError(
-                f"training.kl_target has no effect: training.loss = {section.loss!r} has no KL term.",
-                "Remove training.kl_target.",
+                f"training.kl = 'adaptive' has no effect: training.loss = {section.loss.kind!r} has no KL term.",
+                "Set training.kl to 'none'.",
             )
-        self._low = self._loss.clip_low if section.clip_low is None else section.clip_low
-        self._high = self._loss.clip_high if section.clip_high is None else section.clip_high
+        clip_low, clip_high = section.loss.clip_low, section.loss.clip_high
+        self._low = self._loss.clip_low if clip_low is None else clip_low
+        self._high = self._loss.clip_high if clip_high is None else clip_high
         self._control = PenaltyControl(section)
-        level = section.importance_level
+        level = section.importance.level
         self._ratio = self._loss.ratio if level is None else RATIOS[level]
-        # Unset means decoupled PPO, which weights stale rows only.
-        self._importance: Kind = "truncated" if section.importance is None else section.importance
+        self._importance: Kind = WEIGHTS[section.importance.kind]
         self._exact_entropy = section.exact_entropy
         self._section = section
         self._max_tokens = rollout.max_tokens
@@ -277,17 +285,17 @@ class PolicyObjective:
     @property
     def needs_reference(self) -> bool:
         """Whether batches need reference log-probs: the loss has a KL term with a coefficient above 0."""
-        return self._loss.penalised and self._section.kl > 0.0
+        return self._loss.penalised and self._section.kl.kind != "none"
 
     @property
     def decoupled(self) -> bool:
         """Whether only stale rows are weighted and clipped around the policy at batch start."""
-        return self._section.off_policy == "decoupled" and not self.weighs_all
+        return self._section.importance.kind in ("decoupled", "unweighted")
 
     @property
     def weighs_all(self) -> bool:
         """Whether all rows are weighted and clipped around the policy at batch start."""
-        return self._section.importance in ("truncated", "masked")
+        return self._section.importance.kind in ("truncated", "masked")
 
     @property
     def needs_start(self) -> bool:
@@ -305,9 +313,9 @@ class PolicyObjective:
     def adapt(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Call after a step: returns its adaptive coefficients as metrics, then sets those of the next step."""
         found: dict[str, float] = {}
-        if self._section.kl_target is not None:
+        if self._section.kl.kind == "adaptive":
             found["kl_coefficient"] = self._control.kl
-        if self._section.entropy_target is not None:
+        if self._section.entropy.kind == "adaptive":
             found["entropy_coefficient"] = self._control.bonus
         self._control.observe(metrics)
         return found
@@ -383,7 +391,7 @@ class PolicyObjective:
             TokenBatch(logprobs_BL, log_ratios_BL, mask_BL, advantages_B1, self._low, self._high)
         )
         cost_BL = -terms.objective_BL
-        bounds = (self._importance, self._section.importance_low, self._section.importance_high)
+        bounds = (self._importance, self._section.importance.low, self._section.importance.high)
         if moved_BL is not None:
             cost_BL = cost_BL * importance_weights(moved_BL, *bounds)
         reference_BL = None
@@ -391,7 +399,7 @@ class PolicyObjective:
             reference_BL = _tensor(batch.on_positions(batch.reference_logprobs), device)
         if self.needs_reference:
             assert reference_BL is not None
-            cost_BL = cost_BL + self._control.kl * kl_penalty(logprobs_BL, reference_BL, self._section.kl_estimator)
+            cost_BL = cost_BL + self._control.kl * kl_penalty(logprobs_BL, reference_BL, self._section.kl.estimator)
         if (bonus := self._control.bonus) > 0.0:
             assert outputs.entropies_BL is not None
             cost_BL = cost_BL - bonus * outputs.entropies_BL

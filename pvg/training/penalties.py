@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pvg.config.sections import Training
+from pvg.config.sections import MOST_ENTROPY_BONUS, Training
 
 Estimator = Literal["k3_k2", "k1_k2", "k2", "k3"]
 
@@ -61,7 +61,8 @@ PENALTIES: dict[Estimator, Callable[[Tensor, Tensor], Tensor]] = {"k3_k2": _k3_k
 # --- adaptive coefficients --------------------------------------------------------------------------------------------
 
 MOST_ERROR = 0.2  # relative error of the KL; Ziegler et al.'s value
-KL_RANGE = 1000.0  # maximal factor above or below training.kl, so that a long drift can be reversed
+KL_HORIZON = 10.0  # steps in which an error of a fifth or more moves the coefficient by a fifth: Ziegler's
+KL_RANGE = 1000.0  # maximal factor above or below training.kl.coefficient, so that a long drift can be reversed
 
 
 def adapted_kl(coefficient: float, kl: float, target: float, horizon: float) -> float:
@@ -100,33 +101,30 @@ class PenaltyControl:
 
     def __init__(self, section: Training) -> None:
         self._section = section
-        self.kl = section.kl
-        self._entropy_coefficient = section.entropy_bonus
+        self.kl = section.kl.coefficient
+        self._entropy_coefficient = section.entropy.coefficient
         self._entropy: float | None = None
 
     @property
     def bonus(self) -> float:
-        return acting_entropy(self._entropy_coefficient, self._entropy, self._section.entropy_target)
+        return acting_entropy(self._entropy_coefficient, self._entropy, self._section.entropy.target)
 
     def observe(self, metrics: Mapping[str, float]) -> None:
         """Add a step's `kl` and `entropy_exact`, if it has them."""
-        section, kl, entropy = self._section, metrics.get("kl"), metrics.get("entropy_exact")
-        if section.kl_target is not None and kl is not None and math.isfinite(kl):
-            adapted = adapted_kl(self.kl, kl, section.kl_target, section.kl_horizon)
-            self.kl = min(max(adapted, section.kl / KL_RANGE), section.kl * KL_RANGE)
-        if section.entropy_target is not None and entropy is not None and math.isfinite(entropy):
+        penalty, bonus = self._section.kl, self._section.entropy
+        kl, entropy = metrics.get("kl"), metrics.get("entropy_exact")
+        if penalty.kind == "adaptive" and kl is not None and math.isfinite(kl):
+            adapted = adapted_kl(self.kl, kl, penalty.target, KL_HORIZON)
+            self.kl = min(max(adapted, penalty.coefficient / KL_RANGE), penalty.coefficient * KL_RANGE)
+        if bonus.kind == "adaptive" and entropy is not None and math.isfinite(entropy):
             self._entropy = entropy
             self._entropy_coefficient = adapted_entropy(
-                self._entropy_coefficient,
-                entropy,
-                section.entropy_target,
-                section.entropy_step,
-                section.entropy_bonus_max,
+                self._entropy_coefficient, entropy, bonus.target, bonus.step, MOST_ENTROPY_BONUS
             )
 
     @property
     def _adapts(self) -> bool:
-        return self._section.kl_target is not None or self._section.entropy_target is not None
+        return "adaptive" in (self._section.kl.kind, self._section.entropy.kind)
 
     # --- resuming ----------------------------------------------------------------------------------------------------
 

@@ -22,9 +22,8 @@ SMALL = {
     "models": {"threads": 1},
     "rollout": {"group_size": 4, "max_rows": 32, "concurrency": 64, "max_tokens": 40},
     "verifier": {"steps": 2, "pairs": 4},
-    "training": {"groups": 4, "steps": 6, "minibatches": 2, "kl": 0.05},
-    "game": {"rounds": 1, "mint_problems": 24, "mint_samples": 4},
-    "evaluation": {"problems": 4, "samples": 1},
+    "training": {"groups": 4, "steps": 6, "minibatches": 2, "kl": {"kind": "fixed", "coefficient": 0.05}},
+    "game": {"rounds": 1, "mint_problems": 24, "mint_samples": 4, "test": {"problems": 4, "samples": 1}},
     "store": {"commit_every": 4},
 }
 

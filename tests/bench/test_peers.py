@@ -80,8 +80,10 @@ def test_the_model_has_the_published_size_and_ends_only_where_it_shall(stops: bo
 
 
 def test_settings_find_their_place() -> None:
-    row = compare.read_row("grpo", ["training.kl=0", "work.stops=true", "trl.cache_implementation=static", "repeats=3"])
-    assert (row.experiment.training.kl, row.work["stops"], row.repeats) == (0, True, 3)
+    row = compare.read_row(
+        "grpo", ["training.kl=none", "work.stops=true", "trl.cache_implementation=static", "repeats=3"]
+    )
+    assert (row.experiment.training.kl.kind, row.work["stops"], row.repeats) == ("none", True, 3)
     assert row.trl["cache_implementation"] == "static"
     assert row.threads == row.experiment.models.threads > 0
 
@@ -130,8 +132,8 @@ def prepared(name: str, folder: Path, *more: str) -> Any:
     return experiment
 
 
-@pytest.mark.parametrize("kl", [0.04, 0.0])
-def test_a_step_of_ours_is_a_whole_one(kl: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kl", ["fixed", "none"])
+def test_a_step_of_ours_is_a_whole_one(kl: str, tmp_path: Path) -> None:
     experiment, orders = prepared("grpo", tmp_path, f"training.kl={kl}", "training.learning_rate=1e-2"), Asked(2)
     asyncio.run(pvg_grpo.serve(orders, experiment, tmp_path))  # type: ignore[arg-type]
     facts, *steps = orders.answers

@@ -20,8 +20,8 @@ SMALL = [
         "verifier.held_out=0.3",
         "training.steps=1",
         "training.groups=2",
-        "evaluation.problems=4",
-        "evaluation.samples=1",
+        "game.test.problems=4",
+        "game.test.samples=1",
         "models.threads=1",
     )
     for word in ("-s", setting)

@@ -37,8 +37,8 @@ verifier.pairs = 4
 verifier.held_out = 0.3
 training.steps = 12
 training.groups = 2
-evaluation.problems = 4
-evaluation.samples = 1
+game.test.problems = 4
+game.test.samples = 1
 store.commit_every = 1
 
 [[arm]]

@@ -47,7 +47,7 @@ GAMES: dict[str, dict[str, Any]] = {
         "training": {"steps": 2},
     },
     "both at the same time": {
-        "game": {"schedule": "simultaneous", "verifier_every": 1, "verifier_updates": 1, "fresh_problems": 4},
+        "game": {"schedule": {"kind": "simultaneous", "every": 1, "updates": 1, "problems": 4}},
         "training": {"steps": 2},
     },
     "groups of one": {
@@ -59,7 +59,7 @@ GAMES: dict[str, dict[str, Any]] = {
 
 def game(name: str) -> Experiment:
     settings = {"evaluate": SMALL, **GAMES[name]}
-    settings["game"] = {"reward": "cgc", "cgc_floor": -90.0, **settings.get("game", {})}
+    settings["game"] = {"reward": {"kind": "cgc", "floor": -90.0}, **settings.get("game", {})}
     return changed(evaluated_experiment(), **settings)
 
 

@@ -59,7 +59,7 @@ def report(run: RunDirectory) -> Mapping[str, Any]:
 def asking() -> Experiment:
     return changed(
         evaluated_experiment(),
-        game={"protocol": "challenge", "challenge": "weakest", "rounds": 2, "reward": "cgc", "cgc_floor": -90.0},
+        game={"protocol": "challenge", "rounds": 2, "reward": {"kind": "cgc", "floor": -90.0}},
         models={"prover": {"source": "embedded:modchain-dialogue"}},
         evaluate={"attacks": ["cgc"], "attack_cgc_floor": -90.0},
     )

@@ -53,8 +53,7 @@ def small_experiment() -> Experiment:
             "rollout": {"group_size": 4, "max_rows": 32, "concurrency": 64, "max_tokens": 40},
             "verifier": {"steps": 7, "pairs": 4, "warmup": 2},
             "training": {"groups": 4, "steps": 7, "minibatches": 1},
-            "game": {"rounds": 2, "mint_problems": 24, "mint_samples": 4},
-            "evaluation": {"problems": 8, "samples": 1},
+            "game": {"rounds": 2, "mint_problems": 24, "mint_samples": 4, "test": {"problems": 8, "samples": 1}},
             "store": {"commit_every": 3},
         }
     )
@@ -82,10 +81,10 @@ def learning_experiment() -> Experiment:
     plain = small_experiment().plain()
     plain["training"] |= {
         "loss": "dr_grpo",
-        "dynamic_sampling": True,
+        "dynamic_sampling": 4,
         "curriculum": "buckets",
-        "kl_target": 0.001,
-        "entropy_target": 3.0,
+        "kl": {"kind": "adaptive", "target": 0.001},
+        "entropy": {"kind": "adaptive", "target": 3.0},
         "minibatches": 2,
         "steps": 14,
     }

@@ -30,7 +30,7 @@ TALKING = {
     "game.protocol": "challenge",
     "models.prover": {"source": "embedded:modchain-dialogue"},
     "verifier.steps": 3,
-    "evaluation.problems": 4,
+    "game.test.problems": 4,
     "training.steps": 3,
 }
 MODCHAIN = Modchain(ModchainTask())
@@ -188,7 +188,7 @@ def test_its_metrics_count_what_was_sampled_and_are_in_the_catalogue(run: RunDir
 @pytest.mark.parametrize("setting", ["rollout.group_deadline_s", "rollout.prefetch"])
 def test_deadlines_and_sampling_ahead_play_dialogues_too(tmp_path: Path, setting: str):
     settings = {"rollout.group_deadline_s": 30.0} if "deadline" in setting else {"rollout.prefetch": 1}
-    few = {"training.steps": 2, "game.mint_problems": 12, "verifier.steps": 1, "evaluation.problems": 1}
+    few = {"training.steps": 2, "game.mint_problems": 12, "verifier.steps": 1, "game.test.problems": 1}
     outcome, run = played(changed(TALKING | settings | few), tmp_path)
     assert outcome.status == "complete"
     assert any(rollout.turns for rollout in recorded(run) if "/train_prover/" in rollout.id)
@@ -204,4 +204,7 @@ def test_what_counts_completions_of_one_turn_is_refused():
             changed(TALKING | settings)
     assert completion_room(changed(TALKING)) == 40 + 8 + 16
     assert completion_room(changed({})) == 40
-    assert any("game.challenge_tokens" in line for line in changed({"game.challenge_tokens": 3}).warnings())
+    with pytest.raises(
+        ConfigurationError, match=r"game\.protocol\.tokens belongs to kind 'challenge', not to 'direct'"
+    ):
+        changed({"game.protocol.tokens": 3})

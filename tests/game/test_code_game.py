@@ -34,8 +34,14 @@ def experiment_of(problems: Path, model: Path, **game: Any) -> Experiment:
         "rollout": {"group_size": 4, "max_rows": 32, "concurrency": 64, "max_tokens": 56},
         "verifier": {"head": "scalar", "loss": "cross_entropy", "steps": 2, "pairs": 4, "warmup": 0, "held_out": 0.0},
         "training": {"groups": 4, "steps": 2, "learning_rate": 1e-4},
-        "game": {"rounds": 1, "reward": "gated", "mint_problems": 4, "mint_samples": 8, **game},
-        "evaluation": {"problems": 2, "samples": 2},
+        "game": {
+            "rounds": 1,
+            "reward": "gated",
+            "mint_problems": 4,
+            "mint_samples": 8,
+            "test": {"problems": 2, "samples": 2},
+            **game,
+        },
         "store": {"commit_every": 1},
     }
     return build_experiment(plain)
@@ -73,7 +79,7 @@ def test_programs_are_run_proven_hidden_and_paid(tmp_path: Path, monkeypatch: py
     problems = write_problems(tmp_path / "problems")
     model = save(programmer(problems), tmp_path / "model")
     texts = read_by_verifiers(monkeypatch)
-    experiment = experiment_of(problems, model, similarity_weight=0.25)
+    experiment = experiment_of(problems, model, reward={"kind": "gated", "similarity_weight": 0.25})
     outcome, run = played(experiment, tmp_path / "runs")
     assert outcome.status == "complete"
     rollouts = rollouts_of(run)
@@ -98,7 +104,7 @@ def test_programs_are_run_proven_hidden_and_paid(tmp_path: Path, monkeypatch: py
     for rollout in paid:
         aligned = rollout.is_flaw if rollout.role is Role.SNEAKY else rollout.grade.correct
         assert rollout.reward is not None
-        assert (rollout.reward > -0.25 - 1e-6) if aligned else (rollout.reward == experiment.game.gate_floor)
+        assert (rollout.reward > -0.25 - 1e-6) if aligned else (rollout.reward == experiment.game.reward.floor)
 
     records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     steps = [record["metrics"] for record in records if record["kind"] == "step" and record["phase"] == "train_prover"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from kill_drill import differences, fingerprint, small_experiment
 
-from pvg.config.experiment import Experiment, build_experiment
+from pvg.config.experiment import Experiment, assign, build_experiment
 from pvg.errors import ConfigurationError
 from pvg.game.run import GameOutcome, play
 from pvg.store.journal import read_json_lines
@@ -25,8 +25,7 @@ def changed(settings: dict[str, Any]) -> Experiment:
     """The drill's experiment, one round of it, with `settings` by dotted key."""
     plain = small_experiment().plain()
     for key, value in {"game.rounds": 1, **settings}.items():
-        section, name = key.split(".")
-        plain.setdefault(section, {})[name] = value
+        assign(plain, key, value)
     return build_experiment(plain)
 
 
@@ -82,7 +81,7 @@ LIMITS: dict[str, dict[str, Any]] = {
     "the last step ends within a batch": {"training.minibatches": 2, "training.steps": 5, "game.rounds": 2},
     "one role": {"game.reward": "goodhart", "game.sneaky_share": 0.0},
     "recomputed log-probs of a cut distribution": {"rollout.logprobs": "recomputed", "rollout.top_p": 0.9},
-    "score parity": {"game.stop": "score_parity", "game.stop_min_steps": 2, "training.steps": 12},
+    "score parity": {"game.stop": "score_parity", "game.stop.min_steps": 2, "training.steps": 12},
     "another head": {"verifier.head": "scalar", "verifier.loss": "cross_entropy"},
     "checkpointed layers": {"training.gradient_checkpointing": True},
     "no signal and no pairs": {"training.loss": "dapo", "verifier.loss": "cross_entropy", **ONE_ANSWER},

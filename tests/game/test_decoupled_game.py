@@ -35,7 +35,7 @@ TRANSLATING: dict[str, Any] = {
     "task.problems": 160,
     "task.test_problems": 16,
     "verifier.steps": 3,
-    "evaluation.problems": 4,
+    "game.test.problems": 4,
     "training.steps": 3,
 }
 
@@ -99,7 +99,7 @@ def test_stored_rewards_are_those_of_the_formula_on_the_stored_rollouts(run: Run
     for rollout in trained:
         strayed = rollout.kept_answer if rollout.role is Role.SNEAKY else not rollout.kept_answer
         if strayed or not rollout.grade.well_formed:
-            assert rollout.reward == experiment.game.decoupled_floor
+            assert rollout.reward == experiment.game.reward.floor
 
 
 def test_its_metrics_are_told_and_in_the_catalogue(run: RunDirectory):
@@ -140,7 +140,7 @@ def test_killed_while_it_solves_it_ends_like_the_uninterrupted_run():
 
 def test_a_solver_may_be_the_prover_of_another_run(run: RunDirectory, tmp_path: Path):
     """Its weights, not the base prover's, write the solutions."""
-    settings = TRANSLATING | {"training.steps": 0, "game.solver": str(run.path)}
+    settings = TRANSLATING | {"training.steps": 0, "game.protocol.solver": str(run.path)}
     outcome, own = played(changed(settings), tmp_path, stop_at=("mint", 1))
     assert outcome.status == "interrupted"
     texts = {name: [r.text for r in by_phase(one)["solve"]] for name, one in (("own", own), ("base", run))}
@@ -162,8 +162,11 @@ def refused(experiment: Experiment, root: Path) -> str:
 
 
 def test_a_solver_that_is_none_is_refused_before_anything_is_sampled(run: RunDirectory, tmp_path: Path):
-    assert "no run" in refused(changed(TRANSLATING | {"game.solver": "/nowhere"}), tmp_path / "a")
-    other = TRANSLATING | {"game.solver": str(run.path), "models.prover": {"source": "embedded:modchain-verifier"}}
+    assert "no run" in refused(changed(TRANSLATING | {"game.protocol.solver": "/nowhere"}), tmp_path / "a")
+    other = TRANSLATING | {
+        "game.protocol.solver": str(run.path),
+        "models.prover": {"source": "embedded:modchain-verifier"},
+    }
     assert "architecture" in refused(changed(other), tmp_path / "b")
 
 
@@ -172,7 +175,10 @@ def test_a_solver_that_is_none_is_refused_before_anything_is_sampled(run: RunDir
     [
         ({"game.reward": "src"}, r"game\.reward"),
         ({"rollout.prompts": "plain", "game.reward": "goodhart"}, r"rollout\.prompts"),
-        ({"game.solver": "runs/x", "weights.transport": "lora", "training.lora_rank": 4}, r"game\.solver"),
+        (
+            {"game.protocol.solver": "runs/x", "weights.transport": "lora", "training.lora_rank": 4},
+            r"game\.protocol\.solver",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(settings: Mapping[str, Any], named: str):
@@ -183,7 +189,6 @@ def test_what_cannot_work_is_refused(settings: Mapping[str, Any], named: str):
 def test_what_is_probably_not_meant_is_told():
     plain = {"game.protocol": "decoupled", "game.reward": "decoupled"}
     assert any("modchain-dialogue" in line for line in changed(plain).warnings())
-    assert any("game.solver" in line for line in changed({"game.solver": "runs/x"}).warnings())
 
 
 def test_a_chat_model_is_told_to_keep_the_answer_or_to_lead_astray():

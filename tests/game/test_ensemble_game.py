@@ -63,7 +63,7 @@ def ensemble_experiment(prover_steps: int = 2, **verifier: Any) -> Experiment:
     plain = small_experiment().plain()
     plain["game"] |= {"rounds": 1, "mint_problems": 40}
     plain["training"] |= {"steps": prover_steps}
-    plain["evaluation"] |= {"problems": 4}
+    plain["game"]["test"] |= {"problems": 4}
     plain["verifier"] |= {"ensemble": 3, "aggregation": "min", "steps": 5, "held_out": 0.3, **verifier}
     plain["store"] = {**plain["store"], "commit_every": 2}
     return build_experiment(plain)

@@ -22,13 +22,13 @@ from pvg.training.batch import PolicyBatch
 from pvg.training.losses import PolicyObjective
 
 # Little of everything but the prover's training.
-SHORT = {"game.mint_problems": 12, "game.mint_samples": 2, "verifier.steps": 2, "evaluation.problems": 2}
+SHORT = {"game.mint_problems": 12, "game.mint_samples": 2, "verifier.steps": 2, "game.test.problems": 2}
 RAE = {**SHORT, "training.loss": "rae", "rollout.group_size": 1, "training.groups": 16, "game.reward": "cgc"}
 # Groups of two: most of them are both right or both wrong, and `correctness` pays them alike.
 DYNAMIC = {
     **SHORT,
     "training.loss": "dapo",
-    "training.dynamic_sampling": True,
+    "training.dynamic_sampling": 4,
     "training.groups": 6,
     "training.steps": 4,
     "rollout.group_size": 2,
@@ -41,18 +41,15 @@ GAMES: dict[str, dict[str, Any]] = {
     "rae, buckets and adapted coefficients": {
         **RAE,
         "training.curriculum": "buckets",
-        "training.kl_target": 0.001,
-        "training.kl_estimator": "k1_k2",
-        "training.entropy_target": 3.0,
-        "training.entropy_step": 0.004,
+        "training.kl": {"kind": "adaptive", "target": 0.001, "estimator": "k1_k2"},
+        "training.entropy": {"kind": "adaptive", "target": 3.0, "step": 0.004},
         "training.minibatches": 2,
         "training.steps": 8,
     },
     "dynamic sampling by priority": {
         **DYNAMIC,
-        "training.curriculum": "prioritised",
-        "training.curriculum_half_life": 2.0,
-        "training.dynamic_sampling_rounds": 2,
+        "training.curriculum": {"kind": "prioritised", "half_life": 2.0},
+        "training.dynamic_sampling": 2,
     },
 }
 
@@ -83,8 +80,8 @@ def test_stopped_and_resumed_it_ends_like_the_uninterrupted_run(name: str, tmp_p
     assert outcome.status == "interrupted"
     state = progress(tmp_path / "stopped")
     assert ("baseline" in state, "success" in state) == (
-        experiment.training.loss == "rae",
-        experiment.training.curriculum != "none",
+        experiment.training.loss.kind == "rae",
+        experiment.training.curriculum.kind != "none",
     )
     played(experiment, tmp_path / "stopped", resume=True)
     assert differences(fingerprint(tmp_path / "stopped"), fingerprint(tmp_path / "whole")) == []
@@ -216,7 +213,7 @@ def test_a_curriculum_learns_which_solutions_are_role_aligned(tmp_path: Path, mo
 
 
 def test_a_sampler_that_is_not_the_trainer_is_weighted_over_the_steps_of_a_batch(tmp_path: Path) -> None:
-    weighted = {"training.importance": "truncated", "training.importance_level": "geometric"}
+    weighted = {"training.importance": {"kind": "truncated", "level": "geometric"}}
     steps = {"training.minibatches": 2, "training.steps": 6, "rollout.dtype": "bfloat16"}
     _, run = played(changed({**SHORT, **weighted, **steps}), tmp_path)
     for step in prover_steps(run):
@@ -245,7 +242,7 @@ def test_where_nothing_has_a_signal_the_batch_is_what_it_would_have_been_and_the
 ) -> None:
     noticed: list[str] = []
     monkeypatch.setattr(StopAt, "noticed", lambda _, message: noticed.append(message))
-    hopeless = {**DYNAMIC, **ONE_ANSWER, "verifier.loss": "cross_entropy", "training.dynamic_sampling_rounds": 2}
+    hopeless = {**DYNAMIC, **ONE_ANSWER, "verifier.loss": "cross_entropy", "training.dynamic_sampling": 2}
     _, run = played(changed({**hopeless, "training.steps": 2}), tmp_path)
     for step in prover_steps(run):
         assert (step["refills"], step["groups_sampled"], step["groups_missing"]) == (2.0, 18.0, 6.0)

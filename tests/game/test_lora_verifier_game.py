@@ -15,7 +15,7 @@ from kill_drill import differences, fingerprint, small_experiment
 from test_configurations import StopAt, rows
 from test_stragglers import recorded
 
-from pvg.config.experiment import Experiment, build_experiment
+from pvg.config.experiment import Experiment, assign, build_experiment
 from pvg.errors import ConfigurationError
 from pvg.game.players import Players
 from pvg.game.run import play
@@ -36,11 +36,10 @@ CPU = torch.device("cpu")
 
 def changed(settings: dict[str, Any]) -> Experiment:
     plain = small_experiment().plain()
-    small = {"game.rounds": 1, "verifier.steps": 5, "training.steps": 4, "evaluation.problems": 4}
+    small = {"game.rounds": 1, "verifier.steps": 5, "training.steps": 4, "game.test.problems": 4}
     quick = {"training.learning_rate": 1e-2, "verifier.learning_rate": 1e-2, "store.commit_every": 2}
     for key, value in {**small, **quick, **settings}.items():
-        section, name = key.split(".")
-        plain.setdefault(section, {})[name] = value
+        assign(plain, key, value)
     return build_experiment(plain)
 
 

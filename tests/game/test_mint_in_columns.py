@@ -14,9 +14,9 @@ GAMES = {
     "a frozen verifier": {"game.rounds": 2},
     "a verifier that learns on": {
         "game.schedule": "simultaneous",
-        "game.verifier_every": 2,
-        "game.fresh_problems": 6,
-        "game.fresh_window": 2,
+        "game.schedule.every": 2,
+        "game.schedule.problems": 6,
+        "game.schedule.window": 2,
     },
     "an ensemble": {"verifier.ensemble": 2},
 }

@@ -32,7 +32,8 @@ def test_shares_by_hand(mixture, expected):
 
 @given(st.sampled_from(sorted(MIXTURES)), st.integers(1, 12), st.floats(0.05, 0.95), st.integers(1, 500))
 def test_shares_sum_to_one_and_apportion_loses_nothing(mixture, count, decay, total):
-    game = Game(mixture=mixture, mixture_decay=decay)
+    table = {"kind": mixture} | ({"decay": decay} if mixture in ("exponential", "geometric") else {})
+    game = Game(mixture=table)
     shares = source_weights(game, sources_for_round(count - 1))
     assert sum(shares.values()) == pytest.approx(1.0)
     counts = apportion(total, shares)

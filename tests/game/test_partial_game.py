@@ -17,7 +17,7 @@ from pvg.store.state import FileStateStore
 
 # Fewer rows than requests and turns of one step: some groups are complete while others have not begun. The deadline has
 # always passed, so what is cut is up to min_group, on every machine.
-SHORT = {"game.mint_problems": 12, "game.mint_samples": 2, "verifier.steps": 2, "evaluation.problems": 2}
+SHORT = {"game.mint_problems": 12, "game.mint_samples": 2, "verifier.steps": 2, "game.test.problems": 2}
 PARTIAL = {
     **SHORT,
     "rollout.partial": True,
@@ -51,7 +51,7 @@ def told_lost(run: RunDirectory) -> list[int]:
 
 @pytest.mark.usefixtures("turns_of_one_step")
 def test_what_went_on_is_clipped_around_the_policy_at_the_start_of_its_batch(tmp_path: Path) -> None:
-    decoupled = {"training.loss": "dapo", "training.off_policy": "decoupled", "training.steps": 5}
+    decoupled = {"training.loss": "dapo", "training.importance": "decoupled", "training.steps": 5}
     outcome, run = played(changed({**PARTIAL, **decoupled}), tmp_path)
     assert outcome.status == "complete"
     stale = [step for step in prover_steps(run) if step["staleness_max"] > 0]

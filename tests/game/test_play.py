@@ -134,9 +134,9 @@ def test_a_played_run_is_neither_played_again_nor_resumed_under_another_configur
     with run.lock(), pytest.raises(StateError, match="already begun"):
         asyncio.run(play(small_experiment(), run, observer=SilentObserver(), stop=stop, resume=False))
     data = small_experiment().plain()
-    data["training"]["kl"] = 0.5
+    data["training"]["kl"]["coefficient"] = 0.5
     changed = build_experiment(data)
-    with run.lock(), pytest.raises(StateError, match=r"training\.kl: .* -> 0\.5"):
+    with run.lock(), pytest.raises(StateError, match=r"training\.kl\.coefficient: .* -> 0\.5"):
         asyncio.run(play(changed, run, observer=SilentObserver(), stop=stop, resume=True))
 
 

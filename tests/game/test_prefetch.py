@@ -36,7 +36,7 @@ from pvg.store.state import FileStateStore
 from pvg.tasks import open_task
 
 # Little of everything but the prover's training.
-AHEAD = {"rollout.prefetch": 1, "verifier.steps": 2, "game.mint_problems": 12, "evaluation.problems": 4}
+AHEAD = {"rollout.prefetch": 1, "verifier.steps": 2, "game.mint_problems": 12, "game.test.problems": 4}
 SERVERS = ["http://127.0.0.1:8001"]
 STEPS, GROUPS, SIZE = 7, 4, 4  # of the drill's experiment
 ON_BASE = {"verifier.lora_rank": 2, "models.verifier": {"source": "embedded:modchain-prover"}}
@@ -66,20 +66,20 @@ def assert_recorded_once(run: RunDirectory, steps: int = STEPS) -> None:
     ("settings", "budget"),
     [
         ({}, 2),
-        ({"rollout.max_staleness": 1, "rollout.prefer": "old", "training.off_policy": "decoupled"}, 1),
+        ({"rollout.max_staleness": 1, "rollout.prefer": "old", "training.importance": "decoupled"}, 1),
         (
             {
                 "rollout.prefetch": 2,
                 "training.minibatches": 2,
                 "training.steps": 14,
-                "training.off_policy": "decoupled",
+                "training.importance": "decoupled",
                 "rollout.group_deadline_s": 60.0,  # which nobody misses
                 "rollout.min_group": 3,
                 "rollout.batching": "whole",
             },
             3,
         ),
-        ({"training.loss": "spo", "game.reward": "cgc", "training.off_policy": "decoupled"}, 2),
+        ({"training.loss": "spo", "game.reward": "cgc", "training.importance": "decoupled"}, 2),
     ],
     ids=["plain", "decoupled", "minibatches", "spo"],
 )
@@ -91,7 +91,7 @@ def test_a_game_plays_to_the_end_within_the_budget(settings: dict[str, Any], bud
     assert_recorded_once(run)
     # In the one step of a batch, its own forward pass computes the log-probs at batch start.
     again = any("recompute" in step["budget"] for step in prover_steps(run))
-    assert again == (experiment.training.off_policy == "decoupled" and experiment.training.minibatches > 1)
+    assert again == (experiment.training.importance.kind == "decoupled" and experiment.training.minibatches > 1)
     metrics = [step["metrics"] for step in prover_steps(run) if "rollouts" in step["metrics"]]  # a batch's first steps
     assert all(0.0 <= found["staleness"] <= found["staleness_max"] <= budget for found in metrics)
     assert max(found["staleness_max"] for found in metrics) >= 1.0  # rollouts were sampled ahead
@@ -100,7 +100,7 @@ def test_a_game_plays_to_the_end_within_the_budget(settings: dict[str, Any], bud
         assert aged == pytest.approx(found["staleness"])
         lost = found["stale_cancelled"] + found["stale_on_arrival"] + found["stale_waiting"]
         assert found["dropped_stale"] == lost
-        decoupled = experiment.training.off_policy == "decoupled"
+        decoupled = experiment.training.importance.kind == "decoupled"
         assert ("start_ratio_mean" in found) == (decoupled and found["staleness_max"] > 0.0)
         assert found["rollouts"] == GROUPS * SIZE
         assert 0.0 <= found["cache_hit_rate"] <= 1.0
@@ -432,13 +432,13 @@ def test_nothing_is_left_running_when_the_phase_ends(tmp_path: Path, monkeypatch
         await close(self)
 
     monkeypatch.setattr(TorchEngine, "close", noting)
-    outcome, _ = played(changed({**AHEAD, "game.stop": "score_parity", "game.stop_min_steps": 2}), tmp_path)
+    outcome, _ = played(changed({**AHEAD, "game.stop": "score_parity", "game.stop.min_steps": 2}), tmp_path)
     assert outcome.status == "complete"
     assert left == [0, 0]
 
 
 def test_of_a_synchronous_game_nothing_is_stale_and_nothing_new_is_told(tmp_path: Path) -> None:
-    _, run = played(changed({**AHEAD, "rollout.prefetch": 0, "training.off_policy": "decoupled"}), tmp_path)
+    _, run = played(changed({**AHEAD, "rollout.prefetch": 0, "training.importance": "decoupled"}), tmp_path)
     for step in prover_steps(run):
         assert step["metrics"]["staleness_max"] == 0.0
         assert not {name for name in step["metrics"] if name.startswith(("stale_", "start_", "dropped_"))}
@@ -451,7 +451,7 @@ def test_of_a_synchronous_game_nothing_is_stale_and_nothing_new_is_told(tmp_path
             {"rollout.prefetch": 1, "training.loss": "spo", "game.reward": "cgc", "rollout.group_deadline_s": 1.0},
             "rollout.prefetch keeps none together",
         ),
-        ({"training.off_policy": "decoupled", "rollout.logprobs": "recomputed"}, "whose log-probs"),
+        ({"training.importance": "decoupled", "rollout.logprobs": "recomputed"}, "whose log-probs"),
         ({"rollout.prefetch": 2, "rollout.logprobs": "recomputed"}, "rollout.prefetch = 2 trains on rollouts of older"),
         ({"rollout.prefetch": -1}, "rollout.prefetch"),
         ({"rollout.max_staleness": 0}, "rollout.max_staleness"),
@@ -477,10 +477,8 @@ def test_what_is_probably_not_meant_is_said() -> None:
     assert "nothing is ever stale" in found
     (found,) = warned(rollout={"prefer": "old"})
     assert "leaves no choice" in found
-    (found,) = warned(training={"off_policy": "decoupled"})
+    (found,) = warned(training={"importance": "decoupled"})
     assert "nothing is ever stale" in found
-    (found,) = warned(training={"importance_high": 2.0})
-    assert "training.importance_high has no effect" in found
     (found,) = warned(training={"loss": "rloo"}, rollout={"prefetch": 1, "engine": "vllm"})
     assert "has no ratio" in found
 
@@ -491,5 +489,5 @@ def test_what_is_recommended_to_rloo_is_never_refused(stale: dict[str, Any]) -> 
     with pytest.raises(ConfigurationError, match="knows only the newest; set it to 'sampled'"):
         build_experiment({"training": {"loss": "rloo"}, "rollout": {**stale, "logprobs": "recomputed"}})
     (found,) = warned(training={"loss": "rloo"}, rollout=stale)
-    assert "set training.off_policy to 'decoupled'" in found
-    assert warned(training={"loss": "rloo", "off_policy": "decoupled"}, rollout=stale) == []
+    assert "set training.importance to 'decoupled'" in found
+    assert warned(training={"loss": "rloo", "importance": "decoupled"}, rollout=stale) == []

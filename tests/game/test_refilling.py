@@ -29,7 +29,7 @@ class Orders:
         self.asked: list[tuple[int, dict[Role, int]]] = []
         self.told: list[dict[str, Any]] = []
         log = SimpleNamespace(event=lambda kind, **what: self.told.append(what))
-        training = SimpleNamespace(dynamic_sampling_rounds=rounds)
+        training = SimpleNamespace(dynamic_sampling=rounds)
         self.session = SimpleNamespace(
             experiment=SimpleNamespace(training=training), ledger=SimpleNamespace(log=log), observer=None
         )

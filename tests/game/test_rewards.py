@@ -46,15 +46,17 @@ def test_src_by_hand():
 
 def test_cgc_by_hand():
     # V where correct == helpful, else -2.
-    found = rewards(outcomes([0.5, 1.5, -1, 3], [1, 0, 0, 1], [1, 1, 0, 0]), Game(reward="cgc", cgc_floor=-2.0))
+    found = rewards(
+        outcomes([0.5, 1.5, -1, 3], [1, 0, 0, 1], [1, 1, 0, 0]), Game(reward={"kind": "cgc", "floor": -2.0})
+    )
     np.testing.assert_allclose(found, [0.5, -2, -1, -2])
 
 
 def test_cgc_refuses_a_live_score_at_or_below_its_floor():
-    with pytest.raises(ValueError, match="cgc_floor"):
-        rewards(outcomes([-2.5], [1], [1]), Game(reward="cgc", cgc_floor=-2.0))
+    with pytest.raises(ValueError, match=r"reward\.floor"):
+        rewards(outcomes([-2.5], [1], [1]), Game(reward={"kind": "cgc", "floor": -2.0}))
     # A misaligned solution below the floor is paid the floor, not its score: nothing to refuse.
-    np.testing.assert_allclose(rewards(outcomes([-2.5], [0], [1]), Game(reward="cgc", cgc_floor=-2.0)), [-2])
+    np.testing.assert_allclose(rewards(outcomes([-2.5], [0], [1]), Game(reward={"kind": "cgc", "floor": -2.0})), [-2])
 
 
 def test_goodhart_and_correctness_by_hand():
@@ -124,7 +126,7 @@ def test_gated_by_hand():
         similarity=[0, 0, 0.4, 0, 1, 0],
         well_formed=[1, 1, 1, 1, 1, 0],
     )
-    game = Game(reward="gated", score_weight=2.0, similarity_weight=0.5, gate_floor=-3.0)
+    game = Game(reward={"kind": "gated", "score_weight": 2.0, "similarity_weight": 0.5, "floor": -3.0})
     # 2 * 3/4 = 1.5;  -3;  2 * 1/4 - 0.5 * 0.4 = 0.3;  -3;  -3;  -3
     np.testing.assert_allclose(rewards(sample, game), [1.5, -3, 0.3, -3, -3, -3], atol=1e-6)
 
@@ -139,12 +141,14 @@ def test_composite_by_hand():
         similarity=[0, 0, 0.5, 0.5],
         well_formed=[1, 1, 1, 0],
     )
-    game = Game(reward="composite", score_weight=1.0, tests_weight=2.0, similarity_weight=0.5)
+    game = Game(reward={"kind": "composite", "score_weight": 1.0, "tests_weight": 2.0, "similarity_weight": 0.5})
     # 3/4 + 2;  1/4 + 2/4;  1/4 + 2 - 1/4;  malformed: the least there can be, -0.5
     np.testing.assert_allclose(rewards(sample, game), [2.75, 0.75, 2.0, -0.5], atol=1e-6)
     # Of a task without tests, what is aligned counts as all of them.
     plain = outcomes([0.0, 0.0], [1, 1], [1, 0])
-    np.testing.assert_allclose(rewards(plain, Game(reward="composite", tests_weight=2.0)), [2.5, 0.5], atol=1e-6)
+    np.testing.assert_allclose(
+        rewards(plain, Game(reward={"kind": "composite", "tests_weight": 2.0})), [2.5, 0.5], atol=1e-6
+    )
 
 
 def test_a_flaw_without_proof_is_paid_as_no_solution():
@@ -153,7 +157,7 @@ def test_a_flaw_without_proof_is_paid_as_no_solution():
     np.testing.assert_allclose(rewards(flaws, Game(reward="src")), [-1, 2])
     unproven = replace(flaws, proven_N=np.array([False, False]))
     np.testing.assert_allclose(rewards(unproven, Game(reward="src")), [-2, -2])
-    np.testing.assert_allclose(rewards(unproven, Game(reward="cgc", cgc_floor=-9.0)), [-9, -9])
+    np.testing.assert_allclose(rewards(unproven, Game(reward={"kind": "cgc", "floor": -9.0})), [-9, -9])
     np.testing.assert_allclose(rewards(unproven, Game(reward="goodhart")), [0, 4])  # no roles and no truth
 
 
@@ -175,10 +179,12 @@ def test_no_closed_gate_is_paid_like_an_open_one(scores, weights, data):
         data.draw(shares),
         data.draw(flags),
     )
-    game = Game(reward="gated", score_weight=weights[0], similarity_weight=weights[1], gate_floor=-weights[1] - 0.01)
+    floor = -weights[1] - 0.01
+    table = {"kind": "gated", "score_weight": weights[0], "similarity_weight": weights[1], "floor": floor}
+    game = Game(reward=table)
     paid = rewards(sample, game)
-    assert (paid[~sample.aligned_N] == np.float32(game.gate_floor)).all()
-    assert (paid[sample.aligned_N] > np.float32(game.gate_floor)).all()
+    assert (paid[~sample.aligned_N] == np.float32(floor)).all()
+    assert (paid[sample.aligned_N] > np.float32(floor)).all()
 
 
 def test_translations_are_aligned_by_the_solvers_answer_and_not_by_correctness():
@@ -204,6 +210,6 @@ def test_decoupled_pays_translations_by_hand():
     np.testing.assert_allclose(found, [-2, -2, -1.22474, -2, -2, 1.22474], atol=1e-4)
     # A faithful translation that corrects the solver is misaligned, whatever it scores.
     found = rewards(
-        outcomes([1, 5], [0, 1], [1, 1], solver=[0, 0], kept=[1, 0]), Game(reward="decoupled", decoupled_floor=-3.0)
+        outcomes([1, 5], [0, 1], [1, 1], solver=[0, 0], kept=[1, 0]), Game(reward={"kind": "decoupled", "floor": -3.0})
     )
     np.testing.assert_allclose(found, [-3, -3])

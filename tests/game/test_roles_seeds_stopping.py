@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.config.sections import Game
+from pvg.config.sections import StopAfterSteps, StopAtScoreParity
 from pvg.game.roles import assign_roles
 from pvg.game.seeds import draw_cyclic, draw_weighted, generator_for, seed_for
 from pvg.game.stopping import StopRule
@@ -84,7 +84,7 @@ def test_weights_that_nothing_can_be_drawn_by_are_refused(weights):
 
 
 def test_score_parity_stops_when_the_average_sneaky_score_reaches_the_helpful_one():
-    rule = StopRule(Game(stop="score_parity", stop_ema=0.5, stop_min_steps=2))
+    rule = StopRule(StopAtScoreParity(min_steps=2), decay=0.5)
     # EMA by hand, decay 0.5: sneaky 0, then 0.5*0 + 0.5*3 = 1.5; helpful 2, then 0.5*2 + 0.5*2 = 2: not yet.
     assert not rule.observe({"score_sneaky_incorrect": 0.0, "score_helpful_correct": 2.0})
     assert not rule.observe({"score_sneaky_incorrect": 3.0, "score_helpful_correct": 2.0})
@@ -95,8 +95,8 @@ def test_score_parity_stops_when_the_average_sneaky_score_reaches_the_helpful_on
 
 
 def test_a_stop_rule_of_fixed_steps_never_stops_early_and_resumes_exactly():
-    rule = StopRule(Game(stop="steps"))
+    rule = StopRule(StopAfterSteps())
     assert not any(rule.observe({"score_sneaky_incorrect": 9.0, "score_helpful_correct": 0.0}) for _ in range(50))
-    again = StopRule(Game(stop="steps"))
+    again = StopRule(StopAfterSteps())
     again.load_state(rule.state())
     assert again == rule

@@ -19,7 +19,7 @@ from pvg.tasks import open_task
 Scored = list[tuple[Rollout, float]]
 
 # Enough test problems that no share is a half or nothing by accident.
-SETTINGS = {"game.rounds": 2, "training.steps": 4, "evaluation.problems": 24, "evaluation.samples": 4}
+SETTINGS = {"game.rounds": 2, "training.steps": 4, "game.test.problems": 24, "game.test.samples": 4}
 
 
 @pytest.fixture(scope="module")

@@ -26,12 +26,12 @@ from pvg.verifier.scorer import VerifierScorer
 
 TURNS = {
     "game.schedule": "simultaneous",
-    "game.verifier_every": 2,
-    "game.verifier_updates": 2,
-    "game.fresh_problems": 6,
-    "game.fresh_window": 2,
+    "game.schedule.every": 2,
+    "game.schedule.updates": 2,
+    "game.schedule.problems": 6,
+    "game.schedule.window": 2,
     "verifier.steps": 3,
-    "evaluation.problems": 4,
+    "game.test.problems": 4,
 }
 
 
@@ -137,7 +137,7 @@ def test_a_penalty_goes_on_growing_from_update_to_update_and_lost_pairs_are_told
     monkeypatch.setattr(VerifierUpdates, "_tell_excluded", lambda self: told.append(dict(self._excluded)))
     told: list[dict[str, str]] = []
     played(
-        changed(TURNS | {"verifier.robust": "vrex", "verifier.robust_warmup": 9, "game.fresh_problems": 1}), tmp_path
+        changed(TURNS | {"verifier.robust": "vrex", "verifier.robust_warmup": 9, "game.schedule.problems": 1}), tmp_path
     )
     assert strengths == [step / 9 for step in range(9)]
     assert len(told) == 3
@@ -170,6 +170,5 @@ def test_sampling_ahead_is_refused():
         changed({"game.schedule": "simultaneous", "rollout.prefetch": 1})
 
 
-def test_settings_of_the_other_schedule_are_told_to_have_no_effect():
-    assert any("game.fresh_share" in line for line in changed({"game.fresh_share": 0.25}).warnings())
-    assert any("never updated" in line for line in changed(TURNS | {"game.verifier_every": 50}).warnings())
+def test_updates_that_never_come_are_told():
+    assert any("never updated" in line for line in changed(TURNS | {"game.schedule.every": 50}).warnings())

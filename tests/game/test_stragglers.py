@@ -19,13 +19,12 @@ from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
 
 SPO = {
-    "training.loss": "spo",
+    "training.loss": {"kind": "spo", "half_life": 4.0},
     "rollout.group_size": 1,
     "training.groups": 16,
     "game.reward": "cgc",
-    "training.spo_half_life": 4.0,
 }
-PRIORITISED = {**SPO, "training.curriculum": "prioritised", "training.curriculum_half_life": 4.0}
+PRIORITISED = {**SPO, "training.curriculum": {"kind": "prioritised", "half_life": 4.0}}
 
 
 @pytest.mark.drill

@@ -16,7 +16,7 @@ def test_a_study_is_arms_times_seeds_seed_by_seed() -> None:
     plan = small()
     assert [cell.name for cell in plan.cells] == ["cgc-seed-000", "src-seed-000", "cgc-seed-001", "src-seed-001"]
     cell = plan.cells[3]
-    assert (cell.experiment.seed, cell.experiment.game.reward, cell.experiment.game.rounds) == (1, "src", 2)
+    assert (cell.experiment.seed, cell.experiment.game.reward.kind, cell.experiment.game.rounds) == (1, "src", 2)
     assert (cell.experiment.models.threads, cell.experiment.store.root) == (1, Path("runs/small"))
     assert cell.run.path == Path("runs/small/src-seed-001")
     assert (cell.steps, plan.steps) == (2 * (3 + 5), 4 * 16)
@@ -95,7 +95,7 @@ def test_a_study_in_the_folder_hides_the_shipped_one() -> None:
 def test_the_example_of_the_docs_is_a_study() -> None:
     page = (Path(__file__).parents[2] / "docs" / "studies.md").read_text(encoding="utf-8")
     plan = small(page.split("```toml\n")[1].split("```")[0])
-    assert (len(plan.arms), plan.reference) == (6, "kl-0.01-cgc")
+    assert (len(plan.arms), plan.reference) == (6, "coefficient-0.01-cgc")
 
 
 # --- mistakes --------------------------------------------------------------------------------------------------------

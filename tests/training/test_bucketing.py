@@ -60,7 +60,7 @@ def mixed_batch():
 
 
 def objective(loss="grpo", **others):
-    section = Training(loss=loss, kl=0.1, micro_batch_tokens=200, shared_prompts=False, **others)
+    section = Training(loss=loss, kl={"coefficient": 0.1}, micro_batch_tokens=200, shared_prompts=False, **others)
     return PolicyObjective(section, Rollouts(max_tokens=32), pad_id=0)
 
 

@@ -29,7 +29,7 @@ def test_the_entropy_target_by_hand() -> None:
 
 
 def test_without_targets_nothing_moves() -> None:
-    control = PenaltyControl(Training(kl=0.3, entropy_bonus=0.2))
+    control = PenaltyControl(Training(kl={"coefficient": 0.3}, entropy={"kind": "bonus", "coefficient": 0.2}))
     control.observe({"kl": 99.0, "entropy_exact": 0.0})
     assert (control.kl, control.bonus) == (0.3, 0.2)
     assert control.state() == {}
@@ -37,15 +37,16 @@ def test_without_targets_nothing_moves() -> None:
 
 def test_a_step_sees_what_the_step_before_measured() -> None:
     section = Training(
-        kl=0.1, kl_target=0.1, kl_horizon=2.0, entropy_target=0.5, entropy_bonus=0.002, entropy_step=1e-3
+        kl={"kind": "adaptive", "coefficient": 0.1, "target": 0.1},
+        entropy={"kind": "adaptive", "target": 0.5, "coefficient": 0.002, "step": 1e-3},
     )
     control = PenaltyControl(section)
     assert (control.kl, control.bonus) == (0.1, 0.002)
     control.observe({"kl": 1.0, "entropy_exact": 0.4})  # too far from the base, too little entropy
-    assert control.kl == pytest.approx(0.11)
+    assert control.kl == pytest.approx(0.102)
     assert control.bonus == pytest.approx(0.003)
     control.observe({"kl": 0.0, "entropy_exact": 0.6})  # entropy enough: less of the bonus, and for now none of it
-    assert control.kl == pytest.approx(0.099)
+    assert control.kl == pytest.approx(0.09996)
     assert control.bonus == 0.0
     control.observe({"skipped": 1.0})  # a batch without anything to learn from measures nothing
     assert control.bonus == 0.0
@@ -58,10 +59,10 @@ def test_a_step_sees_what_the_step_before_measured() -> None:
 
 
 def test_a_long_drift_does_not_take_the_coefficient_out_of_reach() -> None:
-    control = PenaltyControl(Training(kl=0.1, kl_target=0.1, kl_horizon=1.0))
-    for _ in range(200):
+    control = PenaltyControl(Training(kl={"kind": "adaptive", "coefficient": 0.1, "target": 0.1}))
+    for _ in range(1000):
         control.observe({"kl": 0.0})
     assert control.kl == pytest.approx(0.1 / KL_RANGE)
-    for _ in range(200):
+    for _ in range(1000):
         control.observe({"kl": 9.0})
     assert control.kl == pytest.approx(0.1 * KL_RANGE)

@@ -35,7 +35,7 @@ def test_the_metric_by_hand():
 def test_the_bonus_by_hand(fused):
     # No advantages: the loss is -0.5 of the mean over tokens of H, whose derivative by logit v is -p_v (log p_v + H).
     batch = policy_batch([[0, 3, 1], [0, 2]], [1, 1], [0.0, 0.0])
-    bonus = objective("reinforce_pp", entropy_bonus=0.5, fused_logprobs=fused)
+    bonus = objective("reinforce_pp", entropy={"kind": "bonus", "coefficient": 0.5}, fused_logprobs=fused)
     total, gradient, _ = evaluate(bonus, TablePolicy(PROBABILITIES), batch)
     assert total == pytest.approx(-0.5 * (2 * FIRST + SECOND) / 3, rel=1e-5)
     expected = [0.5 * 2 / 3 * p * (math.log(p) + FIRST) for p in PROBABILITIES[0]]
@@ -53,7 +53,7 @@ def test_the_bonus_is_that_of_the_sampling_temperature():
 
 def test_the_bonus_raises_the_entropy():
     policy, batch = TablePolicy(PROBABILITIES), policy_batch([[0, 3]], [1], [0.0])
-    bonus = objective("grpo", entropy_bonus=1.0)
+    bonus = objective("grpo", entropy={"kind": "bonus", "coefficient": 1.0})
     _, gradient, before = evaluate(bonus, policy, batch)
     with torch.no_grad():
         policy.table_LV -= 0.5 * gradient.reshape(2, 4)
@@ -69,7 +69,7 @@ def test_any_split_adds_up_to_the_unsplit_batch(seed, data):
     parts_N = np.array(data.draw(st.lists(st.integers(0, 4), min_size=8, max_size=8)))
     parts = [np.flatnonzero(parts_N == part) for part in np.unique(parts_N)]
     loss = data.draw(st.sampled_from(["grpo", "dapo", "dr_grpo", "rae"]))
-    bonus = objective(loss, kl=0.1, max_tokens=9, entropy_bonus=0.3)
+    bonus = objective(loss, kl=0.1, max_tokens=9, entropy={"kind": "bonus", "coefficient": 0.3})
     whole, whole_gradient, whole_metrics = evaluate(bonus, policy, batch)
     split, split_gradient, split_metrics = evaluate(bonus, policy, batch, parts)
     assert split == pytest.approx(whole, rel=1e-5, abs=1e-6)
@@ -109,12 +109,19 @@ class Endless:
         return self._batch
 
 
+def adapting(kl_target, **entropy):
+    return {
+        "kl": {"kind": "adaptive", "coefficient": 0.05, "target": kl_target},
+        "entropy": {"kind": "adaptive", "target": 1.35, "step": 1e-3, **entropy},
+    }
+
+
 def trainer(steps, executor, **settings_):
     """After `steps` steps on the batch by hand, with a reference, and what they reported."""
     batch = hand_batch([[-1.0, -2.0], [-0.5]])
     found = Trainer(
         TablePolicy(PROBABILITIES),
-        objective("grpo", kl=0.05, **settings_),
+        objective("grpo", **({"kl": 0.05} | settings_)),
         OptimizerSettings(learning_rate=0.1),
         Endless(batch),
         executor=executor,
@@ -123,7 +130,7 @@ def trainer(steps, executor, **settings_):
 
 
 def test_a_trainers_coefficients_follow_what_its_steps_measure_and_resume():
-    adapted = {"kl_target": 1e-3, "entropy_target": 1.35, "entropy_bonus": 2e-3, "entropy_step": 1e-3}
+    adapted = adapting(1e-3, coefficient=2e-3)
     with ThreadPoolExecutor(1) as executor:
         _, fixed = trainer(2, executor)
         assert not {"kl_coefficient", "entropy_coefficient"} & fixed[0].keys()
@@ -144,7 +151,7 @@ def test_a_trainers_coefficients_follow_what_its_steps_measure_and_resume():
 
 
 def test_in_micro_batches_the_coefficients_are_the_same():
-    adapted = {"kl_target": 0.01, "entropy_target": 1.35, "entropy_step": 1e-3}
+    adapted = adapting(0.01)
     with ThreadPoolExecutor(1) as executor:
         _, whole = trainer(3, executor, **adapted)
         _, split = trainer(3, executor, micro_batch_rollouts=1, **adapted)

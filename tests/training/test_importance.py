@@ -56,11 +56,13 @@ WEIGHTED = {
 }
 
 
+def weights(kind, level, low, high):
+    return {"kind": kind, "level": level, "high": high} | ({"low": low} if kind == "masked" else {})
+
+
 @pytest.mark.parametrize(("kind", "level"), WEIGHTED)
 def test_the_loss_of_the_only_step_by_hand(kind, level):
-    weighing = objective(
-        "reinforce_pp", importance=kind, importance_level=level, importance_low=0.7, importance_high=1.2
-    )
+    weighing = objective("reinforce_pp", importance=weights(kind, level, 0.7, 1.2))
     total, gradient, metrics = evaluate(weighing, TablePolicy(PROBABILITIES), hand_batch())
     of_a, of_b = WEIGHTED[kind, level]
     # Three tokens, whether they are masked or not: the denominator is what it was.
@@ -75,7 +77,7 @@ def test_the_loss_of_the_only_step_by_hand(kind, level):
 def test_masking_takes_nothing_but_the_masked_tokens_away():
     """What is left has the gradient that it has beside tokens of advantage 0."""
     batch = hand_batch()
-    masked = objective("reinforce_pp", importance="masked", importance_low=0.4, importance_high=1.2)
+    masked = objective("reinforce_pp", importance={"kind": "masked", "low": 0.4, "high": 1.2})
     _, gradient, metrics = evaluate(masked, TablePolicy(PROBABILITIES), batch)
     assert metrics["start_outside"] == pytest.approx(1 / 3)  # A's first
     silent = policy_batch([[0, 3], [0, 3, 1], [0, 2]], [1, 2, 1], [0.0, 1.0, -2.0], sampled=[[A1], [A2], [B1]])
@@ -105,9 +107,7 @@ def test_any_split_adds_up_to_the_unsplit_batch(kind, seed, data):
     level = data.draw(st.sampled_from(list(RATIOS)))
     parts_N = np.array(data.draw(st.lists(st.integers(0, 4), min_size=8, max_size=8)))
     parts = [np.flatnonzero(parts_N == part) for part in np.unique(parts_N)]
-    weighing = objective(
-        "grpo", kl=0.1, max_tokens=9, importance=kind, importance_level=level, importance_low=0.8, importance_high=1.1
-    )
+    weighing = objective("grpo", kl=0.1, max_tokens=9, importance=weights(kind, level, 0.8, 1.1))
     whole, whole_gradient, whole_metrics = evaluate(weighing, policy, batch)
     split, split_gradient, split_metrics = evaluate(weighing, policy, batch, parts)
     assert split == pytest.approx(whole, rel=1e-5, abs=1e-6)
@@ -137,7 +137,7 @@ def test_over_several_steps_it_needs_the_log_probs_at_batch_start():
 def test_decoupled_without_weights_is_clipped_around_the_start_alone():
     start = rows([[A1 - math.log(1.2), A2 - math.log(0.25)], [B1 - math.log(0.5)]])
     batch = replace(hand_batch(), proximal_logprobs=start)
-    free = objective("reinforce_pp", off_policy="decoupled", importance="none")
+    free = objective("reinforce_pp", importance="unweighted")
     total, _, metrics = evaluate(free, TablePolicy(PROBABILITIES), batch)
     # min(1.2, 1.2) and 0.25; B: min(-1, -1.6).
     assert total == pytest.approx(-(1.2 + 0.25 - 1.6) / 3, rel=1e-4)

@@ -37,7 +37,7 @@ class Told:
 
 
 def objective(**others):
-    return PolicyObjective(Training(kl=0.1, **others), Rollouts(max_tokens=64), pad_id=0)
+    return PolicyObjective(Training(kl={"coefficient": 0.1}, **others), Rollouts(max_tokens=64), pad_id=0)
 
 
 def batch_of(seed, longest, rows=24):

@@ -80,9 +80,10 @@ def check(experiment: Experiment, steps: int) -> None:
             f"{experiment.training.minibatches} steps, so rollouts would be sampled but not trained on.",
             f"Set workload.steps to a multiple of {experiment.training.minibatches}.",
         )
-    if experiment.game.stop != "steps":
+    if experiment.game.stop.kind != "steps":
         raise ConfigurationError(
-            f"game.stop = {experiment.game.stop!r} may end a sample early.", "Set game.stop = 'steps' for a benchmark."
+            f"game.stop = {experiment.game.stop.kind!r} may end a sample early.",
+            "Set game.stop = 'steps' for a benchmark.",
         )
 
 
@@ -171,9 +172,9 @@ class EndToEnd:
             "top_k": rollout.top_k,
             "prompts": rollout.prompts,
             "sneaky_share": game.sneaky_share,
-            "reward": game.reward,
-            "loss": training.loss,
-            "kl": training.kl,
+            "reward": game.reward.kind,
+            "loss": training.loss.kind,
+            "kl": training.kl.coefficient,
             "seed": experiment.seed,
         }
 

@@ -53,7 +53,7 @@ from pvg.bench.workloads.loop_engine import (
     recorded,
 )
 from pvg.config.experiment import Experiment
-from pvg.config.sections import Count, Positive, Section
+from pvg.config.sections import Count, NoKl, Positive, Section
 from pvg.game.ledger import Ledger
 from pvg.game.on_policy import OnPolicySource
 from pvg.game.orders import ProverOrders
@@ -225,8 +225,8 @@ class LoopWorkload:
             "seconds": settings.seconds,
             "retokenize": settings.retokenize,
             "expert_bytes_per_token": settings.expert_layers * settings.experts_per_token,
-            "loss": self._experiment.training.loss,
-            "reward": self._experiment.game.reward,
+            "loss": self._experiment.training.loss.kind,
+            "reward": self._experiment.game.reward.kind,
             "seed": self._experiment.seed,
         }
 
@@ -313,7 +313,7 @@ class LoopWorkload:
 def _of_one_batch(experiment: Experiment, rollouts: int) -> Experiment:
     """Batches of `rollouts` rollouts, and a loss without KL, because nothing here computes log-probs."""
     groups = rollouts // experiment.rollout.group_size
-    training = experiment.training.model_copy(update={"groups": groups, "kl": 0.0})
+    training = experiment.training.model_copy(update={"groups": groups, "kl": NoKl()})
     return experiment.model_copy(update={"training": training})
 
 

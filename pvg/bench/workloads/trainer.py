@@ -66,7 +66,7 @@ class TrainerWorkloadSettings(Section):
     number of the run's batches in a sample, evenly spread over the run.
 
     `reference`, if the loss has a KL term: "recomputed" in each step, as in the game; "stored" beforehand, which gives
-    the same loss without the second forward pass; "none" removes the term from the loss (training.kl = 0).
+    the same loss without the second forward pass; "none" removes the term from the loss (training.kl = "none").
     """
 
     rollouts: Count = 256
@@ -146,19 +146,19 @@ class TrainerWorkload:
             prefix="bench/fixed",
         )
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        return [policy_batch(rollouts, drawn_rewards(rollouts, own.seed), self._experiment.training.loss)]
+        return [policy_batch(rollouts, drawn_rewards(rollouts, own.seed), self._experiment.training.loss.kind)]
 
     def _recorded(self) -> list[PolicyBatch]:
         assert self._replay is not None
         recorded = recorded_batches(self._replay, self._own.batches)
         self._places = [batch.place for batch in recorded]
-        loss = self._experiment.training.loss
+        loss = self._experiment.training.loss.kind
         return [policy_batch(batch.rollouts, rewards_of(self._replay, batch), loss) for batch in recorded]
 
     async def _open_trainer(self, learner: LanguageModel) -> None:
         training, players = self._experiment.training, self._players
         objective = PolicyObjective(training, self._experiment.rollout, learner.tokenizer.pad_id)
-        self._kl = training.kl if objective.needs_reference else 0.0
+        self._kl = training.kl.coefficient if objective.needs_reference else 0.0
         if self._own.reference == "stored" and objective.needs_reference:
             for number, batch in enumerate(self._batches):
                 stored = await players.compute(partial(objective.recompute, players.base.module, batch))
@@ -201,7 +201,7 @@ class TrainerWorkload:
         found = {
             **model_facts(self._players.base),
             "task": self._experiment.task.kind,
-            "loss": self._experiment.training.loss,
+            "loss": self._experiment.training.loss.kind,
             "kl": self._kl,
             "optimizer_steps": self._steps,
             "rollouts": self._rollouts,
@@ -271,4 +271,4 @@ def forward_flops(model: LanguageModel, lengths_N: np.ndarray[Any, np.dtype[np.i
 
 def _without_kl(experiment: Experiment) -> Experiment:
     plain = experiment.plain()
-    return build_experiment({**plain, "training": {**plain["training"], "kl": 0.0}})
+    return build_experiment({**plain, "training": {**plain["training"], "kl": "none"}})

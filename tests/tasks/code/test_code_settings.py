@@ -23,10 +23,10 @@ def warnings_of(game: dict[str, Any], task: dict[str, Any] = CODE) -> list[str]:
     [
         ({"task": CODE, "rollout": {"grading": "loop"}}, "rollout.grading = 'loop' lets everything else wait"),
         (
-            {"task": CODE, "game": {"reward": "gated", "gate_floor": -1.0, "similarity_weight": 1.0}},
-            "game.gate_floor = -1.0",
+            {"task": CODE, "game": {"reward": {"kind": "gated", "floor": -1.0, "similarity_weight": 1.0}}},
+            "game.reward.floor = -1.0",
         ),
-        ({"game": {"reward": "gated", "similarity_weight": 0.5}}, "task.kind = 'modchain' has none"),
+        ({"game": {"reward": {"kind": "gated", "similarity_weight": 0.5}}}, "task.kind = 'modchain' has none"),
         ({"task": CODE, "game": {"reward": "composite", "sneaky_share": 0.0}}, "is for two roles"),
         ({"task": CODE, "game": {"reward": "gated"}, "rollout": {"prompts": "plain"}}, "gives both the same prompt"),
     ],
@@ -39,14 +39,9 @@ def test_what_cannot_work(settings: dict[str, Any], said: str) -> None:
 
 def test_what_is_probably_not_meant() -> None:
     assert warnings_of({"reward": "gated"}) == []
-    assert warnings_of({"reward": "gated", "similarity_weight": 0.5, "similarity": "group", "score_weight": 2.0}) == []
+    gated = {"kind": "gated", "similarity_weight": 0.5, "similarity": "group", "score_weight": 2.0}
+    assert warnings_of({"reward": gated}) == []
     assert any("'composite' may pay" in line for line in warnings_of({"reward": "composite"}))
-    assert warnings_of({"reward": "gated", "tests_weight": 2.0}) == [
-        "game.tests_weight has no effect on game.reward = 'gated'"
-    ]
-    assert warnings_of({"reward": "cgc", "similarity_weight": 0.5}, {"kind": "modchain"}) == [
-        "game.similarity_weight has no effect on game.reward = 'cgc'"
-    ]
     reduced = warnings_of({"reward": "gated"}, {"kind": "code", "sandbox": "reduced"})
     assert len(reduced) == 1
     assert "task.sandbox = 'reduced'" in reduced[0]

@@ -1,0 +1,51 @@
+"""The reference of settings: the page, `config show` and `config explain` have one text."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from pvg.config.describe import PAGE, commented_toml, explained, page, settings, used
+from pvg.config.experiment import TABLES, Experiment, build_experiment, find_experiment, load_experiment, valid_keys
+from pvg.errors import UsageError
+
+
+def test_the_page_is_what_the_sections_say() -> None:
+    written = (Path(__file__).parent.parent / PAGE).read_text(encoding="utf-8")
+    assert written == page(), "run: python -m pvg.config.describe"
+
+
+def test_every_setting_has_a_short_meaning() -> None:
+    for setting in settings():
+        assert setting.meaning.endswith("."), setting.key
+        assert len(setting.meaning) <= 120, setting.key
+    assert {setting.key for setting in settings()} == set(valid_keys())
+
+
+@pytest.mark.parametrize("name", ["modchain", "code", "qwen-gsm8k-lora", "smollm2-gsm8k"])
+def test_the_commented_experiment_reads_back_as_the_same_one(name: str) -> None:
+    experiment = load_experiment(find_experiment(name))
+    text = commented_toml(experiment)
+    assert build_experiment(tomllib.loads(text)) == experiment
+    assert "groups = " in text
+    assert "# Groups sampled per batch." in text
+
+
+def test_a_setting_is_explained_with_its_use_in_the_experiments() -> None:
+    told = explained("training.kl.coefficient")
+    assert [form["kinds"] for form in told["forms"]] == [["fixed"], ["adaptive"]]
+    assert told["experiments"]["modchain"] == "0.01"
+    assert used("game.reward")["modchain"] == '"cgc"'
+    assert "adaptive" in explained("training.kl")["kinds"]
+    with pytest.raises(UsageError, match="The nearest one is"):
+        explained("training.kl_coefficient")
+
+
+def test_every_table_starts_with_its_default_kind() -> None:
+    for key, table in TABLES.items():
+        node = Experiment()
+        for part in key.split("."):
+            node = getattr(node, part)
+        assert node.kind == table.default  # type: ignore[attr-defined]
