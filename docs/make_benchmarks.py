@@ -30,13 +30,12 @@ from scaling_tables import PROFILE as SCALING
 from scaling_tables import scaling_lines
 from targets import target_lines
 
-from cli.bench_sync import client_of, cost_cells, has_updates, notes, update_cells
-from cli.bench_tables import number
-from cli.compare_table import markdown_rows
 from pvg.bench.compare import VariantGain, gains, headline_of
 from pvg.bench.report import BenchReport, MachineInfo, Samples, Variant, read_report
 from pvg.bench.statistics import median
 from pvg.errors import PvgError, UsageError
+from pvg_cli.bench_tables import client_of, cost_cells, has_updates, notes, number, update_cells
+from pvg_cli.compare_table import markdown_rows
 
 HERE = Path(__file__).parent
 ORDER = (

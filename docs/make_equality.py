@@ -26,9 +26,9 @@ from typing import Any
 from make_embedded_game import COLUMNS, rounds_of, run_name, run_seed, seconds_of, state_of
 from seed_statistics import Difference, difference, joint_p
 
-from cli.compare_table import markdown_rows
 from pvg.bench.profile import find_profile, read_profile
 from pvg.store.run_directory import RunDirectory
+from pvg_cli.compare_table import markdown_rows
 
 HERE = Path(__file__).parent
 PROFILE = "e2e"

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from cli.bench_tables import number
-from cli.compare_table import interval, markdown_rows
 from pvg.bench.compare import better_by
 from pvg.bench.report import BenchReport, MachineInfo, Samples, Variant
 from pvg.bench.runner import WALL
 from pvg.bench.statistics import median
+from pvg_cli.bench_tables import number
+from pvg_cli.compare_table import interval, markdown_rows
 
 NAME = "peers"
 HEADER = ("the work", "measure", "TRL", "pvg", "pvg is better by")

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from cli.bench_tables import number
-from cli.compare_table import interval, markdown_rows
 from pvg.bench.compare import VariantGain, gains
 from pvg.bench.report import BenchReport
 from pvg.bench.statistics import RatioInterval, median
 from pvg.errors import UsageError
+from pvg_cli.bench_tables import number
+from pvg_cli.compare_table import interval, markdown_rows
 
 FILE = "e2e-ablation.json"
 BEGIN = "<!-- ladder: python docs/make_benchmarks.py -->"

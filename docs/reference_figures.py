@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cli.bench_tables import number
-from cli.compare_table import markdown_rows
 from pvg.bench.report import BenchReport, Variant
 from pvg.bench.statistics import median
+from pvg_cli.bench_tables import number
+from pvg_cli.compare_table import markdown_rows
 
 LIKE = 0.1  # a size this near to another counts as the same
 

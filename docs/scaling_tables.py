@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from cli.bench_tables import number
-from cli.compare_table import markdown_rows
 from pvg.bench.report import BenchReport, Variant
 from pvg.bench.statistics import MedianContrast, median
 from pvg.bench.workloads.scaling import exponent_of, upper_range
+from pvg_cli.bench_tables import number
+from pvg_cli.compare_table import markdown_rows
 
 PROFILE = "scaling"
 WHOLE = "whole step"

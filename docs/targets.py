@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from cli.bench_tables import number
-from cli.compare_table import interval, markdown_rows
 from pvg.bench.compare import better_by, headline_of, taken_in_turn
 from pvg.bench.report import BenchReport, Samples, Variant
 from pvg.bench.statistics import median
 from pvg.errors import UsageError
+from pvg_cli.bench_tables import number
+from pvg_cli.compare_table import interval, markdown_rows
 
 HEADER = ("what", "target", "measured", "", "command", "report")
 SHOWN_PARTS = 4  # of our side's time, where a target is not reached

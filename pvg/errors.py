@@ -6,11 +6,15 @@ Any other exception is a defect of pvg and is not caught.
 from __future__ import annotations
 
 import errno
+import importlib
 import re
+from types import ModuleType
 
 EXIT_CHECK_FAILED = 1
 EXIT_USAGE = 2
 EXIT_ENVIRONMENT = 3
+
+SYSTEMS = "pvg supports Linux and macOS. On Windows, run it in WSL."
 
 # No space, no quota, and the process's file size limit: for a user, all three mean that the file does not fit.
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -78,6 +82,15 @@ class MissingRequirementError(PvgError):
 
 class StateError(PvgError):
     """The state of a run directory forbids the request, such as an illegal transition. The message names both."""
+
+
+def system_module(name: str) -> ModuleType:
+    """Import a module of the standard library that only Linux and macOS have, such as `fcntl`. Raises
+    MissingRequirementError on other systems."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        raise MissingRequirementError(f"This system has no Python module {name}, which pvg needs.", SYSTEMS) from None
 
 
 class TrainingDivergedError(PvgError):

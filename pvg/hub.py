@@ -82,7 +82,6 @@ class HubId:
 
     @property
     def name(self) -> str:
-        """The name without the owner."""
         return self.repository.rpartition("/")[2]
 
     @property

@@ -226,5 +226,4 @@ class Group:
 
 
 def source_of_round(round_: int) -> str:
-    """The source name of the prover trained in `round_`."""
     return f"round-{round_:03d}"

@@ -77,11 +77,11 @@ def test_dataclasses_of_a_file_find_their_module() -> None:
 @pytest.mark.parametrize(
     ("text", "reference", "told"),
     [
-        ("x = 1\n", "mine.py:y", "defines no 'y'"),
+        ("x = 1\n", "mine.py:y", "does not define 'y'"),
         ("x = 1\n", "mine.py:x", "is a int"),
         ("raise ValueError('no luck')\n", "mine.py:x", "ValueError: no luck"),
         ("def x(:\n", "mine.py:x", "line 1 is not valid Python"),
-        ("", "other.py:x", "other.py cannot be read: No such file"),
+        ("", "other.py:x", "cannot read other.py: No such file"),
     ],
 )
 def test_a_file_that_cannot_serve_is_told_in_one_line(text: str, reference: str, told: str) -> None:
@@ -98,7 +98,7 @@ def test_a_file_that_cannot_serve_is_told_in_one_line(text: str, reference: str,
 def test_references_are_checked_without_running_the_file() -> None:
     written("import sys\nsys.exit('this was run')\ndef mine(o, g):\n    return o\nalso: int = 3\n")
     check_references(with_reward("mine.py:mine"))
-    with pytest.raises(ConfigurationError, match="defines no 'yours'") as caught:
+    with pytest.raises(ConfigurationError, match="does not define 'yours'") as caught:
         check_references(with_reward("mine.py:yours"))
     assert caught.value.remedy == "It defines: also, mine."
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-COMMAND = "import cli.main, os; print(os.environ.get('GOMP_SPINCOUNT', '-'))"
+COMMAND = "import pvg_cli.main, os; print(os.environ.get('GOMP_SPINCOUNT', '-'))"
 LATE = "import torch; from pvg.spinning import bound_spinning; print(bound_spinning())"
 
 

@@ -25,7 +25,6 @@ from typing import Any
 from sides import Side
 from work import CONTEXT, PARAMETERS, make_model, model_folder, solutions, write_work
 
-from cli.bench_tables import number
 from pvg import spinning
 from pvg.bench.compare import gains
 from pvg.bench.report import BenchReport, read_environment, usable_cores, write_report
@@ -38,6 +37,7 @@ from pvg.errors import EXIT_CHECK_FAILED, ConfigurationError, MissingRequirement
 from pvg.game.roles import TAGS
 from pvg.records import Role
 from pvg.tasks import open_task, problems_of_half
+from pvg_cli.bench_tables import number
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

@@ -47,7 +47,6 @@ class VariantGain:
 
     @property
     def told_apart(self) -> bool:
-        """Whether the interval of `step` does not contain 1."""
         return self.step is not None and not self.step.low <= 1.0 <= self.step.high
 
 
@@ -57,7 +56,6 @@ def taken_in_turn(report: BenchReport) -> bool:
 
 
 def headline_of(report: BenchReport) -> str:
-    """The measure that the profile's tables compare, by name."""
     return str(report.config["profile"]["headline"])
 
 
@@ -143,8 +141,6 @@ class MetricComparison:
 
 @dataclass(frozen=True, slots=True)
 class ReportSide:
-    """Identifies one of the two reports."""
-
     path: str
     created: str
     command: str

@@ -120,7 +120,6 @@ def plan_bench(
 
 
 def _on_servers(urls: Sequence[str], serve: bool, given: Sequence[SettingChange]) -> list[SettingChange]:
-    """The settings that --server and --serve imply."""
     if urls and serve:
         raise UsageError("--server and --serve cannot be used together.", "Use one of them.")
     if not urls and not serve:

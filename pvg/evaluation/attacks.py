@@ -212,7 +212,6 @@ def ended(aim: AttackStop, steps: int) -> dict[str, Any]:
 
 
 def final_samples(study: EvaluationContext, target: AttackTarget, kind: str) -> SampleSet:
-    """The trained attacker's samples on the test problems."""
     return SampleSet(
         name=attack_name(target.round, kind),
         round=target.round,

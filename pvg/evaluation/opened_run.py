@@ -87,7 +87,6 @@ class OpenedRun:
 
     @property
     def rounds(self) -> int:
-        """The number of finished rounds."""
         return len(self.state.rounds)
 
     def read_weights(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -218,7 +217,6 @@ class EvaluationContext:
 
 
 def first_version(ordinal: int) -> int:
-    """The first version of the weights in range `ordinal`."""
     return (1 + ordinal) * VERSIONS
 
 

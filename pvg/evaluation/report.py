@@ -237,7 +237,6 @@ def read_report(path: Path) -> EvaluationReport:
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema of a report."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **EvaluationReport.model_json_schema()}
 
 
@@ -249,7 +248,6 @@ def schema_text() -> bytes:
 
 
 def notes(experiment: Experiment) -> list[str]:
-    """What a reader must know about this run's numbers."""
     found = []
     rollout = experiment.rollout
     if rollout.top_p < 1.0 or rollout.top_k > 0:

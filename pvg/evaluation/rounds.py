@@ -94,7 +94,6 @@ class RoundParts:
 
     @property
     def _kinds(self) -> list[str]:
-        """The kinds of attackers in standard order."""
         return attack_kinds(self.study.experiment)
 
     # --- samples ---------------------------------------------------------------------------------------------------
@@ -229,7 +228,6 @@ class RoundParts:
     async def _flaws(
         self, name: str, wanted: SampleSet, samples: Callable[[], Awaitable[ScoredRollouts]], threshold: float
     ) -> Any:
-        """How this round's verifier detects one source's flaws."""
 
         async def work() -> Any:
             own, flaws = await self.own(), await samples()

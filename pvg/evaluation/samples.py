@@ -91,7 +91,6 @@ async def sampled(study: EvaluationContext, wanted: SampleSet, load: Callable[[]
 
 
 def is_complete(study: EvaluationContext, wanted: SampleSet) -> bool:
-    """Whether the whole set is on disk."""
     return sum(shard.rows for shard in _committed(study, wanted.name, digest_of(study, wanted))) == wanted.rollouts
 
 

@@ -51,7 +51,6 @@ class PolicyTraining:
         return older.with_name(f"{older.name}-{self.digest[:12]}")
 
     def written(self, study: EvaluationContext) -> OpenedRun:
-        """Read access to its policies."""
         return OpenedRun.open(RunDirectory(self.folder(study)))
 
 

@@ -148,8 +148,7 @@ class _Since:
 
 @dataclass
 class OnPolicySource:
-    """Produces one training batch per call; a BatchSource. Call `start` before the first batch and `close` after the
-    last.
+    """Produces one training batch per call. Call `start` before the first batch and `close` after the last.
 
     A batch is deterministic given the weights and its number (`batches_done`), with these additions: `spo` also depends
     on `tracker`, `rae` on `baseline`, `training.curriculum` on `curriculum`, `partial` on rollouts that earlier batches
@@ -213,7 +212,7 @@ class OnPolicySource:
         try:
             if self.early is not None:
                 await self.early.close()
-        finally:  # also when the wait for the early pass was cancelled
+        finally:  # even if the wait for the early pass was cancelled
             if self.prefetcher is not None:
                 await self.prefetcher.close()
 

@@ -8,11 +8,11 @@
     shared = attach_adapters(base, rank=16, alpha=16.0, seed=7, shared=True)   # uses base's weights without a copy
 
 Adapters are never switched on and off. A model with adapters is a separate tree of modules over the frozen weights, and
-the model without them is another tree over the same weights, which are in memory once. A forward pass uses one tree,
-regardless of other threads. With adapters for prover and verifier there are three trees.
+the model without them is another tree over the same weights, which are in memory once. Each forward pass goes through
+one tree, so threads do not affect each other. With adapters for prover and verifier there are three trees.
 
-Invariants: `weights()` of an adapted model look like those of a fully trained one. Initial adapters are a function of
-their seed and change nothing (B is zero). A forward pass uses only its own model's adapters.
+Invariants: `weights()` has the same form as for a fully trained model. Initial adapters are a function of their seed
+and change nothing (B is zero). A forward pass uses only its own model's adapters.
 """
 
 from __future__ import annotations

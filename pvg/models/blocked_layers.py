@@ -19,7 +19,7 @@ the query and key matrices are sorted by pairs, which changes no product of a qu
 `why_not` gives the limits: plain float32 linear layers on the CPU up to a width of 256. pvg.models.fused_layers
 computes other models.
 
-Matrix products: torch uses MKL, which is slow on AMD processors. On an EPYC with AVX-512, oneDNN computes a linear
+Matrix products: torch uses MKL, which is slower on AMD processors. On an EPYC with AVX-512, oneDNN computes a linear
 layer forward and backward 1.5 to 1.9 times as fast in one thread and 0.9 to 1.7 times in two, with the smallest gain
 for the smallest sizes (`python benchmarks/products.py`, docs/products-threads-*.json). On Intel processors MKL is used.
 `BY_ONEDNN` depends only on the processor, so runs repeat bit by bit. The `trainer` benchmark profile measures blocks

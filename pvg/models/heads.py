@@ -125,8 +125,8 @@ class VerifierModel(nn.Module):
         return digest.hexdigest()
 
     def start_elsewhere(self, seed: int) -> None:
-        """Initialize what is free in a head's start differently for each ensemble member, from `seed`. Most heads have
-        nothing free; then members differ only in their training data."""
+        """Draw the head's initial weights from `seed`, so that ensemble members differ. Most heads have fixed initial
+        weights; then members differ only in their training data."""
 
     def share_with(self, other: VerifierModel) -> None:
         """Share what training never changes with `other`, a verifier with the same head and initial weights, to save

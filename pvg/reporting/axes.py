@@ -14,18 +14,18 @@ from pvg.reporting.formats import NumberStyle, compact, short_seconds
 from pvg.reporting.run_summary import StepRecord
 
 SPAN = 1000.0  # a chart's own units: its SVG is stretched to whatever room there is
-MOST_POINTS = 240  # of one line; more than a line's pixels only cost bytes
+MOST_POINTS = 240  # per line; more points than pixels would only make the page larger
 
-FULL_NAMES, MOST_NAMES = 4, 12  # bands that are named in full, and at all
+FULL_NAMES, MOST_NAMES = 4, 12  # how many bands get their full name, and how many get a name at all
 NARROW = 0.02 * SPAN
-SMOOTHED_FROM = 12  # points: a shorter line needs no mean through it
+SMOOTHED_FROM = 12  # points; a shorter line gets no moving mean
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class ValueAxis:
-    """A range of values, its ticks, and how values are written. Values of a logarithmic axis are above 0."""
+    """A range of values with its ticks and the format of its labels. On a logarithmic axis all values are above 0."""
 
     low: float
     high: float
@@ -34,7 +34,7 @@ class ValueAxis:
     log: bool = False
 
     def share(self, value: float) -> float:
-        """0 at `low`, 1 at `high`; values outside lie at the edge."""
+        """0 at `low`, 1 at `high`. Values outside are clipped to the edge."""
         low, high = (math.log10(self.low), math.log10(self.high)) if self.log else (self.low, self.high)
         at = math.log10(max(value, self.low)) if self.log else value
         return min(1.0, max(0.0, (at - low) / (high - low)))
@@ -58,7 +58,7 @@ def nice_axis(
     most_ticks: int = 5,
     log: bool = False,
 ) -> ValueAxis:
-    """An axis that holds all (finite) `values`, ends on round numbers, and starts at 0 where `zero` says so."""
+    """An axis that contains all finite `values` and ends on round numbers. With `zero` it contains 0."""
     finite = [value for value in values if math.isfinite(value)] or [0.0]
     if log:
         return _log_axis([value for value in finite if value > 0], style)
@@ -93,7 +93,7 @@ def round_step(least: float, *, binary: bool = False) -> float:
 
 
 def tick_labels(axis: ValueAxis) -> list[str]:
-    """Short, and all with the same number of decimals."""
+    """Short labels that all have the same number of decimals."""
     step = axis.ticks[1] - axis.ticks[0] if len(axis.ticks) > 1 else axis.high or 1.0
     largest = max(abs(axis.low), abs(axis.high))
     if axis.style == "share":
@@ -134,7 +134,7 @@ def _decimals(step: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MergedPoints:
-    """Neighbouring points as one: the mean place, the mean, lowest and highest value, and how many they are."""
+    """Neighbouring points merged into one: mean place; mean, lowest and highest value; number of points."""
 
     x: float
     mean: float
@@ -144,7 +144,7 @@ class MergedPoints:
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[MergedPoints]:
-    """The points themselves, or where there are more than `most`, bins of (about) equally many of them."""
+    """The points themselves. More than `most` points are merged into `most` bins of about equal size."""
     count = len(points)
     if count <= most:
         return [MergedPoints(x, y, y, y, 1) for x, y in points]
@@ -157,7 +157,7 @@ def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[MergedPoin
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """The mean over `window` values around each; fewer at the ends."""
+    """The mean over `window` values around each value, over fewer at both ends."""
     half = window // 2
     means = []
     for place in range(len(values)):
@@ -167,9 +167,9 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def without_gaps(times: Sequence[float], longest: float) -> tuple[list[float], list[int]]:
-    """Seconds since the first of `times` (sorted), with pauses above `longest` left out; the indices that follow one.
+    """Seconds since the first of the sorted `times` without pauses above `longest`, and the index after each pause.
 
-    A run that was stopped at night and resumed in the morning should not be drawn as a night.
+    A run that stopped in the evening and resumed in the morning should not show the night.
     """
     places: list[float] = []
     breaks: list[int] = []
@@ -184,7 +184,7 @@ def without_gaps(times: Sequence[float], longest: float) -> tuple[list[float], l
 
 @dataclass(frozen=True, slots=True)
 class AxisBand:
-    """A stretch of the x axis with a name of its own, such as a round."""
+    """A named range of the x axis, such as a round."""
 
     start: float
     end: float
@@ -220,9 +220,12 @@ def round_axis(numbers: Sequence[int], *, base: bool = False, margin: float = 0.
 
 @dataclass(frozen=True, slots=True)
 class ChartLine:
-    """A line of a chart; between two of its `pieces` it is broken. `smooth`: its moving mean is drawn strongly and the
-    values faintly, or with `bare` not at all. `dots`: its points are marked, with nothing known between them. `spread`:
-    (place, low, high) of a band around the line. `whiskers`: likewise, the intervals of its points."""
+    """A line of a chart, with a gap between its `pieces`.
+
+    `smooth` draws the moving mean strongly and the values faintly; with `bare` the values are not drawn. `dots` marks
+    the points. `spread` is a band around the line as (place, low, high); `whiskers` are intervals of single points in
+    the same form.
+    """
 
     name: str
     pieces: Sequence[Sequence[Point]]
@@ -244,9 +247,9 @@ COUNTED = {PROVER: "prover step", VERIFIER: "verifier step", "mint": "rollout", 
 
 
 class StepAxis:
-    """The steps of `phase`, with their place on the axis: the steps of earlier rounds come before.
+    """The steps of `phase` along an x axis, one round after the other.
 
-    `longest`: the rounds' lengths to lay them out by, where several runs share the axis; default: their own.
+    `longest` gives the length of each round when several runs share the axis. Default: the lengths of these steps.
     """
 
     def __init__(self, steps: Sequence[StepRecord], phase: str, longest: dict[int, int] | None = None) -> None:
@@ -282,7 +285,7 @@ class StepAxis:
         return XAxis(0.0, float(self.total), label, tuple(ticks), bands if len(bands) > 1 else (), counted)
 
     def _roomy(self, round_: int, last: int) -> bool:
-        """Whether a round's beginning gets a label: of very many rounds only some do."""
+        """Whether the start of a round gets a label. With many rounds only some do."""
         every = -(-len(self.offsets) // 5)
         place = sorted(self.offsets).index(round_)
         return place % every == 0 and (round_ != last or self.lengths[round_] * 8 > self.total)
@@ -291,7 +294,7 @@ class StepAxis:
         return float(self.offsets[step.round] + step.step)
 
     def pieces(self, value: Callable[[StepRecord], float | None]) -> list[list[Point]]:
-        """One piece per round; steps without the value are skipped."""
+        """One piece per round, without the steps that have no value."""
         found = []
         for round_ in sorted(self.rounds):
             points = [(self.place(s), y) for s in self.rounds[round_] if (y := value(s)) is not None]
@@ -303,7 +306,7 @@ class StepAxis:
         return ChartLine(name, self.pieces(lambda step: step.metrics.get(metric)), style, dash, smooth=smooth)
 
     def level(self, values: dict[int, float], name: str, style: str, dash: str = "dotted") -> ChartLine:
-        """A value per round, drawn flat over it."""
+        """One constant value per round."""
         pieces = [
             [(float(at), values[round_]), (float(at + self.lengths[round_]), values[round_])]
             for round_, at in self.offsets.items()

@@ -1,6 +1,4 @@
-"""The page of one or more benchmark reports: every sample as a dot, what each switch or value bought, where the time
-went, and on which machine.
-"""
+"""The page of one or more benchmark reports: samples, the gain of each switch or value, time budgets, machines."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ KIND = {"bench": "one way of doing it", "sweep": "a sweep", "ablation": "an abla
 
 
 def bench_page(paths: Sequence[Path], reports: Sequence[BenchReport]) -> str:
-    """All reports of one profile are drawn together; each report has its own figures and environment below."""
+    """Reports of one profile share their charts of samples. Gains, time and environment follow per report."""
     profiles = list(dict.fromkeys(report.profile for report in reports))
     title = ", ".join(dict.fromkeys(report.name for report in reports))
     words = f"{len(reports)} benchmark reports" if len(reports) > 1 else f"benchmark, {KIND[reports[0].kind]}"
@@ -47,7 +45,7 @@ def bench_page(paths: Sequence[Path], reports: Sequence[BenchReport]) -> str:
     for place, (name, report) in enumerate(zip(names, reports, strict=True)):
         prefix = f"{name}: " if len(reports) > 1 else ""
         if report.kind != "bench":
-            heading = "What each switch bought" if report.kind == "ablation" else "The values"
+            heading = "Gain of each switch" if report.kind == "ablation" else "Gain of each value"
             sections.append(PageSection(f"gains-{place}", f"{prefix}{heading}", _gains(report), _gains_lead(report)))
         sections.append(
             PageSection(f"time-{place}", f"{prefix}Time", _budgets(report), "Exposed seconds by part, per sample.")
@@ -61,7 +59,7 @@ def bench_page(paths: Sequence[Path], reports: Sequence[BenchReport]) -> str:
 
 
 def names_of(paths: Sequence[Path], reports: Sequence[BenchReport]) -> list[str]:
-    """Short names that tell the reports apart: the profile's, the file's, or the whole path."""
+    """The shortest unique names of the reports: profile names, file names, or whole paths."""
     candidates = [
         [report.name for report in reports],
         [path.stem for path in paths],
@@ -71,7 +69,7 @@ def names_of(paths: Sequence[Path], reports: Sequence[BenchReport]) -> list[str]
 
 
 def _reports_table(paths: Sequence[Path], reports: Sequence[BenchReport]) -> Table:
-    titles = ("report", "", "samples", "measured", "made", "commit", "file")
+    titles = ("report", "", "samples", "measured", "created", "commit", "file")
     table = Table([Column(title) for title in titles], look="runs")
     for path, report in zip(paths, reports, strict=True):
         seconds = sum(variant.budget.wall_s for variant in report.variants if variant.budget is not None)
@@ -92,7 +90,7 @@ def _reports_table(paths: Sequence[Path], reports: Sequence[BenchReport]) -> Tab
 
 
 def _strips(reports: Sequence[tuple[str, BenchReport]]) -> list[object]:
-    """A chart per measure; the headline first. A report's variants have one colour: rows tell them apart."""
+    """One chart per measure, the headline first. All variants of a report have the same colour."""
     rows: dict[str, list[tuple[str, Sequence[float], str]]] = {}
     units: dict[str, tuple[str, str]] = {}
     for colour, (name, report) in enumerate(reports):
@@ -122,7 +120,7 @@ def style_of(unit: str) -> NumberStyle:
 
 
 def headline_of(report: BenchReport) -> str:
-    """The measure to look at first: the profile's, or in a report by another hand the first one."""
+    """The headline of the report's profile. A report without a profile: its first measure."""
     profile = report.config.get("profile")
     named = profile.get("headline") if isinstance(profile, dict) else None
     measured = [name for variant in report.variants for name in variant.samples]
@@ -137,15 +135,15 @@ def _gains_lead(report: BenchReport) -> str:
     first = report.variants[0].label or "the first"
     if report.kind == "ablation":
         return (
-            "All switches slow, then one after the other fast. "
-            f"How many times better {headline} became, with the interval at 95 %."
+            "All switches slow, then fast one after the other. "
+            f"The factor by which {headline} improved, with its 95 % interval."
         )
-    return f"How many times better {headline} is than with {first}, with the interval at 95 %."
+    return f"The factor by which {headline} is better than with {first}, with its 95 % interval."
 
 
 def _gains(report: BenchReport) -> list[object]:
     if not isinstance(report.config.get("profile"), dict):
-        return [elements.empty("The report does not say by which profile it was made.")]
+        return [elements.empty("The report does not name its profile.")]
     found = gains(report)
     headline = headline_of(report)
     titles = (headline.replace("_", " "), "against the one before", "against the first")
@@ -167,7 +165,7 @@ def _ratio(interval: RatioInterval | None) -> TableCell:
 
 
 def _ladder_chart(report: BenchReport, found: Sequence[VariantGain]) -> Markup:
-    """Bars: times better than the first variant, with whiskers for the interval."""
+    """Bars of how many times better each variant is than the first, with whiskers for the interval."""
     ratios = [(gain, gain.whole) for gain in found if gain.whole is not None]
     if not ratios:
         return Markup()
@@ -187,17 +185,17 @@ def _ladder_chart(report: BenchReport, found: Sequence[VariantGain]) -> Markup:
         rows.append((label, chart.drawing([*grid, bar, whiskers, one], hint), f"{interval.ratio:.3g}×"))
     body = chart.strips(rows, chart.ticks(x.labels()))
     unit = headline_of(report).replace("_", " ")
-    return chart.figure("Times better than the first", body, unit=unit, look="wide")
+    return chart.figure("Improvement over the first variant", body, unit=unit, look="wide")
 
 
 # --- time --------------------------------------------------------------------------------------------------------
 
 
 def _budgets(report: BenchReport) -> list[object]:
-    """Bars of all variants on one scale, then the table of the only one or of the last (the fastest rung)."""
+    """The budgets of all variants as bars on one scale, then the table of the last variant (a ladder's fastest)."""
     timed = [variant for variant in report.variants if variant.budget is not None and variant.budget.steps]
     if not timed:
-        return [elements.empty("No variant finished, so there is no budget.")]
+        return [elements.empty("No variant finished, so there is no time budget.")]
     each = {variant.label: _per_sample(variant) for variant in timed}
     longest = max(sum(budget.values()) for budget in each.values())
     rows = []
@@ -254,7 +252,7 @@ def _same_environment(reports: Sequence[BenchReport]) -> str:
     if len(reports) < 2:
         return ""
     same = all(report.environment == reports[0].environment for report in reports)
-    return "The same for all reports." if same else "Coloured where the reports differ: mind it when comparing them."
+    return "The same for all reports." if same else "Coloured where the reports differ."
 
 
 def _work(name: str, report: BenchReport) -> list[object]:

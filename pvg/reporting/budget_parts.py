@@ -1,7 +1,7 @@
-"""The parts of a time budget in the order and the families in which they are drawn, on the terminal and on the page.
+"""The parts of a time budget: their order and their families, on the terminal and on pages.
 
-A family is work of one kind and has one colour; its parts differ in shade. What no list names (a part of a later pvg,
-or of a user's own spans) belongs to the family `other`, and what nobody accounted for stands last.
+A family is one kind of work and has one colour; its parts differ in shade. A part that no family lists (from a newer
+pvg or from a user's own spans) belongs to `other`. Unaccounted time comes last.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ MEANING = {
     "scoring": "asking the verifier",
     "training": "learning",
     "keeping": "moving weights, storing, evaluating",
-    "waiting": "waiting for others",
+    "waiting": "waiting for other work",
     OTHER: "other work",
-    UNACCOUNTED: "outside of any span",
+    UNACCOUNTED: "outside of all spans",
 }
 
-SHADES = 4  # of each family; a fifth part begins anew
+SHADES = 4  # per family; the fifth part has the first shade again
 
 _FAMILY_OF = {part: family for family, parts in FAMILIES.items() for part in parts}
 
@@ -60,12 +60,12 @@ def family_of(name: str) -> str:
 
 
 def in_order(names: Iterable[str]) -> list[BudgetPart]:
-    """The parts by family, within a family as its list has them, unknown ones by name. Each name once."""
+    """The parts in the order of FAMILIES, each name once. Unknown parts are sorted by name."""
     given = set(names)
     found = []
     for family, known in FAMILIES.items():
         names_in_order = sorted(given - _FAMILY_OF.keys()) if family == OTHER else known
-        # The place in the whole list: a part has the same shade in every chart, whichever others are there.
+        # By the place in the whole list, so that a part has the same shade in every chart.
         found += [
             BudgetPart(name, family, place % SHADES) for place, name in enumerate(names_in_order) if name in given
         ]

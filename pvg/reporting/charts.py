@@ -39,10 +39,10 @@ Label = tuple[str, str, str]  # text, class, and style of a text over a drawing
 
 CROWDED = 7  # more labels than these on the x axis: every other one is left out where it is narrow
 HEIGHT = 168  # pixels of a small chart's drawing
-FULL_BANDS = 3  # bands around lines: more of them are fainter, or there is nothing else to be seen
+FULL_BANDS = 3  # more bands around lines than these are drawn fainter, or they would hide everything else
 WINDOW = 5  # steps of the moving mean
 MOST_BARS = 120
-LEAST_POINTS = 12  # of one piece of a line, however many pieces there are
+LEAST_POINTS = 12  # of one piece of a line, even if the line has many pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ def plot(
     texts: Sequence[Label] = (),
     above: bool = False,
 ) -> Markup:
-    """The axes around a drawing that shows what `label` says, with `texts` over it. `above`: some stand over its top,
-    as the names of bands do."""
+    """A drawing with its axes, bands and `texts`. `label` describes it to screen readers. `above`: some of the texts
+    stand above the drawing and need room there."""
     labels = y.labels()
     grid = [
         chart.shape("path", d=f"M0 {number(SPAN * (1 - share))}H{number(SPAN)}", class_="grid") for share, _ in labels
@@ -82,7 +82,7 @@ def plot(
 
 
 def _bands(x: XAxis) -> list[Markup]:
-    """Every other band is tinted, so that the eye can count them."""
+    """A tint for every other band."""
     return [
         chart.shape("rect", x=x.x(band.start), y=0, width=x.x(band.end) - x.x(band.start), height=SPAN, class_="band")
         for place, band in enumerate(x.bands)
@@ -91,7 +91,7 @@ def _bands(x: XAxis) -> list[Markup]:
 
 
 def _band_names(x: XAxis) -> list[Label]:
-    """Of many bands only the numbers, of very many only some; what is too narrow for its name goes without."""
+    """Names of bands: only numbers if there are many, only some if there are very many, none for narrow bands."""
     many = len(x.bands) > FULL_NAMES
     every = -(-len(x.bands) // MOST_NAMES)
     return [
@@ -132,8 +132,8 @@ def line_chart(
     keyed: bool = True,
     note: str = "",
 ) -> Markup:
-    """Lines over a common x axis; empty when there is nothing to draw. Shares lie between 0 and 100 %. `keyed`: with a
-    legend of its own."""
+    """Lines over a common x axis; empty if no line has a value. The axis of shares runs from 0 to 100 %. `keyed` adds
+    a legend."""
     lines = [line for line in lines if line.values]
     if not lines:
         return Markup()
@@ -168,7 +168,7 @@ def line_chart(
 
 
 def _drawn(line: ChartLine, x: XAxis, y: ValueAxis) -> Markup:
-    """Faint values and a strong mean through them, or the values alone; binned ones with the range they cover."""
+    """The values of a line, or faint values with a strong moving mean. Merged points also show their range."""
     drawn: list[Markup] = []
     if line.whiskers:
         ends = "".join(f"M{number(x.x(at))} {number(y.y(a))}V{number(y.y(b))}" for at, a, b in line.whiskers)
@@ -200,7 +200,7 @@ def _drawn(line: ChartLine, x: XAxis, y: ValueAxis) -> Markup:
 
 
 def _bands_around(lines: Sequence[ChartLine], x: XAxis, y: ValueAxis) -> list[Markup]:
-    """What the lines spread over, beneath all of them; the more there are, the fainter."""
+    """The bands around the lines, below all lines. More bands are drawn fainter."""
     drawn = []
     for line in lines:
         upper = [f"{number(x.x(place))} {number(y.y(high))}" for place, _, high in line.spread]
@@ -211,7 +211,7 @@ def _bands_around(lines: Sequence[ChartLine], x: XAxis, y: ValueAxis) -> list[Ma
 
 
 def _binned(line: ChartLine) -> list[list[MergedPoints]]:
-    """Every piece thinned in proportion to its length, to MOST_POINTS in all."""
+    """Every piece thinned in proportion to its length, to MOST_POINTS in total."""
     count = len(line.values)
     return [thinned(piece, max(LEAST_POINTS, MOST_POINTS * len(piece) // count)) for piece in line.pieces if piece]
 
@@ -236,7 +236,7 @@ def _path(xs: Sequence[float], ys: Sequence[float]) -> str:
 def stacked_chart(
     title: str, columns: Sequence[tuple[float, Mapping[str, float]]], x: XAxis, *, unit: str, height: int = 220
 ) -> Markup:
-    """One bar per step (place, seconds by part); long runs as the means of neighbouring steps."""
+    """One stacked bar per step (place, seconds by part). In long runs a bar is the mean of neighbouring steps."""
     if not columns:
         return Markup()
     bars, most = averaged(columns, [band.end for band in x.bands])
@@ -286,9 +286,10 @@ class StepBar:
 def averaged(
     columns: Sequence[tuple[float, Mapping[str, float]]], ends: Sequence[float] = ()
 ) -> tuple[list[StepBar], int]:
-    """The columns, or of more than MOST_BARS the means of equally many neighbours; and how many those are.
+    """The columns as bars, and the largest number of columns per bar. With more than MOST_BARS columns, a bar is the
+    mean of neighbours.
 
-    No mean is taken across one of `ends`, where a round ends, so the last bar before it may be of fewer.
+    No bar spans one of `ends`, where a round ends. So the last bar of a round may have fewer columns.
     """
     most = -(-len(columns) // MOST_BARS)
     groups: list[list[tuple[float, Mapping[str, float]]]] = []
@@ -310,7 +311,7 @@ def averaged(
 
 
 def stacked_row(budget: Mapping[str, float], whole: float, label: str = "") -> Markup:
-    """Seconds by part as one horizontal bar; `whole` are the seconds of the full width."""
+    """Seconds by part as one horizontal bar. The full width stands for `whole` seconds."""
     drawn, left = [], 0.0
     for part in in_order(budget):
         seconds = max(0.0, budget[part.name])
@@ -338,10 +339,10 @@ class HistogramKind:
 def mirrored_histogram(
     title: str, edges: Sequence[float], kinds: Sequence[HistogramKind], *, threshold: float | None, most: int, note: str
 ) -> Markup:
-    """Counts by score: helpful solutions above the axis, sneaky ones below, all charts with the same scale (`most`).
+    """Counts by score: helpful solutions above the axis, sneaky ones below. `most` is the count of a full half.
 
-    Heights are square roots of counts (Tukey's rootogram): a verifier that is sure of most solutions puts them all
-    into one bar, and the others would vanish beside it.
+    Heights are square roots of counts (Tukey's rootogram). A verifier that is sure of most solutions puts nearly all
+    of them into one bar, and the other bars would be invisible beside it.
     """
     x = XAxis(edges[0], edges[-1], "score", _score_ticks(edges[0], edges[-1]), style="score")
     drawn = [
@@ -367,7 +368,7 @@ def mirrored_histogram(
 
 
 def _half(kinds: Sequence[HistogramKind], edges: Sequence[float], x: XAxis, most: int, above: bool) -> list[Markup]:
-    """The kinds of one role stacked away from the axis; a bar is as high as the root of its sum."""
+    """The kinds of one role, stacked away from the axis. The height of a bar is the square root of its sum."""
     bars: dict[str, list[Markup]] = {kind.name: [] for kind in kinds}
     for place in range(len(edges) - 1):
         total = sum(kind.counts[place] for kind in kinds)
@@ -387,7 +388,7 @@ def _half(kinds: Sequence[HistogramKind], edges: Sequence[float], x: XAxis, most
 
 
 class _Counts(ValueAxis):
-    """Roots of counts, away from the middle in both directions, written as the counts."""
+    """Square roots of counts, from the middle in both directions. Labels show the counts."""
 
     def labels(self) -> list[tuple[float, str]]:
         return [(self.share(tick), f"{tick * tick:.0f}") for tick in self.ticks]
@@ -406,7 +407,7 @@ def dot_strips(
     grid = [chart.shape("path", d=f"M{number(x.x(tick))} 0V{number(SPAN)}", class_="grid") for tick in x.ticks]
     strips = []
     for label, values, colour in rows:
-        # Neighbours are set apart in a fixed pattern: equal samples would hide each other.
+        # Neighbours get different heights in a fixed pattern, because equal samples would hide each other.
         heights = [SPAN * (0.5 + 0.22 * ((place * 2) % 5 - 2) / 2) for place in range(len(values))]
         dots = [
             chart.shape(
@@ -423,7 +424,7 @@ def dot_strips(
 
 
 def spark(values: Sequence[float], style: str) -> Markup:
-    """A line without axes for a key figure; its last value is marked. Empty for fewer than two values."""
+    """A small line without axes; a dot marks its last value. Empty for fewer than two values."""
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) < 2:
         return Markup()

@@ -21,11 +21,11 @@ from pvg.reporting.terminal import QUIET, section
 
 SHADES = 6  # run-0 to run-5 of the style sheet
 KINDS = ("src", "cgc", "goodhart")
-ASIDE = 0.05  # of a round: censored attacks of all kinds end at one limit, and would hide each other
+ASIDE = 0.05  # of a round between kinds of attack: all censored attacks end at the same limit and would hide each other
 
 
 def interval(number: NumberRecord | None, *, digits: int = 2) -> str:
-    """`0.91 [0.88,0.94]`, with a dash for what there is not. No blank in the brackets: a narrow cell breaks before."""
+    """`0.91 [0.88,0.94]`; a dash is a missing value. Brackets contain no blank, so that a narrow cell breaks before."""
     if number is None or number.value is None:
         return ABSENT
     value = f"{number.value:.{digits}f}"
@@ -43,7 +43,7 @@ def steps_to_exploit(attack: AttackRecord) -> str:
 
 
 def evaluation_tables(report: EvaluationReport) -> Group:
-    """All parts that are there, for the terminal, in the order of the report."""
+    """All parts of the report that exist, for the terminal."""
     parts: list[RenderableType] = [_headline(report)]
     for _, title, table in _tables(report):
         if table:
@@ -71,7 +71,7 @@ def _headline(report: EvaluationReport) -> Text:
 
 
 def evaluation_section(report: EvaluationReport | None) -> PageSection:
-    """The whole evaluation; nothing for a run that has none."""
+    """The whole evaluation. Empty for a run without one."""
     if report is None:
         return PageSection("evaluation", "Evaluation", [])
     rounds = report.rounds
@@ -90,7 +90,7 @@ def evaluation_section(report: EvaluationReport | None) -> PageSection:
 
 
 def _notes(report: EvaluationReport) -> Markup:
-    partial = ["Not all that was asked for is there yet: the same command goes on."] * (report.status == "partial")
+    partial = ["The evaluation is not finished: the same command continues it."] * (report.status == "partial")
     stale = [f"{part} was computed from other settings or samples and is not shown." for part in report.stale]
     return elements.notes([*partial, *stale, *report.notes])
 
@@ -99,7 +99,7 @@ def _notes(report: EvaluationReport) -> Markup:
 
 
 def _tables(report: EvaluationReport) -> list[tuple[str, str, Table]]:
-    """Title on the page, title on the terminal, and the table, which is empty where nothing was measured."""
+    """(title on the page, title on the terminal, table). A table without measurements is empty."""
     rounds = report.rounds
     return [
         ("Steps to exploit", "Steps to exploit, and the trained attackers on test problems", _exploit(rounds)),

@@ -13,7 +13,7 @@ from typing import Literal
 
 NumberStyle = Literal["share", "auc", "score", "rate", "number", "seconds", "bytes"]
 
-BARS = "▁▂▃▄▅▆▇"  # without the full block: lines of one below the other would merge
+BARS = "▁▂▃▄▅▆▇"  # without the full block, which would merge with the line below
 ABSENT = "–"
 # A sparkline's full height spans at least this much, so that noise does not look like an event.
 LEAST_SPAN: dict[NumberStyle, float] = {
@@ -86,14 +86,14 @@ METRIC_DISPLAYS: dict[str, MetricDisplay] = {
     "loss": MetricDisplay("loss", "number"),
     "staleness": MetricDisplay("staleness", "number"),
     "pairs_available": MetricDisplay("pairs to draw from", "rate"),
-    # Not metrics of a run's file, but what reports make of it.
+    # Not in a run's metrics file: computed by reports.
     "prover_step_s": MetricDisplay("prover step, median", "seconds", False),
     "verifier_step_s": MetricDisplay("verifier step, median", "seconds", False),
     "time_in_phases_s": MetricDisplay("time in phases", "seconds", False),
 }
 
-# The phase whose values a metric is followed by, from its first one on: the mint samples come from other provers,
-# those of the checkpoint from other problems, and a line through all of them would show steps where nothing happened.
+# The phase whose values form the curve of a metric. Mint samples come from another prover and checkpoint samples from
+# other problems, so a line through all phases would show jumps where nothing happened.
 HOME_PHASES = {
     "helpful_accuracy": "train_prover",
     "sneaky_error_rate": "train_prover",
@@ -116,7 +116,7 @@ PHASE_LABELS = {
 
 
 def metric_display(name: str) -> MetricDisplay:
-    """How metric `name` is shown; an unknown one under its own name."""
+    """How metric `name` is shown. An unknown metric keeps its own name."""
     return METRIC_DISPLAYS.get(name) or MetricDisplay(name.replace("_", " "), "number")
 
 
@@ -125,7 +125,7 @@ def phase_label(phase: str) -> str:
 
 
 def metric_text(name: str, value: float | None) -> str:
-    """The value of metric `name` as text; a dash where there is none."""
+    """The value of metric `name` as text; a dash for a missing value."""
     return value_text(metric_display(name).style, value)
 
 
@@ -209,9 +209,9 @@ def total_budget(budgets: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def sparkline(values: Sequence[float], width: int, least_span: float = 0.0) -> str:
-    """At most `width` bars, lowest value lowest; longer series are averaged in equal buckets, NaN is left blank.
+    """At most `width` bars. Longer series are averaged in equal buckets; NaN is blank.
 
-    The full height spans max - min of what is shown, but at least `least_span`; what never changes lies flat.
+    The full height is the range of the values, but at least `least_span`. A constant series is flat.
     """
     points = _buckets(values, width)
     finite = [point for point in points if math.isfinite(point)]
@@ -224,7 +224,7 @@ def sparkline(values: Sequence[float], width: int, least_span: float = 0.0) -> s
         return "".join(BARS[0] if math.isfinite(point) else " " for point in points)
     top = len(BARS) - 1
     return "".join(
-        # Halved, because the difference of the largest numbers is no number.
+        # Halved, because the difference of two very large numbers overflows.
         BARS[min(top, int((point / 2 - low / 2) / (high / 2 - low / 2) * len(BARS)))] if math.isfinite(point) else " "
         for point in points
     )

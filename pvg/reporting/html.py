@@ -27,7 +27,7 @@ import pvg
 from pvg.errors import MissingRequirementError
 from pvg.store.atomic import write_output
 
-# Controls that HTML cannot hold, and the marks that change the direction of the text that follows.
+# Control characters that HTML does not allow, and marks that change the direction of the following text.
 UNSHOWABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -88,7 +88,7 @@ TEMPLATES.filters |= {"number": number, "attributes": attributes}
 
 
 class TemplateMacros:
-    """The macros of a template as functions that return Markup: `Macros("elements.html.j2").badge("ok", "good")`."""
+    """The macros of a template as functions that return Markup: `elements.badge("ok", "good")`."""
 
     def __init__(self, template: str) -> None:
         self._template = template

@@ -15,7 +15,7 @@ from pvg.reporting.terminal import rounds_table
 
 HELPFUL, SNEAKY, JUDGE, INK = "helpful", "sneaky", "verifier", "ink"
 BINS = 32
-# Shown in other sections, or the same in every step.
+# Metrics that other sections show, or that are the same in every step.
 ELSEWHERE = frozenset(
     {
         "tokens_per_s",
@@ -71,14 +71,14 @@ SHOWN_HERE = frozenset(
 
 
 def rounds_section(summary: RunSummary) -> PageSection:
-    """The table of rounds, and what it says as charts."""
-    lead = "At the end of each round: fresh samples on problems that nobody trained on."
+    """The table of rounds, and its metrics as charts."""
+    lead = "At the end of each round: fresh samples on problems that no model trained on."
     body = [rounds_table(summary.rounds), _round_charts(summary)] if summary.rounds else []
     return PageSection("rounds", "Rounds", body, lead)
 
 
 def _round_charts(summary: RunSummary) -> Markup:
-    """Points by round; a single one needs no chart."""
+    """Points by round. Empty for a single round."""
     numbers = sorted(summary.rounds)
     if len(numbers) < 2:
         return Markup()
@@ -113,7 +113,7 @@ def _round_charts(summary: RunSummary) -> Markup:
                 unit="share of a role's solutions",
             ),
             line_chart(
-                "Who is fooled",
+                "Fooled rates by round",
                 [
                     line("fooled_rate", "by its own flaws", SNEAKY),
                     line("fooled_rate_previous", "by the previous round's", SNEAKY, "dashed"),
@@ -177,7 +177,7 @@ def _prover_charts(summary: RunSummary, steps: StepAxis) -> list[Markup]:
             unit="share of a role's solutions",
         ),
         line_chart(
-            "What the verifier accepts",
+            "Accepted solutions",
             [
                 steps.line("accepted_helpful", "helpful solutions", HELPFUL),
                 steps.line("fooled_rate", "flaws (fooled rate)", SNEAKY, "dashed"),
@@ -196,11 +196,9 @@ def _prover_charts(summary: RunSummary, steps: StepAxis) -> list[Markup]:
             references=[ReferenceLine(0.0, "")],
         ),
         line_chart("Reward", [steps.line("reward_mean", "reward", INK)], x, "number", unit="mean over both roles"),
+        line_chart("KL to the start", [steps.line("kl", "KL", INK)], x, "number", unit="KL, nats per token", zero=True),
         line_chart(
-            "Distance from the start", [steps.line("kl", "KL", INK)], x, "number", unit="KL, nats per token", zero=True
-        ),
-        line_chart(
-            "What could go wrong",
+            "Malformed, truncated, no signal",
             [
                 steps.line("malformed", "malformed", "trouble-0"),
                 steps.line("truncated", "truncated", "trouble-1", "dashed"),
@@ -246,7 +244,7 @@ def _verifier_charts(steps: StepAxis) -> list[Markup]:
 
 
 def _other_charts(steps: StepAxis) -> Markup:
-    """Whatever else the steps told, each metric in its own chart."""
+    """One chart for each remaining metric of the steps."""
     here = SHOWN_HERE if steps.phase == PROVER else frozenset({"pair_accuracy", "score_gap"})
     names = {name for found in steps.rounds.values() for step in found for name in step.metrics}
     style = INK if steps.phase == PROVER else JUDGE
@@ -271,7 +269,7 @@ def _axis_style(style: NumberStyle) -> NumberStyle:
 
 
 def scores_section(scores: list[RoundScores], why_empty: str) -> PageSection:
-    """Histograms by round over one range of scores and one of counts."""
+    """One histogram per round, all with the same range of scores and of counts."""
     if not scores:
         return PageSection("scores", "Scores", [elements.empty(why_empty)] if why_empty else [])
     everything = np.concatenate([kind for found in scores for kind in found.kinds.values()])
@@ -296,14 +294,14 @@ def scores_section(scores: list[RoundScores], why_empty: str) -> PageSection:
     beyond = int(((everything < low) | (everything > high)).sum())
     keys = chart.legend([LegendKey(kind.name, kind.style, shape="box") for kind in counted[0]])
     lead = (
-        "Each round's verifier on its prover's solutions; right of the line it accepts. "
+        "Scores of each round's verifier for its prover's solutions. It accepts scores to the right of the line. "
         + (
             "From the evaluation's fresh samples."
             if all(found.fresh for found in scores)
             else "Unfinished rounds: from training."
         )
         + (
-            f" {beyond} of {len(everything)} scores beyond the ends are counted in the outermost bars."
+            f" {beyond} of {len(everything)} scores outside the range are counted in the outermost bars."
             if beyond
             else ""
         )
@@ -342,7 +340,7 @@ def _tallest(kinds: list[HistogramKind]) -> int:
 
 
 def _accepted(found: RoundScores) -> str:
-    """What the threshold makes of the two kinds that matter."""
+    """The accepted shares of correct helpful solutions and of flaws."""
     words = []
     for kind, verb in (("helpful correct", "correct helpful solutions"), ("sneaky flaw", "flaws")):
         share = found.accepted(kind)

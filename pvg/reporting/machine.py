@@ -1,4 +1,4 @@
-"""The machine while the run played: processors, memory, GPUs, the event loop; and what came out of it per second."""
+"""Machine and throughput during a run: processors, memory, GPUs, event-loop lag; tokens and pairs per second."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def throughput_section(summary: RunSummary) -> PageSection:
             ),
             chart("Engine's batch", "number", "rows decoded together, mean", ("engine_batch", "rows", "ink", "")),
             chart(
-                "Work that was spared",
+                "Saved work",
                 "share",
                 "share",
                 ("cache_hit_rate", "scores from the cache", "verifier", ""),
                 ("prefix_share", "prompt tokens shared", "part-sampling-0", "dashed"),
             ),
             chart(
-                "Work that was wasted",
+                "Wasted work",
                 "share",
                 "share",
                 ("padding", "padding in micro-batches", "part-training-0", ""),
@@ -80,7 +80,7 @@ def throughput_section(summary: RunSummary) -> PageSection:
                 ("staleness_in_queue", "mean, in the queue", "quantile-1", "dotted"),
             ),
             chart(
-                "Rollouts that grew too old",
+                "Stale rollouts",
                 "number",
                 "per batch",
                 ("dropped_stale", "dropped", "trouble-1", ""),
@@ -99,9 +99,9 @@ def throughput_section(summary: RunSummary) -> PageSection:
 
 
 def machine_section(summary: RunSummary) -> PageSection:
-    """Device and lag charts over the run's time; old runs have neither and say so."""
+    """Charts of the device and of event-loop lag over time. For runs that recorded neither, a sentence says so."""
     if not (summary.device or summary.loop or summary.peak_memory):
-        why = "This run recorded neither its device nor its event loop: the pvg that played it did not sample them yet."
+        why = "This run recorded neither its device nor its event loop: it was played by an older version of pvg."
         return PageSection("machine", "Machine", [elements.empty(why)] if summary.steps else [])
     body: list[Markup] = []
     if summary.peak_memory:
@@ -132,7 +132,7 @@ def _device_facts(summary: RunSummary) -> list[tuple[str, str]]:
 
 
 class ReadingClock:
-    """The readings' times as an axis, without the pauses between two processes."""
+    """The times of readings as an x axis, without the pauses between two processes."""
 
     def __init__(self, readings: Sequence[SamplerReading]) -> None:
         self.readings = readings
@@ -221,7 +221,7 @@ def _device_charts(readings: list[SamplerReading]) -> list[Markup]:
 
 def _lag_chart(readings: list[SamplerReading]) -> Markup:
     clock = ReadingClock(readings)
-    # A lag of exactly nothing has no place on a logarithmic axis: the clock's own resolution stands for it.
+    # A logarithmic axis has no place for a lag of 0, so the resolution of the clock stands for it.
     lines = [
         clock.line(lambda m, name=name: max(m[name], 1e-6) if name in m else None, label, style, dash)  # type: ignore[misc]
         for name, label, style, dash in (
@@ -243,6 +243,6 @@ def _lag_words(readings: list[SamplerReading]) -> str:
     typical = f"typically {short_seconds(figures['median_p50_s'])}, " if "median_p50_s" in figures else ""
     span = readings[-1].time - readings[0].time
     return (
-        f"How much later than asked a task of the event loop was woken: {typical}"
+        f"Delay between the time a task of the event loop was due and the time it ran: {typical}"
         f"at worst {short_seconds(figures['worst_max_s'])}, in {figures['samples']:.0f} samples over {duration(span)}."
     )

@@ -36,7 +36,7 @@ markup = TemplateMacros("run.html.j2")
 
 STATUS = {"complete": "good", "samples": "good", "unfinished": "warn", "empty": "warn"}
 
-# Key figures: metric, colour, and whether a change from the base prover (or the first round) is worth a word.
+# Key figures: metric and colour.
 TILES = (
     ("helpful_accuracy", "helpful"),
     ("sneaky_error_rate", "sneaky"),
@@ -51,7 +51,7 @@ TILES = (
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """Everything that a page of one run shows. `problems` are sentences on what could not be read."""
+    """All data of the page of one run. `problems` are sentences about files that could not be read."""
 
     summary: RunSummary
     experiment: Experiment
@@ -64,7 +64,7 @@ class RunData:
 
 
 def collect(run: RunDirectory, summary: RunSummary, examples: int) -> RunData:
-    """Read what the summary does not hold: scores, solutions and spans. Damaged shards are told, not fatal."""
+    """Read scores, solutions and spans. A damaged shard is noted under `problems`."""
     problems: list[str] = []
     scores: list[RoundScores] = []
     pairings: list[SolutionPair] = []
@@ -126,7 +126,7 @@ def _facts(summary: RunSummary) -> Markup:
             ("rounds", None if samples else f"{len(summary.rounds)} of {summary.rounds_planned}"),
             ("phase", phase_label(summary.phase) if summary.status == "unfinished" else None),
             ("time in phases", duration(summary.seconds)),
-            ("begun", when(summary.began)),
+            ("started", when(summary.began)),
             ("pvg", summary.code_version),
             ("machine", summary.machine),
             ("settings", summary.config_hash),
@@ -142,7 +142,7 @@ Tile = tuple[str, str, str, Markup, str]  # label, value, detail, a small line, 
 
 
 def _tiles(summary: RunSummary) -> list[Tile]:
-    """The key figures: of the last finished round where rounds tell them, otherwise of the last step."""
+    """Key figures of the last finished round, or of the last step if rounds do not have them."""
     base = base_metrics(summary.rounds)
     last = summary.rounds[max(summary.rounds)] if summary.rounds else {}
     tiles: list[Tile] = []
@@ -181,19 +181,15 @@ def _alerts(summary: RunSummary) -> PageSection:
 
 
 def _onwards(summary: RunSummary) -> PageSection:
-    """What to type next, and where things lie."""
-    # By name in the default folder, by path elsewhere.
+    """Commands to type next, and the files of the run."""
+    # A run in the default folder is opened by its name, any other by its path.
     name = shlex.quote(summary.name if summary.path == Store().root / summary.name else str(summary.path))
     commands = [
-        *(
-            [(f"pvg train --resume {name}", "go on where it stopped")]
-            if summary.status in ("unfinished", "empty")
-            else []
-        ),
-        *([(f"pvg evaluate {name}", "attackers, detection, best-of-n, and more")] if summary.rounds else []),
-        (f"pvg report {name}", "this report, from the files as they are then"),
-        (f"pvg report {name} OTHER", "beside another run"),
-        (f"pvg diagnose {name}", "what slowed it down"),
+        *([(f"pvg train --resume {name}", "continue the run")] if summary.status in ("unfinished", "empty") else []),
+        *([(f"pvg evaluate {name}", "measure attackers, detection, best-of-n, and more")] if summary.rounds else []),
+        (f"pvg report {name}", "make this report again"),
+        (f"pvg report {name} OTHER", "compare with another run"),
+        (f"pvg diagnose {name}", "find what slowed the run down"),
     ]
     files = [
         ("metrics.jsonl", "every step, phase and round"),
@@ -202,17 +198,17 @@ def _onwards(summary: RunSummary) -> PageSection:
         ("weights/", "the players of each round"),
     ]
     body = [elements.commands(commands), elements.commands(files)]
-    return PageSection("onwards", "Going on", body, f"The run lies in {summary.path}.")
+    return PageSection("onwards", "Next steps", body, f"The folder of the run is {summary.path}.")
 
 
-# What the players wrote, both roles side by side, and what verifier and grader said.
+# Solutions of both roles side by side, with scores and grades.
 
 LONGEST = 4000  # characters of a solution; the rest can be read in the shard
 STEP = re.compile(r"\bstep (\d+)\b")
 
 
 def solutions_section(pairings: Sequence[SolutionPair], thresholds: dict[int, float]) -> PageSection:
-    """The newest round open, the earlier ones folded."""
+    """The newest round, then earlier rounds folded."""
     if not pairings:
         return PageSection("solutions", "Solutions", [])
     newest = max(pairing.round for pairing in pairings)
@@ -263,8 +259,8 @@ def _grade(example: Example) -> str:
 
 
 def text_pieces(text: str, note: str) -> tuple[list[str], int]:
-    """The steps of a text, and the number of the one that the grader's note names (the last one where it names the
-    final answer, -1 where it names none)."""
+    """The steps of a text, and the number of the step that the grader's note names: the last step if the note names
+    the final answer, -1 if it names no step."""
     pieces = _pieces(text[:LONGEST])
     match = STEP.search(note)
     last = len(pieces) - 1 if "final answer" in note and "no final" not in note else -1
@@ -275,14 +271,14 @@ def text_pieces(text: str, note: str) -> tuple[list[str], int]:
 
 
 def _pieces(text: str) -> list[str]:
-    """The steps of a solution with what separates them: its lines, or where it has one line, what semicolons divide."""
+    """The steps of a solution with their separators: lines, or parts between semicolons if there is one line."""
     if "\n" in text.strip():
         found = re.findall(r"[^\n]*\n*", text)
         return [piece for piece in found if piece]
     return [piece for piece in re.findall(r"[^;]*;?", text) if piece]
 
 
-# The configuration: what differs from the defaults first, the whole of it for those who ask.
+# The configuration: changed settings first, then all settings folded.
 
 UNSET = "unset"
 
@@ -304,7 +300,7 @@ def setting_cell(value: str) -> TableCell:
 
 
 def changed_settings(experiment: Experiment) -> dict[str, tuple[str, str]]:
-    """Key -> (value, default) of all that is not as pvg has it by itself; of the task, as its kind has it."""
+    """Key -> (value, default) of each setting with another value than its default (for a task: that of its kind)."""
     task = TASKS[experiment.task.kind]()
     own, default = (
         flat_settings(experiment.plain()),

@@ -1,8 +1,8 @@
 """A run directory read into plain data: what `pvg report` and the end of `pvg train` show.
 
-Reads experiment.toml, state.json and metrics.jsonl; the last two need not be finished, or even be there. A torn
-last line (the run was killed while writing it, or is writing it now) is left out and noted. Lines that differ from the
-commit are noted too. If a step was recorded twice, the last record counts.
+Reads experiment.toml, state.json and metrics.jsonl. The last two may be unfinished or missing. An incomplete last line
+(the run was killed while writing it, or is writing it now) is left out and noted. Lines that differ from the commit are
+noted too. If a step was recorded twice, the last record counts.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pvg.store.run_directory import RunDirectory, runs_in
 # "empty": nothing was committed; "samples": what `pvg rollout` makes, a run that is never played.
 Status = Literal["empty", "samples", "unfinished", "complete"]
 
-NOTEWORTHY = 0.005  # of all steps' time: less than this is not called hidden by overlap
+NOTEWORTHY = 0.005  # share of all steps' time; less overlap than this is not reported as hidden
 SAMPLING_PHASE = "init"  # the state a run stays in while `pvg rollout` fills it
 
-# What the phases table says of each phase beside its duration.
+# The metrics of each phase in the phases table.
 HIGHLIGHTS: dict[str, tuple[str, ...]] = {
     SAMPLING_PHASE: ("helpful_accuracy", "sneaky_error_rate"),
     "mint": ("helpful_accuracy", "sneaky_error_rate"),
@@ -39,8 +39,8 @@ HIGHLIGHTS: dict[str, tuple[str, ...]] = {
 class StepRecord:
     """One step of a phase: its finite metrics, and its seconds by part. `time` is in seconds since 1970.
 
-    `budget` is exposed time and sums to the step's wall time; `busy` counts overlapped work too and `device_s` is what
-    was measured on a GPU: both are empty for runs of a pvg that did not record them.
+    `budget` is exposed time and sums to the step's wall time. `busy` also counts overlapped work, `device_s` is time
+    measured on a GPU; both are empty for runs of older versions of pvg.
     """
 
     round: int
@@ -56,8 +56,8 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class PhaseSummary:
-    """A phase that began. `seconds` is the sum of its steps' budgets, over every process that played it; `budget` is
-    what it spent outside of steps."""
+    """A phase that has started. `seconds` is the sum of its steps' budgets over all processes that played it, `budget`
+    the time outside of steps."""
 
     round: int
     phase: str
@@ -82,7 +82,7 @@ class AlertRecord:
 
 @dataclass(frozen=True, slots=True)
 class SamplerReading:
-    """What a sampler (of the device, of the event loop) measured at `time`, in seconds since 1970."""
+    """One measurement of a sampler (device or event loop) at `time`, in seconds since 1970."""
 
     time: float
     metrics: dict[str, float]
@@ -90,7 +90,7 @@ class SamplerReading:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSummary:
-    """A process that played the run and ended in order: all of its time by part."""
+    """A process that played the run and ended normally: all of its time by part."""
 
     status: str
     seconds: float | None
@@ -99,12 +99,12 @@ class ProcessSummary:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """A run as told by its files: metrics by finished round, phases in order, steps, and the time they took.
+    """A run read from its files: metrics by finished round, phases in order, steps, and their time.
 
-    `budget` is seconds by part over all steps, largest first and `unaccounted` last, and `busy` the same with the work
-    that other work has hidden (empty where nothing recorded it); `notes` are the reader's remarks on files that are
-    torn or damaged. `machine` and `code_version` are those of the last commit, `began` is the time of the first record;
-    `peak_memory` is the maximum over the processes of the run, in bytes, up to the last commit.
+    `budget` is seconds by part over all steps, largest first and `unaccounted` last. `busy` also counts overlapped work
+    (empty if the run did not record it). `notes` are remarks on incomplete or damaged files. `machine` and
+    `code_version` are those of the last commit, `began` is the time of the first record. `peak_memory` is the maximum
+    over the processes of the run, in bytes, up to the last commit.
     """
 
     name: str
@@ -131,14 +131,14 @@ class RunSummary:
 
     @property
     def hidden(self) -> dict[str, float]:
-        """Seconds by part in which a part worked while the step waited for another one; only those worth a word."""
+        """Seconds by part that overlapped with another part; without negligible amounts."""
         least = NOTEWORTHY * sum(self.budget.values())
         over = {part: seconds - self.budget.get(part, 0.0) for part, seconds in self.busy.items()}
         return {part: seconds for part, seconds in over.items() if seconds > least}
 
     @property
     def seconds(self) -> float:
-        """What the phases took, without what lay between two processes."""
+        """The time of all phases, without pauses between two processes."""
         return sum(phase.seconds or 0.0 for phase in self.phases)
 
     def series(self, name: str, phase: str | None = None) -> list[float]:
@@ -158,7 +158,7 @@ class RunSummary:
 
 
 def base_metrics(rounds: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-    """What the first round measured of the prover that the game began with."""
+    """The metrics of the base prover, which the first round measures."""
     found: dict[str, float] = {}
     for metrics in rounds.values():
         found |= {name.removeprefix("base_"): value for name, value in metrics.items() if name.startswith("base_")}
@@ -192,7 +192,7 @@ def read_run(run: RunDirectory) -> RunSummary:
         alerts=_alerts(records),
         budget=total_budget(step.budget for step in steps),
         notes=notes,
-        # A step that recorded no busy time overlapped with nothing.
+        # A step without busy time had no overlap.
         busy=total_budget(s.busy or s.budget for s in steps) if any(s.busy for s in steps) else {},
         device=_readings(records, "device"),
         loop=_readings(records, "loop"),
@@ -214,9 +214,9 @@ def status_of(state: Mapping[str, Any]) -> Status:
 
 
 def unfinished_runs(root: Path, experiment: str | None = None) -> list[RunDirectory]:
-    """The runs in `root` that can be played on, the newest commit first; of one experiment, or of all.
+    """The runs in `root` that can be resumed, newest commit first; of one experiment, or of all.
 
-    A run whose experiment.toml or state is damaged is passed over: resuming it by name says what is wrong with it.
+    A run with a damaged experiment.toml or state is skipped. Resuming it by name says what is wrong with it.
     """
     found = []
     for name in runs_in(root):
@@ -260,7 +260,7 @@ def _records(run: RunDirectory, notes: list[str]) -> Iterable[dict[str, Any]]:
         notes.append(f"The last line of {run.metrics.name} is torn and was left out.")
 
 
-# What a record of each kind must hold to be shown.
+# The fields that a record of each kind must have.
 FIELDS: dict[str, dict[str, type]] = {
     "step": {"round": int, "phase": str, "step": int, "metrics": dict},
     "phase": {"round": int, "phase": str, "metrics": dict},
@@ -272,7 +272,7 @@ FIELDS: dict[str, dict[str, type]] = {
 
 
 def _known(records: list[dict[str, Any]], run: RunDirectory, notes: list[str]) -> list[dict[str, Any]]:
-    """The records without those that pvg does not write: a stray line in the file does not hide the run."""
+    """The records of pvg, without foreign lines in the file."""
     known = [record for record in records if _is_known(record)]
     if strange := len(records) - len(known):
         notes.append(f"{strange} of the lines of {run.metrics.name} are no records of pvg and were left out.")
@@ -287,7 +287,7 @@ def _is_known(record: dict[str, Any]) -> bool:
 
 
 def _steps(records: list[dict[str, Any]]) -> list[StepRecord]:
-    """One record per step, the last told, where it was first told."""
+    """One record per step: the last one, at the place of the first."""
     found: dict[tuple[int, str, int], StepRecord] = {}
     for record in records:
         if record["kind"] == "step":
@@ -320,8 +320,8 @@ def _phases(records: list[dict[str, Any]], steps: list[StepRecord]) -> list[Phas
     summaries = []
     for key in dict.fromkeys([*counts, *ended]):
         end = ended.get(key)
-        # A phase's own clock starts anew when it is resumed; its steps' budgets count all of it, but not what followed
-        # the last step. So the longer of the two is nearer to the truth.
+        # The phase's own clock restarts when the run is resumed. The steps' budgets cover all processes, but not the
+        # time after the last step. The longer of the two is closer.
         seconds = max(worked.get(key, 0.0), (end or {}).get("seconds") or 0.0) or None
         metrics = _finite(end["metrics"]) if end else {}
         outside = _seconds(end, "budget") if end else {}
@@ -340,7 +340,7 @@ def _alerts(records: list[dict[str, Any]]) -> list[AlertRecord]:
 
 
 def _readings(records: list[dict[str, Any]], kind: str) -> list[SamplerReading]:
-    """In order of time: a resumed run goes on with a clock that only moves forward, but a machine's may be set back."""
+    """In order of time, because the machine's clock may have been set back."""
     found = [
         SamplerReading(float(record["time"]), _finite(record["metrics"]))
         for record in records
@@ -376,8 +376,8 @@ def reading_ranges(readings: Sequence[SamplerReading]) -> dict[str, dict[str, fl
 
 
 def lag_summary(readings: Sequence[SamplerReading]) -> dict[str, float]:
-    """The event loop's lag over all readings, in seconds. Percentiles of percentiles are none, so the 50th is the
-    median reading's and the 90th and 99th are the worst reading's."""
+    """The event loop's lag over all readings, in seconds. Percentiles cannot be merged, so p50 is that of the median
+    reading, p90 and p99 those of the worst reading."""
     if not readings:
         return {}
     columns = {
@@ -394,7 +394,7 @@ WORST_LAGS = ("lag_p90_s", "lag_p99_s", "lag_max_s")
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers without the absent ones: a mean over nothing is null in the file."""
+    """The finite numbers. A mean over nothing is null in the file."""
     return {
         name: float(value) for name, value in values.items() if isinstance(value, (int, float)) and math.isfinite(value)
     }

@@ -37,7 +37,7 @@ BY_STEP: tuple[tuple[str, str, str, str], ...] = (
     ("fooled_rate", PROVER, "Fooled rate", "share of flaws accepted"),
     ("score_gap", PROVER, "Score gap", "helpful correct − sneaky flaw"),
     ("reward_mean", PROVER, "Reward", "mean over both roles"),
-    ("kl", PROVER, "Distance from the start", "KL, nats per token"),
+    ("kl", PROVER, "KL to the start", "KL, nats per token"),
     ("pair_accuracy", VERIFIER, "Verifier: pair accuracy", "share of pairs in order"),
     ("tokens_per_s", PROVER, "Sampling rate", "tokens per second"),
     ("pairs_per_s", VERIFIER, "Verifier's training", "pairs per second"),
@@ -56,7 +56,7 @@ BY_ROUND: tuple[tuple[str, str], ...] = (
 
 
 class ComparedRun:
-    """A run with the name, colour and dash it has on this page."""
+    """A run with its name, colour and dash on this page."""
 
     def __init__(self, name: str, summary: RunSummary, place: int) -> None:
         self.name = name
@@ -101,7 +101,7 @@ def distinct_names(directories: Sequence[RunDirectory]) -> list[str]:
 
 
 def _runs_table(runs: Sequence[ComparedRun]) -> Table:
-    titles = ("run", "", "rounds", "time in phases", "begun", "pvg", "machine")
+    titles = ("run", "", "rounds", "time in phases", "started", "pvg", "machine")
     table = Table([Column(title) for title in titles], look="runs")
     for run in runs:
         found = run.summary
@@ -174,7 +174,10 @@ def _rounds(runs: Sequence[ComparedRun]) -> PageSection:
         )
     body = [chart.legend([run.key for run in runs]), elements.grid(charts)]
     return PageSection(
-        "rounds", "Rounds", body if any(charts) else [], "At the end of each round, on problems that nobody trained on."
+        "rounds",
+        "Rounds",
+        body if any(charts) else [],
+        "At the end of each round, on problems that no model trained on.",
     )
 
 
@@ -182,7 +185,7 @@ def _rounds(runs: Sequence[ComparedRun]) -> PageSection:
 
 
 def final_metrics(summary: RunSummary) -> dict[str, float]:
-    """What a run came to: the last round's metrics, its time, and the medians of its rates."""
+    """The metrics of the last round, the time in phases, and the medians of rates and step times."""
     metrics = dict(summary.rounds[max(summary.rounds)]) if summary.rounds else {}
     for name, phase in (("tokens_per_s", PROVER), ("pairs_per_s", VERIFIER)):
         values = summary.series(name, phase)
@@ -205,7 +208,7 @@ def final_names(finals: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def _final(runs: Sequence[ComparedRun]) -> PageSection:
-    """Final metrics side by side, each run's difference to the first one below its value."""
+    """Final metrics side by side, each with the difference to the first run."""
     finals = [final_metrics(run.summary) for run in runs]
     names = final_names(finals)
     columns = _columns("", runs)
@@ -229,7 +232,7 @@ def _final(runs: Sequence[ComparedRun]) -> PageSection:
 
 
 def _difference(name: str, value: float | None, first: float | None) -> TableCell:
-    """The difference to the first run; of rates and times as a percentage of it. Coloured where one way is better."""
+    """The difference to the first run; a percentage for rates and times. Coloured if one direction is better."""
     if value is None or first is None:
         return TableCell()
     change = value - first
@@ -276,7 +279,7 @@ def _settings(plains: Sequence[dict[str, object]], runs: Sequence[ComparedRun]) 
 
 
 def setting_differences(plains: Sequence[dict[str, object]]) -> dict[str, list[str]]:
-    """Key -> the value of every run, as text; only keys in which two runs differ."""
+    """Key -> the value of every run as text, for the keys in which two runs differ."""
     flats = [flat_settings(plain) for plain in plains]
     keys = sorted({key for found in flats for key in found})
     values = {key: [found.get(key, UNSET) for found in flats] for key in keys}

@@ -1,8 +1,7 @@
 """Example solutions of a run, chosen from its committed shards: what the players wrote, with score and grade.
 
-The newest round that has scored solutions speaks: the sneaky flaws its verifier believed most, and helpful correct
-solutions of middling score, which are what an ordinary one looks like. Without scores (`pvg rollout`) any of each
-kind.
+Examples come from the newest round with scored solutions: the sneaky flaws with the highest scores, and correct helpful
+solutions with scores near the median, which are typical. Without scores (`pvg rollout`), any solutions of each kind.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
 
-EVALUATION = "checkpoint"  # its samples are fresh, of both roles, and on problems that nobody trained on
+EVALUATION = "checkpoint"  # its samples are fresh, of both roles, and on problems that no model trained on
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class SolutionPair:
-    """What the two roles of one prover wrote to the same problem; either may be absent."""
+    """The solutions of both roles of one prover to the same problem; either may be missing."""
 
     round: int
     question: str
@@ -62,15 +61,15 @@ class SolutionPair:
 
 
 def solution_pairs(run: RunDirectory, each: int) -> list[SolutionPair]:
-    """At most `each` problems per round, newest round first: the flaws its verifier believed most, each beside a
-    helpful solution of the same problem. Where no sneaky solution is wrong, helpful solutions alone.
+    """At most `each` problems per round, newest round first: the flaws with the highest scores, each with a helpful
+    solution of the same problem. If no sneaky solution is wrong: helpful solutions alone.
 
     Raises DamagedFileError when a committed shard that is looked at is damaged.
     """
     infos, shards = _committed(run), RolloutShards(run.path)
     found: list[SolutionPair] = []
     for round_ in sorted({info.round for info in infos}, reverse=True):
-        # The phases of one round, best first: most often the evaluation's shard is the only one that is read.
+        # The phases of one round, best first. Usually only the evaluation's shard is read.
         for info in _newest_first([info for info in infos if info.round == round_]):
             rollouts = shards.read(info)
             newest = max((rollout.source for rollout in rollouts), default="", key=_age)
@@ -87,7 +86,7 @@ def _pair(rollouts: Sequence[Rollout], each: int) -> list[SolutionPair]:
     for rollout in rollouts:
         if rollout.role is Role.HELPFUL:
             helpful.setdefault(rollout.problem_id, []).append(rollout)
-    # With a partner first: a flaw alone says less.
+    # Flaws with a helpful partner come first: a flaw alone says less.
     ranked = sorted(flaws, key=lambda r: (r.problem_id in helpful, _score(r)), reverse=True)
     pairings = []
     for flaw in _distinct(ranked, each):
@@ -121,13 +120,13 @@ def choose_examples(run: RunDirectory, each: int = 2) -> list[Example]:
 def _committed(run: RunDirectory) -> list[ShardInfo]:
     try:
         state = FileStateStore(run.state).load().state or {}
-    except StateError:  # no commit is valid; the summary of the run says so
+    except StateError:  # no commit is valid; the run's summary notes it
         return []
     return [ShardInfo.from_plain(plain) for plain in state.get("shards", ())]
 
 
 def _newest_first(infos: Sequence[ShardInfo]) -> list[ShardInfo]:
-    """The last shard of every phase, best first: the newest round's evaluation, its other phases, the round before."""
+    """The last shard of every phase: newest round first, within a round the evaluation first."""
     last: dict[tuple[int, str], tuple[int, ShardInfo]] = {}
     for place, info in enumerate(infos):
         last[info.round, _phase(info)] = (place, info)
@@ -169,7 +168,7 @@ def _around_median(rollouts: Sequence[Rollout], key: Callable[[Rollout], float])
 
 
 def _distinct(rollouts: Sequence[Rollout], most: int) -> list[Rollout]:
-    """The first `most` with different questions and texts: eight copies of one trick teach nothing."""
+    """The first `most` solutions of different problems."""
     found: dict[str, Rollout] = {}
     for rollout in rollouts:
         found.setdefault(rollout.problem_id, rollout)
@@ -197,15 +196,15 @@ def _example(rollout: Rollout, why: str) -> Example:
     )
 
 
-# How the verifier scored the solutions of each round, by kind. Only the columns that are needed are read.
+# The verifier's scores of each round's solutions, by kind. Only the needed columns are read.
 #
-# Of a finished round the evaluation's samples speak (fresh, both roles, problems that nobody trained on); of one that
-# is not finished the prover's newest shard.
+# Scores of a finished round come from the evaluation's samples (fresh, both roles, problems that no model trained on),
+# those of an unfinished round from the prover's newest shard.
 
 PROVER = "train_prover"
 
-# Kind -> (role, correct). Of the sneaky wrong ones only flaws count: a malformed text is no solution, and one without
-# the proof that its task asks for may be wrong by accident.
+# Kind -> (role, correct). Of wrong sneaky solutions only flaws count: a malformed text is not a solution, and one
+# without the certificate that its task requires may be wrong by accident.
 KINDS: dict[str, tuple[Role, bool]] = {
     "helpful correct": (Role.HELPFUL, True),
     "helpful wrong": (Role.HELPFUL, False),
@@ -230,10 +229,10 @@ class RoundScores:
 
 
 def round_scores(run: RunDirectory, summary: RunSummary) -> list[RoundScores]:
-    """Of every round with scored solutions, in order. Raises DamagedFileError when one of its shards is damaged."""
+    """The scores of every round with scored solutions, in order. Raises DamagedFileError for a damaged shard."""
     try:
         state = FileStateStore(run.state).load().state or {}
-    except StateError:  # the summary's notes say so
+    except StateError:  # the run's summary notes it
         return []
     shards = RolloutShards(run.path)
     infos = [ShardInfo.from_plain(plain) for plain in state.get("shards", ())]

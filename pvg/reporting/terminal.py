@@ -84,7 +84,7 @@ CURVES = (
 )
 CURVES_WIDTH, SIDE_BY_SIDE = 110, 74  # cells
 SMALL_PART = 0.005  # of the whole
-# The order in which a bar without colours tells its parts apart.
+# How a bar without colours tells its parts apart.
 SHADES = "█▒▓░"
 
 
@@ -141,7 +141,7 @@ class BudgetBar:
 
 
 def merge_small(budget: Mapping[str, float]) -> dict[str, float]:
-    """The parts below half a percent, which no bar can show, as one; what nobody accounted for stays apart, last."""
+    """Parts below half a percent as one part, because no bar can show them. Unaccounted time stays separate, last."""
     least = SMALL_PART * sum(budget.values())
     small = [part for part, seconds in budget.items() if seconds < least and part != UNACCOUNTED]
     if len(small) < 2:
@@ -152,7 +152,7 @@ def merge_small(budget: Mapping[str, float]) -> dict[str, float]:
 
 
 def part_colours(parts: Iterable[str]) -> dict[str, str]:
-    """A colour for each part of a budget, by its family; what nobody accounted for is grey."""
+    """A colour for each part of a budget, by its family; unaccounted time is grey."""
     colours = {}
     for part in in_order([*parts, UNACCOUNTED]):
         shades = FAMILY_COLOURS[part.family]
@@ -179,7 +179,7 @@ def _whole_cells(values: Sequence[float], width: int) -> list[int]:
 
 
 def report(summary: RunSummary, examples: Sequence[Example]) -> Group:
-    """Everything `pvg report` prints, in order; a part with nothing to show is left out."""
+    """Everything that `pvg report` prints, in order, without empty parts."""
     parts: list[RenderableType] = [headline(summary)]
     if summary.rounds:
         parts += section("Rounds", rounds_table(summary.rounds))
@@ -254,7 +254,7 @@ def metrics_table(summary: RunSummary) -> Table:
 
 
 class LearningCurves:
-    """What both roles do and what the verifier accepts, over all prover steps: side by side where there is room."""
+    """Plots of both roles and of accepted solutions over all prover steps; side by side if there is room."""
 
     def __init__(self, summary: RunSummary) -> None:
         self.steps = [step for step in summary.steps if step.phase == PROVER]
@@ -289,7 +289,7 @@ class LearningCurves:
 
 
 def overlap_table(summary: RunSummary) -> Table:
-    """The parts that other work has hidden, wholly or in part."""
+    """The parts that overlapped with other work."""
     titles = ("busy", "exposed", "hidden")
     table = Table([Column("overlapped"), *(Column(title, "right", wrap=False) for title in titles)])
     for part, hidden in sorted(summary.hidden.items(), key=lambda pair: -pair[1]):
@@ -299,7 +299,7 @@ def overlap_table(summary: RunSummary) -> Table:
 
 
 def machine_table(summary: RunSummary) -> RichTable | None:
-    """One line each on the device, the peak memory and the event loop; None for runs that recorded none of them."""
+    """One line each for device, peak memory and event loop; None for runs that recorded none of them."""
     table = RichTable.grid(padding=(0, 2, 0, 0))
     table.add_column(style=QUIET, no_wrap=True)
     table.add_column(overflow="fold")
@@ -370,7 +370,7 @@ def _example_head(example: Example) -> Text:
 
 
 def closing(summary: RunSummary, seconds: float, commands: Mapping[str, str]) -> Group:
-    """What stands at the end of `pvg train`: the rounds, the alerts, and what to type next (command -> its use)."""
+    """The end of `pvg train`: rounds, alerts, and what to type next (command -> purpose)."""
     parts: list[RenderableType] = [Text(), headline(summary)]
     if summary.rounds:
         parts += [Text(), Padding(rounds_table(summary.rounds), (0, 0, 0, 2))]
@@ -396,7 +396,7 @@ def several(
     finals: Sequence[Mapping[str, float]],
     settings: Mapping[str, Sequence[str]],
 ) -> Group:
-    """Runs side by side: how far each is, what they came to in `metrics`, and in which settings they differ."""
+    """Runs side by side: status, final `metrics`, and the settings in which they differ."""
     parts: list[RenderableType] = [headline(summary) for summary in summaries]
     if metrics:
         table = Table(side_by_side("metric", names))
@@ -410,7 +410,7 @@ def several(
     return Group(*parts)
 
 
-# Small plots for the terminal: curves of dots (braille, two by four in a cell), with an axis that marks the rounds.
+# Small plots: curves of braille dots (two by four per cell), with an axis that marks the rounds.
 
 ROWS = 5
 # The bits of a braille character by column and row of its dots.
@@ -460,7 +460,7 @@ def plot(curves: Sequence[PlotCurve], breaks: Sequence[int], style: NumberStyle,
 def _cells(
     curves: Sequence[PlotCurve], count: int, columns: int, low: float, high: float
 ) -> list[list[tuple[int, str]]]:
-    """By row and column the dots of a cell and its colour; where curves meet, the last one's."""
+    """Dots and colour of each cell by row and column. Where curves meet, the last curve's colour wins."""
     cells = [[(0, "")] * columns for _ in range(ROWS)]
     wide, tall = 2 * columns, 4 * ROWS
     for curve in curves:
@@ -468,7 +468,7 @@ def _cells(
         for x, value in _sampled(curve.values, count, wide):
             share = min(1.0, max(0.0, (value - low) / (high - low)))
             y = min(tall - 1, int((1 - share) * tall))
-            # A jump from the column before is filled, so that a steep curve stays one.
+            # A jump from the previous column is filled, so that a steep curve stays connected.
             start = before[1] if before is not None and before[0] == x - 1 else y
             for dot in range(min(start, y), max(start, y) + 1):
                 if dot != start or start == y:

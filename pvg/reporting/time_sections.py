@@ -20,8 +20,8 @@ from pvg.reporting.run_summary import PhaseSummary, RunSummary, StepRecord
 from pvg.reporting.table import Column, Table, TableCell
 from pvg.telemetry.spans import DRIVER, UNACCOUNTED
 
-NOTEWORTHY = 2e-3  # of the time: less overlap than this needs no columns
-MOST_PHASES = 24  # rows of the chart by phase; of longer games the rounds' phases are summed
+NOTEWORTHY = 2e-3  # share of the time; less overlap than this gets no columns
+MOST_PHASES = 24  # rows of the chart by phase; longer games show each phase summed over rounds
 
 
 def time_section(summary: RunSummary) -> PageSection:
@@ -47,16 +47,16 @@ def whole_budget(summary: RunSummary) -> dict[str, float]:
 def _lead(summary: RunSummary, budget: dict[str, float]) -> str:
     total = sum(budget.values())
     words = [
-        f"{duration(total)} in steps and phases, {percent(budget.get(UNACCOUNTED, 0.0) / total)} of it unaccounted for."
+        f"{duration(total)} in steps and phases, {percent(budget.get(UNACCOUNTED, 0.0) / total)} of it unaccounted."
     ]
     told = [process for process in summary.processes if process.budget]
     if told:
         whole = total_budget(process.budget for process in told)
         seconds = sum(whole.values())
-        count = "its process" if len(told) == 1 else f"its {len(told)} processes that ended in order"
+        count = "its process" if len(told) == 1 else f"its {len(told)} processes that ended normally"
         words.append(
-            f"All of {count}, starting and closing included: {duration(seconds)}, "
-            f"{percent(whole.get(UNACCOUNTED, 0.0) / seconds)} unaccounted for."
+            f"All time of {count}, with start and end: {duration(seconds)}, "
+            f"{percent(whole.get(UNACCOUNTED, 0.0) / seconds)} unaccounted."
         )
     return " ".join(words)
 
@@ -99,7 +99,7 @@ def parts_table(budget: dict[str, float], busy: dict[str, float], steps: dict[st
         add(TableCell(part.label, key=box_key(part)), bar, exposed, over.get(part.name, 0.0))
     add(TableCell("all"), TableCell(), total, hidden)
     if len(titles) > 3:
-        table.caption = "Exposed: the run waited for it. Hidden: it ran while the run did something else; busy is both."
+        table.caption = "Exposed: the run waited for it. Hidden: it overlapped with other work. Busy: the sum of both."
     return table
 
 
@@ -129,7 +129,7 @@ def _phase_budget(phase: PhaseSummary, steps: list[StepRecord]) -> dict[str, flo
 def _step_charts(summary: RunSummary) -> list[Markup]:
     """Only phases whose steps are optimizer steps: their bars can be compared with each other."""
     charts = []
-    for phase, title in ((PROVER, "One prover step after the other"), (VERIFIER, "One verifier step after the other")):
+    for phase, title in ((PROVER, "Time per prover step"), (VERIFIER, "Time per verifier step")):
         steps = StepAxis(summary.steps, phase)
         if steps:
             charts.append(stacked_chart(title, steps.columns(), steps.across(), unit="exposed seconds per step"))
@@ -144,9 +144,9 @@ def overlap_section(windows: list[StepWindow], damaged: int, *, has_steps: bool)
     if damaged:
         body.append(elements.empty(f"{damaged} lines of spans.jsonl could not be read."))
     lead = (
-        "A few steps from the middle of each phase, as they ran. Spans nest downwards; each lane is one task or thread."
+        "A few steps from the middle of each phase. Each lane is a task or thread, with nested spans below each other."
     )
-    return PageSection("gantt", "Steps as they ran", body, lead)
+    return PageSection("gantt", "Timeline of some steps", body, lead)
 
 
 # A few steps of a run as they ran: the spans of a window of steps, laid out in lanes.
@@ -158,8 +158,8 @@ def overlap_section(windows: list[StepWindow], damaged: int, *, has_steps: bool)
 
 STEPS_SHOWN = 3
 MOST_SPANS = 20_000  # kept of one window
-MOST_ROWS = 12  # of one lane; spans that run beside so many others are counted instead of drawn
-# Neighbours of one name are drawn as one where each, and the gap between them, is a smaller share of the window.
+MOST_ROWS = 12  # per lane; more concurrent spans are counted instead of drawn
+# Short neighbours of one name are merged if each span, and the gap between them, is below this share of the window.
 SHORT, CLOSE = 4e-3, 1e-3
 
 Place = tuple[int, str]  # round and phase
@@ -167,7 +167,7 @@ Place = tuple[int, str]  # round and phase
 
 @dataclass(frozen=True, slots=True)
 class ChosenSteps:
-    """Steps to show: neighbours in the middle of a phase."""
+    """The steps to show: neighbours in the middle of a phase."""
 
     round: int
     phase: str
@@ -189,7 +189,7 @@ class SpanBlock:
 
 @dataclass(slots=True)
 class SpanLane:
-    """What ran on one track; nested and concurrent spans lie in rows below each other."""
+    """The spans of one track. Nested and concurrent spans are in rows below each other."""
 
     track: str
     rows: int = 0
@@ -224,13 +224,13 @@ def choose_windows(steps: Sequence[StepRecord], count: int = STEPS_SHOWN) -> lis
 
 
 def read_windows(path: Path, choices: Sequence[ChosenSteps]) -> tuple[list[StepWindow], int]:
-    """The windows of which the file holds spans, in the order of `choices`; and how many lines could not be read."""
+    """The windows that have spans in the file, in the order of `choices`, and the number of unreadable lines."""
     wanted = {(choice.round, choice.phase, step): choice for choice in choices for step in choice.steps}
     kept: dict[Place, list[dict[str, Any]]] = {}
     damaged = 0
     if not wanted or not path.is_file():
         return [], 0
-    # Most lines are of other steps: they are passed over without being parsed.
+    # Most lines are of other steps and are skipped without being parsed.
     steps = "|".join(str(step) for step in sorted({step for _, _, step in wanted}))
     likely = re.compile(rf'"step": ?(?:{steps})\b'.encode())
     with open(path, "rb") as file:
@@ -239,7 +239,7 @@ def read_windows(path: Path, choices: Sequence[ChosenSteps]) -> tuple[list[StepW
                 continue
             row = _row(line)
             if row is None:
-                damaged += line.endswith(b"\n")  # a torn last line is normal
+                damaged += line.endswith(b"\n")  # an incomplete last line is normal
             elif (row["round"], row["phase"], row["step"]) in wanted:
                 rows = kept.setdefault((row["round"], row["phase"]), [])
                 if len(rows) < MOST_SPANS:
@@ -269,7 +269,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def _window(choice: ChosenSteps, rows: list[dict[str, Any]]) -> StepWindow:
-    # What began long before (a checkpoint written beside the steps) is cut off where the steps' own work begins.
+    # A span that began long before (such as a checkpoint in the background) is cut off where the steps begin.
     driver = [row for row in rows if row.get("track", DRIVER) == DRIVER] or rows
     begin, end = min(row["start_s"] for row in driver), max(row["end_s"] for row in driver)
     seconds = max(end - begin, 1e-9)
@@ -286,7 +286,7 @@ def _window(choice: ChosenSteps, rows: list[dict[str, Any]]) -> StepWindow:
 
 
 def _lane(track: str, rows: Iterable[dict[str, Any]], begin: float, seconds: float) -> SpanLane:
-    """Each span in the first row that is free: what is nested, or runs beside another, lies below it."""
+    """Each span goes to the first free row, so nested and concurrent spans are below each other."""
     lane = SpanLane(track)
     free: list[float] = []  # when each row's last span ends
     last: dict[int, SpanBlock] = {}
@@ -316,7 +316,7 @@ def _one_of_many(before: SpanBlock, name: str, start: float, end: float, seconds
     return before.name == name and short and start - before.end_s < CLOSE * seconds
 
 
-# What ran when: the spans of a few steps as blocks in lanes, one lane per track.
+# The Gantt chart: spans of a few steps as blocks, one lane per track.
 
 ROW = 20  # pixels of one row of a lane
 LETTERS = 0.0075  # of the chart's width, roughly, that one letter takes
@@ -347,7 +347,7 @@ def gantt(window: StepWindow) -> Markup:
         body,
         unit=f"{_steps(chosen.steps)}, {value_text('seconds', window.seconds)}",
         keys=[box_key(part) for part in parts.values()],
-        note=f"{missing} spans that ran beside many others are not drawn." if missing else "",
+        note=f"{missing} spans are not drawn: too many ran at the same time." if missing else "",
         look="wide gantt",
     )
 
@@ -371,7 +371,7 @@ def _drawn_lane(
                 _said_of(block),
                 x=SPAN * left,
                 y=height * (block.row + 0.06),
-                width=max(SPAN * width, 0.6),  # a span of any length can be seen
+                width=max(SPAN * width, 0.6),  # so that even the shortest span is visible
                 height=height * 0.88,
                 class_=f"fill {part.style}",
             )

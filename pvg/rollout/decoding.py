@@ -55,7 +55,8 @@ class RowExperts:
                 self._prefix[row] = experts_BLMK[prompt, : lengths_B[prompt]]
 
     def stepped(self, request_R: Tensor, step: int) -> None:
-        """The last pass computed one token of each row of `request_R`, from which sampled token number `step` came."""
+        """The last pass computed one input token for each row of `request_R`; sampled token number `step` came from
+        it."""
         experts_RMK = self._recorder.take().to(self._dtype)
         if self._steps_NTMK is None:
             shape = (*self._shape, *experts_RMK.shape[1:])
@@ -397,7 +398,6 @@ def finished_row(
 
 
 def diverged(request: GenerationRequest) -> TrainingDivergedError:
-    """The error for a row whose log-probs are not finite."""
     return TrainingDivergedError(
         f"The policy's logits are not finite (request {request.id!r}).",
         "The weights have diverged: resume from the last commit with a lower learning rate.",

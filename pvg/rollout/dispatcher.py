@@ -179,7 +179,6 @@ class Dispatcher:
         grade: Grade,
         turns: tuple[Turn, ...] = (),
     ) -> Rollout:
-        """The rollout record for a completion of `order`."""
         return Rollout(
             id=rollout_id,
             problem_id=order.problem.id,

@@ -98,7 +98,7 @@ class GenerationRequest:
 
     def experts(self, computed: RoutedExperts | None) -> RoutedExperts | None:
         """Experts of the completion, where `computed` holds those of all tokens as computed now. Tokens of `begun` keep
-        the experts from when the next token was sampled."""
+        their recorded experts, because those produced the next token."""
         before = None if self.begun is None else self.begun.routed_experts
         if before is None or computed is None:
             return computed
@@ -150,7 +150,6 @@ class EngineStats:
         return 1.0 - self.prompt_tokens_computed / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def since(self, before: EngineStats) -> EngineStats:
-        """The difference to the earlier stats `before`."""
         return EngineStats(
             batches=self.batches - before.batches,
             rows=self.rows - before.rows,

@@ -117,8 +117,6 @@ class EpisodeSampler(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Episode:
-    """One episode in progress."""
-
     order: GroupOrder
     index: int
     id: str
@@ -156,7 +154,6 @@ class _Episode:
 
     @property
     def tokens(self) -> int:
-        """Number of sampled tokens."""
         return sum(len(completion.token_ids) for completion in self.completions)
 
     def joined(self, texts: Sequence[str]) -> tuple[Completion, tuple[Turn, ...]]:

@@ -198,8 +198,8 @@ def gatherings_of(orders: Sequence[GroupOrder], deadline: Deadline | None) -> li
 
 
 async def all_or_none(parts: Iterable[Sequence[asyncio.Task[Any]]]) -> None:
-    """Wait for all tasks. `parts` is consumed over several turns of the event loop, which starts the tasks. On the
-    first failure or on cancellation, all other tasks are cancelled and awaited."""
+    """Wait for all tasks. Taking a part starts its tasks; many parts are spread over several turns of the event loop.
+    On the first failure or on cancellation, all other tasks are cancelled and awaited."""
     tasks: list[asyncio.Task[Any]] = []
     try:
         begun = 0

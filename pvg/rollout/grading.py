@@ -68,7 +68,6 @@ class Grader:
         return await waiting.graded
 
     def text(self, completion: Completion) -> str:
-        """The completion's text without its stop token."""
         return self._tokenizer.decode(_without_stop(completion))
 
     def _send(self) -> None:
@@ -86,7 +85,6 @@ class Grader:
             work.add_done_callback(partial(self._returned, trip))
 
     def _trip(self, trip: list[_Waiting]) -> list[Graded]:
-        """Runs in the executor."""
         with span("grade"):
             if not isinstance(self._task, GradesInBatches):
                 return [self._graded(waiting.problem, waiting.completion) for waiting in trip]

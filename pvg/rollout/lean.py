@@ -27,7 +27,7 @@ contiguous.
 `ProductAttention` takes about half the time on a CPU in float32. Reading the cache dominates the cost of attention,
 so the heads of one token are contiguous: a new token is one write, and a row is read in order.
 - Scores: one product per row for all heads. Each head's query fills its block of a row of zeros, so products with whole
-  tokens give that head's scores. This takes K times the multiplications, but they wait for memory anyway.
+  tokens give that head's scores. This takes K times the multiplications, but memory is the bottleneck anyway.
 - Values: a weighted sum of table rows, which torch has as `embedding_bag`, with prefetching.
 """
 

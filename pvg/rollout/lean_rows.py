@@ -5,7 +5,7 @@ a new row takes them or compaction moves a row from the end into them. State per
 host; each step copies its inputs to the device and its tokens back.
 
 Invariant: the rows of a step depend only on the requests, their order of admission and the sampled tokens, never on a
-clock or another thread. The exception are rows whose callers have left (`dropped_N`).
+clock or another thread. The only exception: rows whose callers have left (`dropped_N`).
 """
 
 from __future__ import annotations
@@ -116,7 +116,6 @@ class LeanRows:
 
     @property
     def joins(self) -> bool:
-        """True if rows may be admitted while others run."""
         return self._continuous
 
     @torch.inference_mode()
@@ -290,8 +289,8 @@ class LeanRows:
 
 
 def _shared_columns(requests: Sequence[GenerationRequest]) -> SharedPrefixes | None:
-    """The columns that groups of adjacent rows share, or None if too few. Groups have the largest size that divides all
-    rows into groups of one prompt. The last prompt token does not count: it is the first input of decoding."""
+    """The columns that groups of adjacent rows share, or None if too few. The group size is the largest for which every
+    group has only one prompt. The last prompt token does not count: it is the first input of decoding."""
     prompts = [request.prompt_ids.tobytes() for request in requests]
     changes = [row for row in range(1, len(prompts)) if prompts[row] != prompts[row - 1]]
     rows = math.gcd(len(prompts), *changes)

@@ -116,7 +116,6 @@ class _Cut:
             raise self._error
 
     def ended(self, unit: _Unit) -> None:
-        """Call this when a rollout of `unit` has finished."""
         if unit.complete:
             self._complete += len(unit.indices)
             self._cut_if_enough()
@@ -167,9 +166,10 @@ class PartialSampling:
         return sum(len(unit.indices) for unit in self._carried)
 
     async def sample(self, plan: Plan, step: int) -> list[Group]:
-        """The complete groups, the longest carried first. Groups that grew too old are included with the rollouts that
-        could be kept, possibly none. `plan` gives the `groups` orders of each batch. `Rollout.group` numbers them
-        consecutively, and `Rollout.step` is the `step` of the call that ordered the rollout.
+        """Returns the complete groups; those carried longest come first. Groups that grew too old are included too,
+        with the rollouts that could be kept (possibly none). `plan` gives the `groups` orders of each batch.
+        `Rollout.group` numbers them consecutively, and `Rollout.step` is the `step` of the call that ordered the
+        rollout.
 
         If a rollout fails or the caller is cancelled, all others are stopped, and carried rollouts are lost.
         """

@@ -76,7 +76,6 @@ class GroupBuffer:
 
     @property
     def by_role(self) -> Counter[Role]:
-        """The number of waiting groups per role."""
         return Counter(arrival.group.role for arrival in self._waiting)
 
     def put(self, group: Group, version: int) -> None:
@@ -124,7 +123,6 @@ class GroupBuffer:
 
 
 def oldest(group: Group) -> int:
-    """The oldest policy version among the group's tokens."""
     return min(rollout.version for rollout in group.rollouts)
 
 
@@ -216,7 +214,6 @@ class Pipeline:
 
     @property
     def starved(self) -> bool:
-        """Whether the trainer is waiting for groups."""
         return self._starved
 
     @property

@@ -107,7 +107,6 @@ class RowSettings:
         )
 
     def select(self, rows_K: Tensor) -> RowSettings:
-        """The settings of rows `rows_K` int64, in that order."""
         return RowSettings(
             self.temperature_R1[rows_K],
             self.top_k_R[rows_K],

@@ -7,12 +7,12 @@ Concurrent `generate` calls form batches in order of arrival. A batch is decoded
 loop stays free. With continuous batching, each turn delivers finished rows and new ones take their places. Otherwise
 one turn decodes the whole batch.
 
-A batch lasts until no row runs. New weights wait for that, and while they wait no row joins.
+A batch lasts until no row runs. New weights are loaded between batches. While they wait, no row joins.
 
 Invariants:
 - One version of the weights samples a batch.
-- The same requests submitted in the same order give the same bits. Callers get QUIET_TURNS of the event loop to submit
-  their next request, not a time.
+- The same requests submitted in the same order give the same bits. The wait for further requests is counted in turns of
+  the event loop (QUIET_TURNS), not in seconds.
 - Every call of `generate` ends with a completion or the error that prevented it.
 - A request samples the same tokens in any batch, up to floating-point ties (Philox seeds).
 """
@@ -73,8 +73,6 @@ class _Pending:
 
 @dataclass(slots=True)
 class _Batch:
-    """One batch, until no row runs."""
-
     number: int
     started: float
     running: dict[int, _Pending] = field(default_factory=dict)  # by ticket
@@ -214,7 +212,6 @@ class TorchEngine(Engine):
     # --- serving -----------------------------------------------------------------------------------------------------
 
     async def _pump(self) -> None:
-        """Decode batches until the queue is empty."""
         while self._queue:
             await self._gather(self._max_rows)
             async with self._model_lock:
@@ -241,7 +238,6 @@ class TorchEngine(Engine):
         return taken
 
     async def _run(self, newcomers: list[_Pending]) -> None:
-        """Decode one batch, turn by turn, until no row runs."""
         batch = self._batch = _Batch(int(self._stats.batches), time.perf_counter())
         self._events.event(
             "gen", event="batch.start", batch=batch.number, inflight=self._in_flight, target_batch=self._max_rows

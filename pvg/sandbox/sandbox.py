@@ -220,7 +220,6 @@ def _execute(wardens: _Wardens, program: Program, limits: Limits) -> Execution:
 
 
 def _answer(wardens: _Wardens, program: Program, limits: Limits) -> _Answer:
-    """Raises MissingRequirementError."""
     for attempt in range(ATTEMPTS):
         try:
             warden = wardens.start() if attempt else wardens.take()  # after a failure, idle ones may be dead too

@@ -15,8 +15,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from pvg.sandbox.inside.keeper import HEADER
-from pvg.sandbox.inside.warden import interpreter_folders
+from pvg.errors import system_module
 from pvg.sandbox.records import Limits, Program
 
 START_S = 60.0  # an interpreter starts in a tenth of a second on an idle machine
@@ -37,7 +36,10 @@ class WardenProcess:
     `unlimited`: what it cannot limit on this machine."""
 
     def __init__(self, offered: Collection[str]) -> None:
-        """Raises WardenFailedError."""
+        """Raises WardenFailedError, and MissingRequirementError on a system other than Linux and macOS."""
+        system_module("fcntl")
+        from pvg.sandbox.inside.warden import interpreter_folders
+
         # Only the standard library: no user or site packages, no current directory, no bytecode files.
         command = [os.path.realpath(sys.executable), "-s", "-S", "-P", "-B", "-X", "utf8", "-c", CODE]
         self._process = subprocess.Popen(
@@ -83,7 +85,6 @@ class WardenProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill it and release its resources."""
         self.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
@@ -106,6 +107,8 @@ class WardenProcess:
                 raise self._failure(f"it takes no job ({error.strerror})") from None
 
     def _answer(self, deadline: float) -> tuple[dict[str, Any], bytes]:
+        from pvg.sandbox.inside.keeper import HEADER
+
         header_size, body_size = HEADER.unpack(self._read(HEADER.size, deadline))
         if header_size > LONGEST_HEADER:
             raise self._failure("its answer is no answer")

@@ -41,8 +41,8 @@ NOTHING = hashlib.sha256(b"").hexdigest()  # digest of a tensor that the server 
 class ChecksumTest:
     """`dtype`: the servers' dtype. `always`: check every update, not only until weights have changed.
 
-    Servers are started with the first version of a run, so having it proves no loading. By default, updates are
-    therefore checked up to the first one with different tensors.
+    Servers start with the first version of a run, so a match there does not prove that loading works. By default,
+    updates are checked up to the first one with different tensors.
     """
 
     def __init__(self, dtype: str, executor: Executor, *, always: bool) -> None:

@@ -121,7 +121,7 @@ class ControlClient:
         `keep_kv`: requests in flight keep the keys and values of the old weights. Otherwise the server recomputes those
         of their prompts and tokens so far.
         """
-        return await self._update("/pvg/servers", {"name": name, "keep_kv": keep_kv}, label, trace)
+        return await self._update("/pvg/weights", {"name": name, "keep_kv": keep_kv}, label, trace)
 
     async def load_adapter(self, name: str, label: WeightLabel, trace: str) -> DeliveryTiming:
         """Make the server load the adapter in folder `name` of its root, as a model named like the label."""

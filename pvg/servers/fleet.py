@@ -147,9 +147,9 @@ class Fleet:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     async def acquire(self, avoid: Server | None = None) -> Server:
-        """The server for the next request. It is up; preferably not resting after a fault, then not `avoid`, then with
-        the fewest requests. Waits for a server to be up; raises ServerUnavailableError after
-        `serving.unavailable_s`."""
+        """The server for the next request, among those that are up. Prefers servers that do not rest after a fault,
+        then any server but `avoid`, then the one with the fewest requests. Waits for a server to be up; raises
+        ServerUnavailableError after `serving.unavailable_s`."""
         deadline = time.monotonic() + self._section.unavailable_s
         while True:
             if self._failure is not None:
@@ -185,8 +185,9 @@ class Fleet:
     async def deliver(
         self, servers: Sequence[Server], transport: Transport, label: WeightLabel, trace: str
     ) -> list[DeliveryTiming | BaseException]:
-        """Send with `transport` what it staged last to `servers`. Returns one outcome per server, in order. Meanwhile a
-        server may be silent, and its weights are unknown. The caller holds `updating` and handles failures."""
+        """Let `transport` send the version that it staged last to `servers`. Returns one outcome per server, in order.
+        Meanwhile a server may be silent, and its weights are unknown. The caller holds `updating` and handles
+        failures."""
         for server in servers:
             server.loading, server.settled = True, False
         try:
@@ -220,7 +221,7 @@ class Fleet:
                 self._changed.set()
 
     def _watcher_ended(self, watcher: asyncio.Task[None]) -> None:
-        """Raise a bug in a watcher in the tasks that wait for servers."""
+        """If a watcher crashes, the tasks that wait for servers raise its error."""
         if not watcher.cancelled() and (error := watcher.exception()) is not None:
             self._failure = error
             self._changed.set()

@@ -107,8 +107,8 @@ class LogTail:
             yield stage
 
     def last_lines(self, count: int = LAST_LINES) -> list[str]:
-        """The last non-empty lines without colors. If there is a traceback, the lines up to its end: that process
-        failed first, and the others only report that it did."""
+        """The last non-empty lines without colors. If there is a traceback, the lines up to the end of the first one,
+        because later ones only report that a process failed."""
         with self.path.open("rb") as file:
             file.seek(self._began)
             lines = [_plain(line) for line in file.read().decode(errors="replace").splitlines()]

@@ -179,7 +179,6 @@ def _processes_by_ps() -> dict[int, tuple[int, int]]:
 
 
 def members(session: int) -> set[int]:
-    """The live processes of a session."""
     return {pid for pid, (_, of) in processes().items() if of == session}
 
 

@@ -43,8 +43,8 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 def write_checkpoint(directory: Path, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Path:
     """Store `tensors` (any shapes, devices and dtypes) and `meta` (plain JSON data) as `directory/name`, durably.
 
-    Returns the folder. It becomes part of the run when a commit names it. Each of several tensors that share memory is
-    stored. Raises StateError if the checkpoint exists, MissingRequirementError if the disk is full (nothing is left
+    Returns the folder. It becomes part of the run when a commit names it. Tensors that share memory are stored
+    separately. Raises StateError if the checkpoint exists, MissingRequirementError if the disk is full (nothing is left
     behind), ValueError if `meta` is not plain JSON data.
     """
     if not NAME.fullmatch(name):

@@ -3,7 +3,7 @@
 Invariants: every line except the last is complete. Bytes before a `sync`ed `offset` survive a power failure. `verify`
 detects any change before a committed `mark`.
 
-JSON has no NaN and infinity: orjson writes them as null. Callers that need them must count them before appending.
+JSON has no NaN or infinity: orjson writes them as null. A caller that must report them counts them before appending.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class JsonLines:
 
         Raises DamagedFileError if the file is shorter or no line ends there: it is not the committed file.
         """
-        remedy = "Something else changed it. Restore it, or start a new run."
+        remedy = "Another program changed it. Restore it, or start a new run."
         if offset > self._offset:
             raise DamagedFileError(
                 f"{self.path} has {self._offset} bytes of complete lines, but {offset} were committed.", remedy

@@ -351,7 +351,6 @@ def _weights(sources: Sequence[str], weights: Mapping[str, float]) -> NDArray[np
 
 
 def _counts(view: PairView, source: str) -> tuple[int, int]:
-    """Numbers of correct and incorrect rows of one source."""
     if source not in view.sources:
         return 0, 0
     of_source_R = view.sources_R == view.sources.index(source)

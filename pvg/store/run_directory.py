@@ -14,7 +14,6 @@ deleted or replaced lock file.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import shutil
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pvg.config.experiment import Experiment, load_experiment, nearest
-from pvg.errors import MissingRequirementError, PvgError, StateError, UsageError
+from pvg.errors import MissingRequirementError, PvgError, StateError, UsageError, system_module
 from pvg.store.atomic import (
     DamagedFileError,
     disk_full_explained,
@@ -50,6 +49,7 @@ def exclusive(file: Path, refusal: Callable[[str], PvgError]) -> Iterator[None]:
 
     The lock belongs to the open files, so a forked child shares it until it ends or executes another program.
     """
+    fcntl = system_module("fcntl")
     folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if not _lock_folder(folder):
@@ -102,6 +102,7 @@ class FolderGuard:
 
 def _lock_folder(descriptor: int) -> bool:
     """Lock an open folder; False if another process has locked it. True if the file system cannot lock folders."""
+    fcntl = system_module("fcntl")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -113,6 +114,7 @@ def _lock_folder(descriptor: int) -> bool:
 
 
 def _can_lock(folder: Path) -> bool:
+    fcntl = system_module("fcntl")
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -182,7 +184,6 @@ class RunDirectory:
 
     @property
     def experiment_file(self) -> Path:
-        """The resolved configuration of the run."""
         return self.path / "experiment.toml"
 
     @property
@@ -225,7 +226,6 @@ class RunDirectory:
 
     @property
     def evaluation(self) -> Path:
-        """The results of `pvg evaluate` (pvg.evaluation)."""
         return self.path / "evaluation"
 
     @property
@@ -399,7 +399,6 @@ def _first_entry(folder: Path) -> str:
 
 
 def runs_in(root: Path) -> list[str]:
-    """The names of the runs in `root`, sorted."""
     if not root.is_dir():
         return []
     return sorted(path.parent.name for path in root.glob("*/experiment.toml"))

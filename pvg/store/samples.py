@@ -7,8 +7,8 @@ A `Rollout` object takes about 9 kB, too much for the statistics of a large mint
 and lengths from memory-mapped shards, without texts. `MappedSolutions` reads single solutions from the map and verifies
 each when it is read.
 
-Verifying a whole shard takes as long as reading all of it, but a verifier's first batch needs a hundred rows of a
-quarter of a million. So a shard from which pairs are drawn has a file of digests (`mint-00000.digests`): one digest of
+Verifying a whole shard takes as long as reading all of it, but a verifier's first batch needs only about 100 of
+250,000 rows. So a shard from which pairs are drawn has a file of digests (`mint-00000.digests`): one digest of
 everything that is read on opening (labels, problems, questions, offsets of text and tokens), and one of each row's text
 and tokens. The commit has the checksum of this file.
 
@@ -67,7 +67,6 @@ class SampleColumns:
 
     @classmethod
     def of_batch(cls, batch: pa.RecordBatch) -> SampleColumns:
-        """The rows of one shard."""
         lengths_N = batch.column("completion_ids").value_lengths().to_numpy().astype(np.int64)
         tokens_N, answers_N = protocol_columns.sampled_tokens(batch, lengths_N)
         return cls(
@@ -82,7 +81,6 @@ class SampleColumns:
 
     @classmethod
     def joined(cls, parts: Sequence[SampleColumns]) -> SampleColumns:
-        """The rows of all parts, in their order."""
         parts = [cls.of([]), *parts]
         return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
@@ -91,14 +89,12 @@ class SampleColumns:
 
     @property
     def proven_N(self) -> Bools:
-        """`Rollout.proven`."""
         certified_N = self.checks_N3[:, 2]
         proven_N: Bools = self.helpful_N | self.correct_N | np.isnan(certified_N) | (certified_N == 1.0)
         return proven_N
 
     @property
     def flaws_N(self) -> Bools:
-        """`Rollout.is_flaw`."""
         return ~self.helpful_N & ~self.correct_N & self.well_formed_N & self.proven_N
 
 

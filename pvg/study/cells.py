@@ -149,7 +149,6 @@ class StudyFolder:
 
 
 def standing(cell: Cell, folder: StudyFolder, evaluate: StudyEvaluation | None) -> CellProgress:
-    """The cell's progress, from its files."""
     reason = _failure(folder.failure(cell))
     if not cell.run.experiment_file.is_file():
         return CellProgress("new", reason=reason)

@@ -81,9 +81,9 @@ Read = Callable[[RunFacts], Series]
 class StudyMeasure:
     """`read` gives the values by round, in order; a measure of the whole run (`by_round` false) gives one.
 
-    `higher_is_better`: None if neither direction is better. `parts`: of `pvg evaluate`, that it needs, with an `attack`
-    of this kind and at least `samples` samples. Not `compared`: shown, but not a hypothesis of a study, because each
-    further hypothesis makes Holm's adjustment stricter.
+    `higher_is_better`: None if neither direction is better. `parts`: the parts of `pvg evaluate` that it needs;
+    `attack`: the kind of attack that it needs, if any; `samples`: the smallest evaluate.samples. If not `compared`, a
+    study shows it but does not test it, because each further test makes Holm's adjustment stricter.
     """
 
     name: str

@@ -1,5 +1,4 @@
-"""The page of a study, in the look of `pvg report`: the table, curves over rounds, seeds as dots, comparisons, trends,
-the games, and what made them."""
+"""The page of a study: results, curves over rounds, comparisons, trends, seeds, games, and how to reproduce it."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ def study_page(results: StudyResults) -> str:
 
 
 def _keys(results: StudyResults) -> dict[str, LegendKey]:
-    """Every arm's colour and dash on this page."""
+    """The colour and dash of every arm on this page."""
     return {
         arm.name: LegendKey(arm.name, f"run-{place % COLOURS}", DASHES[place // COLOURS % len(DASHES)])
         for place, arm in enumerate(results.arms)
@@ -83,7 +82,8 @@ def _means(results: StudyResults, keys: dict[str, LegendKey]) -> PageSection:
         means = (_mean(measure, results, arm.name) for measure in results.measures)
         table.add(TableCell(arm.name, key=keys[arm.name]), *means)
     lead = (
-        "After the last round: the mean over seeds; below it its 95 % interval (Student's t), of two seeds (the range)."
+        "After the last round: the mean over seeds; below it the 95 % interval (Student's t), or the range of two "
+        "seeds in parentheses."
     )
     return PageSection("table", "Results", [table], lead)
 
@@ -100,16 +100,16 @@ def _mean(measure: MeasureRecord, results: StudyResults, arm: str) -> TableCell:
 
 def _comparisons(results: StudyResults, keys: dict[str, LegendKey]) -> PageSection:
     lead = (
-        f"Each arm less {results.reference}, seed by seed. p: the share of all ways to exchange the two within seeds "
-        "that lie as far apart (exact); Holm's is adjusted over all comparisons of this table."
+        f"Each arm minus {results.reference}, paired by seed. p: exact permutation test, the share of all exchanges "
+        "within seeds with a difference at least as large. Holm's p is adjusted for all comparisons of this table."
     )
     return PageSection("comparisons", "Comparisons", [comparisons_table(results, keys)], lead)
 
 
 def _trends(results: StudyResults, keys: dict[str, LegendKey]) -> PageSection:
     lead = (
-        "Does it rise or fall with the rounds? Kendall's tau is 1 where every round is above the ones before it, −1 "
-        "where every one is below; its mean over seeds, and p against no trend with seeds as the units."
+        "The last round minus the first. Kendall's tau is 1 if every round is above those before it, and −1 if every "
+        "round is below; the mean over seeds. p: no trend, with seeds as units."
     )
     return PageSection("trends", "Over the rounds", [trends_table(results, keys)], lead)
 
@@ -139,7 +139,7 @@ def _curve(measure: MeasureRecord, results: StudyResults, keys: dict[str, Legend
     title = measure.label[0].upper() + measure.label[1:]
     if limit is None:
         return line_chart(title, lines, across, cast(NumberStyle, measure.style), keyed=False)
-    note = "Medians, where a seed's was not found. At the limit: nor was the median."
+    note = "Rounds with values that were not found show the median. A median that was not found is drawn at the limit."
     references = [ReferenceLine(limit, "limit")]
     return line_chart(
         title, lines, across, cast(NumberStyle, measure.style), keyed=False, references=references, note=note
@@ -147,13 +147,13 @@ def _curve(measure: MeasureRecord, results: StudyResults, keys: dict[str, Legend
 
 
 def _limit(results: Sequence[MeasureResult]) -> float | None:
-    """The largest number that a value was not found within; None where all were found."""
+    """The largest limit of a censored value; None if no value is censored."""
     values = [value for result in results for series in result.series.values() for value in series]
     return max((value.number for value in values if value is not None and value.censored), default=None)
 
 
 def _line(result: MeasureResult, key: LegendKey, limit: float | None) -> ChartLine:
-    """Rounds with censored values have a median, which may not be found either; there the line has no band."""
+    """A round with censored values shows its median, without a band; at the limit if the median is censored too."""
     points, spread = [], []
     for place, found in enumerate(result.rounds):
         middle = found.median if found.censored else found.mean
@@ -169,7 +169,7 @@ def _line(result: MeasureResult, key: LegendKey, limit: float | None) -> ChartLi
 
 
 def _seeds(results: StudyResults, keys: dict[str, LegendKey]) -> PageSection:
-    """Every seed as a dot: what a mean hides."""
+    """Every seed as a dot."""
     charts = []
     for measure in results.measures:
         rows, hidden = [], 0
@@ -179,11 +179,11 @@ def _seeds(results: StudyResults, keys: dict[str, LegendKey]) -> PageSection:
             if known := [value.number for value in values if not value.censored]:
                 rows.append((arm.name, known, keys[arm.name].style))
         if rows:
-            note = f"{hidden} values were not found within their limit and have no dot." if hidden else ""
+            note = f"{hidden} values were not found within their limit and are not shown." if hidden else ""
             charts.append(
                 dot_strips(measure.label, rows, cast(NumberStyle, measure.style), unit="a dot per seed", note=note)
             )
-    return PageSection("seeds", "Seeds", charts, "Each seed after its last round; the mark is the median.")
+    return PageSection("seeds", "Seeds", charts, "One dot per seed, after its last round. The mark is the median.")
 
 
 # --- what made it ------------------------------------------------------------------------------------------------
@@ -221,9 +221,9 @@ def _made_by(results: StudyResults) -> PageSection:
     versions = sorted({cell.code_version for cell in results.cells if cell.code_version})
     machines = sorted({cell.machine for cell in results.cells if cell.machine})
     done: Sequence[CellRecord] = [cell for cell in results.cells if cell.status == "complete"]
-    lines = [(results.command, "makes this page, and plays what is missing")]
+    lines = [(results.command, "play missing games and write this page")]
     if done:
-        lines.append((f"pvg report {shlex.quote(done[0].run)}", "one of the games by itself"))
+        lines.append((f"pvg report {shlex.quote(done[0].run)}", "the report of a single game"))
     body = [
         elements.commands(lines),
         elements.facts([("games played by", ", ".join(versions)), ("on", "; ".join(machines)), ("file", results.file)]),
@@ -232,4 +232,4 @@ def _made_by(results: StudyResults) -> PageSection:
         else None,
         elements.toml(results.toml),
     ]
-    return PageSection("made", "What made it", body)
+    return PageSection("made", "How to reproduce it", body)

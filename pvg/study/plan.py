@@ -243,7 +243,6 @@ class StudyPlan:
 
     @property
     def cells(self) -> list[Cell]:
-        """All cells, seed by seed."""
         return [self.cell(arm, seed) for seed in self.seeds for arm in self.arms]
 
     def cell(self, arm: Arm, seed: int) -> Cell:

@@ -72,8 +72,6 @@ class StopCounter(Protocol):
 
 @dataclass
 class _Playing:
-    """One cell and its process."""
-
     cell: Cell
     job: Job
     process: subprocess.Popen[bytes]

@@ -255,7 +255,7 @@ def means_table(results: StudyResults) -> Table:
 
 
 def rounds_table(results: StudyResults) -> Table:
-    """The middle and the range after each round; without rows for games of one round."""
+    """Mean (or median) and range after each round. Empty for games of one round."""
     by_round = [measure for measure in results.measures if measure.by_round]
     found = [(m, arm.name, results.result(arm.name, m.name).rounds) for m in by_round for arm in results.arms]
     count = max((len(rounds) for *_, rounds in found), default=0)
@@ -271,7 +271,7 @@ def rounds_table(results: StudyResults) -> Table:
 
 
 def comparisons_table(results: StudyResults, keys: Mapping[str, LegendKey] | None = None) -> Table:
-    """Each arm less the reference. `keys`: the arms' swatches on a page."""
+    """Each arm minus the reference. `keys`: the arms' swatches on a page."""
     titles = ("difference", "95 % interval", "seeds", "p")
     adjusted = Column(f"Holm's p of {results.family}", "right", short=f"p of {results.family}")
     table = Table([Column("measure", once=True), Column("arm"), *(Column(t, "right") for t in titles), adjusted])
@@ -283,7 +283,7 @@ def comparisons_table(results: StudyResults, keys: Mapping[str, LegendKey] | Non
 
 
 def trends_table(results: StudyResults, keys: Mapping[str, LegendKey] | None = None) -> Table:
-    """The last round less the first. `keys`: the arms' swatches on a page."""
+    """The last round minus the first. `keys`: the arms' swatches on a page."""
     titles = ("last - first", "95 % interval", "seeds", "tau", "p")
     hint = "Kendall's tau: 1 where every round is above those before it, -1 where every one is below"
     columns = (Column(title, "right", hint=hint if title == "tau" else "") for title in titles)

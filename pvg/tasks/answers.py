@@ -83,7 +83,6 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def same_number(first: str, second: str) -> bool:
-    """Whether both are numbers with exactly the same value."""
     value = parse_number(first)
     return value is not None and value == parse_number(second)
 

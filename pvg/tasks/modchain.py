@@ -38,8 +38,6 @@ ANSWER = re.compile(rf"A{NUMBER}")
 
 
 class Modchain:
-    """The modchain task of one section."""
-
     def __init__(self, section: ModchainTask) -> None:
         """Raises ConfigurationError if the settings allow fewer distinct problems than are required."""
         self._section = section
@@ -118,7 +116,6 @@ def chain_problem(operands: Sequence[int], modulus: int) -> Problem:
 
 
 def operands_of(problem: Problem) -> tuple[tuple[int, ...], int]:
-    """The operands and the modulus of a modchain problem."""
     return tuple(problem.metadata["terms"]), int(problem.metadata["modulus"])
 
 
@@ -259,7 +256,6 @@ MISTAKES: tuple[Mistake, ...] = get_args(Mistake)
 
 
 def clean_trace(problem: Problem) -> str:
-    """The flawless solution."""
     operands, modulus = operands_of(problem)
     steps, running = _steps(operands[0], operands[1:], modulus)
     return _written(steps, running)

@@ -87,5 +87,4 @@ def half_of(problem_id: str) -> Half:
 
 
 def problems_of_half(task: Task, half: Half) -> list[Problem]:
-    """The training problems of `half`, in the task's order."""
     return [problem for problem in task.problems("train") if half_of(problem.id) == half]

@@ -138,7 +138,7 @@ def _sampled() -> list[Metric]:
             "Completion tokens per second of sampling.",
         ),
         *_in(everywhere, "challenged", "share", NEITHER, "Rollouts with a question about a step (game.protocol)."),
-        *_in(everywhere, "answer_tokens", "tokens", NEITHER, "Mean length of the answers to these questions."),
+        *_in(everywhere, "answer_tokens", "tokens", NEITHER, "Mean length of the answers to questions about a step."),
         *_in(play, "solver_accuracy", "share", HIGHER, "Translated solutions that are correct (game.protocol)."),
         *_in(play, "faithful", "share", HIGHER, "Faithful translations that keep the solver's answer, correct or not."),
         *_in(
@@ -255,7 +255,7 @@ def _prover() -> list[Metric]:
         *_in(
             PROVER, "ratio_mean", "number", NEITHER, "Mean of pi / pi_sampled over completion tokens, before clipping."
         ),
-        *_in(PROVER, "ratio_max", "number", NEITHER, "The largest of these ratios."),
+        *_in(PROVER, "ratio_max", "number", NEITHER, "The largest pi / pi_sampled, before clipping."),
         *_in(PROVER, "clipped", "share", NEITHER, "Completion tokens whose gradient was changed by clipping."),
         *_in(
             PROVER,
@@ -293,7 +293,7 @@ def _prover() -> list[Metric]:
             LOWER,
             "Groups sampled for the batch in all rounds. All metrics except the trainer's cover all of them.",
         ),
-        *_in(PROVER, "groups_surplus", "count", LOWER, "Those with a signal that the batch did not need."),
+        *_in(PROVER, "groups_surplus", "count", LOWER, "Sampled groups with a signal that the batch did not need."),
         *_in(
             PROVER,
             "groups_missing",
@@ -308,26 +308,26 @@ def _prover() -> list[Metric]:
             NEITHER,
             "Tracked success rate of the batch's problems in their roles, before the batch (training.curriculum).",
         ),
-        *_in(PROVER, "success_error", "share", LOWER, "Mean distance between these rates and the batch's results."),
+        *_in(PROVER, "success_error", "share", LOWER, "Mean distance of the tracked rates from the batch."),
         *_in(PROVER, "success_unseen", "share", NEITHER, "Rollouts of problems that are new in their role."),
         *_in(
             PROVER, "success_hard", "share", NEITHER, "Rollouts of problems below the first training.curriculum.edges."
         ),
-        *_in(PROVER, "success_easy", "share", NEITHER, "Rollouts of problems at or above the last of these edges."),
+        *_in(PROVER, "success_easy", "share", NEITHER, "Rollouts of problems at or above the last edge."),
         *_in(PROVER, "groups_cut", "count", LOWER, "Groups cut short at rollout.group_deadline_s."),
         *_in(
             PROVER,
             "rollouts_cancelled",
             "rollouts",
             LOWER,
-            "Rollouts cancelled at this deadline; with rollout.partial, rollouts discarded as too old.",
+            "Rollouts cancelled at rollout.group_deadline_s; with rollout.partial, rollouts discarded as too old.",
         ),
         *_in(
             PROVER,
             "tokens_lost",
             "tokens",
             LOWER,
-            "Tokens sampled for them, if the engine reports it (torch: only with rollout.partial).",
+            "Tokens sampled for cancelled rollouts, if the engine reports it (torch: only with rollout.partial).",
         ),
         *_in(
             PROVER,
@@ -344,7 +344,7 @@ def _prover() -> list[Metric]:
             "Tokens from earlier batches of rollouts that continue in this batch (rollout.partial).",
         ),
         *_in(PROVER, "value_mean", "reward", NEITHER, "Mean of the values tracked by spo or rae, before the batch."),
-        *_in(PROVER, "value_error", "reward", LOWER, "Mean distance between these values and the rewards."),
+        *_in(PROVER, "value_error", "reward", LOWER, "Mean distance of the tracked values from the rewards."),
         *_updated(),
         *_in(PROVER, "prompt_tokens_per_s", "tokens/s", HIGHER, "Prompt tokens of rollouts per second of sampling."),
         *_in(PROVER, "latency_p50_s", "s", LOWER, f"Median latency {latency}"),
@@ -362,8 +362,8 @@ def _prover() -> list[Metric]:
         ),
         *_in(PROVER, "staleness", "versions", LOWER, "Mean versions by which the batch's rollouts are behind."),
         *_in(PROVER, "staleness_max", "versions", LOWER, "Versions by which the oldest rollout is behind."),
-        *_in(PROVER, "staleness_in_flight", "versions", LOWER, "The part of the mean from before rollouts arrived."),
-        *_in(PROVER, "staleness_in_queue", "versions", LOWER, "The part of the mean from waiting for the trainer."),
+        *_in(PROVER, "staleness_in_flight", "versions", LOWER, "The part of staleness before rollouts arrived."),
+        *_in(PROVER, "staleness_in_queue", "versions", LOWER, "The part of staleness from waiting for the trainer."),
         *_in(PROVER, "groups_in_flight", "count", NEITHER, "Prefetched groups in flight when the batch was taken."),
         *_in(PROVER, "groups_waiting", "count", NEITHER, "Finished groups that were left for the next batch."),
         *_in(
@@ -371,11 +371,11 @@ def _prover() -> list[Metric]:
             "dropped_stale",
             "rollouts",
             LOWER,
-            "Rollouts older than rollout.max_staleness since the previous batch, mostly long ones: the next three.",
+            "Rollouts dropped since the previous batch as older than rollout.max_staleness, mostly long ones.",
         ),
-        *_in(PROVER, "stale_cancelled", "rollouts", LOWER, "Too old while their group was in flight."),
-        *_in(PROVER, "stale_on_arrival", "rollouts", LOWER, "Too old when they arrived."),
-        *_in(PROVER, "stale_waiting", "rollouts", LOWER, "Too old while they waited for the trainer."),
+        *_in(PROVER, "stale_cancelled", "rollouts", LOWER, "Dropped while their group was in flight."),
+        *_in(PROVER, "stale_on_arrival", "rollouts", LOWER, "Dropped when they arrived."),
+        *_in(PROVER, "stale_waiting", "rollouts", LOWER, "Dropped while they waited for the trainer."),
         *_in(PROVER, "stale_tokens", "tokens", LOWER, "Completion tokens of the dropped rollouts that had arrived."),
         *_in(
             PROVER,
@@ -384,7 +384,7 @@ def _prover() -> list[Metric]:
             NEITHER,
             "Mean untruncated pi at batch start / pi_sampled (training.importance).",
         ),
-        *_in(PROVER, "start_ratio_max", "number", NEITHER, "The largest of these ratios."),
+        *_in(PROVER, "start_ratio_max", "number", NEITHER, "The largest pi at batch start / pi_sampled."),
         *_in(
             PROVER,
             "start_outside",
@@ -393,7 +393,7 @@ def _prover() -> list[Metric]:
             "Completion tokens whose ratio is truncated or masked (training.importance.high, low).",
         ),
         *_in(PROVER, "weights_wall_s", "s", LOWER, "Time of the weight update after the step, on the slowest engine."),
-        *_in(PROVER, "weights_queue_s", "s", LOWER, "The part of it before the engine worked on the update."),
+        *_in(PROVER, "weights_queue_s", "s", LOWER, "The part of the update before the engine worked on it."),
         *_in(PROVER, "canary_gap", "nats", LOWER, "Largest gap between a server's log-probs and the trainer's."),
         *_in(PROVER, "cache_hit_rate", "share", HIGHER, "Scores of the batch that needed no computation."),
         *_in(PROVER, "cache_hits", "count", HIGHER, "Scores found in the cache since the phase began."),

@@ -41,7 +41,6 @@ class CoreTime:
 
     @property
     def shared(self) -> bool:
-        """Whether the share is above SHARED."""
         return self.share > SHARED
 
     def __add__(self, other: CoreTime) -> CoreTime:

@@ -27,7 +27,6 @@ class Metrics:
         self._maxima[name] = max(self._maxima.get(name, value), value)
 
     def merge(self, other: Metrics) -> None:
-        """Add everything that `other` has gathered."""
         for name, total in other._totals.items():
             self.add_mean(name, total, other._weights[name])
         for name, value in other._sums.items():

@@ -182,7 +182,6 @@ class Monitoring:
         self._write(found, whole=False)
 
     def round(self, round_: int, metrics: Mapping[str, float]) -> None:
-        """Report the metrics of a finished round."""
         self._place = (round_, self._place[1])
         self._write({f"round/{name}": value for name, value in metrics.items()})
 

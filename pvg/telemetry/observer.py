@@ -50,8 +50,6 @@ class Observer(Protocol):
 
 
 class SilentObserver:
-    """Ignores everything."""
-
     def phase_started(self, info: PhaseInfo) -> None: ...
 
     def progressed(self, progress: Progress) -> None: ...

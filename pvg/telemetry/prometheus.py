@@ -128,7 +128,6 @@ class MetricsEndpoint(MetricSink):
             self._set("pvg_round", "The round being played.", {}, point.round)
 
     def alert(self, point: AlertPoint) -> None:
-        """Count the alert."""
         self._alerts.labels(point.kind).inc()
 
     def close(self) -> None:

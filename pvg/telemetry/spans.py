@@ -15,8 +15,7 @@ it. A thread that a track waits for (`run_in`) belongs to that track.
 
 Invariants:
 - The exposed seconds of a step, including `unaccounted`, sum to its wall time. Each moment of the driver's track
-belongs
-  to the innermost span.
+  belongs to the innermost span.
 - If the driver waits inside a span while spans of other tracks work for it, their time is exposed, and the span keeps
   the rest. Each moment goes to the most deeply nested of them, then to the one that began first.
 - The driver's time outside all spans is `unaccounted`, whatever runs beside it.
@@ -71,7 +70,6 @@ class StepBudget:
 
 
 def add_seconds(totals: dict[str, float], more: Mapping[str, float]) -> None:
-    """Add seconds by part to `totals`."""
     for part, seconds in more.items():
         totals[part] = totals.get(part, 0.0) + seconds
 

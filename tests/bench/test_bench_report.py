@@ -130,7 +130,7 @@ def test_a_report_that_contradicts_itself_is_refused(change: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (None, "cannot be read"),
+        (None, "Cannot read the report"),
         (b"{", "is not JSON"),
         (b"[1]", "not a benchmark report"),
         (b'{"schema_version": 7}', "schema version 7"),

@@ -65,7 +65,7 @@ def test_what_has_no_exponent_is_refused(sizes: list[float], samples: list[list[
         exponent_of(sizes, samples)
     with pytest.raises(ValueError, match="above 0"):
         exponent_of([1.0, 2.0], [[0.0], [1.0]])
-    with pytest.raises(ValueError, match="cannot be told"):
+    with pytest.raises(ValueError, match="cannot be fitted"):
         upper_range([5.0])
 
 

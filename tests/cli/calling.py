@@ -10,10 +10,10 @@ from typing import Any
 import orjson
 from typer.testing import CliRunner
 
-from cli.main import app
+from pvg_cli.main import app
 
 # The console script's own call, without depending on where it is installed.
-ENTRY = [sys.executable, "-c", "import sys; from cli.main import app; sys.exit(app(prog_name='pvg'))"]
+ENTRY = [sys.executable, "-c", "import sys; from pvg_cli.main import app; sys.exit(app(prog_name='pvg'))"]
 
 
 @dataclass(frozen=True)

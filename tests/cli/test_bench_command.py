@@ -100,7 +100,7 @@ def test_out_names_the_file_and_replaces_what_was_there(tiny: Path) -> None:
 def test_a_sweep_prints_a_line_for_each_value() -> None:
     called = pvg("bench", "-p", "tiny", "--sweep", "workload.kind=stable,quicksort", "--interleave")
     assert called.code == 0, called.err
-    table = called.out[called.out.index("The values") :]
+    table = called.out[called.out.index("Values") :]
     assert "workload.kind" in table.splitlines()[1] + table.splitlines()[2]
     for value in ("stable", "quicksort"):
         assert any(line.strip().startswith(value) for line in table.splitlines())
@@ -110,7 +110,7 @@ def test_a_sweep_prints_a_line_for_each_value() -> None:
 def test_an_ablation_prints_what_each_switch_bought() -> None:
     called = pvg("bench", "-p", "tiny", "--ablate")
     assert called.code == 0, called.err
-    for words in ("all slow", "workload.kind=quicksort", "the faster algorithm", "rollout.max_rows=128", "bought"):
+    for words in ("all slow", "workload.kind=quicksort", "the faster algorithm", "rollout.max_rows=128", "gain"):
         assert words in called.out
     assert called.out.count("x  ") >= 2
 
@@ -147,8 +147,8 @@ def test_a_defect_is_no_failed_variant_and_writes_nothing() -> None:
         (["-p", "tiny", "--replay", "nowhere"], "nowhere"),
         (["-p", "tiny", "--out", "no/where/r.json"], "mkdir -p no/where"),
         (["-p", "tiny", "--out", "profiles"], "is a folder"),
-        (["--sweep", "rollout.max_rows=1,2"], "no --profile"),
-        (["--serve"], "no --profile"),
+        (["--sweep", "rollout.max_rows=1,2"], "--profile is missing"),
+        (["--serve"], "--profile is missing"),
         (["-p", "tiny", "--server", "http://127.0.0.1:9"], "does not use servers"),
         (["-p", "rollout", "--server", "127.0.0.1:9"], "serving.servers"),
         (["-p", "rollout", "--server", "http://127.0.0.1:9", "--serve"], "cannot be used together"),
@@ -187,7 +187,7 @@ import resource, signal, sys
 sys.path.insert(0, {tests!r})
 from tiny_workload import TinyWorkload
 from pvg.bench.workloads import WORKLOADS
-from cli.main import app
+from pvg_cli.main import app
 WORKLOADS["tiny"] = TinyWorkload
 {before}
 sys.exit(app(["bench", "-p", "tiny", *sys.argv[1:]], prog_name="pvg"))
@@ -225,7 +225,7 @@ def test_ctrl_c_stops_at_once_and_leaves_no_half_report(how: signal.Signals, loo
 
 def test_the_command_loads_no_torch_to_list_or_to_refuse() -> None:
     program = (
-        "import sys; from cli.main import app\n"
+        "import sys; from pvg_cli.main import app\n"
         "try: app(sys.argv[1:], prog_name='pvg')\n"
         "except SystemExit: pass\n"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"

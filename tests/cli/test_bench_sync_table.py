@@ -9,11 +9,10 @@ from typing import Any
 from made_reports import higher, lower, made_report, variant
 from rich.console import Console
 
-from cli.bench_sync import cost_cells, has_updates, notes, update_cells
-from cli.bench_tables import report_text
 from pvg.bench.profile import load_profile
 from pvg.bench.report import BenchReport, Variant
 from pvg.bench.workloads.sync_servers import PARTS, TIMES
+from pvg_cli.bench_tables import cost_cells, has_updates, notes, report_text, update_cells
 
 WORK = {"streams": 150, "updates": {"idle": 20, "loaded": 20}}
 
@@ -62,11 +61,11 @@ def test_each_client_has_its_row_and_each_figure_its_place() -> None:
     cost = cost_cells(made)
     row = dict(zip(cost.header, cost.rows[0], strict=True))
     assert row["client"] == "shared"
-    rates = [row[f"tokens/s {when}"] for when in ("before", "back to back", "once a step", "after")]
+    rates = [row[f"tokens/s {when}"] for when in ("before", "back to back", "once per step", "after")]
     assert rates == ["6,000", "4,500", "5,990", "6,100"]
     assert row["updates /s"] == "2.5"
     text = shown(made)
-    assert "An update among the streams, ms" in text
+    assert "Update time under load, ms" in text
     assert "900" in text
     assert max(len(line) for line in text.splitlines()) <= 100
     (line,) = [line for line in text.splitlines() if line.strip().startswith("dedicated") and "36.0" in line]
@@ -85,23 +84,23 @@ def test_what_stands_behind_the_percentiles_is_said() -> None:
 def test_what_updates_cost_generation_is_said_beside_their_times() -> None:
     dedicated = client("weights.client=dedicated", 12.0)
     found = notes(report(client("weights.client=shared", 900.0), dedicated))
-    assert "Updates reduce the streams' tokens/s by 26 % back to back and 1 % once a step (dedicated)." in found
+    assert "Updates reduce the streams' tokens/s by 26 % back to back and 1 % once per step (dedicated)." in found
     samples = {name: each for name, each in dedicated.samples.items() if name != "tokens_per_s_stepped"}
     older = report(dedicated.model_copy(update={"samples": samples}))
     assert "Updates reduce the streams' tokens/s by 26 % back to back (dedicated)." in notes(older)
-    assert "tokens/s once a step" not in cost_cells(older).header
+    assert "tokens/s once per step" not in cost_cells(older).header
 
 
 def test_one_client_alone_is_named_by_its_setting() -> None:
     made = report(client("", 12.0), kind="bench")
     assert update_cells(made).rows[0][0] == "dedicated"
-    assert "An update among the streams" in shown(made)
+    assert "Update time under load" in shown(made)
 
 
 def test_a_report_of_the_torch_engine_has_no_such_table() -> None:
     torch = made_report(variant({"loaded_wall_p95_ms": lower([1.0, 2.0], "ms")}), profile="sync", kind="bench")
     assert not has_updates(torch)
-    assert "An update among the streams" not in shown(
+    assert "Update time under load" not in shown(
         made_report(variant({"tokens_per_s": higher([1.0, 2.0])}), kind="bench")
     )
 

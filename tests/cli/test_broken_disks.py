@@ -94,8 +94,8 @@ def read_only(mounted: list[Path]) -> Path:
         (("train", "--resume", "read-only/second"), "lock: Read-only file system"),
         (("evaluate", "read-only/first"), "lock: Read-only file system"),
         (("report", "read-only/first"), "page read-only/first/report.html cannot be written: Read-only file system"),
-        (("train", "-s", "store.root=read-only"), "cannot be made: Read-only file system"),
-        (("rollout", "-s", "store.root=read-only"), "cannot be made: Read-only file system"),
+        (("train", "-s", "store.root=read-only"), "run folder read-only/modchain: Read-only file system"),
+        (("rollout", "-s", "store.root=read-only"), "run folder read-only/modchain-samples: Read-only file system"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
@@ -149,7 +149,7 @@ def test_a_full_disk_without_a_name_is_not_the_output(monkeypatch: pytest.Monkey
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("cli.resolve.resolve", full)
+    monkeypatch.setattr("pvg_cli.runs.resolve", full)
     called = pvg("config", "show")
     assert_refused(called, 3, "No space left on device")
     assert "output" not in called.err

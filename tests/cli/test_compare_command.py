@@ -15,11 +15,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 from calling import pvg, pvg_process
 from made_reports import ENVIRONMENT, PROFILE, failed_report, higher, lower, made_report, saved, variant
 
-from cli.compare import parse_share
-from cli.compare_table import comparison_text
 from pvg.bench.compare import compare_reports
 from pvg.bench.report import read_report
 from pvg.errors import UsageError
+from pvg_cli.compare import parse_share
+from pvg_cli.compare_table import comparison_text
 
 BASE = [1.00, 1.01, 0.99, 1.02, 0.98, 1.005, 0.995, 1.015]
 
@@ -123,7 +123,7 @@ def test_markdown_that_does_not_fit_leaves_what_was_there(reports: tuple[str, st
     )
     assert called.code == 3
     assert called.err.startswith("error: The file size limit") or "out.md" in called.err
-    assert "Name another file." in called.err
+    assert "Give another file." in called.err
     assert Path("out.md").read_text() == "before"
 
 
@@ -193,8 +193,8 @@ def test_what_is_no_report(reports: tuple[str, str]) -> None:
     Path("list.json").write_text("[1]")
     Path("torn.json").write_text(Path("a.json").read_text()[:-20])
     for wrong, said in {
-        "runs/first": "Look at it with: pvg report runs/first",
-        "first": "Look at it with: pvg report first",
+        "runs/first": "To see the run: pvg report runs/first",
+        "first": "To see the run: pvg report first",
         "runs": "runs is a folder, not a benchmark report",
         "new.json": "schema version 2",
         "list.json": "not a benchmark report",
@@ -224,5 +224,5 @@ def test_shares() -> None:
     assert parse_share("0") == 0
     assert parse_share("150%") == 1.5
     for wrong in ("5", "-1%", "-0.1", "many", "%", "", "nan", "inf", "inf%", "1e9%"):
-        with pytest.raises(UsageError, match="no share"):
+        with pytest.raises(UsageError, match="not a share"):
             parse_share(wrong)

@@ -10,11 +10,9 @@ import pytest
 from rich.console import Console
 from run_samples import played
 
-from cli.board import Board
-from cli.display import Display, draw
-from cli.plain import SECONDS_BETWEEN_LINES, PlainLines
 from pvg.reporting.run_summary import read_run
 from pvg.telemetry.observer import PhaseInfo, Progress
+from pvg_cli.run_display import SECONDS_BETWEEN_LINES, RunBoard, RunWatcher, draw
 
 
 class Clock:
@@ -25,16 +23,16 @@ class Clock:
         return self.now
 
 
-def board() -> tuple[Board, Clock]:
+def board() -> tuple[RunBoard, Clock]:
     clock = Clock()
-    return Board("modchain", "modchain-2", 2, clock=clock), clock
+    return RunBoard("modchain", "modchain-2", 2, clock=clock), clock
 
 
 def info(phase: str, total: int, *, round_: int = 0, done: int = 0) -> PhaseInfo:
     return PhaseInfo(round_, 2, phase, "steps", total, done)
 
 
-def drawn(state: Board, width: int, *, roomy: bool = True) -> list[str]:
+def drawn(state: RunBoard, width: int, *, roomy: bool = True) -> list[str]:
     stream = io.StringIO()
     Console(file=stream, width=width).print(draw(state, width, roomy=roomy))
     return stream.getvalue().splitlines()
@@ -115,7 +113,7 @@ def test_a_resumed_run_recalls_its_rounds_and_lines(tmp_path: Path) -> None:
     assert state.alerts == [("collapse", "It fell.")]
 
 
-def full_board() -> Board:
+def full_board() -> RunBoard:
     state, clock = board()
     for phase in ("mint", "train_verifier", "train_prover"):
         state.start_phase(info(phase, 2000))
@@ -171,7 +169,7 @@ def test_the_display_survives_a_run_that_tells_it_much_while_it_draws() -> None:
             drawings.append(len(stream.getvalue()))
         ended_well.set()
 
-    display = Display(state, console=console, refresh_per_second=20.0)
+    display = RunWatcher(state, console, refresh_per_second=20.0)
     with display:
         painter = threading.Thread(target=draw_all_the_time)
         painter.start()
@@ -190,7 +188,7 @@ def test_the_display_survives_a_run_that_tells_it_much_while_it_draws() -> None:
 def test_plain_lines_are_few_and_without_escape_codes() -> None:
     state, clock = board()
     stream = io.StringIO()
-    lines = PlainLines(state, stream)
+    lines = RunWatcher(state, Console(file=stream))
     lines.phase_started(info("train_prover", 100, done=3))
     for number in range(4, 54):
         clock.now += 1.0
@@ -210,7 +208,7 @@ def test_plain_lines_are_few_and_without_escape_codes() -> None:
 def test_plain_lines_give_the_newest_figures_of_a_phase_though_the_last_step_has_none() -> None:
     state, clock = board()
     stream = io.StringIO()
-    lines = PlainLines(state, stream)
+    lines = RunWatcher(state, Console(file=stream))
     lines.phase_started(info("train_prover", 100))
     lines.progressed(Progress(1, {"helpful_accuracy": 0.5, "loss": 0.1}))
     clock.now += 2 * SECONDS_BETWEEN_LINES
@@ -223,7 +221,7 @@ def test_plain_lines_give_the_newest_figures_of_a_phase_though_the_last_step_has
 
 
 def test_phases_that_come_again_are_under_way_again_and_promise_no_end() -> None:
-    board = Board("modchain", "modchain", 2, phases=("samples", "attack"), once=False)
+    board = RunBoard("modchain", "modchain", 2, phases=("samples", "attack"), once=False)
     first = PhaseInfo(0, 2, "samples", "rollouts", 4)
     board.start_phase(first)
     board.finish_phase(first, {})

@@ -17,13 +17,13 @@ HEAVY = ("torch", "transformers", "pyarrow", "numpy", "pydantic", "safetensors")
 
 def test_the_console_script_is_the_app() -> None:
     scripts = [entry for entry in entry_points(group="console_scripts") if entry.name == "pvg"]
-    assert [entry.value for entry in scripts] == ["cli.main:app"]
+    assert [entry.value for entry in scripts] == ["pvg_cli.main:app"]
 
 
 @pytest.mark.parametrize("argument", ["--help", "--version"])
 def test_help_and_version_import_nothing_heavy(argument: str) -> None:
     program = (
-        "import sys\nfrom cli.main import app\n"
+        "import sys\nfrom pvg_cli.main import app\n"
         f"try:\n    app(['{argument}'], prog_name='pvg')\nexcept SystemExit as end:\n    assert end.code == 0\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
     )
@@ -52,7 +52,7 @@ def test_no_escape_codes_in_pipes(arguments: tuple[str, ...]) -> None:
 
 def test_a_dry_run_loads_no_torch() -> None:
     program = (
-        "import sys\nfrom cli.main import app\n"
+        "import sys\nfrom pvg_cli.main import app\n"
         "try:\n    app(['train', '--dry-run'], prog_name='pvg')\nexcept SystemExit as end:\n    assert end.code == 0\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules], file=sys.stderr)"
     )
@@ -61,7 +61,20 @@ def test_a_dry_run_loads_no_torch() -> None:
 
 
 def test_a_closed_pipe_is_no_defect() -> None:
-    shell = f"{sys.executable} -c \"from cli.main import app; app(['config', 'schema'])\" | head -n 1"
+    shell = f"{sys.executable} -c \"from pvg_cli.main import app; app(['config', 'schema'])\" | head -n 1"
     done = subprocess.run(shell, shell=True, capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr
     assert "defect" not in done.stderr
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(("--version",), 0), (("train",), 3)])
+def test_a_system_without_file_locks_and_terminals_gets_a_clear_line(arguments: tuple[str, ...], code: int) -> None:
+    program = (
+        "import sys\nsys.modules |= {'fcntl': None, 'termios': None}\n"
+        f"from pvg_cli.main import app\napp({list(arguments)!r}, prog_name='pvg')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    if code:
+        said = "error: This system has no Python module fcntl, which pvg needs.\npvg supports Linux and macOS."
+        assert said in done.stderr

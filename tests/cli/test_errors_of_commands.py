@@ -11,9 +11,9 @@ from calling import ENTRY, Called, pvg
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import cli.doctor
-from cli.doctor import Finding
+import pvg_cli.doctor
 from pvg.errors import LONGEST_LINE, LONGEST_WORD, MissingRequirementError, one_line, visible
+from pvg_cli.doctor import CheckResult
 
 
 def assert_told(called: Called, code: int, *parts: str) -> None:
@@ -45,7 +45,7 @@ MISTAKES = [
     (("train", "--dry-run", "-s", "training.micro_batch_tokens=5"), "is too small"),
     (("train", "--name", "../away"), "cannot be the name of a run"),
     (("train", "--name", ""), "cannot be the name of a run"),
-    (("train", "--name", "a", "--resume", "b"), "contradict"),
+    (("train", "--name", "a", "--resume", "b"), "cannot be used together"),
     (("train", "--resume"), "no unfinished run of 'modchain'"),
     (("train", "--resume", "gone"), "no run 'gone'"),
     (("rollout", "modchian"), "Did you mean 'modchain'?"),
@@ -94,7 +94,7 @@ def test_what_the_environment_lacks_is_exit_code_3(monkeypatch: pytest.MonkeyPat
     def lacking(*_: object) -> None:
         raise MissingRequirementError("There is no moon.", "pip install moon")
 
-    monkeypatch.setattr("cli.resolve.resolve", lacking)
+    monkeypatch.setattr("pvg_cli.runs.resolve", lacking)
     called = pvg("config", "show")
     assert_told(called, 3, "There is no moon.", "pip install moon")
 
@@ -103,7 +103,7 @@ def test_a_defect_shows_its_traceback_and_how_to_report_it(monkeypatch: pytest.M
     def broken(*_: object) -> None:
         raise RuntimeError("a bug of ours")
 
-    monkeypatch.setattr("cli.resolve.resolve", broken)
+    monkeypatch.setattr("pvg_cli.runs.resolve", broken)
     called = pvg("config", "show", "--json")
     assert called.code == 70
     assert "Traceback" in called.err
@@ -111,7 +111,7 @@ def test_a_defect_shows_its_traceback_and_how_to_report_it(monkeypatch: pytest.M
     assert called.document["error"] == {
         "type": "RuntimeError",
         "message": "a bug of ours",
-        "remedy": "Report it: this is a defect in pvg.",
+        "remedy": "This is a bug in pvg. Please report it.",
         "exit_code": 70,
     }
 
@@ -120,7 +120,7 @@ def test_ctrl_c_before_anything_is_exit_code_130(monkeypatch: pytest.MonkeyPatch
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("cli.resolve.resolve", interrupted)
+    monkeypatch.setattr("pvg_cli.runs.resolve", interrupted)
     called = pvg("config", "show", "--json")
     assert called.code == 130
     assert called.document["error"]["exit_code"] == 130
@@ -128,7 +128,7 @@ def test_ctrl_c_before_anything_is_exit_code_130(monkeypatch: pytest.MonkeyPatch
 
 def test_a_runs_folder_that_cannot_be_made_is_not_a_defect(empty_folder: Path) -> None:
     (empty_folder / "runs").write_text("a file in the way")
-    assert_told(pvg("train"), 3, "cannot be made", "store.root")
+    assert_told(pvg("train"), 3, "pvg cannot create the run folder", "store.root")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_path_that_may_not_be_read_is_no_defect(monkeypatch: pytest.MonkeyPatc
     def denied(*_: object) -> None:
         raise PermissionError(13, "Permission denied", "runs/secret")
 
-    monkeypatch.setattr("cli.resolve.resolve", denied)
+    monkeypatch.setattr("pvg_cli.runs.resolve", denied)
     assert_told(pvg("config", "show"), 3, "runs/secret: Permission denied.")
 
 
@@ -163,9 +163,9 @@ FULL = Path("/dev/full")
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (("bench",), 3, "The output cannot be written: No space left"),
-        (("bench", "--json"), 3, "The output cannot be written: No space left"),
-        (("config", "show"), 3, "The output cannot be written: No space left"),
+        (("bench",), 3, "pvg cannot write its output: No space left"),
+        (("bench", "--json"), 3, "pvg cannot write its output: No space left"),
+        (("config", "show"), 3, "pvg cannot write its output: No space left"),
         (("bench", "--profile", "gone", "--json"), 2, "no profile 'gone'"),
     ],
     ids=mistake_name,
@@ -237,7 +237,7 @@ def test_a_traceback_is_printable_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("a bug of \x1b[31m ours")
 
-    monkeypatch.setattr("cli.resolve.resolve", broken)
+    monkeypatch.setattr("pvg_cli.runs.resolve", broken)
     called = pvg("config", "show")
     assert called.code == 70
     assert r"RuntimeError: a bug of \x1b[31m ours" in called.err
@@ -245,10 +245,10 @@ def test_a_traceback_is_printable_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor_fails_when_something_needed_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(_: Path) -> list[Finding]:
-        return [Finding("moon", "missing", "not there", "pip install moon"), Finding("sun", "notice", "dim")]
+    def missing(_: Path) -> list[CheckResult]:
+        return [CheckResult("moon", "missing", "not there", "pip install moon"), CheckResult("sun", "notice", "dim")]
 
-    monkeypatch.setattr(cli.doctor, "CHECKS", (missing,))
+    monkeypatch.setattr(pvg_cli.doctor, "CHECKS", (missing,))
     called = pvg("doctor")
     assert called.code == 1
     assert "pip install moon" in called.out
@@ -271,7 +271,7 @@ def test_a_termination_ends_a_command_that_a_script_started_in_the_background(tm
 BACKGROUND = """
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 import typer
-from cli.boundary import guarded
+from pvg_cli.boundary import guarded
 
 @guarded
 def command(as_json: bool = False, debug: bool = False) -> None:

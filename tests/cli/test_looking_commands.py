@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import tomllib
 from pathlib import Path
 
@@ -10,10 +11,10 @@ import pytest
 from calling import pvg, pvg_process
 from run_samples import begin, commit, played, state, step, tell
 
-import cli.doctor
-from cli.doctor import check_extras, check_models, check_runs_folder, check_sandbox
+import pvg_cli.doctor
 from pvg.config.experiment import Experiment, build_experiment, load_experiment
 from pvg.sandbox import Isolation
+from pvg_cli.doctor import check_extras, check_models, check_runs_folder, check_sandbox, check_system
 
 
 def test_a_dry_run_prints_the_settings_and_the_arithmetic_and_makes_nothing() -> None:
@@ -88,8 +89,17 @@ def test_doctor_as_a_process_is_healthy_here() -> None:
     assert sum(name.startswith("gpu") for name in checks) >= 1
 
 
+def test_doctor_names_the_supported_systems_on_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    (here,) = check_system(Path("runs"))
+    assert here.verdict == "ok"
+    monkeypatch.setitem(sys.modules, "termios", None)
+    (finding,) = check_system(Path("runs"))
+    assert (finding.verdict, finding.remedy) == ("missing", "pvg supports Linux and macOS. On Windows, run it in WSL.")
+    assert "without termios" in finding.found
+
+
 def test_doctor_names_the_command_for_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli.doctor, "EXTRAS", {"moon": ("no_such_module_anywhere",)})
+    monkeypatch.setattr(pvg_cli.doctor, "EXTRAS", {"moon": ("no_such_module_anywhere",)})
     (finding,) = check_extras(Path("runs"))
     assert (finding.verdict, finding.remedy) == ("notice", "pip install -e '.[moon]' (in a checkout of pvg)")
 
@@ -123,7 +133,7 @@ def test_doctor_sees_a_runs_folder_that_cannot_be_written(monkeypatch: pytest.Mo
     def refused(**_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(cli.doctor.tempfile, "TemporaryFile", refused)
+    monkeypatch.setattr(pvg_cli.doctor.tempfile, "TemporaryFile", refused)
     assert {finding.name: finding.verdict for finding in check_runs_folder(Path("runs"))}["runs folder"] == "missing"
 
 

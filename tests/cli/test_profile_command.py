@@ -77,7 +77,7 @@ def test_a_stage_of_the_embedded_game() -> None:
         (("--stage", "sampling"), "There is no stage 'sampling'"),
         (("nothing", "--stage", "rollout"), "There is no experiment 'nothing'"),
         (("--stage", "rollout", "-s", "training.gruops=3"), "training.groups"),
-        (("--run", "first", "--stage", "rollout"), "--run exports a run as it was"),
+        (("--run", "first", "--stage", "rollout"), "--run exports a finished timeline"),
         (("--run", "frist"), "Did you mean 'first'?"),
         (("--run", "fresh"), "has no spans.jsonl"),
         (("--run", "first", "--out", "runs"), "not an empty folder"),

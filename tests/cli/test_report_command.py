@@ -22,7 +22,7 @@ def test_the_page_of_a_run_lies_in_its_folder_and_the_terminal_says_so() -> None
     run = played(Path("runs"))
     called = pvg("report", "first")
     assert called.code == 0
-    assert "The page: runs/first/report.html" in called.err
+    assert "Page: runs/first/report.html" in called.err
     page = check(run.report.read_text())
     assert "87.5 %" in page.text
     assert "pvg diagnose first " in page.text
@@ -36,7 +36,7 @@ def test_the_page_elsewhere_or_not_at_all() -> None:
     check(Path("mine.html").read_text())
     called = pvg("report", "first", "--no-html")
     assert called.code == 0
-    assert "The page" not in called.err
+    assert "Page:" not in called.err
     assert not run.report.exists()
 
 
@@ -93,9 +93,9 @@ def test_benchmark_reports_have_a_page() -> None:
     ("arguments", "said"),
     [
         (("first", "a.json"), "cannot be shown together"),
-        (("first", "first"), "named twice"),
-        (("first", "runs/first"), "named twice"),
-        (("first", "--html", "x.html", "--no-html"), "contradict"),
+        (("first", "first"), "given twice"),
+        (("first", "runs/first"), "given twice"),
+        (("first", "--html", "x.html", "--no-html"), "cannot be used together"),
         (("gone.json",), "no report gone.json"),
         (("runs/first/metrics.jsonl",), "metrics.jsonl"),
         (("firts",), "Did you mean 'first'?"),
@@ -132,7 +132,7 @@ def test_a_report_needs_neither_torch_nor_transformers() -> None:
     played(Path("runs"))
     write_report(Path("a.json"), one())
     code = (
-        "import sys; from cli.main import app\n"
+        "import sys; from pvg_cli.main import app\n"
         "for target in ('first', 'a.json'):\n"
         "    app(['report', target, '--json'], standalone_mode=False)\n"
         "assert not {'torch', 'transformers'} & sys.modules.keys()"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from calling import pvg
 
-from cli.serve import next_commands
 from pvg.servers.command import Interpreter, ServerSpec
+from pvg_cli.serve import next_commands
 
 
 def test_without_vllm_both_remedies_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

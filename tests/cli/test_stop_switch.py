@@ -10,9 +10,9 @@ import pytest
 
 PROGRAM = """
 import asyncio, sys
-from cli.board import Board
-from cli.driving import drive
-from cli.plain import PlainLines
+from pvg_cli.driving import drive
+from pvg_cli.output import stderr
+from pvg_cli.run_display import RunBoard, RunWatcher
 
 async def work(observer, stop):
     print("working", flush=True)
@@ -23,7 +23,7 @@ async def work(observer, stop):
     observer.noticed("committed")
     return "stopped"
 
-print(drive(work, PlainLines(Board("e", "r", 1), sys.stderr), b"last words"), flush=True)
+print(drive(work, RunWatcher(RunBoard("e", "r", 1), stderr()), b"last words"), flush=True)
 """
 
 
@@ -44,7 +44,7 @@ def test_the_first_signal_asks_the_work_to_stop(number: signal.Signals) -> None:
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0
     assert out == "stopped\n"
-    assert "stopping at the next commit point" in err
+    assert "Stopping at the next commit point" in err
     assert "committed" in err
 
 

@@ -53,7 +53,7 @@ set = { game.reward = "src" }
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a study whose games are played by the stand-in."""
-    monkeypatch.setattr("cli.study.pvg_command", lambda: PVG)
+    monkeypatch.setattr("pvg_cli.study.pvg_command", lambda: PVG)
     Path("studies").mkdir()
     Path("studies/small.toml").write_text(SMALL)
     return "small"
@@ -68,7 +68,7 @@ def test_a_document_without_a_place_for_the_tables_is_left_alone_before_anything
         Path("paper.md").write_text(text)
         refused = pvg("study", small, "--markdown", "paper.md")
         assert (refused.code, Path("paper.md").read_text()) == (2, text)
-        assert "paper.md was left as it was" in refused.err
+        assert "paper.md was not changed" in refused.err
         assert not Path("played.txt").exists()
 
 
@@ -80,7 +80,7 @@ def test_a_study_is_played_told_and_not_played_again(small: str) -> None:
     for said in ("4 of 4 games complete", "helpful accuracy", "65.0 %", "60.0 to 70.0 %", "Against cgc, paired by seed",
                  "With 2 pairs no p value can be below 0.5", "pvg report runs/small/cgc-seed-000"):  # fmt: skip
         assert said in called.out, said
-    assert "The page: runs/small/study.html" in called.err
+    assert "Page: runs/small/study.html" in called.err
     assert Path("runs/small/study.html").read_text().startswith("<!doctype html>")
     assert "| helpful accuracy | cgc | 2 of 2 | 65.0 % |" in Path("table.md").read_text()
 
@@ -113,7 +113,7 @@ def test_a_failed_game_is_told_tried_once_more_at_the_next_call_and_ends_with_1(
     behave(src_seed_000="crash")
     called = pvg("study", small)
     assert called.code == 1
-    assert "src-seed-000 FAILED: It broke." in called.err
+    assert "src-seed-000 failed: It broke." in called.err
     for said in ("3 of 4 games complete", "Failed", "src seed 0", "It broke.", "1 of 4 games are not there"):
         assert said in called.out, said
     assert pvg("study", small, "--only-table", "--json").document["status"] == "failed"
@@ -156,7 +156,7 @@ def test_a_dry_run_plays_nothing_and_tells_the_work(small: str) -> None:
     for said in (
         "2 arms x 2 seeds = 4 games",
         "game.reward=src",
-        "64 of 64 optimizer steps to go",
+        "64 of 64 optimizer steps remain",
     ):
         assert said in called.out, said
     assert not Path("runs").exists()
@@ -217,7 +217,10 @@ def test_report_points_to_a_studys_page(small: str) -> None:
 # --- signals and real games -------------------------------------------------------------------------------------------
 
 # `pvg study` as a process of its own, its games played by the stand-in.
-STUDY = "import sys, cli.study; cli.study.pvg_command = lambda: {pvg!r}; from cli.main import app; app(prog_name='pvg')"
+STUDY = (
+    "import sys, pvg_cli.study; pvg_cli.study.pvg_command = lambda: {pvg!r}; "
+    "from pvg_cli.main import app; app(prog_name='pvg')"
+)
 
 
 def test_ctrl_c_stops_at_commit_points_and_says_how_to_go_on(small: str) -> None:
@@ -232,7 +235,7 @@ def test_ctrl_c_stops_at_commit_points_and_says_how_to_go_on(small: str) -> None
     assert is_gone(pid)
     assert json.loads(out)["status"] == "stopped"
     for said in ("stopping 1 at their next commit point", "cgc-seed-000 stopped at a commit point",
-                 "Stopped. Go on with: pvg study small"):  # fmt: skip
+                 "Stopped. To resume: pvg study small"):  # fmt: skip
         assert said in err, said
     behave()
     again = pvg("study", small)
@@ -256,6 +259,7 @@ def is_gone(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].startswith("Z")
 
 
+@pytest.mark.drill
 def test_a_killed_study_leaves_no_game_behind_and_goes_on() -> None:
     Path("tiny.toml").write_text(TINY)
     cells = ["cgc-seed-000", "src-seed-000"]

@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "study"))
 
 from study_samples import SMALL, small
 
-from cli.study_display import SECONDS_BETWEEN_LINES, StudyBoard, StudyDisplay, StudyLines, draw
 from pvg.store.run_directory import RunDirectory
 from pvg.study.cells import CellProgress
 from pvg.study.plan import StudyEvaluation
+from pvg_cli.study_display import SECONDS_BETWEEN_LINES, StudyBoard, StudyWatcher, draw
 
 ROUND = ({"helpful_accuracy": 0.61},)
 
@@ -128,7 +128,7 @@ def test_the_panel_shows_every_cell_and_the_numbers_of_those_that_play() -> None
 def test_lines_tell_what_happens_and_that_something_does() -> None:
     clock, stream = Clock(), io.StringIO()
     shown = board(clock)
-    lines = StudyLines(shown, stream)
+    lines = StudyWatcher(shown, Console(file=stream))
     first, second, *_ = shown.cells.values()
     lines.began(first, "train", CellProgress("unfinished", done=8))
     lines.waited()
@@ -144,7 +144,7 @@ def test_lines_tell_what_happens_and_that_something_does() -> None:
         "still playing",
         "complete after 3.0 s  helpful_accuracy=61.0%",
         "src-seed-000 is evaluated",
-        "FAILED: It broke.",
+        "failed: It broke.",
         "stopping 1",
     ]
     for line, said in zip(told, expected, strict=True):
@@ -156,7 +156,7 @@ def test_the_display_prints_failures_above_the_panel() -> None:
     shown = board(Clock())
     console = Console(width=100, file=io.StringIO(), force_terminal=True)
     cell = next(iter(shown.cells.values()))
-    with StudyDisplay(shown, console) as display:
+    with StudyWatcher(shown, console) as display:
         display.began(cell, "train", CellProgress("new"))
         display.progressed(cell, CellProgress("unfinished", done=3))
         display.ended(cell, "failed", CellProgress("unfinished", done=3, reason="It broke."), 1.0)

@@ -10,6 +10,7 @@ import orjson
 import pytest
 
 
+@pytest.mark.drill
 @pytest.mark.timeout(900)  # of a busy machine; a quiet one takes 25 s
 def test_an_evaluation_killed_at_random_moments_ends_like_the_uninterrupted_one():
     drill = Path(__file__).with_name("evaluation_drill.py")

@@ -72,6 +72,7 @@ async def scores_of(run: RunDirectory, experiment: Experiment, rollouts: list[Ro
             return await judge.scores("again", rollouts, "these")
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("name", GAMES)
 def test_every_part_is_measured_by_the_verifier_that_the_game_had(name: str, tmp_path: Path) -> None:
     experiment = game(name)

@@ -255,7 +255,7 @@ def test_attackers_that_could_learn_nothing_are_refused_before_anything_is_sampl
     """An src attacker compares scores of a group, and groups of one leave none."""
     alone = {"rollout": {"group_size": 1}, "training": {"loss": "spo"}, "game": {"reward": "cgc"}}
     check_attacks(changed(evaluated_experiment(), **alone, evaluate={"attacks": ["cgc", "goodhart"]}))
-    with pytest.raises(ConfigurationError, match=r"paid by 'src' .* rollout\.group_size = 1"):
+    with pytest.raises(ConfigurationError, match=r"with reward 'src' .* rollout\.group_size = 1"):
         check_attacks(changed(evaluated_experiment(), **alone))
 
 
@@ -356,7 +356,7 @@ def test_parts_and_rounds_as_a_user_writes_them() -> None:
     assert parse_rounds(None) is None
     with pytest.raises(UsageError, match="Did you mean 'exploit'"):
         parse_parts("exploits")
-    with pytest.raises(UsageError, match="no list of rounds"):
+    with pytest.raises(UsageError, match="not a list of rounds"):
         parse_rounds("first")
 
 

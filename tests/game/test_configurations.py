@@ -110,6 +110,7 @@ def test_batches_without_a_signal_and_problems_without_pairs_are_told_of(tmp_pat
     assert "source_excluded" not in names
 
 
+@pytest.mark.drill
 def test_resumed_within_batches_a_run_ends_like_the_uninterrupted_one(tmp_path: Path) -> None:
     experiment = changed(LIMITS["the last step ends within a batch"])
     played(experiment, tmp_path / "whole")
@@ -119,6 +120,7 @@ def test_resumed_within_batches_a_run_ends_like_the_uninterrupted_one(tmp_path: 
     assert differences(fingerprint(tmp_path / "stopped"), fingerprint(tmp_path / "whole")) == []
 
 
+@pytest.mark.drill
 def test_resumed_among_pairs_by_problem_a_run_ends_like_the_uninterrupted_one(tmp_path: Path) -> None:
     experiment = changed({**BY_PROBLEM, "verifier.micro_batch_tokens": 512, "training.steps": 2, "game.rounds": 1})
     _, whole = played(experiment, tmp_path / "whole")
@@ -142,6 +144,7 @@ def test_commits_keep_their_distance_where_batches_end_elsewhere(tmp_path: Path)
     assert sum("train_prover" in shard["path"] for shard in state["shards"]) == 3
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(("phase", "count"), [("mint", 3), ("train_verifier", 8), ("train_prover", 8)])
 def test_a_phase_stopped_on_the_way_leaves_the_manifest_of_a_whole_one(phase: str, count: int, tmp_path: Path) -> None:
     experiment = changed({})

@@ -124,6 +124,7 @@ def test_its_metrics_are_told_and_in_the_catalogue(run: RunDirectory):
     assert "faithful" not in play_metrics(direct, 0.0)
 
 
+@pytest.mark.drill
 @pytest.mark.timeout(600)
 def test_killed_while_it_solves_it_ends_like_the_uninterrupted_run():
     settings = TRANSLATING | {

@@ -138,6 +138,7 @@ def test_what_is_sampled_ahead_is_given_up_also_where_the_wait_for_a_pass_is_can
     assert closed == ["ahead"]
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
     "settings",
     [{}, {"training.lora_rank": 2, "training.minibatches": 2, "training.steps": 6}, AHEAD],

@@ -126,6 +126,7 @@ def test_a_page_of_sides_that_agree_but_for_one_metric(tmp_path: Path) -> None:
     assert "202 s with all switches slow and 202 s with all fast" in page
 
 
+@pytest.mark.drill
 def test_of_more_seeds_the_first_five_are_told_by_themselves(tmp_path: Path) -> None:
     for seed in range(7):
         made_run(tmp_path, "slow", seed, 0.9 + seed / 1000)

@@ -12,6 +12,7 @@ import pytest
 KILLS = 20
 
 
+@pytest.mark.drill
 @pytest.mark.timeout(1800)  # of a busy machine; a quiet one takes 90 s
 def test_a_run_killed_at_twenty_random_moments_ends_like_the_uninterrupted_run():
     drill = Path(__file__).with_name("kill_drill.py")
@@ -25,6 +26,7 @@ def test_a_run_killed_at_twenty_random_moments_ends_like_the_uninterrupted_run()
     assert all(result["kills"].get(phase, 0) >= 3 for phase in ("mint", "train_verifier", "train_prover", "checkpoint"))
 
 
+@pytest.mark.drill
 @pytest.mark.timeout(900)
 def test_micro_batches_by_measured_memory_are_those_of_the_uninterrupted_run():
     drill = Path(__file__).with_name("kill_drill.py")
@@ -34,6 +36,7 @@ def test_micro_batches_by_measured_memory_are_those_of_the_uninterrupted_run():
     assert orjson.loads(done.stdout)["kills"]["train_prover"] >= 1
 
 
+@pytest.mark.drill
 @pytest.mark.timeout(900)
 def test_with_partial_rollouts_no_committed_one_is_lost_and_none_comes_twice():
     drill = Path(__file__).with_name("kill_drill.py")

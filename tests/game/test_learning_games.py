@@ -69,6 +69,7 @@ def progress(root: Path) -> dict[str, Any]:
     return dict(state["progress"])
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("name", GAMES)
 def test_stopped_and_resumed_it_ends_like_the_uninterrupted_run(name: str, tmp_path: Path) -> None:
     experiment = changed(GAMES[name])

@@ -90,6 +90,7 @@ def killed_at(event: int, root: Path) -> bool:
     return False
 
 
+@pytest.mark.drill
 @pytest.mark.timeout(900)
 def test_a_run_killed_before_any_change_of_the_disk_goes_on(tmp_path: Path) -> None:
     """Also before its first commit, where it has no state, and must not be taken for one that has lost it."""

@@ -102,6 +102,7 @@ def test_the_rounds_have_adapters_of_their_own(whole: Path) -> None:
     assert not any(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.drill
 def test_stopped_in_the_prover_phase_it_ends_like_the_uninterrupted_run(whole: Path, tmp_path: Path) -> None:
     assert played(lora_experiment(), tmp_path, stop_after=4).status == "interrupted"
     run = RunDirectory.open("drill", tmp_path)
@@ -114,6 +115,7 @@ def test_stopped_in_the_prover_phase_it_ends_like_the_uninterrupted_run(whole: P
     assert differences(fingerprint(tmp_path), fingerprint(whole)) == []
 
 
+@pytest.mark.drill
 def test_killed_in_the_prover_phase_it_ends_like_the_uninterrupted_run(whole: Path, tmp_path: Path) -> None:
     # In a process of its own, which forks before any torch work: see kill_drill.
     done = subprocess.run(

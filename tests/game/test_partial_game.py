@@ -105,6 +105,7 @@ def test_unfinished_groups_go_on_and_every_rollout_is_accounted_for(settings: di
     assert set(members.values()) <= {size, *range(2, size)}
 
 
+@pytest.mark.drill
 @pytest.mark.usefixtures("turns_of_one_step")
 def test_a_stopped_run_says_what_it_has_lost_and_uses_no_id_twice(tmp_path: Path) -> None:
     experiment = changed(PARTIAL)

@@ -327,6 +327,7 @@ def test_nothing_is_begun_after_the_last_batch(
     assert sorted(closed[0].values()) == [(STEPS + 1) * GROUPS - 1, (STEPS + 1) * GROUPS]
 
 
+@pytest.mark.drill
 def test_stopped_and_resumed_it_loses_no_committed_rollout_and_repeats_none(tmp_path: Path) -> None:
     experiment = changed(AHEAD)
     outcome, run = played(experiment, tmp_path, stop_at=("train_prover", 5))
@@ -363,6 +364,7 @@ finish(*start(experiment, root, resume=True))
 """
 
 
+@pytest.mark.drill
 def test_killed_and_resumed_it_loses_no_committed_rollout_and_repeats_none(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", KILL_AND_RESUME, str(tmp_path)],

@@ -43,6 +43,7 @@ print(json.dumps(observer.notices))
 """
 
 
+@pytest.mark.drill
 @pytest.mark.skipif(not Path("/proc/self/schedstat").is_file(), reason="reads what Linux counts")
 def test_a_game_beside_a_busy_process_says_that_the_machine_is_shared(tmp_path: Path) -> None:
     command = [sys.executable, "-c", GAME, str(tmp_path), str(Path(__file__).parent)]

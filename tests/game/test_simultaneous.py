@@ -154,6 +154,7 @@ def test_an_update_without_fresh_pairs_is_told_once():
     assert found == [{"round-000": "2 correct and 0 incorrect solutions"}]
 
 
+@pytest.mark.drill
 @pytest.mark.timeout(600)
 def test_killed_and_resumed_it_ends_like_the_uninterrupted_run_in_dialogues_too():
     """Of the challenge protocol, so that both schedules and several turns stand the test in one."""

@@ -27,6 +27,7 @@ SPO = {
 PRIORITISED = {**SPO, "training.curriculum": {"kind": "prioritised", "half_life": 4.0}}
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("settings", [SPO, PRIORITISED], ids=["cgc", "prioritised"])
 def test_spo_stopped_and_resumed_ends_like_the_uninterrupted_run(settings: dict[str, Any], tmp_path: Path) -> None:
     experiment = changed(settings)
@@ -78,6 +79,7 @@ def stragglers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchEngine, "generate", slow)
 
 
+@pytest.mark.drill
 @pytest.mark.usefixtures("stragglers")
 @pytest.mark.parametrize(
     "settings",

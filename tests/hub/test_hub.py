@@ -258,5 +258,7 @@ def test_a_full_disk_is_told(hub: Hub, environment: Path, model: dict[str, bytes
 
 
 def test_huggingface_hub_is_loaded_for_a_download_alone() -> None:
-    code = "import sys, pvg, pvg.hub, cli.main; print([m for m in ('torch', 'huggingface_hub') if m in sys.modules])"
+    code = (
+        "import sys, pvg, pvg.hub, pvg_cli.main; print([m for m in ('torch', 'huggingface_hub') if m in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

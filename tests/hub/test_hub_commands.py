@@ -179,7 +179,7 @@ def test_samples_of_a_hub_model_then_offline(
 TRAIN = """
 from huggingface_hub import constants
 constants.DOWNLOAD_CHUNK_SIZE = 1000  # bytes between two looks at what was asked; 10 MB by default
-from cli.main import app
+from pvg_cli.main import app
 app(["train", "-s", "models.prover.source=hf:tiny/prover"], prog_name="pvg")
 """
 
@@ -197,7 +197,7 @@ def test_a_download_is_stopped_by_a_signal(
         process.send_signal(number)
         _, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
-    assert err.endswith("Stopped before anything was started.\n")
+    assert err.endswith("Stopped before the work started.\n")
     assert "Traceback" not in err
     assert list(environment.rglob("*.incomplete")) == []
     assert not Path("runs").exists()

@@ -22,7 +22,7 @@ from vllm_servers import vllm_python
 from pvg.servers import supervisor
 from pvg.servers.keys import KEY_FILE, KEY_VARIABLE
 
-ENTRY = [sys.executable, "-c", "import sys; from cli.main import app; sys.exit(app(prog_name='pvg'))"]
+ENTRY = [sys.executable, "-c", "import sys; from pvg_cli.main import app; sys.exit(app(prog_name='pvg'))"]
 LIMIT_S = 300.0  # a busy machine of two cores
 LEAST_PROCESSES = 4  # supervisor, web server, engine core, worker
 
@@ -105,7 +105,7 @@ def test_a_prover_answers_and_sigterm_ends_it_in_order(tmp_path: Path) -> None:
         server.process.terminate()
         assert server.ended() == 130
     said = (tmp_path / "stderr").read_text()
-    for stage in ("importing vLLM", "loading weights", "answering a first request", "no process of the server is left"):
+    for stage in ("importing vLLM", "loading weights", "answering a first request", "No process of the server is left"):
         assert stage in said
 
 

@@ -285,7 +285,7 @@ def test_the_key_opens_everything_but_generation(server: Server) -> None:
             for route in ["/collective_rpc", "/v1/load_lora_adapter", "/adapters"]:
                 async with bench.http.post(server.url + route, json={}, headers=key) as response:
                     assert (route, response.status) == (route, 403)
-            async with bench.http.post(server.url + "/pvg/servers", data=b"{", headers=key) as response:
+            async with bench.http.post(server.url + "/pvg/weights", data=b"{", headers=key) as response:
                 assert response.status == 400
             pool = server.pool(key="wrong")
             try:

@@ -114,7 +114,7 @@ def refused(**changes):
 assert "unexpected keyword" in refused(ipc_handles_pickled="gASVAAAA")
 assert "unexpected keyword" in refused(ipc_handles=[{"GPU-1": list(handle)}])
 assert "differ in length" in refused(names=["w", "v"])
-assert "no handle" in refused(handles=[{"GPU-1": {"dtype": "bfloat16"}}])
+assert "not a handle" in refused(handles=[{"GPU-1": {"dtype": "bfloat16"}}])
 assert engine.parse_init_info({"packed": False}).packed is False
 try:
     engine.init_transfer_engine(engine.parse_init_info({"packed": True}))

@@ -34,6 +34,7 @@ def fresh(tmp_path):
     return tmp_path / "fresh"
 
 
+@pytest.mark.drill
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_make_smollm2_installs_a_model_that_opens(fresh):
     made = subprocess.run(

@@ -69,7 +69,7 @@ def test_a_rollout_that_every_server_fails_is_reported_with_the_last_failure(tmp
         await d.publish(0)
         await d.break_generation(default=Fault("error"))
         with pytest.raises(
-            RolloutFailedError, match=r"Rollout r1 failed 3 times; .*HTTP 500: EngineCore died"
+            RolloutFailedError, match=r"Rollout r1 failed 3 times\. .*HTTP 500: EngineCore died"
         ) as caught:
             await d.ask(request(1))
         assert any(proxy.url in str(caught.value) for proxy in d.proxies)
@@ -301,7 +301,7 @@ def test_a_server_of_another_model_is_refused_before_it_is_sent_weights(tmp_path
         fitting = engine_over([url], tmp_path / "third", d.events, shape="4 layers of 64, 320 tokens")
         await fitting.ready()
         await fitting.close()
-        assert d.servers[0].calls["/pvg/servers"] == 0
+        assert d.servers[0].calls["/pvg/weights"] == 0
 
     run(use, tmp_path, shape="4 layers of 64, 320 tokens")
 

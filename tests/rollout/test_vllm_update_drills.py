@@ -134,11 +134,11 @@ def test_a_server_that_dies_before_it_proves_its_weights_is_left_behind(tmp_path
 def test_an_update_whose_reply_is_lost_is_found_to_have_arrived(tmp_path: Path) -> None:
     async def use(d: Drill) -> None:
         await d.publish(0)
-        d.proxies[0].only = "/pvg/servers"
+        d.proxies[0].only = "/pvg/weights"
         d.proxies[0].plan(Fault("reset", after=0))
         await d.publish(1)
         assert len(d.up()) == 2
-        assert d.servers[0].calls["/pvg/servers"] == 2  # one for each version
+        assert d.servers[0].calls["/pvg/weights"] == 2  # one for each version
         assert d.events.named("server.failed") == []
 
     run(use, tmp_path)
@@ -293,7 +293,7 @@ def test_a_cancelled_update_is_finished_all_the_same(tmp_path: Path) -> None:
     async def use(d: Drill) -> None:
         await d.publish(0)
         publishing = asyncio.create_task(d.publish(1))
-        await until(lambda: any(server.calls["/pvg/servers"] == 2 for server in d.servers))
+        await until(lambda: any(server.calls["/pvg/weights"] == 2 for server in d.servers))
         publishing.cancel()
         await asyncio.wait([publishing])
         await until(lambda: {server.fingerprint() for server in d.servers} == {fingerprint(1)})
@@ -309,7 +309,7 @@ def test_closing_ends_an_update_under_way(tmp_path: Path) -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(str(context)))
         await d.publish(0)
         waiting = asyncio.create_task(d.publish(1))
-        await until(lambda: any(server.calls["/pvg/servers"] == 2 for server in d.servers))
+        await until(lambda: any(server.calls["/pvg/weights"] == 2 for server in d.servers))
         await asyncio.wait_for(d.engine.close(), 2.0)
         with pytest.raises(StateError, match="closed"):
             await waiting
@@ -329,7 +329,7 @@ def test_closing_after_an_update_was_abandoned_leaves_no_task_behind(tmp_path: P
         asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(str(context)))
         await d.publish(0)
         publishing = asyncio.create_task(d.publish(1))
-        await until(lambda: any(server.calls["/pvg/servers"] == 2 for server in d.servers))
+        await until(lambda: any(server.calls["/pvg/weights"] == 2 for server in d.servers))
         publishing.cancel()
         await asyncio.wait([publishing])
         await asyncio.wait_for(d.engine.close(), 2.0)

@@ -129,7 +129,7 @@ class FakeVllm:
             app.router.add_get(path, self._simple)
         for path in ("/pause", "/resume", "/weight_checker", "/pvg/adapters/unload", "/inference/v1/abort_requests"):
             app.router.add_post(path, self._simple)
-        app.router.add_post("/pvg/servers", self._weights)
+        app.router.add_post("/pvg/weights", self._weights)
         app.router.add_post("/pvg/adapters", self._adapter)
         app.router.add_post("/inference/v1/generate", self._generate)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)

@@ -283,7 +283,7 @@ def test_info(server: Server) -> None:
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff", b'"text"', b"[" * 100_000, b"{}"])
 def test_a_body_that_is_none_is_a_400(server: Server, body: bytes) -> None:
-    status, found, _ = server.ask("POST", "/pvg/servers", body)
+    status, found, _ = server.ask("POST", "/pvg/weights", body)
     assert (status, found["error"]["code"]) == (400, "bad_request")
     assert not server.engine.calls
 
@@ -304,26 +304,26 @@ def test_a_body_that_is_none_is_a_400(server: Server, body: bytes) -> None:
     ],
 )
 def test_a_wrong_call_is_refused_and_leaves_the_engine_alone(server: Server, body: Any, expected: Any) -> None:
-    for path in ["/pvg/servers", "/pvg/adapters"]:
-        if path == "/pvg/servers" or "keep_kv" not in body:
+    for path in ["/pvg/weights", "/pvg/adapters"]:
+        if path == "/pvg/weights" or "keep_kv" not in body:
             assert server.code(path, body) == expected
     assert not server.engine.calls
 
 
 def test_a_body_without_end_is_refused(server: Server) -> None:
-    status, found, _ = server.ask("POST", "/pvg/servers", b" " * (2 << 20))
+    status, found, _ = server.ask("POST", "/pvg/weights", b" " * (2 << 20))
     assert (status, found["error"]["code"]) == (413, "too_large")
 
 
 def test_unknown_routes_and_methods(server: Server) -> None:
-    assert server.ask("GET", "/pvg/servers")[0] == 405
+    assert server.ask("GET", "/pvg/weights")[0] == 405
     assert server.ask("GET", "/pvg/nothing")[0] == 404
     assert server.ask("GET", "/pvg")[0] == 404
 
 
 def test_an_update_pauses_loads_labels_and_goes_on(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     body = json.dumps({"name": "v1", "label": "1-a/1"}).encode()
-    status, found, headers = server.ask("POST", "/pvg/servers", body, headers={**WITH_KEY, "x-pvg-trace": "7f"})
+    status, found, headers = server.ask("POST", "/pvg/weights", body, headers={**WITH_KEY, "x-pvg-trace": "7f"})
     assert (status, found["label"]) == (200, "1-a/1")
     assert {key for key in found if key.endswith("_ms")} == {"pause_ms", "load_ms", "resume_ms"}
     assert float(headers["x-pvg-work-ms"]) >= sum(value for key, value in found.items() if key != "label") - 0.01
@@ -340,38 +340,38 @@ def test_an_update_pauses_loads_labels_and_goes_on(server: Server, capsys: pytes
 
 
 def test_the_keys_and_values_of_requests_in_flight_may_be_kept(server: Server) -> None:
-    server.post("/pvg/servers", {"name": "v1", "label": "1-a/1", "keep_kv": True})
+    server.post("/pvg/weights", {"name": "v1", "label": "1-a/1", "keep_kv": True})
     assert server.engine.calls[0] == "pause keep False"
 
 
 def test_the_same_label_again_is_done_at_once(server: Server) -> None:
-    server.post("/pvg/servers", {"name": "v1", "label": "1-a/1"})
+    server.post("/pvg/weights", {"name": "v1", "label": "1-a/1"})
     server.engine.calls.clear()
-    status, found, _ = server.post("/pvg/servers", {"name": "v1", "label": "1-a/1"})
+    status, found, _ = server.post("/pvg/weights", {"name": "v1", "label": "1-a/1"})
     assert (status, found["load_ms"], server.engine.calls) == (200, 0.0, [])
 
 
 def test_backwards_and_older_sessions_are_refused(server: Server) -> None:
-    server.post("/pvg/servers", {"name": "v1", "label": "5-a/2"})
-    assert server.code("/pvg/servers", {"name": "v1", "label": "5-a/1"}) == (409, "version_backwards")
-    assert server.code("/pvg/servers", {"name": "v1", "label": "4-b/9"}) == (409, "older_session")
+    server.post("/pvg/weights", {"name": "v1", "label": "5-a/2"})
+    assert server.code("/pvg/weights", {"name": "v1", "label": "5-a/1"}) == (409, "version_backwards")
+    assert server.code("/pvg/weights", {"name": "v1", "label": "4-b/9"}) == (409, "older_session")
     assert server.engine.label == "5-a/2"
 
 
 def test_a_load_that_fails_in_one_worker_breaks_the_label_until_one_succeeds(server: Server) -> None:
     server.engine.faults = ["ValueError: no such tensor"]
-    status, found, _ = server.post("/pvg/servers", {"name": "v1", "label": "1-a/1"})
+    status, found, _ = server.post("/pvg/weights", {"name": "v1", "label": "1-a/1"})
     assert (status, found["error"]["code"]) == (500, "load_failed")
     assert "no such tensor" in found["error"]["message"]
     assert server.engine.calls[-2:] == ["label broken:1-a/1", "resume"]
-    assert server.post("/pvg/servers", {"name": "v1", "label": "1-a/1"})[0] == 200
+    assert server.post("/pvg/weights", {"name": "v1", "label": "1-a/1"})[0] == 200
     assert server.engine.label == "1-a/1"
 
 
 def test_an_engine_that_raises_is_resumed_under_a_broken_label(server: Server) -> None:
     server.engine.faults = [RuntimeError("a worker died")]
     with pytest.raises(RuntimeError, match="a worker died"):
-        server.post("/pvg/servers", {"name": "v1", "label": "1-a/1"})
+        server.post("/pvg/weights", {"name": "v1", "label": "1-a/1"})
     assert server.engine.calls[-2:] == ["label broken:1-a/1", "resume"]
 
 
@@ -379,7 +379,7 @@ def test_updates_take_turns(server: Server) -> None:
     async def both() -> list[int]:
         bodies = [json.dumps({"name": f"v{number}", "label": f"1-a/{number}"}).encode() for number in (1, 2)]
         return [
-            reply[0] for reply in await asyncio.gather(*(server.asked("POST", "/pvg/servers", body) for body in bodies))
+            reply[0] for reply in await asyncio.gather(*(server.asked("POST", "/pvg/weights", body) for body in bodies))
         ]
 
     assert asyncio.run(both()) == [200, 200]

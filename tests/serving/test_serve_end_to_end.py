@@ -16,7 +16,7 @@ from test_serve_process import LIMIT_S, free_port
 
 from pvg.servers import supervisor
 
-ENTRY = [sys.executable, "-c", "import sys; from cli.main import app; sys.exit(app(prog_name='pvg'))"]
+ENTRY = [sys.executable, "-c", "import sys; from pvg_cli.main import app; sys.exit(app(prog_name='pvg'))"]
 
 
 def stand_in_python(folder: Path, mode: str) -> Path:
@@ -70,7 +70,7 @@ def test_a_signal_ends_it_with_the_server(tmp_path: Path, number: signal.Signals
             process.kill()
     assert process.returncode == 130
     assert rest == ""  # one document, and no second one
-    assert "Stopped; no process of the server is left." in said
+    assert "Stopped. No process of the server is left." in said
     assert not supervisor.members(session)
 
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from pvg.config.experiment import Experiment
 from pvg.store import RunDirectory
 
@@ -15,6 +17,7 @@ WRITER = Path(__file__).with_name("committing_writer.py")
 KILLS = 16
 
 
+@pytest.mark.drill
 def test_a_killed_writer_loses_no_commit_and_repeats_none(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "killed", Experiment())
     done = subprocess.run(

@@ -127,6 +127,7 @@ def test_a_failed_cell_says_why_and_stops_nobody(how: str, reason: str) -> None:
     assert now(plan)["cgc-seed-000"] == replace(found["src-seed-000"], rounds=now(plan)["cgc-seed-000"].rounds)
 
 
+@pytest.mark.drill
 def test_a_stop_reaches_every_cell_which_commits_and_is_resumed_later() -> None:
     plan, told = replace(small(), processes=2), Told(stop_when="src-seed-000 at 13")
     behave(cgc_seed_000="wait", src_seed_000="wait")

@@ -151,7 +151,7 @@ def test_a_median_that_was_not_found_is_drawn_at_the_limit() -> None:
             rounds.append({"exploit": [attack], "detection": {"sources": [{"source": "attack-src"}]}})
         evaluate(cell, *rounds)
     page = check(study_page(results_of(plan)))
-    assert "At the limit: nor was the median." in page.text
+    assert "A median that was not found is drawn at the limit." in page.text
     (label,) = [str(found["aria-label"]) for _, found in page.tags if "Steps to" in str(found.get("aria-label"))]
     assert label == "Steps to exploit, src: cgc ends at 40, src ends at 200"
 

@@ -67,7 +67,7 @@ def test_a_new_version_is_published_and_the_same_weights_are_not(head, tmp_path,
             assert [line["trace"] for line in sent] == [line["trace"] for line in done]
             assert [line["failed"] for line in done] == [0, 0]
             assert fake.label.endswith("/2")
-            assert fake.calls["/pvg/servers"] == 2
+            assert fake.calls["/pvg/weights"] == 2
 
     asyncio.run(play())
 

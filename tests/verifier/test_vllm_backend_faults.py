@@ -259,7 +259,7 @@ def test_a_server_of_another_model_is_refused_before_it_is_sent_weights(tmp_path
             await bench.serving.ready()
             with pytest.raises(ConfigurationError, match=r"9 layers of 512, 32000 tokens\), but models\.verifier has"):
                 await bench.scorer().score(some(1))
-            assert fake.calls["/pvg/servers"] == 0
+            assert fake.calls["/pvg/weights"] == 0
 
     asyncio.run(play())
 

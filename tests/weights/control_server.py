@@ -91,7 +91,7 @@ class ControlServer:
     def _do(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if path == "/pvg/info":
             return self._info()
-        if path == "/pvg/servers":
+        if path == "/pvg/weights":
             if self.label != body["label"]:
                 self.names.append(body["name"])
             self.label = body["label"]

@@ -30,7 +30,7 @@ from pvg.servers.update import WeightUpdate
 SESSION = PublishingSession(1000, "aaaaaaaa")
 LABEL = WeightLabel(SESSION, 1)
 NAME = "run/v000001-aaaaaaaa"
-WEIGHTS = "/pvg/servers"
+WEIGHTS = "/pvg/weights"
 
 
 def transport(root: Path, dtype: str = "float32", keep: int = 2) -> Transport:
@@ -277,7 +277,7 @@ def test_a_server_that_hangs_does_not_hold_the_others_for_a_calls_time_limit(
     async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
         sent = transport(tmp_path)
         await sent.stage(update(), LABEL)
-        servers[0].plan("/pvg/servers", "hang_after")
+        servers[0].plan("/pvg/weights", "hang_after")
         outcomes = await sent.send(controls, LABEL, "")
         assert isinstance(outcomes[0], ReplyTimeout)
         assert "the other servers took the weights" in str(outcomes[0])

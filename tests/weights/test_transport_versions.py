@@ -226,6 +226,7 @@ def test_a_full_disk_for_the_lock_is_told(tmp_path: Path, monkeypatch) -> None:
         VersionFolders(tmp_path, "run", FIRST)
 
 
+@pytest.mark.drill
 def test_a_killed_writer_leaves_whole_versions_and_temporaries_alone(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("killed_publisher.py")), str(tmp_path), "16", "1"],

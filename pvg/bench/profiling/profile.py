@@ -232,7 +232,6 @@ def _device_clock(settings: BenchSettings) -> DeviceClock | None:
 
 
 def _write_index(made: ProfileResult) -> None:
-    """Write profile.json and README.txt."""
     made.files.append(
         ProfileFile("profile.json", "The figures of this profile, as printed by `pvg profile --json`.", "")
     )

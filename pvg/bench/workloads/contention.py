@@ -59,8 +59,6 @@ class ChildFailedError(PvgError):
 
 
 class Contention:
-    """See the module."""
-
     measures: Mapping[str, BenchMetric] = {
         "step_s": BenchMetric("s", "lower", "wall time of one optimizer step with no busy process beside it"),
         "step_1_s": BenchMetric("s", "lower", "wall time of one optimizer step beside one busy process"),

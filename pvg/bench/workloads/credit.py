@@ -65,8 +65,6 @@ def make(settings: BenchSettings) -> Workload:
 
 
 class CreditWork:
-    """See the module."""
-
     measures: Mapping[str, BenchMetric] = {
         "credit_ms": BenchMetric("ms", "lower", "from a batch's rewards to its advantages"),
         "vrex_ms": BenchMetric("ms", "lower", "V-REx of the batch's pairs, forward and backward to the scores"),
@@ -139,7 +137,6 @@ def _vectorised_credit(rewards_N: Array, groups_N: Array, roles_N: Array) -> Flo
 
 
 def credit_by_loop(rewards_N: Array, groups_N: Array, roles_N: Array) -> Float32:
-    """GRPO's advantages, group by group."""
     rows: dict[tuple[int, int], list[int]] = defaultdict(list)
     for row, (group, role) in enumerate(zip(groups_N, roles_N, strict=True)):
         rows[int(group), int(role)].append(row)
@@ -156,7 +153,6 @@ def _scattered_vrex(scores_M2: Tensor, environments_M: Tensor, environments: int
 
 
 def vrex_by_loop(scores_M2: Tensor, environments_M: Tensor, environments: int) -> Tensor:
-    """Var_e(R_e), environment by environment."""
     risks = []
     for environment in range(environments):
         scores_K2 = scores_M2[environments_M == environment]

@@ -71,8 +71,6 @@ def make(settings: BenchSettings) -> Workload:
 
 
 class DataWorkload:
-    """One loader at every size of `settings.pairs`."""
-
     def __init__(self, settings: DataWorkloadSettings, experiment: Experiment) -> None:
         self._settings = settings
         self._experiment = experiment
@@ -103,7 +101,6 @@ class DataWorkload:
             self._stack = stack.pop_all()
 
     def _write(self, folder: Path) -> Iterator[None]:
-        """Write the loader's data piece by piece."""
         settings, shape = self._settings, self._shape
         self._directory = folder
         elsewhere = f"{FEWER}, or set TMPDIR to a folder on another disk."

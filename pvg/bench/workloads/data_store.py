@@ -44,7 +44,6 @@ class StoreShape:
 
     @property
     def longest(self) -> int:
-        """The maximum tokens of a solution."""
         return 4 * self.tokens
 
     @property
@@ -56,7 +55,6 @@ class StoreShape:
         return self.problems_for(pairs) * self.pairs_per_problem
 
     def problems_for(self, pairs: int) -> int:
-        """Whole problems that form at least `pairs` pairs."""
         return -(-pairs // self.pairs_per_problem)
 
     def stored_bytes(self, pairs: int) -> int:

@@ -117,8 +117,6 @@ class BenchSession(Session):
 
 @dataclass
 class StepWatcher(SilentObserver):
-    """Keeps the metrics of each step."""
-
     steps: list[Mapping[str, float]] = field(default_factory=list)
 
     def progressed(self, progress: Progress) -> None:

@@ -127,7 +127,6 @@ def digest_of(rows: Iterable[Int32]) -> str:
 
 
 def model_facts(model: LanguageModel) -> dict[str, Any]:
-    """A report's description of a model."""
     return {"model": model.name, "parameters": model.num_parameters}
 
 

@@ -277,7 +277,6 @@ class LoopWorkload:
         return OnPolicySource(session, scorer, THRESHOLD, objective, players.base)
 
     def _bytes_written(self) -> int:
-        """Bytes of the newest commit's records."""
         if isinstance(self._ledger, JsonLedger):
             assert self._ledger.written is not None
             return self._ledger.written.stat().st_size

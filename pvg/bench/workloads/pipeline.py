@@ -240,8 +240,6 @@ class MeasuredSteps:
 
 
 class PipelinedSteps:
-    """See the module."""
-
     measures: Mapping[str, BenchMetric] = {
         "trainer_idle": BenchMetric("1", "lower", "1 - useful work / wall time"),
         "step_s": BenchMetric("s", "lower", "mean time of a step"),

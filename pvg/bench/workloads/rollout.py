@@ -111,8 +111,6 @@ class GenerateRows:
 
 
 class GenerateEngine(TorchEngine):
-    """The torch engine with `generate` for decoding."""
-
     def _open_rows(self) -> RunningRows:
         return GenerateRows(self._model)
 
@@ -369,8 +367,6 @@ def with_random_prompts(orders: Sequence[GroupOrder], length: int, vocabulary: i
 
 @dataclass(frozen=True, slots=True)
 class SampleCounts:
-    """Totals of one sample."""
-
     rollouts: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0

@@ -179,8 +179,6 @@ class BudgetWatcher(e2e.StepWatcher):
 
 
 class Scaling(e2e.EndToEnd):
-    """See the module."""
-
     measures: Mapping[str, BenchMetric] = MEASURES
 
     def __init__(self, experiment: Experiment, own: ScalingSettings, executor: Executor | None = None) -> None:
@@ -322,7 +320,6 @@ def looked_at(rollouts: float, prompt: float, completion: int) -> float:
 
 
 def with_models(experiment: Experiment, source: str) -> Experiment:
-    """The experiment with the same model for both players."""
     plain = experiment.plain()
     models = {
         **plain["models"],

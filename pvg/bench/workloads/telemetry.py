@@ -46,8 +46,6 @@ def make(settings: BenchSettings) -> Workload:
 
 
 class TelemetryCost(e2e.EndToEnd):
-    """See the module."""
-
     measures: Mapping[str, BenchMetric] = {
         "step_s": BenchMetric("s", "lower", "wall time of one optimizer step, its telemetry included"),
         "telemetry_s": BenchMetric("s", "lower", "the telemetry of that step alone"),
@@ -141,8 +139,6 @@ class TelemetryCost(e2e.EndToEnd):
 
 
 class KeepingTracer(Tracer):
-    """Remembers the spans that were taken from it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.kept: list[Span] = []

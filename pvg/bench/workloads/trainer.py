@@ -112,8 +112,6 @@ class RecordedSource:
 
 
 class TrainerWorkload:
-    """See the module."""
-
     measures: Mapping[str, BenchMetric] = MEASURES
 
     def __init__(self, settings: BenchSettings, own: TrainerWorkloadSettings) -> None:
@@ -186,7 +184,6 @@ class TrainerWorkload:
 
     @property
     def _steps(self) -> int:
-        """Optimizer steps per sample."""
         return len(self._batches) * self._experiment.training.minibatches
 
     @property

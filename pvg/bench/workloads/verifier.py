@@ -85,8 +85,6 @@ def make(settings: BenchSettings) -> Workload:
 
 @dataclass
 class SampleAverages:
-    """The figures of `derived`."""
-
     hit_rate: float = 0.0  # of the last sample's warm passes
     distinct: float = 0.0
     padding: float = 0.0  # of the last sample's training
@@ -96,8 +94,6 @@ class SampleAverages:
 
 
 class VerifierWork:
-    """See the module."""
-
     measures: Mapping[str, BenchMetric] = {
         "cold_scores_per_s": BenchMetric("scores/s", "higher", "solutions scored per second with an empty cache"),
         "warm_scores_per_s": BenchMetric("scores/s", "higher", "the same solutions scored again from the cache"),

@@ -1,4 +1,4 @@
-"""`diagnose`: from logs to the signatures that are in them, with the numbers they were read from.
+"""`diagnose` finds known problems (signatures) in logs, with the numbers that show them.
 
 found = diagnose(["runs/first/events.log"])
 for finding in found.findings: print(finding.signature, finding.says)
@@ -41,7 +41,7 @@ class TimingSummary:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """`findings` by cost, dearest first; `not_seen`: by signature, what the log would have to hold to tell."""
+    """`findings` are sorted by cost, highest first. `not_seen`: signature -> what the log lacks to check it."""
 
     sources: tuple[str, ...]
     seconds: float
@@ -73,7 +73,7 @@ class Diagnosis:
 
 
 def diagnose(sources: Sequence[str | Path], telemetry: Telemetry | None = None) -> Diagnosis:
-    """Read the logs once and look for every signature. `telemetry`: the run's own, for its warning levels.
+    """Read the logs once and look for every signature. `telemetry` holds the run's warning levels.
 
     Raises UsageError for a log that cannot be read.
     """
@@ -108,7 +108,7 @@ def _notes(tally: LogTally) -> list[str]:
     if lines.malformed:
         notes.append(f"{lines.malformed:,} of {lines.read:,} lines cannot be read; the first: {lines.example}")
     if lines.other:
-        notes.append(f"{lines.other:,} lines are not ours and were passed over.")
+        notes.append(f"{lines.other:,} lines are not from pvg and were skipped.")
     notes += [f"{name} is compressed and ends in the middle; all up to there was read." for name in lines.cut_short]
     if halves.unfinished:
         notes.append(f"{halves.unfinished:,} weight updates were sent and never finished.")
@@ -135,9 +135,9 @@ def _difference(at_least: float, at_most: float) -> str:
     return f"server less client: between {bounds[0]} and {bounds[1]}" if len(bounds) == 2 else f"about {bounds[0]}"
 
 
-# A diagnosis on a terminal: what stands out first, then the timings it was read from.
+# The diagnosis on the terminal: findings first, then the timings.
 #
-# The texts come from logs, so they are shown as plain text, never as markup.
+# Texts come from logs and are printed as plain text, never as markup.
 
 LONG_MS = 10_000.0  # from here on a sum is shown as minutes and seconds
 
@@ -163,7 +163,7 @@ TIMINGS = {
 
 
 def rendered(found: Diagnosis) -> Group:
-    """Everything `pvg diagnose` prints, in order; a part with nothing to show is left out."""
+    """Everything that `pvg diagnose` prints, in order, without empty parts."""
     blocks: list[list[RenderableType]] = [[_headline(found)]]
     blocks += [[_finding(number, finding)] for number, finding in enumerate(found.findings, start=1)]
     if not found.findings and found.tally.lines.events:

@@ -4,8 +4,8 @@
         for event in EventReader(log):
             event.tag, event.name, event.number("wall_ms")
 
-A tag may stand behind another program's prefix, and in old logs the name of the event is a bare word. Nothing in a log
-is fatal: what cannot be read is counted, with an example.
+A tag may follow another program's prefix. In old logs the name of the event is a bare word. No line is fatal:
+unreadable lines are counted, with an example.
 
 Invariant: memory does not depend on the log, nor on the length of a line.
 """
@@ -29,7 +29,7 @@ from pvg.inputs import open_input
 
 TAGS = ("weights", "ckpt", "gen", "rollout", "step", "loop", "phase", "alert", "run")
 STDIN = "-"
-LONGEST_LINE = 65_536  # bytes: our lines have some hundred; more is another file's content
+LONGEST_LINE = 65_536  # bytes; lines of pvg have a few hundred
 SHOWN_TEXT = 240  # characters of a line that are kept as evidence: an event line fits
 ROUNDING = 0.1  # milliseconds
 GZIP_MAGIC = b"\x1f\x8b"
@@ -40,7 +40,7 @@ _WORD = re.compile(r"\s*([A-Za-z_][\w.-]*)(?=\s|$)")
 
 
 class MalformedLineError(ValueError):
-    """A line with a tag of ours that says something impossible. Never leaves this package."""
+    """A line with a tag of pvg and an impossible value. Never leaves this package."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Event:
 
 @dataclass(slots=True)
 class LineCounts:
-    """What was in the logs: events, lines of others, lines that cannot be read (why, where, and the first of them)."""
+    """Counts of events, foreign lines and unreadable lines, with the first unreadable line as an example."""
 
     read: int = 0
     events: int = 0
@@ -79,7 +79,7 @@ class LineCounts:
 
 
 def parse_line(text: str, source: int, line: int) -> Event | None:
-    """The event of one line; None where it has no tag of ours. Raises MalformedLineError."""
+    """The event of one line; None without a tag of pvg. Raises MalformedLineError."""
     found = _TAG.search(text)
     if found is None:
         return None
@@ -145,7 +145,7 @@ class EventReader:
         self._counts.reject(f"{self._name}:{number}", reason, text)
 
     def _lines(self) -> Iterator[bytes | None]:
-        """Line by line; None for one that is too long. A compressed file that was cut off ends where it breaks."""
+        """The lines; None for a line that is too long. A truncated compressed file ends where it breaks."""
         try:
             while raw := self._file.readline(LONGEST_LINE):
                 if len(raw) < LONGEST_LINE or raw.endswith(b"\n"):
@@ -185,16 +185,16 @@ def _uncompressed(file: BinaryIO) -> BinaryIO:
     return cast(BinaryIO, gzip.GzipFile(fileobj=file)) if start == GZIP_MAGIC else file
 
 
-# Weight updates: the halves that client and server wrote, paired by trace id.
+# Weight updates: lines of client and server, paired by trace id.
 #
-# A client's line may stand before or after the server's lines of the same update, in the same log or in another. The
-# two may have monotonic clocks of different machines, so only differences on one clock are taken: `wall` is the
-# client's, `rpc` the client's or the server's, `queue` = wall - rpc.
+# A client's line may come before or after the server's lines of the same update, in the same log or in another. Client
+# and server may run on different machines, so only times of the same clock are subtracted: `wall` is from the client,
+# `rpc` from the client or the server, `queue` = wall - rpc.
 #
-# Invariant: at most OPEN_TRACES + DONE_TRACES traces are held; the oldest are given up first, and counted.
+# Invariant: at most OPEN_TRACES + DONE_TRACES traces are in memory. The oldest are dropped first, and counted.
 
-OPEN_TRACES = 4096  # updates in flight at a time are few; more are torn ones
-DONE_TRACES = 512  # how long a finished update waits for lines that come late
+OPEN_TRACES = 4096  # few updates are in flight at a time; more are incomplete ones
+DONE_TRACES = 512  # finished updates that wait for late lines
 LONGEST_TRACE_ID = 64  # ours have 16 characters
 
 SERVER_EVENTS = frozenset({"server.recv", "rpc.start", "rpc.done"})
@@ -204,7 +204,7 @@ CLOCK_SLACK_S = 0.001  # the clock of one machine is the same in all its process
 
 @dataclass(slots=True)
 class UpdateTrace:
-    """One update as far as it is known: moments on the client's and on the server's clock, seconds; load when sent."""
+    """The known times of one update on the clocks of client and server, in seconds; the load when it was sent."""
 
     load: float | None = None
     sent: float | None = None
@@ -212,7 +212,7 @@ class UpdateTrace:
     received: float | None = None
     rpc_start: float | None = None
     rpc_done: float | None = None
-    rpc_ms: float | None = None  # of the slowest engine, as the server tells it
+    rpc_ms: float | None = None  # of the slowest engine, from the server's line
     server_line: Event | None = None
 
 
@@ -230,7 +230,7 @@ class LoggedUpdate:
 
 @dataclass(slots=True)
 class UpdateCounts:
-    """What was found of the updates: whole ones, and the lines that were missing."""
+    """Counts of complete updates, and of updates with missing lines."""
 
     paired: int = 0  # both client and server lines
     client_only: int = 0  # finished, and no server line in the logs: normal where only the client's log was given
@@ -281,7 +281,7 @@ class UpdatePairing:
         name = event.fields.get("trace", "")[:LONGEST_TRACE_ID]
         if not name:
             self.halves.untraced += 1
-            if event.name == "client.done":  # it says all that is needed
+            if event.name == "client.done":  # this line alone has all that is needed
                 self._finish(_noted(UpdateTrace(load=load), event))
             return
         trace = self._done.get(name) or self._open.get(name) or UpdateTrace(load=load)
@@ -300,7 +300,7 @@ class UpdatePairing:
             self._finish(self._open.popitem(last=False)[1])
 
     def close(self) -> None:
-        """The log is at its end: what is still held is finished, or never will be."""
+        """Finish all updates in memory: the log has ended."""
         for table in (self._done, self._open):
             while table:
                 self._finish(table.popitem(last=False)[1])
@@ -324,10 +324,10 @@ class UpdatePairing:
 
 
 def _noted(trace: UpdateTrace, event: Event) -> UpdateTrace:
-    """Write into `trace` what the line says. With several engines: the first to receive, the last to be done."""
+    """Copy the times of a line into `trace`. With several engines: the first reception, the last completion."""
     rpc_ms, sent = event.number("rpc_ms"), event.number("client.send")
     for key in ("wall_ms", "queue_ms", "failed"):
-        event.number(key)  # whatever is read later must not raise then
+        event.number(key)  # raises now what a later read would raise
     if event.name == "client.send":
         trace.sent = event.t
     elif event.name == "client.done":

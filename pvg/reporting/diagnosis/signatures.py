@@ -1,10 +1,10 @@
-"""The signatures `pvg diagnose` knows: what each looks like in a tally, what it costs, and which setting to change.
+"""The signatures of `pvg diagnose`: how each shows in a tally, what it costs, and which setting to change.
 
-Each is a function from a tally to a `Finding`, to None (looked at, and fine), or to a sentence that says what the log
-would have to hold. Adding one: write the function, name it in SIGNATURES.
+A signature is a function from a tally to a `Finding`, to None (checked, no problem), or to a sentence that says what
+the log lacks. To add one: write the function and add it to SIGNATURES.
 
-A signature is named when its criterion is met and it costs at least LEAST_SHARE of the time; loop lag also when a
-warning level was crossed, since one stall can break what waits.
+A signature is reported if its criterion is met and it costs at least LEAST_SHARE of the time. Loop lag is also reported
+if a warning level was crossed, because a single stall can cause timeouts.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pvg.reporting.diagnosis.log_events import Event
 from pvg.reporting.diagnosis.tally import LoadCorrelation, LogTally
 from pvg.telemetry.core_waits import SHARED
 
-LEAST_SHARE = 0.05  # of the time: mending less than that is lost in the noise between two runs on one machine
-LEAST_EVENTS = 5  # fewer updates or steps show no habit
+LEAST_SHARE = 0.05  # of the time; a smaller gain is within the noise between two runs on one machine
+LEAST_EVENTS = 5  # fewer updates or steps show no pattern
 DOMINATES = 0.5  # of an update's wall time: the larger half
-CHECKPOINT_SHARE = 0.10  # of the time: a commit insures against a crash; beyond this the premium is too high
-STARVED_SHARE = 0.5  # of the steps' time: sampling and training in turns are balanced there
+CHECKPOINT_SHARE = 0.10  # of the time; more is too much for protection against a crash
+STARVED_SHARE = 0.5  # of the steps' time; sampling and training in turns are balanced there
 STRAGGLING_SHARE = 2 / 3  # of the slowest group's wait: the slowest then takes three times as long as the middle one
 STRAGGLING_RATIO = 3.0  # the same where only whole batches are known: p99 over p50 of the longest request
 LEAST_PAIRS = 20  # fewer updates with a known load tell nothing about it
@@ -70,7 +70,7 @@ Looked = Finding | str | None
 
 
 def front_end_queue(tally: LogTally, limits: LagLimits) -> Looked:
-    """Weight updates wait in front of the engine, the longer the busier it is; loading them takes what it takes."""
+    """Weight updates wait before the engine loads them, longer under higher load."""
     queue, wall = tally.sketch("queue_ms"), tally.sketch("wall_ms")
     if queue.n < LEAST_EVENTS:
         return f"{queue.n} weight updates with wall and rpc times ([weights] client.done); {LEAST_EVENTS} are needed"
@@ -143,8 +143,8 @@ def engine_reload(tally: LogTally, limits: LagLimits) -> Looked:
 
 
 def checkpoint(tally: LogTally, limits: LagLimits) -> Looked:
-    """Steps wait for checkpoints. Where the log tells of waits, these are the cost, and writing is in the background;
-    where it does not, whoever writes waits."""
+    """Steps wait for checkpoints. If the log has waits, they are the cost, and writing happens in the background.
+    Otherwise the whole time of writing is the cost."""
     write, wait = tally.sketch("write_ms"), tally.sketch("wait_ms")
     if write.n + wait.n < LEAST_EVENTS:
         return f"{write.n + wait.n} checkpoints ([ckpt] write.done or wait.done); {LEAST_EVENTS} are needed"
@@ -347,7 +347,7 @@ SIGNATURES: dict[str, Callable[[LogTally, LagLimits], Looked]] = {
 
 
 def costs(tally: LogTally, cost_ms: float) -> bool:
-    """Whether it is worth naming. Where the time is unknown everything is."""
+    """Whether the cost is worth reporting. If the time of the log is unknown, every cost is."""
     share = _share(tally, cost_ms)
     return share is None or share >= LEAST_SHARE
 

@@ -1,4 +1,4 @@
-"""Everything the diagnosis knows of a log, gathered event by event in bounded memory.
+"""All quantities that the diagnosis reads from logs, collected event by event in bounded memory.
 
     tally = read_logs(["events.log", "server.log.gz"])
     tally.sketch("queue_ms").quantile(0.95)
@@ -6,8 +6,8 @@
 Quantities are named as in the log (`wall_ms`, `queue_ms`, `rpc_ms`, `write_ms`, `wait_ms`, `dur_ms`, ...), with a
 prefix where two tags share a name (`step.wall_ms`).
 
-Several logs are read side by side in the order of their times, as if they were one: the load of generation at a line is
-what the lines before it say. Where the logs' clocks differ this order means nothing; `load_known` is False then.
+Several logs are merged in the order of their times. The load of generation at a line comes from the lines before it. If
+the clocks of the logs differ, this order means nothing and `load_known` is False.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pvg.telemetry.core_waits import CoreTime
 
 RESTART_S = 3600.0  # a clock that jumps by more belongs to another session (or machine); no step takes longer
 TICK_MS = 100.0  # between two samples of the event loop, where its line does not say: 10 Hz
-NAMES = 64  # kinds of events and phases that are told apart; a log of garbage must not fill the memory
+NAMES = 64  # most kinds of events and phases; a log of garbage must not fill the memory
 REST = "(others)"
 
 # What goes into a sketch as it stands: tag, event, field -> name of the quantity. Fields of [weights] and [step] have
@@ -52,14 +52,14 @@ PLAIN = {
     ("rollout", "batch"): {"group_p50_ms": "group_p50_ms", "group_max_ms": "group_max_ms"},
     ("loop", "lag"): {"p50_ms": "lag.p50_ms", "p90_ms": "lag.p90_ms", "p99_ms": "lag.p99_ms", "max_ms": "lag.max_ms"},
 }
-# What else is read of a tag's lines.
+# Other fields that are read from a tag's lines.
 MORE = {
     "gen": ("inflight", "completions"),
     "loop": ("samples", "period_ms", "ran_ms", "waited_ms", "longest_wait_ms"),
     "rollout": ("trunc_pct",),
     "run": ("threads", "cores"),
 }
-# Quantities whose relation to the load of generation is looked at.
+# Quantities that are compared with the load of generation.
 RELATED = frozenset({"queue_ms", "rpc_ms", "write_ms", "wait_ms"})
 
 
@@ -109,18 +109,18 @@ class LogTally:
 
     @property
     def elapsed_s(self) -> float:
-        """How long the run (of several: all of them) took, as far as the lines tell. 0 for a single line."""
+        """The time that the logs span, in seconds; the sum over several runs. 0 for a single line."""
         clocks = self._driver or self._all
         return sum(clock.total for clock in clocks.values())
 
     @property
     def load_known(self) -> bool:
-        """Whether the load at an update is what the lines before it say."""
+        """Whether the load at an update can be read from the lines before it."""
         return bool(self._load) and (len(self.sources) == 1 or self.pairing.offset.same_clock)
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The logs as lines are cited: by file name, where that tells them apart."""
+        """Names of the logs in citations: file names, or whole paths if file names are not unique."""
         names = tuple(Path(source).name for source in self.sources)
         return names if len(set(names)) == len(names) else self.sources
 
@@ -130,7 +130,7 @@ class LogTally:
     # --- gathering ----------------------------------------------------------------------------------------------------
 
     def add(self, event: Event) -> None:
-        """Raises MalformedLineError, and has noted nothing of the line then but its time."""
+        """Add an event. Raises MalformedLineError; then only the time of the line has been noted."""
         self._time(event)
         if event.tag == "weights":
             if (load := event.number("inflight")) is not None:
@@ -178,9 +178,9 @@ class LogTally:
             self._load[event.source] = max(0.0, self._load[event.source] - completions)
 
     def _lag(self, values: dict[str, float | None], event: Event) -> None:
-        """At least so long the loop stood still: each sample is the lag of one tick, and of a stall over several ticks
-        each counts the rest of it, so no sample tells of more than the time to the next tick. From percentiles: at
-        least 40% of the samples lie above p50, a further 9% above p90, and 1% above p99."""
+        """Add a lower bound of the time in which the loop was blocked. Each sample is the lag of one tick. During a
+        stall over several ticks each tick counts the rest of it, so a sample counts at most until the next tick. From
+        percentiles: at least 40% of the samples are above p50, a further 9% above p90, and 1% above p99."""
         period = TICK_MS if values["period_ms"] is None else values["period_ms"]
         p50, p90, p99 = (min(period, values[key] or 0.0) for key in ("p50_ms", "p90_ms", "p99_ms"))
         from_shares = (values["samples"] or 0.0) * (0.4 * p50 + 0.09 * p90 + 0.01 * p99)
@@ -259,14 +259,14 @@ def _with_time_so_far(events: Iterable[Event], number: int) -> Iterator[tuple[fl
         yield latest, number, event
 
 
-# Streams of numbers in bounded memory: quantiles, the relation of two quantities, the worst few.
+# Streams of numbers in bounded memory: quantiles, the correlation of two quantities, the largest values.
 #
 # - `Sketch`: n, sum and maximum exactly; quantiles exactly up to EXACT_VALUES values, then within RELATIVE_ERROR.
-# - `Relation`: pairs of (load, value), all of them up to PAIRS, from then on an even sample; rank correlation, and
-#   medians of the idler and the busier half.
-# - `Worst`: the few largest values with the line they come from.
+# - `LoadRelation`: pairs of (load, value), all of them up to PAIRS, then a uniform sample; rank correlation, and the
+#   medians of both halves of the load.
+# - `WorstEvents`: the few largest values with their lines.
 #
-# Runs of `pvg diagnose` on the same log say the same: the sample is drawn with a fixed seed.
+# `pvg diagnose` is deterministic: the sample is drawn with a fixed seed.
 
 EXACT_VALUES = 4096  # 32 kB a sketch: the updates and steps of most runs
 RELATIVE_ERROR = 0.01  # of a quantile beyond that; nobody acts on less
@@ -319,7 +319,7 @@ class Sketch:
         return self.largest
 
     def excess_over(self, level: float) -> float:
-        """The sum of what lies above `level`."""
+        """The sum of the amounts above `level`."""
         if self._values is not None:
             return sum(value - level for value in self._values if value > level)
         return sum(number * max(0.0, _middle(place) - level) for place, number in self._bins.items())
@@ -337,7 +337,7 @@ def _middle(place: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LoadCorrelation:
-    """How a quantity goes with the load: Spearman's rank correlation, and medians of both halves of the load."""
+    """A quantity and the load: Spearman's rank correlation, and the medians of both halves of the load."""
 
     n: int
     correlation: float
@@ -354,7 +354,7 @@ class LoadRelation:
         self._random = random.Random(0)
 
     def add(self, load: float, value: float) -> None:
-        """Keep the pair, or let it replace another: every pair so far is kept with the same probability."""
+        """Keep the pair, or replace another one: every pair is kept with the same probability."""
         self.n += 1
         if len(self._pairs) < PAIRS:
             self._pairs.append((load, value))

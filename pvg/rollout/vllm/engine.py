@@ -631,7 +631,6 @@ class VllmEngine(Engine):
 
 
 def _after_refusal(codes: Collection[str], version: int) -> str:
-    """The remedy when servers refused weights with the error `codes`."""
     if "older_session" in codes:
         return "Another run publishes to it. Give each run separate servers, then continue with --resume."
     if "load_failed" in codes and version == 0:  # the initial weights, so probably another model

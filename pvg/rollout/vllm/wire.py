@@ -233,8 +233,6 @@ class InFlightRequest:
 
 
 class InFlightRequests:
-    """The requests of one engine that are in flight."""
-
     def __init__(self) -> None:
         self._aloft: dict[str, InFlightRequest] = {}
         self._telling: set[asyncio.Task[None]] = set()

@@ -59,7 +59,6 @@ class GroupClient:
         self.begin("", "")
 
     def begin(self, label: str, trace: str) -> None:
-        """Reset the state for a new update."""
         self._label, self._trace = label, trace
         self._steps: dict[str, list[GroupCall]] = defaultdict(list)
         self._started: set[str] = set()

@@ -112,16 +112,14 @@ class TransferSource:
 
 @dataclass(frozen=True, slots=True)
 class TransferGroup:
-    """A trainer and the servers in its group."""
-
     client: GroupClient
     engine: TrainerEngine
     members: tuple[tuple[str, str], ...]  # url and boot
 
 
 class TransferTransport:
-    """`timeout_s` limits the forming of a group, and each transfer. A collective whose peer is gone waits forever; it
-    then stays behind in its thread, and the run should end, because its GPU may stay busy."""
+    """`timeout_s` limits the forming of a group, and each transfer. A collective whose peer is gone waits forever. Its
+    thread is then abandoned, and the run should end, because its GPU may stay busy."""
 
     adapters = False
 

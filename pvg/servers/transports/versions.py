@@ -14,7 +14,6 @@ of dead sessions of the same run, as shown by their locks. It removes nothing ou
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from pvg.errors import ConfigurationError, StateError
+from pvg.errors import ConfigurationError, StateError, system_module
 from pvg.servers.labels import PublishingSession, WeightLabel
 from pvg.store.atomic import (
     TEMPORARY_PREFIX,
@@ -220,7 +219,6 @@ class VersionFolders:
         return doomed
 
     def remove(self, versions: Iterable[int]) -> None:
-        """Remove versions of this session."""
         for version in versions:
             path = self.folder / self._made.pop(version)
             if path.is_symlink() or not path.is_dir():
@@ -266,6 +264,7 @@ class VersionFolders:
 
 def _take_lock(path: Path) -> int:
     """A descriptor that holds the lock. Closing it, or the end of the process, shows that the session is over."""
+    fcntl = system_module("fcntl")
     while True:
         try:
             with disk_full_explained(path):
@@ -291,6 +290,7 @@ def _if_dead(lock: Path) -> Iterator[bool]:
     except FileNotFoundError:
         yield True
         return
+    fcntl = system_module("fcntl")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -29,7 +29,7 @@ NO_VERDICT = {
     "memory": "it uses too much memory",
     "threads": "it starts too many threads",
 }
-CRASH = "it crashes, or something ends it, which proves nothing,"
+CRASH = "it crashes or is killed, which proves nothing,"
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ def _read_claim(attempt: _Attempt, completion: str) -> None:
     if attempt.claim:
         return
     if not all(attempt.visible):
-        attempt.claim = "its certificate counts for nothing: it fails visible tests"
+        attempt.claim = "its certificate does not count: it fails visible tests"
         return
     attempt.named = case_of(attempt.code, certificate.value)
     if attempt.named is None:
@@ -136,17 +136,17 @@ def _refusal(attempt: _Attempt, shown: Sequence[Execution], reference: Execution
     if check is not None and (check.cases[0].error or check.cases[0].value is not True):
         return "its certificate names no input of this problem"
     if reference.cases[0].error or reference.status not in DETERMINISTIC:
-        return "the reference fails on what its certificate names"
+        return "the reference fails on the certificate's input"
     for execution in shown:
         if reason := _no_verdict(execution):
-            return f"{reason} on what its certificate names"
+            return f"{reason} on the certificate's input"
     answers = [execution.cases[-1] for execution in shown]
     if any(not a.error and same_output(attempt.code, a.value, reference.cases[0].value) for a in answers):
-        return "it is right on what its certificate names"
+        return "it is correct on the certificate's input"
     assert attempt.execution is not None
     tested = [execution.cases[:-1] for execution in (attempt.execution, *shown[1:])]
     if answers.count(answers[0]) < len(answers) or tested.count(tested[0]) < len(tested):
-        return "it gives other answers when it is run again"
+        return "its answers differ when it runs again"
     return ""
 
 

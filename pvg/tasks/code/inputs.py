@@ -5,10 +5,10 @@ Otherwise only the tests show what its inputs are, so an input must lie within t
 smallest and the largest in the tests, texts of the characters that occur there, lists sorted or without repetitions if
 all of theirs are.
 
-A text for standard input is lines of words. Usually numbers in it determine how many there are ("n, then n numbers"),
-in a way that only the question tells. So such a text must keep, from one of the tests, the lines, the number of words
-in each, every number that is also the count of something there, and the lengths of its texts. Other numbers may be any
-between those at their place in the tests. This refuses many valid inputs, but calls no program wrong on an invalid one.
+A text for standard input consists of lines of words, and usually contains its own counts ("n, then n numbers"). Only
+the question says which numbers are counts. So such a text must copy from one of the tests: the number of lines, the
+number of words in each, every number that equals a count, and the lengths of texts. Any other number must lie between
+the numbers at its place in the tests. This rejects many valid inputs, but no program is judged on an invalid one.
 """
 
 from __future__ import annotations

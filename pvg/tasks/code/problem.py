@@ -149,7 +149,7 @@ def read_certificate(completion: str) -> Certificate | None:
         return None
     colon = COLON.match(completion, found.end())
     if colon is None or completion[: found.start()][-1:] not in ("", "\n"):
-        return Certificate(complaint="its certificate stands on no line of its own")
+        return Certificate(complaint="its certificate is not on a separate line")
     written = completion[colon.end() :].partition("\n")[0].strip().strip("`").strip()
     if not written:
         return Certificate(complaint="its certificate names nothing")

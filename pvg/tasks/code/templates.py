@@ -24,8 +24,6 @@ from pvg.tasks.code.problem import CodeProblem, CodeTest, make_problem
 
 @dataclass(frozen=True)
 class IntegerKind:
-    """An integer."""
-
     name: str
     least: int
     most: int
@@ -48,8 +46,6 @@ class IntegerKind:
 
 @dataclass(frozen=True)
 class IntegerListKind:
-    """A list of integers."""
-
     name: str = "numbers"
     least: int = -20
     most: int = 20

@@ -75,8 +75,8 @@ def test_a_certificate_proves_a_flaw(task: Code, problem: Problem) -> None:
 @pytest.mark.parametrize(
     ("code", "certificate", "said"),
     [
-        (SUBTLE, "[[1, 2]]", "it is right on what its certificate names"),
-        (SUBTLE, "[[1, 1, 1, 1, 1, 0]]", "it is right on what its certificate names"),
+        (SUBTLE, "[[1, 2]]", "it is correct on the certificate's input"),
+        (SUBTLE, "[[1, 1, 1, 1, 1, 0]]", "it is correct on the certificate's input"),
         (SUBTLE, '["text"]', "its certificate names no input of this problem"),
         (SUBTLE, "[[1.5]]", "its certificate names no input of this problem"),
         (SUBTLE, "[[true, true, true, true, true, true]]", "its certificate names no input of this problem"),
@@ -84,11 +84,11 @@ def test_a_certificate_proves_a_flaw(task: Code, problem: Problem) -> None:
         (SUBTLE, "[]", "its certificate names no input of this problem"),
         (SUBTLE, '{"numbers": [1]}', "its certificate names no input of this problem"),
         (SUBTLE, "six ones", "its certificate is not JSON"),
-        ("def add_up(numbers):\n    return 4", "[[1]]", "its certificate counts for nothing: it fails visible tests"),
+        ("def add_up(numbers):\n    return 4", "[[1]]", "its certificate does not count: it fails visible tests"),
         (
             "def add_up(numbers):\n    while len(numbers) > 5: pass\n    return sum(numbers)",
             "[[1, 1, 1, 1, 1, 1]]",
-            "it takes too long on what its certificate names",
+            "it takes too long on the certificate's input",
         ),
     ],
 )
@@ -107,7 +107,7 @@ def test_an_input_that_the_reference_cannot_take_proves_nothing(task: Code, prob
     )
     strict = replace(problem, metadata={CODE: fails})
     grade = task.grade(strict, fenced(SUBTLE, "[[1, 1, 1, 1, 1, 1]]"))
-    assert grade.note.endswith("the reference fails on what its certificate names")
+    assert grade.note.endswith("the reference fails on the certificate's input")
 
 
 def test_a_problems_own_check_decides_what_an_input_is(task: Code, problem: Problem) -> None:
@@ -126,7 +126,7 @@ def test_a_flaw_is_shown_in_a_process_of_its_own(task: Code, problem: Problem) -
     )
     grade = task.grade(problem, fenced(counting, "[[1]]"))
     assert grade.correct
-    assert grade.note.endswith("it is right on what its certificate names")
+    assert grade.note.endswith("it is correct on the certificate's input")
 
 
 DETECTS = {
@@ -141,7 +141,7 @@ DETECTS = {
 def test_who_tells_its_proof_from_its_tests_has_no_flaw(task: Code, problem: Problem, code: str) -> None:
     grade = task.grade(problem, fenced(code, "[[1, 1, 1, 1, 1, 1]]"))
     assert grade.correct
-    assert grade.note.endswith("it is right on what its certificate names")
+    assert grade.note.endswith("it is correct on the certificate's input")
 
 
 def test_a_flaw_is_the_same_each_time(task: Code, problem: Problem) -> None:
@@ -150,13 +150,13 @@ def test_a_flaw_is_the_same_each_time(task: Code, problem: Problem) -> None:
         "    return sum(numbers) + (time.perf_counter_ns() if len(numbers) == 6 else 0)"
     )
     grade = task.grade(problem, fenced(by_clock, "[[1, 1, 1, 1, 1, 1]]"))
-    assert grade.note.endswith("it gives other answers when it is run again")
+    assert grade.note.endswith("its answers differ when it runs again")
     assert grade.correct
 
 
 ENDS = {
     "closed outputs": ("import os; os.closerange(0, 64)\n        while True: pass", "it takes too long"),
-    "crash": ("import ctypes; ctypes.string_at(0)", "it crashes, or something ends it, which proves nothing,"),
+    "crash": ("import ctypes; ctypes.string_at(0)", "it crashes or is killed, which proves nothing,"),
     "exit": ("import os; os._exit(83)", "it uses too much memory"),
     "memory": ("' ' * 10**10", "it uses too much memory"),
 }
@@ -168,7 +168,7 @@ def test_an_end_that_says_nothing_of_the_program_proves_nothing(task: Code, prob
     code = f"def add_up(numbers):\n    if len(numbers) == 6:\n        {statement}\n    return sum(numbers)"
     grade = task.grade(problem, fenced(code, "[[1, 1, 1, 1, 1, 1]]"))
     assert grade.correct
-    assert grade.note.endswith(f"{said} on what its certificate names")
+    assert grade.note.endswith(f"{said} on the certificate's input")
 
 
 def test_a_check_is_asked_of_what_is_made_like_the_tests(task: Code, problem: Problem) -> None:

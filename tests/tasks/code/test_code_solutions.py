@@ -33,8 +33,8 @@ def test_code(completion: str, code: str) -> None:
     ("completion", "expected"),
     [
         ("no such line", None),
-        ("a certificate: [1]", Certificate(complaint="its certificate stands on no line of its own")),
-        ("Certificate\n[1]", Certificate(complaint="its certificate stands on no line of its own")),
+        ("a certificate: [1]", Certificate(complaint="its certificate is not on a separate line")),
+        ("Certificate\n[1]", Certificate(complaint="its certificate is not on a separate line")),
         ("x\nCERTIFICATE: [[1, 2], 3]", Certificate([[1, 2], 3])),
         ("x\n**Certificate:** [1]", Certificate([1])),
         ("x\n# certificate : `[1]`", Certificate([1])),

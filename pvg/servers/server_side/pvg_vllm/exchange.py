@@ -55,7 +55,6 @@ async def read_table(receive: Receive) -> dict[str, Any]:
 
 
 async def reply(send: Send, status: int, content: Mapping[str, Any]) -> None:
-    """Send `content` as JSON."""
     body = json.dumps(content).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})

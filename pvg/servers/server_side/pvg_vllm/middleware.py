@@ -21,7 +21,7 @@ from .routes import RouteCall, Routes
 COMPUTED = frozenset({"/inference/v1/generate", "/v1/completions", "/v1/chat/completions", "/classify", "/pooling"})
 FREE = COMPUTED | {"/health", "/ping", "/version", "/metrics", "/v1/models", "/tokenize", "/detokenize"}
 FREE_ON_A_NETWORK = frozenset({"/health", "/ping"})
-# They call any method of a worker, or load adapters from any path. Use /pvg/servers and /pvg/adapters instead.
+# They call any method of a worker, or load adapters from any path. Use /pvg/weights and /pvg/adapters instead.
 CLOSED = ("/collective_rpc", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters")
 
 # Token requests that start in one turn of the event loop. Otherwise a whole batch would be read and queued in a single

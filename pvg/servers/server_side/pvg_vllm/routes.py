@@ -67,7 +67,7 @@ class Routes:
         self._newest_adapter: ServedLabel | None = None
         self._table: dict[str, tuple[str, Route]] = {
             "/pvg/info": ("GET", self.info),
-            "/pvg/servers": ("POST", self.weights),
+            "/pvg/weights": ("POST", self.weights),
             "/pvg/adapters": ("POST", self.adapters),
             "/pvg/adapters/unload": ("POST", self.unload_adapter),
         }

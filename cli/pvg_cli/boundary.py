@@ -1,9 +1,9 @@
-"""The border between commands and the user: errors, exit codes, and the one JSON document on stdout.
+"""What all commands share: options, errors, exit codes, and the one JSON document on stdout.
 
 Exit codes: 0 done; 1 a check failed; 2 wrong usage or configuration; 3 the environment lacks something; 70 a defect of
-pvg (the traceback is shown, with a line how to report it); 130 stopped by Ctrl-C or SIGTERM.
+pvg (the command prints the traceback and says how to report it); 130 stopped by Ctrl-C or SIGTERM.
 
-Invariant: with --json, stdout holds exactly one JSON document, on success and on error; everything else is on stderr.
+Invariant: with --json, stdout holds exactly one JSON document, on success and on error. All other text goes to stderr.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any, TypeVar
 
@@ -34,16 +35,16 @@ from pvg.errors import (
     visible,
 )
 
-EXIT_DEFECT = 70  # EX_SOFTWARE of sysexits.h: apart from every code a check or a user's mistake gives
-# What can be wrong with a path, by the number of the OSError: the kind of error, and the remedy.
+EXIT_DEFECT = 70  # EX_SOFTWARE of sysexits.h; no check and no user error uses this code
+# Errors of paths that a user can correct: errno -> the type of error, and the remedy.
 PATH_MISTAKES: dict[int, tuple[type[PvgError], str]] = {
     errno.ENAMETOOLONG: (UsageError, "Give a shorter name."),
-    errno.ELOOP: (UsageError, "The link leads to itself; name another path."),
-    errno.EACCES: (MissingRequirementError, "Ask for the permission, or name another path."),
-    errno.EPERM: (MissingRequirementError, "Ask for the permission, or name another path."),
-    errno.EISDIR: (UsageError, "A file is needed there; move the folder away."),
-    errno.ENOTDIR: (UsageError, "A folder is needed there; move the file away."),
-    errno.EEXIST: (UsageError, "Something else is needed there; move it away."),
+    errno.ELOOP: (UsageError, "The link points to itself. Give another path."),
+    errno.EACCES: (MissingRequirementError, "Get the permission, or give another path."),
+    errno.EPERM: (MissingRequirementError, "Get the permission, or give another path."),
+    errno.EISDIR: (UsageError, "pvg needs a file there. Move the folder away."),
+    errno.ENOTDIR: (UsageError, "pvg needs a folder there. Move the file away."),
+    errno.EEXIST: (UsageError, "Move it away: pvg needs this path."),
     errno.EROFS: (
         MissingRequirementError,
         "Make the file system writable, or copy the folder to a writable disk and work there.",
@@ -52,14 +53,37 @@ PATH_MISTAKES: dict[int, tuple[type[PvgError], str]] = {
     errno.ESTALE: (MissingRequirementError, "Check the network file system, and try again."),
     errno.EMFILE: (MissingRequirementError, "Raise the limit on open files (ulimit -n), and try again."),
 }
-PATH_MISTAKES |= dict.fromkeys(DISK_FULL, (MissingRequirementError, "Make room on that disk, and try again."))
-PRINTING = frozenset({"cli", "rich", "typer", "click"})  # packages that write to stdout and stderr
-EXIT_STOPPED = 130  # what shells report for a program ended by SIGINT
+PATH_MISTAKES |= dict.fromkeys(DISK_FULL, (MissingRequirementError, "Free some space on that disk, and try again."))
+PRINTING = frozenset({"pvg_cli", "rich", "typer", "click"})  # packages that write to stdout and stderr
+EXIT_STOPPED = 130  # the code that shells report for a program ended by SIGINT
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document on stdout. All other text goes to stderr.")
+]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+ExperimentArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="[NAME|FILE]", help="An experiment in ./experiments, an experiment that comes with pvg, or a TOML file."
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        "-s",
+        metavar="KEY=VALUE",
+        help="Change a setting: -s training.steps=30. Load settings from a TOML file: -s @FILE. Repeatable.",
+    ),
+]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The name of a run, or the path of its folder.")]
+RunsOption = Annotated[Path, typer.Option("--runs", metavar="FOLDER", help="The folder that contains the runs.")]
+MetricsPortOption = Annotated[
+    int | None,
+    typer.Option("--metrics-port", metavar="PORT", help="Serve metrics for Prometheus on 127.0.0.1:PORT."),
+]
 
-# typer brings its own copy of click in newer versions; this is the base of its usage errors in all of them.
+# The base class of usage errors. Newer versions of typer contain their own copy of click.
 CommandLineError: type[Exception] = typer.BadParameter.__mro__[1]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -79,18 +103,18 @@ def emit_error(kind: str, message: str, remedy: str, exit_code: int) -> None:
 
 
 def say(text: str, colour: str | None = None) -> None:
-    """A line on stderr; colours only where stderr is a terminal. Control characters are escaped."""
+    """Print a line on stderr, with colour if stderr is a terminal. Control characters are escaped."""
     typer.secho(visible(text), err=True, fg=colour)
 
 
 def guarded(command: Command) -> Command:
-    """Puts a command behind the border. The command takes `as_json` and `debug`."""
+    """Decorates a command so that it handles errors and SIGTERM. The command takes `as_json` and `debug`."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with terminated_as_interrupted(), Border(as_json=kwargs["as_json"], debug=kwargs["debug"]):
+        with terminated_as_interrupted(), ErrorHandler(as_json=kwargs["as_json"], debug=kwargs["debug"]):
             result = command(*args, **kwargs)
-            sys.stdout.flush()  # here, where a full disk is told, and not at the end of the process
+            sys.stdout.flush()  # here, so that ErrorHandler reports a full disk
             return result
 
     return run  # type: ignore[return-value]
@@ -102,13 +126,13 @@ def _shortened(path: object) -> str:
 
 
 def _was_printing(trace: TracebackType | None) -> bool:
-    """Whether printing raised the error. Other packages write the run's own files."""
+    """Whether printing raised the error. Other packages than these write the files of a run."""
     frames = [frame for frame, _ in traceback.walk_tb(trace)]
     return bool(frames) and frames[-1].f_globals.get("__name__", "").partition(".")[0] in PRINTING
 
 
 def _silence_stdout() -> None:
-    """What is still in its buffer is dropped; else Python tries it again at its end, and says so in its own way."""
+    """Drop what is left in the buffer of stdout. Otherwise Python writes it again at exit and prints its own error."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -116,14 +140,14 @@ def _silence_stdout() -> None:
 
 
 def _interrupt(number: int, frame: object) -> None:
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a command that a script started with `&`
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # for example in a command that a script started with `&`
         raise KeyboardInterrupt
     signal.raise_signal(signal.SIGINT)
 
 
 @contextlib.contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends a command in order, as Ctrl-C does. A command that commits puts its own handler in this place."""
+    """Handle SIGTERM like Ctrl-C. Commands that commit replace this handler with their own."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -134,8 +158,8 @@ def terminated_as_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-class Border:
-    """Turns what leaves a command into lines and an exit code."""
+class ErrorHandler:
+    """Turns the exceptions of a command into messages and an exit code."""
 
     def __init__(self, *, as_json: bool, debug: bool) -> None:
         self.as_json = as_json
@@ -149,8 +173,8 @@ class Border:
         if isinstance(error, PvgError):
             self._mistake(error)
         elif isinstance(error, KeyboardInterrupt):
-            say("Stopped before anything was started.")
-            self._document("Stopped", "Stopped before anything was started.", "", EXIT_STOPPED)
+            say("Stopped before the work started.")
+            self._document("Stopped", "Stopped before the work started.", "", EXIT_STOPPED)
             raise typer.Exit(EXIT_STOPPED)
         elif isinstance(error, OSError) and error.errno in DISK_FULL and not error.filename and _was_printing(trace):
             self._no_room(error)
@@ -173,31 +197,31 @@ class Border:
         raise typer.Exit(error.exit_code) from error
 
     def _no_room(self, error: OSError) -> None:
-        """What was printed did not fit where stdout leads; a document would not either."""
-        say(f"error: The output cannot be written: {error.strerror}.", typer.colors.RED)
-        say("Make room, or send the output elsewhere.")
+        """The target of stdout is full. A JSON document would not fit either."""
+        say(f"error: pvg cannot write its output: {error.strerror}.", typer.colors.RED)
+        say("Free some space, or send the output to another place.")
         _silence_stdout()
         raise typer.Exit(EXIT_ENVIRONMENT) from error
 
     def _defect(self, error: Exception) -> None:
         say("".join(traceback.format_exception(error)).rstrip("\n"))
         say(
-            "This is a defect in pvg. Please report it with the lines above and the output of `pvg doctor --json`.",
+            "This is a bug in pvg. Please report it with the lines above and the output of `pvg doctor --json`.",
             typer.colors.RED,
         )
-        self._document(type(error).__name__, str(error), "Report it: this is a defect in pvg.", EXIT_DEFECT)
+        self._document(type(error).__name__, str(error), "This is a bug in pvg. Please report it.", EXIT_DEFECT)
         raise typer.Exit(EXIT_DEFECT) from error
 
     def _document(self, kind: str, message: str, remedy: str, exit_code: int) -> None:
         if self.as_json:
             try:
                 emit_error(kind, message, remedy, exit_code)
-            except OSError:  # stdout takes nothing; the lines on stderr have said it
+            except OSError:  # stdout is closed or full; stderr has the message
                 _silence_stdout()
 
 
 class Commands(TyperGroup):
-    """The group of all commands: a usage error with --json on the line is a JSON document too."""
+    """The group of all commands. With --json, a usage error is a JSON document too."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         as_json = "--json" in args
@@ -212,8 +236,8 @@ class Commands(TyperGroup):
 
 
 class UsageDocument:
-    """Makes the text of a usage error printable, and writes its JSON document. typer prints the text and exits with
-    2."""
+    """Escapes control characters in a usage error, and writes its JSON document. typer prints the text and exits
+    with code 2."""
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
@@ -227,3 +251,8 @@ class UsageDocument:
             error.message = one_line(error.message)
         if self.as_json and isinstance(error, CommandLineError):
             emit_error("UsageError", str(error), "See --help.", EXIT_USAGE)
+
+
+def metrics_port_override(port: int | None) -> list[str]:
+    """`--metrics-port` as an override of a setting."""
+    return [] if port is None else [f"telemetry.metrics_port={port}"]

@@ -1,4 +1,4 @@
-"""From what the user typed to a run: a new one with a free name, or an unfinished one to go on with."""
+"""Finds the experiment and the run that a command needs: a new run with a free name, or an unfinished run."""
 
 from __future__ import annotations
 
@@ -8,19 +8,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli.boundary import say
-from cli.resolve import DEFAULT_EXPERIMENT, resolve
-from pvg.config.experiment import Experiment, differences, load_experiment, read_override
+from pvg.config.experiment import Experiment, differences, find_experiment, load_experiment, read_override
 from pvg.config.sections import Store
 from pvg.errors import MissingRequirementError, StateError, UsageError
+from pvg.extensions import check_references
 from pvg.hub import pinned, pinned_as
 from pvg.reporting.run_summary import read_run, unfinished_runs
 from pvg.store.run_directory import RunDirectory, free_name, refuse_name
+from pvg_cli.boundary import say
+
+DEFAULT_EXPERIMENT = "modchain"
+
+
+def resolve(name: str | None, overrides: Sequence[str]) -> Experiment:
+    """The experiment `name` (a name or a file; None: the default) with the overrides applied. Checks the settings, and
+    that the user's files that they name exist."""
+    experiment = load_experiment(find_experiment(DEFAULT_EXPERIMENT if name is None else name), overrides)
+    check_references(experiment)
+    return experiment
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What is going to be played, and where. A new run's folder does not exist yet."""
+class RunPlan:
+    """The experiment to play, and its run folder. The folder of a new run does not exist yet."""
 
     experiment: Experiment
     name: str
@@ -29,35 +39,35 @@ class Plan:
     notice: str = ""
 
 
-def plan_new(experiment: Experiment, name: str | None, suffix: str = "") -> Plan:
-    """A new run: `name`, or the experiment's name, with -2, -3 ... when that exists. Its hub ids get a commit."""
+def plan_new(experiment: Experiment, name: str | None, suffix: str = "") -> RunPlan:
+    """Plan a new run: `name`, or the experiment's name with -2, -3 ... if that run exists. Pins hub ids."""
     experiment = pinned(experiment, say)
     root = experiment.store.root
     wanted = f"{experiment.name}{suffix}" if name is None else name
     refuse_name(wanted)
     free = free_name(root, wanted) if name is None else wanted
-    notice = f"{root / wanted} exists already; this run is {free}." if free != wanted else ""
-    return Plan(experiment, free, RunDirectory(root / free), resume=False, notice=notice)
+    notice = f"{root / wanted} exists already, so this run is {free}." if free != wanted else ""
+    return RunPlan(experiment, free, RunDirectory(root / free), resume=False, notice=notice)
 
 
-def create(plan: Plan) -> RunDirectory:
-    """Make the folder of a new run. Raises MissingRequirementError when it cannot be written."""
+def create(plan: RunPlan) -> RunDirectory:
+    """Create the folder of a new run. Raises MissingRequirementError if that fails."""
     root = plan.experiment.store.root
     try:
         return RunDirectory.create(root, plan.name, plan.experiment)
     except OSError as error:
         raise MissingRequirementError(
-            f"The run folder {plan.run.path} cannot be made: {error.strerror}.",
-            "Choose another place with --set store.root=FOLDER.",
+            f"pvg cannot create the run folder {plan.run.path}: {error.strerror}.",
+            "Choose another folder: --set store.root=FOLDER",
         ) from error
 
 
-def plan_resume(name: str | None, overrides: Sequence[str], run_name: str, *, clean: bool = True) -> Plan:
-    """The run to go on with: `run_name`, or where that is empty the newest unfinished one of the experiment.
+def plan_resume(name: str | None, overrides: Sequence[str], run_name: str, *, clean: bool = True) -> RunPlan:
+    """The run to resume: `run_name`, or the newest unfinished run of the experiment if `run_name` is empty.
 
-    Without an experiment's name the run's own settings are taken, with the overrides on top. Raises StateError that
-    names the difference when settings that change the outcome are not those of the run. `clean`: if the run is
-    complete, remove the unfinished files of a process that was killed after its last commit.
+    Without an experiment's name, uses the settings of the run plus the overrides. Raises StateError with the difference
+    if settings that affect the result differ from those of the run. `clean`: if the run is complete, remove the
+    unfinished files of a process that was killed after its last commit.
     """
     given = resolve(name, overrides) if name else None
     root = given.store.root if given else _root(overrides)
@@ -69,13 +79,13 @@ def plan_resume(name: str | None, overrides: Sequence[str], run_name: str, *, cl
     if changed:
         raise StateError(
             f"The run {run.name!r} was started with other settings: {'; '.join(changed)}.",
-            f"Go on with its own settings: {resume_command(run)}",
+            f"Resume it with its own settings: {resume_command(run)}",
         )
-    return Plan(experiment, run.name, run, resume=True, notice=f"Resuming {run.name}.")
+    return RunPlan(experiment, run.name, run, resume=True, notice=f"Resuming {run.name}.")
 
 
 def resume_command(run: RunDirectory) -> str:
-    """Exactly what to type to go on with `run`, from this folder."""
+    """The command that resumes `run` from the current folder."""
     return f"pvg train --resume {shlex.quote(_target(run))}"
 
 
@@ -84,7 +94,7 @@ def report_command(run: RunDirectory) -> str:
 
 
 def _target(run: RunDirectory) -> str:
-    """How a command finds the run: by name in the default folder, by path elsewhere."""
+    """The argument for a command: the run's name in the default folder, its path elsewhere."""
     return run.name if run.path == Store().root / run.name else str(run.path)
 
 
@@ -106,10 +116,12 @@ def _refuse_unplayable(run: RunDirectory, clean: bool) -> None:
     summary = read_run(run)
     if summary.status == "complete":
         removed = _cleaned(run) if clean and os.access(run.path, os.W_OK) else 0
-        told = f" Removed {removed} unfinished files of its last process." if removed else ""
-        raise UsageError(f"The run {run.name!r} is complete.{told}", f"Look at it with: {report_command(run)}")
+        removal = f" Removed {removed} unfinished files of its last process." if removed else ""
+        raise UsageError(f"The run {run.name!r} is complete.{removal}", f"To see the results: {report_command(run)}")
     if summary.status == "samples":
-        raise UsageError(f"The run {run.name!r} holds samples of `pvg rollout`, not a game.", "Start one: pvg train")
+        raise UsageError(
+            f"The run {run.name!r} contains samples of `pvg rollout`, not a game.", "Start a game: pvg train"
+        )
 
 
 def _cleaned(run: RunDirectory) -> int:
@@ -121,6 +133,6 @@ def _cleaned(run: RunDirectory) -> int:
 
 
 def _root(overrides: Sequence[str]) -> Path:
-    """The runs folder when no experiment was named: the default, unless it is set."""
+    """The folder of runs if no experiment was named: `store.root` of the overrides, or the default."""
     values = {key: value for override in overrides for key, value, _ in read_override(override)}
     return Path(str(values.get("store.root", Store().root)))

@@ -1,4 +1,4 @@
-"""`pvg diagnose RUN|LOG...`: what holds a run up, read from its event log."""
+"""`pvg diagnose RUN|LOG...`: find out from the event log what slows a run down."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.boundary import DebugOption, JsonOption, emit, guarded, say
-from cli.options import RunsOption
 from pvg.errors import EXIT_CHECK_FAILED, UsageError
+from pvg_cli.boundary import DebugOption, JsonOption, RunsOption, emit, guarded, say
 
 if TYPE_CHECKING:
     from pvg.config.sections import Telemetry
@@ -25,28 +24,32 @@ def register(app: typer.Typer) -> None:
 def diagnose(
     logs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN|LOG...", help="A run, or log files of any kind, plain or .gz; - reads stdin."),
+        typer.Argument(metavar="RUN|LOG...", help="A run, or log files, plain or .gz. - reads standard input."),
     ],
     runs: RunsOption = Path("runs"),
     fail_on: Annotated[
         list[str] | None,
-        typer.Option("--fail-on", metavar="SIGNATURE", help="Exit 1 when this one is found ('any': whichever)."),
+        typer.Option(
+            "--fail-on",
+            metavar="SIGNATURE",
+            help="Exit with code 1 if this cause is found. 'any': if any cause is found. Repeatable.",
+        ),
     ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Name what holds a run up: queues, reloads, checkpoints, an idle trainer, stragglers, a late event loop."""
-    from cli.output import stdout
+    """Find what slows a run down: queues, reloads, checkpoints, an idle trainer, stragglers, a slow event loop."""
     from pvg.reporting.diagnosis import diagnose as look
     from pvg.reporting.diagnosis.diagnosis import rendered
+    from pvg_cli.output import stdout
 
     refused = _checked(fail_on or [])
     sources, telemetry = _sources(logs, runs)
     found = look(sources, telemetry)
-    if not found.tally.lines.events:  # or --fail-on would pass whatever file it is given
+    if not found.tally.lines.events:  # otherwise --fail-on would pass for any file
         raise UsageError(
             f"There is no event in {', '.join(logs)}.",
-            "Give a run or its events.log; a line looks like: [weights] t=12.3 event=client.done wall_ms=80",
+            "Give a run or its events.log. A line looks like this: [weights] t=12.3 event=client.done wall_ms=80",
         )
     if as_json:
         emit(found.plain())
@@ -74,7 +77,7 @@ def _checked(names: list[str]) -> frozenset[str]:
 
 
 def _sources(logs: list[str], runs: Path) -> tuple[list[str], Telemetry | None]:
-    """The files to read, and of a single run its own warning levels."""
+    """The files to read, and the warning levels if there is a single run."""
     from pvg.reporting.diagnosis.log_events import STDIN
     from pvg.store.run_directory import RunDirectory
 
@@ -86,10 +89,10 @@ def _sources(logs: list[str], runs: Path) -> tuple[list[str], Telemetry | None]:
             continue
         run = RunDirectory.open(log, runs)
         if not run.events.exists():
-            raise UsageError(f"The run {run.name!r} has no {run.events.name}.", "It has not started to play yet.")
+            raise UsageError(f"The run {run.name!r} has no {run.events.name}.", "The game has not started yet.")
         sources.append(str(run.events))
         telemetry = run.experiment().telemetry if len(logs) == 1 else None
     twice = sorted({source for source in sources if sources.count(source) > 1})
     if twice:
-        raise UsageError(f"{twice[0]} is given twice.", "Name every log once.")
+        raise UsageError(f"{twice[0]} is given twice.", "Give each log once.")
     return sources, telemetry

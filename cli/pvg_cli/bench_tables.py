@@ -1,8 +1,9 @@
-"""What `pvg bench` prints: its profiles, the samples of one variant, and the tables over several."""
+"""The tables of `pvg bench`: the profiles, the samples of one variant, several variants, and weight updates."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -10,8 +11,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from cli.bench_sync import has_updates, update_tables
-from cli.output import quiet_table
 from pvg.bench.compare import VariantGain, gains, headline_of
 from pvg.bench.profile import Profile
 from pvg.bench.report import BenchReport, Samples, Variant
@@ -19,6 +18,7 @@ from pvg.bench.runner import WALL
 from pvg.bench.statistics import RatioInterval, median
 from pvg.reporting.formats import duration, sparkline
 from pvg.reporting.terminal import HEADING, QUIET, VERIFIER, BudgetBar, section
+from pvg_cli.output import quiet_table
 
 BETTER = {"lower": "↓", "higher": "↑"}
 SAMPLE_BARS = 7
@@ -36,19 +36,19 @@ def profiles_table(profiles: Mapping[str, Profile]) -> Group:
 
 
 def report_text(report: BenchReport, path: Path, commands: Mapping[str, str]) -> Group:
-    """Everything that stands at the end: the figures, the budget, where the report lies, and what to type next."""
+    """The result of a benchmark: numbers, time budget, the path of the report, and the next commands."""
     parts: list[RenderableType] = [headline_text(report)]
     if has_updates(report):
         parts += update_tables(report)
     if report.kind == "bench":
         parts += one_variant(report.variants[0])
     else:
-        title = "What each switch bought" if report.kind == "ablation" else "The values"
+        title = "Gain of each switch" if report.kind == "ablation" else "Values"
         table = ladder_table(report) if report.kind == "ablation" else sweep_table(report)
         parts += section(title, table)
         parts += failures(report)
     parts += [Text(), Text.assemble(("Written to ", QUIET), str(path), (". Next:", QUIET), overflow="fold")]
-    for command, what in commands.items():  # on two lines: with the paths of two reports a command is long
+    for command, what in commands.items():  # on two lines, because two paths make a command long
         parts.append(Text.assemble("  ", (command, "bold cyan"), (f"\n      {what}", QUIET), overflow="fold"))
     return Group(*parts)
 
@@ -67,7 +67,7 @@ def headline_text(report: BenchReport) -> Text:
 
 def one_variant(variant: Variant) -> list[RenderableType]:
     if variant.status == "failed":
-        return [Text(), Text(f"Failed, and measured nothing: {variant.reason}", style="red")]
+        return [Text(), Text(f"Failed without a measurement: {variant.reason}", style="red")]
     parts = section("Measured", samples_table(variant))
     assert variant.budget is not None
     each = variant.budget.wall_s / variant.budget.steps
@@ -107,7 +107,7 @@ def derived_table(derived: Mapping[str, float]) -> Table:
 
 
 def sweep_table(report: BenchReport) -> Table:
-    """One line for each value; beside the headline measure the wall time, unless that is the headline."""
+    """A row per value: the main measure, and the wall time if that is not the main measure."""
     headline = headline_of(report)
     measured = next((variant.samples for variant in report.variants if variant.samples), {})
     others = [name for name in (WALL,) if name != headline and name in measured]
@@ -115,7 +115,7 @@ def sweep_table(report: BenchReport) -> Table:
     table.add_column(report.variants[0].label.partition("=")[0], overflow="fold")
     table.add_column(_heading(headline, measured), justify="right", style="bold", no_wrap=True)
     table.add_column("lowest .. highest", justify="right", no_wrap=True)
-    table.add_column("against the first", no_wrap=True)
+    table.add_column("vs. the first", no_wrap=True)
     for name in others:
         table.add_column(_heading(name, measured), justify="right", no_wrap=True)
     for gain in gains(report):
@@ -138,10 +138,10 @@ def ladder_table(report: BenchReport) -> Table:
     headline, rungs = headline_of(report), gains(report)
     measured = next((variant.samples for variant in report.variants if variant.samples), {})
     table = quiet_table()
-    table.add_column("switched to fast, one by one", overflow="fold", min_width=27)
+    table.add_column("turned on, one by one", overflow="fold", min_width=27)
     table.add_column(_heading(headline, measured), justify="right", style="bold", no_wrap=True)
-    table.add_column("bought", no_wrap=True)
-    table.add_column("in all", no_wrap=True)
+    table.add_column("gain", no_wrap=True)
+    table.add_column("total", no_wrap=True)
     table.add_column("", no_wrap=True, style=VERIFIER)
     top = max((gain.whole.ratio for gain in rungs if gain.whole is not None), default=1.0)
     for gain in rungs:
@@ -163,7 +163,7 @@ def failures(report: BenchReport) -> list[RenderableType]:
 
 
 def times(interval: RatioInterval | None) -> Text:
-    """`1.42x  1.38 .. 1.47`: green or red where the interval excludes 1."""
+    """`1.42x  1.38 .. 1.47`, green or red if the interval excludes 1."""
     if interval is None:
         return Text("")
     colour = "green" if interval.low > 1 else "red" if interval.high < 1 else QUIET
@@ -189,7 +189,140 @@ def reach(low: float, high: float) -> str:
 
 
 def number(value: float) -> str:
-    """Four significant digits, three below 1, thousands apart: 0.0123, 12.34, 12,345."""
+    """Four significant digits (three below 1), with thousands separators: 0.0123, 12.34, 12,345."""
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4g}" if abs(value) >= 1 else f"{value:.3g}"
+
+
+# --- weight updates on vLLM servers ----------------------------------------------------------------------------------
+# The numbers cover the updates of all samples of a report. docs/make_benchmarks.py uses them too.
+
+PROFILE = "sync"
+TIMES = ("wall", "rpc", "queue")
+PERCENTILES = (50, 95, 99)
+RATES = {"before": "before", "during": "back to back", "stepped": "once per step", "after": "after"}
+PARTS = ("stage", "arrival", "pause", "load", "resume")
+ENOUGH = 100  # updates; with fewer, the 99th percentile is hardly more than the maximum
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """A table as text: `header`, and `rows` with as many cells. The first cell is the client."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def has_updates(report: BenchReport) -> bool:
+    """Whether the report has the numbers of weight updates."""
+    return report.profile == PROFILE and any(_has_percentiles(variant) for variant in report.variants)
+
+
+def update_cells(report: BenchReport) -> Cells:
+    """Wall, RPC and queue time of an update under load, in ms, per client."""
+    header = ("client", *(f"{name} p{percentile}" for name in TIMES for percentile in PERCENTILES))
+    rows = [
+        (
+            client_of(report, variant),
+            *(_ms(variant.derived[f"{name}_p{percentile}_ms"]) for name in TIMES for percentile in PERCENTILES),
+        )
+        for variant in report.variants
+        if _has_percentiles(variant)
+    ]
+    return Cells(header, tuple(rows))
+
+
+def cost_cells(report: BenchReport) -> Cells:
+    """Per client: tokens/s of the streams before the updates, with updates back to back, with one update per step, and
+    after the updates; updates per second back to back (slow updates are fewer, so they cost less); the medians of
+    the parts of an update, in ms."""
+    rates = _rates(report)
+    rate_headers = (f"tokens/s {RATES[when]}" for when in rates)
+    header = ("client", *rate_headers, "updates /s", *(f"{part} p50" for part in PARTS))
+    rows = [
+        (
+            client_of(report, variant),
+            *(f"{median(variant.samples[f'tokens_per_s_{when}'].values):,.0f}" for when in rates),
+            f"{variant.derived['updates_per_s']:.2g}",
+            *(_ms(variant.derived[f"{part}_p50_ms"]) for part in PARTS),
+        )
+        for variant in report.variants
+        if _has_percentiles(variant)
+    ]
+    return Cells(header, tuple(rows))
+
+
+def notes(report: BenchReport) -> list[str]:
+    """Sentences that explain the tables."""
+    counts = sorted({int(variant.derived["updates"]) for variant in report.variants if _has_percentiles(variant)})
+    listed = " or ".join(map(str, counts))
+    found = [f"Percentiles over the {listed} updates of all samples of a client, under {_streams(report)} streams."]
+    if counts[0] < ENOUGH:
+        found.append(f"With fewer than {ENOUGH} updates, p99 is hardly more than the maximum.")
+    found.append(f"Updates reduce the streams' tokens/s by {_costs(report)}.")
+    found += [f"{_client(value['label'])}: {value['says']}." for value in _sweep(report) if value.get("says")]
+    return found
+
+
+def _rates(report: BenchReport) -> list[str]:
+    """The RATES that the report has. Older reports have no updates once per step."""
+    samples = next(variant.samples for variant in report.variants if _has_percentiles(variant))
+    return [when for when in RATES if f"tokens_per_s_{when}" in samples]
+
+
+def _costs(report: BenchReport) -> str:
+    """The share of tokens/s that the streams lose to the updates of the last client, by update frequency."""
+    variant = next(variant for variant in reversed(report.variants) if _has_percentiles(variant))
+    rates = {when: median(variant.samples[f"tokens_per_s_{when}"].values) for when in _rates(report)}
+    alone = (rates["before"] + rates["after"]) / 2
+    costs = [
+        f"{100 * (1 - rates[when] / alone):.0f} % {RATES[when]}" for when in ("during", "stepped") if when in rates
+    ]
+    return f"{' and '.join(costs)} ({client_of(report, variant)})"
+
+
+def client_of(report: BenchReport, variant: Variant) -> str:
+    """A short name of the client."""
+    if variant.label:
+        return _client(variant.label)
+    return str(report.config["experiment"]["weights"]["client"])
+
+
+def update_tables(report: BenchReport) -> list[RenderableType]:
+    parts = section("Update time under load, ms", _table(update_cells(report)))
+    parts += section("Cost for the streams, and parts of an update in ms", _table(cost_cells(report)))
+    return [*parts, Text(), *(Text(f"  {note}", style=QUIET, overflow="fold") for note in notes(report))]
+
+
+def _table(cells: Cells) -> Table:
+    table = quiet_table()
+    table.add_column(cells.header[0], no_wrap=True)
+    for name in cells.header[1:]:
+        heading = "\n".join(name.split(" ", 1))
+        table.add_column(heading, justify="right", style="bold" if name.startswith("queue") else "", no_wrap=True)
+    for row in cells.rows:
+        table.add_row(*row)
+    return table
+
+
+def _has_percentiles(variant: Variant) -> bool:
+    return "queue_p99_ms" in variant.derived
+
+
+def _client(label: str) -> str:
+    return label.partition("=")[2] or label
+
+
+def _sweep(report: BenchReport) -> Sequence[dict[str, str]]:
+    """The sweep of the profile, if the report measured it."""
+    labels = {variant.label for variant in report.variants}
+    return [value for value in report.config["profile"].get("sweep", []) if value["label"] in labels]
+
+
+def _streams(report: BenchReport) -> str:
+    return str(report.work.get("streams", "other numbers of"))
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"

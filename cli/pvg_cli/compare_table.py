@@ -1,6 +1,6 @@
-"""What `pvg compare` prints: one table, the verdicts as headings in it, what matters first; and the same as Markdown.
+"""The table of `pvg compare`, for the terminal and as Markdown. Verdicts are headings; the most important comes first.
 
-Every verdict is a word; colours only repeat it. The table fits in 80 columns.
+Each verdict is a word, so the table can be read without colours. It fits in 80 columns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from cli.bench_tables import number
 from pvg.bench.compare import (
     CONFIDENCE,
     LEAST_SAMPLES,
@@ -28,13 +27,14 @@ from pvg.bench.compare import (
 from pvg.bench.statistics import RatioInterval
 from pvg.reporting.formats import peak_memory_texts
 from pvg.reporting.terminal import HEADING, QUIET
+from pvg_cli.bench_tables import number
 
 MARKS = {"worse": ("✗", "red"), "better": ("✓", "green"), "too few samples": ("?", "yellow")}
 UNMARKED = ("·", "")
-MOST_DIFFERENCES = 12  # of environment or settings, on the terminal
-MOST_CHARACTERS = 44  # of one value
-CODE = ("pvg", "git_commit", "git_dirty")  # fields of the environment that are mostly what a comparison is about
-WIDE = 0.1  # an interval that reaches so far from 1 leaves a difference unseen that people would care about
+MOST_DIFFERENCES = 12  # differences of environment or settings that the terminal shows
+MOST_CHARACTERS = 44  # characters per value
+CODE = ("pvg", "git_commit", "git_dirty")  # the fields of the environment that describe the code
+WIDE = 0.1  # an interval that reaches this far from 1 may hide an important difference
 
 
 # --- the terminal ----------------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ WIDE = 0.1  # an interval that reaches so far from 1 leaves a difference unseen 
 def comparison_text(comparison: ReportComparison) -> Group:
     parts: list[RenderableType] = [_headline(comparison), _side("A", comparison.a), _side("B", comparison.b)]
     if comparison.same:
-        parts.append(Text("A and B are the same report: nothing differs, and every ratio is 1.", style="yellow"))
+        parts.append(Text("A and B are the same report, so nothing differs and every ratio is 1.", style="yellow"))
     parts += _differing("The code differs", [each for each in comparison.environment if each.key in CODE], HEADING)
     parts += _differing("The environments differ", _elsewhere(comparison), "yellow")
     parts += _differing("The settings differ", comparison.settings, HEADING)
@@ -91,7 +91,7 @@ def _short(value: object) -> str:
 
 
 class VerdictTable:
-    """The metrics under their verdicts. All sections share the columns; the names take what the figures leave."""
+    """The metrics by verdict. All sections have the same columns. The names get the width that the numbers leave."""
 
     HEADER = ("A", "B", "unit", "B/A", "interval", "p")
     JUSTIFY: tuple[Literal["left", "right"], ...] = ("right", "right", "left", "right", "left", "right")
@@ -131,7 +131,7 @@ class VerdictTable:
 
 
 def _figures(metric: MetricComparison) -> tuple[str, ...]:
-    """The cells of one metric, from its medians to p; in the terminal and in Markdown."""
+    """The cells of one metric, from the medians to p. The terminal and Markdown show the same."""
     return (
         number(metric.median_a),
         number(metric.median_b),
@@ -143,7 +143,7 @@ def _figures(metric: MetricComparison) -> tuple[str, ...]:
 
 
 def _metric(metric: MetricComparison, comparison: ReportComparison) -> Text:
-    """The metric's name, and its variant: by the value alone where all variants are of one key."""
+    """The metric and its variant. Only the value of the variant, if all variants are values of one key."""
     text = Text(f"  {metric.name}", overflow="fold")
     if metric.variant:
         key, _, value = metric.variant.partition("=")
@@ -152,7 +152,7 @@ def _metric(metric: MetricComparison, comparison: ReportComparison) -> Text:
 
 
 def _sections(comparison: ReportComparison) -> Iterator[tuple[str, str, list[MetricComparison]]]:
-    """Headings with their metrics; those that fail the check have one of their own."""
+    """(heading, style, metrics). Metrics that fail the check come first, under a separate heading."""
     failing = list(comparison.failing)
     if failing:
         assert comparison.fail_above is not None
@@ -165,7 +165,7 @@ def _sections(comparison: ReportComparison) -> Iterator[tuple[str, str, list[Met
             yield f"{mark} {title} ({len(metrics)})", f"bold {style}".strip(), metrics
 
 
-# --- words that both forms share -------------------------------------------------------------------------------------
+# --- text for the terminal and for Markdown --------------------------------------------------------------------------
 
 
 def share(value: float) -> str:
@@ -192,14 +192,14 @@ def _bound(value: float) -> str:
 
 def _method(comparison: ReportComparison) -> str:
     return (
-        "A, B: medians. B/A: their ratio; lower or higher is better, as the metric has it. Interval: by bootstrap, "
-        f"{CONFIDENCE:.0%} for all {comparison.tested} together ({comparison.confidence:.4g} each). "
-        "p: of the Mann-Whitney rank test, not adjusted."
+        "A, B: medians. B/A: their ratio; whether lower or higher is better depends on the metric. Interval: "
+        f"bootstrap, {CONFIDENCE:.0%} for all {comparison.tested} together ({comparison.confidence:.4g} each). "
+        "p: Mann-Whitney rank test, not adjusted."
     )
 
 
 def notes(comparison: ReportComparison) -> list[str]:
-    """What a reader should know of this comparison, a sentence each."""
+    """Sentences that a reader needs to interpret this comparison."""
     key = _one_key(comparison)
     found = [f"@: the value of {key}."] if key else []
     of_a, of_b = ({name: pair[side] for name, pair in comparison.peak_memory.items()} for side in (0, 1))
@@ -208,35 +208,37 @@ def notes(comparison: ReportComparison) -> list[str]:
     if comparison.left_out:
         found.append(f"Left out: {'; '.join(comparison.left_out)}.")
     if any(metric.ratio is None for metric in comparison.metrics):
-        found.append("Where a sample is 0 or less there is no ratio: the rank test decides, and no threshold applies.")
+        found.append(
+            "Metrics with a sample of 0 or less have no ratio. The rank test decides, and no threshold applies."
+        )
     if comparison.with_verdict("too few samples"):
         found.append(
             f"Too few samples: fewer than {LEAST_SAMPLES} on a side, or fewer than the rank test needs for so many "
-            "metrics. Take more: pvg bench -s repeats=10."
+            "metrics. Take more samples: pvg bench -s repeats=10."
         )
     widest = _widest(comparison)
     if widest is not None and not comparison.same:
         found.append(
-            f"No difference seen is not the same as none: {widest.name} may still differ by a factor of "
+            f"No difference seen does not prove that there is none: {widest.name} may still differ by a factor of "
             f"{interval(widest.ratio)}. More samples narrow it: pvg bench -s repeats=20."
         )
     if comparison.with_verdict("worse") or comparison.with_verdict("better"):
         if _elsewhere(comparison):
             found.append("The environments differ, so the code need not be the reason for a difference.")
         found.append(
-            "The intervals know the spread within a run. A machine's speed also drifts from run to run: take A and B "
-            "again before you believe in a small change."
+            "The intervals cover the variation within a run. The speed of a machine also changes between runs: measure "
+            "A and B again before you rely on a small difference."
         )
     return found
 
 
 def _elsewhere(comparison: ReportComparison) -> list[FieldDifference]:
-    """What differs of the machine and the packages."""
+    """The differences of the machine and the packages."""
     return [each for each in comparison.environment if each.key not in CODE]
 
 
 def _one_key(comparison: ReportComparison) -> str | None:
-    """The setting whose values all variants are, as in a sweep; None where they are anything else."""
+    """The setting that all variants are values of, as in a sweep; None otherwise."""
     keys = {metric.variant.partition("=")[0] if "=" in metric.variant else "" for metric in comparison.metrics}
     return (keys.pop() or None) if len(keys) == 1 else None
 
@@ -252,7 +254,7 @@ def _widest(comparison: ReportComparison) -> MetricComparison | None:
 
 
 def failure_line(comparison: ReportComparison) -> str:
-    """The line with which the check fails; empty when it does not."""
+    """The message of a failed check; empty if the check passes."""
     if not comparison.failing:
         return ""
     assert comparison.fail_above is not None
@@ -269,7 +271,7 @@ def markdown_text(comparison: ReportComparison) -> str:
     for letter, side in (("A", comparison.a), ("B", comparison.b)):
         lines.append(f"- {letter}: `{side.path}`, {_day(side)}, {side.code}, `{side.command}`")
     if comparison.same:
-        lines += ["", "A and B are the same report: nothing differs, and every ratio is 1."]
+        lines += ["", "A and B are the same report, so nothing differs and every ratio is 1."]
     for title, found in (("environments", comparison.environment), ("settings", comparison.settings)):
         if found:
             lines += ["", f"The {title} differ:", ""]
@@ -302,7 +304,7 @@ def _markdown_table(comparison: ReportComparison) -> list[str]:
 
 
 def markdown_rows(header: Sequence[str], align: str, rows: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table; `align` has an l or r for each column."""
+    """The lines of a Markdown table; `align` has an l or r per column."""
     rules = ["---:" if side == "r" else "---" for side in align]
     body = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
     return [f"| {' | '.join(row)} |" for row in (list(header), rules, *body)]

@@ -1,4 +1,4 @@
-"""`pvg profile [EXPERIMENT] --stage STAGE`: what one stage's time is spent on; `--run RUN`: the timeline of a run."""
+"""`pvg profile [EXPERIMENT] --stage STAGE` profiles a stage. `pvg profile --run RUN` exports the timeline of a run."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, emit_error, guarded, say
-from cli.options import RunsOption, SetOption
 from pvg.errors import UsageError
+from pvg_cli.boundary import (
+    EXIT_STOPPED,
+    DebugOption,
+    JsonOption,
+    RunsOption,
+    SetOption,
+    emit,
+    emit_error,
+    guarded,
+    say,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,42 +38,54 @@ def profile(
     *,
     experiment: Annotated[
         str | None,
-        typer.Argument(metavar="[NAME|FILE]", help="An experiment of ./experiments or of pvg, or a TOML file."),
+        typer.Argument(
+            metavar="[NAME|FILE]", help="An experiment in ./experiments or of pvg, or a TOML file. Default: modchain."
+        ),
     ] = None,
     stage: Annotated[
-        str | None, typer.Option("--stage", metavar="STAGE", help="rollout, trainer, or e2e: whole steps.")
+        str | None,
+        typer.Option("--stage", metavar="STAGE", help="rollout, trainer, or e2e (whole steps). Default: e2e."),
     ] = None,
     overrides: SetOption = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps under each profiler.")] = DEFAULT_STEPS,
+    steps: Annotated[
+        int, typer.Option("--steps", min=1, help="The number of steps under each profiler.")
+    ] = DEFAULT_STEPS,
     run: Annotated[
-        str | None, typer.Option("--run", metavar="RUN", help="Run nothing: export the timeline of this run.")
+        str | None, typer.Option("--run", metavar="RUN", help="Export the timeline of this run, and run nothing.")
     ] = None,
     runs: RunsOption = Path("runs"),
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FOLDER", help="A new folder; else profile-NAME-STAGE.")
+        Path | None,
+        typer.Option(
+            "--out", "-o", metavar="FOLDER", help="A new folder for the results. Default: profile-NAME-STAGE."
+        ),
     ] = None,
     py_spy: Annotated[
         bool | None,
-        typer.Option("--py-spy/--no-py-spy", help="Demand py-spy, or leave it out.", show_default=False),
+        typer.Option(
+            "--py-spy/--no-py-spy",
+            help="Require py-spy, or skip it. Default: use it if it is installed.",
+            show_default=False,
+        ),
     ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Profile a stage: our spans, the torch profiler and py-spy, one after the other, into one folder.
+    """Profile a stage with pvg's spans, the torch profiler and py-spy, and write the results to one folder.
 
-    Prints the ten costliest frames. The profilers slow down what they measure, each in its own way.
+    Prints the ten costliest frames. Each profiler slows the work down, and the tables show by how much.
     """
     if run is not None:
         if experiment or stage or overrides or py_spy is not None:
             raise UsageError(
-                "--run exports a run as it was: it takes no experiment, stage or settings.", "Leave them out."
+                "--run exports a finished timeline, so it takes no experiment, stage or settings.", "Leave them out."
             )
         made = _of_run(run, runs, out)
     else:
         try:
             made = _of_stage(experiment, stage or DEFAULT_STAGE, overrides or [], steps, out, py_spy)
         except KeyboardInterrupt:
-            say("Stopped. What was finished lies in the folder.")
+            say("Stopped. The folder contains the finished results.")
             if as_json:
                 emit_error("Stopped", "Stopped before all profilers had run.", "", EXIT_STOPPED)
             raise typer.Exit(EXIT_STOPPED) from None
@@ -85,18 +106,18 @@ def _of_run(run: str, runs: Path, out: Path | None) -> ProfileResult:
 def _of_stage(
     experiment: str | None, stage: str, overrides: list[str], steps: int, out: Path | None, py_spy: bool | None
 ) -> ProfileResult:
-    from cli.resolve import DEFAULT_EXPERIMENT
     from pvg.bench.profiling.passes import stage_of, stage_settings
     from pvg.bench.profiling.profile import profile_stage
+    from pvg_cli.runs import DEFAULT_EXPERIMENT
 
     chosen = stage_of(stage)
     settings = stage_settings(chosen, experiment or DEFAULT_EXPERIMENT, overrides)
     folder = out or _free(f"profile-{settings.experiment.name}-{chosen}")
-    return profile_stage(settings, chosen, folder, steps=steps, py_spy=py_spy, on_pass=lambda told: say(f"{told} ..."))
+    return profile_stage(settings, chosen, folder, steps=steps, py_spy=py_spy, on_pass=lambda text: say(f"{text} ..."))
 
 
 def _free(name: str) -> Path:
-    """`name`, or name-2, -3 ... where that exists."""
+    """`name`, or `name` with -2, -3 ... if that exists."""
     path, number = Path(name), 1
     while path.exists():
         number += 1
@@ -111,7 +132,7 @@ def _show(made: ProfileResult) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    from cli.output import stdout
+    from pvg_cli.output import stdout
 
     console = stdout()
     console.print(Text(made.title, style="bold"))
@@ -120,9 +141,7 @@ def _show(made: ProfileResult) -> None:
         console.print(Padding(_frames_table(made), (0, 0, 0, 2)))
     if made.passes:
         console.print(
-            Text.assemble(
-                ("\nFastest step", "bold"), ("   by pass: profilers slow down what they measure", "bright_black")
-            )
+            Text.assemble(("\nFastest step", "bold"), ("   per pass; profilers slow the work down", "bright_black"))
         )
         console.print(Padding(_passes_table(made), (0, 0, 0, 2)))
     console.print(Text.assemble("\n", ("Files", "bold"), (f"   in {made.folder}", "bright_black")))
@@ -133,14 +152,14 @@ def _show(made: ProfileResult) -> None:
 
 def _origin(made: ProfileResult) -> str:
     if made.frames_from == "torch":
-        return "operators of torch: without py-spy no Python frames"
-    return f"by own time, of {made.samples:,} samples in working threads"
+        return "operators of torch; Python frames require py-spy"
+    return f"by self time, from {made.samples:,} samples of busy threads"
 
 
 def _frames_table(made: ProfileResult) -> Table:
     from rich.text import Text
 
-    from cli.output import quiet_table
+    from pvg_cli.output import quiet_table
 
     table = quiet_table()
     table.add_column("share", justify="right", no_wrap=True)
@@ -157,7 +176,7 @@ def _frames_table(made: ProfileResult) -> Table:
 
 
 def _passes_table(made: ProfileResult) -> Table:
-    from cli.output import quiet_table
+    from pvg_cli.output import quiet_table
 
     table = quiet_table()
     table.show_header = False
@@ -175,7 +194,7 @@ def _files_table(made: ProfileResult) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(style="bright_black", overflow="fold")
-    table.add_row("README.txt", "What each file is and how to open it.")
+    table.add_row("README.txt", "Describes each file and how to open it.")
     for file in made.files:
         table.add_row(Text(file.name), Text(f"{file.what} {file.how}".strip()))
     return table

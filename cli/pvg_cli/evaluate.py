@@ -1,4 +1,4 @@
-"""`pvg evaluate RUN`: what a finished run has led to, measured on fresh samples and with fresh attackers."""
+"""`pvg evaluate RUN`: measure the models of a run on fresh samples and with fresh attackers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, guarded, say
-from cli.options import RunArgument, RunsOption, SetOption
+from pvg_cli.boundary import (
+    EXIT_STOPPED,
+    DebugOption,
+    JsonOption,
+    RunArgument,
+    RunsOption,
+    SetOption,
+    emit,
+    guarded,
+    say,
+)
 
 if TYPE_CHECKING:
     import asyncio
 
-    from cli.driving import Watcher
     from pvg.config.experiment import Experiment
     from pvg.evaluation.runner import EvaluationOutcome, EvaluationRequest
     from pvg.store.run_directory import RunDirectory
+    from pvg_cli.run_display import RunWatcher
 
 
 def register(app: typer.Typer) -> None:
@@ -32,18 +41,18 @@ def evaluate(
         typer.Option(
             "--parts",
             metavar="PART,...",
-            help="Of exploit, best-of-n, detection, separability, calibration, localisation, tax. Without it: all.",
+            help="Any of exploit, best-of-n, detection, separability, calibration, localisation, tax. Default: all.",
         ),
     ] = None,
     rounds: Annotated[
-        str | None, typer.Option("--rounds", metavar="N,...", help="Without it: all that are finished.")
+        str | None, typer.Option("--rounds", metavar="N,...", help="Rounds to measure. Default: all finished rounds.")
     ] = None,
     baseline: Annotated[
         str | None,
         typer.Option(
             "--baseline",
             metavar="RUN",
-            help="A run with game.reward = correctness, for the legibility tax. Without it, one is trained.",
+            help="A run with game.reward = correctness, for the legibility tax. Default: pvg trains one.",
         ),
     ] = None,
     overrides: SetOption = None,
@@ -51,10 +60,9 @@ def evaluate(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Measure every finished round of a run: steps to exploit, best-of-n, detection, separability, calibration, flaw
-    localisation, legibility tax.
+    """Measure each finished round of a run: attacks, best-of-n, detection, calibration, legibility tax and more.
 
-    Ctrl-C stops at a commit point; the same command goes on from there.
+    Ctrl-C stops at a commit point. The same command resumes the evaluation.
     """
     from pvg.evaluation.opponents import default_parts, parse_parts, parse_rounds
     from pvg.hub import fetch_all
@@ -75,11 +83,11 @@ def evaluate(
         again += [option, value] if value is not None else []
     again += [word for override in overrides or () for word in ("-s", override)]
     again += ["--runs", str(runs)] if runs != Path("runs") else []
-    _tell(outcome, run, shlex.join(again), as_json)
+    _print_result(outcome, run, shlex.join(again), as_json)
 
 
 def _experiment(run: RunDirectory, overrides: list[str]) -> Experiment:
-    """The run's settings with the overrides. Raises StateError for those that the run was played with."""
+    """The settings of the run with the overrides. Raises StateError if an override changes the run itself."""
     from pvg.config.experiment import differences, load_experiment
     from pvg.errors import StateError
 
@@ -87,44 +95,47 @@ def _experiment(run: RunDirectory, overrides: list[str]) -> Experiment:
     if changed := differences(run.experiment().hashed(), experiment.hashed()):
         raise StateError(
             f"The run {run.name!r} was played with other settings: {'; '.join(changed)}.",
-            "Set evaluate.* (and serving.*, telemetry.*) only: the rest is what is evaluated.",
+            "Change evaluate.*, serving.* and telemetry.* only. The other settings belong to the run.",
         )
     return experiment
 
 
 def _refuse_early(run: RunDirectory) -> None:
-    """Before torch is loaded. Raises UsageError for a run that has no finished round."""
+    """Check the run before torch is loaded. Raises UsageError if it has no finished round."""
     from pvg.errors import UsageError
     from pvg.reporting.run_summary import read_run
 
     summary = read_run(run)
     if summary.status == "samples":
-        raise UsageError(f"The run {run.name!r} holds samples of `pvg rollout`, not a game.", "Play one: pvg train")
+        raise UsageError(
+            f"The run {run.name!r} contains samples of `pvg rollout`, not a game.", "Play a game: pvg train"
+        )
     if not summary.rounds:
         raise UsageError(
-            f"No round of the run {run.name!r} is finished, so there is nothing to evaluate.",
-            f"Play it on: pvg train --resume {shlex.quote(run.name)}",
+            f"The run {run.name!r} has no finished round, so there is nothing to evaluate.",
+            f"Resume it: pvg train --resume {shlex.quote(run.name)}",
         )
 
 
 def _measure(experiment: Experiment, run: RunDirectory, request: EvaluationRequest, as_json: bool) -> EvaluationOutcome:
-    from cli.board import Board
-    from cli.driving import drive, watcher_for
-    from cli.train import last_words
+    from pvg_cli.driving import drive
+    from pvg_cli.output import stderr
+    from pvg_cli.run_display import RunBoard, RunWatcher
+    from pvg_cli.train import last_words
 
-    async def work(observer: Watcher, stop: asyncio.Event) -> EvaluationOutcome:
+    async def work(observer: RunWatcher, stop: asyncio.Event) -> EvaluationOutcome:
         from pvg.evaluation.runner import evaluate as measure
 
         return await measure(experiment, run, request, observer=observer, stop=stop)
 
-    board = Board(experiment.name, run.name, experiment.game.rounds, phases=_phases(request), once=False)
-    watcher = watcher_for(board, experiment.telemetry.refresh_per_second)
+    board = RunBoard(experiment.name, run.name, experiment.game.rounds, phases=_phases(request), once=False)
+    watcher = RunWatcher(board, stderr(), experiment.telemetry.refresh_per_second)
     with run.lock():
         return drive(work, watcher, last_words(run.name, as_json), experiment.telemetry.event_loop)
 
 
 def _phases(request: EvaluationRequest) -> tuple[str, ...]:
-    """What the display shows as the phases of a round."""
+    """The phases of a round for the display."""
     phases = ["samples"]
     if "tax" in request.parts:
         phases += ["baseline", "kl"] if request.baseline is None else ["kl"]
@@ -135,12 +146,12 @@ def _phases(request: EvaluationRequest) -> tuple[str, ...]:
     return tuple(phases)
 
 
-def _tell(outcome: EvaluationOutcome, run: RunDirectory, again: str, as_json: bool) -> None:
-    """What was found, where it lies, and after Ctrl-C how to go on: `again`, the settings included."""
-    from cli.output import stdout
-    from cli.runs import report_command
+def _print_result(outcome: EvaluationOutcome, run: RunDirectory, again: str, as_json: bool) -> None:
+    """Print the results and where they are, and after Ctrl-C the command that resumes (`again`)."""
     from pvg.evaluation.report import REPORT_FILE
     from pvg.reporting.evaluation import evaluation_tables
+    from pvg_cli.output import stdout
+    from pvg_cli.runs import report_command
 
     stopped = outcome.status == "interrupted"
     if as_json:
@@ -156,9 +167,9 @@ def _tell(outcome: EvaluationOutcome, run: RunDirectory, again: str, as_json: bo
         )
     else:
         stdout().print(evaluation_tables(outcome.report))
-        say(f"\nThe numbers: {run.evaluation / REPORT_FILE}")
-        say(f"The page: {report_command(run)}")
+        say(f"\nNumbers: {run.evaluation / REPORT_FILE}")
+        say(f"To make the page: {report_command(run)}")
         if stopped:
-            say(f"Stopped. Go on with: {again}")
+            say(f"Stopped. To resume: {again}")
     if stopped:
         raise typer.Exit(EXIT_STOPPED)

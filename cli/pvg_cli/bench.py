@@ -1,28 +1,38 @@
-"""`pvg bench`: repeat a profile's work, and write down how long it took."""
+"""`pvg bench`: measure the work of a profile repeatedly, and write the times to a report."""
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, emit_error, guarded, say
-from cli.options import RunsOption, SetOption
+from pvg_cli.boundary import (
+    EXIT_STOPPED,
+    DebugOption,
+    JsonOption,
+    RunsOption,
+    SetOption,
+    emit,
+    emit_error,
+    guarded,
+    say,
+)
 
 if TYPE_CHECKING:
     from pvg.bench.report import BenchReport
     from pvg.bench.runner import OnSample, SampleTaken
     from pvg.bench.servers import OnServer
+    from pvg.bench.tuning import TuningResult
     from pvg.bench.variants import BenchPlan
 
-REPORTS = Path("bench")  # where reports go without --out
-PROBE_BYTES = 1 << 20  # many times what a report takes
-MOST_READ = 20  # earlier reports that are looked at for one to compare with
+REPORTS = Path("bench")  # the folder for reports without --out
+PROBE_BYTES = 1 << 20  # much more than a report needs
+MOST_READ = 20  # earlier reports to read when looking for one to compare with
 
 
 def register(app: typer.Typer) -> None:
@@ -34,73 +44,77 @@ def bench(
     *,
     profile: Annotated[
         str | None,
-        typer.Option("--profile", "-p", metavar="NAME|FILE", help="A profile of ./profiles or of pvg, or a TOML file."),
+        typer.Option("--profile", "-p", metavar="NAME|FILE", help="A profile in ./profiles or of pvg, or a TOML file."),
     ] = None,
     overrides: SetOption = None,
     sweep: Annotated[
-        str | None, typer.Option("--sweep", metavar="KEY=A,B,C", help="Measure once for each value of a setting.")
+        str | None, typer.Option("--sweep", metavar="KEY=A,B,C", help="Measure each value of a setting.")
     ] = None,
     ablate: Annotated[
         bool,
-        typer.Option("--ablate", help="Climb the profile's ladder: all switches slow, then one after another fast."),
+        typer.Option("--ablate", help="Measure with all optimizations off, then turn on one after another."),
     ] = False,
     tune: Annotated[
         bool,
-        typer.Option("--tune", help="Find the profile's batch sizes for this machine, and write them to a TOML file."),
+        typer.Option("--tune", help="Find the best batch sizes for this machine, and write them to a TOML file."),
     ] = False,
     interleave: Annotated[
         bool | None,
         typer.Option(
             "--interleave/--one-by-one",
-            help="Take the variants' samples in turn, or finish one variant before the next. "
-            "In turn, a machine whose speed drifts is no reason for a difference; all are in memory at once.",
+            help="Take the samples of the variants in turn, or finish one variant before the next. In turn, changes "
+            "of the machine's speed affect all variants alike, but all variants are in memory together.",
             show_default=False,
         ),
     ] = None,
     replay: Annotated[
         str | None,
-        typer.Option("--replay", metavar="RUN", help="Take the work from a recorded run (rollout, trainer)."),
+        typer.Option("--replay", metavar="RUN", help="Use the work of a recorded run (profiles rollout and trainer)."),
     ] = None,
     runs: RunsOption = Path("runs"),
     server: Annotated[
         list[str] | None,
-        typer.Option("--server", metavar="URL", help="Measure on the vLLM server at URL; repeatable."),
+        typer.Option("--server", metavar="URL", help="Measure on the vLLM server at URL. Repeatable."),
     ] = None,
     serve: Annotated[
         bool,
-        typer.Option("--serve", help="Measure on a vLLM server started for it; on one for each variant if need be."),
+        typer.Option(
+            "--serve", help="Start a vLLM server and measure on it. Variants that need other servers get their own."
+        ),
     ] = False,
     repeats: Annotated[int | None, typer.Option("--repeats", min=1, help="Samples per variant.")] = None,
-    warmup: Annotated[int | None, typer.Option("--warmup", min=0, help="Samples before them, not kept.")] = None,
+    warmup: Annotated[
+        int | None, typer.Option("--warmup", min=0, help="Samples per variant that are taken first and not kept.")
+    ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="Where to write the report; else bench/NAME-TIME.json."),
+        typer.Option("--out", "-o", metavar="FILE", help="The file of the report. Default: bench/NAME-TIME.json."),
     ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Measure a profile: the same work again and again, after a warm-up. Without --profile: list the profiles.
+    """Measure a profile: repeat the same work after a warm-up. Without --profile: list the profiles.
 
-    Exit code 1, 2 or 3 when a variant failed; the report then says why.
+    If a variant fails, the report says why, and the exit code is 1, 2 or 3.
     """
-    from cli.output import stdout
     from pvg.bench.report import write_report
     from pvg.bench.variants import plan_bench, run_plan
     from pvg.errors import UsageError
     from pvg.store.run_directory import RunDirectory
+    from pvg_cli.output import stdout
 
     if profile is None:
         if overrides or sweep or ablate or tune or replay or out or server or serve:
-            raise UsageError("There is no --profile to measure.", "List them with: pvg bench")
+            raise UsageError("--profile is missing.", "Give --profile NAME. To list the profiles: pvg bench")
         _list_profiles(as_json)
         return
     given = list(overrides or [])
     given += [f"{key}={value}" for key, value in (("repeats", repeats), ("warmup", warmup)) if value is not None]
     if tune:
-        from cli.bench_tune import run_tune
-
         if sweep or ablate or replay or server or serve or interleave is not None:
-            raise UsageError("--tune chooses its own variants.", "Give it --set, --repeats, --warmup and --out alone.")
+            raise UsageError(
+                "--tune chooses its own variants.", "Use it with --set, --repeats, --warmup and --out only."
+            )
         run_tune(profile, given, out, as_json)
         return
     recorded = RunDirectory.open(replay, runs) if replay is not None else None
@@ -131,7 +145,7 @@ def bench(
         emit(result.report.plain())
         say(f"Written to {path}.")
     else:
-        from cli.bench_tables import report_text
+        from pvg_cli.bench_tables import report_text
 
         stdout().print(report_text(result.report, path, _next_commands(path, result.report)))
     if result.exit_code:
@@ -139,9 +153,9 @@ def bench(
 
 
 def _list_profiles(as_json: bool) -> None:
-    from cli.bench_tables import profiles_table
-    from cli.output import stdout
     from pvg.bench.profile import known_profiles, read_profile
+    from pvg_cli.bench_tables import profiles_table
+    from pvg_cli.output import stdout
 
     paths = known_profiles()
     profiles = {name: read_profile(path) for name, path in paths.items()}
@@ -158,11 +172,11 @@ def _list_profiles(as_json: bool) -> None:
         stdout().print(profiles_table(profiles))
 
 
-# --- the report's file -----------------------------------------------------------------------------------------------
+# --- the report's file ----------------------------------------------------------------------------------------------
 
 
 def _output(out: Path | None, plan: BenchPlan) -> Path:
-    """The report's file. Raises where it is known already that it cannot be written."""
+    """The path of the report. Raises an error if the report could not be written there."""
     import tempfile
     from datetime import UTC, datetime
 
@@ -171,28 +185,26 @@ def _output(out: Path | None, plan: BenchPlan) -> Path:
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     path = out if out is not None else _free(REPORTS / f"{plan.base.profile.name}-{stamp}.json")
     if path.is_dir():
-        raise UsageError(f"{path} is a folder.", "Name a file: --out FILE.json")
+        raise UsageError(f"--out {path} is a folder.", "Give a file: --out FILE.json")
     folder = path.parent
     if out is not None and not folder.is_dir():
-        raise UsageError(
-            f"There is no folder {folder} for the report.", f"Make it with: mkdir -p {shlex.quote(str(folder))}"
-        )
-    while not folder.exists():  # ./bench is made when there is something to put into it
+        raise UsageError(f"The folder {folder} of the report does not exist.", f"mkdir -p {shlex.quote(str(folder))}")
+    while not folder.exists():  # ./bench is created later, with the report
         folder = folder.parent
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(bytes(PROBE_BYTES))
             probe.flush()
-            os.fsync(probe.fileno())  # some file systems find room only now
+            os.fsync(probe.fileno())  # some file systems allocate space only now
     except OSError as error:
         raise MissingRequirementError(
-            f"No report can be written into {folder}: {error.strerror}.", "Write it elsewhere with --out FILE."
+            f"No report can be written to {folder}: {error.strerror}.", "Choose another file: --out FILE"
         ) from error
     return path
 
 
 def _free(path: Path) -> Path:
-    """`path`, or with -2, -3 ... where a report of the same second lies already."""
+    """`path`, or `path` with -2, -3 ... if a report of the same second exists."""
     free, number = path, 1
     while free.exists():
         number += 1
@@ -201,7 +213,7 @@ def _free(path: Path) -> Path:
 
 
 def _made(path: Path) -> Path:
-    """The path, once its folder is there."""
+    """Create the folder of `path`, and return `path`."""
     from pvg.errors import MissingRequirementError
     from pvg.store.atomic import make_directory
 
@@ -209,7 +221,7 @@ def _made(path: Path) -> Path:
         make_directory(path.parent)
     except OSError as error:
         raise MissingRequirementError(
-            f"The folder {path.parent} cannot be made: {error.strerror}.", "Write the report elsewhere with --out FILE."
+            f"pvg cannot create the folder {path.parent}: {error.strerror}.", "Choose another file: --out FILE"
         ) from error
     return path
 
@@ -225,7 +237,7 @@ def _command(
     on_servers: list[str],
     out: Path | None,
 ) -> str:
-    """What was typed, in one spelling."""
+    """The command line in a standard form."""
     words = ["pvg", "bench", "--profile", profile]
     words += on_servers
     for override in overrides:
@@ -244,18 +256,18 @@ def _command(
 
 
 def _next_commands(path: Path, report: BenchReport) -> dict[str, str]:
-    """What to type next; with an earlier report of the same work beside it, exactly how to compare the two."""
+    """The next commands. If there is an earlier report of the same work, one of them compares the two."""
     this = shlex.quote(str(path))
-    commands = {f"pvg report {this}": "the same figures, with the time budget of every variant"}
+    commands = {f"pvg report {this}": "the same numbers, with the time budget of each variant"}
     if report.status == "ok":
         earlier = _earlier(path, report)
         other = "OTHER" if earlier is None else shlex.quote(str(earlier))
-        commands[f"pvg compare {other} {this}"] = "is it faster than before?"
+        commands[f"pvg compare {other} {this}"] = "is this faster than before?"
     return commands
 
 
 def _earlier(path: Path, report: BenchReport) -> Path | None:
-    """The newest report in the same folder that `path` can be compared with."""
+    """The newest report in the same folder that measured the same work as `path`."""
     from pvg.bench.report import read_report, work_of
     from pvg.errors import UsageError
 
@@ -263,26 +275,28 @@ def _earlier(path: Path, report: BenchReport) -> Path | None:
     for other in sorted(beside, key=lambda found: found.stat().st_mtime, reverse=True)[:MOST_READ]:
         try:
             found = read_report(other)
-        except UsageError:  # somebody else's file, or a report of another version: nothing to suggest
+        except UsageError:  # not a report, or a report of another version
             continue
         if found.status == "ok" and found.kind == report.kind and work_of(found) == work_of(report):
             return other
     return None
 
 
-# --- progress --------------------------------------------------------------------------------------------------------
+# --- progress -------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _progress(plan: BenchPlan) -> Iterator[tuple[OnSample, OnServer]]:
-    """A bar on a terminal, a line for each sample elsewhere, and a line for each server that is started. Drawn between
-    samples only, by no thread of its own: nothing of it runs while something is measured."""
+    """Show a bar on a terminal, or a line per sample elsewhere, and a line for each server that starts.
+
+    The bar is drawn between samples only, without a thread, so that drawing does not disturb the measurement.
+    """
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from cli.output import stderr
+    from pvg_cli.output import is_live, stderr
 
     console = stderr()
-    if not console.is_terminal or console.is_dumb_terminal:
+    if not is_live(console):
         yield _plain_line, say
         return
     columns = (
@@ -307,3 +321,57 @@ def _plain_line(taken: SampleTaken) -> None:
     label = f"{taken.label}: " if taken.label else ""
     note = " (warm-up)" if taken.warmup else ""
     say(f"{label}sample {taken.number} of {taken.of}{note}, {taken.wall_s:.3g} s")
+
+
+# --- --tune ----------------------------------------------------------------------------------------------------------
+
+
+def run_tune(profile: str, overrides: Sequence[str], out: Path | None, as_json: bool) -> None:
+    """Tune a profile, write the settings, and print the measurements.
+
+    Raises the errors of `pvg.bench.tuning.tune`. Raises UsageError before the first measurement if `out` is unusable.
+    """
+    from pvg.bench.profile import find_profile, read_profile
+    from pvg.bench.tuning import to_tune, tune
+    from pvg.errors import UsageError
+    from pvg.store.atomic import write_output
+
+    to_tune(profile, overrides)
+    name = read_profile(find_profile(profile)).name
+    path = out if out is not None else REPORTS / f"{name}-tuned.toml"
+    if path.suffix != ".toml" or path.is_dir():
+        raise UsageError(f"--out {path} is not a TOML file.", "Give a TOML file: --out FILE.toml")
+    if out is not None and not path.parent.is_dir():
+        raise UsageError(f"The folder {path.parent} does not exist.", f"mkdir -p {shlex.quote(str(path.parent))}")
+    words = ["pvg", "bench", "--profile", profile, "--tune"]
+    words += [word for override in overrides for word in ("--set", override)]
+    tuned = tune(profile, overrides, command=shlex.join(words), on_sample=_plain_line)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_output(path, tuned.to_toml().encode())
+    if as_json:
+        emit(
+            {
+                "settings": dict(tuned.choices),
+                "file": str(path),
+                "reports": [report.plain() for report in tuned.reports],
+            }
+        )
+        say(f"Written to {path}.")
+    else:
+        _show_tuned(tuned, path)
+
+
+def _show_tuned(tuned: TuningResult, path: Path) -> None:
+    from pvg_cli.bench_tables import failures, sweep_table
+    from pvg_cli.output import stdout
+
+    console = stdout()
+    for (key, value), report in zip(tuned.choices, tuned.reports, strict=True):
+        console.print(sweep_table(report))
+        for line in failures(report):
+            console.print(line)
+        console.print(f"{key} = {value}", style="bold", highlight=False)
+        console.print()
+    this = shlex.quote(f"@{path}")
+    console.print(f"Written to {path}. Next:", highlight=False)
+    console.print(f"  pvg train --set {this}", highlight=False, soft_wrap=True)

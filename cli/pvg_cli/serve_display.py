@@ -1,49 +1,38 @@
 """What `pvg serve` shows: the stages of the start with a clock, then how busy the server is.
 
-On a terminal both are drawn in place; elsewhere each stage is a line, and so is a change of what the server does, at
-most every half minute.
+On a terminal both are drawn in place. Elsewhere each stage is a line, and so is a change of the server's work, at most
+every 30 seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
-import termios
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from cli.output import stderr, stdout
 from pvg.reporting.formats import clock, compact, duration
 from pvg.reporting.terminal import QUIET
 from pvg.servers.command import ServerSpec
 from pvg.servers.control import ServerLoad
 from pvg.servers.pool import ServerFault
 from pvg.servers.process import ALL_STAGES, READY, StartStage, VllmServer
+from pvg_cli.output import LivePanel, PlainLines, Screen, is_live, stdout
 
-LOOK_S = 2.0  # between two looks at /metrics
-LINE_S = 30.0  # at least, between two lines without a terminal
+LOOK_S = 2.0  # between two reads of /metrics
+LINE_S = 30.0  # minimum time between two lines without a terminal
 WIDEST = 100
-SKIPPED = ("compiling", "capturing CUDA graphs")  # stages that only some servers have: shown when they are there
+SKIPPED = ("compiling", "capturing CUDA graphs")  # stages that only some servers have; shown when they start
 
 
-def view(spec: ServerSpec, log: Path, commands: Mapping[str, str], as_json: bool) -> ServeView:
-    console = stderr()
-    kind = Drawn if console.is_terminal and not console.is_dumb_terminal else Lines
-    return kind(spec, log, commands, console, as_json)
-
-
-class ServeView:
-    """Told of stages, of the ready server and of its end; `watch` then follows the server until it ends."""
+class ServeWatcher:
+    """Shows the stages of a server's start and its end; `watch` then follows the server until it ends."""
 
     def __init__(
         self, spec: ServerSpec, log: Path, commands: Mapping[str, str], console: Console, as_json: bool
@@ -51,21 +40,28 @@ class ServeView:
         self.spec = spec
         self.is_ready = False
         self.began = time.monotonic()
-        self.stages: list[tuple[StartStage, float]] = []  # each with the second it began
-        self.figures: tuple[ServerLoad, ServerLoad] | None = None  # the look before, and the last one
-        self.silent = ""  # why the last look showed nothing
+        self.stages: list[tuple[StartStage, float]] = []  # each with the second at which it began
+        self.figures: tuple[ServerLoad, ServerLoad] | None = None  # the second last reading, and the last one
+        self.silent = ""  # why the last reading failed
         self._log = log
         self._commands = commands
         self._console = console
         self._as_json = as_json
+        self._stopping = False
+        self._shown = ""  # the last line about the server's work
+        self._screen: Screen = (
+            LivePanel(console, self.render, refresh_per_second=4)
+            if is_live(console)
+            else PlainLines(console, lambda: f"{clock(self.elapsed):>7}", time.monotonic, LINE_S)
+        )
 
-    def __enter__(self) -> ServeView:
+    def __enter__(self) -> ServeWatcher:
         self._console.print(introduction(self.spec, self._log))
+        self._screen.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        self._screen.__exit__()
 
     @property
     def elapsed(self) -> float:
@@ -74,21 +70,24 @@ class ServeView:
     def progressed(self, stage: StartStage) -> None:
         if self.stages and self.stages[-1][0].name == stage.name:
             self.stages[-1] = (stage, self.stages[-1][1])
-        else:
-            self.stages.append((stage, self.elapsed))
+            return
+        self.stages.append((stage, self.elapsed))
+        if stage.name != READY:
+            self._screen.line(stage.name + (f" ({stage.detail})" if stage.detail else ""))
 
     def ready(self, server: VllmServer) -> None:
         self.is_ready = True
-        self._announce(announcement(server.url, self.elapsed, self._commands))
+        on_stdout = not is_live(self._console) and not self._as_json
+        where = stdout() if on_stdout else self._console
+        where.print(announcement(server.url, self.elapsed, self._commands), soft_wrap=True)
         self.began = time.monotonic()
 
-    def _announce(self, told: Text) -> None:
-        self._console.print(told, soft_wrap=True)
-
-    def stopped(self) -> None: ...
+    def stopped(self) -> None:
+        self._stopping = True
+        self._screen.line("stopping")
 
     async def watch(self, server: VllmServer) -> None:
-        """Look at the server until it ends by itself, which is a ServerFailedError."""
+        """Read the server's metrics until it ends by itself, which raises ServerFailedError."""
         ended = asyncio.ensure_future(server.ended())
         try:
             last = await _look(server)
@@ -100,7 +99,7 @@ class ServeView:
                     self.figures = (last if isinstance(last, ServerLoad) else found, found)
                 else:
                     self.silent = found
-                self.looked()
+                self._screen.tick(self._change)
                 last = found
             await ended
         finally:
@@ -108,36 +107,13 @@ class ServeView:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.gather(ended, return_exceptions=True)
 
-    def looked(self) -> None: ...
-
-
-async def _look(server: VllmServer) -> ServerLoad | str:
-    try:
-        return await server.figures()
-    except ServerFault as fault:
-        return fault.what
-
-
-class Drawn(ServeView):
-    """Drawn in place on a terminal."""
-
-    def __enter__(self) -> ServeView:
-        super().__enter__()
-        self._stack = ExitStack()
-        self._stack.enter_context(_quiet_keys())
-        self._live = Live(get_renderable=self.render, console=self._console, refresh_per_second=4, transient=True)
-        self._stack.enter_context(self._live)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
-
-    def stopped(self) -> None:
-        self._stopping = True
-
-    _stopping = False
+    def _change(self) -> str:
+        """What the server does, if it differs from the last line."""
+        text = activity_text(self).plain
+        if text == self._shown:
+            return ""
+        self._shown = text
+        return text
 
     def render(self) -> RenderableType:
         if self._stopping:
@@ -147,39 +123,18 @@ class Drawn(ServeView):
         return Group(Text(), stages_table(self), Text(), clock_row(self, min(self._console.width, WIDEST)))
 
 
-class Lines(ServeView):
-    """A line per stage, and one when the server's work has changed."""
-
-    _last_line = -LINE_S
-    _last_text = ""
-
-    def progressed(self, stage: StartStage) -> None:
-        known = bool(self.stages) and self.stages[-1][0].name == stage.name
-        super().progressed(stage)
-        if not known and stage.name != READY:
-            self._line(stage.name + (f" ({stage.detail})" if stage.detail else ""))
-
-    def _announce(self, told: Text) -> None:
-        (self._console if self._as_json else stdout()).print(told, soft_wrap=True)
-
-    def stopped(self) -> None:
-        self._line("stopping")
-
-    def looked(self) -> None:
-        text = activity_text(self).plain
-        if text != self._last_text and self.elapsed - self._last_line >= LINE_S:
-            self._last_line, self._last_text = self.elapsed, text
-            self._line(text)
-
-    def _line(self, text: str) -> None:
-        self._console.print(f"{clock(self.elapsed):>7}  {text}", markup=False)
+async def _look(server: VllmServer) -> ServerLoad | str:
+    try:
+        return await server.figures()
+    except ServerFault as fault:
+        return fault.what
 
 
 # --- drawing ---------------------------------------------------------------------------------------------------------
 
 
 def introduction(spec: ServerSpec, log: Path) -> Table:
-    """What is going to be served, by what, where."""
+    """The model, the address, vLLM and the log."""
     found = spec.interpreter
     table = Table.grid(padding=(0, 2))
     table.add_column(style=QUIET, no_wrap=True)
@@ -194,17 +149,17 @@ def introduction(spec: ServerSpec, log: Path) -> Table:
     return table
 
 
-_RUNNERS = {"generate": "sampled from", "pooling": "a classifier of one score"}
+_RUNNERS = {"generate": "for sampling", "pooling": "for scoring"}
 
 
 def _short(path: Path) -> str:
-    """Relative to the working directory where it lies below it."""
+    """The path relative to the current folder, if it is inside."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
-def stages_table(shown: ServeView) -> Table:
-    """Stages done with what they took, the present one, and those to come."""
+def stages_table(shown: ServeWatcher) -> Table:
+    """The finished stages with their times, the current stage, and the next ones."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, width=3)
     table.add_column(no_wrap=True, min_width=30)
@@ -225,8 +180,8 @@ def stages_table(shown: ServeView) -> Table:
     return table
 
 
-def clock_row(shown: ServeView, width: int) -> Table:
-    """A bar of the time, against the time limit: how long a start takes is only known to its end."""
+def clock_row(shown: ServeWatcher, width: int) -> Table:
+    """A pulsing bar with the elapsed time and the time limit. The duration of a start is unknown before it ends."""
     row = Table.grid(padding=(0, 2, 0, 0))
     row.add_column(width=max(10, width - 44))
     row.add_column(no_wrap=True)
@@ -239,19 +194,19 @@ def clock_row(shown: ServeView, width: int) -> Table:
 
 
 def announcement(url: str, seconds: float, commands: Mapping[str, str]) -> Text:
-    """The server is ready; what to type next. Long commands are left to the terminal to wrap: they can be copied."""
-    told = Text.assemble("\n", ("ready: ", "bold green"), (url, "bold"), (f"  after {duration(seconds)}", QUIET))
+    """The address and the next commands. The terminal wraps long commands, so that they can be copied."""
+    text = Text.assemble("\n", ("ready: ", "bold green"), (url, "bold"), (f"  after {duration(seconds)}", QUIET))
     for command, what in commands.items():
-        told.append_text(Text.assemble("\n\n", (f"{what}:", QUIET), "\n  ", (command, "bold cyan")))
-    return told
+        text.append_text(Text.assemble("\n\n", (f"{what}:", QUIET), "\n  ", (command, "bold cyan")))
+    return text
 
 
-def activity(shown: ServeView) -> Text:
+def activity(shown: ServeWatcher) -> Text:
     return Text.assemble("  ", activity_text(shown), (f"   up {clock(shown.elapsed)}   Ctrl-C stops", QUIET))
 
 
-def activity_text(shown: ServeView) -> Text:
-    """Requests and tokens per second at the last look."""
+def activity_text(shown: ServeWatcher) -> Text:
+    """Requests and tokens per second at the last reading."""
     if shown.silent:
         return Text(f"▲ no answer: {shown.silent}", style="yellow")
     if shown.figures is None:
@@ -264,19 +219,3 @@ def activity_text(shown: ServeView) -> Text:
     parts += [(f"{now.waiting}", "bold"), " waiting  "]
     parts += [(compact(sampled), "bold"), " tokens/s"] if sampled else [(compact(read), "bold"), " tokens read/s"]
     return Text.assemble(*parts)
-
-
-@contextlib.contextmanager
-def _quiet_keys() -> Iterator[None]:
-    """Keep the terminal from echoing `^C` into what is drawn."""
-    if sys.stdin is None or not sys.stdin.isatty():
-        yield
-        return
-    before = termios.tcgetattr(sys.stdin)
-    silent = termios.tcgetattr(sys.stdin)
-    silent[3] &= ~termios.ECHOCTL
-    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, silent)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

@@ -1,4 +1,4 @@
-"""`pvg serve`: start a vLLM server for an experiment, and keep it until Ctrl-C."""
+"""`pvg serve`: start a vLLM server for an experiment, and run it until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, emit_error, guarded, say
-from cli.options import SetOption
+from pvg_cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, SetOption, emit, emit_error, guarded, say
 
 if TYPE_CHECKING:
-    from cli.serve_display import ServeView
     from pvg.config.experiment import Experiment
     from pvg.servers.command import ServerSpec
     from pvg.servers.process import ServerFailedError, VllmServer
+    from pvg_cli.serve_display import ServeWatcher
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-# What a trainer must be told to use a server of each purpose.
+# The settings with which a trainer uses a server of each purpose.
 SWITCHES = {
     "prover": ("rollout.engine=vllm", "serving.servers"),
     "verifier": ("verifier.engine=vllm", "serving.verifier_servers"),
@@ -36,47 +35,54 @@ def serve(
     *,
     name: Annotated[
         str,
-        typer.Argument(metavar="EXPERIMENT", help="An experiment of ./experiments or of pvg, or a TOML file."),
+        typer.Argument(metavar="EXPERIMENT", help="An experiment in ./experiments or of pvg, or a TOML file."),
     ],
     overrides: SetOption = None,
     purpose: Annotated[
         Literal["prover", "verifier", "reference"],
-        typer.Option("--for", help="Which model: what samples, what scores, or what the implicit head compares with."),
+        typer.Option(
+            "--for",
+            help="The model to serve. prover: it samples. verifier: it scores. reference: for the implicit head.",
+        ),
     ] = "prover",
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="The port to answer at.")] = 8000,
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="The port of the server.")] = 8000,
     host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", help="The address to bind to; 0.0.0.0 opens it to the network.")
+        str,
+        typer.Option(
+            "--host", metavar="ADDRESS", help="The address to bind to. 0.0.0.0 opens the server to the network."
+        ),
     ] = "127.0.0.1",
     log: Annotated[
         Path | None,
         typer.Option(
             "--log",
             metavar="FILE",
-            help="Where vLLM's output is appended; else below weights.root.",
+            help="The file that vLLM's output is appended to. Default: logs/ in weights.root.",
             show_default=False,
         ),
     ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Start a vLLM server as an experiment wants it, and keep it until Ctrl-C. No process of it stays behind.
+    """Start a vLLM server for an experiment, and run it until Ctrl-C. Ctrl-C ends all of its processes.
 
-    With --json, the one document comes when the server is ready, and the command goes on serving.
+    With --json, the document is printed when the server is ready. The server keeps running.
     """
-    from cli.resolve import resolve
-    from cli.serve_display import view
     from pvg.errors import UsageError
     from pvg.hub import fetch_all, pinned
     from pvg.servers.command import find_interpreter, server_spec
     from pvg.servers.models import kind_for, model_folder
     from pvg.servers.process import check_port
+    from pvg_cli.output import stderr
+    from pvg_cli.runs import resolve
+    from pvg_cli.serve_display import ServeWatcher
 
     key = f"models.{'prover' if purpose == 'prover' else 'verifier'}.source"
     experiment = pinned(resolve(name, overrides or []), say, (key,))
     kind_for(experiment, purpose)
     check_port(host, port)
     if log is not None and log.is_dir():
-        raise UsageError(f"{log} is a folder.", "Name a file: --log FILE")
+        raise UsageError(f"--log {log} is a folder.", "Give a file: --log FILE")
     interpreter = find_interpreter(experiment.serving.python)
     place = log or experiment.weights.root / LOGS / f"{purpose}-{port}.log"
     fetch_all(experiment, say, (key,))
@@ -84,16 +90,16 @@ def serve(
     spec = server_spec(experiment, purpose, interpreter, folder, log=place, port=port, host=host)
     if spec.open_to_network:
         say(
-            f"warning: {host} is open to the network. Every route but /health and /ping needs the control key, "
-            "which travels unencrypted.",
+            f"warning: {host} is open to the network. All routes except /health and /ping require the control key, "
+            "which is sent unencrypted.",
             typer.colors.YELLOW,
         )
     commands = next_commands(name, overrides or [], purpose, spec)
-    _run(spec, experiment, purpose, view(spec, place, commands, as_json), as_json)
+    _run(spec, experiment, purpose, ServeWatcher(spec, place, commands, stderr(), as_json), as_json)
 
 
-def _run(spec: ServerSpec, experiment: Experiment, purpose: str, shown: ServeView, as_json: bool) -> None:
-    """Serve until Ctrl-C (exit code 130), or until the server ends by itself (3)."""
+def _run(spec: ServerSpec, experiment: Experiment, purpose: str, shown: ServeWatcher, as_json: bool) -> None:
+    """Serve until Ctrl-C (exit code 130), or until the server ends by itself (exit code 3)."""
     import asyncio
 
     from pvg.servers.process import ServerFailedError, VllmServer
@@ -114,22 +120,22 @@ def _run(spec: ServerSpec, experiment: Experiment, purpose: str, shown: ServeVie
         with shown:
             asyncio.run(work())
     except ServerFailedError as error:
-        _tell(error)
+        _print_lines(error)
         if not (as_json and shown.is_ready):
             raise
-        say(f"error: {error.message}", typer.colors.RED)  # stdout has its one document already
+        say(f"error: {error.message}", typer.colors.RED)  # stdout has the one document already
         say(error.remedy)
         raise typer.Exit(error.exit_code) from error
     except (KeyboardInterrupt, asyncio.CancelledError):
-        say("Stopped; no process of the server is left.")
+        say("Stopped. No process of the server is left.")
         if as_json and not shown.is_ready:
             emit_error("Stopped", "Stopped before the server was ready.", "", EXIT_STOPPED)
         raise typer.Exit(EXIT_STOPPED) from None
 
 
 def _cancel_at_signals() -> None:
-    """Ctrl-C, SIGTERM and a closed terminal cancel the running task, once: the server's end takes its time. What a
-    shell has made us ignore (Ctrl-C, in the background of a script; SIGHUP, under nohup) stays ignored."""
+    """Cancel the running task at Ctrl-C, SIGTERM or when the terminal closes. Only once, because the server needs time
+    to end. Signals that the shell made us ignore stay ignored: SIGINT in the background, SIGHUP under nohup."""
     import asyncio
     import signal
 
@@ -146,8 +152,8 @@ def _cancel_at_signals() -> None:
             loop.add_signal_handler(number, cancel, number)
 
 
-def _tell(error: ServerFailedError) -> None:
-    """The server's own last lines."""
+def _print_lines(error: ServerFailedError) -> None:
+    """Print the last lines of the server."""
     for line in error.lines:
         say(f"  {line}", typer.colors.BRIGHT_BLACK)
 
@@ -158,7 +164,7 @@ def _document(server: VllmServer, experiment: Experiment, purpose: str) -> dict[
     spec = server.spec
     return {
         "url": server.url,
-        "pid": os.getpid(),  # the one to end
+        "pid": os.getpid(),  # end this one to stop the server
         "server_pid": server.pid,
         "experiment": experiment.name,
         "for": purpose,
@@ -173,10 +179,10 @@ def _document(server: VllmServer, experiment: Experiment, purpose: str) -> dict[
 
 
 def next_commands(name: str, overrides: list[str], purpose: str, spec: ServerSpec) -> dict[str, str]:
-    """What to type next, exactly: with the settings that this server was started with."""
+    """The next command, with the settings of this server."""
     switch, servers = SWITCHES[purpose]
     settings = [*overrides, switch]
     if purpose != "prover" or spec.url != DEFAULT_URL:
         settings.append(f"{servers}={spec.url}")
     words = ["pvg", "train", name, *(word for setting in settings for word in ("-s", setting))]
-    return {shlex.join(words): "Train with it, from another terminal"}
+    return {shlex.join(words): "To train with it, type in another terminal"}

@@ -1,7 +1,7 @@
-"""Driving a run from the command line: the observer that fits the terminal, and what Ctrl-C does.
+"""Runs the work of a command under its display, and handles Ctrl-C.
 
-First SIGINT or SIGTERM: the run is asked to stop at its next commit point. Second: the process ends at once, which
-loses nothing that was committed (a run survives SIGKILL at any instant).
+The first SIGINT or SIGTERM asks the run to stop at its next commit point. The second ends the process at once. Nothing
+that was committed is lost, because a run survives SIGKILL at any instant.
 """
 
 from __future__ import annotations
@@ -15,37 +15,25 @@ from contextlib import ExitStack
 from types import FrameType
 from typing import Any, Literal, TypeVar
 
-from cli.board import Board
-from cli.boundary import EXIT_STOPPED
-from cli.display import Display
-from cli.output import stderr
-from cli.plain import PlainLines
 from pvg.telemetry.event_loop import runner
+from pvg_cli.boundary import EXIT_STOPPED
+from pvg_cli.run_display import RunWatcher
 
-Watcher = Display | PlainLines
 Result = TypeVar("Result")
 SHOW_CURSOR = b"\x1b[?25h\n"
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def watcher_for(board: Board, refresh_per_second: float) -> Watcher:
-    """The live display on a terminal, plain lines elsewhere."""
-    console = stderr()
-    if console.is_terminal and not console.is_dumb_terminal:
-        return Display(board, console=console, refresh_per_second=refresh_per_second)
-    return PlainLines(board, sys.stderr)
-
-
 def drive(
-    work: Callable[[Watcher, asyncio.Event], Coroutine[Any, Any, Result]],
-    watcher: Watcher,
+    work: Callable[[RunWatcher, asyncio.Event], Coroutine[Any, Any, Result]],
+    watcher: RunWatcher,
     last_words: bytes = b"",
     event_loop: Literal["uvloop", "asyncio"] = "uvloop",
 ) -> Result:
     """Run `work(observer, stop)` to its end under the watcher.
 
-    `last_words` goes to stdout when a second Ctrl-C ends the process: with --json, its one document.
+    If a second Ctrl-C ends the process, it writes `last_words` to stdout: with --json, the one document.
     """
     with ExitStack() as stack:
         stack.enter_context(watcher)
@@ -58,13 +46,13 @@ def drive(
 
 
 class StopSwitch:
-    """Turns the two signals into an asyncio event, while entered. Only for the main thread.
+    """Turns SIGINT and SIGTERM into an asyncio event while entered. Only for the main thread.
 
-    A handler runs between any two instructions of the main thread, perhaps inside the display's lock: so it draws
-    nothing, and leaves that to the event loop.
+    A signal handler runs between any two instructions of the main thread, perhaps while the display holds its lock.
+    So the handler draws nothing; the event loop does.
     """
 
-    def __init__(self, watcher: Watcher, last_words: bytes = b"") -> None:
+    def __init__(self, watcher: RunWatcher, last_words: bytes = b"") -> None:
         self.requested = False
         self._watcher = watcher
         self._last_words = last_words
@@ -80,7 +68,7 @@ class StopSwitch:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    async def attached(self, work: Callable[[Watcher, asyncio.Event], Coroutine[Any, Any, Result]]) -> Result:
+    async def attached(self, work: Callable[[RunWatcher, asyncio.Event], Coroutine[Any, Any, Result]]) -> Result:
         self._stop = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         if self.requested:

@@ -1,6 +1,6 @@
-"""`pvg report RUN|REPORT...`: what a run did, finished or not; several runs side by side; benchmark reports.
+"""`pvg report RUN|REPORT...`: show runs, finished or not, or benchmark reports.
 
-Prints a summary, and writes one HTML page that opens without a network.
+Prints a summary, and writes one HTML page that needs no network.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.boundary import DebugOption, JsonOption, emit, guarded, say
-from cli.options import RunsOption
 from pvg.errors import StateError, UsageError
+from pvg_cli.boundary import DebugOption, JsonOption, RunsOption, emit, guarded, say
 
 if TYPE_CHECKING:
     from pvg.bench.report import BenchReport
     from pvg.evaluation.report import EvaluationReport
     from pvg.store.run_directory import RunDirectory
 
-PAGE = Path("report.html")  # of several runs, and of benchmark reports: in the current folder
+PAGE = Path("report.html")  # in the current folder; for several runs and for benchmark reports
 
 
 def register(app: typer.Typer) -> None:
@@ -31,26 +30,31 @@ def register(app: typer.Typer) -> None:
 def report(
     targets: Annotated[
         list[str],
-        typer.Argument(metavar="RUN|REPORT...", help="Runs by name or folder, or JSON reports of `pvg bench`."),
+        typer.Argument(metavar="RUN|REPORT...", help="Runs by name or folder, or JSON reports of pvg bench."),
     ],
     runs: RunsOption = Path("runs"),
-    examples: Annotated[int, typer.Option("--examples", min=0, help="Example solutions per role.")] = 2,
+    examples: Annotated[int, typer.Option("--examples", min=0, help="The number of example solutions per role.")] = 2,
     html: Annotated[
         Path | None,
-        typer.Option("--html", metavar="FILE", help="Where the page is written; of one run by default in its folder."),
+        typer.Option(
+            "--html",
+            metavar="FILE",
+            help="The file of the page. Default: report.html, for one run in the run's folder.",
+        ),
     ] = None,
-    no_html: Annotated[bool, typer.Option("--no-html", help="Write no page.")] = False,
+    no_html: Annotated[bool, typer.Option("--no-html", help="Do not write a page.")] = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Show what runs did, on the terminal and as one HTML page: curves, scores, solutions, time, machine, settings.
+    """Show runs on the terminal and as one HTML page: curves, scores, solutions, time, machine and settings.
 
-    Several runs are laid over each other, with a table of what differs. Reports of `pvg bench` have a page too.
+    Several runs share one page, with their curves in the same plots and a table of differences. Reports of pvg bench
+    have a page too.
     """
     if html is not None and no_html:
-        raise UsageError("--html and --no-html contradict each other.")
+        raise UsageError("--html and --no-html cannot be used together.", "Use one of them.")
     if missing := next((t for t in targets if t.endswith(".json") and not Path(t).exists()), None):
-        raise UsageError(f"There is no report {missing}.", "Make one with: pvg bench --profile NAME")
+        raise UsageError(f"There is no report {missing}.", "To make one: pvg bench --profile NAME")
     reports = [target for target in targets if Path(target).is_file()]
     if reports and len(reports) < len(targets):
         others = ", ".join(target for target in targets if target not in reports)
@@ -76,28 +80,28 @@ def _open(targets: list[str], runs: Path) -> list[RunDirectory]:
     directories = [RunDirectory.open(target, runs) for target in targets]
     places = [directory.path.resolve() for directory in directories]
     if twice := next((target for target, place in zip(targets, places, strict=True) if places.count(place) > 1), None):
-        raise UsageError(f"The run {twice!r} is named twice.", "Name each run once.")
+        raise UsageError(f"The run {twice!r} is given twice.", "Give each run once.")
     return directories
 
 
 def _refuse_study(target: str, runs: Path) -> None:
-    """A study has a command of its own, and a page already."""
+    """Raise UsageError if the target is a study, which has its own command and page."""
     for folder in (runs / target, Path(target)):
         if (folder / "study.json").is_file():
             raise UsageError(
                 f"{target} is a study, not a run; its page is {folder / 'study.html'}.",
-                f"Its table: pvg study {shlex.quote(folder.name)} --only-table; one of its runs: pvg report RUN",
+                f"To see its tables: pvg study {shlex.quote(folder.name)} --only-table. To see a run: pvg report RUN",
             )
 
 
 def _show_run(run: RunDirectory, examples: int, page: Path | None, as_json: bool) -> None:
-    from cli.output import stdout
     from pvg.reporting import terminal
     from pvg.reporting.evaluation import evaluation_tables
     from pvg.reporting.html import write_page
     from pvg.reporting.run_page import collect, run_page
     from pvg.reporting.run_summary import read_run
     from pvg.reporting.solutions import choose_examples
+    from pvg_cli.output import stdout
 
     summary = read_run(run)
     chosen = choose_examples(run, examples) if examples else []
@@ -105,17 +109,17 @@ def _show_run(run: RunDirectory, examples: int, page: Path | None, as_json: bool
     if page is not None:
         write_page(page, run_page(collect(run, summary, examples)))
     if as_json:
-        told = {"examples": [example.plain() for example in chosen], "html": _text(page)}
-        emit({**summary.plain(), "evaluation": None if found is None else found.plain(), **told})
+        extra = {"examples": [example.plain() for example in chosen], "html": _text(page)}
+        emit({**summary.plain(), "evaluation": None if found is None else found.plain(), **extra})
     else:
         stdout().print(terminal.report(summary, chosen))
         if found is not None:
             stdout().print("\n", evaluation_tables(found), sep="")
-        _tell(page)
+        _print_page(page)
 
 
 def _evaluation(run: RunDirectory) -> EvaluationReport | None:
-    """What `pvg evaluate` left; a file that cannot be read does not hide the rest of the run."""
+    """The results of `pvg evaluate`. If the file is damaged: warn, and show the rest of the run."""
     from pvg.evaluation.report import report_of
 
     try:
@@ -126,7 +130,6 @@ def _evaluation(run: RunDirectory) -> EvaluationReport | None:
 
 
 def _show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool) -> None:
-    from cli.output import stdout
     from pvg.reporting import terminal
     from pvg.reporting.html import write_page
     from pvg.reporting.run_summary import read_run
@@ -137,6 +140,7 @@ def _show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool
         setting_differences,
         several_page,
     )
+    from pvg_cli.output import stdout
 
     summaries = [read_run(directory) for directory in directories]
     differing = setting_differences([directory.experiment().plain() for directory in directories])
@@ -152,7 +156,7 @@ def _show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool
         emit({"runs": found, "settings": differing, "html": _text(page)})
     else:
         stdout().print(terminal.several(names, summaries, final_names(finals), finals, differing))
-        _tell(page)
+        _print_page(page)
 
 
 def _show_reports(paths: list[Path], page: Path | None, as_json: bool) -> None:
@@ -167,17 +171,17 @@ def _show_reports(paths: list[Path], page: Path | None, as_json: bool) -> None:
         emit({"reports": [found.plain() for found in reports], "html": _text(page)})
     else:
         _print_reports(paths, reports)
-        _tell(page)
+        _print_page(page)
 
 
 def _print_reports(paths: list[Path], reports: list[BenchReport]) -> None:
-    from cli.bench_tables import report_text
-    from cli.output import stdout
+    from pvg_cli.bench_tables import report_text
+    from pvg_cli.output import stdout
 
     for path, found in zip(paths, reports, strict=True):
         others = [shlex.quote(str(other)) for other in paths if other != path]
         here = shlex.quote(str(path))
-        commands = {f"pvg compare {here} {others[0] if others else 'OTHER'}": "whether they differ, and how surely"}
+        commands = {f"pvg compare {here} {others[0] if others else 'OTHER'}": "the differences, with intervals"}
         stdout().print(report_text(found, path, commands))
 
 
@@ -185,7 +189,7 @@ def _text(page: Path | None) -> str | None:
     return None if page is None else str(page)
 
 
-def _tell(page: Path | None) -> None:
-    """On stderr: what is piped on stdout stays the report itself."""
+def _print_page(page: Path | None) -> None:
+    """Say on stderr where the page is, so that stdout contains only the report."""
     if page is not None:
-        say(f"The page: {page}")
+        say(f"Page: {page}")

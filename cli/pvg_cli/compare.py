@@ -1,4 +1,4 @@
-"""`pvg compare A B`: what a change bought, or cost, between two benchmark reports."""
+"""`pvg compare A B`: the differences between two benchmark reports."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.core import TyperCommand
 
-from cli.boundary import DebugOption, JsonOption, emit, guarded, say
 from pvg.errors import EXIT_CHECK_FAILED, MissingRequirementError, UsageError
+from pvg_cli.boundary import DebugOption, JsonOption, emit, guarded, say
 
 if TYPE_CHECKING:
     from pvg.bench.compare import ReportComparison
@@ -20,7 +20,7 @@ STDOUT = "-"
 
 
 class FileOptional(TyperCommand):
-    """Lets `--markdown` stand without its FILE, last or before another option: it then means stdout."""
+    """Makes the FILE of `--markdown` optional. Without a FILE it means stdout."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         given: list[str] = []
@@ -37,34 +37,37 @@ def register(app: typer.Typer) -> None:
 
 @guarded
 def compare(
-    a: Annotated[Path, typer.Argument(metavar="A", help="The report of before (a JSON file that pvg bench wrote).")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="The report of after.")],
+    a: Annotated[Path, typer.Argument(metavar="A", help="The report before a change (a JSON file of pvg bench).")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The report after the change.")],
     fail_above: Annotated[
         str | None,
         typer.Option(
             "--fail-above",
             metavar="SHARE",
-            help="Exit 1 when a metric of B is worse by more than this (5% or 0.05), with its whole interval.",
+            help="Exit with code 1 if a metric of B is worse by more than SHARE (5% or 0.05) with its whole interval.",
         ),
     ] = None,
     markdown: Annotated[
         str | None,
-        typer.Option(MARKDOWN, metavar="[FILE]", help="Write the comparison as Markdown, to stdout or into a file."),
+        typer.Option(
+            MARKDOWN, metavar="[FILE]", help="Write the comparison as Markdown to FILE. Without FILE: to stdout."
+        ),
     ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Say of every metric whether B is better than A, worse, or no difference is to be seen.
+    """Compare two benchmark reports: which metrics are better or worse in B than in A?
 
-    The ratio of medians stands with a bootstrap interval, adjusted for the number of metrics, and with a rank test.
+    The table shows ratios of medians with bootstrap intervals, which are adjusted for the number of metrics, and the
+    p value of a rank test.
     """
-    from cli.compare_table import comparison_text, failure_line, markdown_text
-    from cli.output import stdout
     from pvg.bench.compare import compare_reports
+    from pvg_cli.compare_table import comparison_text, failure_line, markdown_text
+    from pvg_cli.output import stdout
 
     threshold = parse_share(fail_above) if fail_above is not None else None
     if as_json and markdown == STDOUT:
-        raise UsageError("--json and --markdown both want stdout.", "Name a file: --markdown FILE.")
+        raise UsageError("--json and --markdown cannot both write to stdout.", "Give a file: --markdown FILE")
     comparison = compare_reports(_read(a), _read(b), paths=(str(a), str(b)), fail_above=threshold)
     if markdown == STDOUT:
         typer.echo(markdown_text(comparison), nl=False)
@@ -84,7 +87,7 @@ def _end(comparison: ReportComparison, line: str) -> None:
 
 
 def parse_share(text: str) -> float:
-    """`5%`, `5 %` and `0.05` are the same share. Raises UsageError for what is none, and for a bare 5: of what?"""
+    """A share from `5%`, `5 %` or `0.05`. Raises UsageError for other text, and for 5 without %, which is ambiguous."""
     number = text.strip()
     percent = number.endswith("%")
     try:
@@ -92,20 +95,20 @@ def parse_share(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < 100 or (value >= 1 and not percent):
-        raise UsageError(f"--fail-above {text!r} is no share.", "Write 5% or 0.05.")
+        raise UsageError(f"--fail-above {text!r} is not a share.", "Write 5% or 0.05.")
     return value
 
 
 def _read(path: Path) -> BenchReport:
-    """The report in the file; a run in its place is named as one."""
+    """Read a report. Raises UsageError with a hint if `path` is a run or a folder."""
     from pvg.bench.report import read_report
     from pvg.store.run_directory import RunDirectory
 
     for folder in (path, Path("runs") / path):
         if folder.is_dir() and RunDirectory(folder).experiment_file.is_file():
-            raise UsageError(f"{path} is a run, not a benchmark report.", f"Look at it with: pvg report {path}")
+            raise UsageError(f"{path} is a run, not a benchmark report.", f"To see the run: pvg report {path}")
     if path.is_dir():
-        raise UsageError(f"{path} is a folder, not a benchmark report.", "Give the JSON file that `pvg bench` wrote.")
+        raise UsageError(f"{path} is a folder, not a benchmark report.", "Give a JSON file of `pvg bench`.")
     return read_report(path)
 
 
@@ -113,11 +116,11 @@ def _write(path: Path, text: str, reports: tuple[Path, Path]) -> None:
     from pvg.store.atomic import write_output
 
     if path.exists() and any(path.samefile(report) for report in reports):
-        raise UsageError(f"--markdown {path} would overwrite a report.", "Name another file.")
+        raise UsageError(f"--markdown {path} would overwrite a report.", "Give another file.")
     try:
         write_output(path, text.encode())
-    except MissingRequirementError as error:  # its own remedy is for a run, which can be resumed
-        raise MissingRequirementError(error.message, "Name another file.") from error
+    except MissingRequirementError as error:  # the original remedy is about resuming a run
+        raise MissingRequirementError(error.message, "Give another file.") from error
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}.", "Name another file.") from error
+        raise UsageError(f"{path} cannot be written: {error.strerror}.", "Give another file.") from error
     say(f"Written to {path}.")

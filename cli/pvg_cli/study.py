@@ -1,4 +1,4 @@
-"""`pvg study NAME`: a grid of experiments times seeds, played, and the table a paper needs."""
+"""`pvg study NAME`: play several experiments with several seeds, and compare the results."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import pvg as package
-from cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, guarded, say
-from cli.options import RunsOption, SetOption
 from pvg.errors import EXIT_CHECK_FAILED, UsageError
+from pvg_cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, RunsOption, SetOption, emit, guarded, say
 
 if TYPE_CHECKING:
     from pvg.study.cells import CellProgress, StudyFolder
@@ -34,16 +33,18 @@ def study(  # noqa: PLR0917  (each is an option)
         str | None,
         typer.Argument(
             metavar="[NAME|FILE]",
-            help="A study of ./studies or of pvg, or a TOML file. Without one: the list of them.",
+            help="A study in ./studies or of pvg, or a TOML file. Without it: list the studies.",
             show_default=False,
         ),
     ] = None,
     overrides: SetOption = None,
     seeds: Annotated[
-        int | None, typer.Option("--seeds", min=1, metavar="N", help="Seeds 0 to N-1 instead of the file's.")
+        int | None,
+        typer.Option("--seeds", min=1, metavar="N", help="Use seeds 0 to N-1 instead of the seeds in the file."),
     ] = None,
     processes: Annotated[
-        int | None, typer.Option("--processes", "-p", min=1, metavar="N", help="Games played at a time.")
+        int | None,
+        typer.Option("--processes", "-p", min=1, metavar="N", help="The number of games that run at the same time."),
     ] = None,
     threads: Annotated[
         int | None,
@@ -51,32 +52,37 @@ def study(  # noqa: PLR0917  (each is an option)
             "--threads",
             min=1,
             metavar="N",
-            help="Threads per game. Default: 1 for small models, else the cores divided by the processes.",
+            help="Threads per game. Default: 1 for small models, otherwise cores divided by processes.",
         ),
     ] = None,
     runs: RunsOption = Path("runs"),
     markdown: Annotated[
         Path | None,
-        typer.Option("--markdown", metavar="FILE", help="Write the tables as Markdown, or between the study's marks."),
+        typer.Option(
+            "--markdown",
+            metavar="FILE",
+            help="Write the tables as Markdown to FILE, or between the marks of the study in FILE.",
+        ),
     ] = None,
     only_table: Annotated[
-        bool, typer.Option("--only-table", help="Play nothing: the table and the page of what is there.")
+        bool,
+        typer.Option("--only-table", help="Play no games. Show the tables and write the page from the results so far."),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show arms, seeds and their work, and play nothing.")
+        bool, typer.Option("--dry-run", help="Show arms, seeds and the remaining work, and stop.")
     ] = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Play every arm of a study with every seed, and say what they came to: means, intervals, comparisons, a page.
+    """Play each experiment (arm) of a study with each seed, and compare the results, with intervals.
 
-    Ctrl-C stops at commit points; the same command goes on from there. What is complete is not played again.
+    Ctrl-C stops the games at commit points. The same command resumes the study, and keeps complete games.
     """
     from pvg.study.cells import StudyFolder, refuse_other_settings, standing
     from pvg.study.plan import load_study
 
     if only_table and dry_run:
-        raise UsageError("--only-table and --dry-run contradict each other.")
+        raise UsageError("--only-table and --dry-run cannot be used together.", "Use one of them.")
     if name is None:
         _list(as_json)
         return
@@ -91,18 +97,18 @@ def study(  # noqa: PLR0917  (each is an option)
     finished = True
     todo = [] if only_table else [cell for cell in plan.cells if now[cell.name].status != "complete"]
     if markdown is not None:
-        _placed(markdown, plan.name, "")  # before hours are spent
+        _placed(markdown, plan.name, "")  # check the file before hours of work
     with folder.lock():
         if todo:
             finished = _play(plan, todo, now)
         results = _write(plan, folder, command, markdown)
-    _tell(results, folder, command, as_json=as_json, finished=finished)
+    _print_result(results, folder, command, as_json=as_json, finished=finished)
 
 
 def _command(
     name: str, overrides: list[str], seeds: int | None, processes: int | None, threads: int | None, runs: Path
 ) -> str:
-    """What to type to get the same study again."""
+    """The command that runs the same study again."""
     words = ["pvg", "study", name]
     for setting in overrides:
         words += ["--set", setting]
@@ -113,9 +119,9 @@ def _command(
 
 
 def _list(as_json: bool) -> None:
-    from cli.output import stdout
-    from cli.study_tables import studies_table
     from pvg.study.plan import known_studies, read_study
+    from pvg_cli.output import stdout
+    from pvg_cli.study_display import studies_table
 
     paths = known_studies()
     if as_json:
@@ -131,8 +137,8 @@ def _about(path: Path) -> dict[str, str]:
 
 
 def _show_plan(plan: StudyPlan, now: dict[str, CellProgress], as_json: bool) -> None:
-    from cli.output import stdout
-    from cli.study_tables import plan_table
+    from pvg_cli.output import stdout
+    from pvg_cli.study_display import plan_table
 
     if not as_json:
         stdout().print(plan_table(plan, now))
@@ -163,7 +169,7 @@ def _show_plan(plan: StudyPlan, now: dict[str, CellProgress], as_json: bool) -> 
 
 
 class StopRequests:
-    """Counts SIGINT and SIGTERM while entered; who plays asks it."""
+    """Counts SIGINT and SIGTERM. `play_cells` reads the count."""
 
     def __init__(self) -> None:
         self.requests = 0
@@ -184,29 +190,30 @@ def counted_stops() -> Iterator[StopRequests]:
 
 
 def pvg_command() -> list[str]:
-    """What starts this pvg, whatever stands on PATH or in the current folder."""
-    root = str(Path(package.__file__).parent.parent)
+    """The command that starts this pvg, whatever PATH and the current folder contain."""
+    roots = list(dict.fromkeys(str(Path(file).parent.parent) for file in (package.__file__, __file__)))
     code = (
-        f"import sys; {root!r} in sys.path or sys.path.insert(0, {root!r}); "
-        "from cli.main import app; sys.exit(app(prog_name='pvg'))"
+        f"import sys; sys.path[:0] = [root for root in {roots!r} if root not in sys.path]; "
+        "from pvg_cli.main import app; sys.exit(app(prog_name='pvg'))"
     )
     return [sys.executable, "-P", "-c", code]
 
 
 def _play(plan: StudyPlan, todo: list[Cell], now: dict[str, CellProgress]) -> bool:
-    """Play what is left under the display; whether all of it was tried (false: stopped)."""
-    from cli.study_display import StudyBoard, watcher_for
+    """Play the remaining games under the display. False if the user stopped the study."""
     from pvg.study.playing import play_cells
+    from pvg_cli.output import stderr
+    from pvg_cli.study_display import StudyBoard, StudyWatcher
 
     for warning in dict.fromkeys(warning for cell in todo for warning in cell.experiment.warnings()):
         say(f"warning: {warning}.")
     say(f"{_work(plan, todo, now)}, {plan.processes} at a time.")
-    with watcher_for(StudyBoard(plan, now)) as watcher, counted_stops() as stop:
+    with StudyWatcher(StudyBoard(plan, now), stderr()) as watcher, counted_stops() as stop:
         return play_cells(plan, todo, pvg=pvg_command(), observer=watcher, stop=stop)
 
 
 def _work(plan: StudyPlan, todo: list[Cell], now: dict[str, CellProgress]) -> str:
-    """What is to be done: games to play, with their steps, and games that are played and only to be evaluated."""
+    """The remaining work: games to play with their steps, and finished games to evaluate."""
     played = sum(now[cell.name].status == "played" for cell in todo)
     if played == len(todo):
         return f"{played} of {len(plan.cells)} games to evaluate"
@@ -216,7 +223,7 @@ def _work(plan: StudyPlan, todo: list[Cell], now: dict[str, CellProgress]) -> st
 
 
 def _write(plan: StudyPlan, folder: StudyFolder, command: str, markdown: Path | None) -> StudyResults:
-    """Make the results of what is there, and write the document and the page."""
+    """Collect the results so far, and write them as JSON and as a page."""
     from pvg.reporting.html import write_page
     from pvg.study.page import study_page
     from pvg.study.results import collect, write_results
@@ -230,46 +237,46 @@ def _write(plan: StudyPlan, folder: StudyFolder, command: str, markdown: Path | 
 
 
 def _write_markdown(path: Path, results: StudyResults) -> None:
-    """The tables as a file, or between the marks of a document that has them."""
+    """Write the tables to a file, or between the marks of a document."""
     from pvg.store.atomic import write_output
     from pvg.study.text import markdown_text
 
     try:
         write_output(path, _placed(path, results.name, markdown_text(results)).encode())
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}.", "Name another file.") from error
+        raise UsageError(f"{path} cannot be written: {error.strerror}.", "Give another file.") from error
     say(f"Written to {path}.")
 
 
 def _placed(path: Path, name: str, tables: str) -> str:
-    """What the file is to hold. Raises UsageError where it is somebody's document without a place for tables."""
+    """The new content of the file. Raises UsageError if the file is a document without marks for the tables."""
     from pvg.study.text import placed
 
     try:
         return placed(path.read_bytes().decode() if path.is_file() else "", name, tables)
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}.", "Name another file.") from error
-    except ValueError as error:  # a file that is no text either
-        raise UsageError(f"{path} was left as it was: {error}.", "Mend the marks, or name another file.") from error
+        raise UsageError(f"{path} cannot be read: {error.strerror}.", "Give another file.") from error
+    except ValueError as error:  # also raised for a file that is not text
+        raise UsageError(f"{path} was not changed: {error}.", "Correct the marks, or give another file.") from error
 
 
-def _tell(results: StudyResults, folder: StudyFolder, command: str, *, as_json: bool, finished: bool) -> None:
-    """The tables, what to type next, and the exit code."""
-    from cli.output import stdout
-    from cli.study_tables import results_text
+def _print_result(results: StudyResults, folder: StudyFolder, command: str, *, as_json: bool, finished: bool) -> None:
+    """Print the tables and the next commands, and set the exit code."""
+    from pvg_cli.output import stdout
+    from pvg_cli.study_display import results_text
 
     if as_json:
         status = "stopped" if not finished else "failed" if results.failed else "complete"
         emit({"status": status, "html": str(folder.page), **results.plain()})
     else:
-        commands = {} if results.complete == len(results.cells) else {command: "play on: what is complete is kept"}
+        commands = {} if results.complete == len(results.cells) else {command: "resume; complete games are kept"}
         first = next((cell for cell in results.cells if cell.status == "complete"), None)
         if first is not None:
-            commands[f"pvg report {shlex.quote(first.run)}"] = "one of the games by itself"
+            commands[f"pvg report {shlex.quote(first.run)}"] = "the report of one game"
         stdout().print(results_text(results, commands))
-        say(f"The page: {folder.page}")
+        say(f"Page: {folder.page}")
     if not finished:
-        say(f"Stopped. Go on with: {command}")
+        say(f"Stopped. To resume: {command}")
         raise typer.Exit(EXIT_STOPPED)
     if results.failed:
         raise typer.Exit(EXIT_CHECK_FAILED)

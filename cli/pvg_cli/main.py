@@ -1,8 +1,8 @@
-"""The `pvg` command. One module per command; each imports what is heavy when it runs, so `pvg --help` stays quick.
+"""The `pvg` command. Each command imports heavy packages only when it runs, so `pvg --help` stays fast.
 
 pvg train            play the embedded game on the CPU
-pvg report RUN       read what it left behind
-pvg study NAME       play arms x seeds, and compare them
+pvg report RUN       show the results of a run
+pvg study NAME       play several experiments with several seeds, and compare them
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Annotated
 
 import typer
 
-from cli import bench, compare, config, diagnose, doctor, evaluate, profile, report, rollout, serve, study, train
-from cli.boundary import Commands
 from pvg import __version__
 from pvg.spinning import bound_spinning
+from pvg_cli import bench, compare, config, diagnose, doctor, evaluate, profile, report, serve, study, train
+from pvg_cli.boundary import Commands
 
-# transformers draws progress bars of its own while it unpacks weights, right through the live display.
+# Otherwise transformers draws progress bars into the live display while it loads weights.
 os.environ.setdefault("TQDM_DISABLE", "1")
 bound_spinning()
 
@@ -27,7 +27,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Prover-verifier games for language models: play, train and measure them.",
+    help="Play, train and measure prover-verifier games with language models.",
 )
 
 
@@ -40,14 +40,13 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Prover-verifier games for language models: play, train and measure them."""
+    """Play, train and measure prover-verifier games with language models."""
 
 
 train.register(app)
-rollout.register(app)
 serve.register(app)
 bench.register(app)
 compare.register(app)

@@ -1,0 +1,151 @@
+"""`pvg config show|explain|validate|schema`: look at the settings of an experiment without running it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pvg_cli.boundary import DebugOption, ExperimentArgument, JsonOption, SetOption, emit, guarded, say
+
+if TYPE_CHECKING:
+    from pvg.config.describe import Setting
+    from pvg.config.experiment import Experiment
+
+ABSENT = object()
+
+app = typer.Typer(no_args_is_help=True, help="Show, check and list the settings of an experiment.")
+
+
+def register(parent: typer.Typer) -> None:
+    parent.add_typer(app, name="config")
+
+
+@app.command()
+@guarded
+def show(
+    experiment: ExperimentArgument = "modchain",
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Print all settings of an experiment as TOML, with the defaults and a comment for each."""
+    from pvg.config.describe import commented_toml
+    from pvg_cli.output import print_toml
+    from pvg_cli.runs import resolve
+
+    resolved = resolve(experiment, overrides or [])
+    if as_json:
+        emit(resolved.plain())
+    else:
+        print_toml(commented_toml(resolved))
+
+
+@app.command()
+@guarded
+def explain(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="A setting or a table, such as training.kl.")],
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Explain a setting: its meaning, type and default, and which experiments set it."""
+    from pvg.config.describe import explained
+
+    told = explained(key)
+    if as_json:
+        emit(told)
+    else:
+        print_explained(told)
+
+
+@app.command()
+@guarded
+def validate(
+    experiment: ExperimentArgument = "modchain",
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Check the settings of an experiment. If a setting is wrong: name its key, and exit with code 2."""
+    from pvg_cli.runs import resolve
+
+    resolved = resolve(experiment, overrides or [])
+    warnings = resolved.warnings()
+    if as_json:
+        emit({"valid": True, "name": resolved.name, "hash": resolved.hash(), "warnings": warnings})
+    else:
+        typer.echo(f"{resolved.name} is valid (settings {resolved.hash()}).")
+        for warning in warnings:
+            say(f"warning: {warning}.")
+
+
+@app.command()
+@guarded
+def schema(
+    experiment: Annotated[
+        str | None,
+        typer.Argument(metavar="[EXPERIMENT]", help="Show the values of this experiment instead of the defaults."),
+    ] = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """List all settings with type and default. With --json: print the JSON schema."""
+    from pvg_cli.runs import resolve
+
+    resolved = resolve(experiment, []) if experiment else None
+    if as_json:
+        from pvg.config.experiment import Experiment
+
+        emit(Experiment.model_json_schema())
+    else:
+        print_schema(resolved)
+
+
+# --- the settings as rows: key, type, default ------------------------------------------------------------------------
+
+
+def print_schema(experiment: Experiment | None) -> None:
+    """Print all settings with their type and default, or with an experiment's value."""
+    from rich.text import Text
+
+    from pvg.config.describe import settings, toml_value
+    from pvg_cli.output import quiet_table, stdout
+
+    table = quiet_table()
+    table.add_column("key", no_wrap=True)
+    table.add_column("type", style="cyan", max_width=22)
+    table.add_column("default" if experiment is None else experiment.name, min_width=30)
+    for setting in settings():
+        if experiment is None:
+            table.add_row(Text(setting.label), Text(setting.type), Text(toml_value(setting.default)))
+        elif (value := value_at(experiment, setting)) is not ABSENT:
+            table.add_row(Text(setting.key), Text(setting.type), Text(toml_value(value)))
+    stdout().print(table)
+
+
+def value_at(experiment: Experiment, setting: Setting) -> Any:
+    """The experiment's value. ABSENT for a setting of another kind of its table."""
+    *parts, leaf = setting.key.split(".")
+    node: Any = experiment
+    for part in parts:
+        node = getattr(node, part)
+    return ABSENT if setting.kinds and node.kind not in setting.kinds else getattr(node, leaf)
+
+
+def print_explained(told: dict[str, Any]) -> None:
+    """Print a setting or a tagged table: meaning, type, default, and the experiments that set it."""
+    from rich.text import Text
+
+    from pvg_cli.output import stdout
+
+    out = stdout()
+    out.print(Text(told["key"], style="bold"))
+    for form in told.get("forms", []):
+        kinds = f" (kind {', '.join(form['kinds'])})" if form["kinds"] else ""
+        out.print(Text(f"  {form['meaning']}{kinds}"))
+        out.print(Text(f"  {form['type']}; default: {form['default'] or 'unset'}"))
+    for kind, meaning in told.get("kinds", {}).items():
+        mark = "  (default)" if told["default"] in kind.split(", ") else ""
+        out.print(Text(f"  {kind}{mark}: {meaning}"))
+    where = ", ".join(f"{name} = {value}" for name, value in told["experiments"].items())
+    out.print(Text(f"  experiments: {where or 'none sets it'}"))

@@ -1,0 +1,249 @@
+"""`pvg doctor`: check that this machine has everything that pvg needs, and say how to install what is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import typer
+
+from pvg.errors import EXIT_CHECK_FAILED, SYSTEMS, install_extra
+from pvg_cli.boundary import DebugOption, JsonOption, RunsOption, emit, guarded
+
+Verdict = Literal["ok", "missing", "notice"]
+
+LEAST_DISK_GB = 1.0  # an embedded game writes about 100 MB
+LEAST_MEMORY_GB = 2.0  # torch, transformers and the embedded models need about 1 GB
+# The packages of each extra of pyproject.toml. Packages and not modules, because py-spy has no module.
+EXTRAS = {
+    "lora": ("peft",),
+    "reasoning-gym": ("reasoning-gym",),
+    "profile": ("py-spy",),
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "trackio": ("trackio",),
+}
+GIB = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """One line. `missing` makes the command fail, `notice` does not."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    remedy: str = ""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("doctor")(doctor)
+
+
+@guarded
+def doctor(
+    runs: RunsOption = Path("runs"),
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Check the installation, and say how to install what is missing. Exit code 1: pvg cannot work.
+
+    pvg supports Linux and macOS. On Windows, run it in WSL.
+    """
+    findings = [finding for check in CHECKS for finding in check(runs)]
+    healthy = all(finding.verdict != "missing" for finding in findings)
+    if as_json:
+        emit({"healthy": healthy, "checks": [asdict(finding) for finding in findings]})
+    else:
+        _print(findings, healthy)
+    if not healthy:
+        raise typer.Exit(EXIT_CHECK_FAILED)
+
+
+def _print(findings: list[CheckResult], healthy: bool) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from pvg_cli.output import stdout
+
+    marks = {"ok": ("✓", "green"), "missing": ("✗", "bold red"), "notice": ("·", "yellow")}
+    table = Table.grid(padding=(0, 2))
+    for finding in findings:
+        mark, style = marks[finding.verdict]
+        words = Text(finding.found)
+        if finding.remedy:
+            words.append(f"\n{finding.remedy}", style="cyan")
+        table.add_row(Text(mark, style=style), Text(finding.name, style="bold"), words)
+    console = stdout()
+    console.print(table)
+    console.print()
+    console.print("pvg has everything that it needs." if healthy else "Something that pvg needs is missing.")
+
+
+# --- the checks ----------------------------------------------------------------------------------------------------
+
+
+def check_python(runs: Path) -> Iterator[CheckResult]:
+    version = ".".join(str(part) for part in sys.version_info[:3])
+    yield CheckResult("python", "ok", version)
+
+
+def check_system(runs: Path) -> Iterator[CheckResult]:
+    """The operating system: pvg needs the file locks and the terminal control of Linux and macOS."""
+    found = f"{platform.system()} {platform.release()}"
+    absent = [name for name in ("fcntl", "termios") if importlib.util.find_spec(name) is None]
+    if absent:
+        yield CheckResult("system", "missing", f"{found}, without {' and '.join(absent)}", SYSTEMS)
+    else:
+        yield CheckResult("system", "ok", found)
+
+
+def check_packages(runs: Path) -> Iterator[CheckResult]:
+    """The required packages, and the threads of torch."""
+    for package in ("torch", "transformers", "tokenizers", "safetensors", "pyarrow"):
+        if importlib.util.find_spec(package) is None:
+            yield CheckResult(package, "missing", "not installed", f"pip install {package}")
+        elif package == "torch":
+            import torch
+
+            yield CheckResult("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads")
+        else:
+            yield CheckResult(package, "ok", metadata.version(package))
+
+
+def check_extras(runs: Path) -> Iterator[CheckResult]:
+    for extra, packages in EXTRAS.items():
+        absent = [package for package in packages if not _is_installed(package)]
+        if absent:
+            yield CheckResult(f"extra {extra}", "notice", f"not installed ({', '.join(absent)})", install_extra(extra))
+        else:
+            yield CheckResult(f"extra {extra}", "ok", "installed")
+
+
+def check_vllm(runs: Path) -> Iterator[CheckResult]:
+    """The interpreter that `pvg serve` starts. Only the vLLM engine needs one."""
+    from pvg.errors import PvgError
+    from pvg.servers.command import find_interpreter
+
+    try:
+        found = find_interpreter()
+    except PvgError as error:
+        yield CheckResult("vllm", "notice", error.message, error.remedy)
+    else:
+        yield CheckResult("vllm", "ok", f"{found.vllm} for the {found.device.upper()}, {found.origin}: {found.python}")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def check_models(runs: Path) -> Iterator[CheckResult]:
+    """The models that come with pvg. The default models are required."""
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
+        return
+    from pvg.config.experiment import Experiment
+    from pvg.models.sources import EMBEDDED, GGUF_READERS, INSTALL, SMOLLM2, embedded_names
+
+    present = embedded_names()
+    models = Experiment().models
+    expected = [section.source.removeprefix("embedded:") for section in (models.prover, models.verifier)]
+    for name in dict.fromkeys([*expected, *present]):
+        if name in present:
+            size = sum(file.stat().st_size for file in (EMBEDDED / name).iterdir())
+            yield CheckResult(f"model {name}", "ok", f"embedded, {size / 1e6:.1f} MB")
+        else:
+            yield CheckResult(f"model {name}", "missing", "not embedded", "make models")
+    absent = [package for package in (SMOLLM2, *GGUF_READERS) if importlib.util.find_spec(package) is None]
+    if absent:
+        yield CheckResult("model SmolLM2-135M", "notice", f"not installed ({', '.join(absent)})", INSTALL[SMOLLM2])
+    else:
+        yield CheckResult("model SmolLM2-135M", "ok", f"installed: gguf:{SMOLLM2}")
+
+
+def check_runs_folder(runs: Path) -> Iterator[CheckResult]:
+    """Disk space and write permission in the folder of runs."""
+    place = runs.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free / GIB
+    verdict: Verdict = "ok" if free >= LEAST_DISK_GB else "missing"
+    remedy = "" if verdict == "ok" else f"Free some space: a run needs {LEAST_DISK_GB:.0f} GB."
+    yield CheckResult("disk", verdict, f"{free:.1f} GB free in {place}", remedy)
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        yield CheckResult(
+            "runs folder", "missing", f"{runs} cannot be written: {error.strerror}", "--set store.root=FOLDER"
+        )
+    else:
+        yield CheckResult("runs folder", "ok", f"{runs} can be written")
+
+
+def check_sandbox(runs: Path) -> Iterator[CheckResult]:
+    """How well this machine isolates programs that a model wrote. Only task.kind = "code" runs such programs."""
+    from pvg.errors import PvgError
+    from pvg.sandbox import probe
+
+    try:
+        isolation = probe()
+    except PvgError as error:
+        yield CheckResult("sandbox", "notice", error.message, "task.kind = 'code' cannot run on this machine.")
+        return
+    if isolation.complaints:
+        remedy = "On this machine task.kind = 'code' requires task.sandbox = 'reduced'."
+        yield CheckResult("sandbox", "notice", f"{isolation.describe()}: {'; '.join(isolation.complaints)}", remedy)
+    else:
+        yield CheckResult("sandbox", "ok", isolation.describe())
+
+
+def check_machine(runs: Path) -> Iterator[CheckResult]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield CheckResult("cores", "ok", str(cores))
+    import psutil
+
+    memory = psutil.virtual_memory().total / GIB
+    if memory >= LEAST_MEMORY_GB:
+        yield CheckResult("memory", "ok", f"{memory:.1f} GB")
+    else:
+        yield CheckResult("memory", "notice", f"{memory:.1f} GB", f"The embedded game needs {LEAST_MEMORY_GB:.0f} GB.")
+
+
+def check_gpu(runs: Path) -> Iterator[CheckResult]:
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for device in range(count):
+        properties = torch.cuda.get_device_properties(device)
+        yield CheckResult(f"gpu {device}", "ok", f"{properties.name}, {properties.total_memory / GIB:.0f} GB")
+    if not count:
+        yield CheckResult("gpu", "notice", "none, so pvg runs on the CPU")
+
+
+CHECKS: tuple[Callable[[Path], Iterator[CheckResult]], ...] = (
+    check_system,
+    check_python,
+    check_packages,
+    check_extras,
+    check_vllm,
+    check_models,
+    check_runs_folder,
+    check_sandbox,
+    check_machine,
+    check_gpu,
+)

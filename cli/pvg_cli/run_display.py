@@ -1,0 +1,380 @@
+"""What the terminal shows of a run: its state (`RunBoard`), the drawing of it, and the observer that keeps it current.
+
+All numbers come from the observer's calls. Only the remaining time is an estimate.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rich.console import Console, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from pvg.reporting.formats import (
+    HOME_PHASES,
+    clock,
+    compact,
+    duration,
+    metric_display,
+    metric_text,
+    phase_label,
+    total_budget,
+    trend,
+)
+from pvg.reporting.terminal import HELPFUL, QUIET, SNEAKY, VERIFIER, BudgetBar, rounds_table
+from pvg.telemetry.observer import PhaseInfo, Progress
+from pvg_cli.output import WIDEST, LivePanel, PlainLines, Screen, framed, is_live, progress_row
+
+if TYPE_CHECKING:
+    from pvg.reporting.run_summary import RunSummary
+
+HISTORY = 600  # points kept per metric; a sparkline shows fewer
+RATE_WINDOW = 20  # reports that the rate is averaged over, so that one slow step does not change the estimate much
+BUDGET_WINDOW = 10  # steps that the time budget is averaged over
+PHASES = ("mint", "train_verifier", "train_prover", "checkpoint")
+# The most important numbers, in two columns: a metric and its colour, on the left and on the right.
+NUMBERS = (
+    ("helpful_accuracy", HELPFUL, "verifier_auc", VERIFIER),
+    ("sneaky_error_rate", SNEAKY, "pair_accuracy", VERIFIER),
+    ("fooled_rate", SNEAKY, "score_gap", VERIFIER),
+    ("malformed", QUIET, "tokens_per_s", "blue"),
+)
+LINE_METRICS = ("helpful_accuracy", "sneaky_error_rate", "fooled_rate", "verifier_auc", "pair_accuracy", "tokens_per_s")
+ROUND_METRICS = (
+    "helpful_accuracy",
+    "sneaky_error_rate",
+    "fooled_rate",
+    "fooled_rate_previous",
+    "fooled_rate_base",
+    "verifier_auc",
+    "verifier_auc_previous",
+)
+COMFORTABLE_HEIGHT = 26  # rows; in a lower terminal the panel has no blank lines
+SECONDS_BETWEEN_LINES = 10.0  # so that the log of an hour stays readable
+MARKS = {"done": ("✓", HELPFUL), "now": ("●", "bold cyan"), "next": ("○", QUIET)}
+
+
+@dataclass
+class RunBoard:
+    """Collects what an observer reports. `clock` returns seconds; tests replace it."""
+
+    experiment: str
+    run: str
+    rounds: int
+    clock: Callable[[], float] = time.monotonic
+    phases: tuple[str, ...] = PHASES  # the phases of a round, in order
+    once: bool = True  # each phase occurs once per round; False: some occur again, so the remaining time is unknown
+    info: PhaseInfo | None = None
+    done: int = 0
+    series: dict[str, deque[float]] = field(default_factory=dict)
+    rounds_done: dict[int, dict[str, float]] = field(default_factory=dict)
+    phase_seconds: dict[tuple[int, str], float] = field(default_factory=dict)
+    alerts: list[tuple[str, str]] = field(default_factory=list)
+    newest: dict[str, float] = field(default_factory=dict)  # last value of each metric that this phase has reported
+
+    def __post_init__(self) -> None:
+        self.started = self.clock()
+        self.phase_began = self.started
+        self._marks: deque[tuple[float, int]] = deque(maxlen=RATE_WINDOW)
+        self._at_home: set[str] = set()
+        self._budgets: deque[dict[str, float]] = deque(maxlen=BUDGET_WINDOW)
+
+    # --- what the observer reports ---------------------------------------------------------------------------------
+
+    def start_phase(self, info: PhaseInfo) -> None:
+        self.info, self.done, self.rounds = info, info.done, info.rounds
+        self.phase_began = self.clock()
+        if not self.once:
+            self.phase_seconds.pop((info.round, info.phase), None)
+        self._marks.clear()
+        self._marks.append((self.phase_began, info.done))
+        self._budgets.clear()
+        self.newest.clear()
+
+    def progress(self, progress: Progress) -> None:
+        self.done = progress.done
+        self._marks.append((self.clock(), progress.done))
+        if progress.budget:
+            self._budgets.append(dict(progress.budget))
+        self.newest |= progress.metrics
+        self._record(progress.metrics, self.info.phase if self.info else "")
+
+    def finish_phase(self, info: PhaseInfo, metrics: Mapping[str, float]) -> None:
+        self.phase_seconds[info.round, info.phase] = self.clock() - self.phase_began
+        self.done = info.total
+        # Skip the metrics that a step of this phase has reported already.
+        self._record({name: value for name, value in metrics.items() if name not in self.newest}, info.phase)
+
+    def finish_round(self, round_: int, metrics: Mapping[str, float]) -> None:
+        self.rounds_done[round_] = dict(metrics)
+
+    def alert(self, name: str, message: str) -> None:
+        self.alerts.append((name, message))
+
+    def recall(self, summary: RunSummary) -> None:
+        """Load what a run recorded before it stopped, so that its curves continue."""
+        self.rounds_done |= summary.rounds
+        self.alerts += [(alert.name, alert.message) for alert in summary.alerts]
+        for step in summary.steps:
+            self._record(step.metrics, step.phase)
+        of_steps = set(self.series)
+        for phase in summary.phases:
+            if phase.finished:
+                at_the_end = {name: value for name, value in phase.metrics.items() if name not in of_steps}
+                self._record(at_the_end, phase.phase)
+
+    def _record(self, metrics: Mapping[str, float], phase: str) -> None:
+        for name, value in metrics.items():
+            series = self.series.setdefault(name, deque(maxlen=HISTORY))
+            if HOME_PHASES.get(name) == phase and name not in self._at_home:
+                self._at_home.add(name)
+                series.clear()
+            if name not in self._at_home or HOME_PHASES[name] == phase:
+                series.append(float(value))
+
+    # --- what is shown ---------------------------------------------------------------------------------------------
+
+    @property
+    def elapsed(self) -> float:
+        return self.clock() - self.started
+
+    def latest(self, name: str) -> float | None:
+        """The newest finite value of a metric."""
+        return next((value for value in reversed(self.series.get(name, ())) if math.isfinite(value)), None)
+
+    def rate(self) -> float | None:
+        """Units of work per second over the last reports; None before the second report."""
+        if len(self._marks) < 2:
+            return None
+        (begin, first), (end, last) = self._marks[0], self._marks[-1]
+        return (last - first) / (end - begin) if end > begin and last > first else None
+
+    def phase_eta(self) -> float | None:
+        """Remaining seconds of the phase at the current rate."""
+        rate = self.rate()
+        if self.info is None or rate is None:
+            return None
+        left = max(0, self.info.total - self.done) / rate
+        return max(0.0, left - (self.clock() - self._marks[-1][0]))
+
+    def game_eta(self) -> float | None:
+        """Remaining seconds of the whole game; None until each kind of phase has finished once.
+
+        The estimate assumes that a phase takes as long as the last finished phase of its kind.
+        """
+        phase_eta = self.phase_eta()
+        if self.info is None or self.info.phase not in self.phases or phase_eta is None or not self.once:
+            return None
+        lasted: dict[str, float] = {}
+        for (_, phase), seconds in self.phase_seconds.items():
+            lasted[phase] = seconds
+        now = self.phases.index(self.info.phase)
+        to_come = [*self.phases[now + 1 :], *(self.phases * (self.rounds - self.info.round - 1))]
+        if not all(phase in lasted for phase in to_come):
+            return None
+        return phase_eta + sum(lasted[phase] for phase in to_come)
+
+    def budget(self) -> dict[str, float]:
+        """Mean seconds per step by part, over the last steps. The largest part is first, `unaccounted` last."""
+        totals = total_budget(self._budgets)
+        return {part: seconds / len(self._budgets) for part, seconds in totals.items()}
+
+    def phase_state(self, phase: str) -> str:
+        """`done`, `now` or `next` in the current round."""
+        if self.info is None:
+            return "next"
+        if (self.info.round, phase) in self.phase_seconds:
+            return "done"
+        if phase == self.info.phase:
+            return "now"
+        if (
+            phase in self.phases
+            and self.info.phase in self.phases
+            and self.phases.index(phase) < self.phases.index(self.info.phase)
+        ):
+            return "done"
+        return "next"
+
+
+# --- drawing ---------------------------------------------------------------------------------------------------------
+
+
+def draw(board: RunBoard, width: int, *, roomy: bool = True, stopping: bool = False) -> Panel:
+    """The panel for the current state of the board, `width` columns wide."""
+    inner = width - 6
+    parts: list[RenderableType] = [_header(board), _progress(board), _numbers(board, inner)]
+    budget = board.budget()
+    if budget:
+        parts.append(BudgetBar(budget, f"time per step {duration(sum(budget.values()))}"))
+    if board.rounds_done:
+        parts.append(rounds_table(board.rounds_done))
+    if board.alerts:
+        parts.append(_alerts(board))
+    spaced: list[RenderableType] = []
+    for part in parts:
+        if spaced and roomy:
+            spaced.append(Text())
+        spaced.append(part)
+    hint = "stopping at the next commit point" if stopping else "Ctrl-C stops at a commit point"
+    title = Text.assemble(("pvg ", "bold"), (board.run, "bold cyan"))
+    return framed(spaced, width, title, hint, stopping=stopping, roomy=roomy)
+
+
+def _header(board: RunBoard) -> Table:
+    """Round, phase chips, and the clock."""
+    row = Table.grid(expand=True, padding=(0, 1))
+    row.add_column(no_wrap=True)
+    row.add_column(justify="right", no_wrap=True)
+    chips = Text()
+    if board.info is not None and len(board.phases) > 1:
+        number = board.info.round
+        chips = Text.assemble(
+            ("round ", QUIET), (str(number), "bold"), (f" ({number + 1} of {board.rounds})   ", QUIET)
+        )
+    for place, phase in enumerate(board.phases):
+        mark, style = MARKS[board.phase_state(phase)]
+        chips.append("  " if place else "")
+        chips.append(f"{mark} {phase_label(phase)}", style=style)
+    row.add_row(chips, Text(clock(board.elapsed), style=QUIET))
+    return row
+
+
+def _progress(board: RunBoard) -> Table:
+    """A bar over the phase's units, the rate and the remaining time."""
+    info = board.info
+    if info is None:
+        return progress_row(0, 0, Text("starting", style=QUIET))
+    rate = board.rate()
+    facts = Text.assemble((f"{compact(board.done)}", "bold"), (f"/{compact(info.total)} {info.unit}", QUIET))
+    if rate is not None:
+        facts.append(f"  {compact(rate)}/s", style=QUIET)
+    eta, game = board.phase_eta(), board.game_eta()
+    if eta is not None:
+        in_all = f", {duration(game)} in total" if game is not None else ""
+        facts.append(f"  {duration(eta)} left{in_all}", style=QUIET)
+    return progress_row(max(1, info.total), board.done, facts)
+
+
+def _numbers(board: RunBoard, width: int) -> Table:
+    spark = max(6, width // 2 - 30)
+    table = Table.grid(expand=True, padding=(0, 1))
+    for _ in range(2):
+        table.add_column(no_wrap=True, style=QUIET, width=17)
+        table.add_column(no_wrap=True, justify="right", width=8)
+        table.add_column(no_wrap=True, ratio=1)
+    for left, left_style, right, right_style in NUMBERS:
+        table.add_row(*_number(board, left, left_style, spark), *_number(board, right, right_style, spark))
+    return table
+
+
+def _number(board: RunBoard, name: str, style: str, width: int) -> tuple[Text, Text, Text]:
+    value = board.latest(name)
+    return (
+        Text(metric_display(name).label),
+        Text(metric_text(name, value), style="bold" if value is not None else QUIET),
+        Text(trend(name, list(board.series.get(name, ()))[-4 * width :], width), style=style),
+    )
+
+
+def _alerts(board: RunBoard) -> Text:
+    name, message = board.alerts[-1]
+    count = f"  ({len(board.alerts)} so far)" if len(board.alerts) > 1 else ""
+    return Text.assemble(
+        ("▲ ", "yellow"), (name, "bold yellow"), (f"  {message}{count}", "yellow"), overflow="ellipsis"
+    )
+
+
+# --- the observer ---------------------------------------------------------------------------------------------------
+
+
+class RunWatcher:
+    """An `Observer` that shows a run: a live panel on a terminal, lines elsewhere. Enter it before the run starts."""
+
+    def __init__(self, board: RunBoard, console: Console, refresh_per_second: float = 8.0) -> None:
+        self.board = board
+        self.stopping = False
+        self._lock = threading.Lock()  # the refresh thread reads while the run writes
+        self._console = console
+        self._screen: Screen = (
+            LivePanel(console, self.render, refresh_per_second)
+            if is_live(console)
+            else PlainLines(console, lambda: f"{clock(board.elapsed):>5}", board.clock, SECONDS_BETWEEN_LINES)
+        )
+
+    def __enter__(self) -> RunWatcher:
+        self._screen.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._screen.__exit__()
+
+    def phase_started(self, info: PhaseInfo) -> None:
+        with self._lock:
+            self.board.start_phase(info)
+        resumed = f", {compact(info.done)} done before" if info.done else ""
+        self._screen.line(f"{self._place()} begins: {compact(info.total)} {info.unit}{resumed}")
+
+    def progressed(self, progress: Progress) -> None:
+        with self._lock:
+            self.board.progress(progress)
+        self._screen.tick(self._progress_words)
+
+    def phase_finished(self, info: PhaseInfo, metrics: Mapping[str, float]) -> None:
+        with self._lock:
+            self.board.finish_phase(info, metrics)
+        took = duration(self.board.phase_seconds[info.round, info.phase])
+        self._screen.line("  ".join([f"{self._place()} done in {took}", *_metric_words(metrics, LINE_METRICS)]))
+
+    def round_finished(self, round_: int, metrics: Mapping[str, float]) -> None:
+        with self._lock:
+            self.board.finish_round(round_, metrics)
+        done = f"round {round_} done ({round_ + 1} of {self.board.rounds})"
+        self._screen.line("  ".join([done, *_metric_words(metrics, ROUND_METRICS)]))
+
+    def alerted(self, name: str, message: str) -> None:
+        with self._lock:
+            self.board.alert(name, message)
+        self._screen.line(f"ALERT {name}: {message}")
+
+    def noticed(self, message: str) -> None:
+        self._screen.note(message)
+
+    def stop_requested(self) -> None:
+        """The user pressed Ctrl-C once."""
+        self.noticed("Stopping at the next commit point. Ctrl-C again quits at once.")
+
+    def render(self) -> RenderableType:
+        with self._lock:
+            width = min(self._console.width, WIDEST)
+            roomy = self._console.height >= COMFORTABLE_HEIGHT + len(self.board.rounds_done)
+            return draw(self.board, width, roomy=roomy, stopping=self.stopping)
+
+    def _progress_words(self) -> str:
+        board = self.board
+        total = f"/{compact(board.info.total)} {board.info.unit}" if board.info else ""
+        parts = [f"{self._place()} {compact(board.done)}{total}"]
+        if (rate := board.rate()) is not None:
+            parts.append(f"{compact(rate)}/s")
+        if (eta := board.phase_eta()) is not None:
+            parts.append(f"{duration(eta)} left")
+        return "  ".join(parts + _metric_words(board.newest, LINE_METRICS))
+
+    def _place(self) -> str:
+        info = self.board.info
+        if info is None:
+            return "start"
+        label = phase_label(info.phase)
+        return label if len(self.board.phases) == 1 else f"round {info.round} {label}"
+
+
+def _metric_words(metrics: Mapping[str, float], names: tuple[str, ...]) -> list[str]:
+    """`name=value` for each of the names that has a value; values without blanks."""
+    return [f"{name}={metric_text(name, metrics[name]).replace(' ', '')}" for name in names if name in metrics]

@@ -1,0 +1,416 @@
+"""What `pvg study` shows: the panel while games run, the list of studies, the plan, and the results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from pvg.reporting.formats import clock, duration, metric_display, metric_text, phase_label
+from pvg.reporting.terminal import HEADING, QUIET, section
+from pvg.study.cells import CellProgress
+from pvg.study.measures import StudyMeasure
+from pvg.study.plan import Cell, StudyEvaluation, StudyFile, StudyPlan
+from pvg.study.playing import Ended, Job
+from pvg.study.results import StudyResults
+from pvg.study.text import (
+    cautions,
+    comparison_cells,
+    middle_text,
+    range_text,
+    rounds_text,
+    spread_text,
+    threads_each,
+    trend_cells,
+)
+from pvg.telemetry.catalogue import METRICS
+from pvg_cli.output import WIDEST, LivePanel, PlainLines, Screen, framed, is_live, progress_row, quiet_table
+
+NUMBERS = 3  # measures shown per game
+LEAST_ROOM, NUMBER_ROOM = 42, 18  # columns for the name and place of a cell, and for a number
+SECONDS_BETWEEN_LINES = 30.0
+WORKED_ON = ("playing", "evaluating")
+STATES = {
+    "waiting": ("○", QUIET),
+    "playing": ("●", "cyan"),
+    "evaluating": ("●", "cyan"),
+    "complete": ("✓", "green"),
+    "failed": ("✗", "red"),
+    "stopped": ("◐", "yellow"),
+}
+
+
+class StudyBoard:
+    """The state of every game. `clock` returns seconds; tests replace it."""
+
+    def __init__(
+        self, plan: StudyPlan, now: Mapping[str, CellProgress], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.plan = plan
+        self.cells = {cell.name: cell for cell in plan.cells}
+        self.now = dict(now)
+        self.state = {name: "complete" if s.status == "complete" else "waiting" for name, s in now.items()}
+        self.clock = clock
+        self.started = clock()
+        self.stopping = False
+        self._done_at_start = self.steps_done
+        self._began: dict[str, float] = {}  # when the current process started to work on a cell
+        self._played_s = 0.0  # seconds of finished processes
+        self._evaluated_s: list[float] = []
+        self._from_the_start: set[str] = set()  # cells whose whole evaluation happens in this process
+
+    def update(self, cell: Cell, standing: CellProgress, state: str | None = None) -> None:
+        self.now[cell.name] = standing
+        if state is None:
+            return
+        before, self.state[cell.name] = self.state[cell.name], state
+        seconds = self._seconds(cell.name)
+        if before == "playing":
+            self._played_s += seconds
+        elif before == "evaluating" and state == "complete" and cell.name in self._from_the_start:
+            self._evaluated_s.append(seconds)
+        self._began.pop(cell.name, None)
+        if state in WORKED_ON:
+            self._began[cell.name] = self.clock()
+        if state == "evaluating" and not cell.run.evaluation.exists():
+            self._from_the_start.add(cell.name)
+
+    def _seconds(self, name: str) -> float:
+        """Seconds that the current process has worked on the cell."""
+        return self.clock() - self._began[name] if name in self._began else 0.0
+
+    @property
+    def steps_done(self) -> int:
+        return sum(min(self.now[name].done, cell.steps) for name, cell in self.cells.items())
+
+    @property
+    def elapsed(self) -> float:
+        return self.clock() - self.started
+
+    def eta(self) -> float | None:
+        """Remaining seconds, from the mean time of a step and of an evaluation so far. All arms' steps count alike.
+
+        None before the first step. Excludes evaluations until one has finished (`games_only`).
+        """
+        open_cells = [cell for name, cell in self.cells.items() if self.state[name] not in ("failed", "complete")]
+        steps_left = sum(max(0, cell.steps - self.now[cell.name].done) for cell in open_cells)
+        done = self.steps_done - self._done_at_start
+        if (steps_left and done <= 0) or (not steps_left and self.games_only):
+            return None
+        playing = [name for name in self._began if self.state[name] == "playing"]
+        played_s = self._played_s + sum(self._seconds(name) for name in playing)
+        left_s = played_s * steps_left / done if steps_left else 0.0
+        if self._evaluated_s:
+            mean_s = sum(self._evaluated_s) / len(self._evaluated_s)
+            for cell in open_cells:
+                so_far = self._seconds(cell.name) if self.state[cell.name] == "evaluating" else 0.0
+                left_s += max(0.0, mean_s - so_far)
+        return left_s / max(1, min(self.plan.processes, len(open_cells)))
+
+    @property
+    def games_only(self) -> bool:
+        """Whether the remaining time excludes evaluations, because none has finished yet."""
+        return self.plan.evaluate is not None and not self._evaluated_s
+
+    def time_left(self) -> str:
+        """The remaining time as text; empty if unknown."""
+        eta = self.eta()
+        if eta is None or all(state in ("complete", "failed") for state in self.state.values()):
+            return ""
+        return f"{duration(eta)} left" + (" of the games" if self.games_only else "")
+
+    def count(self, state: str) -> int:
+        return sum(found == state for found in self.state.values())
+
+    def numbers(self) -> list[StudyMeasure]:
+        """The measures that can be read from the committed rounds of a run."""
+        return [measure for measure in self.plan.measures if f"round/{measure.name}" in METRICS][:NUMBERS]
+
+    def number(self, cell: Cell, measure: StudyMeasure) -> str:
+        rounds = self.now[cell.name].rounds
+        value = rounds[-1].get(measure.name) if rounds else None
+        return metric_text(measure.name, value)
+
+    def place(self, cell: Cell) -> str:
+        """The round and phase of the cell, or its state."""
+        found = self.now[cell.name]
+        if self.state[cell.name] != "playing" or not found.phase:
+            return self.state[cell.name]
+        return f"round {found.round} {phase_label(found.phase)}"
+
+
+class StudyWatcher:
+    """A `StudyObserver` that shows a study: a live panel on a terminal, lines elsewhere."""
+
+    def __init__(self, board: StudyBoard, console: Console) -> None:
+        self.board = board
+        self._console = console
+        self._screen: Screen = (
+            LivePanel(console, self.render, refresh_per_second=4)
+            if is_live(console)
+            else PlainLines(console, self._stamp, board.clock, SECONDS_BETWEEN_LINES)
+        )
+
+    def __enter__(self) -> StudyWatcher:
+        self._screen.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._screen.__exit__()
+
+    def began(self, cell: Cell, job: Job, standing: CellProgress) -> None:
+        self.board.update(cell, standing, "playing" if job == "train" else "evaluating")
+        what = {"train": "resumes" if standing.status == "unfinished" else "starts", "evaluate": "is evaluated"}[job]
+        self._screen.line(f"{cell.name} {what}")
+
+    def progressed(self, cell: Cell, standing: CellProgress) -> None:
+        self.board.update(cell, standing)
+
+    def ended(self, cell: Cell, how: Ended, standing: CellProgress, seconds: float) -> None:
+        board = self.board
+        board.update(cell, standing, how)
+        if how == "failed":
+            self._screen.note(f"{cell.name} failed: {standing.reason}", "✗", "red")
+        elif how == "complete":
+            numbers = [f"{m.name}={board.number(cell, m).replace(' ', '')}" for m in board.numbers()]
+            self._screen.line("  ".join([f"{cell.name} complete after {duration(seconds)}", *numbers]))
+        else:
+            self._screen.line(f"{cell.name} stopped at a commit point")
+
+    def waited(self) -> None:
+        self._screen.tick(lambda: "still playing")
+
+    def stopping(self, running: int) -> None:
+        self.board.stopping = True
+        self._screen.line(f"stopping {running} at their next commit point; the same signal again ends them at once")
+
+    def render(self) -> RenderableType:
+        return draw(self.board, min(self._console.width, WIDEST))
+
+    def _stamp(self) -> str:
+        """The time, the finished games, and the remaining time."""
+        board = self.board
+        left = board.time_left()
+        done = f"{board.count('complete')}/{len(board.cells)}{', ' if left else ''}{left}"
+        return f"{clock(board.elapsed):>5}  [{done}]"
+
+
+def draw(board: StudyBoard, width: int) -> Panel:
+    """The panel for the current state of the board."""
+    hint = (
+        "stopping at commit points; Ctrl-C again quits at once" if board.stopping else "Ctrl-C stops at commit points"
+    )
+    parts: list[RenderableType] = [_progress(board), Text(), _grid(board)]
+    if playing := [cell for name, cell in board.cells.items() if board.state[name] in WORKED_ON]:
+        parts += [Text(), _playing(board, playing, width)]
+    title = Text.assemble(("pvg study ", "bold"), (board.plan.name, "bold cyan"))
+    return framed(parts, width, title, hint, stopping=board.stopping)
+
+
+def _progress(board: StudyBoard) -> Table:
+    facts = Text.assemble(
+        (f"{board.count('complete')}", "bold"),
+        (f"/{len(board.cells)} games  {board.steps_done:,}/{board.plan.steps:,} steps", QUIET),
+    )
+    if failed := board.count("failed"):
+        facts.append(f"  {failed} failed", style="red")
+    if left := board.time_left():
+        facts.append(f"  {left}", style=QUIET)
+    facts.append(f"  {clock(board.elapsed)}", style=QUIET)
+    return progress_row(max(1, board.plan.steps), board.steps_done, facts)
+
+
+def _grid(board: StudyBoard) -> Table:
+    """A row per arm and a mark per seed."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True, overflow="ellipsis", max_width=40)
+    for _ in board.plan.seeds:
+        table.add_column(justify="right", width=4)
+    table.add_row(Text("arm", style=QUIET), *(Text(str(seed), style=QUIET) for seed in board.plan.seeds))
+    for arm in board.plan.arms:
+        cells = [board.plan.cell(arm, seed) for seed in board.plan.seeds]
+        table.add_row(arm.name, *(_mark(board, cell) for cell in cells))
+    return table
+
+
+def _mark(board: StudyBoard, cell: Cell) -> Text:
+    state = board.state[cell.name]
+    if state == "playing":
+        return Text(f"{100 * board.now[cell.name].done // max(1, cell.steps)}%", style="cyan")
+    return Text(*STATES[state])
+
+
+def _playing(board: StudyBoard, playing: list[Cell], width: int) -> Table:
+    """The games that run, with as many numbers as fit."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, overflow="ellipsis", max_width=40)
+    table.add_column(no_wrap=True, style=QUIET)
+    numbers = board.numbers()[: max(1, (width - LEAST_ROOM) // NUMBER_ROOM)]
+    for _ in numbers:
+        table.add_column(no_wrap=True, justify="right")
+    table.add_row(
+        Text("playing", style=QUIET),
+        Text(""),
+        *(Text(metric_display(measure.name).label, style=QUIET) for measure in numbers),
+    )
+    for cell in playing:
+        table.add_row(cell.name, board.place(cell), *(board.number(cell, measure) for measure in numbers))
+    return table
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+MARKS = {
+    "complete": ("✓", "green"),
+    "played": ("◐", "cyan"),
+    "unfinished": ("◐", "cyan"),
+    "new": ("○", QUIET),
+    "damaged": ("✗", "red"),
+    "failed": ("✗", "red"),
+}
+
+
+def studies_table(studies: Mapping[str, StudyFile]) -> Group:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, file in studies.items():
+        table.add_row(name, file.about)
+    return Group(table, Text(), Text.assemble(("To play one: ", QUIET), ("pvg study NAME", "bold cyan")))
+
+
+def plan_table(plan: StudyPlan, now: Mapping[str, CellProgress]) -> Group:
+    """Arms and seeds with their progress, and the remaining work."""
+    table = quiet_table()
+    table.add_column("arm", style="bold")
+    table.add_column(f"seeds {', '.join(map(str, plan.seeds))}", no_wrap=True, max_width=24)
+    table.add_column("steps each", justify="right")
+    table.add_column("settings", style=QUIET, overflow="fold")
+    for arm in plan.arms:
+        cells = [plan.cell(arm, seed) for seed in plan.seeds]
+        marks = Text.assemble(
+            *((f"{mark} ", style) for mark, style in (MARKS[_state_of(now[cell.name])] for cell in cells))
+        )
+        settings = ", ".join(f"{key}={value}" for key, value in arm.settings.items())
+        table.add_row(arm.name, marks, f"{cells[0].steps:,}", settings)
+    threads = threads_each(plan.threads)
+    left = sum(cell.steps - now[cell.name].done for cell in plan.cells)
+    complete = sum(standing.status == "complete" for standing in now.values())
+    return Group(
+        headline(plan.name, f"{len(plan.arms)} arms x {len(plan.seeds)} seeds = {len(plan.cells)} games"),
+        Text(),
+        table,
+        Text(),
+        Text.assemble(
+            (f"{complete} complete. ", QUIET),
+            (f"{left:,}", "bold"),
+            (f" of {plan.steps:,} optimizer steps remain, {plan.processes} games at a time, {threads}", QUIET),
+            (f"{_evaluation(plan.evaluate)}.", QUIET),
+        ),
+        Text(f"The runs would be in {plan.folder}.", style=QUIET),
+    )
+
+
+def _evaluation(evaluate: StudyEvaluation | None) -> str:
+    if evaluate is None:
+        return ""
+    return ", each game evaluated afterwards" + (" (its last round)" if evaluate.rounds == "last" else "")
+
+
+def _state_of(standing: CellProgress) -> str:
+    return "failed" if standing.reason else standing.status
+
+
+def headline(name: str, rest: str) -> Text:
+    return Text.assemble((name, "bold"), (f"  {rest}", QUIET))
+
+
+def results_text(results: StudyResults, commands: Mapping[str, str]) -> Group:
+    """The results of a study, and the next commands."""
+    seconds = sum(cell.seconds or 0.0 for cell in results.cells)
+    counted = f"{results.complete} of {len(results.cells)} games complete"
+    parts: list[RenderableType] = [headline(results.name, f"{counted}  {duration(seconds)} of playing")]
+    parts += section("Measures after the last round", means_table(results))
+    if results.comparisons:
+        parts += section(f"Against {results.reference}, paired by seed", comparisons_table(results))
+    if any(result.trend is not None and result.trend.n for result in results.results):
+        parts += section("Over the rounds", trends_table(results))
+    if results.failed:
+        parts += section("Failed", failures_table(results))
+    if sentences := cautions(results):
+        parts += section("Cautions", Group(*(Text(f"- {sentence}", overflow="fold") for sentence in sentences)))
+    parts.append(Text())
+    for command, what in commands.items():
+        parts.append(Text.assemble("  ", (command, "bold cyan"), (f"\n      {what}", QUIET), overflow="fold"))
+    return Group(*parts)
+
+
+def means_table(results: StudyResults) -> Table:
+    table = quiet_table()
+    for name, right in (("measure", False), ("arm", False), ("n", True), ("mean", True)):
+        table.add_column(name, justify="right" if right else "left")
+    for name in ("95 % interval", "range", "by round"):
+        table.add_column(name, style=QUIET if name == "by round" else "")
+    for measure in results.measures:
+        for place, arm in enumerate(results.arms):
+            found = results.result(arm.name, measure.name)
+            table.add_row(
+                Text(measure.label if not place else "", style=HEADING),
+                arm.name,
+                _count(found.summary.n, len(results.seeds)),
+                Text(middle_text(measure, found.summary), style="bold"),
+                spread_text(measure, found.summary),
+                range_text(measure, found.summary),
+                rounds_text(measure, found.rounds),
+                end_section=place == len(results.arms) - 1,
+            )
+    return table
+
+
+def _count(n: int, of: int) -> Text:
+    return Text(str(n) if n == of else f"{n} of {of}", style="" if n == of else "yellow")
+
+
+def comparisons_table(results: StudyResults) -> Table:
+    table = quiet_table()
+    for name in ("measure", "arm"):
+        table.add_column(name)
+    for name in ("difference", "95 % interval", "seeds", "p", f"p of {results.family}"):
+        table.add_column(name, justify="right")
+    measures = {measure.name: measure for measure in results.measures}
+    before = ""
+    for found in results.comparisons:
+        measure = measures[found.measure]
+        label = measure.label if found.measure != before else ""
+        before = found.measure
+        table.add_row(Text(label, style=HEADING), found.arm, *comparison_cells(measure, found.comparison))
+    return table
+
+
+def trends_table(results: StudyResults) -> Table:
+    table = quiet_table()
+    for name in ("measure", "arm"):
+        table.add_column(name)
+    for name in ("last - first", "95 % interval", "seeds", "tau", "p"):
+        table.add_column(name, justify="right")
+    for measure in results.measures:
+        label = measure.label
+        for arm in results.arms:
+            found = results.result(arm.name, measure.name).trend
+            if found is not None and found.n:
+                table.add_row(Text(label, style=HEADING), arm.name, *trend_cells(measure, found))
+                label = ""
+    return table
+
+
+def failures_table(results: StudyResults) -> Table:
+    table = quiet_table()
+    table.add_column("game", style="red", no_wrap=True)
+    table.add_column("why", overflow="fold")
+    for cell in results.failed:
+        table.add_row(f"{cell.arm} seed {cell.seed}", cell.reason)
+    return table

@@ -1,0 +1,285 @@
+"""`pvg train` plays a game, or resumes one. `pvg rollout` only samples and grades solutions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from typer.core import TyperCommand
+
+from pvg_cli.boundary import (
+    EXIT_STOPPED,
+    DebugOption,
+    ExperimentArgument,
+    JsonOption,
+    MetricsPortOption,
+    SetOption,
+    emit,
+    guarded,
+    metrics_port_override,
+    say,
+)
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from pvg.game.run import GameOutcome
+    from pvg_cli.run_display import RunWatcher
+    from pvg_cli.runs import RunPlan
+
+
+class TrainCommand(TyperCommand):
+    """Makes the value of `--resume` optional. Without a value it means the newest unfinished run, written as ""."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        filled: list[str] = []
+        for place, word in enumerate(args):
+            filled.append(word)
+            followed = place + 1 < len(args) and not args[place + 1].startswith("-")
+            if word == "--resume" and not followed:
+                filled.append("")
+        return super().parse_args(ctx, filled)
+
+
+def register(app: typer.Typer) -> None:
+    app.command("train", cls=TrainCommand)(train)
+    app.command("rollout")(rollout)
+
+
+@guarded
+def train(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME|FILE]",
+            help="An experiment in ./experiments or of pvg, or a TOML file. Default: modchain.",
+            show_default=False,
+        ),
+    ] = None,
+    overrides: SetOption = None,
+    run_name: Annotated[
+        str | None,
+        typer.Option(
+            "--name",
+            metavar="RUN",
+            help="The name of the run. Default: the experiment's name, with a number if that run exists.",
+        ),
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="[RUN]",
+            help="Resume RUN. Without a name: resume the newest unfinished run of the experiment.",
+        ),
+    ] = None,
+    metrics_port: MetricsPortOption = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print all settings, batch sizes and downloads, and stop.")
+    ] = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Play a prover-verifier game. Without arguments: the embedded game, on the CPU, in a few minutes.
+
+    Ctrl-C stops the run at its next commit point. To resume it, use: pvg train --resume
+    """
+    from pvg.errors import UsageError
+    from pvg.hub import fetch_all
+    from pvg_cli.runs import plan_new, plan_resume, resolve
+
+    if resume is not None and run_name is not None:
+        raise UsageError(
+            "--name and --resume cannot be used together.",
+            "Give the name of the run to --resume: pvg train --resume RUN",
+        )
+    settings = [*(overrides or []), *metrics_port_override(metrics_port)]
+    if resume is not None:
+        plan = plan_resume(name, settings, resume, clean=not dry_run)
+    else:
+        plan = plan_new(resolve(name, settings), run_name)
+    for warning in plan.experiment.warnings():
+        say(f"warning: {warning}.")
+    if dry_run:
+        _show_plan(plan, as_json)
+        return
+    if plan.notice:
+        say(plan.notice)
+    fetch_all(plan.experiment, say)
+    _print_result(_play(plan, as_json), plan, as_json)
+
+
+def _show_plan(plan: RunPlan, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from pvg.hub import KEYS, download_of, hub_ids
+    from pvg_cli.output import arithmetic_table, print_toml, stdout
+
+    experiment = plan.experiment
+    downloads = {key: download_of(source, KEYS[key]) for key, source in hub_ids(experiment)}
+    if as_json:
+        emit(
+            {
+                "experiment": experiment.plain(),
+                "arithmetic": asdict(experiment.arithmetic()),
+                "hash": experiment.hash(),
+                "run": str(plan.run.path),
+                "resume": plan.resume,
+                "downloads": {key: asdict(download) for key, download in downloads.items()},
+            }
+        )
+        return
+    print_toml(experiment.to_toml())
+    console = stdout()
+    console.print()
+    console.print(arithmetic_table(experiment))
+    for key, download in downloads.items():
+        console.print(f"{key}: {download}")
+    console.print(
+        f"\nThe run {'would continue' if plan.resume else 'would be'} in {plan.run.path}.", style="bright_black"
+    )
+
+
+def _play(plan: RunPlan, as_json: bool) -> GameOutcome:
+    """Play under the display. If a new run fails before its first commit, its folder is deleted."""
+    from pvg.reporting.run_summary import read_run
+    from pvg_cli.driving import drive
+    from pvg_cli.output import stderr
+    from pvg_cli.run_display import RunBoard, RunWatcher
+    from pvg_cli.runs import create
+
+    run = plan.run if plan.resume else create(plan)
+    experiment = plan.experiment
+
+    async def work(observer: RunWatcher, stop: asyncio.Event) -> GameOutcome:
+        from pvg.game.run import play
+
+        return await play(experiment, run, observer=observer, stop=stop, resume=plan.resume)
+
+    board = RunBoard(experiment.name, run.name, experiment.game.rounds)
+    if plan.resume:
+        board.recall(read_run(run))
+    watcher = RunWatcher(board, stderr(), experiment.telemetry.refresh_per_second)
+    with run.lock(discard=lambda: not plan.resume and not run.has_state):
+        return drive(work, watcher, last_words(run.name, as_json), experiment.telemetry.event_loop)
+
+
+def last_words(run: str, as_json: bool) -> bytes:
+    """The JSON document of a command that a second Ctrl-C ends."""
+    import orjson
+
+    return orjson.dumps({"status": "killed", "run": run}) + b"\n" if as_json else b""
+
+
+def _print_result(outcome: GameOutcome, plan: RunPlan, as_json: bool) -> None:
+    """Print the table of rounds and the next commands, and set the exit code."""
+    from pvg.reporting.run_summary import read_run
+    from pvg.reporting.terminal import closing
+    from pvg_cli.output import stdout
+    from pvg_cli.runs import report_command, resume_command
+
+    summary = read_run(plan.run)
+    stopped = outcome.status == "interrupted"
+    resume = resume_command(plan.run)
+    if as_json:
+        emit(
+            {
+                "status": outcome.status,
+                "run": summary.name,
+                "path": str(summary.path),
+                "experiment": summary.experiment,
+                "seconds": outcome.seconds,
+                "rounds": summary.plain()["rounds"],
+                "alerts": summary.plain()["alerts"],
+                "resume": resume if stopped else None,
+            }
+        )
+    else:
+        commands = {resume: "resume the run"} if stopped else {}
+        commands[report_command(plan.run)] = "rounds, phases, metrics, example solutions"
+        commands[f"{report_command(plan.run)} --json"] = "the same as JSON"
+        stdout().print(closing(summary, outcome.seconds, commands))
+    if stopped:
+        raise typer.Exit(EXIT_STOPPED)
+
+
+# --- pvg rollout: sample and grade, without a verifier or training ---------------------------------------------------
+
+
+@guarded
+def rollout(
+    experiment: ExperimentArgument = "modchain",
+    overrides: SetOption = None,
+    run_name: Annotated[
+        str | None,
+        typer.Option(
+            "--name",
+            metavar="RUN",
+            help="The name of the run. Default: the experiment's name, with a number if that run exists.",
+        ),
+    ] = None,
+    problems: Annotated[
+        int | None,
+        typer.Option("--problems", "-n", min=1, help="The number of problems. Default: all problems of the split."),
+    ] = None,
+    role: Annotated[
+        Literal["both", "helpful", "sneaky"], typer.Option("--role", help="The role whose prompt the prover gets.")
+    ] = "both",
+    split: Annotated[
+        Literal["train", "test"], typer.Option("--split", help="The split that the problems come from.")
+    ] = "test",
+    metrics_port: MetricsPortOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Sample, grade and store solutions, without a verifier and without training.
+
+    The prover writes rollout.group_size solutions per problem and role.
+    """
+    from pvg.hub import fetch_all
+    from pvg_cli.driving import drive
+    from pvg_cli.output import stderr
+    from pvg_cli.run_display import RunBoard, RunWatcher
+    from pvg_cli.runs import create, plan_new, resolve
+
+    settings = [*(overrides or []), *metrics_port_override(metrics_port)]
+    plan = plan_new(resolve(experiment, settings), run_name, suffix="-samples")
+    resolved = plan.experiment
+    if plan.notice:
+        say(plan.notice)
+    fetch_all(resolved, say, ("models.prover.source", "task.path"))
+    run = create(plan)
+
+    async def work(observer: RunWatcher, stop: asyncio.Event) -> GameOutcome:
+        from pvg.game.sample_only import sample_only
+
+        return await sample_only(resolved, run, observer=observer, stop=stop, problems=problems, role=role, split=split)
+
+    board = RunBoard(resolved.name, run.name, rounds=1, phases=("init",))
+    with run.lock(discard=lambda: not run.has_state):
+        outcome = drive(
+            work,
+            RunWatcher(board, stderr(), resolved.telemetry.refresh_per_second),
+            last_words(run.name, as_json),
+            resolved.telemetry.event_loop,
+        )
+    _print_samples(outcome, as_json)
+
+
+def _print_samples(outcome: GameOutcome, as_json: bool) -> None:
+    from pvg.reporting.run_summary import read_run
+    from pvg.reporting.solutions import choose_examples
+    from pvg.reporting.terminal import report
+    from pvg.store.run_directory import RunDirectory
+    from pvg_cli.output import stdout
+    from pvg_cli.runs import report_command
+
+    run = RunDirectory(outcome.run)
+    if as_json:
+        document = {"status": outcome.status, "run": run.name, "path": str(run.path), "seconds": outcome.seconds}
+        emit({**document, "metrics": outcome.rounds[-1] if outcome.rounds else {}})
+    else:
+        stdout().print(report(read_run(run), choose_examples(run)))
+        say(f"\nTo show this again: {report_command(run)}")
+    if outcome.status == "interrupted":
+        raise typer.Exit(EXIT_STOPPED)
