@@ -105,7 +105,7 @@ def schema(
 
 
 def print_schema(experiment: Experiment | None) -> None:
-    """Print every key with its type, and its default or the experiment's value."""
+    """Print all settings with their type and default, or with an experiment's value."""
     from rich.text import Text
 
     from pvg.config.describe import settings, toml_value
