@@ -27,7 +27,8 @@ MOST_LINES = 700
 # The checks of an experiment know the experiment, and hub ids are among what is checked.
 CYCLES = {("pvg.config.experiment", "pvg.config.rules", "pvg.hub")}
 UPWARD = {("pvg.config.rules", "pvg.hub")}
-LONG_MODULES = {"pvg.config.rules"}
+# A flat list of fields with their descriptions.
+LONG_MODULES = {"pvg.config.sections"}
 
 
 @cache
