@@ -43,7 +43,7 @@ from pvg.training.credit import advantages
 from pvg.training.losses import PolicyObjective
 from pvg.training.optimizer import OptimizerSettings
 from pvg.training.trainer import Trainer
-from pvg.verifier.calibration import acceptance_rate, acceptance_threshold, auc
+from pvg.verifier.calibration import acceptance_threshold, auc
 from pvg.verifier.data import VerifierBatch
 from pvg.verifier.losses import PairObjective
 from pvg.verifier.scorer import VerifierScorer
@@ -179,7 +179,7 @@ class Game:
         return {
             "helpful accuracy": float(correct_N[helpful_N].mean()),
             "sneaky error rate": float(flaws_N[~helpful_N].mean()),
-            "fooled rate": acceptance_rate(scores_N[flaws_N], threshold),
+            "fooled rate": float((scores_N[flaws_N] >= threshold).mean()),
             "AUC": auc(scores_N[correct_N], scores_N[~correct_N]),
         }
 

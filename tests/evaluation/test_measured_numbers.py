@@ -237,10 +237,10 @@ def test_the_cgc_floor_is_below_all_scores_by_their_spread_and_one() -> None:
 def test_the_baseline_is_the_helpful_role_alone_and_an_attacker_the_sneaky_one() -> None:
     experiment = evaluated_experiment()
     baseline = baseline_experiment(experiment).game
-    assert (baseline.sneaky_share, baseline.reward) == (0.0, "correctness")
+    assert (baseline.sneaky_share, baseline.reward.kind) == (0.0, "correctness")
     for kind in ("src", "cgc", "goodhart"):
         attacker = attacker_experiment(experiment, kind, "attacks/x", -9.0).game
-        assert (attacker.sneaky_share, attacker.reward) == (1.0, kind)
+        assert (attacker.sneaky_share, attacker.reward.kind) == (1.0, kind)
 
 
 # --- a round's parts, of samples and scores that are given -----------------------------------------------------------

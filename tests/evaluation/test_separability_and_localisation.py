@@ -72,7 +72,7 @@ def test_the_largest_fall_by_hand():
 
 def test_ties_share_the_credit():
     assert credit(np.array([3.0, 2.0, 1.0]), 0) == 0.5
-    with pytest.raises(ValueError, match="none of the 2 steps"):
+    with pytest.raises(ValueError, match="step 2 is not one of the 2 steps"):
         credit(np.array([3.0, 2.0, 1.0]), 2)
 
 

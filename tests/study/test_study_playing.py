@@ -110,7 +110,7 @@ def test_so_many_at_a_time() -> None:
     ("how", "reason"),
     [
         ("crash", "It broke."),
-        ("die", "killed by SIGKILL, perhaps for want of memory"),
+        ("die", "killed by SIGKILL, perhaps for lack of memory"),
         ("defect", "ZeroDivisionError: of all things"),
     ],
 )

@@ -136,7 +136,7 @@ def test_parquet_gives_the_problems_of_json_lines(write, tmp_path, folder):
     parquet_of([("Test?", "#### 1")], place / "test.parquet")
     assert list(open_task(Gsm8kTask(path=tmp_path / "parquet")).problems("train")) == expected
     (place / "train-00000-of-00002.parquet").unlink()
-    with pytest.raises(MissingRequirementError, match=r"holds 1 of 2 files like train-00001-of-00002\.parquet"):
+    with pytest.raises(MissingRequirementError, match=r"has 1 of 2 files like train-00001-of-00002\.parquet"):
         open_task(Gsm8kTask(path=tmp_path / "parquet"))
 
 

@@ -41,7 +41,7 @@ def test_counts_by_hand() -> None:
     assert counts([2, 9, 2], (0.5, 0.0, 0.5), 7) == [2, 3, 2]
     # 15 * 0.2 / (0.2 + 0.4) is a little less than 5: still the 5 of the first bucket, and no 11th of the last.
     assert counts([5, 5, 9, 10], (0.2, 0.3, 0.4, 0.4), 29) == [5, 5, 9, 10]
-    with pytest.raises(ValueError, match="8 draws from 7 problems"):
+    with pytest.raises(ValueError, match="cannot draw 8 of 7 problems"):
         counts([1, 6], (0.5, 0.5), 8)
 
 
