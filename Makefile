@@ -39,13 +39,13 @@ install: $(STAMP)  ## make .venv and install pvg with its development tools
 train: $(STAMP)  ## play the embedded game: 3 rounds, 5 min 30 s on 2 cores
 	$(BIN)/pvg train
 
-check: $(STAMP)  ## lint, type check and the fast tests side by side (a minute on 2 cores)
+check: $(STAMP)  ## lint, type check and the fast tests side by side (2 minutes on 2 cores)
 	@$(MAKE) --no-print-directory -j 2 lint types fast-tests
 
 fast-tests: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not drill"
 
-test: $(STAMP) lint types  ## lint, type check and all tests but the drills (10 minutes on 2 cores)
+test: $(STAMP) lint types  ## lint, type check and all tests but the drills (about 20 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m "not drill"
 
 drills: $(STAMP)  ## the tests that kill processes, or play whole games again and again

@@ -622,7 +622,7 @@ def _impossible_challenge(experiment: Experiment) -> list[str]:
         )
     if rollout.routed_experts:
         found.append(
-            "rollout.routed_experts are told of completions of one turn, and game.protocol = 'challenge' has several; "
+            "rollout.routed_experts works for completions of one turn, and game.protocol = 'challenge' has several; "
             "set rollout.routed_experts to false"
         )
     if experiment.training.overlong_buffer:

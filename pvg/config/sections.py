@@ -263,7 +263,7 @@ class Rollouts(Section):
         "sampled", description="Log-probs of the sampler: as sampled, or computed again by the trainer."
     )
     prompts: Literal["tag", "chat", "plain"] = Field(
-        "tag", description="How the role is told to the model: a tag, a chat prompt, or not at all."
+        "tag", description="How the prompt names the role: by a tag, by a chat instruction, or not at all."
     )
     compaction: bool = Field(True, description="Whether finished rows leave their batch at once.")
     shared_prefill: bool = Field(True, description="Whether each distinct prompt is prefilled once per batch.")
@@ -928,7 +928,7 @@ class Weights(Section):
         "filesystem", description="How weights get to the servers."
     )
     client: Literal["dedicated", "shared"] = Field(
-        "dedicated", description="Whether updates have connections of their own, or share those of generation."
+        "dedicated", description="Whether weight updates use separate connections, or those of generation."
     )
     root: Folder = Field(Path("runs/.weights"), description="Folder that the trainer and the servers share.")
     keep: Annotated[int, Field(ge=1)] = Field(2, description="Versions that stay on the disk.")
