@@ -130,7 +130,7 @@ def evaluate(
 class Run:
     """A run on the disk: what `play` returns, and what `Run("runs/NAME")` opens. Reading it needs no torch.
 
-    Everything is read anew on each access, so a run that another process plays can be watched.
+    Each access reads the files again, so you can watch a run that another process plays.
     """
 
     def __init__(self, run: str | Path) -> None:

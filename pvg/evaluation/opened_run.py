@@ -121,7 +121,9 @@ def read_json(path: Path, key: str) -> dict[str, Any] | None:
     except orjson.JSONDecodeError:
         found = None
     if not isinstance(found, dict) or not {"digest", key} <= found.keys():
-        raise DamagedFileError(f"{path} is damaged.", "Remove it and evaluate again, which computes its content anew.")
+        raise DamagedFileError(
+            f"{path} is damaged.", "Remove it and evaluate again; pvg then computes its content again."
+        )
     return found
 
 

@@ -8,7 +8,7 @@ An update samples fresh solutions of the current prover on problems of the verif
 learns from the other's problems (invariant 4). Then it makes `game.schedule.updates` optimizer steps. Of their pairs,
 `game.schedule.share` come from the newest `game.schedule.window` updates, and the rest from the round's mint by its
 mixture. Then the scorer gets a new version, which clears its cache, and the threshold is calibrated again. The
-optimizer starts anew with each phase, at the constant verifier.learning_rate.
+optimizer starts again with each phase, at the constant verifier.learning_rate.
 
 The equilibria of a game depend on who commits first (Anil et al., arXiv 2108.12099). The rounds of Kirchner et al.
 (arXiv 2407.13692) are verifier-first, which is the default.

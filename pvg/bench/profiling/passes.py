@@ -122,7 +122,7 @@ async def spans_pass(
 async def torch_pass(
     workload: Workload, steps: int, trace: Path, table: Path
 ) -> tuple[SamplingPass, tuple[CostlyFrame, ...]]:
-    """Write the trace and the table of operators; returns the operators with the most time of their own."""
+    """Write the trace and the table of operators; returns the operators with the most self time."""
     # Without this private option the profiler sees only the calling thread; our operators run in an executor's thread.
     from torch._C._profiler import _ExperimentalConfig
     from torch.profiler import ProfilerActivity, profile

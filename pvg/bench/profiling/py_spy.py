@@ -2,7 +2,7 @@
 
     with sampling(find_py_spy(), Path("py-spy.speedscope.json"), "speedscope"):
         work()
-    read_speedscope(Path("py-spy.speedscope.json")).frames      # the functions with the most time of their own
+    read_speedscope(Path("py-spy.speedscope.json")).frames      # the functions with the most self time
 
 Raises PySpyError if py-spy is missing or may not inspect this process. The message says which, the remedy how to fix
 it. The results come from py-spy's speedscope file (https://www.speedscope.app/file-format-schema.json): one profile per

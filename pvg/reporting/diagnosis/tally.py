@@ -269,7 +269,7 @@ def _with_time_so_far(events: Iterable[Event], number: int) -> Iterator[tuple[fl
 # `pvg diagnose` is deterministic: the sample is drawn with a fixed seed.
 
 EXACT_VALUES = 4096  # 32 kB a sketch: the updates and steps of most runs
-RELATIVE_ERROR = 0.01  # of a quantile beyond that; nobody acts on less
+RELATIVE_ERROR = 0.01  # of a quantile beyond that; a smaller error would change no decision
 SMALLEST, LARGEST = 1e-6, 1e15  # milliseconds: a nanosecond, and 30,000 years; at most 2,420 bins between them
 PAIRS = 2048  # the standard error of a rank correlation is then 0.02
 WORST = 3  # lines of evidence per quantity
