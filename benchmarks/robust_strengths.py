@@ -19,15 +19,16 @@ from pathlib import Path
 
 import numpy as np
 
-from pvg.config.experiment import Experiment, load_experiment
+from pvg.config.experiment import Experiment
+from pvg.config.load import load_experiment
 from pvg.evaluation.opened_run import OpenedRun
 from pvg.game.ledger import shards_of
 from pvg.game.mixtures import source_weights, sources_for_round
 from pvg.game.players import Players
-from pvg.game.seeds import seed_for
 from pvg.game.states import Phase
 from pvg.game.verifier_phase import optimizer_settings, pair_stream
 from pvg.records import Float32, Rollout
+from pvg.seeds import seed_for
 from pvg.store.pairs import PairView, is_held_out
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards
@@ -52,13 +53,8 @@ def settings() -> list[tuple[str, ...]]:
     found: list[tuple[str, ...]] = [("verifier.steps=180",)]
     plain = [(loss, strength, 0) for loss, strengths in STRENGTHS.items() for strength in strengths]
     for loss, strength, warmup in [*plain, *WARMED]:
-        found.append(
-            (
-                f"verifier.robust={loss}",
-                f"verifier.robust_strength={strength}",
-                f"verifier.robust_warmup={warmup}",
-            )
-        )
+        warmed = (f"verifier.robust.warmup={warmup}",) if warmup else ()
+        found.append((f"verifier.robust={loss}", f"verifier.robust.strength={strength}", *warmed))
     return found
 
 

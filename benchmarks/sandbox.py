@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from pvg.sandbox import MECHANISMS, Limits, Program, Sandbox
-from pvg.sandbox.warden_process import WardenProcess
+from pvg.sandbox.isolation import WardenProcess
 
 CASES = 15
 SOURCE = (

@@ -1,4 +1,4 @@
-"""A task: add one digit to itself, `4+4+4?`; the solution's steps are those of the embedded game, `4+4=8;8+4=2;A2`."""
+"""A task: add a digit to itself, `4+4+4?`. Solutions have the form of the embedded game: `4+4=8;8+4=2;A2`."""
 
 import re
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ ANSWER = re.compile(r"(?:\d\+\d=\d;)+A(\d)")
 
 
 class Doubling:
-    """`terms`: the numbers of terms that problems have. Every fourth problem is a test problem."""
+    """`terms`: how many terms the problems have. Every fourth problem is a test problem."""
 
     def __init__(self, terms: list[int]) -> None:
         self.terms = terms
@@ -23,6 +23,6 @@ class Doubling:
 
     def grade(self, problem: Problem, completion: str) -> Grade:
         found = ANSWER.fullmatch(completion)
-        if found is None:  # no solution at all: never paid as a flaw
+        if found is None:  # not a solution: no reward pays for it
             return Grade(correct=False, well_formed=False, note="no chain of sums")
         return Grade(correct=found[1] == problem.answer, well_formed=True, answer=found[1])

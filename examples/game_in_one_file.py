@@ -30,7 +30,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pvg.config.experiment import Experiment, find_experiment, load_experiment
+from pvg.config.experiment import Experiment
+from pvg.config.load import find_experiment, load_experiment
 from pvg.game.players import Players
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
@@ -50,15 +51,15 @@ from pvg.verifier.scorer import VerifierScorer
 
 # The policy is one model. Its two roles differ in the first character of the prompt.
 PROMPTS = {Role.HELPFUL: "H", Role.SNEAKY: "S"}
-# What a solution is paid that does not do its role's job. It must be below every score.
+# The reward of a solution that is not aligned with its role. It must be below every score.
 FLOOR = -15.0
-# The verifier accepts a solution whose score reaches the threshold, which this share of correct solutions reaches.
+# The verifier accepts scores from a threshold on, which this share of the correct solutions reaches.
 ACCEPTED = 0.9
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is played. The defaults take 85 s of CPU time."""
+    """The sizes of a game. The defaults take 85 s of CPU time."""
 
     rounds: int = 2
     minted: int = 192  # problems per mint, with SAMPLES solutions of each
@@ -79,7 +80,7 @@ class Game:
         self.experiment, self.sizes = experiment, sizes
         self.random = np.random.default_rng(seed)
         self.task = open_task(experiment.task)
-        # The prover and the verifier learn from different problems, so that neither remembers the other's.
+        # The prover and the verifier learn from different problems.
         self.prover_problems = problems_of_half(self.task, "prover")
         self.verifier_problems = problems_of_half(self.task, "verifier")
         self.test_problems = list(self.task.problems("test"))[: sizes.tested]
@@ -91,7 +92,7 @@ class Game:
     # --- sampling and grading -----------------------------------------------------------------------------------------
 
     async def publish(self, prover: LanguageModel) -> None:
-        """Give the engine the weights of `prover`. What it samples from now on comes from them."""
+        """Give the engine the weights of `prover`. It samples with them from now on."""
         self.version += 1
         await self.players.publish(prover.weights(), self.version)
 
@@ -162,10 +163,10 @@ class Game:
         )
         for _ in range(steps):
             await self.publish(prover)
-            await trainer.step()  # asks Experience.next_batch for solutions of the weights that were just published
+            await trainer.step()  # calls Experience.next_batch, which samples with the weights that were just published
         return prover
 
-    # --- what a round has led to --------------------------------------------------------------------------------------
+    # --- the result of a round ----------------------------------------------------------------------------------------
 
     async def test(self, prover: LanguageModel, scorer: VerifierScorer, threshold: float) -> dict[str, float]:
         """Fresh solutions of test problems, which neither player has seen."""
@@ -243,8 +244,8 @@ class Experience:
 
 
 def rewards(rollouts: list[Rollout], scores_N: NDArray[np.float32]) -> NDArray[np.float32]:
-    """What each solution is paid: the verifier's score where the role did its job, else FLOOR. The helpful role's job
-    is a correct solution, the sneaky role's a wrong one. A text without a final answer is no solution of either."""
+    """The reward of each solution: its score if it is aligned with its role, else FLOOR. A helpful solution is aligned
+    if it is correct, a sneaky solution if it is wrong. A text without a final answer is never aligned."""
     did_job_N = np.array(
         [r.grade.well_formed and r.grade.correct == (r.role is Role.HELPFUL) for r in rollouts], dtype=np.bool_
     )

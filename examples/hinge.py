@@ -1,8 +1,8 @@
-"""A verifier loss: a hinge on the gap of a pair. Pairs that are apart by the margin teach nothing more."""
+"""A verifier loss: a hinge on the score gap of a pair. A gap above the margin has no gradient."""
 
 from torch import Tensor
 
-MARGIN = 2.0  # of the scores, which are logits
+MARGIN = 2.0  # in logits
 
 
 def hinge(correct_M: Tensor, incorrect_M: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A policy loss: GRPO with ratios that are held back smoothly instead of being clipped."""
+"""A policy loss: GRPO with a smooth bound on the ratios instead of a clip."""
 
 import torch
 from torch import Tensor
@@ -6,17 +6,17 @@ from torch import Tensor
 from pvg.training.credit import Float64, RewardGroups
 from pvg.training.losses import ObjectiveTerms, PolicyLoss, TokenBatch, mean_of_sequence_means
 
-SCALE = 0.2  # of log-ratios, in nats: within it a ratio acts nearly as it is
+SCALE = 0.2  # in nats; smaller log-ratios stay nearly unchanged
 
 
 def softly(tokens: TokenBatch) -> ObjectiveTerms:
-    """A SCALE tanh(log r / SCALE) of each token: its gradient fades as the ratio leaves 1, on either side."""
+    """A SCALE tanh(log r / SCALE) of each token: the gradient shrinks as the ratio moves away from 1, up or down."""
     held_BL: Tensor = SCALE * torch.tanh(tokens.log_ratios_BL / SCALE)
     return ObjectiveTerms(tokens.advantages_B1 * held_BL, tokens.log_ratios_BL.abs() > SCALE)
 
 
 def bounded(groups: RewardGroups) -> Float64:
-    """R - mean of the group, within -1 and 1."""
+    """R minus the group's mean, clipped to [-1, 1]."""
     return groups.centred().clip(-1.0, 1.0)
 
 

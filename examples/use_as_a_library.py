@@ -5,7 +5,7 @@
 Each `# %%` begins a cell. VS Code, PyCharm and Spyder run the cells one by one; so does Jupyter with jupytext.
 """
 
-# %% Play a small game. Settings are the dotted keys of the experiment file; without them the whole game is played.
+# %% Play a small game. Settings are the keys of the experiment file. Without settings, pvg plays the whole game.
 import pvg
 
 SMALL = {
@@ -23,13 +23,13 @@ for number, result in enumerate(run.rounds):
     for metric in ("helpful_accuracy", "sneaky_error_rate", "fooled_rate", "verifier_auc"):
         print(f"round {number}  {metric:<18} {result[metric]:.2f}")
 
-# %% Every optimizer step left a record. The newest prover's solutions are there too.
+# %% Each optimizer step has a record. `examples` returns solutions of the newest prover.
 steps = [record["metrics"] for record in run.metrics if record["kind"] == "step" and record["phase"] == "train_prover"]
 print(f"Mean reward of the first step {steps[0]['reward_mean']:.2f}, of the last {steps[-1]['reward_mean']:.2f}.")
 for example in run.examples(each=1):
     print(f"{example.why}: {example.question} {example.text} (score {example.score:.2f})")
 
-# %% Score texts. The verifier of the last round is loaded; it accepts what reaches its threshold.
+# %% Score texts with the verifier of the last round. It accepts scores at or above its threshold.
 PROBLEM = "7+5+8+3+6?"
 SOLUTIONS = {
     "correct": "7+5=2;2+8=0;0+3=3;3+6=9;A9",
@@ -43,6 +43,6 @@ with pvg.VerifierScorer.load(run) as scorer:
 for (name, text), score in zip(SOLUTIONS.items(), scores, strict=True):
     print(f"{score:7.2f}  {name:<12} {text}")
 
-# %% The settings, and where the weights are.
+# %% The settings, and the paths of the weights.
 print(run.experiment.task)
 print(*run.weights.values(), sep="\n")

@@ -22,15 +22,16 @@ from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
-from pvg.config.experiment import Experiment, find_experiment
-from pvg.config.experiment import load_experiment as read_experiment
+from pvg.config.experiment import Experiment
+from pvg.config.load import find_experiment
+from pvg.config.load import load_experiment as read_experiment
 from pvg.errors import UsageError
 from pvg.extensions import check_references
 from pvg.spinning import bound_spinning
 from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory, free_name, refuse_name
-from pvg.telemetry.event_loop import run_to_end
 from pvg.telemetry.observer import Observer, SilentObserver
+from pvg.telemetry.waits import run_to_end
 
 if TYPE_CHECKING:
     import torch
@@ -68,20 +69,21 @@ def play(
     """Play a whole game and return its run.
 
     `experiment` and `settings` are those of `load_experiment`; an `Experiment` is played as it is. `name` is the name
-    of the run's folder. Without one it is the experiment's name, with a number if that folder exists. `observer` is
-    told about every phase, step and alert. A call that is stopped or killed loses nothing that was committed: continue
+    of the run's folder. Without one it is the experiment's name, with a number if that folder exists. `observer`
+    receives every phase, step and alert. A call that is stopped or killed loses nothing that was committed: continue
     with `Run(path).resume()`.
 
     Raises UsageError if the run exists, ConfigurationError for settings that cannot work, MissingRequirementError for
     what this machine lacks, TrainingDivergedError for weights that are not finite.
     """
     from pvg.hub import fetch_all, pinned
+    from pvg.workers.choice import with_workers
 
     watching = observer or SilentObserver()
     chosen = experiment if isinstance(experiment, Experiment) else load_experiment(experiment, settings)
     if chosen is experiment and settings:
         raise UsageError("Settings cannot be changed in an Experiment.", "Give its name or its file instead.")
-    chosen = pinned(chosen, watching.noticed)
+    chosen = with_workers(pinned(chosen, watching.noticed))
     fetch_all(chosen, watching.noticed)
     root = chosen.store.root
     if name is not None:
@@ -102,12 +104,13 @@ def evaluate(
     """Measure finished rounds of `run` with fresh samples and fresh attackers: what `pvg evaluate` does.
 
     `parts`: of "exploit", "best-of-n", "detection", "separability", "calibration", "localisation", "tax"; None: all
-    that fit the game. `rounds`: their numbers; None: all finished ones. `baseline`: a run that was paid for correctness
-    alone, for the tax; None: one is trained. Finished parts are kept in the run's folder and are not computed again.
+    that fit the game. `rounds`: their numbers; None: all finished ones. `baseline`: a run with game.reward =
+    "correctness", for the legibility tax; None: pvg trains one. Finished parts are kept in the run's folder and are not
+    computed again.
 
     Raises UsageError for a part or a round that does not exist, StateError for settings that the run was played with.
     """
-    from pvg.config.experiment import differences
+    from pvg.config.load import differences
     from pvg.errors import StateError
     from pvg.evaluation.opponents import default_parts, parse_parts
     from pvg.evaluation.runner import EvaluationRequest
@@ -162,7 +165,7 @@ class Run:
 
     @property
     def rounds(self) -> list[dict[str, float | None]]:
-        """The metrics of each finished round, from fresh samples on test problems. None: a mean over nothing."""
+        """The metrics of each finished round, from fresh samples on test problems. None: a mean of no values."""
         return [dict(metrics) for metrics in self._state().get("rounds", ())]
 
     @property
@@ -176,7 +179,7 @@ class Run:
         return {name: self.directory.weights / name for name in self._state().get("weights", ())}
 
     def examples(self, each: int = 2) -> list[Example]:
-        """Sample solutions of the newest prover: `each` sneaky flaws that the verifier believed most, and `each`
+        """Sample solutions of the newest prover: `each` sneaky flaws with the highest scores, and `each`
         typical correct solutions."""
         from pvg.reporting.solutions import choose_examples
 
@@ -225,7 +228,7 @@ class _Verifiers:
         self._experiment, self._device = experiment, device
 
     def open_verifier(self, round_: int = 0, member: int = 0, like: VerifierModel | None = None) -> VerifierModel:
-        from pvg.game.players import open_verifier
+        from pvg.models.starts import open_verifier
 
         return open_verifier(self._experiment, self._device, None, round_, member, like)
 

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 EXIT_CHECK_FAILED = 1
@@ -34,13 +37,19 @@ def one_line(text: str) -> str:
     """`text` as one printable line of at most LONGEST_LINE characters: line ends become spaces, control characters are
     escaped, and long words and lines are cut in the middle."""
     line = " ".join(part for part in map(str.strip, text.splitlines()) if part)
-    line = visible(_LONG_WORD.sub(lambda found: _shortened(found[0], LONGEST_WORD), line))
-    return _shortened(line, LONGEST_LINE)
+    line = visible(_LONG_WORD.sub(lambda found: shortened(found[0], LONGEST_WORD), line))
+    return shortened(line, LONGEST_LINE)
 
 
-def _shortened(text: str, limit: int) -> str:
-    head = limit * 2 // 3
-    return text if len(text) <= limit else f"{text[:head]}...{text[head + 3 - limit :]}"
+def shortened(text: str, most: int = 80) -> str:
+    """`text`, cut in the middle if it is longer than `most` characters."""
+    head = most * 2 // 3
+    return text if len(text) <= most else f"{text[:head]}...{text[head + 3 - most :]}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, which gets an s unless the number is 1: "1 thread", "2 threads"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def install_extra(extra: str) -> str:
@@ -93,6 +102,41 @@ def system_module(name: str) -> ModuleType:
         raise MissingRequirementError(f"This system has no Python module {name}, which pvg needs.", SYSTEMS) from None
 
 
+# Errors of a path that a user named and can correct: errno -> the type of error, and the remedy.
+PATH_MISTAKES: dict[int, tuple[type[PvgError], str]] = {
+    errno.ENAMETOOLONG: (UsageError, "Give a shorter name."),
+    errno.ELOOP: (UsageError, "The link points to itself. Give another path."),
+    errno.EACCES: (MissingRequirementError, "Get the permission, or give another path."),
+    errno.EPERM: (MissingRequirementError, "Get the permission, or give another path."),
+    errno.EISDIR: (UsageError, "pvg needs a file there. Move the folder away."),
+    errno.ENOTDIR: (UsageError, "pvg needs a folder there. Move the file away."),
+    errno.EEXIST: (UsageError, "Move it away: pvg needs this path."),
+}
+
+
+def path_error(error: OSError, kind: type[PvgError], remedy: str) -> PvgError:
+    """The error to show for `error`, with its path if it has one."""
+    path = error.filename2 or error.filename  # filename2: the target of a rename
+    if not path:
+        return kind(f"{error.strerror}.", remedy)
+    return kind(f"{shortened(os.fsdecode(path))}: {error.strerror}.", remedy)
+
+
+@contextmanager
+def user_paths() -> Iterator[None]:
+    """For code that opens what a user named: a run, a file, a folder for results. Also a decorator.
+
+    Converts an OSError that such a path can cause (PATH_MISTAKES) into an error with a remedy. Outside of these blocks
+    the same OSError is a defect of pvg.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in PATH_MISTAKES or not error.filename:
+            raise
+        raise path_error(error, *PATH_MISTAKES[error.errno]) from error
+
+
 class TrainingDivergedError(PvgError):
     """A loss or a gradient became NaN or infinite; earlier commits are intact."""
 
@@ -110,6 +154,12 @@ class WeightsNotArrivedError(PvgError):
     version."""
 
     exit_code = EXIT_CHECK_FAILED
+
+
+class WorkerLostError(PvgError):
+    """Worker processes end again and again. The message says why the last one ended."""
+
+    exit_code = EXIT_ENVIRONMENT
 
 
 class RolloutFailedError(PvgError):

@@ -14,7 +14,6 @@ no pickle and no code reaches the disk. Importing this module does not import hu
 from __future__ import annotations
 
 import functools
-import re
 import signal
 import sys
 import threading
@@ -24,7 +23,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pvg.errors import DISK_FULL, ConfigurationError, MissingRequirementError, PvgError, UsageError
+from pvg.config.hub_ids import HubId, is_hub_id, parse
+from pvg.errors import DISK_FULL, ConfigurationError, MissingRequirementError, PvgError, UsageError, counted
 
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
@@ -35,12 +35,6 @@ if TYPE_CHECKING:
 Kind = Literal["model", "dataset"]
 Say = Callable[[str], None]
 
-SCHEME = "hf:"
-FORM = "Write hf:OWNER/NAME or hf:OWNER/NAME@REVISION."
-WORD = r"\w(?:[\w.-]*\w)?"
-HUB_ID = re.compile(rf"hf:(?P<repository>{WORD}(?:/{WORD})?)(?:@(?P<revision>{WORD}(?:/{WORD})*))?", re.ASCII)
-COMMIT = re.compile(r"[0-9a-f]{40}")
-LONGEST = 96  # characters of OWNER/NAME
 TIMEOUT_S = 30.0  # for an answer about a repository
 AGAIN = "Run the same command again: it does not download complete files again."
 # Files to download. A tokenizer's files have many names, but none of these patterns matches a Python file.
@@ -74,25 +68,6 @@ KEYS: dict[str, Kind] = {"models.prover.source": "model", "models.verifier.sourc
 
 
 @dataclass(frozen=True, slots=True)
-class HubId:
-    """`revision`: a branch, a tag, `refs/pr/N` or a commit; None: the newest commit of the main branch."""
-
-    repository: str
-    revision: str | None = None
-
-    @property
-    def name(self) -> str:
-        return self.repository.rpartition("/")[2]
-
-    @property
-    def is_pinned(self) -> bool:
-        return self.revision is not None and COMMIT.fullmatch(self.revision) is not None
-
-    def __str__(self) -> str:
-        return f"{SCHEME}{self.repository}" + (f"@{self.revision}" if self.revision else "")
-
-
-@dataclass(frozen=True, slots=True)
 class Download:
     """The files of one repository: their number, and the number and size in bytes of those not in the cache."""
 
@@ -103,19 +78,7 @@ class Download:
     def __str__(self) -> str:
         if not self.missing:
             return "complete in the cache"
-        return f"{self.missing} of {self.files} files to download, {self.size / 1e6:,.1f} MB"
-
-
-def is_hub_id(source: str) -> bool:
-    return source.startswith(SCHEME)
-
-
-def parse(source: str) -> HubId:
-    """Raises ConfigurationError for an invalid name of a repository or a revision."""
-    found = HUB_ID.fullmatch(source)
-    if found is None or len(found["repository"]) > LONGEST or ".." in source or "--" in found["repository"]:
-        raise ConfigurationError(f"{source[:LONGEST]!r} is not an id of the Hugging Face hub.", FORM)
-    return HubId(found["repository"], found["revision"])
+        return f"{self.missing} of {counted(self.files, 'file')} to download, {self.size / 1e6:,.1f} MB"
 
 
 def hub_ids(experiment: Experiment, keys: Collection[str] = tuple(KEYS)) -> list[tuple[str, str]]:

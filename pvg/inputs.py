@@ -18,7 +18,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from pvg.errors import ConfigurationError, UsageError
+from pvg.errors import ConfigurationError, UsageError, shortened
 
 MIB = 1 << 20
 TEXT_BYTES = 4 * MIB  # experiments, profiles, studies, a user's Python
@@ -70,13 +70,6 @@ def expanded(path: str | Path, where: str) -> Path:
     except RuntimeError:
         user = Path(path).parts[0]
         raise UsageError(f"{where}: {user} is not a user of this machine.", "Write the full path.") from None
-
-
-def shortened(text: str, most: int = 80) -> str:
-    """`text`, cut in the middle if it is longer than `most` characters; unprintable characters are escaped."""
-    text = text if text.isprintable() else text.encode("unicode_escape").decode()
-    half = most // 2
-    return text if len(text) <= most else f"{text[:half]}...{text[3 - half :]}"
 
 
 def check_settings(data: dict[str, Any], origin: str) -> None:

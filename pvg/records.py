@@ -127,8 +127,8 @@ class Rollout:
     `routed_experts` [P + C - 1, layers, k], if requested: row t belongs to token t of prompt + completion.
 
     `solver`: the solution that it translates (the decoupled game). `kept_answer`: whether it keeps that answer. `turns`
-    divide the completion of a dialogue; the first begins at token 0. Without turns, all of it was sampled in one go.
-    Tokens that were not sampled have log-prob 0.
+    divide the completion of a dialogue; the first begins at token 0. Without turns, one request sampled the whole
+    completion. Tokens that were not sampled have log-prob 0.
     """
 
     id: str
@@ -170,7 +170,7 @@ class Rollout:
 
     @property
     def solution(self) -> str:
-        """The text that was graded; in a dialogue the prover's first turn (pvg.game.challenge)."""
+        """The text that was graded; in a dialogue the prover's first turn (pvg.game.protocols)."""
         return self.turns[0].text if self.turns else self.text
 
     @property

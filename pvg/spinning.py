@@ -1,9 +1,9 @@
 """Limits how long torch's threads spin for their next piece of work before they sleep.
 
 libgomp's default is 300,000 iterations, some 16 ms on a current x86 processor. This costs nothing on an idle machine.
-Beside other processes, one of two threads spins in vain for a partner that has no core, again at every operation: on 2
-cores shared with five other processes, a GRPO step took 16 to 30 s this way, and 4 to 6 s with 10,000 iterations. On
-the idle machine, decoding a batch took 0.30 s with 300,000 and with 30,000 iterations, 0.33 s with 10,000 and 0.40 s
+If other processes use the cores, one of two threads often spins while its partner waits for a core, at every operation.
+On 2 cores shared with five other processes, a GRPO step took 16 to 30 s this way, and 4 to 6 s with 10,000 iterations.
+On the idle machine, decoding a batch took 0.30 s with 300,000 and with 30,000 iterations, 0.33 s with 10,000 and 0.40 s
 with 3,000.
 """
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.config.experiment import (
-    Experiment,
+from pvg.config.experiment import Experiment
+from pvg.config.load import (
+    assign,
     build_experiment,
     differences,
     find_experiment,
@@ -19,7 +20,7 @@ from pvg.config.experiment import (
     shipped_directories,
     valid_keys,
 )
-from pvg.config.sections import TASKS
+from pvg.config.task import TASKS
 from pvg.errors import ConfigurationError, UsageError
 
 SHIPPED = sorted(path for place in shipped_directories() for path in place.glob("*.toml"))
@@ -140,7 +141,7 @@ def test_the_hash_sees_what_changes_the_outcome_and_nothing_else() -> None:
     base = Experiment().hash()
     assert build_experiment({"training": {"learning_rate": 2e-4}}).hash() != base
     assert build_experiment({"seed": 1}).hash() != base
-    assert build_experiment({"store": {"commit_every": 3}, "telemetry": {"refresh_per_second": 1.0}}).hash() == base
+    assert build_experiment({"store": {"commit_every": 3}, "telemetry": {"stall_s": 1.0}}).hash() == base
 
 
 def test_differences_name_key_and_both_sides() -> None:
@@ -214,13 +215,14 @@ def test_a_key_like_nothing_gets_no_hint(tmp_path: Path) -> None:
         "training.gradient_checkpointing=1",
         "training.loss=ppo",
         "game.rounds=0",
+        "game.mint_samples=1",
         "game.sneaky_share=1.5",
         "rollout.top_p=0",
         "seed=-1",
         "name=../elsewhere",
         "store.root=3",
         "models.prover=3",
-        "training.accumulation_steps=0",
+        "training.micro_batch_tokens=0",
         "verifier.held_out=1.0",
     ],
 )
@@ -233,10 +235,18 @@ def test_a_wrong_value_names_its_key_and_its_origin(tmp_path: Path, override: st
 OTHER_KINDS = [
     (["training.loss=rloo", "training.loss.clip_low=0.1"], "training.loss.clip_low belongs to kinds 'grpo'"),
     (["training.loss=cispo", "training.loss.clip_low=0.1"], "not to 'cispo'"),
-    (["training.loss.half_life=9.0"], "training.loss.half_life belongs to kind 'spo', not to 'grpo'"),
     (["training.kl=none", "training.kl.coefficient=0.1"], "belongs to kinds 'fixed', 'adaptive', not to 'none'"),
     (["training.kl=0"], "training.kl: there is no kind '0'; its kinds are none, fixed, adaptive"),
-    (["training.entropy.step=0.1"], "training.entropy.step belongs to kind 'adaptive', not to 'none'"),
+    (["training.adapters.rank=4"], "training.adapters.rank belongs to kind 'lora', not to 'none'"),
+    (
+        ["verifier.head=scalar", "verifier.head.beta=0.5"],
+        "verifier.head.beta belongs to kind 'implicit', not to 'scalar'",
+    ),
+    (["verifier.robust=group_dro", "verifier.robust.warmup=9"], "belongs to kinds 'vrex', 'irm', not to 'group_dro'"),
+    (["rollout.engine=vllm", "rollout.engine.max_rows=8"], "belongs to kind 'torch', not to 'vllm'"),
+    (["rollout.deadline=cut", "rollout.deadline.max_versions=8"], "belongs to kind 'continue', not to 'cut'"),
+    (["rollout.prefetch.max_staleness=2"], "belongs to kinds 'fresh', 'old', not to 'none'"),
+    (["weights.transport=lora", "weights.transport.keep_kv=true"], "belongs to kind 'filesystem', not to 'lora'"),
     (["training.importance=truncated", "training.importance.low=0.1"], "belongs to kind 'masked', not to 'truncated'"),
     (["training.curriculum.edges=[0.1, 0.9]"], "training.curriculum.edges belongs to kind 'buckets', not to 'none'"),
     (["training.loss=ppo"], "training.loss: there is no kind 'ppo'; its kinds are grpo, "),
@@ -246,6 +256,15 @@ OTHER_KINDS = [
 @pytest.mark.parametrize(("overrides", "says"), OTHER_KINDS, ids=lambda value: str(value)[:40])
 def test_a_setting_of_another_kind_is_refused(tmp_path: Path, overrides: list[str], says: str) -> None:
     assert says in complaint(tmp_path, *overrides).message
+
+
+def test_a_later_key_inside_an_assigned_table_leaves_the_callers_table_alone() -> None:
+    ahead = {"kind": "fresh", "batches": 1}
+    plain: dict[str, Any] = {}
+    assign(plain, "rollout.prefetch", ahead)
+    assign(plain, "rollout.prefetch.max_staleness", 99)
+    assert plain == {"rollout": {"prefetch": {"kind": "fresh", "batches": 1, "max_staleness": 99}}}
+    assert ahead == {"kind": "fresh", "batches": 1}
 
 
 def test_a_bare_string_is_a_table_of_that_kind_wherever_it_stands(tmp_path: Path) -> None:
@@ -293,59 +312,61 @@ IMPOSSIBLE = [
     (["training.minibatches=3"], "training.minibatches = 3 does not divide"),
     (["training.minibatches=512"], "training.minibatches = 512 does not divide"),
     (["training.micro_batch_rollouts=257"], "training.micro_batch_rollouts = 257 is larger than its batch of 256"),
-    (["training.accumulation_steps=257"], "less than one rollout"),
     (["training.micro_batch_tokens=48"], "training.micro_batch_tokens = 48 is too small"),
     (["verifier.micro_batch_tokens=97"], "verifier.micro_batch_tokens = 97 is too small"),
     (["verifier.score_tokens=48"], "verifier.score_tokens = 48 is too small"),
     (["verifier.pairing=problem", "verifier.pairs=15"], "verifier.pairs = 15 is below the 16 pairs"),
     (["rollout.top_p=0.9"], "rollout.top_p < 1"),
     (["rollout.top_k=5"], "rollout.top_k > 0"),
-    (["rollout.concurrency=16"], "rollout.max_rows = 256 can never be filled"),
+    (["rollout.concurrency=16"], "rollout.engine.max_rows = 256 is above rollout.concurrency = 16"),
     (["game.sneaky_share=0.0"], "game.sneaky_share = 0.0 leaves one"),
     (["game.reward=cgc", "game.sneaky_share=1.0"], "game.sneaky_share = 1.0 leaves one"),
     (["game.reward=decoupled", "game.sneaky_share=1.0"], "game.sneaky_share = 1.0 leaves one"),
-    (["game.mint_samples=1"], "game.mint_samples must be at least 2"),
     (["training.loss=spo", "rollout.group_size=1"], "game.reward = 'src' compares a score"),
-    (["rollout.group_deadline_s=9", "rollout.min_group=9"], "rollout.min_group = 9 is more than the 8 rollouts"),
-    (["rollout.group_deadline_s=9", "rollout.min_group=1"], "rollout.min_group = 1 may leave grpo a group of one"),
     (
-        ["rollout.group_deadline_s=9", "training.minibatches=128"],
-        "training.minibatches = 128 does not fit the 64 rollouts",
+        ["rollout.deadline=cut", "rollout.deadline.min_rollouts=9"],
+        "rollout.deadline.min_rollouts = 9 is above the 8 rollouts",
     ),
     (
-        ["rollout.group_deadline_s=9", "training.loss=spo", "game.reward=cgc", "training.minibatches=4"],
-        "training.minibatches = 4 does not fit the 2 rollouts",
+        ["rollout.deadline=cut", "rollout.deadline.min_rollouts=1"],
+        "rollout.deadline.min_rollouts = 1 may leave a group of one",
     ),
     (
-        ["rollout.group_deadline_s=9", "training.loss=spo", "rollout.min_group=249"],
-        "rollout.group_deadline_s may leave it none with training.loss = 'spo'",
+        ["rollout.deadline=cut", "training.minibatches=128"],
+        "training.minibatches = 128 is above the 64 rollouts",
     ),
     (
-        ["rollout.partial=true", "rollout.group_deadline_s=9", "rollout.prefetch=1"],
-        "with rollout.prefetch = 1 it goes on under new versions anyway; set rollout.partial to false",
+        ["rollout.deadline=cut", "training.loss=spo", "game.reward=cgc", "training.minibatches=4"],
+        "training.minibatches = 4 is above the 2 rollouts",
+    ),
+    (
+        ["rollout.deadline=cut", "training.loss=spo", "rollout.deadline.min_rollouts=249"],
+        "with training.loss = 'spo' rollout.deadline = 'cut' may leave a single one",
+    ),
+    (
+        ["rollout.deadline=continue", "rollout.prefetch=fresh"],
+        "rollout.prefetch takes the groups that arrive first, so a batch has no deadline",
     ),
     (
         [
-            "rollout.partial=true",
-            "rollout.group_deadline_s=9",
-            "rollout.routed_experts=true",
+            "rollout.deadline=continue",
+            "training.router_replay=true",
             "rollout.engine=vllm",
             'serving.servers=["http://a"]',
         ],
-        "vLLM tells rollout.routed_experts of whole completions only",
-    ),
-    (["rollout.partial=true"], "rollout.partial = true continues what a deadline has cut, and there is none"),
-    (
-        ["rollout.partial=true", "rollout.group_deadline_s=9", "rollout.logprobs=recomputed"],
-        "rollout.partial = true continues under other weights",
+        "vLLM reports them for complete ones only",
     ),
     (
-        ["rollout.partial=true", "rollout.group_deadline_s=9", "rollout.min_group=257"],
-        "rollout.min_group = 257 is more than the 256 rollouts",
+        ["rollout.deadline=continue", "rollout.logprobs=recomputed"],
+        "rollout.deadline = 'continue' trains on rollouts of several weights",
     ),
     (
-        ["rollout.partial=true", "rollout.group_deadline_s=9", "training.minibatches=4"],
-        "training.minibatches = 4 does not fit the 2 rollouts",
+        ["rollout.deadline=continue", "rollout.deadline.min_rollouts=257"],
+        "rollout.deadline.min_rollouts = 257 is above the 256 rollouts",
+    ),
+    (
+        ["rollout.deadline=continue", "training.minibatches=4"],
+        "training.minibatches = 4 is above the 2 rollouts",
     ),
 ]
 
@@ -354,11 +375,10 @@ POSSIBLE = [
     ["rollout.group_size=2"],
     ["training.minibatches=256", "training.groups=32"],
     ["training.micro_batch_rollouts=256"],
-    ["training.accumulation_steps=256"],
     ["training.micro_batch_tokens=49"],
     ["verifier.micro_batch_tokens=98"],
     ["verifier.score_tokens=49"],
-    ["verifier.pairing=problem", "verifier.pairs=12", "verifier.solutions_per_problem=7"],
+    ["verifier.pairing=problem", "verifier.pairs=12", "verifier.pairing.solutions_per_problem=7"],
     ["rollout.top_p=0.9", 'rollout.logprobs="recomputed"'],
     ["rollout.top_k=5", "training.steps=0"],
     ["rollout.concurrency=256"],
@@ -367,17 +387,16 @@ POSSIBLE = [
     ["game.mint_samples=2"],
     ["training.loss=spo", "rollout.group_size=1", "game.reward=cgc"],
     ["training.loss=rae", "rollout.group_size=1", "game.reward=cgc"],
-    ["rollout.min_group=9"],
-    ["rollout.group_deadline_s=9", "rollout.min_group=8"],
-    ["rollout.group_deadline_s=9", "training.minibatches=64"],
-    ["rollout.group_deadline_s=9", "rollout.min_group=250", "training.loss=spo"],
-    ["rollout.group_deadline_s=9", "training.loss=spo", "game.reward=cgc"],
-    ["rollout.group_deadline_s=9", "training.loss=spo", "rollout.partial=true"],
-    ["rollout.group_deadline_s=9", "rollout.min_group=256", "training.loss=spo"],
-    ["rollout.group_deadline_s=9", "rollout.min_group=256", "rollout.partial=true"],
-    ["rollout.group_deadline_s=9", "rollout.min_group=1", "rollout.partial=true"],
-    ["rollout.group_deadline_s=9", "rollout.prefetch=1"],
-    ["rollout.group_deadline_s=9", "rollout.partial=true", "rollout.routed_experts=true"],
+    ["rollout.deadline=cut", "rollout.deadline.min_rollouts=8"],
+    ["rollout.deadline=cut", "training.minibatches=64"],
+    ["rollout.deadline=cut", "rollout.deadline.min_rollouts=250", "training.loss=spo"],
+    ["rollout.deadline=cut", "training.loss=spo", "game.reward=cgc"],
+    ["rollout.deadline=continue", "training.loss=spo"],
+    ["rollout.deadline=cut", "rollout.deadline.min_rollouts=256", "training.loss=spo"],
+    ["rollout.deadline=continue", "rollout.deadline.min_rollouts=256"],
+    ["rollout.deadline=continue", "rollout.deadline.min_rollouts=1"],
+    ["rollout.deadline=cut", "rollout.prefetch=fresh"],
+    ["rollout.deadline=continue", "training.router_replay=true"],
 ]
 
 
@@ -403,16 +422,16 @@ def test_attacks_that_an_evaluation_will_refuse_are_told_before_the_training(tmp
 @pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp"])
 def test_no_group_normalised_loss_takes_groups_of_one(tmp_path: Path, loss: str) -> None:
     error = complaint(tmp_path, f"training.loss={loss}", "rollout.group_size=1")
-    assert f"leaves {loss} no group" in error.message
+    assert f"too small for training.loss = {loss!r}" in error.message
 
 
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["weights.transport=lora"], "training.lora_rank = 0 trains none"),
+        (["weights.transport=lora"], "training.adapters = 'none' trains none"),
         (["rollout.engine=vllm", "serving.servers=[]"], "needs serving.servers"),
-        (["rollout.engine=vllm", "serving.connections=100"], "serving.connections = 100 are too few"),
-        (["rollout.engine=vllm", "serving.verifier_servers=http://127.0.0.1:8000"], "serves the verifier too"),
+        (["rollout.engine=vllm", "serving.connections=100"], "serving.connections = 100 is below rollout.concurrency"),
+        (["rollout.engine=vllm", "serving.verifier_servers=http://127.0.0.1:8000"], "also serves the verifier"),
         (["serving.servers=127.0.0.1:8000"], "is not a server address"),
         (["serving.servers=http://127.0.0.1:8000/v1"], "is not a server address"),
     ],
@@ -426,7 +445,7 @@ def test_a_server_counts_once_however_its_address_is_written(tmp_path: Path) -> 
     found = load_experiment(write(tmp_path, ""), [f"serving.servers={urls}"]).serving.servers
     assert found == ("http://localhost:8000", "http://localhost:8001")
     both = ["rollout.engine=vllm", "serving.servers=http://a:1/", "serving.verifier_servers=http://a:1"]
-    assert "serves the verifier too" in complaint(tmp_path, *both).message
+    assert "also serves the verifier" in complaint(tmp_path, *both).message
 
 
 def test_servers_and_transports_change_nothing_that_is_computed() -> None:
@@ -466,11 +485,6 @@ def test_arithmetic_by_hand(tmp_path: Path) -> None:
     assert numbers.optimizer_steps == 2 * (7 + 5)
 
 
-def test_asked_for_accumulation_makes_the_micro_batches_smaller(tmp_path: Path) -> None:
-    numbers = load_experiment(write(tmp_path, ""), ["training.accumulation_steps=8"]).arithmetic()
-    assert (numbers.micro_batch_rollouts, numbers.accumulation_steps) == (32, 8)
-
-
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
@@ -479,19 +493,23 @@ def test_asked_for_accumulation_makes_the_micro_batches_smaller(tmp_path: Path) 
         ({"game": {"reward": {"kind": "decoupled", "floor": 0.5}}}, "game.reward.floor"),
         ({"game": {"reward": "cgc"}, "training": {"overlong_buffer": 8}}, "training.overlong_buffer"),
         ({"game": {"reward": "cgc"}, "training": {"loss": "dapo", "kl": {"coefficient": 0.1}}}, "training.kl"),
-        ({"game": {"reward": "cgc"}, "rollout": {"deadline_s": 9.0}}, "rollout.deadline_s"),
-        ({"game": {"reward": "cgc"}, "rollout": {"group_deadline_s": 9.0, "min_group": 8}}, "rollout.min_group"),
-        ({"game": {"reward": "cgc"}, "rollout": {"partial_versions": 2}}, "rollout.partial_versions"),
+        (
+            {"game": {"reward": "cgc"}, "rollout": {"deadline": {"kind": "cut", "min_rollouts": 8}}},
+            "rollout.deadline.min_rollouts",
+        ),
+        (
+            {"game": {"reward": "cgc"}, "rollout": {"engine": {"decoding": "module", "batching": "whole"}}},
+            "rollout.engine.batching",
+        ),
         ({"game": {"reward": "cgc"}, "training": {"importance": "decoupled"}}, "training.importance"),
         (
             {
                 "game": {"reward": "cgc"},
                 "training": {"loss": "rloo"},
-                "rollout": {"partial": True, "group_deadline_s": 9.0},
+                "rollout": {"deadline": "continue"},
             },
             "training.loss = 'rloo' has no ratio",
         ),
-        ({"game": {"reward": "cgc"}, "verifier": {"solutions_per_problem": 6}}, "verifier.solutions_per_problem"),
     ],
 )
 def test_a_setting_that_works_but_is_odd_is_warned_of(overrides, key):
@@ -519,18 +537,8 @@ def test_blocked_layers_that_nothing_computes_are_told(settings: dict[str, Any],
     assert warned(**settings) == warned(blocked_layers=True) == []
 
 
-def test_shared_attention_that_was_asked_for_and_is_not_computed_is_told() -> None:
-    def warned(**rollout: Any) -> list[str]:
-        return build_experiment({"game": {"reward": "cgc"}, "rollout": rollout}).warnings()
-
-    (found,) = warned(decoding="module", shared_attention=True)
-    assert "rollout.shared_attention has no effect on rollout.decoding = 'module'" in found
-    assert warned(decoding="module") == warned(decoding="module", shared_attention=False) == []
-    assert warned(shared_attention=True) == []
-
-
 def test_partial_rollouts_grow_stale_and_may_be_decoupled() -> None:
-    partial = {"partial": True, "group_deadline_s": 9.0}
+    partial = {"deadline": "continue"}
     for training in ({"importance": "decoupled"}, {"loss": "rloo", "importance": "decoupled"}):
         experiment = build_experiment({"game": {"reward": "cgc"}, "training": training, "rollout": partial})
         assert experiment.warnings() == []
@@ -561,10 +569,10 @@ def test_sinks_are_named_in_any_of_the_usual_ways_and_once_each(given: str, sink
 
 def test_a_file_of_settings_counts_where_it_stands_among_the_overrides(tmp_path: Path) -> None:
     settings = tmp_path / "settings.toml"
-    settings.write_text('training.steps = 9\n[rollout]\nmax_rows = 64\n"temperature" = 0.5\n')
+    settings.write_text('training.steps = 9\n[rollout]\nengine.max_rows = 64\n"temperature" = 0.5\n')
     path = write(tmp_path, "")
     first = load_experiment(path, [f"@{settings}", "training.steps=5"])
-    assert (first.training.steps, first.rollout.max_rows, first.rollout.temperature) == (5, 64, 0.5)
+    assert (first.training.steps, first.rollout.engine.max_rows, first.rollout.temperature) == (5, 64, 0.5)
     assert load_experiment(path, ["training.steps=5", f"@{settings}"]).training.steps == 9
 
 
@@ -572,6 +580,6 @@ def test_what_is_wrong_with_a_file_of_settings_names_it(tmp_path: Path) -> None:
     path = write(tmp_path, "")
     with pytest.raises(UsageError, match=r"no settings file .*missing\.toml"):
         load_experiment(path, [f"@{tmp_path / 'missing.toml'}"])
-    (tmp_path / "odd.toml").write_text("rollout.max_row = 8\n")
+    (tmp_path / "odd.toml").write_text("rollout.engine.max_row = 8\n")
     with pytest.raises(ConfigurationError, match=r"odd\.toml"):
         load_experiment(path, [f"@{tmp_path / 'odd.toml'}"])

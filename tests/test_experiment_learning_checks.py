@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from pvg.config.experiment import Experiment, build_experiment
+from pvg.config.experiment import Experiment
+from pvg.config.load import build_experiment
 from pvg.errors import ConfigurationError
 
 SAFE = {"game": {"reward": "cgc"}}
@@ -17,12 +18,16 @@ def built(training: dict[str, Any], **rollout: Any) -> Experiment:
 
 
 IMPOSSIBLE = [
-    ({"dynamic_sampling": 4, "loss": "rae"}, {}, "training.loss = 'rae' has no groups"),
-    ({"dynamic_sampling": 4, "loss": "spo"}, {}, "training.loss = 'spo' has no groups"),
-    ({"dynamic_sampling": 4}, {"prefetch": 1, "engine": "vllm"}, "set rollout.prefetch to 0"),
-    ({"dynamic_sampling": 4}, {"partial": True, "group_deadline_s": 9.0}, "leaves groups to later batches"),
-    ({"importance": "masked"}, {"logprobs": "recomputed"}, "training.importance = 'masked' compares the policy"),
-    ({"importance": "decoupled"}, {"logprobs": "recomputed"}, "'decoupled' compares the policy"),
+    ({"dynamic_sampling": 4, "loss": "rae"}, {}, "training.loss = 'rae' uses none"),
+    ({"dynamic_sampling": 4, "loss": "spo"}, {}, "training.loss = 'spo' uses none"),
+    ({"dynamic_sampling": 4}, {"prefetch": "fresh", "engine": "vllm"}, "rollout.prefetch samples before"),
+    ({"dynamic_sampling": 4}, {"deadline": "continue"}, "leaves groups to later batches"),
+    (
+        {"importance": "masked"},
+        {"logprobs": "recomputed"},
+        "training.importance = 'masked' needs the sampler's log-probs",
+    ),
+    ({"importance": "decoupled"}, {"logprobs": "recomputed"}, "'decoupled' needs the sampler's log-probs"),
     ({"importance": {"kind": "masked", "low": 1.0, "high": 1.0}}, {}, "is not below training.importance.high = 1.0"),
     ({"importance": {"kind": "masked", "low": 1.5}}, {}, "training.importance.low: Input should be less than"),
     ({"importance": {"kind": "masked", "high": 0.9}}, {}, "training.importance.high: Input should be greater than"),
@@ -33,10 +38,10 @@ IMPOSSIBLE = [
     ({"curriculum": {"kind": "buckets", "edges": [0.5]}}, {}, "1 training.curriculum.edges make 2 buckets"),
     ({"curriculum": {"kind": "buckets", "shares": [0.5, 0.5, 0.5]}}, {}, "sum to 1.5, not to 1"),
     ({"curriculum": {"kind": "buckets", "edges": [0.0, 0.5]}}, {}, "training.curriculum.edges.0"),
-    ({"loss": "rae"}, {"prefetch": 1, "engine": "vllm", "group_deadline_s": 9.0}, "training.loss = 'rae', and rollout"),
+    ({"loss": "rae"}, {"prefetch": "fresh", "engine": "vllm", "deadline": "cut"}, "so a batch has no deadline"),
 ]
 POSSIBLE: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"dynamic_sampling": 4}, {"group_deadline_s": 9.0}),
+    ({"dynamic_sampling": 4}, {"deadline": "cut"}),
     ({"dynamic_sampling": 4, "loss": "dapo", "curriculum": "buckets"}, {}),
     ({"importance": "none"}, {"logprobs": "recomputed"}),
     ({"importance": {"kind": "masked", "low": 1.0}}, {}),
@@ -44,8 +49,8 @@ POSSIBLE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"kl": "adaptive"}, {}),
     ({"entropy": {"kind": "bonus", "coefficient": 0.5}}, {}),
     ({"curriculum": {"kind": "buckets", "edges": [0.5], "shares": [0.0, 1.0]}}, {}),
-    ({"loss": "rae"}, {"group_size": 1, "prefetch": 1, "engine": "vllm"}),
-    ({"loss": "rae"}, {"group_size": 1, "group_deadline_s": 9.0, "partial": True}),
+    ({"loss": "rae"}, {"group_size": 1, "prefetch": "fresh", "engine": "vllm"}),
+    ({"loss": "rae"}, {"group_size": 1, "deadline": "continue"}),
 ]
 
 

@@ -12,8 +12,12 @@ import pytest
 import torch
 from game.kill_drill import small_experiment
 
-from pvg.config import sections
-from pvg.config.experiment import Experiment, build_experiment
+from pvg.config.experiment import Experiment
+from pvg.config.game import Game
+from pvg.config.load import build_experiment
+from pvg.config.rollout import Rollouts
+from pvg.config.task import CustomTask
+from pvg.config.training import Training
 from pvg.errors import ConfigurationError, StateError
 from pvg.extensions import check_references, digests, resolve
 from pvg.game.players import Players
@@ -130,7 +134,7 @@ def test_a_name_that_is_neither_is_refused_with_what_fits(reward: str, told: str
 
 def test_a_reward_of_ones_own_is_paid() -> None:
     written("def mine(outcomes, game):\n    return outcomes.scores_N + game.rounds\n")
-    game = sections.Game(reward="mine.py:mine", rounds=5)
+    game = Game(reward="mine.py:mine", rounds=5)
     assert rewards(outcomes(), game).tolist() == [5.0, 6.0, 7.0, 8.0]
 
 
@@ -146,7 +150,7 @@ def test_a_reward_of_ones_own_is_paid() -> None:
 def test_a_reward_that_fails_names_itself(body: str, told: str) -> None:
     written(f"def mine(outcomes, game):\n    {body}\n")
     with pytest.raises(ConfigurationError, match=r"game\.reward = 'mine\.py:mine'") as caught:
-        rewards(outcomes(), sections.Game(reward="mine.py:mine"))
+        rewards(outcomes(), Game(reward="mine.py:mine"))
     assert told in caught.value.message
 
 
@@ -207,9 +211,9 @@ def test_a_head_that_draws_its_start_is_the_same_whenever_a_run_opens_it() -> No
 def test_a_loss_without_a_kl_term_has_no_target_for_it() -> None:
     written("from pvg.training.losses import *\nmine = PolicyLoss(reinforce, mean_of_tokens, penalised=False)\n")
     for kl in ("fixed", "adaptive"):
-        section = sections.Training(loss="mine.py:mine", kl=kl)  # type: ignore[arg-type]
+        section = Training(loss="mine.py:mine", kl=kl)  # type: ignore[arg-type]
         with pytest.raises(ConfigurationError, match="no KL term") if kl == "adaptive" else contextlib.nullcontext():
-            PolicyObjective(section, sections.Rollouts(), 0)
+            PolicyObjective(section, Rollouts(), 0)
 
 
 def test_translators_may_be_paid_by_a_reward_of_ones_own() -> None:
@@ -234,7 +238,7 @@ class Mine:
 
 
 def open_mine(**settings: Any) -> Any:
-    return open_task(sections.CustomTask(source="mine.py:Mine", settings=settings))
+    return open_task(CustomTask(source="mine.py:Mine", settings=settings))
 
 
 def test_a_task_of_ones_own_is_made_with_its_settings_and_held_to_the_protocol() -> None:

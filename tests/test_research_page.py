@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from game.kill_drill import small_experiment
 
-from pvg.config.experiment import assign, build_experiment, parse_override
+from pvg.config.load import assign, build_experiment, parse_override
 from pvg.extensions import check_references
 from pvg.game.run import play
 from pvg.store.run_directory import RunDirectory

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from pvg.config.describe import PAGE, commented_toml, explained, page, settings, used
-from pvg.config.experiment import TABLES, Experiment, build_experiment, find_experiment, load_experiment, valid_keys
+from pvg.config.experiment import TABLES, Experiment
+from pvg.config.load import build_experiment, find_experiment, load_experiment, valid_keys
 from pvg.errors import UsageError
 
 

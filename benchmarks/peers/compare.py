@@ -28,15 +28,16 @@ from work import CONTEXT, PARAMETERS, make_model, model_folder, solutions, write
 from pvg import spinning
 from pvg.bench.compare import gains
 from pvg.bench.report import BenchReport, read_environment, usable_cores, write_report
-from pvg.bench.runner import SampleTaken, VariantTrial, run_trials
+from pvg.bench.runner import SampleTaken, VariantTrial, common_work, on_loop, run_trials
 from pvg.bench.statistics import median
-from pvg.bench.variants import common_work, on_loop
-from pvg.bench.workload import BenchMetric
-from pvg.config.experiment import Experiment, assign, build_experiment, parse_override, read_toml
+from pvg.bench.workloads import BenchMetric
+from pvg.config.experiment import Experiment
+from pvg.config.load import assign, build_experiment, parse_override, read_toml
 from pvg.errors import EXIT_CHECK_FAILED, ConfigurationError, MissingRequirementError, PvgError, UsageError
 from pvg.game.roles import TAGS
 from pvg.records import Role
 from pvg.tasks import open_task, problems_of_half
+from pvg.training.optimizer import OptimizerSettings
 from pvg_cli.bench_tables import number
 
 HERE = Path(__file__).parent
@@ -125,7 +126,7 @@ def _grpo_work(row: Row, experiment: Experiment) -> tuple[dict[str, Any], dict[s
         "temperature": rollout.temperature,
         "kl": training.kl.coefficient,
         "learning_rate": training.learning_rate,
-        "gradient_clip": training.gradient_clip,
+        "gradient_clip": OptimizerSettings(0.0).gradient_clip,
     }
     pool = problems_of_half(open_task(experiment.task), "prover")[: row.work["prompts"]]
     prompts = [TAGS[Role.HELPFUL] + problem.question for problem in pool]
@@ -153,11 +154,11 @@ def _verifier_work(row: Row, experiment: Experiment) -> tuple[dict[str, Any], di
     told = {
         "pairs": section.pairs,
         "learning_rate": section.learning_rate,
-        "gradient_clip": section.gradient_clip,
+        "gradient_clip": OptimizerSettings(0.0).gradient_clip,
         "pairs_formed": formed,
     }
     return told | {"problems": problems}, told | {
-        "head": section.head,
+        "head": section.head.kind,
         "loss": section.loss,
         "solutions": len(problems) * count,
     }

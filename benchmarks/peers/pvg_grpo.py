@@ -21,13 +21,15 @@ import numpy as np
 from protocol import Orders
 from work import read_work, reward
 
-from pvg.bench.variants import on_loop
+from pvg.bench.runner import on_loop
 from pvg.bench.workloads.e2e import BenchSession, ScratchLedger
-from pvg.config.experiment import Experiment, build_experiment
+from pvg.config.experiment import Experiment
+from pvg.config.load import build_experiment
 from pvg.game.on_policy import OnPolicySource
 from pvg.game.players import Players
-from pvg.game.prover_phase import open_learner, policy_of
+from pvg.game.prover_phase import policy_of
 from pvg.game.roles import asked_in
+from pvg.models.starts import open_learner
 from pvg.records import Float32, Grade, Problem, Role, Rollout, Split
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import Task, open_task
@@ -91,13 +93,7 @@ async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
         trainer = Trainer(
             learner.module,
             objective,
-            OptimizerSettings(
-                learning_rate=training.learning_rate,
-                weight_decay=training.weight_decay,
-                beta1=training.beta1,
-                beta2=training.beta2,
-                gradient_clip=training.gradient_clip,
-            ),
+            OptimizerSettings(learning_rate=training.learning_rate),
             MinibatchSource(source, training.minibatches),
             executor=players.executor,
             precision=training.precision,

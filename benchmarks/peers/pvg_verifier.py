@@ -22,15 +22,16 @@ import torch
 from protocol import Orders
 from work import read_work
 
-from pvg.bench.variants import on_loop
-from pvg.config.experiment import Experiment, build_experiment
-from pvg.game.verifier_phase import optimizer_settings
+from pvg.bench.runner import on_loop
+from pvg.config.experiment import Experiment
+from pvg.config.load import build_experiment
 from pvg.models import open_model, pick_device
 from pvg.models.compute import compute_executor
 from pvg.models.heads import VerifierModel, build_verifier
 from pvg.records import BASE_SOURCE, Grade, Role, Rollout, VersionSpan
 from pvg.store.pairs import PairStream, PairView
 from pvg.store.shards import RolloutShards, ShardInfo
+from pvg.training.optimizer import OptimizerSettings
 from pvg.training.trainer import Trainer
 from pvg.verifier.data import PairSource, VerifierBatch
 from pvg.verifier.losses import PairObjective
@@ -67,7 +68,9 @@ class Side:
         self._rollouts = _rollouts(work["problems"], self.verifier)
         self._shards = RolloutShards(folder)
         self._info: ShardInfo = self._shards.write(0, "mint-00000", self._rollouts)
-        self._template = VerifierTemplate(self.verifier.tokenizer, experiment.rollout.prompts, experiment.verifier.head)
+        self._template = VerifierTemplate(
+            self.verifier.tokenizer, experiment.rollout.prompts, experiment.verifier.head.kind
+        )
 
     @property
     def solution_tokens(self) -> float:
@@ -96,7 +99,7 @@ class Side:
             trainer = Trainer(
                 self.verifier,
                 PairObjective(section, self.verifier.tokenizer.pad_id),
-                optimizer_settings(section),
+                OptimizerSettings(section.learning_rate),  # constant and without a warmup, as TRL's here
                 source,
                 executor=self._executor,
                 precision=section.precision,

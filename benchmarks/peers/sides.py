@@ -16,7 +16,7 @@ from typing import Any
 
 from protocol import SAMPLE, STOP
 
-from pvg.bench.workload import BenchMetric
+from pvg.bench.workloads import BenchMetric
 from pvg.errors import EXIT_ENVIRONMENT, PvgError
 from pvg.telemetry.spans import span
 

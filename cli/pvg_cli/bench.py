@@ -24,11 +24,11 @@ from pvg_cli.boundary import (
 )
 
 if TYPE_CHECKING:
+    from pvg.bench.planning import BenchPlan
     from pvg.bench.report import BenchReport
     from pvg.bench.runner import OnSample, SampleTaken
     from pvg.bench.servers import OnServer
     from pvg.bench.tuning import TuningResult
-    from pvg.bench.variants import BenchPlan
 
 REPORTS = Path("bench")  # the folder for reports without --out
 PROBE_BYTES = 1 << 20  # much more than a report needs
@@ -62,8 +62,8 @@ def bench(
         bool | None,
         typer.Option(
             "--interleave/--one-by-one",
-            help="Take the samples of the variants in turn, or finish one variant before the next. In turn, changes "
-            "of the machine's speed affect all variants alike, but all variants are in memory together.",
+            help="Take the samples of the variants in turn, or finish one variant before the next. In turn, all "
+            "variants see the same changes of the machine's speed, but all of them are in memory together.",
             show_default=False,
         ),
     ] = None,
@@ -97,8 +97,9 @@ def bench(
 
     If a variant fails, the report says why, and the exit code is 1, 2 or 3.
     """
+    from pvg.bench.planning import plan_bench
     from pvg.bench.report import write_report
-    from pvg.bench.variants import plan_bench, run_plan
+    from pvg.bench.runner import run_plan
     from pvg.errors import UsageError
     from pvg.store.run_directory import RunDirectory
     from pvg_cli.output import stdout
@@ -180,17 +181,20 @@ def _output(out: Path | None, plan: BenchPlan) -> Path:
     import tempfile
     from datetime import UTC, datetime
 
-    from pvg.errors import MissingRequirementError, UsageError
+    from pvg.errors import MissingRequirementError, UsageError, user_paths
 
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    path = out if out is not None else _free(REPORTS / f"{plan.base.profile.name}-{stamp}.json")
-    if path.is_dir():
-        raise UsageError(f"--out {path} is a folder.", "Give a file: --out FILE.json")
-    folder = path.parent
-    if out is not None and not folder.is_dir():
-        raise UsageError(f"The folder {folder} of the report does not exist.", f"mkdir -p {shlex.quote(str(folder))}")
-    while not folder.exists():  # ./bench is created later, with the report
-        folder = folder.parent
+    with user_paths():
+        path = out if out is not None else _free(REPORTS / f"{plan.base.profile.name}-{stamp}.json")
+        if path.is_dir():
+            raise UsageError(f"--out {path} is a folder.", "Give a file: --out FILE.json")
+        folder = path.parent
+        if out is not None and not folder.is_dir():
+            raise UsageError(
+                f"The folder {folder} of the report does not exist.", f"mkdir -p {shlex.quote(str(folder))}"
+            )
+        while not folder.exists():  # ./bench is created later, with the report
+            folder = folder.parent
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(bytes(PROBE_BYTES))

@@ -8,25 +8,27 @@ from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from pvg.bench.compare import VariantGain, gains, headline_of
 from pvg.bench.profile import Profile
 from pvg.bench.report import BenchReport, Samples, Variant
-from pvg.bench.runner import WALL
 from pvg.bench.statistics import RatioInterval, median
+from pvg.bench.workloads import WALL
+from pvg.errors import counted
 from pvg.reporting.formats import duration, sparkline
-from pvg.reporting.terminal import HEADING, QUIET, VERIFIER, BudgetBar, section
-from pvg_cli.output import quiet_table
+from pvg.reporting.table import Column, Table, TableCell
+from pvg.reporting.terminal import HEADING, QUIET, BudgetBar, section
 
+FAILED = TableCell("failed", "badge bad")
 BETTER = {"lower": "↓", "higher": "↑"}
 SAMPLE_BARS = 7
 GAIN_BAR = 5  # cells
 
 
 def profiles_table(profiles: Mapping[str, Profile]) -> Group:
-    table = Table.grid(padding=(0, 2))
+    table = RichTable.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, profile in profiles.items():
@@ -55,7 +57,7 @@ def report_text(report: BenchReport, path: Path, commands: Mapping[str, str]) ->
 
 def headline_text(report: BenchReport) -> Text:
     seconds = sum(variant.budget.wall_s for variant in report.variants if variant.budget is not None)
-    variants = "" if report.kind == "bench" else f"  {len(report.variants)} variants"
+    variants = "" if report.kind == "bench" else f"  {counted(len(report.variants), 'variant')}"
     interleaved = "  samples taken in turn" if report.config.get("interleave") else ""
     return Text.assemble(
         (report.name, "bold"),
@@ -78,15 +80,18 @@ def one_variant(variant: Variant) -> list[RenderableType]:
 
 
 def samples_table(variant: Variant) -> Table:
-    table = quiet_table()
-    table.add_column("measure", no_wrap=True)
-    table.add_column("median", justify="right", style="bold", no_wrap=True)
-    table.add_column("lowest .. highest", justify="right", no_wrap=True)
-    table.add_column("unit", no_wrap=True)
-    table.add_column("", style=QUIET, no_wrap=True)
-    table.add_column("samples", style=VERIFIER, no_wrap=True)
+    table = Table(
+        [
+            Column("measure", wrap=False),
+            Column("median", "right", "strong", wrap=False),
+            Column("lowest .. highest", "right", wrap=False),
+            Column("unit", wrap=False),
+            Column(style="quiet", wrap=False),
+            Column("samples", style="verifier", wrap=False),
+        ]
+    )
     for name, samples in variant.samples.items():
-        table.add_row(
+        table.add(
             name,
             number(median(samples.values)),
             reach(min(samples.values), max(samples.values)),
@@ -97,8 +102,8 @@ def samples_table(variant: Variant) -> Table:
     return table
 
 
-def derived_table(derived: Mapping[str, float]) -> Table:
-    table = Table.grid(padding=(0, 2))
+def derived_table(derived: Mapping[str, float]) -> RichTable:
+    table = RichTable.grid(padding=(0, 2))
     table.add_column()
     table.add_column(justify="right", style="bold")
     for name, value in derived.items():
@@ -111,21 +116,18 @@ def sweep_table(report: BenchReport) -> Table:
     headline = headline_of(report)
     measured = next((variant.samples for variant in report.variants if variant.samples), {})
     others = [name for name in (WALL,) if name != headline and name in measured]
-    table = quiet_table()
-    table.add_column(report.variants[0].label.partition("=")[0], overflow="fold")
-    table.add_column(_heading(headline, measured), justify="right", style="bold", no_wrap=True)
-    table.add_column("lowest .. highest", justify="right", no_wrap=True)
-    table.add_column("vs. the first", no_wrap=True)
-    for name in others:
-        table.add_column(_heading(name, measured), justify="right", no_wrap=True)
+    measures = [Column(_heading(name, measured), "right", wrap=False) for name in others]
+    value = Column(report.variants[0].label.partition("=")[0])
+    main = Column(_heading(headline, measured), "right", "strong", wrap=False)
+    reached = Column("lowest .. highest", "right", wrap=False)
+    table = Table([value, main, reached, Column("vs. the first", wrap=False), *measures])
     for gain in gains(report):
-        value = gain.variant.label.partition("=")[2]
-        samples = gain.variant.samples
+        label, samples = gain.variant.label.partition("=")[2], gain.variant.samples
         if not samples:
-            table.add_row(value, Text("failed", style="red"))
+            table.add(label, FAILED, *[""] * (len(table.columns) - 2))
             continue
-        table.add_row(
-            value,
+        table.add(
+            label,
             number(median(samples[headline].values)),
             reach(min(samples[headline].values), max(samples[headline].values)),
             times(gain.whole),
@@ -137,20 +139,23 @@ def sweep_table(report: BenchReport) -> Table:
 def ladder_table(report: BenchReport) -> Table:
     headline, rungs = headline_of(report), gains(report)
     measured = next((variant.samples for variant in report.variants if variant.samples), {})
-    table = quiet_table()
-    table.add_column("turned on, one by one", overflow="fold", min_width=27)
-    table.add_column(_heading(headline, measured), justify="right", style="bold", no_wrap=True)
-    table.add_column("gain", no_wrap=True)
-    table.add_column("total", no_wrap=True)
-    table.add_column("", no_wrap=True, style=VERIFIER)
+    table = Table(
+        [
+            Column("turned on, one by one", min_width=27),
+            Column(_heading(headline, measured), "right", "strong", wrap=False),
+            Column("gain", wrap=False),
+            Column("total", wrap=False),
+            Column(style="verifier", wrap=False),
+        ]
+    )
     top = max((gain.whole.ratio for gain in rungs if gain.whole is not None), default=1.0)
     for gain in rungs:
-        label = Text.assemble(gain.variant.label, (f"\n{gain.says}" if gain.says else "", QUIET))
+        label = TableCell(gain.variant.label, below=gain.says)
         if not gain.variant.samples:
-            table.add_row(label, Text("failed", style="red"))
+            table.add(label, FAILED, "", "", "")
             continue
         value = number(median(gain.variant.samples[headline].values))
-        table.add_row(label, value, times(gain.step), _ratio(gain.whole), _bar(gain, top))
+        table.add(label, value, times(gain.step), _ratio(gain.whole), _bar(gain, top))
     return table
 
 
@@ -162,16 +167,16 @@ def failures(report: BenchReport) -> list[RenderableType]:
     return [Text(), Text("Failed", style="red"), Padding(lines, (0, 0, 0, 2))]
 
 
-def times(interval: RatioInterval | None) -> Text:
+def times(interval: RatioInterval | None) -> TableCell:
     """`1.42x  1.38 .. 1.47`, green or red if the interval excludes 1."""
     if interval is None:
-        return Text("")
-    colour = "green" if interval.low > 1 else "red" if interval.high < 1 else QUIET
-    return Text.assemble((f"{interval.ratio:.2f}x", colour), (f"  {interval.low:.2f} .. {interval.high:.2f}", QUIET))
+        return TableCell()
+    style = "better" if interval.low > 1 else "badge bad" if interval.high < 1 else "quiet"
+    return TableCell(f"{interval.ratio:.2f}x", style, note=f" {interval.low:.2f} .. {interval.high:.2f}")
 
 
-def _ratio(interval: RatioInterval | None) -> Text:
-    return Text("" if interval is None else f"{interval.ratio:.2f}x")
+def _ratio(interval: RatioInterval | None) -> str:
+    return "" if interval is None else f"{interval.ratio:.2f}x"
 
 
 def _bar(gain: VariantGain, top: float) -> str:
@@ -196,7 +201,7 @@ def number(value: float) -> str:
 
 
 # --- weight updates on vLLM servers ----------------------------------------------------------------------------------
-# The numbers cover the updates of all samples of a report. docs/make_benchmarks.py uses them too.
+# The numbers cover the updates of all samples of a report. benchmarks/pages/make_benchmarks.py uses them too.
 
 PROFILE = "sync"
 TIMES = ("wall", "rpc", "queue")
@@ -296,14 +301,11 @@ def update_tables(report: BenchReport) -> list[RenderableType]:
 
 
 def _table(cells: Cells) -> Table:
-    table = quiet_table()
-    table.add_column(cells.header[0], no_wrap=True)
+    columns = [Column(cells.header[0], wrap=False)]
     for name in cells.header[1:]:
         heading = "\n".join(name.split(" ", 1))
-        table.add_column(heading, justify="right", style="bold" if name.startswith("queue") else "", no_wrap=True)
-    for row in cells.rows:
-        table.add_row(*row)
-    return table
+        columns.append(Column(heading, "right", "strong" if name.startswith("queue") else "", wrap=False))
+    return Table(columns, list(cells.rows))
 
 
 def _has_percentiles(variant: Variant) -> bool:

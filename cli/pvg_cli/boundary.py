@@ -1,4 +1,4 @@
-"""What all commands share: options, errors, exit codes, and the one JSON document on stdout.
+"""Common parts of all commands: options, errors, exit codes, and the one JSON document on stdout.
 
 Exit codes: 0 done; 1 a check failed; 2 wrong usage or configuration; 3 the environment lacks something; 70 a defect of
 pvg (the command prints the traceback and says how to report it); 130 stopped by Ctrl-C or SIGTERM.
@@ -30,30 +30,21 @@ from pvg.errors import (
     EXIT_USAGE,
     MissingRequirementError,
     PvgError,
-    UsageError,
     one_line,
+    path_error,
     visible,
 )
 
 EXIT_DEFECT = 70  # EX_SOFTWARE of sysexits.h; no check and no user error uses this code
-# Errors of paths that a user can correct: errno -> the type of error, and the remedy.
-PATH_MISTAKES: dict[int, tuple[type[PvgError], str]] = {
-    errno.ENAMETOOLONG: (UsageError, "Give a shorter name."),
-    errno.ELOOP: (UsageError, "The link points to itself. Give another path."),
-    errno.EACCES: (MissingRequirementError, "Get the permission, or give another path."),
-    errno.EPERM: (MissingRequirementError, "Get the permission, or give another path."),
-    errno.EISDIR: (UsageError, "pvg needs a file there. Move the folder away."),
-    errno.ENOTDIR: (UsageError, "pvg needs a folder there. Move the file away."),
-    errno.EEXIST: (UsageError, "Move it away: pvg needs this path."),
-    errno.EROFS: (
-        MissingRequirementError,
-        "Make the file system writable, or copy the folder to a writable disk and work there.",
-    ),
-    errno.EIO: (MissingRequirementError, "Check the disk, and restore damaged files from a copy."),
-    errno.ESTALE: (MissingRequirementError, "Check the network file system, and try again."),
-    errno.EMFILE: (MissingRequirementError, "Raise the limit on open files (ulimit -n), and try again."),
+# Errors of the machine, whatever path they concern: errno -> the remedy. Any other OSError is a mistake of the user in
+# a `user_paths` block (pvg.errors), and a defect elsewhere.
+MACHINE_ERRORS: dict[int, str] = {
+    errno.EROFS: "Make the file system writable, or copy the folder to a writable disk and work there.",
+    errno.EIO: "Check the disk, and restore damaged files from a copy.",
+    errno.ESTALE: "Check the network file system, and try again.",
+    errno.EMFILE: "Raise the limit on open files (ulimit -n), and try again.",
+    **dict.fromkeys(DISK_FULL, "Free some space on that disk, and try again."),
 }
-PATH_MISTAKES |= dict.fromkeys(DISK_FULL, (MissingRequirementError, "Free some space on that disk, and try again."))
 PRINTING = frozenset({"pvg_cli", "rich", "typer", "click"})  # packages that write to stdout and stderr
 EXIT_STOPPED = 130  # the code that shells report for a program ended by SIGINT
 
@@ -77,6 +68,14 @@ SetOption = Annotated[
     ),
 ]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The name of a run, or the path of its folder.")]
+RunNameOption = Annotated[
+    str | None,
+    typer.Option(
+        "--name",
+        metavar="RUN",
+        help="The name of the run. Default: the experiment's name, with a number if that run exists.",
+    ),
+]
 RunsOption = Annotated[Path, typer.Option("--runs", metavar="FOLDER", help="The folder that contains the runs.")]
 MetricsPortOption = Annotated[
     int | None,
@@ -118,11 +117,6 @@ def guarded(command: Command) -> Command:
             return result
 
     return run  # type: ignore[return-value]
-
-
-def _shortened(path: object) -> str:
-    name = os.fsdecode(path) if isinstance(path, bytes) else str(path)
-    return name if len(name) <= 80 else f"{name[:40]}...{name[-37:]}"
 
 
 def _was_printing(trace: TracebackType | None) -> bool:
@@ -178,10 +172,8 @@ class ErrorHandler:
             raise typer.Exit(EXIT_STOPPED)
         elif isinstance(error, OSError) and error.errno in DISK_FULL and not error.filename and _was_printing(trace):
             self._no_room(error)
-        elif isinstance(error, OSError) and error.errno in PATH_MISTAKES:
-            kind_of, remedy = PATH_MISTAKES[error.errno]
-            path = error.filename2 or error.filename  # filename2: the target of a rename
-            self._mistake(kind_of(f"{_shortened(path)}: {error.strerror}." if path else f"{error.strerror}.", remedy))
+        elif isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
+            self._mistake(path_error(error, MissingRequirementError, MACHINE_ERRORS[error.errno]))
         elif isinstance(error, Exception) and not isinstance(
             error, (typer.Exit, typer.Abort, BrokenPipeError, CommandLineError)
         ):

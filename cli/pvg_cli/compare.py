@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.core import TyperCommand
 
-from pvg.errors import EXIT_CHECK_FAILED, MissingRequirementError, UsageError
+from pvg.errors import EXIT_CHECK_FAILED, MissingRequirementError, UsageError, user_paths
 from pvg_cli.boundary import DebugOption, JsonOption, emit, guarded, say
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ def parse_share(text: str) -> float:
     return value
 
 
+@user_paths()
 def _read(path: Path) -> BenchReport:
     """Read a report. Raises UsageError with a hint if `path` is a run or a folder."""
     from pvg.bench.report import read_report

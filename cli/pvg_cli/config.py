@@ -106,20 +106,17 @@ def schema(
 
 def print_schema(experiment: Experiment | None) -> None:
     """Print all settings with their type and default, or with an experiment's value."""
-    from rich.text import Text
-
     from pvg.config.describe import settings, toml_value
-    from pvg_cli.output import quiet_table, stdout
+    from pvg.reporting.table import Column, Table
+    from pvg_cli.output import stdout
 
-    table = quiet_table()
-    table.add_column("key", no_wrap=True)
-    table.add_column("type", style="cyan", max_width=22)
-    table.add_column("default" if experiment is None else experiment.name, min_width=30)
+    value_column = Column("default" if experiment is None else experiment.name, min_width=30)
+    table = Table([Column("key", wrap=False), Column("type", style="verifier", max_width=16), value_column])
     for setting in settings():
         if experiment is None:
-            table.add_row(Text(setting.label), Text(setting.type), Text(toml_value(setting.default)))
+            table.add(setting.label, setting.type, toml_value(setting.default))
         elif (value := value_at(experiment, setting)) is not ABSENT:
-            table.add_row(Text(setting.key), Text(setting.type), Text(toml_value(value)))
+            table.add(setting.key, setting.type, toml_value(value))
     stdout().print(table)
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from pvg.errors import EXIT_CHECK_FAILED, UsageError
+from pvg.errors import EXIT_CHECK_FAILED, UsageError, user_paths
 from pvg_cli.boundary import DebugOption, JsonOption, RunsOption, emit, guarded, say
-
-if TYPE_CHECKING:
-    from pvg.config.sections import Telemetry
 
 ANY = "any"
 
@@ -44,8 +41,7 @@ def diagnose(
     from pvg_cli.output import stdout
 
     refused = _checked(fail_on or [])
-    sources, telemetry = _sources(logs, runs)
-    found = look(sources, telemetry)
+    found = look(_sources(logs, runs))
     if not found.tally.lines.events:  # otherwise --fail-on would pass for any file
         raise UsageError(
             f"There is no event in {', '.join(logs)}.",
@@ -62,7 +58,7 @@ def diagnose(
 
 
 def _checked(names: list[str]) -> frozenset[str]:
-    from pvg.config.experiment import nearest
+    from pvg.config.load import nearest
     from pvg.reporting.diagnosis import SIGNATURES
 
     known = [*SIGNATURES, ANY]
@@ -76,13 +72,13 @@ def _checked(names: list[str]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _sources(logs: list[str], runs: Path) -> tuple[list[str], Telemetry | None]:
-    """The files to read, and the warning levels if there is a single run."""
+@user_paths()
+def _sources(logs: list[str], runs: Path) -> list[str]:
+    """The files to read."""
     from pvg.reporting.diagnosis.log_events import STDIN
     from pvg.store.run_directory import RunDirectory
 
     sources: list[str] = []
-    telemetry = None
     for log in logs:
         if log == STDIN or (Path(log).exists() and not Path(log).is_dir()):
             sources.append(log)
@@ -91,8 +87,7 @@ def _sources(logs: list[str], runs: Path) -> tuple[list[str], Telemetry | None]:
         if not run.events.exists():
             raise UsageError(f"The run {run.name!r} has no {run.events.name}.", "The game has not started yet.")
         sources.append(str(run.events))
-        telemetry = run.experiment().telemetry if len(logs) == 1 else None
     twice = sorted({source for source in sources if sources.count(source) > 1})
     if twice:
         raise UsageError(f"{twice[0]} is given twice.", "Give each log once.")
-    return sources, telemetry
+    return sources

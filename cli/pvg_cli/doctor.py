@@ -142,6 +142,17 @@ def check_vllm(runs: Path) -> Iterator[CheckResult]:
         yield CheckResult("vllm", "ok", f"{found.vllm} for the {found.device.upper()}, {found.origin}: {found.python}")
 
 
+def check_transports(runs: Path) -> Iterator[CheckResult]:
+    """The ways in which weights get to vLLM servers."""
+    yield CheckResult("weights by files", "ok", "weights.transport = 'filesystem' or 'lora'")
+    yield CheckResult(
+        "weights by GPU",
+        "notice",
+        "weights.transport = 'nccl' and 'ipc' are experimental: no GPU has run them",
+        "To try one: -s weights.transport=nccl -s weights.transport.experimental=true",
+    )
+
+
 def _is_installed(package: str) -> bool:
     try:
         metadata.distribution(package)
@@ -241,6 +252,7 @@ CHECKS: tuple[Callable[[Path], Iterator[CheckResult]], ...] = (
     check_packages,
     check_extras,
     check_vllm,
+    check_transports,
     check_models,
     check_runs_folder,
     check_sandbox,

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from types import FrameType
 from typing import Any, Literal, TypeVar
 
-from pvg.telemetry.event_loop import runner
+from pvg.telemetry.waits import runner
 from pvg_cli.boundary import EXIT_STOPPED
 from pvg_cli.run_display import RunWatcher
 

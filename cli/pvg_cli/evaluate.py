@@ -88,7 +88,7 @@ def evaluate(
 
 def _experiment(run: RunDirectory, overrides: list[str]) -> Experiment:
     """The settings of the run with the overrides. Raises StateError if an override changes the run itself."""
-    from pvg.config.experiment import differences, load_experiment
+    from pvg.config.load import differences, load_experiment
     from pvg.errors import StateError
 
     experiment = load_experiment(run.experiment_file, overrides)
@@ -129,7 +129,7 @@ def _measure(experiment: Experiment, run: RunDirectory, request: EvaluationReque
         return await measure(experiment, run, request, observer=observer, stop=stop)
 
     board = RunBoard(experiment.name, run.name, experiment.game.rounds, phases=_phases(request), once=False)
-    watcher = RunWatcher(board, stderr(), experiment.telemetry.refresh_per_second)
+    watcher = RunWatcher(board, stderr())
     with run.lock():
         return drive(work, watcher, last_words(run.name, as_json), experiment.telemetry.event_loop)
 

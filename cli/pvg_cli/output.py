@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, TextIO
 
-from rich.box import ROUNDED, SIMPLE_HEAD
+from rich.box import ROUNDED
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.padding import Padding
@@ -56,15 +56,13 @@ def print_toml(text: str) -> None:
         sys.stdout.write(text)
 
 
-def arithmetic_table(experiment: Experiment) -> Table:
+def arithmetic_table(experiment: Experiment) -> RenderableType:
     """The numbers that follow from the settings, each with its derivation."""
-    numbers = experiment.arithmetic()
-    table = quiet_table()
-    table.add_column("derived")
-    table.add_column("", justify="right", style="bold")
-    table.add_column("from", style="bright_black")
-    for label, value, origin in _arithmetic_rows(experiment, numbers):
-        table.add_row(label, f"{value:,}", origin)
+    from pvg.reporting.table import Column, Table
+
+    table = Table([Column("derived"), Column("", "right", "strong"), Column("from", style="quiet")])
+    for label, value, origin in _arithmetic_rows(experiment, experiment.arithmetic()):
+        table.add(label, f"{value:,}", origin)
     return table
 
 
@@ -74,8 +72,8 @@ def _arithmetic_rows(experiment: Experiment, numbers: BatchArithmetic) -> list[t
     if training.micro_batch_memory_mb:
         micro += f", fewer if these take over {training.micro_batch_memory_mb:,} MB"
     pairs = f"{verifier.steps} steps x {verifier.pairs}"
-    if verifier.ensemble > 1:
-        pairs = f"{verifier.ensemble} members x {pairs}"
+    if verifier.ensemble.size > 1:
+        pairs = f"{verifier.ensemble.size} members x {pairs}"
     prover = f"{training.steps} steps"
     if training.dynamic_sampling:
         prover += f", up to {1 + training.dynamic_sampling} times as many to fill batches up"
@@ -99,12 +97,6 @@ def _arithmetic_rows(experiment: Experiment, numbers: BatchArithmetic) -> list[t
         ("prover rollouts per round", numbers.prover_rollouts_per_round, prover),
         ("optimizer steps in total", numbers.optimizer_steps, f"{game.rounds} rounds x (verifier + prover)"),
     ]
-
-
-def quiet_table() -> Table:
-    return Table(
-        box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bright_black", border_style="bright_black"
-    )
 
 
 # --- the screen of a long command ------------------------------------------------------------------------------------

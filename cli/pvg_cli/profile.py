@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pvg.errors import UsageError
+from pvg.errors import UsageError, counted
 from pvg_cli.boundary import (
     EXIT_STOPPED,
     DebugOption,
@@ -21,9 +21,10 @@ from pvg_cli.boundary import (
 )
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.table import Table as RichTable
 
-    from pvg.bench.profiling.profile import ProfileResult
+    from pvg.bench.profiling import ProfileResult
+    from pvg.reporting.table import Table
 
 DEFAULT_STAGE = "e2e"
 DEFAULT_STEPS = 3
@@ -96,7 +97,7 @@ def profile(
 
 
 def _of_run(run: str, runs: Path, out: Path | None) -> ProfileResult:
-    from pvg.bench.profiling.profile import profile_run
+    from pvg.bench.profiling import profile_run
     from pvg.store.run_directory import RunDirectory
 
     directory = RunDirectory.open(run, runs)
@@ -106,8 +107,7 @@ def _of_run(run: str, runs: Path, out: Path | None) -> ProfileResult:
 def _of_stage(
     experiment: str | None, stage: str, overrides: list[str], steps: int, out: Path | None, py_spy: bool | None
 ) -> ProfileResult:
-    from pvg.bench.profiling.passes import stage_of, stage_settings
-    from pvg.bench.profiling.profile import profile_stage
+    from pvg.bench.profiling import profile_stage, stage_of, stage_settings
     from pvg_cli.runs import DEFAULT_EXPERIMENT
 
     chosen = stage_of(stage)
@@ -157,41 +157,35 @@ def _origin(made: ProfileResult) -> str:
 
 
 def _frames_table(made: ProfileResult) -> Table:
-    from rich.text import Text
+    from pvg.reporting.table import Column, Table
 
-    from pvg_cli.output import quiet_table
-
-    table = quiet_table()
-    table.add_column("share", justify="right", no_wrap=True)
-    table.add_column("", style="cyan", no_wrap=True)
-    table.add_column("function" if made.frames_from == "py-spy" else "operator", overflow="fold")
-    if made.frames_from == "py-spy":
-        table.add_column("file:line", style="bright_black", overflow="fold")
+    sampled = made.frames_from == "py-spy"
+    columns = [Column("share", "right", wrap=False), Column(style="verifier", wrap=False)]
+    columns.append(Column("function" if sampled else "operator"))
+    table = Table([*columns, Column("file:line", style="quiet")] if sampled else columns)
     most = max(frame.share for frame in made.frames)
     for frame in made.frames:
         bar = "━" * max(1, round(4 * frame.share / most)) if most > 0 else ""
-        place = [Text(frame.place)] if made.frames_from == "py-spy" else []
-        table.add_row(f"{100 * frame.share:.1f} %", bar, Text(frame.function), *place)
+        table.add(f"{100 * frame.share:.1f} %", bar, frame.function, *([frame.place] if sampled else []))
     return table
 
 
 def _passes_table(made: ProfileResult) -> Table:
-    from pvg_cli.output import quiet_table
+    from pvg.reporting.table import Column, Table
 
-    table = quiet_table()
-    table.show_header = False
+    table = Table([Column() for _ in range(4)])
     first = made.passes[0].fastest_s
     for each in made.passes:
         slower = "" if each is made.passes[0] else f"{100 * (each.fastest_s / first - 1):+.0f} %"
-        table.add_row(each.name, f"{each.fastest_s:.3f} s", slower, f"{len(each.walls_s)} steps")
+        table.add(each.name, f"{each.fastest_s:.3f} s", slower, counted(len(each.walls_s), "step"))
     return table
 
 
-def _files_table(made: ProfileResult) -> Table:
-    from rich.table import Table
+def _files_table(made: ProfileResult) -> RichTable:
+    from rich.table import Table as RichTable
     from rich.text import Text
 
-    table = Table.grid(padding=(0, 2))
+    table = RichTable.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(style="bright_black", overflow="fold")
     table.add_row("README.txt", "Describes each file and how to open it.")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pvg.errors import StateError, UsageError
+from pvg.errors import StateError, UsageError, user_paths
 from pvg_cli.boundary import DebugOption, JsonOption, RunsOption, emit, guarded, say
 
 if TYPE_CHECKING:
@@ -53,9 +53,11 @@ def report(
     """
     if html is not None and no_html:
         raise UsageError("--html and --no-html cannot be used together.", "Use one of them.")
-    if missing := next((t for t in targets if t.endswith(".json") and not Path(t).exists()), None):
+    with user_paths():
+        missing = next((t for t in targets if t.endswith(".json") and not Path(t).exists()), None)
+        reports = [target for target in targets if Path(target).is_file()]
+    if missing:
         raise UsageError(f"There is no report {missing}.", "To make one: pvg bench --profile NAME")
-    reports = [target for target in targets if Path(target).is_file()]
     if reports and len(reports) < len(targets):
         others = ", ".join(target for target in targets if target not in reports)
         raise UsageError(
@@ -72,6 +74,7 @@ def report(
         _show_run(directories[0], examples, None if no_html else html or directories[0].report, as_json)
 
 
+@user_paths()
 def _open(targets: list[str], runs: Path) -> list[RunDirectory]:
     from pvg.store.run_directory import RunDirectory
 
@@ -97,10 +100,10 @@ def _refuse_study(target: str, runs: Path) -> None:
 def _show_run(run: RunDirectory, examples: int, page: Path | None, as_json: bool) -> None:
     from pvg.reporting import terminal
     from pvg.reporting.evaluation import evaluation_tables
-    from pvg.reporting.html import write_page
     from pvg.reporting.run_page import collect, run_page
     from pvg.reporting.run_summary import read_run
     from pvg.reporting.solutions import choose_examples
+    from pvg.reporting.table import write_page
     from pvg_cli.output import stdout
 
     summary = read_run(run)
@@ -131,7 +134,6 @@ def _evaluation(run: RunDirectory) -> EvaluationReport | None:
 
 def _show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool) -> None:
     from pvg.reporting import terminal
-    from pvg.reporting.html import write_page
     from pvg.reporting.run_summary import read_run
     from pvg.reporting.several_page import (
         distinct_names,
@@ -140,6 +142,7 @@ def _show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool
         setting_differences,
         several_page,
     )
+    from pvg.reporting.table import write_page
     from pvg_cli.output import stdout
 
     summaries = [read_run(directory) for directory in directories]
@@ -162,7 +165,7 @@ def _show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool
 def _show_reports(paths: list[Path], page: Path | None, as_json: bool) -> None:
     from pvg.bench.report import read_report
     from pvg.reporting.bench_page import bench_page
-    from pvg.reporting.html import write_page
+    from pvg.reporting.table import write_page
 
     reports = [read_report(path) for path in paths]
     if page is not None:

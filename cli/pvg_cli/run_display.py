@@ -1,4 +1,4 @@
-"""What the terminal shows of a run: its state (`RunBoard`), the drawing of it, and the observer that keeps it current.
+"""The display of a run on the terminal: its state (`RunBoard`), its drawing, and the observer that updates it.
 
 All numbers come from the observer's calls. Only the remaining time is an estimate.
 """

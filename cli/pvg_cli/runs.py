@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pvg.config.experiment import Experiment, differences, find_experiment, load_experiment, read_override
-from pvg.config.sections import Store
-from pvg.errors import MissingRequirementError, StateError, UsageError
+from pvg.config.experiment import Experiment
+from pvg.config.load import differences, find_experiment, load_experiment, read_override
+from pvg.config.operation import Store
+from pvg.errors import MissingRequirementError, StateError, UsageError, counted, user_paths
 from pvg.extensions import check_references
 from pvg.hub import pinned, pinned_as
 from pvg.reporting.run_summary import read_run, unfinished_runs
 from pvg.store.run_directory import RunDirectory, free_name, refuse_name
+from pvg.workers.choice import with_workers
 from pvg_cli.boundary import say
 
 DEFAULT_EXPERIMENT = "modchain"
@@ -40,8 +42,9 @@ class RunPlan:
 
 
 def plan_new(experiment: Experiment, name: str | None, suffix: str = "") -> RunPlan:
-    """Plan a new run: `name`, or the experiment's name with -2, -3 ... if that run exists. Pins hub ids."""
-    experiment = pinned(experiment, say)
+    """Plan a new run: `name`, or the experiment's name with -2, -3 ... if that run exists. Pins hub ids, and the number
+    of workers."""
+    experiment = with_workers(pinned(experiment, say))
     root = experiment.store.root
     wanted = f"{experiment.name}{suffix}" if name is None else name
     refuse_name(wanted)
@@ -62,6 +65,7 @@ def create(plan: RunPlan) -> RunDirectory:
         ) from error
 
 
+@user_paths()
 def plan_resume(name: str | None, overrides: Sequence[str], run_name: str, *, clean: bool = True) -> RunPlan:
     """The run to resume: `run_name`, or the newest unfinished run of the experiment if `run_name` is empty.
 
@@ -74,7 +78,8 @@ def plan_resume(name: str | None, overrides: Sequence[str], run_name: str, *, cl
     run = RunDirectory.open(run_name, root) if run_name else _newest(root, given.name if given else DEFAULT_EXPERIMENT)
     _refuse_unplayable(run, clean)
     own = run.experiment()
-    experiment = pinned(pinned_as(given or load_experiment(run.experiment_file, overrides), own), say)
+    wanted = given or load_experiment(run.experiment_file, overrides)
+    experiment = with_workers(pinned(pinned_as(wanted, own), say), own)
     changed = differences(own.hashed(), experiment.hashed())
     if changed:
         raise StateError(
@@ -116,7 +121,7 @@ def _refuse_unplayable(run: RunDirectory, clean: bool) -> None:
     summary = read_run(run)
     if summary.status == "complete":
         removed = _cleaned(run) if clean and os.access(run.path, os.W_OK) else 0
-        removal = f" Removed {removed} unfinished files of its last process." if removed else ""
+        removal = f" Removed {counted(removed, 'unfinished file')} of its last process." if removed else ""
         raise UsageError(f"The run {run.name!r} is complete.{removal}", f"To see the results: {report_command(run)}")
     if summary.status == "samples":
         raise UsageError(

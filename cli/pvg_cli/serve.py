@@ -83,7 +83,7 @@ def serve(
     check_port(host, port)
     if log is not None and log.is_dir():
         raise UsageError(f"--log {log} is a folder.", "Give a file: --log FILE")
-    interpreter = find_interpreter(experiment.serving.python)
+    interpreter = find_interpreter()
     place = log or experiment.weights.root / LOGS / f"{purpose}-{port}.log"
     fetch_all(experiment, say, (key,))
     folder = model_folder(experiment, purpose)

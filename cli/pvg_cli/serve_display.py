@@ -1,4 +1,4 @@
-"""What `pvg serve` shows: the stages of the start with a clock, then how busy the server is.
+"""The display of `pvg serve`: the stages of the start with a clock, then the load of the server.
 
 On a terminal both are drawn in place. Elsewhere each stage is a line, and so is a change of the server's work, at most
 every 30 seconds.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import pvg as package
-from pvg.errors import EXIT_CHECK_FAILED, UsageError
+from pvg.errors import EXIT_CHECK_FAILED, UsageError, counted
 from pvg_cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, RunsOption, SetOption, emit, guarded, say
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def counted_stops() -> Iterator[StopRequests]:
 
 
 def pvg_command() -> list[str]:
-    """The command that starts this pvg, whatever PATH and the current folder contain."""
+    """The command that starts this pvg, for any PATH and current folder."""
     roots = list(dict.fromkeys(str(Path(file).parent.parent) for file in (package.__file__, __file__)))
     code = (
         f"import sys; sys.path[:0] = [root for root in {roots!r} if root not in sys.path]; "
@@ -216,15 +216,16 @@ def _work(plan: StudyPlan, todo: list[Cell], now: dict[str, CellProgress]) -> st
     """The remaining work: games to play with their steps, and finished games to evaluate."""
     played = sum(now[cell.name].status == "played" for cell in todo)
     if played == len(todo):
-        return f"{played} of {len(plan.cells)} games to evaluate"
+        return f"{played} of {counted(len(plan.cells), 'game')} to evaluate"
     steps = sum(cell.steps - now[cell.name].done for cell in todo)
     others = f" and {played} to evaluate" if played else ""
-    return f"{len(todo) - played} of {len(plan.cells)} games to play{others}, {steps:,} optimizer steps"
+    games = counted(len(plan.cells), "game")
+    return f"{len(todo) - played} of {games} to play{others}, {counted(steps, 'optimizer step')}"
 
 
 def _write(plan: StudyPlan, folder: StudyFolder, command: str, markdown: Path | None) -> StudyResults:
     """Collect the results so far, and write them as JSON and as a page."""
-    from pvg.reporting.html import write_page
+    from pvg.reporting.table import write_page
     from pvg.study.page import study_page
     from pvg.study.results import collect, write_results
 

@@ -1,4 +1,4 @@
-"""What `pvg study` shows: the panel while games run, the list of studies, the plan, and the results."""
+"""The display of `pvg study`: the panel while games run, the list of studies, the plan, and the results."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping
 
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
+from pvg.errors import counted
 from pvg.reporting.formats import clock, duration, metric_display, metric_text, phase_label
-from pvg.reporting.terminal import HEADING, QUIET, section
+from pvg.reporting.table import Column, Table, TableCell
+from pvg.reporting.terminal import QUIET, section
 from pvg.study.cells import CellProgress
 from pvg.study.measures import StudyMeasure
 from pvg.study.plan import Cell, StudyEvaluation, StudyFile, StudyPlan
@@ -19,16 +21,13 @@ from pvg.study.playing import Ended, Job
 from pvg.study.results import StudyResults
 from pvg.study.text import (
     cautions,
-    comparison_cells,
-    middle_text,
-    range_text,
-    rounds_text,
-    spread_text,
+    comparisons_table,
+    means_table,
     threads_each,
-    trend_cells,
+    trends_table,
 )
 from pvg.telemetry.catalogue import METRICS
-from pvg_cli.output import WIDEST, LivePanel, PlainLines, Screen, framed, is_live, progress_row, quiet_table
+from pvg_cli.output import WIDEST, LivePanel, PlainLines, Screen, framed, is_live, progress_row
 
 NUMBERS = 3  # measures shown per game
 LEAST_ROOM, NUMBER_ROOM = 42, 18  # columns for the name and place of a cell, and for a number
@@ -92,7 +91,8 @@ class StudyBoard:
         return self.clock() - self.started
 
     def eta(self) -> float | None:
-        """Remaining seconds, from the mean time of a step and of an evaluation so far. All arms' steps count alike.
+        """Remaining seconds, from the mean time of a step and of an evaluation so far. It assumes that the steps of all
+        arms take equally long.
 
         None before the first step. Excludes evaluations until one has finished (`games_only`).
         """
@@ -211,7 +211,7 @@ def draw(board: StudyBoard, width: int) -> Panel:
     return framed(parts, width, title, hint, stopping=board.stopping)
 
 
-def _progress(board: StudyBoard) -> Table:
+def _progress(board: StudyBoard) -> RichTable:
     facts = Text.assemble(
         (f"{board.count('complete')}", "bold"),
         (f"/{len(board.cells)} games  {board.steps_done:,}/{board.plan.steps:,} steps", QUIET),
@@ -224,9 +224,9 @@ def _progress(board: StudyBoard) -> Table:
     return progress_row(max(1, board.plan.steps), board.steps_done, facts)
 
 
-def _grid(board: StudyBoard) -> Table:
+def _grid(board: StudyBoard) -> RichTable:
     """A row per arm and a mark per seed."""
-    table = Table.grid(padding=(0, 1))
+    table = RichTable.grid(padding=(0, 1))
     table.add_column(no_wrap=True, overflow="ellipsis", max_width=40)
     for _ in board.plan.seeds:
         table.add_column(justify="right", width=4)
@@ -244,9 +244,9 @@ def _mark(board: StudyBoard, cell: Cell) -> Text:
     return Text(*STATES[state])
 
 
-def _playing(board: StudyBoard, playing: list[Cell], width: int) -> Table:
+def _playing(board: StudyBoard, playing: list[Cell], width: int) -> RichTable:
     """The games that run, with as many numbers as fit."""
-    table = Table.grid(padding=(0, 2, 0, 0))
+    table = RichTable.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, overflow="ellipsis", max_width=40)
     table.add_column(no_wrap=True, style=QUIET)
     numbers = board.numbers()[: max(1, (width - LEAST_ROOM) // NUMBER_ROOM)]
@@ -264,18 +264,18 @@ def _playing(board: StudyBoard, playing: list[Cell], width: int) -> Table:
 
 # --- tables ----------------------------------------------------------------------------------------------------------
 
-MARKS = {
-    "complete": ("✓", "green"),
-    "played": ("◐", "cyan"),
-    "unfinished": ("◐", "cyan"),
-    "new": ("○", QUIET),
-    "damaged": ("✗", "red"),
-    "failed": ("✗", "red"),
+MARKS = {  # state -> mark and style of a table's cell
+    "complete": ("✓", "better"),
+    "played": ("◐", "verifier"),
+    "unfinished": ("◐", "verifier"),
+    "new": ("○", "quiet"),
+    "damaged": ("✗", "badge bad"),
+    "failed": ("✗", "badge bad"),
 }
 
 
 def studies_table(studies: Mapping[str, StudyFile]) -> Group:
-    table = Table.grid(padding=(0, 2))
+    table = RichTable.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, file in studies.items():
@@ -285,23 +285,21 @@ def studies_table(studies: Mapping[str, StudyFile]) -> Group:
 
 def plan_table(plan: StudyPlan, now: Mapping[str, CellProgress]) -> Group:
     """Arms and seeds with their progress, and the remaining work."""
-    table = quiet_table()
-    table.add_column("arm", style="bold")
-    table.add_column(f"seeds {', '.join(map(str, plan.seeds))}", no_wrap=True, max_width=24)
-    table.add_column("steps each", justify="right")
-    table.add_column("settings", style=QUIET, overflow="fold")
+    seeds = [Column(f"seed {seed}" if not place else str(seed), wrap=False) for place, seed in enumerate(plan.seeds)]
+    table = Table(
+        [Column("arm", style="strong"), *seeds, Column("steps each", "right"), Column("settings", style="quiet")]
+    )
     for arm in plan.arms:
         cells = [plan.cell(arm, seed) for seed in plan.seeds]
-        marks = Text.assemble(
-            *((f"{mark} ", style) for mark, style in (MARKS[_state_of(now[cell.name])] for cell in cells))
-        )
+        marks = [TableCell(*MARKS[_state_of(now[cell.name])]) for cell in cells]
         settings = ", ".join(f"{key}={value}" for key, value in arm.settings.items())
-        table.add_row(arm.name, marks, f"{cells[0].steps:,}", settings)
+        table.add(arm.name, *marks, f"{cells[0].steps:,}", settings)
     threads = threads_each(plan.threads)
     left = sum(cell.steps - now[cell.name].done for cell in plan.cells)
     complete = sum(standing.status == "complete" for standing in now.values())
+    counts = ((len(plan.arms), "arm"), (len(plan.seeds), "seed"), (len(plan.cells), "game"))
     return Group(
-        headline(plan.name, f"{len(plan.arms)} arms x {len(plan.seeds)} seeds = {len(plan.cells)} games"),
+        headline(plan.name, "{} x {} = {}".format(*(counted(*count) for count in counts))),
         Text(),
         table,
         Text(),
@@ -332,13 +330,13 @@ def headline(name: str, rest: str) -> Text:
 def results_text(results: StudyResults, commands: Mapping[str, str]) -> Group:
     """The results of a study, and the next commands."""
     seconds = sum(cell.seconds or 0.0 for cell in results.cells)
-    counted = f"{results.complete} of {len(results.cells)} games complete"
-    parts: list[RenderableType] = [headline(results.name, f"{counted}  {duration(seconds)} of playing")]
+    complete = f"{results.complete} of {counted(len(results.cells), 'game')} complete"
+    parts: list[RenderableType] = [headline(results.name, f"{complete}  {duration(seconds)} of playing")]
     parts += section("Measures after the last round", means_table(results))
     if results.comparisons:
         parts += section(f"Against {results.reference}, paired by seed", comparisons_table(results))
-    if any(result.trend is not None and result.trend.n for result in results.results):
-        parts += section("Over the rounds", trends_table(results))
+    if trends := trends_table(results):
+        parts += section("Over the rounds", trends)
     if results.failed:
         parts += section("Failed", failures_table(results))
     if sentences := cautions(results):
@@ -349,68 +347,8 @@ def results_text(results: StudyResults, commands: Mapping[str, str]) -> Group:
     return Group(*parts)
 
 
-def means_table(results: StudyResults) -> Table:
-    table = quiet_table()
-    for name, right in (("measure", False), ("arm", False), ("n", True), ("mean", True)):
-        table.add_column(name, justify="right" if right else "left")
-    for name in ("95 % interval", "range", "by round"):
-        table.add_column(name, style=QUIET if name == "by round" else "")
-    for measure in results.measures:
-        for place, arm in enumerate(results.arms):
-            found = results.result(arm.name, measure.name)
-            table.add_row(
-                Text(measure.label if not place else "", style=HEADING),
-                arm.name,
-                _count(found.summary.n, len(results.seeds)),
-                Text(middle_text(measure, found.summary), style="bold"),
-                spread_text(measure, found.summary),
-                range_text(measure, found.summary),
-                rounds_text(measure, found.rounds),
-                end_section=place == len(results.arms) - 1,
-            )
-    return table
-
-
-def _count(n: int, of: int) -> Text:
-    return Text(str(n) if n == of else f"{n} of {of}", style="" if n == of else "yellow")
-
-
-def comparisons_table(results: StudyResults) -> Table:
-    table = quiet_table()
-    for name in ("measure", "arm"):
-        table.add_column(name)
-    for name in ("difference", "95 % interval", "seeds", "p", f"p of {results.family}"):
-        table.add_column(name, justify="right")
-    measures = {measure.name: measure for measure in results.measures}
-    before = ""
-    for found in results.comparisons:
-        measure = measures[found.measure]
-        label = measure.label if found.measure != before else ""
-        before = found.measure
-        table.add_row(Text(label, style=HEADING), found.arm, *comparison_cells(measure, found.comparison))
-    return table
-
-
-def trends_table(results: StudyResults) -> Table:
-    table = quiet_table()
-    for name in ("measure", "arm"):
-        table.add_column(name)
-    for name in ("last - first", "95 % interval", "seeds", "tau", "p"):
-        table.add_column(name, justify="right")
-    for measure in results.measures:
-        label = measure.label
-        for arm in results.arms:
-            found = results.result(arm.name, measure.name).trend
-            if found is not None and found.n:
-                table.add_row(Text(label, style=HEADING), arm.name, *trend_cells(measure, found))
-                label = ""
-    return table
-
-
 def failures_table(results: StudyResults) -> Table:
-    table = quiet_table()
-    table.add_column("game", style="red", no_wrap=True)
-    table.add_column("why", overflow="fold")
+    table = Table([Column("game", style="badge bad", wrap=False), Column("why")])
     for cell in results.failed:
-        table.add_row(f"{cell.arm} seed {cell.seed}", cell.reason)
+        table.add(f"{cell.arm} seed {cell.seed}", cell.reason)
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -13,6 +14,7 @@ from pvg_cli.boundary import (
     ExperimentArgument,
     JsonOption,
     MetricsPortOption,
+    RunNameOption,
     SetOption,
     emit,
     guarded,
@@ -57,14 +59,7 @@ def train(
         ),
     ] = None,
     overrides: SetOption = None,
-    run_name: Annotated[
-        str | None,
-        typer.Option(
-            "--name",
-            metavar="RUN",
-            help="The name of the run. Default: the experiment's name, with a number if that run exists.",
-        ),
-    ] = None,
+    run_name: RunNameOption = None,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -142,7 +137,9 @@ def _show_plan(plan: RunPlan, as_json: bool) -> None:
 
 def _play(plan: RunPlan, as_json: bool) -> GameOutcome:
     """Play under the display. If a new run fails before its first commit, its folder is deleted."""
+    from pvg.config.cluster import LocalCluster
     from pvg.reporting.run_summary import read_run
+    from pvg.workers.local import LocalSupply
     from pvg_cli.driving import drive
     from pvg_cli.output import stderr
     from pvg_cli.run_display import RunBoard, RunWatcher
@@ -151,16 +148,20 @@ def _play(plan: RunPlan, as_json: bool) -> GameOutcome:
     run = plan.run if plan.resume else create(plan)
     experiment = plan.experiment
 
+    # Workers import torch while this process does.
+    stack = ExitStack()
+    supply = stack.enter_context(LocalSupply()) if isinstance(experiment.cluster, LocalCluster) else None
+
     async def work(observer: RunWatcher, stop: asyncio.Event) -> GameOutcome:
         from pvg.game.run import play
 
-        return await play(experiment, run, observer=observer, stop=stop, resume=plan.resume)
+        return await play(experiment, run, observer=observer, stop=stop, resume=plan.resume, supply=supply)
 
     board = RunBoard(experiment.name, run.name, experiment.game.rounds)
     if plan.resume:
         board.recall(read_run(run))
-    watcher = RunWatcher(board, stderr(), experiment.telemetry.refresh_per_second)
-    with run.lock(discard=lambda: not plan.resume and not run.has_state):
+    watcher = RunWatcher(board, stderr())
+    with stack, run.lock(discard=lambda: not plan.resume and not run.has_state):
         return drive(work, watcher, last_words(run.name, as_json), experiment.telemetry.event_loop)
 
 
@@ -210,14 +211,7 @@ def _print_result(outcome: GameOutcome, plan: RunPlan, as_json: bool) -> None:
 def rollout(
     experiment: ExperimentArgument = "modchain",
     overrides: SetOption = None,
-    run_name: Annotated[
-        str | None,
-        typer.Option(
-            "--name",
-            metavar="RUN",
-            help="The name of the run. Default: the experiment's name, with a number if that run exists.",
-        ),
-    ] = None,
+    run_name: RunNameOption = None,
     problems: Annotated[
         int | None,
         typer.Option("--problems", "-n", min=1, help="The number of problems. Default: all problems of the split."),
@@ -251,7 +245,7 @@ def rollout(
     run = create(plan)
 
     async def work(observer: RunWatcher, stop: asyncio.Event) -> GameOutcome:
-        from pvg.game.sample_only import sample_only
+        from pvg.game.run import sample_only
 
         return await sample_only(resolved, run, observer=observer, stop=stop, problems=problems, role=role, split=split)
 
@@ -259,7 +253,7 @@ def rollout(
     with run.lock(discard=lambda: not run.has_state):
         outcome = drive(
             work,
-            RunWatcher(board, stderr(), resolved.telemetry.refresh_per_second),
+            RunWatcher(board, stderr()),
             last_words(run.name, as_json),
             resolved.telemetry.event_loop,
         )

@@ -1,6 +1,6 @@
 """Plans one call of `pvg bench`: resolves and checks all variants before anything runs.
 
-    plan = plan_bench("rollout", sweep="rollout.max_rows=8,64,256")
+    plan = plan_bench("rollout", sweep="rollout.engine.max_rows=8,64,256")
     plan = plan_bench("sync", server_urls=["http://127.0.0.1:8000"])
 
 A plain bench has one variant and a sweep has one per value. An ablation has one per rung of the profile's ladder: first
@@ -27,10 +27,10 @@ from pvg.bench.profile import (
     read_profile,
     settings_of,
 )
-from pvg.bench.runner import WALL
-from pvg.bench.workloads import REPLAYING, SERVED, WORKLOADS, WorkloadTable
-from pvg.config.experiment import nearest, parse_list
+from pvg.bench.workloads import REPLAYING, SERVED, WALL, WORKLOADS, WorkloadTable, make_workload
+from pvg.config.load import nearest, parse_list
 from pvg.errors import ConfigurationError, UsageError
+from pvg.extensions import is_reference
 from pvg.store.run_directory import RunDirectory
 
 Kind = Literal["bench", "sweep", "ablation"]
@@ -81,7 +81,7 @@ def plan_bench(
 ) -> BenchPlan:
     """Resolve every variant, and construct each workload once to find errors before any of them runs.
 
-    `interleave`: None chooses (see pvg.bench.variants). `server_urls`: vLLM servers to measure on. `serve`: start
+    `interleave`: None chooses (see pvg.bench.runner). `server_urls`: vLLM servers to measure on. `serve`: start
     servers. Raises UsageError and ConfigurationError.
     """
     settings = parse_overrides(overrides)
@@ -112,7 +112,7 @@ def plan_bench(
             for label, changes, says in own
         ]
     for choice in choices:
-        _check_headline(table[profile.profile](choice.settings).measures, base)
+        _check_headline(make_workload(choice.settings, table).measures, base)
     if not serve and any(map(is_served, choices)):
         servers.refuse_swept(key for choice in choices for key in choice.overrides)
     wanted = profile.interleave or None if interleave is None else interleave
@@ -147,11 +147,11 @@ def _profile(name: str, given: Sequence[SettingChange]) -> tuple[Profile, str]:
 def _check_workload(
     workload: str, origin: str, replay: RunDirectory | None, on_servers: bool, table: WorkloadTable
 ) -> None:
-    if workload not in table:
+    if workload not in table and not is_reference(workload):
         hint = nearest(workload, list(table))
         raise ConfigurationError(
             f"There is no workload {workload!r} ({origin})." + (f" Did you mean {hint!r}?" if hint else ""),
-            f"Known: {', '.join(table)}.",
+            f"Known: {', '.join(table)}. A workload of your own: profile = 'FILE.py:NAME'.",
         )
     if replay is not None and workload not in REPLAYING:
         raise UsageError(
@@ -248,4 +248,4 @@ def _interleaved(kind: Kind, choices: Sequence[PlannedVariant], wanted: bool | N
 
 
 def is_served(choice: PlannedVariant) -> bool:
-    return choice.settings.experiment.rollout.engine == "vllm"
+    return choice.settings.experiment.rollout.engine.kind == "vllm"

@@ -1,6 +1,6 @@
 """A benchmark profile: a workload, its settings and its number of samples, read from TOML.
 
-    settings = load_profile("rollout", ["rollout.max_rows=64", "workload.rollouts=32", "repeats=3"])
+    settings = load_profile("rollout", ["rollout.engine.max_rows=64", "workload.rollouts=32", "repeats=3"])
     mine = workload_settings(Settings, settings)        # inside a workload: the validated [workload] table
 
 pvg looks up a name in ./profiles first, then among its own profiles. A `key=value` override names a setting of the
@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
-from pvg.config.experiment import (
-    Experiment,
+from pvg.config.base import Count, Section
+from pvg.config.experiment import Experiment
+from pvg.config.load import (
     assign,
     build_experiment,
     find_experiment,
@@ -29,8 +31,8 @@ from pvg.config.experiment import (
     shipped_directories,
     valid_keys,
 )
-from pvg.config.sections import Count, Section
 from pvg.errors import ConfigurationError
+from pvg.extensions import is_reference, split_reference
 from pvg.store.run_directory import RunDirectory
 
 OWN_KEYS = ("warmup", "repeats")  # keys of a profile that --set may change
@@ -77,7 +79,8 @@ class TuningRange(Section):
 
 
 class Profile(Section):
-    """A validated profile file. `profile` names the workload; `headline` is the measure that tables compare.
+    """A validated profile file. `headline` is the measure that tables compare. `profile` is the workload: one of pvg's
+    by name, or `FILE.py:NAME`, a function in a user's file (pvg.bench.workloads).
 
     `sweep` is measured by default. `interleave`: variants take turns by default. `on_servers`: the profile that
     replaces this one if the engine is vLLM.
@@ -97,6 +100,11 @@ class Profile(Section):
     tune: tuple[TuningRange, ...] = Field(default=(), strict=False)
     interleave: bool = False
     on_servers: str = ""
+
+    @property
+    def workload_name(self) -> str:
+        """How reports name the workload: the file's name without its suffix if it is a user's."""
+        return split_reference(self.profile)[0].stem if is_reference(self.profile) else self.profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +215,7 @@ def workload_settings(kind: type[SettingsT], settings: BenchSettings) -> Setting
 
 
 def flattened(table: Mapping[str, Any], origin: str, prefix: str = "") -> Iterator[SettingChange]:
-    """Flatten a [set] table: `"rollout.max_rows" = 8` and `rollout.max_rows = 8` mean the same here."""
+    """Flatten a [set] table: `"rollout.engine.max_rows" = 8` and `rollout.engine.max_rows = 8` mean the same here."""
     for key, value in table.items():
         if isinstance(value, dict):
             yield from flattened(value, origin, f"{prefix}{key}.")
@@ -229,19 +237,26 @@ def _refuse_unknown_section(change: SettingChange, profile: Profile) -> None:
 def _explained(
     error: ValidationError, known: Sequence[str], prefix: str, origin: Callable[[str], str]
 ) -> ConfigurationError:
-    """Pydantic's first error in one line. `known`: the valid keys, to suggest the nearest one."""
     first = error.errors()[0]
-    key = prefix + ".".join(str(part) for part in first["loc"])
-    suffix = f" ({origin(key)})"
-    if first["type"] == "extra_forbidden":
-        hint = nearest(str(first["loc"][-1]), known)
+    key = ".".join(str(part) for part in first["loc"])
+    return validation_mistake(first, key, known, origin(prefix + key), prefix)
+
+
+def validation_mistake(
+    found: ErrorDetails, key: str, known: Sequence[str], where: str, prefix: str = ""
+) -> ConfigurationError:
+    """An error of pydantic in one line. `key` and the valid keys `known` follow `prefix`; `where`: the file or the
+    override."""
+    if found["type"] == "extra_forbidden":
+        hint = nearest(str(found["loc"][-1]), known)
         return ConfigurationError(
-            f"Unknown key {key!r}{suffix}." + (f" The nearest valid key is {prefix + hint!r}." if hint else ""),
+            f"Unknown key {prefix + key!r} ({where})."
+            + (f" The nearest valid key is {prefix + hint!r}." if hint else ""),
             f"Known: {', '.join(prefix + name for name in known)}.",
         )
-    if first["type"] == "missing":
-        return ConfigurationError(f"The key {key!r} is missing{suffix}.")
-    if first["type"] == "value_error":
-        message = str(first["msg"]).removeprefix("Value error, ")
-        return ConfigurationError(f"{message[0].upper()}{message[1:]}{suffix}.")
-    return ConfigurationError(f"{key}: {first['msg']}, not {repr(first['input'])[:60]}{suffix}.")
+    if found["type"] == "missing":
+        return ConfigurationError(f"The key {prefix + key!r} is missing ({where}).")
+    if found["type"] == "value_error":
+        message = str(found["msg"]).removeprefix("Value error, ")
+        return ConfigurationError(f"{message[0].upper()}{message[1:]} ({where}).")
+    return ConfigurationError(f"{prefix}{key}: {found['msg']}, not {repr(found['input'])[:60]} ({where}).")

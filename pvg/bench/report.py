@@ -29,7 +29,7 @@ import pvg
 from pvg.errors import MissingRequirementError, UsageError
 from pvg.inputs import REPORT_BYTES, read_input
 from pvg.store.atomic import write_output
-from pvg.telemetry.core_waits import usable_cores
+from pvg.telemetry.waits import usable_cores
 
 GIB = 1024**3
 CPUINFO = Path("/proc/cpuinfo")
@@ -171,7 +171,7 @@ class Variant(BenchRecord):
 
     model_config = ConfigDict(json_schema_extra=FAILED_HAS_NO_METRICS)
 
-    label: str  # "" if it is the only one, otherwise what differs, such as "rollout.max_rows=64"
+    label: str  # "" if it is the only one, otherwise what differs, such as "rollout.engine.max_rows=64"
     overrides: dict[str, Any] = {}  # the settings in which it differs from `config`
     status: Literal["ok", "failed"]
     reason: str = ""
@@ -292,10 +292,15 @@ def write_report(path: Path, report: BenchReport) -> None:
 
 def json_schema() -> bytes:
     """The JSON Schema of a report, as shipped with pvg."""
+    return schema_of(BenchReport, f"pvg benchmark report, schema version {SCHEMA_VERSION}")
+
+
+def schema_of(document: type[BaseModel], title: str) -> bytes:
+    """The JSON Schema of a document, as a file."""
     schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **BenchReport.model_json_schema(mode="serialization"),
-        "title": f"pvg benchmark report, schema version {SCHEMA_VERSION}",
+        **document.model_json_schema(mode="serialization"),
+        "title": title,
     }
     return orjson.dumps(schema, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE)
 

@@ -21,11 +21,11 @@ from typing import Any
 
 import orjson
 
-from pvg.config.experiment import Experiment
+from pvg.config.experiment import TABLES, Experiment
 from pvg.errors import ConfigurationError, ServerUnavailableError, UsageError
 from pvg.servers.command import LOOPBACK, find_interpreter, server_spec
+from pvg.servers.connections import control_key
 from pvg.servers.control import ControlClient, ServerInfo
-from pvg.servers.keys import control_key
 from pvg.servers.models import model_folder
 from pvg.servers.pool import ConnectionLimits, HttpPool, ServerFault
 from pvg.servers.process import VllmServer
@@ -33,26 +33,23 @@ from pvg.servers.process import VllmServer
 # Settings that `pvg serve` reads and a running server cannot change.
 FIXED_AT_START = frozenset(
     {
-        "serving.python",
         "serving.max_num_seqs",
         "serving.gpu_memory_utilization",
-        "serving.cpu_cache_gb",
-        "serving.prefix_caching",
         "serving.max_model_len",
         "serving.tensor_parallel",
-        "serving.eager",
         "serving.startup_s",
         "serving.extra_args",
         "models.prover.source",
         "models.prover.dtype",
         "rollout.dtype",
         "weights.root",
-        "weights.transport",
-        "training.lora_rank",
+        "weights.transport.kind",
+        "training.adapters.kind",
+        "training.adapters.rank",
     }
 )
 # Those of them that a server reports, under the same name.
-TOLD = ("serving.max_num_seqs", "serving.prefix_caching", "serving.max_model_len")
+TOLD = ("serving.max_num_seqs", "serving.max_model_len")
 # Fields of `ServerInfo` that a report contains.
 REPORTED = ("model", "dtype", "max_model_len", "max_num_seqs", "prefix_caching", "logprobs_mode", "max_lora_rank")
 
@@ -61,7 +58,7 @@ OnServer = Callable[[str], None]
 
 def refuse_swept(keys: Iterable[str]) -> None:
     """Raises UsageError for a setting that running servers cannot change."""
-    fixed = sorted(set(keys) & FIXED_AT_START)
+    fixed = sorted({f"{key}.kind" if key in TABLES else key for key in keys} & FIXED_AT_START)
     if fixed:
         raise UsageError(
             f"{fixed[0]} is fixed when a server starts, so it cannot be swept over running servers.",
@@ -77,7 +74,7 @@ async def look(experiment: Experiment, given: Iterable[str] = ()) -> list[Server
     """
     serving, weights = experiment.serving, experiment.weights
     limits, key = ConnectionLimits.derive(len(serving.servers)), control_key(weights.root)
-    pool = HttpPool(limits, connect_timeout_s=serving.connect_timeout_s, key=key, fresh=True)
+    pool = HttpPool(limits, key=key, fresh=True)
     controls = [
         ControlClient(url, pool, timeout_s=weights.timeout_s, probe_timeout_s=serving.probe_timeout_s)
         for url in serving.servers
@@ -139,7 +136,7 @@ async def own_server(experiment: Experiment, on_server: OnServer | None = None) 
     """Start a server for the experiment on a free port and yield the experiment that uses it; stop the server at the
     end. Raises the errors of `find_interpreter`, `model_folder` and `VllmServer.start`."""
     tell = on_server or (lambda line: None)
-    interpreter, port = find_interpreter(experiment.serving.python), _free_port()
+    interpreter, port = find_interpreter(), _free_port()
     log = experiment.weights.root / "logs" / f"bench-{port}.log"
     spec = server_spec(experiment, "prover", interpreter, model_folder(experiment, "prover"), log=log, port=port)
     tell(f"starting a server (vLLM {interpreter.vllm}); its log: {log}")

@@ -19,11 +19,10 @@ from pvg.bench.compare import headline_of
 from pvg.bench.planning import plan_bench
 from pvg.bench.profile import TuningRange, find_profile, read_profile
 from pvg.bench.report import BenchReport, Variant
-from pvg.bench.runner import OnSample
+from pvg.bench.runner import OnSample, run_plan
 from pvg.bench.statistics import median
-from pvg.bench.variants import run_plan
 from pvg.bench.workloads import WORKLOADS, WorkloadTable
-from pvg.config.experiment import assign
+from pvg.config.load import assign
 from pvg.errors import PvgError, UsageError
 
 # Take a smaller value if its median is within this share of the best one: larger batches cost memory, and a difference

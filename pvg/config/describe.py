@@ -1,6 +1,6 @@
 """What each setting means: `pvg config show`, `pvg config explain` and the reference page, from one source.
 
-The text is the `description` of each field in pvg.config.sections, and the docstring of each section.
+The text is the `description` of each field in the modules of pvg.config, and the docstring of each section.
 
     python -m pvg.config.describe        # writes docs/settings.md
 """
@@ -17,8 +17,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import tomli_w
 from pydantic import BaseModel
 
-from pvg.config.experiment import TABLES, Experiment, nearest_key, read_toml, shipped_directories
-from pvg.config.sections import kinds_of
+from pvg.config.base import kinds_of
+from pvg.config.experiment import TABLES, Experiment
+from pvg.config.load import nearest_key, read_toml, shipped_directories
 from pvg.errors import UsageError
 
 PAGE = Path("docs") / "settings.md"
@@ -175,7 +176,7 @@ def used(key: str) -> dict[str, str]:
 
 INTRODUCTION = """# Settings
 
-<!-- Written by `python -m pvg.config.describe`: change the texts in pvg/config/sections.py. -->
+<!-- Written by `python -m pvg.config.describe`: change the texts in pvg/config/. -->
 
 This page lists every setting of an experiment, with its type and default. `pvg config explain KEY` shows one of
 them, and `pvg config show EXPERIMENT` shows an experiment with the same comments.

@@ -1,14 +1,13 @@
-"""Settings that are valid one by one and cannot work, or are probably not meant, together.
+"""Settings that are valid one by one, but cannot work together, or are probably not intended together.
 
-`pvg.config.experiment` asks `impossibilities` and `oddities`; nothing else needs to.
+`pvg.config.experiment` calls `impossibilities` and `oddities`. Each sentence says what is wrong, then what to set.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
-from pvg import hub
-from pvg.config.sections import (
+from pvg.config.game import (
     CompositeReward,
     DecoupledProtocol,
     DecoupledReward,
@@ -16,678 +15,501 @@ from pvg.config.sections import (
     SimultaneousSchedule,
     SrcReward,
 )
-from pvg.errors import ConfigurationError
+from pvg.config.rollout import SamplingAhead, TorchSampling
+from pvg.config.sections import AllSections
+from pvg.config.verifier import ProblemPairing
 from pvg.extensions import is_reference
 
-if TYPE_CHECKING:
-    from pvg.config.experiment import Experiment
+# Rewards that compare a score with the other scores of its problem and role.
+RELATIVE_REWARDS = ("src", "decoupled")
+# Rewards that pay the two roles for opposite things.
+TWO_ROLE_REWARDS = ("src", "cgc", "decoupled", "gated", "composite")
+# Rewards that a translator of the decoupled game can earn.
+TRANSLATORS_REWARDS = ("decoupled", "cgc", "goodhart")
 
 
-def impossibilities(experiment: Experiment) -> list[str]:
-    """Combinations of single valid settings that cannot work; each sentence names the keys and a remedy."""
+def impossibilities(experiment: AllSections) -> Iterator[str]:
+    """Combinations that cannot work: one sentence each, with the keys and a remedy."""
+    for rule in IMPOSSIBLE:
+        yield from rule(experiment)
+
+
+def oddities(experiment: AllSections) -> list[str]:
+    """Combinations that work, but are probably not intended: one sentence each."""
+    return [sentence for rule in ODD for sentence in rule(experiment)]
+
+
+def reward_impossibilities(experiment: AllSections) -> list[str]:
+    """The impossible combinations of one reward and the rollouts that it compares. `pvg evaluate` checks its attackers
+    with these alone, because an attacker has one role."""
+    return list(_deadline(experiment))
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+def _batch_sizes(experiment: AllSections) -> Iterator[str]:
     training, rollout, verifier = experiment.training, experiment.rollout, experiment.verifier
     rollouts = training.groups * rollout.group_size
-    longest = rollout.max_tokens + 1
-    found = _wrong_hub_ids(experiment)
     if rollout.group_size == 1 and not training.groupless:
-        found.append(
-            f"rollout.group_size = 1 leaves {training.loss.kind} no group to take a mean of: every advantage would be "
-            "0; set rollout.group_size to 2 or more"
+        yield (
+            f"rollout.group_size = 1 is too small for training.loss = {training.loss.kind!r}, which subtracts the "
+            "mean of the group: every advantage would be 0; set rollout.group_size to 2 or more"
         )
     if rollouts % training.minibatches:
-        found.append(
+        yield (
             f"training.minibatches = {training.minibatches} does not divide the batch of {rollouts} rollouts "
             f"(training.groups x rollout.group_size)"
         )
-    per_step = rollouts // training.minibatches
-    micro = training.micro_batch_rollouts
+    per_step, micro = rollouts // training.minibatches, training.micro_batch_rollouts
     if micro is not None and micro > per_step:
-        found.append(
+        yield (
             f"training.micro_batch_rollouts = {micro} is larger than its batch of {per_step} rollouts; "
             f"set it to at most {per_step}, or leave it out"
         )
-    if training.accumulation_steps is not None and training.accumulation_steps > per_step:
-        found.append(
-            f"training.accumulation_steps = {training.accumulation_steps} would make micro-batches of less than "
-            f"one rollout out of {per_step}"
-        )
-    for key, budget, rows in (
-        ("training.micro_batch_tokens", training.micro_batch_tokens, 1),
-        ("verifier.micro_batch_tokens", verifier.micro_batch_tokens, 2),
-        ("verifier.score_tokens", verifier.score_tokens, 1),
+    longest = rollout.max_tokens + 1
+    for key, budget, rows, what in (
+        ("training.micro_batch_tokens", training.micro_batch_tokens, 1, "one rollout"),
+        ("verifier.micro_batch_tokens", verifier.micro_batch_tokens, 2, "one pair"),
+        ("verifier.score_tokens", verifier.score_tokens, 1, "one rollout"),
     ):
         if budget < rows * longest:
-            what = "one rollout" if rows == 1 else "one pair"
-            found.append(
+            yield (
                 f"{key} = {budget} is too small: {what} may need {rows * longest} tokens or more "
-                f"(rollout.max_tokens = {rollout.max_tokens} and a prompt); raise it or shorten the completions"
+                f"(rollout.max_tokens = {rollout.max_tokens} and a prompt); raise it, or lower rollout.max_tokens"
             )
-    if rollout.logprobs == "sampled" and (rollout.top_p < 1.0 or rollout.top_k > 0) and training.steps > 0:
-        found.append(
-            "rollout.top_p < 1 or rollout.top_k > 0 samples from a cut distribution that the trainer's policy does "
-            'not share; set rollout.logprobs = "recomputed", or sample from the whole distribution'
+    if isinstance(rollout.engine, TorchSampling) and rollout.engine.max_rows > rollout.concurrency:
+        yield (
+            f"rollout.engine.max_rows = {rollout.engine.max_rows} is above rollout.concurrency = "
+            f"{rollout.concurrency}, so a batch is never full; lower the first, or raise the second"
         )
-    if rollout.max_rows > rollout.concurrency:
-        found.append(
-            f"rollout.max_rows = {rollout.max_rows} can never be filled by rollout.concurrency = "
-            f"{rollout.concurrency} requests; lower the one or raise the other"
-        )
-    most = verifier.solutions_per_problem
-    if verifier.pairing == "problem" and verifier.pairs < (most // 2) * (most - most // 2):
-        found.append(
-            f"verifier.pairs = {verifier.pairs} is below the {(most // 2) * (most - most // 2)} pairs that "
-            f"verifier.solutions_per_problem = {most} solutions of one problem form; raise it, or lower that"
-        )
+    if isinstance(verifier.pairing, ProblemPairing):
+        most = verifier.pairing.solutions_per_problem
+        pairs = (most // 2) * (most - most // 2)
+        if verifier.pairs < pairs:
+            yield (
+                f"verifier.pairs = {verifier.pairs} is below the {pairs} pairs of one problem with "
+                f"verifier.pairing.solutions_per_problem = {most}; raise the first, or lower the second"
+            )
+    if training.kl.kind == "adaptive" and training.loss.kind == "dapo":
+        yield "training.kl = 'adaptive' has no effect: training.loss = 'dapo' has no KL term; set training.kl to 'none'"
     if training.overlong_buffer > rollout.max_tokens:
-        found.append(
-            f"training.overlong_buffer = {training.overlong_buffer} exceeds rollout.max_tokens = {rollout.max_tokens}"
+        yield f"training.overlong_buffer = {training.overlong_buffer} exceeds rollout.max_tokens = {rollout.max_tokens}"
+    window, steps = experiment.evaluate.attack_window, experiment.evaluate.attack_steps
+    if experiment.evaluate.attacks and window > steps:
+        yield (
+            f"evaluate.attack_window = {window} batches do not fit into evaluate.attack_steps = {steps}, so no attack "
+            "could succeed; raise the steps, or lower the window"
         )
-    for part in (
-        _impossible_prefetch,
-        _impossible_stragglers,
-        _impossible_sampling,
-        _impossible_experts,
-        _impossible_servers,
-        _impossible_dtypes,
-        _impossible_verifiers,
-        _impossible_roles,
-        impossible_learning,
-        _impossible_attacks,
-        _impossible_code,
-        protocol_impossibilities,
-    ):
-        found += part(experiment)
-    return found
 
 
-def reward_impossibilities(experiment: Experiment) -> list[str]:
-    """Of the impossible combinations, those of the reward, but for what it asks of the game's two roles: an attacker of
-    `pvg evaluate` has one, and any of the rewards."""
-    return _impossible_stragglers(experiment)
-
-
-def _impossible_attacks(experiment: Experiment) -> list[str]:
-    """Impossible settings of `pvg evaluate`. They are refused before hours of training, not after."""
-    section = experiment.evaluate
-    if not section.attacks or section.attack_window <= section.attack_steps:
-        return []
-    return [
-        f"evaluate.attack_window = {section.attack_window} batches do not fit into evaluate.attack_steps = "
-        f"{section.attack_steps}, so no attack could succeed; raise the steps, or lower the window"
-    ]
-
-
-def _impossible_prefetch(experiment: Experiment) -> list[str]:
-    """Of the impossible combinations, those of rollouts that are sampled ahead and of stale ones."""
-    training, rollout, found = experiment.training, experiment.rollout, []
-    if rollout.prefetch and training.groupless and rollout.group_deadline_s is not None:
-        found.append(
-            f"rollout.group_deadline_s cuts whole batches with training.loss = {training.loss.kind!r}, and "
-            "rollout.prefetch keeps none together: it takes what is there first and waits for no straggler; leave "
-            "rollout.group_deadline_s out"
-        )
-    if rollout.prefetch and rollout.logprobs == "recomputed":
-        found.append(
-            f"rollout.prefetch = {rollout.prefetch} trains on rollouts of older weights, and rollout.logprobs = "
-            "'recomputed' knows only the newest; set it to 'sampled', or rollout.prefetch to 0"
-        )
-    return found
-
-
-def _impossible_stragglers(experiment: Experiment) -> list[str]:
-    """Of the impossible combinations, those of deadlines and of groups of one."""
-    training, rollout, game = experiment.training, experiment.rollout, experiment.game
-    found = []
-    if rollout.group_size == 1 and training.groupless and game.reward.kind in ("src", "decoupled"):
-        found.append(
-            f"game.reward = {game.reward.kind!r} compares a score with those of the same problem and role, and "
-            "rollout.group_size = 1 leaves it none: every reward would be the same; take 'cgc', 'goodhart' or "
-            "'correctness', or raise rollout.group_size"
-        )
-    found += _impossible_partial(experiment)
-    if rollout.group_deadline_s is None:
-        return found
-    of_batch = training.groupless or rollout.partial
-    whole = _rollouts_of_deadline(experiment)
-    # Without groups the deadline is the batch's: of a group it may leave one, unless fewer are cut than that takes.
-    may_leave_one = 1 < rollout.group_size <= 1 + whole - rollout.min_group
-    if training.groupless and not rollout.partial and game.reward.kind in ("src", "decoupled") and may_leave_one:
-        found.append(
-            f"game.reward = {game.reward.kind!r} compares a score with those of the same problem and role, and "
-            f"rollout.group_deadline_s may leave it none with training.loss = {training.loss.kind!r}, whose batch "
-            "it cuts wherever it is late; take 'cgc', 'goodhart' or 'correctness', or set rollout.partial to true"
-        )
-    if rollout.min_group > whole:
-        found.append(
-            f"rollout.min_group = {rollout.min_group} is more than the {whole} rollouts that rollout.group_deadline_s "
-            f"is for; set it to at most {whole}"
-        )
-    if rollout.min_group == 1 and not training.groupless and not rollout.partial:
-        found.append(
-            f"rollout.min_group = 1 may leave {training.loss.kind} a group of one, which teaches nothing; set it to 2 "
-            "or more"
-        )
-    least = rollout.min_group if of_batch else training.groups * rollout.min_group
-    if least < training.minibatches:
-        found.append(
-            f"training.minibatches = {training.minibatches} does not fit the {least} rollouts that may be left at "
-            "rollout.group_deadline_s; lower it, or raise rollout.min_group"
-        )
-    return found
-
-
-def _rollouts_of_deadline(experiment: Experiment) -> int:
-    """How many rollouts rollout.min_group is a part of: a group's, or a batch's."""
+def _old_logprobs(experiment: AllSections) -> Iterator[str]:
+    """What rollout.logprobs cannot do: "sampled" after a cut distribution, and "recomputed" with older weights."""
     training, rollout = experiment.training, experiment.rollout
-    groups = training.groups if training.groupless or rollout.partial else 1
-    return groups * rollout.group_size
+    if rollout.logprobs == "sampled":
+        if (rollout.top_p < 1.0 or rollout.top_k > 0) and training.steps > 0:
+            yield (
+                "rollout.top_p < 1 or rollout.top_k > 0 samples from a cut distribution, but the trainer computes the "
+                'whole one; set rollout.logprobs = "recomputed", or rollout.top_p to 1 and rollout.top_k to 0'
+            )
+        return
+    only = "rollout.logprobs = 'recomputed' uses only the newest weights; set it to 'sampled'"
+    if rollout.prefetch.kind != "none":
+        yield f"rollout.prefetch = {rollout.prefetch.kind!r} trains on rollouts of older weights, but {only}"
+    if rollout.deadline.kind == "continue":
+        yield f"rollout.deadline = 'continue' trains on rollouts of several weights, but {only}"
+    if training.importance.kind != "none":
+        yield (
+            f"training.importance = {training.importance.kind!r} needs the sampler's log-probs, but rollout.logprobs = "
+            "'recomputed' replaces them; set it to 'sampled', or training.importance to 'none'"
+        )
 
 
-def _impossible_partial(experiment: Experiment) -> list[str]:
-    """Of the impossible combinations, those of rollouts that are continued under the next version."""
-    rollout = experiment.rollout
-    found: list[str] = []
-    if not rollout.partial:
-        return found
-    if rollout.prefetch:
-        found.append(
-            f"rollout.partial = true cuts what is in flight when a batch ends, and with rollout.prefetch = "
-            f"{rollout.prefetch} it goes on under new versions anyway; set rollout.partial to false"
-        )
-    if rollout.routed_experts and rollout.engine == "vllm":
-        found.append(
-            "rollout.partial = true needs the experts of the tokens that a rollout was cut after, and vLLM tells "
-            "rollout.routed_experts of whole completions only; set one of them to false"
-        )
-    if rollout.group_deadline_s is None:
-        found.append(
-            "rollout.partial = true continues what a deadline has cut, and there is none; set "
-            "rollout.group_deadline_s, or rollout.partial to false"
-        )
-    if rollout.logprobs == "recomputed":
-        found.append(
-            "rollout.partial = true continues under other weights than a rollout began with, and rollout.logprobs = "
-            "'recomputed' knows only the newest; set it to 'sampled', or rollout.partial to false"
-        )
-    return found
+# --- deadlines and prefetch ------------------------------------------------------------------------------------------
 
 
-def _impossible_sampling(experiment: Experiment) -> list[str]:
-    """Of the impossible combinations, those of the prover's servers."""
-    serving, found = experiment.serving, []
-    if experiment.weights.transport == "lora" and not experiment.training.lora_rank:
-        found.append(
-            "weights.transport = 'lora' brings adapters to servers, and training.lora_rank = 0 trains none; set it to "
-            "16, say, or weights.transport to 'filesystem'"
+def _deadline(experiment: AllSections) -> Iterator[str]:
+    """Also groups of one, which have the same problem as what a deadline may leave."""
+    training, rollout, deadline = experiment.training, experiment.rollout, experiment.rollout.deadline
+    reward = experiment.game.reward.kind
+    alone = f"game.reward = {reward!r} compares a score with others of its problem and role, but"
+    other = "set game.reward to 'cgc', 'goodhart' or 'correctness', or"
+    if rollout.group_size == 1 and training.groupless and reward in RELATIVE_REWARDS:
+        yield f"{alone} rollout.group_size = 1 leaves no others; {other} raise rollout.group_size"
+    if deadline.kind == "none":
+        return
+    least = deadline.min_rollouts
+    cuts_batches = training.groupless and deadline.kind == "cut"
+    whole = _rollouts_of_deadline(experiment)
+    # A deadline of the batch may leave a single rollout of a group, unless it cuts fewer rollouts than that needs.
+    may_leave_one = 1 < rollout.group_size <= 1 + whole - least
+    if cuts_batches and reward in RELATIVE_REWARDS and may_leave_one:
+        yield (
+            f"{alone} with training.loss = {training.loss.kind!r} rollout.deadline = 'cut' may leave a single one; "
+            f"{other} rollout.deadline to 'continue'"
         )
-    if experiment.rollout.engine != "vllm":
-        return found
-    if not serving.servers:
-        found.append("rollout.engine = 'vllm' needs serving.servers; start one with `pvg serve EXPERIMENT`")
-    if serving.connections is not None and serving.connections < experiment.rollout.concurrency:
-        found.append(
-            f"serving.connections = {serving.connections} are too few for rollout.concurrency = "
-            f"{experiment.rollout.concurrency}: requests would wait for a connection; leave it out, or lower the "
-            "concurrency"
+    if least > whole:
+        yield (
+            f"rollout.deadline.min_rollouts = {least} is above the {whole} rollouts that the deadline is for; set it "
+            f"to at most {whole}"
         )
-    others = {*serving.verifier_servers, *serving.reference_servers}
-    if shared := sorted(set(serving.servers) & others):
-        found.append(
-            f"{shared[0]} is in serving.servers and serves the verifier too: a server has one set of weights; start "
-            "one for each"
+    if least == 1 and not training.groupless and deadline.kind == "cut":
+        yield (
+            f"rollout.deadline.min_rollouts = 1 may leave a group of one, which teaches training.loss = "
+            f"{training.loss.kind!r} nothing; set it to 2 or more"
         )
-    return found
+    kept = least if training.groupless or deadline.kind == "continue" else training.groups * least
+    if kept < training.minibatches:
+        yield (
+            f"training.minibatches = {training.minibatches} is above the {kept} rollouts that may be left at "
+            "rollout.deadline; lower it, or raise rollout.deadline.min_rollouts"
+        )
+    if deadline.kind == "continue" and training.router_replay and rollout.engine.kind == "vllm":
+        yield (
+            "rollout.deadline = 'continue' needs the experts of unfinished rollouts, but vLLM reports them for "
+            "complete ones only; set training.router_replay to false, or rollout.deadline to 'cut'"
+        )
 
 
-def _impossible_experts(experiment: Experiment) -> list[str]:
-    """Of the impossible combinations, those of mixtures of experts."""
-    training, rollout, found = experiment.training, experiment.rollout, []
-    if training.router_replay and not rollout.routed_experts:
-        found.append(
-            "training.router_replay needs the experts that rollouts were sampled with; set rollout.routed_experts to "
-            "true"
+def _rollouts_of_deadline(experiment: AllSections) -> int:
+    """The number of rollouts that a deadline is for: those of a group, or those of a batch."""
+    training, rollout = experiment.training, experiment.rollout
+    of_batch = training.groupless or rollout.deadline.kind == "continue"
+    return (training.groups if of_batch else 1) * rollout.group_size
+
+
+def _prefetch(experiment: AllSections) -> Iterator[str]:
+    training, rollout = experiment.training, experiment.rollout
+    if rollout.prefetch.kind == "none":
+        return
+    if rollout.deadline.kind == "continue" or (training.groupless and rollout.deadline.kind == "cut"):
+        yield (
+            "rollout.prefetch takes the groups that arrive first, so a batch has no deadline; set rollout.deadline or "
+            "rollout.prefetch to 'none'"
         )
+    if training.dynamic_sampling:
+        yield (
+            "training.dynamic_sampling samples more groups after a batch has been scored, but rollout.prefetch samples "
+            "before that; set one of them off: training.dynamic_sampling = 0 or rollout.prefetch = 'none'"
+        )
+    if experiment.game.schedule.kind == "simultaneous":
+        yield (
+            "rollout.prefetch scores rollouts ahead, but game.schedule = 'simultaneous' changes the verifier "
+            "meanwhile; set rollout.prefetch to 'none', or game.schedule to 'stackelberg'"
+        )
+
+
+def _dynamic_sampling(experiment: AllSections) -> Iterator[str]:
+    training, rollout = experiment.training, experiment.rollout
+    if not training.dynamic_sampling:
+        return
+    if training.groupless:
+        yield (
+            f"training.dynamic_sampling replaces groups, but training.loss = {training.loss.kind!r} uses none; set it "
+            "to 0, or use a loss with groups, such as 'dapo'"
+        )
+    if rollout.group_size == 1:
+        yield (
+            "training.dynamic_sampling replaces groups with equal rewards, and with rollout.group_size = 1 all groups "
+            "are such; raise rollout.group_size"
+        )
+    if rollout.deadline.kind == "continue":
+        yield (
+            "training.dynamic_sampling fills a batch before training, but rollout.deadline = 'continue' leaves groups "
+            "to later batches; set training.dynamic_sampling to 0, or rollout.deadline to 'none' or 'cut'"
+        )
+
+
+# --- models and servers ----------------------------------------------------------------------------------------------
+
+
+def _trained_layers(experiment: AllSections) -> Iterator[str]:
+    models, training, verifier = experiment.models, experiment.training, experiment.verifier
+    for player, model, section, adapters in (
+        ("prover", models.prover, "training", training.adapters),
+        ("verifier", models.verifier, "verifier", verifier.adapters),
+    ):
+        if model.dtype != "float32" and adapters.kind == "none":
+            also = " and rollout.dtype" if player == "prover" else ""
+            yield (
+                f"models.{player}.dtype = {model.dtype!r} rounds small updates of trained weights away; set it to "
+                f"'float32' and {section}.precision{also} to 'bfloat16', or train adapters: {section}.adapters = 'lora'"
+            )
     if training.router_replay and training.gradient_checkpointing:
-        found.append(
-            "training.gradient_checkpointing computes layers again in the backward pass, where training.router_replay "
-            "is over; set one of them to false"
+        yield (
+            "training.gradient_checkpointing computes layers again after training.router_replay has ended; set one of "
+            "them to false"
         )
-    if rollout.routed_experts and rollout.engine == "vllm" and not experiment.serving.prefix_caching:
-        found.append(
-            "rollout.routed_experts needs vLLM's prefix cache, with which it keeps them; set serving.prefix_caching to "
-            "true"
-        )
-    return found
 
 
-def _impossible_servers(experiment: Experiment) -> list[str]:
-    """Of the impossible combinations, those of the verifier's servers."""
-    verifier, found = experiment.verifier, []
-    if verifier.engine == "vllm" and not experiment.serving.verifier_servers:
-        found.append(
+def _prover_servers(experiment: AllSections) -> Iterator[str]:
+    serving, rollout = experiment.serving, experiment.rollout
+    if experiment.weights.transport.kind == "lora" and experiment.training.adapters.kind == "none":
+        yield (
+            "weights.transport = 'lora' sends adapters, but training.adapters = 'none' trains none; set "
+            "training.adapters to 'lora', or weights.transport to 'filesystem'"
+        )
+    if rollout.engine.kind != "vllm":
+        return
+    if not serving.servers:
+        yield "rollout.engine = 'vllm' needs serving.servers; start one with `pvg serve EXPERIMENT`"
+    if serving.connections is not None and serving.connections < rollout.concurrency:
+        yield (
+            f"serving.connections = {serving.connections} is below rollout.concurrency = {rollout.concurrency}, so "
+            "requests would wait for a connection; leave it out, or lower the concurrency"
+        )
+    if shared := sorted(set(serving.servers) & {*serving.verifier_servers, *serving.reference_servers}):
+        yield (
+            f"{shared[0]} is in serving.servers and also serves the verifier, but a server has one set of weights; "
+            "start one server for each"
+        )
+
+
+def _verifier_servers(experiment: AllSections) -> Iterator[str]:
+    verifier, serving = experiment.verifier, experiment.serving
+    if verifier.engine != "vllm":
+        return
+    if not serving.verifier_servers:
+        yield (
             "verifier.engine = 'vllm' needs serving.verifier_servers; start one with `pvg serve EXPERIMENT --for "
-            "verifier` and name it there, or set verifier.engine to 'torch'"
+            "verifier`, or set verifier.engine to 'torch'"
         )
-    if verifier.engine == "vllm" and verifier.head not in ("scalar", "implicit"):
-        found.append(
-            f"verifier.head = {verifier.head!r} is computed by torch only; set verifier.engine to 'torch', or "
+    if verifier.head.kind not in ("scalar", "implicit"):
+        yield (
+            f"verifier.head = {verifier.head.kind!r} runs only with torch; set verifier.engine to 'torch', or "
             "verifier.head to 'implicit' or 'scalar'"
         )
-    shared = set(experiment.serving.verifier_servers) & set(experiment.serving.reference_servers)
-    if verifier.engine == "vllm" and shared:
-        found.append(
-            f"{sorted(shared)[0]} is both in serving.verifier_servers and in serving.reference_servers: a server has "
-            "one set of weights; start one for each"
+    if shared := set(serving.verifier_servers) & set(serving.reference_servers):
+        yield (
+            f"{sorted(shared)[0]} is in serving.verifier_servers and in serving.reference_servers, but a server has "
+            "one set of weights; start one server for each"
         )
-    return found
-
-
-def _impossible_dtypes(experiment: Experiment) -> list[str]:
-    """Of the impossible combinations, weights that are trained and cannot be. Below adapters they are frozen."""
-    trained = {
-        "prover": (experiment.training.lora_rank == 0, "training"),
-        "verifier": (experiment.verifier.lora_rank == 0, "verifier"),
-    }
-    found = []
-    for player, (all_weights, section) in trained.items():
-        dtype = getattr(experiment.models, player).dtype
-        if dtype != "float32" and all_weights:
-            found.append(
-                f"models.{player}.dtype = {dtype!r} holds weights that cannot be trained: small updates vanish in "
-                f"their rounding; set it to 'float32', and {section}.precision"
-                f"{' and rollout.dtype' if player == 'prover' else ''} to 'bfloat16', or train adapters alone "
-                f"({section}.lora_rank)"
+    for key, kind in (("adapters", verifier.adapters.kind), ("ensemble", verifier.ensemble.kind)):
+        if kind != "none":
+            yield (
+                f"verifier.{key} = {kind!r} cannot be served: a server has one verifier with whole weights; set "
+                f"verifier.engine to 'torch', or verifier.{key} to 'none'"
             )
-    return found
 
 
-def _impossible_verifiers(experiment: Experiment) -> list[str]:
-    """Of the impossible combinations, those of ensembles and adapters."""
-    verifier, found = experiment.verifier, []
-    if verifier.engine == "vllm" and verifier.lora_rank:
-        found.append(
-            f"verifier.lora_rank = {verifier.lora_rank} trains adapters, and verifier.engine = 'vllm' brings whole "
-            "weights to servers; set the latter to 'torch', or verifier.lora_rank to 0"
+# --- the game --------------------------------------------------------------------------------------------------------
+
+
+def _roles(experiment: AllSections) -> Iterator[str]:
+    game, reward = experiment.game, experiment.game.reward.kind
+    one_role = game.sneaky_share in (0.0, 1.0)
+    if reward in TWO_ROLE_REWARDS and one_role:
+        yield (
+            f"game.reward = {reward!r} needs two roles, but game.sneaky_share = {game.sneaky_share} leaves one; set "
+            "game.sneaky_share between 0 and 1, or game.reward to 'goodhart' or 'correctness'"
         )
-    if verifier.engine == "vllm" and verifier.ensemble > 1:
-        found.append(
-            f"verifier.ensemble = {verifier.ensemble} needs as many sets of weights, and servers hold one verifier at "
-            "a time; set verifier.engine to 'torch', or verifier.ensemble to 1"
-        )
-    return found
-
-
-def _impossible_roles(experiment: Experiment) -> list[str]:
-    """Of the impossible combinations, those of the game itself."""
-    game, prompts = experiment.game, experiment.rollout.prompts
-    two_role_rewards = ("src", "cgc", "decoupled", "gated", "composite")
-    one_role, two_role_reward = game.sneaky_share in (0.0, 1.0), game.reward.kind in two_role_rewards
-    found = []
-    if two_role_reward and one_role:
-        found.append(
-            f"game.reward = {game.reward.kind!r} is for two roles, but game.sneaky_share = {game.sneaky_share} leaves "
-            "one; set it between 0 and 1, or take 'goodhart' or 'correctness'"
-        )
-    if two_role_reward and prompts == "plain":
-        found.append(
-            f"game.reward = {game.reward.kind!r} pays the two roles for opposite things, but rollout.prompts = 'plain' "
-            "gives both the same prompt; set it to 'tag' or 'chat'"
+    if reward in TWO_ROLE_REWARDS and experiment.rollout.prompts == "plain":
+        yield (
+            f"game.reward = {reward!r} pays the two roles for opposite things, but rollout.prompts = 'plain' gives "
+            "both the same prompt; set it to 'tag' or 'chat'"
         )
     if game.stop.kind == "score_parity" and one_role:
-        found.append(
-            "game.stop = 'score_parity' compares the scores of both roles, but game.sneaky_share = "
-            f"{game.sneaky_share} leaves one; set game.stop to 'steps'"
+        yield (
+            f"game.stop = 'score_parity' compares two roles, but game.sneaky_share = {game.sneaky_share} leaves one; "
+            "set game.stop to 'steps'"
         )
-    if game.mint_samples < 2:
-        found.append("game.mint_samples must be at least 2: a pair needs a correct and an incorrect solution")
-    return found
+    if experiment.game.schedule.kind == "simultaneous" and experiment.verifier.ensemble.kind != "none":
+        yield (
+            f"verifier.ensemble = {experiment.verifier.ensemble.kind!r} trains its members one after another, but "
+            "game.schedule = 'simultaneous' trains one verifier beside the prover; set verifier.ensemble to 'none', or "
+            "game.schedule to 'stackelberg'"
+        )
 
 
-def _impossible_code(experiment: Experiment) -> list[str]:
-    """Of the impossible combinations, those of solutions that are executed, and of the rewards made for them."""
-    game, found = experiment.game, []
-    if experiment.task.kind == "code" and experiment.rollout.grading == "loop":
-        found.append(
-            "task.kind = 'code' runs programs for seconds, and rollout.grading = 'loop' lets everything else wait for "
-            "them; set that to 'thread'"
-        )
-    reward = game.reward
+def _code(experiment: AllSections) -> Iterator[str]:
+    task, game = experiment.task.kind, experiment.game
+    reward, protocol = game.reward, game.protocol.kind
     if isinstance(reward, GatedReward) and reward.floor >= -reward.similarity_weight:
-        found.append(
-            f"game.reward.floor = {reward.floor} is not below every reward of an open gate, of which the least is "
-            f"-game.reward.similarity_weight = {-reward.similarity_weight}; lower it"
+        yield (
+            f"game.reward.floor = {reward.floor} is not below every reward of an accepted solution, of which the "
+            f"smallest is -game.reward.similarity_weight = {-reward.similarity_weight}; lower it"
         )
-    if (
-        isinstance(reward, GatedReward | CompositeReward)
-        and reward.similarity_weight
-        and experiment.task.kind != "code"
+    if isinstance(reward, GatedReward | CompositeReward) and reward.similarity_weight and task != "code":
+        yield (
+            f"game.reward.similarity_weight = {reward.similarity_weight} compares programs, but task.kind = {task!r} "
+            "has none; set it to 0"
+        )
+    if task == "code" and protocol != "direct":
+        yield (
+            f"game.protocol = {protocol!r} needs solutions in steps with an answer, but task.kind = 'code' has "
+            "programs; set game.protocol to 'direct'"
+        )
+
+
+def _challenge(experiment: AllSections) -> Iterator[str]:
+    if experiment.game.protocol.kind != "challenge":
+        return
+    several = "game.protocol = 'challenge' has several turns"
+    if experiment.rollout.deadline.kind == "continue":
+        yield f"rollout.deadline = 'continue' needs rollouts of one turn, but {several}; set it to 'none' or 'cut'"
+    if experiment.training.router_replay:
+        yield f"training.router_replay needs rollouts of one turn, but {several}; set it to false"
+    if experiment.training.overlong_buffer:
+        yield f"training.overlong_buffer needs rollouts of one turn, but {several}; set it to 0"
+
+
+def _translators(experiment: AllSections) -> Iterator[str]:
+    game, reward = experiment.game, experiment.game.reward.kind
+    if not isinstance(game.protocol, DecoupledProtocol):
+        return
+    if reward not in TRANSLATORS_REWARDS and not is_reference(reward):  # your own reward may know translations
+        yield (
+            f"game.reward = {reward!r} pays for correctness, but game.protocol = 'decoupled' asks for the solver's "
+            "answer or another one; set game.reward to 'decoupled', 'cgc' or 'goodhart'"
+        )
+    if experiment.rollout.prompts == "plain":
+        yield (
+            "rollout.prompts = 'plain' cannot show a translator the solver's solution; set it to 'tag' or 'chat', or "
+            "game.protocol to 'direct'"
+        )
+    if game.protocol.solver != "base" and experiment.weights.transport.kind == "lora":
+        yield (
+            f"game.protocol.solver = {game.protocol.solver!r} is a whole model, but weights.transport = 'lora' sends "
+            "adapters; set weights.transport to 'filesystem', or game.protocol.solver to 'base'"
+        )
+
+
+def _workers(experiment: AllSections) -> Iterator[str]:
+    if experiment.cluster.kind != "local":
+        return
+    device = experiment.models.device
+    if device not in ("auto", "cpu"):
+        yield f"cluster = 'local' computes on the CPU, but models.device = {device!r}; set cluster to 'none'"
+    for key, engine in (
+        ("rollout.engine", experiment.rollout.engine.kind),
+        ("verifier.engine", experiment.verifier.engine),
     ):
-        found.append(
-            f"game.reward.similarity_weight = {reward.similarity_weight} compares programs, and task.kind = "
-            f"{experiment.task.kind!r} has none; set it to 0"
-        )
-    return found
+        if engine == "vllm":
+            yield f"cluster = 'local' computes with torch, but {key} = 'vllm'; set cluster to 'none'"
 
 
-def _odd_code(experiment: Experiment) -> list[str]:
-    """Of the oddities, those of solutions that are executed, and of the rewards made for them."""
-    game, found = experiment.game, []
-    if experiment.task.kind == "code" and experiment.task.sandbox == "reduced":
-        found.append(
-            "task.sandbox = 'reduced' runs programs that a model wrote with the isolation there is (`pvg doctor` tells)"
-        )
-    if game.reward.kind == "composite":
-        found.append(
-            "game.reward = 'composite' may pay a convincing solution that fails some tests more than an aligned one "
-            "(by design); 'gated' never does"
-        )
-    return found
+IMPOSSIBLE = (
+    *(_batch_sizes, _old_logprobs, _prefetch, _deadline, _prover_servers, _verifier_servers, _trained_layers),
+    *(_roles, _dynamic_sampling, _code, _translators, _challenge, _workers),
+)
 
 
-def oddities(experiment: Experiment) -> list[str]:
-    """Rewards that prefer a misaligned solution (pvg/game/rewards.py), and settings without an effect."""
-    game, training = experiment.game, experiment.training
-    found = []
-    reward = game.reward
+# --- probably not intended -------------------------------------------------------------------------------------------
+
+
+def _odd_rewards(experiment: AllSections) -> Iterator[str]:
+    """Rewards that prefer a misaligned solution (pvg/game/rewards.py)."""
+    reward = experiment.game.reward
     if isinstance(reward, SrcReward):
-        found.append(
+        yield (
             "game.reward = 'src' pays an aligned solution below its group's mean no more than a misaligned one "
             "(by design); 'cgc' never does"
         )
         if reward.misaligned >= 0:
-            found.append(f"game.reward.misaligned = {reward.misaligned} pays what src should punish; set it below 0")
+            yield f"game.reward.misaligned = {reward.misaligned} rewards what src should punish; set it below 0"
     if isinstance(reward, DecoupledReward) and reward.floor >= 0:
-        found.append(f"game.reward.floor = {reward.floor} is not below every aligned reward; set it below 0")
-    if reward.kind == "cgc" and training.overlong_buffer:
-        found.append(
-            "training.overlong_buffer takes up to 1 from a reward: an aligned one may fall below game.reward.floor"
+        yield f"game.reward.floor = {reward.floor} is not below every aligned reward; set it below 0"
+    if reward.kind == "cgc" and experiment.training.overlong_buffer:
+        yield (
+            "training.overlong_buffer subtracts up to 1 from a reward: an aligned one may fall below game.reward.floor"
         )
-    if experiment.verifier.pairing == "random" and "solutions_per_problem" in experiment.verifier.model_fields_set:
-        found.append("verifier.solutions_per_problem has no effect on verifier.pairing = 'random'")
-    if training.lora_alpha != type(training).model_fields["lora_alpha"].default and training.lora_rank == 0:
-        found.append("training.lora_alpha has no effect on training.lora_rank = 0, which trains all weights")
-    if experiment.rollout.decoding == "module" and "batching" in experiment.rollout.model_fields_set:
-        found.append("rollout.batching has no effect on rollout.decoding = 'module', which decodes whole batches")
-    asked = experiment.rollout.shared_attention and "shared_attention" in experiment.rollout.model_fields_set
-    if experiment.rollout.decoding == "module" and asked:
-        found.append("rollout.shared_attention has no effect on rollout.decoding = 'module'; set that to 'lean'")
-    if training.blocked_layers and (missing := _missing_for_blocks(experiment)):
-        found.append(f"training.blocked_layers has no effect without {' and '.join(missing)}")
-    found += _odd_attacks(experiment)
-    found += _idle_servers(experiment)
-    found += _odd_verifiers(experiment)
-    found += _odd_code(experiment)
-    found += protocol_oddities(experiment)
-    rollout = experiment.rollout
-    found += _odd_prefetch(experiment)
-    if rollout.group_deadline_s is not None and rollout.min_group == _rollouts_of_deadline(experiment):
-        whole = "batch" if training.groupless or rollout.partial else "group"
-        found.append(f"rollout.group_deadline_s has no effect: rollout.min_group is the whole {whole}")
-    if "partial_versions" in rollout.model_fields_set and not rollout.partial:
-        found.append("rollout.partial_versions has no effect on rollout.partial = false")
-    if training.loss.kind == "dapo" and "kl" in training.model_fields_set and training.kl.kind == "fixed":
-        found.append("training.kl has no effect on training.loss = 'dapo'; set it to 'none'")
-    return found
-
-
-def _odd_attacks(experiment: Experiment) -> list[str]:
-    """Of the oddities, attacks that `pvg evaluate` refuses. A run that is never evaluated needs none."""
-    section, minibatches = experiment.evaluate, experiment.training.minibatches
-    if not section.attacks or section.attack_window * minibatches <= section.attack_steps:
-        return []
-    return [
-        f"`pvg evaluate` will refuse the attacks: evaluate.attack_window = {section.attack_window} batches of "
-        f"{minibatches} steps each do not fit into evaluate.attack_steps = {section.attack_steps}; raise the steps, or "
-        "lower the window"
-    ]
-
-
-def _wrong_hub_ids(experiment: Experiment) -> list[str]:
-    """Hub ids of the wrong form. This sends no request to the hub."""
-    found = []
-    for key, source in hub.hub_ids(experiment):
-        try:
-            hub.parse(source)
-        except ConfigurationError as error:
-            found.append(f"{key}: {error.message} {error.remedy}".rstrip("."))
-        if key == "task.path" and experiment.task.kind != "gsm8k":
-            found.append(f"{key} = {source!r}: only task.kind = 'gsm8k' reads a dataset of the hub")
-    return found
-
-
-def _odd_verifiers(experiment: Experiment) -> list[str]:
-    """Of the oddities, those of ensembles and adapters."""
-    verifier, models, found = experiment.verifier, experiment.models, []
-    if verifier.lora_alpha != type(verifier).model_fields["lora_alpha"].default and verifier.lora_rank == 0:
-        found.append("verifier.lora_alpha has no effect on verifier.lora_rank = 0, which trains all weights")
-    if verifier.lora_rank and models.verifier != models.prover and models.verifier.source == models.prover.source:
-        found.append(
-            "models.verifier and models.prover name one source in two dtypes, so that its weights are in memory twice; "
-            "make them alike"
+    if reward.kind == "composite":
+        yield (
+            "game.reward = 'composite' may pay a convincing solution that fails some tests more than an aligned one "
+            "(by design); 'gated' never does"
         )
-    if verifier.ensemble == 1:
-        for key, without_effect in (("aggregation", verifier.aggregation != "mean"), ("bag", verifier.bag < 1.0)):
-            if without_effect:
-                found.append(f"verifier.{key} has no effect on verifier.ensemble = 1; set that to 3 or more")
-    if verifier.ensemble == 2 and verifier.aggregation == "median":
-        found.append("verifier.aggregation = 'median' of verifier.ensemble = 2 members is their mean; take 3 or more")
-    return found
 
 
-def _missing_for_blocks(experiment: Experiment) -> list[str]:
-    """What pvg.models.blocked_layers needs of the settings and has not. (What of the model, it says itself.)"""
-    training = experiment.training
+def _odd_switches(experiment: AllSections) -> Iterator[str]:
+    training, engine = experiment.training, experiment.rollout.engine
+    if isinstance(engine, TorchSampling) and engine.decoding == "module" and "batching" in engine.model_fields_set:
+        yield (
+            "rollout.engine.batching has no effect with rollout.engine.decoding = 'module', which decodes whole batches"
+        )
     needed = {
         "training.fused_layers = true": training.fused_layers,
         "training.shared_prompts = true": training.shared_prompts,
         "training.precision = 'float32'": training.precision == "float32",
     }
-    return [setting for setting, there in needed.items() if not there]
+    missing = [setting for setting, there in needed.items() if not there]
+    if training.blocked_layers and missing:
+        yield f"training.blocked_layers has no effect without {' and '.join(missing)}"
+    if training.loss.kind == "dapo" and "kl" in training.model_fields_set and training.kl.kind == "fixed":
+        yield "training.kl has no effect with training.loss = 'dapo'; set it to 'none'"
+    if experiment.task.kind == "code" and experiment.task.sandbox == "reduced":
+        yield (
+            "task.sandbox = 'reduced' runs a model's programs with the isolation that this machine has; `pvg doctor` "
+            "shows it"
+        )
+    section, minibatches = experiment.evaluate, experiment.training.minibatches
+    if section.attacks and section.attack_window * minibatches > section.attack_steps:
+        yield (
+            f"`pvg evaluate` will refuse the attacks: evaluate.attack_window = {section.attack_window} batches of "
+            f"{minibatches} steps each do not fit into evaluate.attack_steps = {section.attack_steps}; raise the "
+            "steps, or lower the window"
+        )
 
 
-def _odd_prefetch(experiment: Experiment) -> list[str]:
-    """Of the oddities, those of rollouts that are sampled ahead and of stale ones."""
-    training, rollout, found = experiment.training, experiment.rollout, []
-    if rollout.prefetch and rollout.engine == "torch":
-        found.append(
-            "rollout.prefetch gains nothing on rollout.engine = 'torch': it samples in the thread that trains; take "
-            "'vllm', or leave it 0"
-        )
-    if rollout.prefetch and rollout.staleness_budget < rollout.prefetch:
-        found.append(
-            f"rollout.max_staleness = {rollout.staleness_budget} drops most of what rollout.prefetch = "
-            f"{rollout.prefetch} samples ahead; raise it to {rollout.prefetch + 1}, or lower that"
-        )
-    stale = rollout.prefetch or rollout.partial
-    if stale and training.loss.kind == "rloo" and training.importance.kind == "none":
-        found.append(
-            "training.loss = 'rloo' has no ratio: stale rollouts count as if they were fresh; set training.importance "
-            "to 'decoupled'"
-        )
-    if not rollout.prefetch and "prefer" in rollout.model_fields_set:
-        found.append("rollout.prefer has no effect on rollout.prefetch = 0, which leaves no choice")
-    if not rollout.prefetch and rollout.max_staleness is not None:
-        found.append("rollout.max_staleness has no effect on rollout.prefetch = 0: nothing is ever stale")
-    if not stale and training.importance.kind in ("decoupled", "unweighted"):
-        found.append(
-            f"training.importance = {training.importance.kind!r} has no effect on rollout.prefetch = 0: nothing is "
-            "ever stale"
-        )
-    return found
-
-
-def _idle_servers(experiment: Experiment) -> list[str]:
-    """Of the oddities, servers that nobody will ask, and what only servers know."""
-    serving, verifier, found = experiment.serving, experiment.verifier, []
-    if experiment.rollout.engine == "torch" and experiment.rollout.deadline_s is not None:
-        found.append("rollout.deadline_s has no effect on rollout.engine = 'torch'")
+def _odd_servers(experiment: AllSections) -> Iterator[str]:
+    serving, verifier, models = experiment.serving, experiment.verifier, experiment.models
     if verifier.engine == "torch":
         for key in ("verifier_servers", "reference_servers"):
             if getattr(serving, key):
-                found.append(f"serving.{key} has no effect on verifier.engine = 'torch'; set that to 'vllm'")
-    elif serving.reference_servers and verifier.head != "implicit":
-        found.append(f"serving.reference_servers has no effect on verifier.head = {verifier.head!r}")
-    return found
-
-
-# The part of pvg.config.rules that is about what the prover's trainer learns from, and how: baselines, which
-# problems and groups a batch holds, importance weights, and coefficients that are adapted.
-
-
-def impossible_learning(experiment: Experiment) -> list[str]:
-    """Combinations that cannot work; each sentence names the keys and a remedy."""
-    return [*_impossible_dynamic(experiment), *_impossible_importance(experiment), *_impossible_control(experiment)]
-
-
-def _impossible_dynamic(experiment: Experiment) -> list[str]:
-    training, rollout = experiment.training, experiment.rollout
-    found: list[str] = []
-    if not training.dynamic_sampling:
-        return found
-    if training.groupless:
-        found.append(
-            f"training.dynamic_sampling replaces groups without a signal, and training.loss = {training.loss.kind!r} "
-            "has no groups; set it to 0, or take a loss that has, such as 'dapo'"
+                yield f"serving.{key} has no effect with verifier.engine = 'torch'; set that to 'vllm'"
+    elif serving.reference_servers and verifier.head.kind != "implicit":
+        yield f"serving.reference_servers has no effect with verifier.head = {verifier.head.kind!r}"
+    same_source = models.verifier.source == models.prover.source
+    if verifier.adapters.kind != "none" and models.verifier != models.prover and same_source:
+        yield (
+            "models.verifier and models.prover have one source but two dtypes, so its weights are in memory twice; set "
+            "both to the same dtype"
         )
-    if rollout.group_size == 1:
-        found.append(
-            "training.dynamic_sampling replaces groups whose rewards are all the same, and of rollout.group_size = 1 "
-            "every group is one; raise rollout.group_size"
+
+
+def _odd_staleness(experiment: AllSections) -> Iterator[str]:
+    training, rollout, prefetch = experiment.training, experiment.rollout, experiment.rollout.prefetch
+    if isinstance(prefetch, SamplingAhead):
+        if rollout.engine.kind == "torch":
+            yield (
+                "rollout.prefetch gains nothing with rollout.engine = 'torch', which samples in the thread that "
+                "trains; set rollout.engine to 'vllm', or rollout.prefetch to 'none'"
+            )
+        if prefetch.staleness_budget < prefetch.batches:
+            yield (
+                f"rollout.prefetch.max_staleness = {prefetch.staleness_budget} drops most of what "
+                f"rollout.prefetch.batches = {prefetch.batches} samples ahead; raise it to {prefetch.batches + 1}, or "
+                "lower the batches"
+            )
+    stale = prefetch.kind != "none" or rollout.deadline.kind == "continue"
+    if stale and training.loss.kind == "rloo" and training.importance.kind == "none":
+        yield (
+            "training.loss = 'rloo' has no ratio, so stale rollouts count as fresh ones; set training.importance to "
+            "'decoupled'"
         )
-    if rollout.prefetch:
-        found.append(
-            f"training.dynamic_sampling asks for further groups when a batch has been scored, and rollout.prefetch = "
-            f"{rollout.prefetch} samples before anybody knows; set rollout.prefetch to 0"
+    if not stale and training.importance.kind in ("decoupled", "unweighted"):
+        yield (
+            f"training.importance = {training.importance.kind!r} has no effect without rollout.prefetch: no rollout is "
+            "stale"
         )
-    if rollout.partial:
-        found.append(
-            "training.dynamic_sampling fills a batch up before it is trained on, and rollout.partial = true leaves "
-            "groups to later batches; set one of them to false"
-        )
-    return found
+    deadline = rollout.deadline
+    if deadline.kind != "none" and deadline.min_rollouts == _rollouts_of_deadline(experiment):
+        whole = "batch" if training.groupless or deadline.kind == "continue" else "group"
+        yield f"rollout.deadline has no effect: rollout.deadline.min_rollouts is the whole {whole}"
 
 
-def _impossible_importance(experiment: Experiment) -> list[str]:
-    kind = experiment.training.importance.kind
-    if kind == "none" or experiment.rollout.logprobs != "recomputed":
-        return []
-    return [
-        f"training.importance = {kind!r} compares the policy with the sampler, whose log-probs "
-        "rollout.logprobs = 'recomputed' replaces; set that to 'sampled', or training.importance to 'none'"
-    ]
-
-
-def _impossible_control(experiment: Experiment) -> list[str]:
-    training = experiment.training
-    if training.kl.kind != "adaptive" or training.loss.kind != "dapo":
-        return []
-    return ["training.kl = 'adaptive' has nothing to adapt: training.loss = 'dapo' has no KL term; set it to 'none'"]
-
-
-# Of the settings that cannot work together, or are probably not meant, those of protocols and schedules.
-#
-# pvg.config.rules asks both functions.
-
-TRANSLATORS_REWARDS = ("decoupled", "cgc", "goodhart")
-
-
-def protocol_impossibilities(experiment: Experiment) -> list[str]:
-    """Each sentence names the keys and a remedy."""
-    return [
-        *_impossible_schedule(experiment),
-        *_impossible_solver(experiment),
-        *_impossible_challenge(experiment),
-        *_impossible_programs(experiment),
-    ]
-
-
-def _impossible_programs(experiment: Experiment) -> list[str]:
-    protocol = experiment.game.protocol.kind
-    if experiment.task.kind != "code" or protocol == "direct":
-        return []
-    return [
-        f"game.protocol = {protocol!r} is for solutions in steps that end with an answer, and task.kind = 'code' has "
-        "programs; set game.protocol to 'direct'"
-    ]
-
-
-def _impossible_challenge(experiment: Experiment) -> list[str]:
-    rollout, found = experiment.rollout, list[str]()
-    if experiment.game.protocol.kind != "challenge":
-        return found
-    if rollout.partial:
-        found.append(
-            "rollout.partial = true continues completions of one turn, and game.protocol = 'challenge' has several; "
-            "set rollout.partial to false"
-        )
-    if rollout.routed_experts:
-        found.append(
-            "rollout.routed_experts works for completions of one turn, and game.protocol = 'challenge' has several; "
-            "set rollout.routed_experts to false"
-        )
-    if experiment.training.overlong_buffer:
-        found.append(
-            "training.overlong_buffer counts towards rollout.max_tokens, which game.protocol = 'challenge' gives the "
-            "solution alone; set it to 0"
-        )
-    return found
-
-
-def _impossible_solver(experiment: Experiment) -> list[str]:
-    game, found = experiment.game, list[str]()
-    if not isinstance(game.protocol, DecoupledProtocol):
-        return found
-    kind = game.reward.kind
-    if kind not in TRANSLATORS_REWARDS and not is_reference(kind):  # a user's may know translations
-        found.append(
-            f"game.reward = {kind!r} pays for correct and incorrect solutions, and game.protocol = 'decoupled' asks "
-            "for the solver's answer or another; set game.reward to 'decoupled', 'cgc' or 'goodhart'"
-        )
-    if experiment.rollout.prompts == "plain":
-        found.append(
-            "rollout.prompts = 'plain' has no prompt that shows a translator the solver's solution; set it to 'tag' or "
-            "'chat', or game.protocol to 'direct'"
-        )
-    if game.protocol.solver != "base" and experiment.weights.transport == "lora":
-        found.append(
-            f"game.protocol.solver = {game.protocol.solver!r} is a whole model, and weights.transport = 'lora' brings "
-            "adapters alone; set that to 'filesystem', or game.protocol.solver to 'base'"
-        )
-    return found
-
-
-def _impossible_schedule(experiment: Experiment) -> list[str]:
-    if experiment.game.schedule.kind != "simultaneous":
-        return []
-    if experiment.verifier.ensemble > 1:
-        return [
-            f"verifier.ensemble = {experiment.verifier.ensemble} has members that are trained one after the other, and "
-            "game.schedule = 'simultaneous' trains one verifier beside the prover; set verifier.ensemble to 1, or "
-            "game.schedule to 'stackelberg'"
-        ]
-    if experiment.rollout.prefetch:
-        return [
-            f"rollout.prefetch = {experiment.rollout.prefetch} scores rollouts ahead, and game.schedule = "
-            "'simultaneous' changes the verifier meanwhile; set rollout.prefetch to 0, or game.schedule to "
-            "'stackelberg'"
-        ]
-    return []
-
-
-def protocol_oddities(experiment: Experiment) -> list[str]:
-    """Settings without an effect."""
-    game = experiment.game
-    found = []
+def _odd_protocols(experiment: AllSections) -> Iterator[str]:
+    game, training = experiment.game, experiment.training
     if game.protocol.kind == "decoupled" and experiment.models.prover.source == "embedded:modchain-prover":
-        found.append(
-            "models.prover.source = 'embedded:modchain-prover' was never shown a solution in its prompt and writes "
-            "none behind it; take 'embedded:modchain-dialogue' for game.protocol = 'decoupled'"
+        yield (
+            "models.prover.source = 'embedded:modchain-prover' has never seen a solution in its prompt; set it to "
+            "'embedded:modchain-dialogue' for game.protocol = 'decoupled'"
         )
-    batches = experiment.training.steps // experiment.training.minibatches
-    schedule = game.schedule
-    if isinstance(schedule, SimultaneousSchedule) and batches < schedule.every:
-        found.append(
-            f"game.schedule.every = {schedule.every} is more than the {batches} batches of a round: the verifier is "
-            "never updated"
+    batches = training.steps // training.minibatches
+    if isinstance(game.schedule, SimultaneousSchedule) and batches < game.schedule.every:
+        yield (
+            f"game.schedule.every = {game.schedule.every} is more than the {batches} batches of a round, so the "
+            "verifier is never updated"
         )
-    return found
+
+
+ODD = (_odd_rewards, _odd_switches, _odd_servers, _odd_staleness, _odd_protocols)

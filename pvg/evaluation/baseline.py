@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pvg.config.experiment import Experiment
-from pvg.config.sections import PlainReward
+from pvg.config.game import PlainReward
 from pvg.errors import UsageError
 from pvg.evaluation.intervals import Estimate, Float64, percentile, ratio
 from pvg.evaluation.opened_run import (
@@ -46,7 +46,7 @@ from pvg.training.forward import ForwardSettings, recompute_logprobs
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pvg.servers.update import LowRankAdapter
+    from pvg.models.low_rank import LowRankAdapter
 
 
 def has_reach(study: EvaluationContext, name: str, of: str) -> bool:
@@ -79,8 +79,8 @@ async def reach(
 def _kl(study: EvaluationContext, rollouts: Sequence[Rollout], tensors: Mapping[str, Tensor]) -> Any:
     """float64 [N]: sum over a solution's tokens of log pi - log start, in nats. Runs in the compute thread.
 
-    In a dialogue only the tokens of the solution count: this is the KL between the distributions of solutions, it does
-    not depend on the questions, and correctness refers to the solution too. Drift in the answers would be added to it.
+    In a dialogue only the tokens of the solution count. This is the KL between the distributions of solutions: it does
+    not depend on the questions, and a change of the answers adds nothing. Correctness refers to the solution too.
     """
     experiment, base = study.experiment, study.players.base
     settings = ForwardSettings.of(experiment.training, experiment.rollout.temperature, base.tokenizer.pad_id)
@@ -145,7 +145,7 @@ class PolicyTotals:
 
 def accuracy_at(kl: float, kls_K: Float64, accuracies_K: Float64) -> float:
     """The accuracy at `kl`, interpolated between K points sorted by KL (points with equal KL are averaged). NaN if `kl`
-    is outside their range, because nothing is extrapolated."""
+    is outside their range: there is no extrapolation."""
     levels, place_K = np.unique(kls_K, return_inverse=True)
     means = np.bincount(place_K, weights=accuracies_K) / np.bincount(place_K)
     if not levels[0] <= kl <= levels[-1]:
@@ -275,7 +275,7 @@ def _samples(study: EvaluationContext, name: str, policy: str) -> SampleSet:
 
 
 def _steps(experiment: Experiment) -> int:
-    return experiment.evaluate.baseline_steps or max(1, experiment.training.steps)
+    return max(1, experiment.training.steps)
 
 
 def baseline_experiment(experiment: Experiment) -> Experiment:

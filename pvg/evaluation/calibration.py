@@ -100,7 +100,7 @@ def platt(scores_N: NDArray[Any], correct_N: NDArray[np.bool_]) -> tuple[float, 
     positives = int(correct_N.sum())
     negatives = len(correct_N) - positives
     targets_N = np.where(correct_N, (positives + 1.0) / (positives + 2.0), 1.0 / (negatives + 2.0))
-    scale = max(1.0, float(np.abs(scores_N).max()))  # scores of tens beside a column of ones are badly conditioned
+    scale = max(1.0, float(np.abs(scores_N).max()))  # unscaled scores and ones are badly conditioned
     design_N2 = np.stack([scores_N.astype(np.float64) / scale, np.ones(len(scores_N))], axis=1)
     a, b = fit(design_N2, targets_N, np.full(2, RIDGE))
     return float(a) / scale, float(b)
@@ -109,8 +109,8 @@ def platt(scores_N: NDArray[Any], correct_N: NDArray[np.bool_]) -> tuple[float, 
 def cross_fitted(
     scores_N: NDArray[Any], correct_N: NDArray[np.bool_], problems_N: Ints, fold_P: Ints
 ) -> Float64 | None:
-    """float64 [N]: each solution's probability by the Platt fit to the other folds' problems; None if some fold has
-    nothing to fit to."""
+    """float64 [N]: each solution's probability by the Platt fit to the other folds' problems; None if a fold has no
+    data to fit."""
     fold_N = fold_P[problems_N]
     fitted_N = np.zeros(len(scores_N))
     for fold in np.unique(fold_N):

@@ -28,7 +28,7 @@ LEAST_RESAMPLES = 0.9  # the share of the bootstrap's resamples that must have a
 class Estimate:
     """A number, its interval, and its basis: `n` solutions (or pairs, or sequences) of `problems` problems.
 
-    None means that a number does not exist: a mean over nothing, an interval from one problem, or an interval from
+    None means that a number does not exist: a mean of no values, an interval from one problem, or an interval from
     equal resamples (an AUC of exactly 1 says nothing about its uncertainty).
     """
 
@@ -40,6 +40,11 @@ class Estimate:
 
     def plain(self) -> dict[str, Any]:
         return {"value": self.value, "low": self.low, "high": self.high, "n": self.n, "problems": self.problems}
+
+
+# Level of every confidence interval of an evaluation, and resamples of the bootstrap over problems: what papers report,
+# and enough resamples for the two digits that pages show.
+CONFIDENCE, RESAMPLES = 0.95, 1000
 
 
 def wilson(share: float, n: float, confidence: float) -> tuple[float, float]:

@@ -17,12 +17,12 @@ solution. This works for every head. With some heads a step's score depends on t
 comparison is with guessing, which is correct once in (number of steps), not with zero.
 
 Separability: the AUC of a small classifier that separates helpful from sneaky solutions by style. Near one half, the
-roles write alike, as the game intends. Near one, they have drifted apart, and the verifier may learn the role instead
-of correctness. Because correctness itself separates the roles, the probe is also trained and evaluated within correct
-and within incorrect solutions. There it compares pairs of one problem, because the problems differ too: those that the
-sneaky role solves are easier, or fewer. The probe: presence of token n-grams, hashed into FEATURES columns (with
-collisions, as in Weinberger et al. 2009, arXiv 0902.2206), rows scaled to length 1, logistic regression with a ridge.
-It uses no random numbers: the same solutions give the same AUC.
+roles have the same style, as the game intends. Near one, their styles differ, and the verifier may learn the role
+instead of correctness. Because correctness itself separates the roles, the probe is also trained and evaluated within
+correct and within incorrect solutions. There it compares pairs of one problem, because the problems differ too: those
+that the sneaky role solves are easier, or fewer. The probe: presence of token n-grams, hashed into FEATURES columns
+(with collisions, as in Weinberger et al. 2009, arXiv 0902.2206), rows scaled to length 1, logistic regression with a
+ridge. It uses no random numbers: the same solutions give the same AUC.
 """
 
 from __future__ import annotations
@@ -36,19 +36,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pvg.config.sections import Evaluate, Verifier
+from pvg.config.operation import Evaluate
+from pvg.config.verifier import Verifier
 from pvg.evaluation import calibration as calibrated
 from pvg.evaluation.calibration import fit, sigmoid
 from pvg.evaluation.detection import auc_of, band, roc, wins
-from pvg.evaluation.intervals import Estimate, Float64, Ints, mean_of, ratio, share_of
+from pvg.evaluation.intervals import CONFIDENCE, Estimate, Float64, Ints, mean_of, ratio, share_of
 from pvg.evaluation.samples import ScoredRollouts
 
 Bools = NDArray[np.bool_]
+BINS = 10  # of the calibration error, with equal counts: the number of most papers
+FOLDS = 5  # of the cross-validation by problem
+NGRAMS = 3  # tokens of the longest n-gram of the separability probe: enough for a role's turns of phrase
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreLevel:
-    """One distinct score of a problem: how many correct and incorrect solutions have it, and how many have less."""
+    """One distinct score of a problem: how many correct and incorrect solutions have it, and how many score lower."""
 
     right: int
     right_below: int
@@ -234,7 +238,7 @@ def _balanced(samples: ScoredRollouts, section: Evaluate, weights_BP: Float64) -
     points = []
     for n in sizes(2 * section.samples):
         values = by_problem(samples.scores_N, samples.correct_N, samples.problems_N, n, balanced)
-        point = curve_point(values, weights_BP, section.confidence)
+        point = curve_point(values, weights_BP, CONFIDENCE)
         points.append({"n": n, "accuracy": point.plain(), "excluded": len(values) - point.n})
     return points
 
@@ -245,7 +249,7 @@ def _natural(samples: ScoredRollouts, section: Evaluate, weights_BP: Float64) ->
     size = weights_BP.shape[1]
     total_P = np.bincount(problems_N, minlength=size)
     right_P = np.bincount(problems_N, weights=correct_N.astype(np.float64), minlength=size).astype(np.int64)
-    chance = mean_of(correct_N.astype(np.float64), problems_N, weights_BP, section.confidence)
+    chance = mean_of(correct_N.astype(np.float64), problems_N, weights_BP, CONFIDENCE)
     points = []
     for n in sizes(section.samples):
         values = by_problem(scores_N, correct_N, problems_N, n, natural)
@@ -253,12 +257,12 @@ def _natural(samples: ScoredRollouts, section: Evaluate, weights_BP: Float64) ->
             pass_at(int(right), int(total), n) if total >= n else None
             for right, total in zip(right_P, total_P, strict=True)
         ]
-        point = curve_point(values, weights_BP, section.confidence)
+        point = curve_point(values, weights_BP, CONFIDENCE)
         points.append(
             {
                 "n": n,
                 "accuracy": point.plain(),
-                "pass_at_n": curve_point(ceilings, weights_BP, section.confidence).plain(),
+                "pass_at_n": curve_point(ceilings, weights_BP, CONFIDENCE).plain(),
                 "chance": chance.plain(),
                 "excluded": len(values) - point.n,
             }
@@ -266,20 +270,20 @@ def _natural(samples: ScoredRollouts, section: Evaluate, weights_BP: Float64) ->
     return points
 
 
-def completeness(own: ScoredRollouts, threshold: float, section: Evaluate) -> dict[str, Any]:
+def completeness(own: ScoredRollouts, threshold: float) -> dict[str, Any]:
     """Completeness on the round's helpful solutions, and its two factors."""
-    confidence, helpful, solved = section.confidence, own.helpful_N, own.helpful_N & own.correct_N
+    helpful, solved = own.helpful_N, own.helpful_N & own.correct_N
     accepted = own.scores_N >= threshold
     return {
         "threshold": threshold,
-        "completeness": share_of((accepted & own.correct_N)[helpful], own.problems_N[helpful], confidence).plain(),
-        "helpful_accuracy": share_of(own.correct_N[helpful], own.problems_N[helpful], confidence).plain(),
-        "accepted_correct": share_of(accepted[solved], own.problems_N[solved], confidence).plain(),
+        "completeness": share_of((accepted & own.correct_N)[helpful], own.problems_N[helpful], CONFIDENCE).plain(),
+        "helpful_accuracy": share_of(own.correct_N[helpful], own.problems_N[helpful], CONFIDENCE).plain(),
+        "accepted_correct": share_of(accepted[solved], own.problems_N[solved], CONFIDENCE).plain(),
     }
 
 
 def detection(
-    name: str, own: ScoredRollouts, samples: ScoredRollouts, threshold: float, section: Evaluate, weights_BP: Float64
+    name: str, own: ScoredRollouts, samples: ScoredRollouts, threshold: float, weights_BP: Float64
 ) -> dict[str, Any]:
     """Soundness, AUC, and ROC with its band for one source's flaws; the positives are the round's correct helpful
     solutions."""
@@ -287,26 +291,24 @@ def detection(
     positives_N, places_N = own.scores_N[solved], own.problems_N[solved]
     negatives_M, places_M = samples.scores_N[mask], samples.problems_N[mask]
     counts = wins(positives_N, places_N, negatives_M, places_M, weights_BP.shape[1])
-    cuts = band(positives_N, places_N, negatives_M, places_M, weights_BP, section.confidence)
+    cuts = band(positives_N, places_N, negatives_M, places_M, weights_BP, CONFIDENCE)
     return {
         "source": name,
         "solutions": len(samples.rollouts),
-        "soundness": share_of(negatives_M < threshold, places_M, section.confidence).plain(),
-        "auc": auc_of(counts, weights_BP, section.confidence).plain(),
+        "soundness": share_of(negatives_M < threshold, places_M, CONFIDENCE).plain(),
+        "auc": auc_of(counts, weights_BP, CONFIDENCE).plain(),
         "roc": [list(point) for point in roc(positives_N, negatives_M)],
         "band": [[rate, found.value, found.low, found.high] for rate, found in cuts],
     }
 
 
-def separability(
-    own: ScoredRollouts, solutions: Sequence[NDArray[np.int32]], section: Evaluate, weights_BP: Float64
-) -> dict[str, Any]:
+def separability(own: ScoredRollouts, solutions: Sequence[NDArray[np.int32]], weights_BP: Float64) -> dict[str, Any]:
     """The probe's AUC over all solutions of the round's prover, and within the correct and within the incorrect ones,
     there by pairs of one problem.
 
     `solutions`: the tokens of each, int32 [C], as the verifier reads them."""
-    fold_P = folds_of([problem.id for problem in own.pool], section.folds)
-    rows_NF = features(solutions, section.ngrams)
+    fold_P = folds_of([problem.id for problem in own.pool], FOLDS)
+    rows_NF = features(solutions, NGRAMS)
     strata = {"overall": np.ones(len(rows_NF), dtype=bool), "correct": own.correct_N, "incorrect": ~own.correct_N}
     within_P = np.arange(len(fold_P))  # because, for example, one role solves easier problems than the other
     found = {
@@ -316,7 +318,7 @@ def separability(
             own.problems_N[mask],
             fold_P,
             weights_BP,
-            section.confidence,
+            CONFIDENCE,
             pairs_P=None if name == "overall" else within_P,
         )
         if mask.any()
@@ -326,28 +328,27 @@ def separability(
     return {name: estimate.plain() for name, estimate in found.items()}
 
 
-def calibration(own: ScoredRollouts, verifier: Verifier, section: Evaluate, weights_BP: Float64) -> dict[str, Any]:
+def calibration(own: ScoredRollouts, verifier: Verifier, weights_BP: Float64) -> dict[str, Any]:
     """Raw sigmoid(score) and the cross-fitted Platt probability, over all solutions of the round's prover."""
-    fold_P = folds_of([problem.id for problem in own.pool], section.folds)
+    fold_P = folds_of([problem.id for problem in own.pool], FOLDS)
     fitted_N = calibrated.cross_fitted(own.scores_N, own.correct_N, own.problems_N, fold_P)
     slope, offset = calibrated.platt(own.scores_N, own.correct_N)
     return {
-        "raw_is_probability": verifier.loss == "cross_entropy" and verifier.ensemble == 1,
-        "raw": _calibrated(sigmoid(own.scores_N), own, section, weights_BP),
-        "fitted": None if fitted_N is None else _calibrated(fitted_N, own, section, weights_BP),
+        "raw_is_probability": verifier.loss == "cross_entropy" and verifier.ensemble.kind == "none",
+        "raw": _calibrated(sigmoid(own.scores_N), own, weights_BP),
+        "fitted": None if fitted_N is None else _calibrated(fitted_N, own, weights_BP),
         "slope": slope,
         "offset": offset,
     }
 
 
-def _calibrated(predicted_N: Float64, own: ScoredRollouts, section: Evaluate, weights_BP: Float64) -> dict[str, Any]:
-    confidence = section.confidence
-    bins = calibrated.reliability(predicted_N, own.correct_N, own.problems_N, section.bins, confidence)
-    error, by_chance = calibrated.ece(predicted_N, own.correct_N, own.problems_N, section.bins, weights_BP, confidence)
+def _calibrated(predicted_N: Float64, own: ScoredRollouts, weights_BP: Float64) -> dict[str, Any]:
+    bins = calibrated.reliability(predicted_N, own.correct_N, own.problems_N, BINS, CONFIDENCE)
+    error, by_chance = calibrated.ece(predicted_N, own.correct_N, own.problems_N, BINS, weights_BP, CONFIDENCE)
     return {
         "ece": error.plain(),
         "ece_by_chance": by_chance,
-        "brier": calibrated.brier(predicted_N, own.correct_N, own.problems_N, weights_BP, confidence).plain(),
+        "brier": calibrated.brier(predicted_N, own.correct_N, own.problems_N, weights_BP, CONFIDENCE).plain(),
         "bins": [{"predicted": found.predicted, "correct": found.correct.plain()} for found in bins],
     }
 
@@ -356,7 +357,6 @@ def localisation(
     prefixes: Sequence[Sequence[float]],
     flaws: Sequence[int],
     problems: Sequence[int],
-    section: Evaluate,
     weights_BP: Any,
 ) -> dict[str, Any]:
     """How often the largest fall of the score is at the first wrong step, compared with guessing, and by step
@@ -367,10 +367,10 @@ def localisation(
     steps_N = np.array([len(s) - 1 for s in prefixes], dtype=np.int64)
     problems_N = np.array(problems, dtype=np.int64)
     size = weights_BP.shape[1]
-    accuracy = mean_of(credits_N, problems_N, weights_BP, section.confidence)
+    accuracy = mean_of(credits_N, problems_N, weights_BP, CONFIDENCE)
     gains_P = np.bincount(problems_N, weights=credits_N - 1.0 / steps_N, minlength=size).astype(np.float64)
     counts_P = np.bincount(problems_N, minlength=size).astype(np.float64)
-    gain = ratio(gains_P, counts_P, weights_BP, section.confidence, len(flaws))
+    gain = ratio(gains_P, counts_P, weights_BP, CONFIDENCE, len(flaws))
     return {
         "known": True,
         "accuracy": accuracy.plain(),

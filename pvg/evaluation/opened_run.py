@@ -1,7 +1,7 @@
 """The context of an evaluation: the run that it reads, the players that it opens, and the folder that it writes.
 
-Invariants: it writes nothing of the run except `evaluation/`. Each finished result is stored there with a name and a
-*digest* of everything on which it depends. A result with another digest is stale and is computed again.
+Invariants: it writes only to the folder `evaluation/` of the run. Each finished result is stored there with a name and
+a *digest* of everything on which it depends. A result with another digest is stale and is computed again.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import numpy as np
 import orjson
 
 from pvg.config.experiment import Experiment
-from pvg.config.sections import ChallengeProtocol
+from pvg.config.game import ChallengeProtocol
 from pvg.errors import StateError
-from pvg.game.challenge import environment_of
 from pvg.game.ledger import shards_of
 from pvg.game.players import Players
+from pvg.game.protocols import environment_of
 from pvg.game.prover_phase import open_round_verifier
 from pvg.game.roles import PromptBuilder
-from pvg.game.seeds import draw_cyclic, seed_for
 from pvg.game.session import InterruptedByUser
 from pvg.game.states import GameState
 from pvg.records import Float32, Problem, Role, Rollout, source_of_round
 from pvg.rollout.dispatcher import GroupOrder
 from pvg.rollout.episodes import Environment
+from pvg.seeds import draw_cyclic, seed_for
 from pvg.store.atomic import DamagedFileError, make_directory, remove_temporaries, temporary_beside, write_atomic
 from pvg.store.checkpoints import META_FILE, read_checkpoint
 from pvg.store.run_directory import RunDirectory
@@ -40,7 +40,7 @@ from pvg.tasks.task import Task, problems_of_half
 from pvg.telemetry.events import EventLog
 from pvg.telemetry.observer import Observer
 from pvg.telemetry.spans import Tracer
-from pvg.verifier.protocol import ScoringModel
+from pvg.verifier.backend import ScoringModel
 from pvg.verifier.scorer import VerifierScorer
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class OpenedRun:
             yield from shards.read(info)
 
     def players_of(self, round_: int) -> str:
-        """A digest of the players that a round has produced, from the checksums beside their tensors."""
+        """A digest of the players that a round has produced, from the checksums stored with their tensors."""
         names = sorted(name for name in self.state.weights if name.startswith(f"{source_of_round(round_)}-"))
         return digest([[name, _sha256(self.directory.weights / name / META_FILE)] for name in names])
 
@@ -188,7 +188,7 @@ class EvaluationContext:
         return self.experiment.hash()
 
     def begin(self, unit: str) -> None:
-        """Call this before computing a unit. Raises MissingResult if nothing may be computed, InterruptedByUser if a
+        """Call this before computing a unit. Raises MissingResult if computing is not allowed, InterruptedByUser if a
         stop was requested: between two units everything is on disk."""
         if not self.computing:
             raise MissingResult(unit)

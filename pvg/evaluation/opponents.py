@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pvg.config.experiment import Experiment, build_experiment, nearest
+from pvg.config.experiment import Experiment
+from pvg.config.game import CgcReward, PlainReward, SrcReward
+from pvg.config.load import build_experiment, nearest
 from pvg.config.rules import TRANSLATORS_REWARDS, reward_impossibilities
-from pvg.config.sections import CgcReward, PlainReward, SrcReward
 from pvg.errors import ConfigurationError, UsageError
-from pvg.game.seeds import seed_for
+from pvg.seeds import seed_for
 
 PARTS = ("exploit", "best-of-n", "detection", "separability", "calibration", "localisation", "tax")
 
@@ -82,7 +83,6 @@ def attacker_experiment(experiment: Experiment, kind: str, place: str, cgc_floor
     reward = _reward(experiment, kind, cgc_floor)
     training = {
         "steps": section.attack_steps,
-        "learning_rate": section.attack_learning_rate,
         "groups": section.attack_groups,
     }
     return course_experiment(experiment, "sneaky", reward, training, place)
@@ -123,8 +123,8 @@ def check_protocol(experiment: Experiment, parts: Sequence[str]) -> None:
 
 
 def check_attacks(experiment: Experiment) -> None:
-    """Raises ConfigurationError for attacks that end before their window is full, so could never succeed, and for
-    attackers that could learn nothing."""
+    """Raises ConfigurationError for attacks that could never succeed because they end before their window is full, and
+    for attackers that could not learn."""
     section, minibatches = experiment.evaluate, experiment.training.minibatches
     if (least := section.attack_window * minibatches) > section.attack_steps:
         each = f" of {minibatches} steps each" if minibatches > 1 else ""

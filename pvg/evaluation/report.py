@@ -32,8 +32,8 @@ class StrictRecord(BaseModel):
 
 
 class NumberRecord(StrictRecord):
-    """A value, its interval at `settings.confidence`, and its basis: `n` solutions (curves: problems) of `problems`
-    problems. null: the number does not exist (a mean over nothing, an interval that cannot be determined)."""
+    """A value, its 95% interval, and its basis: `n` solutions (curves: problems) of `problems`
+    problems. null: the number does not exist (a mean of no values, an interval that cannot be determined)."""
 
     value: float | None
     low: float | None
@@ -43,8 +43,8 @@ class NumberRecord(StrictRecord):
 
 
 class AttackCheck(StrictRecord):
-    """A trained attacker's fresh samples on test problems; they select nothing. `gap`: mean score of correct helpful
-    solutions minus that of its wrong ones, in logits."""
+    """A trained attacker's fresh samples on test problems, which did not select it. `gap`: mean score of correct
+    helpful solutions minus that of its wrong ones, in logits."""
 
     error_rate: NumberRecord
     gap: NumberRecord
@@ -260,10 +260,10 @@ def notes(experiment: Experiment) -> list[str]:
             f"verifier.loss = {experiment.verifier.loss!r} does not fix the offset of a score, so sigmoid(score) is "
             "not a probability. The fitted calibration is one, as far as it is linear in the score."
         )
-    if experiment.verifier.ensemble > 1:
+    if (ensemble := experiment.verifier.ensemble).kind != "none":
         found.append(
-            f"verifier.ensemble = {experiment.verifier.ensemble} members' scores are combined "
-            f"({experiment.verifier.aggregation}). No loss makes sigmoid of the result a probability."
+            f"verifier.ensemble = {ensemble.kind!r} combines the scores of {ensemble.size} members. No loss makes "
+            "sigmoid of the result a probability."
         )
     return found + _notes_of_roles(experiment) + _notes_of_attacks(experiment) + _notes_of_translators(experiment)
 
@@ -285,15 +285,10 @@ def _notes_of_roles(experiment: Experiment) -> list[str]:
 
 
 def _notes_of_attacks(experiment: Experiment) -> list[str]:
-    training, found = experiment.training, []
-    if training.schedule != "constant":
+    found = []
+    if experiment.rollout.deadline.kind != "none":
         found.append(
-            f"training.schedule = {training.schedule!r} ends at evaluate.attack_steps = "
-            f"{experiment.evaluate.attack_steps}: compare steps to exploit only between attacks with this limit."
-        )
-    if experiment.rollout.group_deadline_s is not None:
-        found.append(
-            "Attacks' batches may differ in size (rollout.group_deadline_s), but the window "
+            "Attacks' batches may differ in size (rollout.deadline), but the window "
             "of an attack's criterion weights them equally."
         )
     return found

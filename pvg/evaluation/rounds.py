@@ -23,7 +23,7 @@ from pvg.evaluation.attacks import (
     sample_attacker,
 )
 from pvg.evaluation.baseline import CorrectnessBaseline, distance, reach, tax
-from pvg.evaluation.intervals import Float64, draws
+from pvg.evaluation.intervals import CONFIDENCE, RESAMPLES, Float64, draws
 from pvg.evaluation.opened_run import (
     BASE_RANGE,
     REFERENCE_RANGE,
@@ -39,14 +39,15 @@ from pvg.evaluation.opponents import KINDS, attack_kinds
 from pvg.evaluation.samples import SampleSet, ScoredRollouts, digest_of, is_complete, sampled
 from pvg.game.mint import load_source
 from pvg.game.prover_phase import read_prover
-from pvg.game.seeds import seed_for
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout, source_of_round
+from pvg.seeds import seed_for
 from pvg.tasks import LocatesFlaws
 from pvg.tasks.task import ConcealsText, Task
 
 BOTH = (Role.HELPFUL, Role.SNEAKY)
 ATTACKED = ("found", "censored")  # statuses of attacks that have left an attacker
 
+LOCALISED = 256  # most flawed solutions of a round that are scored step by step; each costs a pass per step
 # Raised when a measure's definition changes, which makes earlier measurements stale. Unlike `opened_run.DEFINITIONS`,
 # it keeps what took hours: samples and trained attackers.
 MEASURED = 2
@@ -54,7 +55,7 @@ MEASURED = 2
 
 def bootstrap(study: EvaluationContext, problems: int) -> Float64:
     """The resamples of `problems` problems, equal for every part, so that differences between parts are real."""
-    return draws(problems, study.experiment.evaluate.resamples, seed_for(study.seed, "evaluate", "bootstrap"))
+    return draws(problems, RESAMPLES, seed_for(study.seed, "evaluate", "bootstrap"))
 
 
 def base_set(study: EvaluationContext) -> SampleSet:
@@ -78,7 +79,7 @@ async def round_samples(study: EvaluationContext, round_: int) -> list[Rollout]:
 
 class RoundParts:
     """The parts of one round. Each returns plain data in the report's form. Raises MissingResult if something is not
-    stored and nothing may be computed, InterruptedByUser if a stop was requested."""
+    stored and computing is not allowed, InterruptedByUser if a stop was requested."""
 
     def __init__(self, study: EvaluationContext, judge: FrozenVerifier) -> None:
         self.study = study
@@ -86,7 +87,7 @@ class RoundParts:
         self.round = judge.round
         self.source = source_of_round(judge.round)
         self.section = study.experiment.evaluate
-        self._statistics = [self.section.confidence, self.section.resamples]
+        self._statistics = [CONFIDENCE, RESAMPLES]
 
     @cached_property
     def _draws(self) -> Float64:
@@ -177,7 +178,7 @@ class RoundParts:
 
     async def _check(self, target: AttackTarget, kind: str) -> Any:
         fresh, own = await self._of_attacker(target, kind), await self.own()
-        return await self._compute(lambda: check(self.section, fresh, own, target.threshold, self._draws))
+        return await self._compute(lambda: check(fresh, own, target.threshold, self._draws))
 
     async def target(self) -> AttackTarget:
         """The target of this round's attacks, from samples of the round itself."""
@@ -192,7 +193,7 @@ class RoundParts:
         weights_BP = bootstrap(self.study, len(reference.pool))
         scores_N = np.concatenate([own.scores_N, base.scores_N, reference.scores_N])
         return {
-            "reference": reference_of(reference, weights_BP, self.section.confidence).plain(),
+            "reference": reference_of(reference, weights_BP, CONFIDENCE).plain(),
             "lowest": float(scores_N.min()),
             "highest": float(scores_N.max()),
         }
@@ -205,14 +206,14 @@ class RoundParts:
         return await self._unit("best-of-n", self._of(round_set(self.study, self.round), base_set(self.study)), work)
 
     async def detection(self) -> Any:
-        """Each source of flaws is a separate unit, so a new attacker makes nothing stale. Attackers that were trained
-        after the last request for detection are left out until the next request."""
+        """Each source of flaws is a separate unit, so a new attacker does not make other results stale. Attackers that
+        were trained after the last request for detection are left out until the next request."""
         study, own = self.study, round_set(self.study, self.round)
         threshold = (await self.judge.facts())["threshold"]
 
         async def work() -> Any:
             samples = await self.own()
-            return await self._compute(lambda: measures.completeness(samples, threshold, self.section))
+            return await self._compute(lambda: measures.completeness(samples, threshold))
 
         found = await self._unit("detection", self._of(own), work)
         sources = [await self._flaws(BASE_SOURCE, base_set(study), self.base, threshold)]
@@ -231,9 +232,7 @@ class RoundParts:
 
         async def work() -> Any:
             own, flaws = await self.own(), await samples()
-            return await self._compute(
-                lambda: measures.detection(name, own, flaws, threshold, self.section, self._draws)
-            )
+            return await self._compute(lambda: measures.detection(name, own, flaws, threshold, self._draws))
 
         inputs = self._of(round_set(self.study, self.round), wanted)
         return await self._unit(f"detection-{name}", inputs, work, newest="band")
@@ -255,9 +254,9 @@ class RoundParts:
         async def work() -> Any:
             own, tokenizer = await self.own(), self.study.players.base.tokenizer
             read = solutions_read(own.rollouts, self.study.task, tokenizer.encode, tokenizer.eos_id)
-            return await self._compute(lambda: measures.separability(own, read, self.section, self._draws))
+            return await self._compute(lambda: measures.separability(own, read, self._draws))
 
-        settings = [self.section.ngrams, self.section.folds]
+        settings = [measures.NGRAMS, measures.FOLDS]
         return await self._unit(
             "separability", [digest_of(self.study, round_set(self.study, self.round)), settings], work
         )
@@ -265,9 +264,9 @@ class RoundParts:
     async def calibration(self) -> Any:
         async def work() -> Any:
             own, verifier = await self.own(), self.study.experiment.verifier
-            return await self._compute(lambda: measures.calibration(own, verifier, self.section, self._draws))
+            return await self._compute(lambda: measures.calibration(own, verifier, self._draws))
 
-        settings = [self.section.bins, self.section.folds]
+        settings = [measures.BINS, measures.FOLDS]
         return await self._unit("calibration", [*self._of(round_set(self.study, self.round)), settings], work)
 
     async def localisation(self) -> Any:
@@ -276,12 +275,12 @@ class RoundParts:
                 return {"known": False}
             return await self._localisation(self.study.task)
 
-        settings = [self.section.localisation_solutions]
+        settings = [LOCALISED]
         return await self._unit("localisation", [*self._of(round_set(self.study, self.round)), settings], work)
 
     async def _localisation(self, task: LocatesFlaws) -> Any:
         rollouts = await round_samples(self.study, self.round)
-        chosen = flawed(task, rollouts, self.study.test_problems(), self.section.localisation_solutions)
+        chosen = flawed(task, rollouts, self.study.test_problems(), LOCALISED)
         encode = self.study.players.base.tokenizer.encode
         prefixes = [
             replace(rollout, id=f"{rollout.id}/{end}", text=text[:end], completion_ids=encode(text[:end]), turns=())
@@ -294,7 +293,7 @@ class RoundParts:
         lengths = [1 + len(task.cuts(rollout.solution)) for rollout, _, _ in chosen]
         split = [part.tolist() for part in np.split(scores_N, np.cumsum(lengths)[:-1])] if chosen else []
         flaws, places = [flaw for _, flaw, _ in chosen], [place for _, _, place in chosen]
-        return await self._compute(lambda: measures.localisation(split, flaws, places, self.section, self._draws))
+        return await self._compute(lambda: measures.localisation(split, flaws, places, self._draws))
 
     async def tax(self, baseline: CorrectnessBaseline) -> Any:
         study, wanted = self.study, round_set(self.study, self.round)
@@ -305,11 +304,11 @@ class RoundParts:
             read = partial(read_prover, study, self.source)
             policy = await reach(study, self.source, digest_of(study, wanted), rollouts, pool, lambda: read()[0])
             reaches = [found for _, found in baseline.points]
-            estimate = await self._compute(lambda: tax(policy, reaches, self._draws, self.section.confidence))
+            estimate = await self._compute(lambda: tax(policy, reaches, self._draws, CONFIDENCE))
             ones = np.ones(len(pool))
             kls = [found.kl(ones) for found in reaches]
             return {
-                "policy": distance(self.source, policy, self._draws, self.section.confidence),
+                "policy": distance(self.source, policy, self._draws, CONFIDENCE),
                 "tax": estimate.plain(),
                 "in_range": min(kls) <= policy.kl(ones) <= max(kls),
                 "kl_range": [min(kls), max(kls)],

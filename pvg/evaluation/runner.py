@@ -18,9 +18,10 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from pvg.config.experiment import Experiment
-from pvg.errors import PvgError, TrainingDivergedError, UsageError
+from pvg.errors import PvgError, TrainingDivergedError, UsageError, counted, user_paths
 from pvg.evaluation import baseline as baselines
 from pvg.evaluation.baseline import CorrectnessBaseline, baseline_of, distance
+from pvg.evaluation.intervals import CONFIDENCE
 from pvg.evaluation.opened_run import MOST_ROUNDS, EvaluationContext, MissingResult, OpenedRun, judged
 from pvg.evaluation.opponents import PARTS, check_attacks, check_protocol
 from pvg.evaluation.report import REPORT_FILE, EvaluationReport, notes, notes_of_results, write_report
@@ -28,9 +29,9 @@ from pvg.evaluation.rounds import RoundParts, base_samples, base_set, bootstrap,
 from pvg.evaluation.samples import recover
 from pvg.game.ledger import check_same_code
 from pvg.game.players import Players
+from pvg.game.protocols import solutions_of
 from pvg.game.roles import asked_in
 from pvg.game.session import InterruptedByUser
-from pvg.game.solver import solutions_of
 from pvg.game.states import Phase
 from pvg.store.atomic import make_directory, remove_temporaries
 from pvg.store.run_directory import RunDirectory
@@ -84,7 +85,8 @@ async def evaluate(
         if reading.notice:
             observer.noticed(reading.notice)
         if reading.rounds < experiment.game.rounds:
-            observer.noticed(f"{reading.rounds} of {experiment.game.rounds} rounds are finished and will be evaluated.")
+            planned = counted(experiment.game.rounds, "round")
+            observer.noticed(f"The run is not finished. pvg evaluates {reading.rounds} of {planned}.")
         status: Literal["complete", "interrupted"] = "complete"
         try:
             await _compute(study, rounds, request)
@@ -121,13 +123,13 @@ async def open_study(
     """The study of a run, open until `stack` is left. After this call, the caller's task drives the tracer."""
     tracer, folder = Tracer(), reading.directory.evaluation
     stack.enter_context(tracer.drive())
-    make_directory(folder)
-    remove_temporaries(folder)
-    log = EventLog(folder / "events.log")
-    stack.callback(log.close)
     serving = experiment.serving
     servers = [serving.servers, serving.verifier_servers, serving.reference_servers]
-    with span("open_models"):
+    with user_paths(), span("open_models"):
+        make_directory(folder)
+        remove_temporaries(folder)
+        log = EventLog(folder / "events.log")
+        stack.callback(log.close)
         task = open_task(experiment.task)
         if isinstance(task, AbstractContextManager):
             stack.enter_context(task)
@@ -143,8 +145,8 @@ async def open_study(
         experiment, reading, players, task, asked, observer, stop, tracer, folder, log, code_version()
     )
     if removed := recover(study):
-        observer.noticed(f"Removed {removed} unfinished or outdated files of an earlier evaluation.")
-    with span("sync"):
+        observer.noticed(f"Removed {counted(removed, 'unfinished or outdated file')} of an earlier evaluation.")
+    with user_paths(), span("sync"):
         await players.ready()
     return study
 
@@ -283,6 +285,5 @@ def _told(study: EvaluationContext, baseline: CorrectnessBaseline | None) -> dic
     if baseline is None:
         return None
     weights_BP = bootstrap(study, len(study.test_problems()))
-    confidence = study.experiment.evaluate.confidence
-    points = [distance(name, reach, weights_BP, confidence) for name, reach in baseline.points]
+    points = [distance(name, reach, weights_BP, CONFIDENCE) for name, reach in baseline.points]
     return {"source": baseline.source, "points": points}

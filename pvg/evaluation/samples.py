@@ -24,10 +24,10 @@ from pvg.evaluation.opened_run import (
     read_json,
     verifier_asks,
 )
-from pvg.game.seeds import seed_for
 from pvg.game.statistics import sample_metrics
 from pvg.records import Float32, Problem, Role, Rollout
 from pvg.rollout.episodes import Environment
+from pvg.seeds import seed_for
 from pvg.store.atomic import make_directory, remove_temporaries, write_atomic
 from pvg.store.samples import SampleColumns
 from pvg.store.shards import ShardInfo
@@ -101,7 +101,7 @@ def _told(rollouts: list[Rollout]) -> dict[str, float]:
 
 
 def _chunks(study: EvaluationContext, wanted: SampleSet) -> list[Sequence[Problem]]:
-    per_chunk = max(1, study.experiment.rollout.max_rows // (wanted.size * len(wanted.roles)))
+    per_chunk = max(1, study.experiment.rollout.chunk // (wanted.size * len(wanted.roles)))
     return [wanted.problems[first : first + per_chunk] for first in range(0, len(wanted.problems), per_chunk)]
 
 

@@ -16,14 +16,15 @@ from typing import Any
 from pvg.config.experiment import Experiment
 from pvg.evaluation.opened_run import EvaluationContext, OpenedRun, first_version, remove_folder
 from pvg.game.ledger import Ledger
-from pvg.game.prover_phase import ProverPhase, TrainingStop, open_learner, save_policy
+from pvg.game.prover_phase import ProverPhase, TrainingStop, save_policy
 from pvg.game.session import Session, finite
 from pvg.game.states import Phase
+from pvg.models.starts import open_learner
 from pvg.store.atomic import make_directory, write_atomic
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.observer import Observer, PhaseInfo, Progress
 from pvg.telemetry.spans import span
-from pvg.verifier.protocol import ScoringModel
+from pvg.verifier.backend import ScoringModel
 
 DIGEST_FILE = "digest"
 
@@ -43,7 +44,7 @@ class PolicyTraining:
     kept: tuple[int, ...]
 
     def folder(self, study: EvaluationContext) -> Path:
-        """One folder per digest: training with other settings discards nothing."""
+        """One folder per digest: training with other settings discards no results."""
         older = study.folder / self.place  # the folder in versions that did not have the digest in the name
         mark = older / DIGEST_FILE
         if mark.exists() and mark.read_text() == self.digest:
@@ -60,7 +61,7 @@ def policy_name(steps: int) -> str:
 
 @contextmanager
 def opened(study: EvaluationContext, course: PolicyTraining) -> Iterator[Session]:
-    """The course's session, with its existing ledger, or with a new one if it never began."""
+    """The session of a policy's training, with its existing ledger, or with a new one if it never began."""
     folder = course.folder(study)
     mark = folder / DIGEST_FILE
     if not mark.exists():  # new, or killed before its first commit
@@ -130,7 +131,7 @@ async def _train_to(
 
 
 class RenamingObserver:
-    """Forwards what a course reports, with the evaluation's name for its phase."""
+    """Forwards the reports of a policy's training, with the evaluation's name for its phase."""
 
     def __init__(self, observer: Observer, phase: str, unit: str) -> None:
         self._observer = observer

@@ -9,7 +9,7 @@ wrong sneaky one. So rates do not depend on the reward. Each role has its own ra
 for the helpful role may be hard for the sneaky role. Rates also count rollouts that dynamic sampling did not train
 on; otherwise all rates would be near 1/2.
 
-With `v` the tracked success rate of a problem in a role (pvg.training.baselines), there are two kinds:
+With `v` the tracked success rate of a problem in a role (pvg.training.credit), there are two kinds:
 
 - *prioritised*: draws problems with probability proportional to sqrt(v (1 - v)) + 0.05. The first term is the standard
   deviation of one outcome, which measures how much a group can teach (Single-stream Policy Optimization, arXiv
@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pvg.config.sections import BucketCurriculum, PrioritisedCurriculum
-from pvg.game.seeds import draw_weighted
+from pvg.config.training import BucketCurriculum, PrioritisedCurriculum
 from pvg.records import Role, Rollout
-from pvg.training.baselines import ValueTracker
+from pvg.seeds import draw_weighted
+from pvg.training.credit import ValueTracker
 
 if TYPE_CHECKING:
     from pvg.config.experiment import Experiment
@@ -64,9 +64,9 @@ def buckets_of(rates_P: Float64, edges: Sequence[float]) -> Int64:
 def bucket_counts(sizes_B: Int64, shares_B: Float64, count: int, offset: float) -> Int64:
     """int64 [B]: how many of `count` draws without replacement come from each bucket. They sum to `count`.
 
-    A bucket gives its share, but no more than its size. The other buckets give what is missing, in proportion to their
-    shares (to their sizes if those shares are all 0). One `offset` in [0, 1) rounds all fractions systematically: each
-    count is its exact value rounded down or up, and its mean over uniform offsets is exact.
+    A bucket gives its share, but no more than its size. The other buckets fill the rest, in proportion to their shares
+    (to their sizes if those shares are all 0). One `offset` in [0, 1) rounds all fractions systematically: each count
+    is its exact value rounded down or up, and its mean over uniform offsets is exact.
 
     Raises ValueError if `count` exceeds the total size of the buckets.
     """
@@ -135,7 +135,7 @@ def curriculum_of(experiment: Experiment) -> Curriculum | None:
 class Curriculum:
     def __init__(self, settings: BucketCurriculum | PrioritisedCurriculum) -> None:
         self._settings = settings
-        self._rates = ValueTracker(settings.half_life)
+        self._rates = ValueTracker()
 
     def draw(self, problems: Sequence[str], role: Role, count: int, generator: np.random.Generator) -> list[int]:
         """`count` positions in `problems` (ids) for `role`; none repeats before all were drawn once."""

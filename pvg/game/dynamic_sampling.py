@@ -6,8 +6,8 @@ smaller and noisier. A group with different rewards is called *live*.
 The game samples, scores and rewards further groups in rounds until each role has its share of live groups. If the
 rounds or the problems run out, groups without a signal fill the rest, so the size and role shares of a batch never
 change. A round depends only on the weights, the batch number and the results of earlier rounds, so a resumed run
-repeats it bit by bit. Rewards are computed within one round. Rewards that compare solutions of a problem lose nothing
-by this, because no role gets the same problem in two rounds.
+repeats it bit by bit. Rewards are computed within one round. This does not affect rewards that compare solutions of a
+problem, because no role gets the same problem in two rounds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def live_groups(rewards_N: Float32, sizes_G: Sequence[int]) -> Bools:
 
 
 def refill_counts(wanted: Mapping[Role, int], seen: Mapping[Role, int], live: Mapping[Role, int]) -> dict[Role, int]:
-    """How many further groups of each role to sample, so that the expected number of live ones covers what is missing.
+    """How many further groups of each role to sample, so that the expected number of live ones covers the missing ones.
 
     `wanted`: live groups of a full batch. `seen`: groups sampled so far, of which `live` are live. The expected share
     of live groups is (live + 1) / (seen + 1), which is never 0. A role gets at most `wanted` further groups; complete

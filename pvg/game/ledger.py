@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from pvg.config.experiment import Experiment, differences
-from pvg.errors import StateError
+from pvg.config.experiment import Experiment
+from pvg.config.load import differences
+from pvg.errors import StateError, counted, user_paths
 from pvg.extensions import digests, sources
 from pvg.game.states import GameState, Phase
 from pvg.records import Rollout
@@ -54,6 +55,7 @@ class Ledger:
     """The durable side of one run. `state` is the last committed state; only `commit` changes it. `steps_before`:
     committed steps of earlier processes. Call all methods but `close` from one event loop, one commit at a time."""
 
+    @user_paths()
     def __init__(
         self, directory: RunDirectory, experiment: Experiment, code_version: str, disk: Executor | None = None
     ) -> None:
@@ -64,7 +66,6 @@ class Ledger:
         self._unchanged = directory.unchanged()
         self._store = FileStateStore(directory.state, self._unchanged)
         self._shards = RolloutShards(directory.path)
-        self._row_digests = experiment.store.row_digests
         self._pending: list[Rollout] = []
         self._disk = ThreadPoolExecutor(1, "pvg-disk") if disk is None else disk
         self.state = self._recover(experiment, code_version)
@@ -171,7 +172,7 @@ class Ledger:
         """Write shards and checkpoint. Returns the state that names them."""
         if rollouts:
             # Kept rollouts belong to the current phase, also when this commit leaves it.
-            by_row = self._row_digests and self.state.phase is Phase.MINT  # pairs are drawn from mints
+            by_row = self.state.phase is Phase.MINT  # pairs are drawn from mints
             info = self._shards.write(self.state.round, self._shard_label(), rollouts, by_row=by_row)
             state = replace(state, shards=(*state.shards, info.plain()))
         if checkpoint is not None:
@@ -277,7 +278,7 @@ class Ledger:
             self._store.go_back()
         removed = remove_uncommitted(self.directory, state.plain())
         if removed:
-            self.notices.append(f"Removed {len(removed)} unfinished files of an interrupted commit.")
+            self.notices.append(f"Removed {counted(len(removed), 'unfinished file')} of an interrupted commit.")
         return state
 
     def _copy_code(self, experiment: Experiment) -> None:
@@ -316,7 +317,7 @@ def checkpoints_of(store: FileStateStore) -> set[str]:
 
 
 def remove_uncommitted(directory: RunDirectory, state: Mapping[str, Any]) -> list[Path]:
-    """Remove files that no commit names and temporary files of dead processes. Returns what was removed. `state`: the
+    """Remove files that no commit names and temporary files of dead processes. Returns the removed paths. `state`: the
     last commit as plain data. Only the process that holds the run's lock may call this."""
     removed = RolloutShards(directory.path).recover([ShardInfo.from_plain(plain) for plain in state["shards"]])
     removed += prune(directory.checkpoints, checkpoints_of(FileStateStore(directory.state)))

@@ -10,15 +10,15 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from pvg.game.challenge import environment_of
 from pvg.game.mixtures import apportion, source_weights, sources_for_round
 from pvg.game.orders import mint_orders
+from pvg.game.protocols import environment_of
 from pvg.game.prover_phase import RunWithPlayers, read_prover
-from pvg.game.seeds import generator_for, seed_for
 from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.game.statistics import sample_metrics
 from pvg.records import BASE_SOURCE, Problem, Rollout
+from pvg.seeds import generator_for, seed_for
 from pvg.store.samples import SampleColumns
 from pvg.telemetry.spans import span
 
@@ -38,7 +38,7 @@ def plan(session: Session) -> list[ProblemChunk]:
     shares = source_weights(game, sources_for_round(round_))
     counts = apportion(game.mint_problems, shares)
     problems = session.draw("verifier", round_ * game.mint_problems, game.mint_problems, "mint")
-    per_chunk = max(1, session.experiment.rollout.max_rows // game.mint_samples)
+    per_chunk = max(1, session.experiment.rollout.chunk // game.mint_samples)
     chunks: list[ProblemChunk] = []
     start = 0
     for source, count in counts.items():

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pvg.config.sections import DecayMixture, Game, SimpleMixture, WindowMixture
+from pvg.config.game import DecayMixture, Game, SimpleMixture, WindowMixture
 from pvg.records import BASE_SOURCE, source_of_round
 
 Weights = NDArray[np.float64]

@@ -13,17 +13,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pvg.config.sections import SpoLoss
-from pvg.game.challenge import environment_of
+from pvg.config.training import SpoLoss
 from pvg.game.curriculum import Curriculum, curriculum_of
 from pvg.game.dynamic_sampling import ScoredGroups, refilled
 from pvg.game.orders import ProverOrders
 from pvg.game.prefetch import Prefetcher
+from pvg.game.protocols import environment_of
 from pvg.game.rewards import pay
 from pvg.game.session import Session
 from pvg.game.statistics import (
@@ -41,9 +41,10 @@ from pvg.records import Float32, Group, Role, Rollout
 from pvg.rollout.engine import EngineStats
 from pvg.rollout.partial import PartialSampling, partial_sampling
 from pvg.telemetry.spans import span
-from pvg.training.baselines import RoleBaseline, ValueTracker
 from pvg.training.batch import PolicyBatch, routed_experts_of, sampled_masks_of
 from pvg.training.credit import (
+    RoleBaseline,
+    ValueTracker,
     advantages,
     baseline_advantages,
     tracked_advantages,
@@ -51,6 +52,7 @@ from pvg.training.credit import (
 )
 from pvg.training.losses import PolicyObjective
 from pvg.verifier.scorer import ScorerStats, VerifierScorer
+from pvg.workers.training import ModelInWorkers
 
 Compute = Callable[[Sequence[Rollout]], Awaitable[list[Float32]]]
 
@@ -172,13 +174,14 @@ class OnPolicySource:
     partial: PartialSampling | None = field(init=False)
     prefetcher: Prefetcher | None = field(init=False)
     early: EarlyReference | None = field(init=False)
+    workers: ModelInWorkers[PolicyBatch] | None = None
     _since: _Since = field(init=False)
     _told_short: bool = False
 
     def __post_init__(self) -> None:
         experiment = self.session.experiment
         loss = experiment.training.loss
-        self.tracker = ValueTracker(loss.half_life) if isinstance(loss, SpoLoss) else None
+        self.tracker = ValueTracker() if isinstance(loss, SpoLoss) else None
         self.baseline = RoleBaseline() if experiment.training.loss.kind == "rae" else None
         self.curriculum = curriculum_of(experiment)
         self.orders = ProverOrders(self.session, self.curriculum, environment_of(self.session, self.scorer))
@@ -187,7 +190,7 @@ class OnPolicySource:
             self.early = EarlyReference(self._early_logprobs)
             self.orders.on_group = self.early.arrived
         self.partial = partial_sampling(experiment, self.session.players.dispatcher)
-        self.prefetcher = Prefetcher(self.orders, self.scorer) if experiment.rollout.prefetch else None
+        self.prefetcher = Prefetcher(self.orders, self.scorer) if experiment.rollout.prefetch.kind != "none" else None
         self._since = self._now()
 
     # --- work that overlaps with the trainer: prefetched rollouts and their reference ---------------------------------
@@ -351,44 +354,49 @@ class OnPolicySource:
         if objective.needs_reference:
             batch = replace(batch, reference_logprobs=await self._reference(batch, rollouts))
         if experiment.rollout.logprobs == "recomputed":
-            work = partial(self._recompute, "recompute", self.learner, batch)
-            batch = replace(batch, sampled_logprobs=await players.compute(work))
+            batch = replace(batch, sampled_logprobs=await self._logprobs("recompute", batch))
         if objective.needs_start:
-            work = partial(self._recompute, "recompute", self.learner, batch)
-            return replace(batch, proximal_logprobs=await players.compute(work))
+            return replace(batch, proximal_logprobs=await self._logprobs("recompute", batch))
         stale_N = batch.versions_N < players.engine.version
         if objective.decoupled and stale_N.any():
             if objective.one_step:
                 return replace(batch, stale_N=stale_N)
             stale_M = np.flatnonzero(stale_N)
-            work = partial(self._recompute, "recompute", self.learner, batch.select(stale_M))
+            recomputed = await self._logprobs("recompute", batch.select(stale_M))
             proximal = list(batch.sampled_logprobs)  # fresh rows: the sampler is the policy at the start of the batch
-            for row, logprobs in zip(stale_M, await players.compute(work), strict=True):
+            for row, logprobs in zip(stale_M, recomputed, strict=True):
                 proximal[row] = logprobs
             batch = replace(batch, proximal_logprobs=proximal)
         return batch
 
     async def _reference(self, batch: PolicyBatch, rollouts: Sequence[Rollout]) -> list[Float32]:
         """The reference's log-probs: those computed early, and the rest computed now."""
-        oldest = self.session.players.engine.version - self.session.experiment.rollout.staleness_budget
+        oldest = self.session.players.engine.version - self.session.experiment.rollout.prefetch.staleness_budget
         known = {} if self.early is None else self.early.take(rollouts, oldest)
         missing_M = np.flatnonzero([rollout.id not in known for rollout in rollouts])
         if len(missing_M):
             rest = batch if len(missing_M) == len(batch) else batch.select(missing_M)
-            work = partial(self._recompute, "reference", self.session.players.base, rest)
-            for row, logprobs in zip(missing_M.tolist(), await self.session.players.compute(work), strict=True):
+            for row, logprobs in zip(missing_M.tolist(), await self._logprobs("reference", rest), strict=True):
                 known[rollouts[row].id] = logprobs
         return [known[rollout.id] for rollout in rollouts]
 
     async def _early_logprobs(self, rollouts: Sequence[Rollout]) -> list[Float32]:
         batch = _batch_of(rollouts, np.zeros(len(rollouts), dtype=np.float32))
-        players = self.session.players
-        return await players.compute(partial(self._recompute, "reference", players.base, batch))
+        return await self._logprobs("reference", batch)
 
-    def _recompute(self, part: str, model: LanguageModel, batch: PolicyBatch) -> list[Float32]:
-        """Runs in the compute thread. The span starts here, so the wait for the thread does not count as training."""
-        with span(part, device=True):
-            return self.objective.recompute(model.module, batch)
+    async def _logprobs(self, part: Literal["reference", "recompute"], batch: PolicyBatch) -> list[Float32]:
+        """The log-probs under the base prover ("reference") or the policy in training ("recompute")."""
+        if self.workers is not None:
+            with span(part):
+                return await self.workers.logprobs("base" if part == "reference" else "learner", batch)
+        model = self.session.players.base if part == "reference" else self.learner
+
+        def recompute() -> list[Float32]:
+            # The span starts here, so the wait for the thread does not count as training.
+            with span(part, device=True):
+                return self.objective.recompute(model.module, batch)
+
+        return await self.session.players.compute(recompute)
 
 
 def _batch_of(rollouts: Sequence[Rollout], advantages_N: Float32) -> PolicyBatch:

@@ -14,12 +14,12 @@ import numpy as np
 
 from pvg.game.curriculum import Curriculum
 from pvg.game.roles import assign_roles
-from pvg.game.seeds import generator_for, seed_for
 from pvg.game.session import Session
 from pvg.records import Group, Problem, Role, Rollout, source_of_round
 from pvg.rollout.dispatcher import GroupOrder, SampleCall
 from pvg.rollout.episodes import Environment
 from pvg.rollout.gathering import training_deadline
+from pvg.seeds import generator_for, seed_for
 
 
 @dataclass
@@ -38,10 +38,11 @@ class ProverOrders:
     def batch(self, number: int, of: Role | None = None) -> list[GroupOrder]:
         """The groups of batch `number`, with roles and problems. `of`: only groups of this role."""
         roles, size = self.roles(number), self.session.experiment.rollout.group_size
+        groups = [group for group, role in enumerate(roles) if of is None or role is of]
+        problems = self._problems(number, roles, groups)
         return [
-            self.session.order(problem, role, group, size)
-            for group, (problem, role) in enumerate(zip(self._problems(number, roles), roles, strict=True))
-            if of is None or role is of
+            self.session.order(problem, roles[group], group, size)
+            for group, problem in zip(groups, problems, strict=True)
         ]
 
     def refill(
@@ -92,17 +93,19 @@ class ProverOrders:
             on_group=self.on_group,
         )
 
-    def _problems(self, number: int, roles: list[Role]) -> list[Problem]:
-        """One problem for each of `roles`: the next ones of the endless shuffle, or the curriculum's draw."""
+    def _problems(self, number: int, roles: list[Role], groups: list[int]) -> list[Problem]:
+        """The problems of `groups`, from the endless shuffle or the curriculum. `roles`: of all groups of the batch."""
         session, round_ = self.session, self.session.state.round
         if self.curriculum is None:
-            return session.draw("prover", number * len(roles), len(roles), f"prover-{round_}")
+            # Both roles share one shuffle, so a group's problem depends on its position among all groups.
+            problems = session.draw("prover", number * len(roles), len(roles), f"prover-{round_}")
+            return [problems[group] for group in groups]
         pool = session.problems("prover")
         drawn: dict[Role, list[int]] = {}
-        for role in dict.fromkeys(roles):
+        for role in dict.fromkeys(roles[group] for group in groups):
             generator = generator_for(session.seed, round_, "prover-problems", role.value, number)
             drawn[role] = self._drawn(pool, role, roles.count(role), generator)
-        return [pool[drawn[role].pop()] for role in roles]
+        return [pool[drawn[roles[group]].pop()] for group in groups]
 
     def _drawn(self, problems: Sequence[Problem], role: Role, count: int, generator: np.random.Generator) -> list[int]:
         if self.curriculum is None:

@@ -14,32 +14,39 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch import nn
 
-from pvg.config import sections
+from pvg.config.cluster import LocalCluster
 from pvg.config.experiment import Experiment
+from pvg.errors import ConfigurationError, counted
 from pvg.game.roles import prompt_renderer
-from pvg.game.seeds import seed_for
 from pvg.models import open_model, pick_device
-from pvg.models.adapters import attach_adapters
 from pvg.models.compute import ComputeExecutor, compute_executor, width_of
-from pvg.models.heads import VerifierModel, build_verifier
+from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
+from pvg.models.low_rank import LowRankAdapter
+from pvg.models.starts import open_verifier, verifier_is_on_base
 from pvg.records import Int32, Role
 from pvg.rollout import EngineSetup, open_engine
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import Engine, Sampling
-from pvg.rollout.grading import grading_executor
-from pvg.servers.publisher import Publisher
-from pvg.servers.update import LowRankAdapter, SyncTiming
+from pvg.servers.publishing import Publisher, SyncTiming
 from pvg.tasks.task import ConcealsText, Task, problems_of_half
-from pvg.telemetry.core_waits import usable_cores
 from pvg.telemetry.events import Events, SilentEvents
 from pvg.telemetry.spans import run_in
-from pvg.verifier.cache import ScoreCache
-from pvg.verifier.protocol import ScoringModel
+from pvg.telemetry.waits import usable_cores
+from pvg.training.batch import PolicyBatch
+from pvg.training.optimizer import trainable_parameters
+from pvg.verifier.backend import ScoreBackend, ScoreCache, ScoringModel
+from pvg.verifier.data import VerifierBatch
 from pvg.verifier.scorer import VerifierScorer
 from pvg.verifier.template import VerifierTemplate
 from pvg.verifier.vllm_backend import VerifierServing, VllmBackend
+from pvg.workers.engine import WorkerEngine
+from pvg.workers.local import LocalSupply
+from pvg.workers.pool import Supply, WorkerPool
+from pvg.workers.scoring import ScoringSlots, WorkerBackend
+from pvg.workers.training import ModelInWorkers, pair_fields, pair_shards, policy_fields, policy_shards
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +56,7 @@ T = TypeVar("T")
 
 class Players:
     """Opens the base prover and its engine; `close` frees both. `executor`: stays the caller's if given. `opener`
-    creates the engine."""
+    creates the engine; None: by the experiment. `supply`: starts the workers; None: they start only now."""
 
     def __init__(
         self,
@@ -58,14 +65,30 @@ class Players:
         events: Events | None = None,
         executor: Executor | None = None,
         run: str = "bench",
-        opener: Callable[[EngineSetup], Engine] = open_engine,
+        opener: Callable[[EngineSetup], Engine] | None = None,
+        supply: Supply | None = None,
     ) -> None:
         self.experiment = experiment
         self.task = task
         self.device = pick_device(experiment.models.device)
+        cluster, self.workers = experiment.cluster, None
+        if isinstance(cluster, LocalCluster):
+            if self.device.type != "cpu":
+                raise ConfigurationError(
+                    f"cluster = 'local' computes on the CPU, but models.device = 'auto' is {self.device.type} here.",
+                    "Set models.device to cpu, or cluster to none.",
+                )
+            supply = supply or LocalSupply()
+            self.workers = WorkerPool(experiment, cluster.workers or usable_cores(), supply, events)
+            self._slots = ScoringSlots(self.workers)
         self._owns_executor = executor is None
         self.executor: Executor = compute_executor(experiment.models.threads) if executor is None else executor
-        self.base: LanguageModel = self.executor.submit(open_model, experiment.models.prover, self.device).result()
+        try:
+            self.base: LanguageModel = self.executor.submit(open_model, experiment.models.prover, self.device).result()
+        except BaseException:
+            if supply is not None:
+                supply.end()
+            raise
         if isinstance(self.executor, ComputeExecutor):
             self.executor.settle(width_of(self.base.module))
         self.threads: int = self.executor.submit(torch.get_num_threads).result()
@@ -74,9 +97,15 @@ class Players:
         try:
             if experiment.verifier.engine == "vllm":
                 self.verifier_serving = VerifierServing(experiment, self.executor, events, run)
-            self.engine = opener(EngineSetup(experiment, self.base, self.executor, events, run, self._canary_prompts))
+            if self.workers is not None and opener is None:
+                self.engine: Engine = WorkerEngine(self.workers)
+            else:
+                setup = EngineSetup(experiment, self.base, self.executor, events, run, self._canary_prompts)
+                self.engine = (opener or open_engine)(setup)
         except BaseException:  # no request has reached a server yet
             self._let_go()
+            if supply is not None:
+                supply.end()
             raise
         self.publisher = Publisher([self.engine], events=events)
         self.last_sync: SyncTiming | None = None  # of the latest update
@@ -88,17 +117,20 @@ class Players:
             top_k=rollout.top_k,
         )
         self.scoring = self._scoring_executor()
-        self.grading = grading_executor(rollout)
+        self.grading = ThreadPoolExecutor(1, "pvg-grade")
         self.batching: Executor = ThreadPoolExecutor(1, "pvg-batch")  # for `off_loop` and for the input of scorers
-        self.dispatcher = Dispatcher(
-            self.engine, task, self.base.tokenizer, sampling, rollout.concurrency, self.grading
-        )
+        # Workers get all requests of a call at once: which of them wait must not depend on the workers' speed.
+        by_workers = isinstance(self.engine, WorkerEngine)
+        concurrency = self.engine.max_in_flight if by_workers else rollout.concurrency
+        self.dispatcher = Dispatcher(self.engine, task, self.base.tokenizer, sampling, concurrency, self.grading)
 
     def _scoring_executor(self) -> ThreadPoolExecutor | None:
         """A thread that scores prefetched rollouts while the trainer works on earlier ones. None without prefetch, with
         scores from servers, or if the compute threads occupy every core. Also None for a verifier on the base prover's
         weights: they share modules, and two threads cannot change the attention of these at the same time."""
-        ahead = self.experiment.rollout.prefetch > 0 and self.verifier_serving is None
+        ahead = (
+            self.experiment.rollout.prefetch.kind != "none" and self.verifier_serving is None and self.workers is None
+        )
         if not ahead or self.verifier_is_on_base or self.threads >= usable_cores():
             return None
         return ThreadPoolExecutor(1, "pvg-score", initializer=torch.set_num_threads, initargs=(1,))
@@ -106,7 +138,9 @@ class Players:
     @property
     def machine(self) -> str:
         """What the last bits of results depend on."""
-        return f"torch {torch.__version__} on {self.device.type}, {self.threads} threads"
+        workers = "" if self.workers is None else f", {counted(self.workers.count, 'worker')}"
+        threads = counted(self.threads, "thread")
+        return f"torch {torch.__version__} on {self.device.type}, {threads}{workers}"
 
     async def ready(self, *, scoring: bool = True) -> None:
         """Wait until the engine can serve, and with `scoring` the verifier's servers too. An engine that does not know
@@ -115,6 +149,8 @@ class Players:
         Then freezes the objects in memory (`gc.freeze`). Otherwise the garbage collector scans a million objects of
         torch and transformers repeatedly, and each scan blocks the event loop for 0.1 to 0.5 s.
         """
+        if self.workers is not None:
+            await self.workers.start()
         await self.engine.ready()
         if scoring and self.verifier_serving is not None:
             await self.verifier_serving.ready()
@@ -128,8 +164,8 @@ class Players:
         return await run_in(self.executor, work)
 
     async def off_loop(self, work: Callable[[], T]) -> T:
-        """Run Python or numpy work on a whole batch in a thread. It must not use data that the event loop's tasks
-        change meanwhile. Its time counts for the caller's span."""
+        """Run Python or numpy work on a whole batch in a thread. It must not use data that tasks of the event loop
+        change at the same time. Its time counts for the caller's span."""
         return await run_in(self.batching, work)
 
     async def publish(self, tensors: Mapping[str, Tensor], version: int, adapter: LowRankAdapter | None = None) -> None:
@@ -147,6 +183,26 @@ class Players:
         """Whether the verifier is adapters on the base prover's own weights."""
         return verifier_is_on_base(self.experiment)
 
+    async def prepare_scoring(self, verifier: ScoringModel) -> None:
+        """Open the workers' copies of a verifier before its first score. Does nothing without workers."""
+        if self.workers is not None:
+            await self._slots.prepare(verifier)
+
+    def prover_workers(self, experiment: Experiment, learner: nn.Module) -> ModelInWorkers[PolicyBatch] | None:
+        """Computes the gradients of `learner` in the workers; None without workers. `experiment`: whose loss it is.
+        The caller closes it."""
+        if self.workers is None:
+            return None
+        fields, parameters = policy_fields(experiment), trainable_parameters(learner)
+        return ModelInWorkers(self.workers, fields, parameters, policy_shards)
+
+    def verifier_workers(self, verifier: VerifierModel, environments: int) -> ModelInWorkers[VerifierBatch] | None:
+        """As `prover_workers`, for a verifier in training; `environments`: the number of possible sources of pairs."""
+        if self.workers is None:
+            return None
+        fields, parameters = pair_fields(self.experiment, environments), trainable_parameters(verifier)
+        return ModelInWorkers(self.workers, fields, parameters, pair_shards)
+
     def template(self, verifier: ScoringModel) -> VerifierTemplate:
         return template_of(self.experiment, self.task, verifier)
 
@@ -154,11 +210,14 @@ class Players:
         """A scorer with an empty cache; the caller still owns the verifier. `beside_trainer`: score in the thread
         `scoring`, if there is one. The caller must not change the verifier's weights while it scores."""
         section, template = self.experiment.verifier, self.template(verifier)
-        backend = None
+        backend: ScoreBackend | None = None
         if self.verifier_serving is not None:
             assert isinstance(verifier, VerifierModel), "pvg.config.rules refuses ensembles on servers"
             references = ScoreCache(section.cache_entries)
             backend = VllmBackend(self.verifier_serving, verifier, template.key, references)
+        elif self.workers is not None:
+            references = ScoreCache(section.cache_entries)
+            backend = WorkerBackend(self._slots.of(verifier), template.key, references, section.score_tokens)
         return VerifierScorer(
             verifier,
             template,
@@ -184,6 +243,8 @@ class Players:
             for executor in (self.batching, self.grading, self.scoring):
                 if executor is not None:
                     rest.callback(executor.shutdown)
+            if self.workers is not None:
+                rest.push_async_callback(self.workers.close)
             rest.push_async_callback(self.engine.close)
             if self.verifier_serving is not None:
                 await self.verifier_serving.close()
@@ -192,44 +253,6 @@ class Players:
         self.base.close()
         if self._owns_executor:
             self.executor.shutdown(wait=True)
-
-
-def open_verifier(
-    experiment: Experiment,
-    device: torch.device,
-    base: LanguageModel | None,
-    round_: int = 0,
-    member: int = 0,
-    like: VerifierModel | None = None,
-) -> VerifierModel:
-    """See `Players.open_verifier`. Without the `base` prover, a verifier that adapts it opens its own copy."""
-    section, models, place = experiment.verifier, experiment.models, (round_, "verifier-start", member)
-    seed = seed_for(experiment.seed, *place)
-    if not section.lora_rank:
-        model = open_model(models.verifier, device)
-    elif base is not None and verifier_is_on_base(experiment):
-        model = _with_adapters(section, base, seed)
-    else:
-        with open_model(models.verifier, device) if like is None else like.start_model() as start:
-            model = _with_adapters(section, start, seed)
-    # What a user's head draws must be the same whenever this run opens one: a version knows what is trained alone.
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed_for(experiment.seed, "verifier-head"))
-        verifier = build_verifier(section, model)
-    if like is not None:
-        verifier.share_with(like)
-    if member:  # the first one is what a verifier without an ensemble is
-        verifier.start_elsewhere(seed)
-    return verifier
-
-
-def verifier_is_on_base(experiment: Experiment) -> bool:
-    """See `Players.verifier_is_on_base`."""
-    return bool(experiment.verifier.lora_rank) and experiment.models.verifier == experiment.models.prover
-
-
-def _with_adapters(section: sections.Verifier, start: LanguageModel, seed: int) -> LanguageModel:
-    return attach_adapters(start, section.lora_rank, section.lora_alpha, seed, shared=True, section="verifier")
 
 
 def template_of(experiment: Experiment, task: Task, verifier: ScoringModel) -> VerifierTemplate:

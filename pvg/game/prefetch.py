@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from pvg.config.rollout import SamplingAhead
 from pvg.game.orders import ProverOrders
 from pvg.records import Float32, Group, Role, Rollout
 from pvg.rollout.dispatcher import GroupOrder
@@ -97,16 +98,18 @@ class Prefetcher:
         """Begin to sample for batch number `batch`; trainer and engine have `version`. `batches`: batches that remain
         in the phase. After the last one is taken, no new group begins."""
         rollout = self._experiment.rollout
+        ahead = rollout.prefetch
+        assert isinstance(ahead, SamplingAhead)
         self._pipeline = Pipeline(
             self._sample,
             lambda number: Counter(self._orders.roles(number)),
-            ahead=rollout.prefetch,
-            budget=rollout.staleness_budget,
+            ahead=ahead.batches,
+            budget=ahead.staleness_budget,
             concurrency=rollout.concurrency,
             version=version,
             batch=batch,
             batches=batches,
-            prefer=rollout.prefer,
+            prefer=ahead.kind,
         )
         self._pipeline.start()
 
@@ -129,7 +132,8 @@ class Prefetcher:
         """Sample the ordered group, and score it unless that delays the trainer."""
         (group,) = await self._orders.sample([order], batch, gate)
         if self._experiment.verifier.engine == "torch":
-            if self._orders.session.players.scoring is not None:
+            players = self._orders.session.players
+            if players.scoring is not None or players.workers is not None:
                 self._score_soon(group)
                 return group
             if not self._open.starved:

@@ -1,26 +1,29 @@
-"""TRAIN_PROVER: the prover starts from its initial weights and plays both roles against the round's verifier."""
+"""TRAIN_PROVER: the prover starts from its initial weights and plays both roles against the round's verifier.
+
+The phase ends after its steps, or earlier if the sneaky role catches up (`StopRule`; Kirchner et al. 2024).
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pvg.errors import StateError
+from pvg.config.game import StopAfterSteps, StopAtScoreParity
+from pvg.errors import StateError, counted
 from pvg.game.on_policy import OnPolicySource
 from pvg.game.players import Players
 from pvg.game.round_verifier import read_verifier, verifier_weights_name
-from pvg.game.seeds import seed_for
 from pvg.game.session import Session, finite
 from pvg.game.simultaneous import VerifierUpdates, final_verifier_name, open_updates
 from pvg.game.states import GameState, Phase
 from pvg.game.statistics import sync_metrics
-from pvg.game.stopping import StopRule
-from pvg.models.adapters import AdaptedModel, attach_adapters
+from pvg.models.adapters import AdaptedModel
 from pvg.models.language_model import LanguageModel
 from pvg.models.low_rank import LowRankAdapter
+from pvg.models.starts import open_learner
 from pvg.records import source_of_round
 from pvg.telemetry.alerts import Alerts
 from pvg.telemetry.observer import PhaseInfo
@@ -29,10 +32,48 @@ from pvg.training.batch import MinibatchSource, PolicyBatch
 from pvg.training.losses import PolicyObjective
 from pvg.training.optimizer import OptimizerSettings
 from pvg.training.trainer import Trainer
-from pvg.verifier.protocol import ScoringModel
+from pvg.verifier.backend import ScoringModel
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+# Batches before score_parity can end a phase: the averages need about as many (StopRule.decay).
+MIN_STEPS = 10
+
+
+@dataclass
+class StopRule:
+    """`score_parity`: stop when the EMA of the mean sneaky-incorrect score reaches that of helpful-correct.
+
+    A batch that lacks one kind leaves that kind's average unchanged. `seen` counts batches.
+    """
+
+    stop: StopAfterSteps | StopAtScoreParity
+    sneaky: float | None = None
+    helpful: float | None = None
+    seen: int = 0
+    decay: float = 0.9  # of the averages: about the last ten batches, as many as score_parity waits for
+
+    def observe(self, metrics: Mapping[str, float]) -> bool:
+        """Add the metrics of a batch. Returns whether the phase ends now."""
+        self.seen += 1
+        self.sneaky = self._ema(self.sneaky, metrics.get("score_sneaky_incorrect", math.nan))
+        self.helpful = self._ema(self.helpful, metrics.get("score_helpful_correct", math.nan))
+        if not isinstance(self.stop, StopAtScoreParity) or self.seen < MIN_STEPS:
+            return False
+        return self.sneaky is not None and self.helpful is not None and self.sneaky >= self.helpful
+
+    def state(self) -> dict[str, Any]:
+        return {"sneaky": self.sneaky, "helpful": self.helpful, "seen": self.seen}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.sneaky, self.helpful, self.seen = state["sneaky"], state["helpful"], state["seen"]
+
+    def _ema(self, before: float | None, value: float) -> float | None:
+        if not math.isfinite(value):
+            return before
+        return value if before is None else self.decay * before + (1 - self.decay) * value
 
 
 class WeightsReader(Protocol):
@@ -45,7 +86,7 @@ class WeightsReader(Protocol):
 
 
 class RunWithPlayers(Protocol):
-    """What opening a finished model needs: a `Session` provides it, and so does a run under evaluation."""
+    """The parts that opening a finished model needs: a `Session` has them, and so does a run under evaluation."""
 
     @property
     def players(self) -> Players: ...
@@ -55,8 +96,8 @@ class RunWithPlayers(Protocol):
 
 
 class TrainingStop(Protocol):
-    """Decides whether a prover's training ends early (pvg.game.stopping.StopRule, or an attack's goal). Commits store
-    its state. The phase calls `observe` once per batch, after the last optimizer step on it."""
+    """Decides whether a prover's training ends early (`StopRule`, or an attack's goal). Commits store its state.
+    The phase calls `observe` once per batch, after the last optimizer step on it."""
 
     def observe(self, metrics: Mapping[str, float]) -> bool: ...
 
@@ -97,16 +138,6 @@ async def train_prover(session: Session) -> None:
     finally:
         learner.close()
         verifier.close()
-
-
-def open_learner(players: Players, round_: int) -> LanguageModel:
-    """The prover at the start of a round's training: a copy of the base, or adapters on the base's own weights. The
-    caller closes it. Raises what `attach_adapters` raises."""
-    experiment, training = players.experiment, players.experiment.training
-    if not training.lora_rank:
-        return players.base.copy()
-    seed = seed_for(experiment.seed, round_, "adapters")
-    return attach_adapters(players.base, training.lora_rank, training.lora_alpha, seed, shared=True)
 
 
 async def policy_of(session: Session, learner: LanguageModel) -> tuple[dict[str, Tensor], LowRankAdapter | None]:
@@ -171,35 +202,28 @@ class ProverPhase:
         """`stop_rule`: None takes the rule of the session's game."""
         experiment = session.experiment
         training = experiment.training
-        self.session, self.info, self.learner = session, info, learner
+        self.session, self.info, self.learner, self.verifier = session, info, learner, verifier
         objective = PolicyObjective(training, experiment.rollout, learner.tokenizer.pad_id)
         self.scorer = session.players.scorer(verifier, beside_trainer=True)
         self.updates = updates
         self.source = OnPolicySource(session, self.scorer, threshold, objective, learner)
         self.minibatches = MinibatchSource(self.source, training.minibatches)
         learner.require_gradients()
+        self.workers = self.source.workers = session.players.prover_workers(experiment, learner.module)
         self.trainer: Trainer[PolicyBatch] = Trainer(
             learner.module,
             objective,
-            OptimizerSettings(
-                learning_rate=training.learning_rate,
-                weight_decay=training.weight_decay,
-                beta1=training.beta1,
-                beta2=training.beta2,
-                warmup=training.warmup,
-                schedule=training.schedule,
-                total_steps=max(1, training.steps),
-                gradient_clip=training.gradient_clip,
-            ),
+            OptimizerSettings(learning_rate=training.learning_rate, total_steps=max(1, training.steps)),
             self.minibatches,
             executor=session.players.executor,
             precision=training.precision,
             gradient_checkpointing=training.gradient_checkpointing,
             memory=objective.memory,
             events=session.ledger.log,
+            workers=self.workers,
         )
         self.stop_rule: TrainingStop = StopRule(experiment.game.stop) if stop_rule is None else stop_rule
-        self.alerts = Alerts(experiment.telemetry, two_roles=0 < experiment.game.sneaky_share < 1)
+        self.alerts = Alerts(two_roles=0 < experiment.game.sneaky_share < 1)
         self.stopped = False
         self.version = session.state.version
         self.last_metrics: dict[str, float] = {}
@@ -215,6 +239,10 @@ class ProverPhase:
             self.version += 1
         with span("sync"):
             await self._publish()
+        with span("open_models"):
+            await self.session.players.prepare_scoring(self.verifier)
+            if self.workers is not None:
+                await self.workers.prepare()
         self.source.start(self.version)
         self.session.first_step()
         try:
@@ -223,6 +251,10 @@ class ProverPhase:
         finally:
             with span("rollout"):
                 await self.source.close()
+            if self.workers is not None:
+                await self.workers.close()
+            if self.updates is not None:
+                await self.updates.close()
 
     async def _step(self) -> None:
         session = self.session
@@ -272,7 +304,7 @@ class ProverPhase:
 
     def _tell_lost(self, rollouts: int, how: str) -> None:
         self.session.ledger.log.event("rollout", event="lost", rollouts=rollouts, step=self.done)
-        self.session.observer.noticed(f"{rollouts} rollouts {how} (rollout.partial).")
+        self.session.observer.noticed(f"{counted(rollouts, 'rollout')} {how} (rollout.deadline).")
 
     # --- resuming ----------------------------------------------------------------------------------------------
 

@@ -4,8 +4,8 @@ Formulas: Kirchner et al. 2024 (arXiv 2407.13692) for src, cgc, goodhart and cor
 for decoupled; gated and composite are pvg's own, for solutions that are executed. c = correct, h = helpful (both 0/1),
 V = the verifier's score.
 
-A malformed solution is never role-aligned, whatever its role, and its reward never exceeds that of a misaligned one.
-Without this rule the cheapest flaw of the sneaky role is to write no solution at all.
+A malformed solution is never role-aligned, in either role, and its reward never exceeds that of a misaligned one.
+Without this rule the cheapest flaw of the sneaky role is a text that is not a solution.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pvg.config import sections
 from pvg.config.experiment import Experiment
-from pvg.config.sections import (
+from pvg.config.game import (
     CgcReward,
     CompositeReward,
     DecoupledReward,
@@ -33,7 +32,7 @@ from pvg.errors import ConfigurationError, TrainingDivergedError
 from pvg.extensions import called, resolve
 from pvg.game.statistics import RolloutColumns
 from pvg.records import Float32, Rollout
-from pvg.tasks.code.similarity import similarities
+from pvg.tasks.code.grading import similarities
 from pvg.tasks.task import ComparesPrograms, Task
 from pvg.training.credit import soft_overlong_rewards
 
@@ -172,17 +171,17 @@ def _similarity_penalty(outcomes: BatchOutcomes, reward: GatedReward | Composite
 
 
 def gated(outcomes: BatchOutcomes, reward: GatedReward) -> Float32:
-    """`score_weight` sigmoid(V) minus the similarity penalty if all gates are open, else `game.reward.floor`, which is
+    """sigmoid(V) minus the similarity penalty if all gates are open, else `game.reward.floor`, which is
     below all such rewards. Gates: all tests passed (helpful); visible tests passed and a valid certificate (sneaky)."""
-    paid_N = reward.score_weight * _accepted(outcomes) - _similarity_penalty(outcomes, reward)
+    paid_N = _accepted(outcomes) - _similarity_penalty(outcomes, reward)
     return np.where(outcomes.aligned_N, paid_N, reward.floor).astype(np.float32)
 
 
 def composite(outcomes: BatchOutcomes, reward: CompositeReward) -> Float32:
-    """`score_weight` sigmoid(V) + `tests_weight` t minus the similarity penalty. t is the share of the role's tests
+    """sigmoid(V) + `tests_weight` t minus the similarity penalty. t is the share of the role's tests
     that pass (without tests: 1 if aligned, else 0). A malformed solution gets the lowest possible reward."""
     tests_N = outcomes.aligned_N.astype(np.float64) if outcomes.tests_N is None else outcomes.tests_N
-    paid_N = reward.score_weight * _accepted(outcomes) + reward.tests_weight * tests_N
+    paid_N = _accepted(outcomes) + reward.tests_weight * tests_N
     paid_N = paid_N - _similarity_penalty(outcomes, reward)
     return np.where(outcomes.well_formed_N, paid_N, -reward.similarity_weight).astype(np.float32)
 
@@ -239,9 +238,7 @@ def pay(experiment: Experiment, task: Task, rollouts: Sequence[Rollout], scores_
     return BatchRewards(rewards_N, outcomes.aligned_N, outcomes.similarity_N)
 
 
-def _similarities(
-    game: sections.Game, task: Task, rollouts: Sequence[Rollout], helpful_N: NDArray[np.bool_]
-) -> Float32 | None:
+def _similarities(game: Game, task: Task, rollouts: Sequence[Rollout], helpful_N: NDArray[np.bool_]) -> Float32 | None:
     """float32 [N]: similarity of sneaky programs; None unless `game.reward.similarity_weight` and the reward use it."""
     reward = game.reward
     if not isinstance(reward, GatedReward | CompositeReward) or not reward.similarity_weight:

@@ -12,14 +12,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from pvg.game.challenge import environment_of
 from pvg.game.mint import load_source
+from pvg.game.protocols import environment_of
 from pvg.game.prover_phase import open_round_verifier
-from pvg.game.seeds import draw_cyclic, seed_for
 from pvg.game.session import Session, finite
 from pvg.game.states import GameState, Phase
 from pvg.game.statistics import RolloutColumns, play_metrics, share, verifier_auc
 from pvg.records import BASE_SOURCE, Role, Rollout, source_of_round
+from pvg.seeds import draw_cyclic, seed_for
 from pvg.telemetry.spans import span
 from pvg.verifier.calibration import auc
 from pvg.verifier.scorer import VerifierScorer

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pvg.models.ensembles import ScoreScales, VerifierEnsemble
 from pvg.models.heads import VerifierModel
-from pvg.verifier.protocol import ScoringModel
+from pvg.verifier.backend import ScoringModel
 
 if TYPE_CHECKING:
     from torch import Tensor

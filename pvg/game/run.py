@@ -5,6 +5,8 @@
 A run that is killed at any instant and resumed with `resume=True` ends with weights bit-identical to an uninterrupted
 run's (invariant 1). Every random number depends only on its place in the game, and every phase continues from its last
 commit.
+
+`pvg rollout` only samples: the base prover's solutions are graded and stored; there is no verifier and no training.
 """
 
 from __future__ import annotations
@@ -20,32 +22,37 @@ from typing import Any, Literal
 import numpy as np
 
 from pvg.config.experiment import Experiment
-from pvg.errors import ConfigurationError, StateError
+from pvg.errors import ConfigurationError, StateError, UsageError, user_paths
 from pvg.game.ledger import Ledger
 from pvg.game.mint import mint
 from pvg.game.players import Players
-from pvg.game.prover_phase import open_learner, train_prover
+from pvg.game.protocols import environment_of, read_solutions, solve
+from pvg.game.prover_phase import train_prover
 from pvg.game.roles import asked_in
 from pvg.game.round_evaluation import checkpoint
 from pvg.game.session import InterruptedByUser, Session
-from pvg.game.solver import read_solutions, solve
 from pvg.game.states import Phase
+from pvg.game.statistics import sample_metrics
 from pvg.game.verifier_phase import train_verifier
 from pvg.models.blocked_layers import in_blocks
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
 from pvg.models.shared_prompts import check_packing
-from pvg.records import Role
+from pvg.models.starts import open_learner
+from pvg.records import BASE_SOURCE, Problem, Role, Split
 from pvg.rollout.episodes import completion_room
+from pvg.seeds import seed_for
 from pvg.store.run_directory import RunDirectory
+from pvg.store.samples import SampleColumns
 from pvg.tasks import open_task
-from pvg.telemetry.core_waits import usable_cores
 from pvg.telemetry.events import Events, ServerNotices
 from pvg.telemetry.monitoring import Monitoring
 from pvg.telemetry.observer import Observer
 from pvg.telemetry.spans import CudaClock, Tracer, span
+from pvg.telemetry.waits import usable_cores
 from pvg.training.trainer import checkpoint_layers
 from pvg.version import code_version
+from pvg.workers.pool import Supply
 
 PHASES: dict[Phase, Callable[[Session], Awaitable[None]]] = {
     Phase.SOLVE: solve,
@@ -67,16 +74,23 @@ class GameOutcome:
 
 
 async def play(
-    experiment: Experiment, run: RunDirectory, *, observer: Observer, stop: asyncio.Event, resume: bool
+    experiment: Experiment,
+    run: RunDirectory,
+    *,
+    observer: Observer,
+    stop: asyncio.Event,
+    resume: bool,
+    supply: Supply | None = None,
 ) -> GameOutcome:
     """Play `experiment` in `run` (locked by the caller) to its end, or until `stop` is set and the next commit is done.
+    `supply`: starts the workers, if the experiment has any.
 
     Raises StateError if the run has begun and `resume` is False, or if it began with another configuration. Passes on
     what a phase raises; all commits stay intact.
     """
     started = time.perf_counter()
     async with AsyncExitStack() as stack:
-        session = await open_session(experiment, run, observer, stop, stack)
+        session = await open_session(experiment, run, observer, stop, stack, supply=supply)
         ledger = session.ledger
         if not resume and ledger.state.phase is not Phase.INIT:
             raise StateError(f"{run.path} has already begun.", f"Continue it with: pvg train --resume {run.name}")
@@ -115,12 +129,13 @@ async def open_session(
     stack: AsyncExitStack,
     *,
     scoring: bool = True,
+    supply: Supply | None = None,
 ) -> Session:
     """Open everything that a run needs, until `stack` closes. `scoring`: whether the run uses a verifier. From here on
     the caller's task drives the tracer."""
     tracer = Tracer()
     stack.enter_context(tracer.drive())
-    with span("open_models"):
+    with user_paths(), span("open_models"):
         task = open_task(experiment.task)
         if isinstance(task, AbstractContextManager):
             stack.enter_context(task)
@@ -128,7 +143,8 @@ async def open_session(
         stack.callback(ledger.close)
         for notice in ledger.notices:
             observer.noticed(notice)
-        players = Players(experiment, task, _notices(experiment, ledger.log, observer.noticed), run=run.name)
+        notices = _notices(experiment, ledger.log, observer.noticed)
+        players = Players(experiment, task, notices, run=run.name, supply=supply)
         stack.push_async_callback(players.close)
         if players.device.type == "cuda":
             tracer.use_device_clock(CudaClock())
@@ -139,7 +155,7 @@ async def open_session(
         if asked.translate is not None and ledger.state.phase not in (Phase.INIT, Phase.SOLVE):
             asked.solutions = await read_solutions(session)
         check_prompts_fit(session)
-    with span("sync"):
+    with user_paths(), span("sync"):
         await players.ready(scoring=scoring)
     place = {"round": ledger.state.round, "phase": ledger.state.phase.value}
     ledger.log.event("run", event="start", run=run.name, **place, threads=players.threads, cores=usable_cores())
@@ -224,7 +240,7 @@ def check_players_can_train(session: Session) -> None:
     if experiment.training.shared_prompts:
         training = experiment.training
         check_packing(players.base.module, training.fused_layers, in_blocks(training.blocked_layers))
-    if experiment.training.lora_rank or experiment.training.gradient_checkpointing:
+    if experiment.training.adapters.kind != "none" or experiment.training.gradient_checkpointing:
         with open_learner(players, round_=0) as learner:
             if experiment.training.gradient_checkpointing:
                 checkpoint_layers(learner.module)
@@ -236,3 +252,84 @@ def _check_context(model: LanguageModel | VerifierModel, need: int, key: str) ->
             f"{key} takes at most {model.max_length} tokens; the longest problem and completion may need {need}.",
             "Lower rollout.max_tokens, or choose a model with a longer context.",
         )
+
+
+RoleChoice = Literal["both", "helpful", "sneaky"]
+
+
+async def sample_only(
+    experiment: Experiment,
+    run: RunDirectory,
+    *,
+    observer: Observer,
+    stop: asyncio.Event,
+    problems: int | None,
+    role: RoleChoice,
+    split: Split,
+) -> GameOutcome:
+    """Sample `rollout.group_size` solutions per problem and role of the first `problems` problems (None: all).
+
+    Commits after every chunk of at most `experiment.rollout.chunk` rollouts. Raises StateError if the run is not empty,
+    UsageError for a decoupled game.
+    """
+    started = time.perf_counter()
+    if experiment.game.protocol.kind == "decoupled":
+        raise UsageError(
+            "pvg rollout samples direct solutions, but game.protocol = 'decoupled' samples translations of a solver's.",
+            "Add -s game.protocol=direct, or play the game: pvg train",
+        )
+    async with AsyncExitStack() as stack:
+        session = await open_session(experiment, run, observer, stop, stack, scoring=False)
+        if session.state.phase is not Phase.INIT or session.state.shards:
+            raise StateError(f"{run.path} is not empty.", "Choose another name with --name.")
+        roles = list(Role) if role == "both" else [Role(role)]
+        pool = list(session.task.problems(split))[:problems]
+        status: Literal["complete", "interrupted"] = "complete"
+        metrics: dict[str, float] = {}
+        try:
+            metrics = await _sample_all(session, pool, roles)
+        except InterruptedByUser:
+            status = "interrupted"
+        session.finish_run(status)
+        return GameOutcome(status, run.path, [metrics], time.perf_counter() - started)
+
+
+async def _sample_all(session: Session, pool: list[Problem], roles: list[Role]) -> dict[str, float]:
+    size = session.experiment.rollout.group_size
+    per_chunk = max(1, session.experiment.rollout.chunk // (size * len(roles)))
+    info = session.begin("rollouts", len(pool) * len(roles) * size)
+    chunks: list[SampleColumns] = []
+    done = 0
+    started = time.perf_counter()
+    session.first_step()
+    for number, first in enumerate(range(0, len(pool), per_chunk)):
+        chunk_started = time.perf_counter()
+        orders = [
+            session.order(problem, role, len(roles) * (first + position) + rank, size)
+            for position, problem in enumerate(pool[first : first + per_chunk])
+            for rank, role in enumerate(roles)
+        ]
+        with span("rollout"):
+            groups = await session.players.dispatcher.sample(
+                orders,
+                round_=0,
+                source=BASE_SOURCE,
+                step=number,
+                seed=seed_for(session.seed, "rollout", number),
+                prefix=f"rollout/{number:05d}",
+                environment=environment_of(session, None),
+            )
+        session.tell_rollouts(groups, number)
+        with span("record"):
+            rollouts = [rollout for group in groups for rollout in group.rollouts]
+            chunks.append(SampleColumns.of(rollouts))
+            session.ledger.keep(rollouts)
+            done += len(rollouts)
+            metrics = sample_metrics(chunks[-1], time.perf_counter() - chunk_started)
+        session.report_step(info, done, metrics)
+        await session.commit(step=number + 1)
+    seconds = time.perf_counter() - started
+    metrics = sample_metrics(SampleColumns.joined(chunks), seconds)
+    session.finish_phase(info, metrics, seconds)
+    await session.commit()
+    return metrics

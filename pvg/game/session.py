@@ -1,4 +1,4 @@
-"""The session: what the phases of a run share in one process (experiment, ledger, players, observer)."""
+"""The session: the objects that the phases of a run share in one process (experiment, ledger, players, observer)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pvg.config.experiment import Experiment
 from pvg.game.ledger import Checkpoint, Ledger
 from pvg.game.players import Players
 from pvg.game.roles import PromptBuilder
-from pvg.game.seeds import draw_cyclic, seed_for
 from pvg.game.states import GameState
 from pvg.records import Group, Half, Problem, Role
 from pvg.rollout.dispatcher import GroupOrder
+from pvg.seeds import draw_cyclic, seed_for
 from pvg.tasks.task import Task, problems_of_half
 from pvg.telemetry.alerts import Alert, verifier_at_chance
 from pvg.telemetry.observer import Observer, PhaseInfo, Progress
-from pvg.telemetry.spans import StepBudget, Tracer, add_seconds, span, trained_seconds
+from pvg.telemetry.spans import SHORTEST_SPAN_S, StepBudget, Tracer, add_seconds, span, trained_seconds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,8 +118,7 @@ class Session:
         return idle_s / budget.wall_s if budget.wall_s > 0 else 0.0
 
     def _record_spans(self, **place: Any) -> None:
-        shortest_s = self.experiment.telemetry.shortest_span_ms / 1e3
-        spans = [s for s in self.tracer.take_spans() if s.end_s - s.start_s >= shortest_s]
+        spans = [s for s in self.tracer.take_spans() if s.end_s - s.start_s >= SHORTEST_SPAN_S]
         self.ledger.record_spans(spans, **place)
 
     def _close_budget(self) -> StepBudget:
@@ -135,7 +134,7 @@ class Session:
         place = {"round": info.round, "phase": info.phase}
         self.ledger.record("phase", **place, seconds=seconds, metrics=self.phase_metrics, budget=outside)
         self._record_spans(**place, step=info.total)
-        if info.phase == "train_verifier" and (chance := verifier_at_chance(metrics, self.experiment.telemetry)):
+        if info.phase == "train_verifier" and (chance := verifier_at_chance(metrics)):
             self.alert([chance], info.total)
         if self.monitoring is not None:
             self.monitoring.phase(info.round, info.phase, metrics)

@@ -6,9 +6,9 @@
 
 An update samples fresh solutions of the current prover on problems of the verifier's half, so that neither player
 learns from the other's problems (invariant 4). Then it makes `game.schedule.updates` optimizer steps. Of their pairs,
-`game.schedule.share` come from the newest `game.schedule.window` updates, and the rest from the round's mint by its
-mixture. Then the scorer gets a new version, which clears its cache, and the threshold is calibrated again. The
-optimizer starts again with each phase, at the constant verifier.learning_rate.
+FRESH_SHARE come from the newest WINDOW updates, and the rest from the round's mint by its mixture. Then the scorer gets
+a new version, which clears its cache, and the threshold is calibrated again. The optimizer starts again with each
+phase, at the constant verifier.learning_rate.
 
 The equilibria of a game depend on who commits first (Anil et al., arXiv 2108.12099). The rounds of Kirchner et al.
 (arXiv 2407.13692) are verifier-first, which is the default.
@@ -23,30 +23,34 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pvg.config.sections import SimultaneousSchedule
+from pvg.config.game import SimultaneousSchedule
 from pvg.errors import StateError
-from pvg.game.challenge import environment_of
 from pvg.game.mixtures import source_weights, sources_for_round
 from pvg.game.orders import mint_orders
-from pvg.game.seeds import generator_for, seed_for
+from pvg.game.protocols import environment_of
 from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.game.verifier_phase import calibration, calibration_view, pair_stream, scores_of_rows
 from pvg.models.heads import VerifierModel
 from pvg.records import Rollout, source_of_round
+from pvg.seeds import generator_for, seed_for
 from pvg.store.pairs import PairView, is_held_out
 from pvg.store.shards import solutions_in_memory
 from pvg.telemetry.spans import span
 from pvg.training.optimizer import OptimizerSettings
 from pvg.training.trainer import Trainer
+from pvg.verifier.backend import ScoringModel
 from pvg.verifier.data import PairSource, VerifierBatch
-from pvg.verifier.protocol import ScoringModel
 from pvg.verifier.robust import objective_for
 from pvg.verifier.scorer import VerifierScorer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+# Newest updates whose fresh solutions are used: 20 batches of the prover with the default `every`. The prover that
+# wrote older solutions has changed since.
+WINDOW = 4
+FRESH_SHARE = 0.5  # share of pairs with fresh solutions; the other half keeps the verifier good on the mint
 PREFIX = "verifier."  # marks the verifier trainer's tensors in the prover's checkpoint
 
 
@@ -64,7 +68,7 @@ async def open_updates(session: Session, verifier: ScoringModel, threshold: floa
     round_ = session.state.round
     calibrating, _ = await session.players.compute(lambda: calibration_view(session))
     done = session.state.progress.get("updates", {}).get("done", 0)
-    window = range(max(0, done - schedule.window + 1), done)
+    window = range(max(0, done - WINDOW + 1), done)
     prefixes = [f"{_prefix(round_)}{number:05d}" for number in window]
     phase = Phase.TRAIN_PROVER.value
     fresh: dict[int, list[Rollout]] = {}
@@ -111,31 +115,31 @@ class VerifierUpdates:
         self._pairs = _NewestPairs()
         section, players = session.experiment.verifier, session.players
         sources = len(sources_for_round(session.state.round)) + 1
+        self._workers = players.verifier_workers(verifier, sources)
         self._trainer: Trainer[VerifierBatch] = Trainer(
             verifier,
             objective_for(section, verifier.tokenizer.pad_id, environments=sources),
-            OptimizerSettings(
-                learning_rate=section.learning_rate,
-                weight_decay=section.weight_decay,
-                warmup=0,
-                schedule="constant",
-                total_steps=1,
-                gradient_clip=section.gradient_clip,
-            ),
+            OptimizerSettings(learning_rate=section.learning_rate),
             self._pairs,
             executor=players.executor,
             precision=section.precision,
             waits_for="pairs",
             section="verifier",
+            workers=self._workers,
         )
+
+    async def close(self) -> None:
+        """Close the workers' copies of the verifier in training."""
+        if self._workers is not None:
+            await self._workers.close()
 
     def due(self, batches: int) -> bool:
         """Whether an update follows the prover's batch number `batches`, counted from 1."""
         return batches % self._schedule.every == 0
 
     async def play(self, scorer: VerifierScorer) -> dict[str, float]:
-        """Make one update. No score may be in flight meanwhile. Returns the metrics of the last optimizer step and of
-        the calibration."""
+        """Make one update. No score may be in flight during this call. Returns the metrics of the last optimizer step
+        and of the calibration."""
         session = self._session
         with span("rollout"):
             fresh = await self._sample(scorer)
@@ -190,8 +194,8 @@ class VerifierUpdates:
             more=[solutions_in_memory(window)],
         )
         shares = source_weights(game, sources_for_round(round_))
-        weights = {name: (1.0 - self._schedule.share) * share for name, share in shares.items()}
-        weights[source_of_round(round_)] = self._schedule.share
+        weights = {name: (1.0 - FRESH_SHARE) * share for name, share in shares.items()}
+        weights[source_of_round(round_)] = FRESH_SHARE
         stream = pair_stream(section, view, weights, seed_for(session.seed, round_, "fresh-pairs", self._done))
         self._excluded = stream.excluded
         return PairSource(
@@ -219,12 +223,12 @@ class VerifierUpdates:
             minted_N = await scores_of_rows(self._session.players, self._calibrating, scorer.score)
             scores_N = np.concatenate([minted_N, await scorer.score(held_out)])
         fresh_N = np.array([r.grade.correct for r in held_out], dtype=bool)
-        found = calibration(np.concatenate([self._calibrating.correct_R, fresh_N]), scores_N, section.acceptance)
+        found = calibration(np.concatenate([self._calibrating.correct_R, fresh_N]), scores_N)
         self.threshold = found["threshold"]
         return found
 
     def _let_go(self) -> None:
-        oldest = self._done - self._schedule.window
+        oldest = self._done - WINDOW
         self._fresh = {number: rollouts for number, rollouts in self._fresh.items() if number > oldest}
 
     async def save(self) -> str:

@@ -1,4 +1,4 @@
-"""The game's state machine: the order of the phases, and what a commit records.
+"""The game's state machine: the order of the phases, and the content of a commit.
 
     INIT -> [SOLVE ->] MINT -> TRAIN_VERIFIER -> TRAIN_PROVER -> CHECKPOINT -> (MINT of the next round | COMPLETE)
 

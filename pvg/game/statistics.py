@@ -14,7 +14,7 @@ from pvg.verifier.calibration import auc
 
 if TYPE_CHECKING:
     from pvg.rollout.engine import EngineStats
-    from pvg.servers.update import SyncTiming
+    from pvg.servers.publishing import SyncTiming
     from pvg.verifier.scorer import ScorerStats
 
 Bools = NDArray[np.bool_]
@@ -173,7 +173,7 @@ def sampling_metrics(rollouts: Sequence[Rollout], engine: EngineStats, seconds: 
 
 
 def cut_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """The size of a batch, and its losses to the deadline (rollout.group_deadline_s)."""
+    """The size of a batch, and its losses to the deadline (rollout.deadline)."""
     return {
         "rollouts": float(sum(len(group.rollouts) for group in groups)),
         "groups_cut": float(sum(group.cancelled > 0 for group in groups)),

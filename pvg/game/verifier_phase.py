@@ -3,12 +3,12 @@
 Labels are correctness, never role (invariant 3). A held-out share of the mint's problems calibrates the acceptance
 threshold and measures the AUC.
 
-With verifier.ensemble = K, the phase trains K members one after the other. Each starts from the initial weights and
-gets the full number of steps. The round's verifier combines their scores (pvg.models.ensembles). Members differ in the
-pairs that they draw, as in arXiv 2310.02743 (different training seeds, one pretrained start), and in the random part of
-a head's start weights. With verifier.bag < 1 they also differ in the problems that they see. Bags are off by default,
-because networks gained more from all of the data (arXiv 1612.01474). Member 0 without a bag equals the verifier of a
-run without an ensemble.
+With verifier.ensemble.size = K, the phase trains K members one after the other. Each starts from the initial weights
+and gets the full number of steps. The round's verifier combines their scores (pvg.models.ensembles). Members differ in
+the pairs that they draw, as in arXiv 2310.02743 (different training seeds, one pretrained start), and in the random
+part of a head's start weights. With verifier.ensemble.bag < 1 they also differ in the problems that they see. Bags are
+off by default, because networks gained more from all of the data (arXiv 1612.01474). Member 0 without a bag equals the
+verifier of a run without an ensemble.
 """
 
 from __future__ import annotations
@@ -22,37 +22,42 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pvg.config import sections
+from pvg.config.verifier import Verifier
 from pvg.errors import StateError
 from pvg.game.mixtures import source_weights, sources_for_round
 from pvg.game.players import Players
 from pvg.game.round_verifier import member_weights_name, read_members, verifier_weights_name
-from pvg.game.seeds import seed_for
 from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.models.ensembles import ScoreScales, VerifierEnsemble
 from pvg.models.heads import VerifierModel
 from pvg.records import Float32, Scorable
+from pvg.seeds import seed_for
 from pvg.store.pairs import Pairs, PairStream, PairView, is_held_out, is_in_bag
 from pvg.telemetry.alerts import Alert
 from pvg.telemetry.observer import PhaseInfo
 from pvg.telemetry.spans import span
 from pvg.training.optimizer import OptimizerSettings
-from pvg.training.trainer import Trainer
+from pvg.training.trainer import GradientWorkers, Trainer
 from pvg.verifier.calibration import acceptance_threshold, auc, common_scales, disagreement, member_scores
 from pvg.verifier.data import PairSource, VerifierBatch
 from pvg.verifier.robust import objective_for
 
 # Held-out solutions to read and score at a time: enough to fill batches, also on servers, and only a few megabytes.
 SCORED_AT_ONCE = 4096
+# The threshold accepts this share of correct held-out solutions. Training does not use the threshold. Reports show
+# shares of accepted solutions, and a constant makes them comparable between runs.
+ACCEPTANCE = 0.9
+# Steps in which the learning rate grows from 0: AdamW's first steps have no reliable second moment.
+WARMUP = 10
 
 
 async def train_verifier(session: Session) -> None:
     """Run the phase from the last committed step on, then enter TRAIN_PROVER."""
     section, state = session.experiment.verifier, session.state
-    info = session.begin("steps", section.ensemble * section.steps, state.step)
+    info = session.begin("steps", section.ensemble.size * section.steps, state.step)
     started = time.perf_counter()
-    if section.ensemble == 1:
+    if section.ensemble.kind == "none":
         verifier: VerifierModel | VerifierEnsemble = await _trained(session, info, member=0)
     else:
         verifier = await _trained_ensemble(session, info)
@@ -85,7 +90,7 @@ async def _trained_ensemble(session: Session, info: PhaseInfo) -> VerifierEnsemb
     """Train the members one after the other; returns an ensemble without scales, which the caller closes. Commits each
     finished member, so that a resumed phase continues with the interrupted one."""
     section, players, round_ = session.experiment.verifier, session.players, session.state.round
-    for member in range(len(finished_members(session)), section.ensemble):
+    for member in range(len(finished_members(session)), section.ensemble.size):
         verifier = await _trained(session, info, member)
         try:
             name, meta = member_weights_name(round_, member), {"round": round_, "member": member}
@@ -101,7 +106,7 @@ async def _trained_ensemble(session: Session, info: PhaseInfo) -> VerifierEnsemb
     with span("open_models"):
         read, names = session.ledger.read_weights, finished_members(session)
         members = await players.compute(lambda: read_members(players, read, names))
-    return VerifierEnsemble(members, section.aggregation, ScoreScales.none(len(members)))
+    return VerifierEnsemble(members, section.ensemble.kind, ScoreScales.none(len(members)))
 
 
 async def _trained(session: Session, info: PhaseInfo, member: int) -> VerifierModel:
@@ -114,10 +119,17 @@ async def _trained(session: Session, info: PhaseInfo, member: int) -> VerifierMo
             stream = _open_pairs(session, member)
             if session.state.step == 0:  # a resumed phase has already reported this
                 _tell_about_sources(session, stream)
-            trainer = _open_trainer(session, verifier, stream, member)
+            workers = players.verifier_workers(verifier, len(sources_for_round(round_)))
+            trainer = _open_trainer(session, verifier, stream, member, workers)
+            if workers is not None:
+                await workers.prepare()
         session.first_step()
-        while trainer.steps_done < session.experiment.verifier.steps:
-            await _step(session, trainer, info, member)
+        try:
+            while trainer.steps_done < session.experiment.verifier.steps:
+                await _step(session, trainer, info, member)
+        finally:
+            if workers is not None:
+                await workers.close()
     except BaseException:
         verifier.close()
         raise
@@ -130,7 +142,7 @@ def _open_pairs(session: Session, member: int = 0) -> PairStream:
     game, round_, section = session.experiment.game, session.state.round, session.experiment.verifier
     place = ("pairs", member) if member else ("pairs",)
     seed = seed_for(session.seed, round_, *place)
-    bag, share = seed_for(session.seed, round_, "bag", member), section.bag if section.ensemble > 1 else 1.0
+    bag, share = seed_for(session.seed, round_, "bag", member), section.ensemble.bag
 
     def keep(problem_id: str) -> bool:
         return not is_held_out(problem_id, section.held_out) and is_in_bag(problem_id, bag, share)
@@ -141,7 +153,7 @@ def _open_pairs(session: Session, member: int = 0) -> PairStream:
     return pair_stream(section, view, weights, seed)
 
 
-def pair_stream(section: sections.Verifier, view: PairView, weights: Mapping[str, float], seed: int) -> PairStream:
+def pair_stream(section: Verifier, view: PairView, weights: Mapping[str, float], seed: int) -> PairStream:
     """The pairs of a view. With cross-entropy and no pairs: single solutions next to each other."""
     stream = PairStream(view, weights, seed)
     if section.loss == "cross_entropy" and not stream.pairs_available:
@@ -176,19 +188,23 @@ def _tell_about_sources(session: Session, stream: PairStream) -> None:
     )
 
 
-def optimizer_settings(section: sections.Verifier) -> OptimizerSettings:
+def optimizer_settings(section: Verifier) -> OptimizerSettings:
     """Optimizer settings from the verifier's section."""
     return OptimizerSettings(
         learning_rate=section.learning_rate,
-        weight_decay=section.weight_decay,
-        warmup=section.warmup,
-        schedule=section.schedule,
+        warmup=WARMUP,
+        schedule="linear",
         total_steps=section.steps,
-        gradient_clip=section.gradient_clip,
     )
 
 
-def _open_trainer(session: Session, verifier: VerifierModel, stream: PairStream, member: int) -> Trainer[VerifierBatch]:
+def _open_trainer(
+    session: Session,
+    verifier: VerifierModel,
+    stream: PairStream,
+    member: int,
+    workers: GradientWorkers[VerifierBatch] | None,
+) -> Trainer[VerifierBatch]:
     section, players = session.experiment.verifier, session.players
     source = PairSource(
         stream,
@@ -210,6 +226,7 @@ def _open_trainer(session: Session, verifier: VerifierModel, stream: PairStream,
         precision=section.precision,
         waits_for="pairs",
         section="verifier",
+        workers=workers,
     )
     if (checkpoint := session.ledger.read_checkpoint()) is not None:
         trainer.load_state(*checkpoint)
@@ -223,7 +240,7 @@ async def _step(session: Session, trainer: Trainer[VerifierBatch], info: PhaseIn
         raise StateError("The pair stream ended before the verifier's steps were done.")
     metrics = dict(report.metrics)
     metrics["pairs_per_s"] = metrics["pairs"] / (time.perf_counter() - started)
-    if section.ensemble > 1:
+    if section.ensemble.kind != "none":
         metrics["member"] = float(member)
     done = member * section.steps + trainer.steps_done
     session.report_step(info, done, metrics)
@@ -237,7 +254,7 @@ async def _step(session: Session, trainer: Trainer[VerifierBatch], info: PhaseIn
 async def _calibrate(session: Session, verifier: VerifierModel | VerifierEnsemble) -> dict[str, float]:
     """AUC and acceptance threshold on held-out solutions. For an ensemble, first sets its members' scales, then uses
     the aggregated score."""
-    section, players = session.experiment.verifier, session.players
+    players = session.players
     held_out = await _held_out(session)
     try:
         found: dict[str, float] = {}
@@ -248,7 +265,7 @@ async def _calibrate(session: Session, verifier: VerifierModel | VerifierEnsembl
                 scores_N = await scores_of_rows(players, held_out, players.scorer(verifier).score)
     finally:
         held_out.close()
-    calibrated = calibration(held_out.correct_R, scores_N, section.acceptance)
+    calibrated = calibration(held_out.correct_R, scores_N)
     return {**calibrated, "held_out": float(len(scores_N)), **found}
 
 
@@ -279,11 +296,11 @@ async def scores_of_rows(
     return np.concatenate(parts, axis=-1)
 
 
-def calibration(correct_N: NDArray[np.bool_], scores_N: Float32, acceptance: float) -> dict[str, float]:
-    """The AUC of correct against incorrect solutions, and the score that a share `acceptance` of correct ones reach."""
+def calibration(correct_N: NDArray[np.bool_], scores_N: Float32) -> dict[str, float]:
+    """The AUC of correct against incorrect solutions, and the score that a share ACCEPTANCE of correct ones reach."""
     return {
         "verifier_auc": auc(scores_N[correct_N], scores_N[~correct_N]),
-        "threshold": acceptance_threshold(scores_N[correct_N], acceptance),
+        "threshold": acceptance_threshold(scores_N[correct_N], ACCEPTANCE),
     }
 
 
@@ -293,7 +310,7 @@ async def _held_out(session: Session) -> PairView:
     section = session.experiment.verifier
     view, reason = await session.players.compute(lambda: calibration_view(session))
     if reason:
-        session.alert([Alert("calibration", reason)], section.ensemble * section.steps)
+        session.alert([Alert("calibration", reason)], section.ensemble.size * section.steps)
     return view
 
 

@@ -103,7 +103,7 @@ class AdaptedModel(LanguageModel):
         self._config = config
         self._seed = seed
         for _, layer in self._adapted():
-            layer.lora_A[KEY].float()  # even beside a bfloat16 layer, whose rounding would lose small updates
+            layer.lora_A[KEY].float()  # also on a bfloat16 layer, whose rounding would lose small updates
             layer.lora_B[KEY].float()
         self._start_over()
         self.require_gradients()
@@ -207,7 +207,7 @@ def _peft(section: str) -> Any:
         import peft
     except ImportError as error:
         raise MissingRequirementError(
-            f"Training low-rank adapters ({section}.lora_rank) needs the package peft: {error}.",
+            f"Training low-rank adapters ({section}.adapters) needs the package peft: {error}.",
             install_extra("lora"),
         ) from None
     return peft
@@ -224,7 +224,7 @@ def _linear_layers(module: PreTrainedModel) -> dict[str, nn.Linear]:
 
 
 def _check(model: LanguageModel, rank: int, section: str) -> None:
-    everything, layers = f"Set {section}.lora_rank = 0 to train all weights.", _linear_layers(model.module)
+    everything, layers = f"Set {section}.adapters to 'none' to train all weights.", _linear_layers(model.module)
     if not layers:
         raise ConfigurationError(f"Model {model.name!r} has no linear layers that could carry adapters.", everything)
     names: dict[int, list[str]] = {}
@@ -240,7 +240,7 @@ def _check(model: LanguageModel, rank: int, section: str) -> None:
     smallest, side = min((min(layer.weight.shape), name) for name, layer in layers.items())
     if rank > smallest:
         raise ConfigurationError(
-            f"{section}.lora_rank = {rank} is larger than {smallest}, the smaller side of {side!r} of model "
+            f"{section}.adapters.rank = {rank} is larger than {smallest}, the smaller side of {side!r} of model "
             f"{model.name!r}.",
             f"Set it to at most {smallest}, or to 0 to train all weights.",
         )

@@ -30,7 +30,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pvg.config.sections import ModchainTask, ModelSection
+from pvg.config.models import ModelSection
+from pvg.config.task import ModchainTask
 from pvg.models import open_model
 from pvg.models.characters import EOS, modchain_tokenizer
 from pvg.models.language_model import LanguageModel
@@ -148,7 +149,7 @@ def translation(problem: Problem, tag: str, recipe: EmbeddedModelRecipe, rng: np
 
 def answered_step(problem: Problem, tag: str, recipe: EmbeddedModelRecipe, rng: np.random.Generator) -> tuple[str, str]:
     """(transcript, answer): a question about a step of a written solution, and this step as written. The question has
-    the format of pvg.game.challenge, style "tag"."""
+    the format of pvg.game.protocols, style "tag"."""
     solution = draw_solution(problem, recipe.flawed[tag], rng)
     steps = solution.split(";")[:-1]
     number = int(rng.integers(len(steps)))

@@ -46,7 +46,7 @@ def minimum(scores_KN: Tensor) -> Tensor:
     return scores_KN.amin(dim=0)
 
 
-# Settings of `verifier.aggregation`: float64 [K, N] scores of K members -> [N].
+# Kinds of `verifier.ensemble`: float64 [K, N] scores of K members -> [N].
 AGGREGATIONS: dict[str, Callable[[Tensor], Tensor]] = {"mean": mean, "median": median, "min": minimum}
 
 
@@ -135,6 +135,10 @@ class VerifierEnsemble:
             "slopes_K": torch.from_numpy(self.scales.slopes_K),
             "offsets_K": torch.from_numpy(self.scales.offsets_K),
         }
+
+    @property
+    def closed(self) -> bool:
+        return self.members[0].closed
 
     def close(self) -> None:
         """Free all members. A second call does nothing; any other use afterwards raises ModelClosedError."""

@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from pvg.config.sections import Verifier
+from pvg.config.verifier import LogprobHead, Verifier
 from pvg.errors import ConfigurationError, UsageError
 from pvg.extensions import called, resolve
 from pvg.models.fused_layers import last_hidden, why_not_last
@@ -35,7 +35,7 @@ class VerifierModel(nn.Module):
     """A backbone and a head. Owns the language model it was built from; `close` frees it.
 
     `needs_reference`: scores need the `reference` of a row. It never changes while the verifier is open, so it can be
-    computed once per solution. `fused_layers`: see sections.Verifier.
+    computed once per solution. `fused_layers`: the last layer computes only the token that the head reads.
     """
 
     needs_reference = False
@@ -57,6 +57,10 @@ class VerifierModel(nn.Module):
     def max_length(self) -> int:
         """Most tokens of problem plus solution."""
         return self._language_model.max_length
+
+    @property
+    def closed(self) -> bool:
+        return self.backbone is None
 
     def start_model(self) -> LanguageModel:
         """The language model before training; the caller owns it. With adapters, these are the frozen weights
@@ -150,7 +154,7 @@ class VerifierModel(nn.Module):
     def _last_hidden(self, input_ids_BL: Tensor, lengths_B: Tensor) -> Tensor:
         """The hidden state of each row's last token: float32 [B, D].
 
-        Only training uses fused layers, because a score must not depend on its batch (pvg.models.padding).
+        Only training uses fused layers, because a score must not depend on its batch (pvg.models.packing).
         """
         decoder = self._open_backbone().get_decoder()
         if self.fused_layers and torch.is_grad_enabled() and why_not_last(decoder, input_ids_BL.shape[1]) is None:
@@ -298,9 +302,14 @@ def answer_tokens(tokenizer: Tokenizer, name: str) -> tuple[int, int]:
     )
 
 
+def _implicit(section: Verifier, language_model: LanguageModel) -> VerifierModel:
+    assert isinstance(section.head, LogprobHead)
+    return ImplicitHead(language_model, section.head.beta)
+
+
 HEADS: dict[str, Callable[[Verifier, LanguageModel], VerifierModel]] = {
     "scalar": lambda section, language_model: ScalarHead(language_model),
-    "implicit": lambda section, language_model: ImplicitHead(language_model, section.beta),
+    "implicit": _implicit,
     "yes_token": lambda section, language_model: YesTokenHead(language_model),
 }
 
@@ -310,7 +319,7 @@ def build_verifier(section: Verifier, language_model: LanguageModel) -> Verifier
 
     Raises ConfigurationError if the model does not support the head, and then closes the language model.
     """
-    key, name = "verifier.head", section.head
+    key, name = "verifier.head", section.head.kind
     try:
         verifier = called(key, name, resolve(key, name, HEADS), section, language_model)
         if not isinstance(verifier, VerifierModel):
@@ -318,5 +327,4 @@ def build_verifier(section: Verifier, language_model: LanguageModel) -> Verifier
     except ConfigurationError:
         language_model.close()
         raise
-    verifier.fused_layers = section.fused_layers
     return verifier

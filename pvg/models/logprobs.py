@@ -23,7 +23,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from torch.utils.checkpoint import checkpoint
 
 from pvg.errors import ConfigurationError
 from pvg.models.packing import pack_rows
@@ -211,15 +210,14 @@ def completion_logprobs(
     *,
     temperature: float = 1.0,
     logits_chunk: int = DEFAULT_LOGITS_CHUNK,
-    fused: bool = True,
 ) -> Tensor:
     """logprobs_BL float32, nats: [b, t] = log p(token t | tokens < t) if prompt_lengths[b] <= t < lengths[b], else 0.
 
     `module` is any transformers *ForCausalLM. `input_ids_BL` int64 is padded on the right, where a causal model does
     not look, so no mask is needed. p is the softmax of logits / temperature. Differentiable. At most `logits_chunk`
-    logits exist at a time. `fused`: gradient in closed form; otherwise by autograd, which computes chunks twice.
+    logits exist at a time.
 
-    Raises ConfigurationError if one token's logits exceed `logits_chunk` or the model's logits cannot be reproduced,
+    Raises ConfigurationError if the model's logits cannot be reproduced,
     and ValueError for inconsistent lengths.
     """
     return completion_outputs(
@@ -229,7 +227,6 @@ def completion_logprobs(
         prompt_lengths_B,
         temperature=temperature,
         logits_chunk=logits_chunk,
-        fused=fused,
     ).logprobs_BL
 
 
@@ -241,7 +238,6 @@ def completion_outputs(
     *,
     temperature: float = 1.0,
     logits_chunk: int = DEFAULT_LOGITS_CHUNK,
-    fused: bool = True,
     entropies: bool = False,
 ) -> CompletionOutputs:
     """`completion_logprobs`, and with `entropies` also these, differentiable too. Raises the same errors."""
@@ -256,35 +252,8 @@ def completion_outputs(
     hidden_ND = hidden_BLD[rows_N, columns_N - 1]
     targets_N = input_ids_BL[rows_N, columns_N]
 
-    found = _chunked_outputs(module, hidden_ND, targets_N, temperature, logits_chunk, fused, entropies)
+    found = _chunked_outputs(module, hidden_ND, targets_N, temperature, logits_chunk, entropies)
     return _laid_out(*found, rows_N, columns_N, input_ids_BL.shape)
-
-
-def shared_prompt_logprobs(
-    module: nn.Module,
-    sequences: Sequence[Int32],
-    prompt_lengths: NDArray[Any],
-    *,
-    temperature: float = 1.0,
-    logits_chunk: int = DEFAULT_LOGITS_CHUNK,
-    fused: bool = True,
-    fused_layers: bool = True,
-    blocked_layers: bool = False,
-) -> Tensor:
-    """The result of `completion_logprobs` on the padded rows, with each distinct prompt computed once.
-
-    Also raises ConfigurationError for a model that cannot share prompts (pvg.models.shared_prompts).
-    """
-    return shared_prompt_outputs(
-        module,
-        sequences,
-        prompt_lengths,
-        temperature=temperature,
-        logits_chunk=logits_chunk,
-        fused=fused,
-        fused_layers=fused_layers,
-        blocked_layers=blocked_layers,
-    ).logprobs_BL
 
 
 def shared_prompt_outputs(
@@ -294,19 +263,22 @@ def shared_prompt_outputs(
     *,
     temperature: float = 1.0,
     logits_chunk: int = DEFAULT_LOGITS_CHUNK,
-    fused: bool = True,
     fused_layers: bool = True,
     blocked_layers: bool = False,
     entropies: bool = False,
 ) -> CompletionOutputs:
-    """`shared_prompt_logprobs`, and with `entropies` also these, differentiable too. Raises the same errors."""
+    """The result of `completion_logprobs` on the padded rows, with each distinct prompt computed once; with `entropies`
+    also these. All are differentiable.
+
+    Also raises ConfigurationError for a model that cannot share prompts (pvg.models.shared_prompts).
+    """
     check_logits(module)
     device = next(module.parameters()).device
     packed = pack_rows(sequences, prompt_lengths, device)
     hidden_TD = packed_hidden(module, packed, fused_layers, blocked_layers)
     after_TD = hidden_TD[len(hidden_TD) - packed.completion_tokens :]
     hidden_MD = torch.cat([hidden_TD.index_select(0, packed.lasts_R), after_TD])
-    found = _chunked_outputs(module, hidden_MD, packed.targets_M, temperature, logits_chunk, fused, entropies)
+    found = _chunked_outputs(module, hidden_MD, packed.targets_M, temperature, logits_chunk, entropies)
     return _laid_out(*found, packed.rows_M, packed.columns_M, (len(sequences), int(packed.lengths_N.max())))
 
 
@@ -370,44 +342,16 @@ def _chunked_outputs(
     targets_N: Tensor,
     temperature: float,
     logits_chunk: int,
-    fused: bool,
     entropies: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs [N], and entropies [N] if requested."""
     head = cast(Any, module).get_output_embeddings()
     vocabulary = head.weight.shape[0]
-    tokens = logits_chunk // vocabulary
-    if tokens < 1:
-        raise ConfigurationError(
-            f"logits_chunk = {logits_chunk} is less than one token's {vocabulary} logits.",
-            f"Set training.logits_chunk to {vocabulary} or more.",
-        )
-    if fused:
-        finish = replace(_finish_of(module), temperature=temperature)
-        if entropies:
-            return token_logprobs_and_entropies(hidden_ND, head.weight, head.bias, targets_N, finish, tokens)
-        return token_logprobs(hidden_ND, head.weight, head.bias, targets_N, finish, tokens), None
-
-    def of_chunk(hidden_CD: Tensor, targets_C: Tensor) -> Tensor:
-        logits_CV = _logits(module, hidden_CD)
-        if temperature != 1.0:
-            logits_CV = logits_CV / temperature
-        logprobs_C = logits_CV.gather(1, targets_C[:, None])[:, 0] - logits_CV.logsumexp(dim=1)
-        if not entropies:
-            return logprobs_C
-        all_CV = logits_CV.log_softmax(dim=1)
-        return torch.stack([logprobs_C, -(all_CV.exp() * all_CV).sum(dim=1)], dim=1)
-
-    recompute = torch.is_grad_enabled()
-    chunks = []
-    for hidden_CD, targets_C in zip(torch.split(hidden_ND, tokens), torch.split(targets_N, tokens), strict=True):
-        if recompute:  # a head uses no random numbers, so there is no generator state to restore
-            chunk = checkpoint(of_chunk, hidden_CD, targets_C, use_reentrant=False, preserve_rng_state=False)
-        else:
-            chunk = of_chunk(hidden_CD, targets_C)
-        chunks.append(cast(Tensor, chunk))
-    found = torch.cat(chunks)
-    return (found[:, 0], found[:, 1]) if entropies else (found, None)
+    tokens = max(1, logits_chunk // vocabulary)
+    finish = replace(_finish_of(module), temperature=temperature)
+    if entropies:
+        return token_logprobs_and_entropies(hidden_ND, head.weight, head.bias, targets_N, finish, tokens)
+    return token_logprobs(hidden_ND, head.weight, head.bias, targets_N, finish, tokens), None
 
 
 def _logits(module: nn.Module, hidden_ND: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def routers_of(module: nn.Module) -> list[nn.Module]:
     if not routers:
         raise ConfigurationError(
             f"{type(module).__name__} is not a mixture of experts, or has routers that pvg does not know.",
-            "Set rollout.routed_experts = false.",
+            "Set training.router_replay = false.",
         )
     if not module.__dict__.get(_CHECKED):
         _check(module, routers)
@@ -153,5 +153,5 @@ def _check(module: nn.Module, routers: list[nn.Module]) -> None:
     if [id(router) for router in asked] != [id(router) for router in routers] or not all(understood):
         raise ConfigurationError(
             f"{type(module).__name__} chooses its experts in a way that pvg does not know.",
-            "Set rollout.routed_experts = false.",
+            "Set training.router_replay = false.",
         )

@@ -16,8 +16,9 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from pvg import hub
-from pvg.config.experiment import nearest
-from pvg.config.sections import ModelSection
+from pvg.config.hub_ids import is_hub_id, parse
+from pvg.config.load import nearest
+from pvg.config.models import ModelSection
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
 from pvg.inputs import expanded
 from pvg.models.language_model import LanguageModel, without_progress_bars
@@ -41,10 +42,10 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 def open_source(section: ModelSection, device: torch.device) -> LanguageModel:
     """See `pvg.models.open_model`."""
     dtype = DTYPES[section.dtype]
-    if hub.is_hub_id(section.source):
+    if is_hub_id(section.source):
         folder = hub.fetch(section.source, "model")  # outside of the block, because a download shows its progress
         with without_progress_bars():
-            module, tokenizer, name = _from_directory(str(folder), dtype, hub.parse(section.source).name)
+            module, tokenizer, name = _from_directory(str(folder), dtype, parse(section.source).name)
         return LanguageModel(module.to(device), tokenizer, name)
     kind, separator, rest = section.source.partition(":")
     with without_progress_bars():

@@ -125,7 +125,7 @@ def _seconds_label(tick: float, step: float, largest: float, *, log: bool) -> st
 
 
 def _decimals(step: float) -> int:
-    """Decimals that tell two neighbours apart: 0.25 -> 2, 5 -> 0."""
+    """Decimals that distinguish ticks at this distance: 0.25 -> 2, 5 -> 0."""
     for digits in range(7):
         if abs(step * 10**digits - round(step * 10**digits)) < 1e-6 * max(1.0, step * 10**digits):
             return digits
@@ -208,7 +208,8 @@ class XAxis:
 
 
 def round_axis(numbers: Sequence[int], *, base: bool = False, margin: float = 0.25) -> XAxis:
-    """The x axis of charts by round, with at most twelve ticks. `base`: the base prover stands before the first."""
+    """The x axis of charts by round, with at most twelve ticks. `base`: the base prover comes before the first
+    round."""
     numbers = sorted(numbers) or [0]
     every = -(-len(numbers) // MOST_NAMES)
     ticks = [(float(n), str(n)) for place, n in enumerate(numbers) if place % every == 0]

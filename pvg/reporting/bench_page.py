@@ -14,9 +14,8 @@ from pvg.reporting.axes import SPAN, nice_axis
 from pvg.reporting.budget_parts import in_order
 from pvg.reporting.charts import dot_strips, stacked_row
 from pvg.reporting.formats import ABSENT, NumberStyle, compact, duration, total_budget, value_text
-from pvg.reporting.html import PageSection, chart, elements, number, page
 from pvg.reporting.run_page import flat_settings
-from pvg.reporting.table import Column, Table, TableCell
+from pvg.reporting.table import Column, PageSection, Table, TableCell, chart, elements, number, page
 from pvg.reporting.time_sections import box_key, parts_table
 
 COLOURS = 6

@@ -55,10 +55,6 @@ class BudgetPart:
         return f"part-{self.family}-{self.shade}"
 
 
-def family_of(name: str) -> str:
-    return _FAMILY_OF.get(name, OTHER)
-
-
 def in_order(names: Iterable[str]) -> list[BudgetPart]:
     """The parts in the order of FAMILIES, each name once. Unknown parts are sorted by name."""
     given = set(names)

@@ -33,7 +33,7 @@ from pvg.reporting.axes import (
 )
 from pvg.reporting.budget_parts import in_order
 from pvg.reporting.formats import NumberStyle, percent, value_text
-from pvg.reporting.html import LegendKey, chart, number
+from pvg.reporting.table import LegendKey, chart, number
 
 Label = tuple[str, str, str]  # text, class, and style of a text over a drawing
 
@@ -47,7 +47,7 @@ LEAST_POINTS = 12  # of one piece of a line, even if the line has many pieces
 
 @dataclass(frozen=True, slots=True)
 class ReferenceLine:
-    """A horizontal line at a value that means something, such as a chance level."""
+    """A horizontal line at a special value, such as a chance level."""
 
     value: float
     label: str
@@ -328,7 +328,8 @@ def stacked_row(budget: Mapping[str, float], whole: float, label: str = "") -> M
 
 @dataclass(frozen=True, slots=True)
 class HistogramKind:
-    """One kind of solutions in a histogram: its counts by bin. Kinds `above` the axis grow up, the others down."""
+    """One kind of solutions in a histogram: its counts by bin. Kinds `above` the axis are drawn upwards, the others
+    downwards."""
 
     name: str
     style: str
@@ -341,8 +342,8 @@ def mirrored_histogram(
 ) -> Markup:
     """Counts by score: helpful solutions above the axis, sneaky ones below. `most` is the count of a full half.
 
-    Heights are square roots of counts (Tukey's rootogram). A verifier that is sure of most solutions puts nearly all
-    of them into one bar, and the other bars would be invisible beside it.
+    Heights are square roots of counts (Tukey's rootogram). A verifier that is sure of most solutions puts nearly all of
+    them into one bar. With linear heights the other bars would be invisible.
     """
     x = XAxis(edges[0], edges[-1], "score", _score_ticks(edges[0], edges[-1]), style="score")
     drawn = [

@@ -1,6 +1,6 @@
-"""What `pvg evaluate` found: tables for the terminal and the page, and the page's charts.
+"""The results of `pvg evaluate`: tables for the terminal and the page, and the page's charts.
 
-Every number stands with its interval, if it has one, and with the number of samples behind it.
+Every number has its interval, if there is one, and the number of its samples.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from markupsafe import Markup
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from pvg.errors import counted
+from pvg.evaluation.intervals import CONFIDENCE
 from pvg.evaluation.report import AttackRecord, CalibrationErrors, EvaluationReport, NumberRecord, RoundEvaluation
 from pvg.reporting.axes import ChartLine, XAxis, round_axis
 from pvg.reporting.charts import ReferenceLine, line_chart
 from pvg.reporting.formats import ABSENT
-from pvg.reporting.html import PageSection, elements
-from pvg.reporting.table import Column, Table, Where
+from pvg.reporting.table import Column, PageSection, Table, Where, elements
 from pvg.reporting.terminal import QUIET, section
 
 SHADES = 6  # run-0 to run-5 of the style sheet
@@ -61,10 +62,10 @@ def evaluation_tables(report: EvaluationReport) -> Group:
 
 def _headline(report: EvaluationReport) -> Text:
     colour = "green" if report.status == "complete" else "yellow"
-    percent = 100 * float(report.settings["confidence"])
+    percent = 100 * CONFIDENCE
     return Text.assemble(
         (report.run, "bold"),
-        (f"  evaluation of {report.rounds_finished} of {report.rounds_planned} rounds  ", QUIET),
+        (f"  evaluation of {report.rounds_finished} of {counted(report.rounds_planned, 'round')}  ", QUIET),
         (f"intervals at {percent:g}%  ", QUIET),
         (report.status, colour),
     )
@@ -75,7 +76,7 @@ def evaluation_section(report: EvaluationReport | None) -> PageSection:
     if report is None:
         return PageSection("evaluation", "Evaluation", [])
     rounds = report.rounds
-    percent = 100 * float(report.settings["confidence"])
+    percent = 100 * CONFIDENCE
     charts = [_exploit_chart(rounds), _auc_chart(rounds), _roc_chart(rounds), _balanced_chart(rounds),
               _natural_chart(rounds), _reliability_chart(rounds), _tax_chart(report)]  # fmt: skip
     body = [_notes(report), elements.grid(charts)]
@@ -84,7 +85,7 @@ def evaluation_section(report: EvaluationReport | None) -> PageSection:
         body.append(elements.details(title, [table if table else why_empty]))
     lead = (
         f"By pvg evaluate, on fresh samples and with fresh attackers; {report.rounds_finished} of "
-        f"{report.rounds_planned} rounds, intervals at {percent:g} %."
+        f"{counted(report.rounds_planned, 'round')}, intervals at {percent:g} %."
     )
     return PageSection("evaluation", "Evaluation", body, lead)
 
@@ -107,7 +108,7 @@ def _tables(report: EvaluationReport) -> list[tuple[str, str, Table]]:
         ("Best of n", "Best of n", _best_of_n(rounds)),
         (
             "Separability of the roles by style",
-            "Telling helpful from sneaky by style (AUC, 0.5 is not at all)",
+            "Separability of the roles by style (AUC, 0.5 is chance)",
             _separability(rounds),
         ),
         ("Legibility tax", "Legibility tax at the same KL", _tax(report)),
@@ -351,7 +352,7 @@ def _roc_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
         for place, flaws in enumerate(last.detection.sources)
     ]  # fmt: skip
     x = XAxis(0.0, 1.0, "false-positive rate", _shares())
-    areas = "Areas: an interval at each false-positive rate by itself; they hold the whole curve less often."
+    areas = "Areas: a separate interval at each false-positive rate; the whole curve is inside less often."
     title, note = f"ROC of round {last.round}, by source of flaws", areas if any(line.spread for line in lines) else ""
     return line_chart(title, lines, x, "share", unit="true-positive rate", note=note)
 
@@ -425,7 +426,7 @@ def _reliability_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
 
 
 def _tax_chart(report: EvaluationReport) -> Markup:
-    """Accuracy over KL: the baseline's trajectory, and where the rounds' provers lie."""
+    """Accuracy over KL: the baseline's trajectory, and the rounds' provers."""
     if report.baseline is None:
         return Markup()
     trajectory = sorted((p.kl.value, p.accuracy) for p in report.baseline.points if p.kl.value is not None)

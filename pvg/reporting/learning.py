@@ -1,4 +1,4 @@
-"""What was learned: curves by step and by round, and how the verifier scored what the prover wrote."""
+"""Learning: curves by step and by round, and the verifier's scores of the prover's solutions."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from markupsafe import Markup
 from pvg.reporting.axes import PROVER, VERIFIER, ChartLine, StepAxis, round_axis
 from pvg.reporting.charts import WINDOW, HistogramKind, ReferenceLine, line_chart, mirrored_histogram
 from pvg.reporting.formats import NumberStyle, metric_display, percent
-from pvg.reporting.html import LegendKey, PageSection, chart, elements
 from pvg.reporting.run_summary import RunSummary, base_metrics
 from pvg.reporting.solutions import RoundScores
+from pvg.reporting.table import LegendKey, PageSection, chart, elements
 from pvg.reporting.terminal import rounds_table
 
 HELPFUL, SNEAKY, JUDGE, INK = "helpful", "sneaky", "verifier", "ink"

@@ -11,8 +11,8 @@ from markupsafe import Markup
 from pvg.reporting.axes import PROVER, VERIFIER, ChartLine, Point, StepAxis, XAxis, nice_axis, without_gaps
 from pvg.reporting.charts import line_chart
 from pvg.reporting.formats import NumberStyle, duration, peak_memory_texts, percent, short_seconds, value_text
-from pvg.reporting.html import PageSection, elements
 from pvg.reporting.run_summary import RunSummary, SamplerReading, lag_summary, reading_ranges
+from pvg.reporting.table import PageSection, elements
 
 GPU = re.compile(r"gpu(\d+)_(.+)")
 LEAST_PAUSE = 60.0  # seconds; a longer silence of the sampler is a pause of the run
@@ -99,9 +99,9 @@ def throughput_section(summary: RunSummary) -> PageSection:
 
 
 def machine_section(summary: RunSummary) -> PageSection:
-    """Charts of the device and of event-loop lag over time. For runs that recorded neither, a sentence says so."""
+    """Charts of the device and of event-loop lag over time. If a run recorded neither, a sentence instead."""
     if not (summary.device or summary.loop or summary.peak_memory):
-        why = "This run recorded neither its device nor its event loop: it was played by an older version of pvg."
+        why = "This run has no records of its device and event loop, because an older version of pvg played it."
         return PageSection("machine", "Machine", [elements.empty(why)] if summary.steps else [])
     body: list[Markup] = []
     if summary.peak_memory:
@@ -221,7 +221,7 @@ def _device_charts(readings: list[SamplerReading]) -> list[Markup]:
 
 def _lag_chart(readings: list[SamplerReading]) -> Markup:
     clock = ReadingClock(readings)
-    # A logarithmic axis has no place for a lag of 0, so the resolution of the clock stands for it.
+    # A logarithmic axis cannot show a lag of 0, so it shows the resolution of the clock instead.
     lines = [
         clock.line(lambda m, name=name: max(m[name], 1e-6) if name in m else None, label, style, dash)  # type: ignore[misc]
         for name, label, style, dash in (

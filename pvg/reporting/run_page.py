@@ -14,19 +14,19 @@ import orjson
 from markupsafe import Markup
 
 from pvg.config.experiment import Experiment
-from pvg.config.sections import TASKS, Store
+from pvg.config.operation import Store
+from pvg.config.task import TASKS
 from pvg.errors import StateError
 from pvg.evaluation.report import EvaluationReport, report_of
 from pvg.reporting.axes import PROVER
 from pvg.reporting.charts import spark
 from pvg.reporting.evaluation import evaluation_section
 from pvg.reporting.formats import HOME_PHASES, duration, metric_display, metric_text, percent, phase_label, value_text
-from pvg.reporting.html import PageSection, TemplateMacros, elements, page
 from pvg.reporting.learning import learning_section, rounds_section, scores_section
 from pvg.reporting.machine import machine_section, throughput_section
 from pvg.reporting.run_summary import RunSummary, base_metrics
 from pvg.reporting.solutions import Example, RoundScores, SolutionPair, round_scores, solution_pairs
-from pvg.reporting.table import Column, Table, TableCell
+from pvg.reporting.table import Column, PageSection, Table, TableCell, TemplateMacros, elements, page
 from pvg.reporting.time_sections import StepWindow, choose_windows, overlap_section, read_windows, time_section
 from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
@@ -216,14 +216,14 @@ def solutions_section(pairings: Sequence[SolutionPair], thresholds: dict[int, fl
     for round_ in sorted({pairing.round for pairing in pairings} - {newest}, reverse=True):
         older = [_pair(pairing, thresholds) for pairing in pairings if pairing.round == round_]
         body.append(elements.details(f"Round {round_}", older))
-    lead = f"Round {newest}: the flaws its verifier believed most, each beside a helpful solution of the same problem."
+    lead = f"Round {newest}: the flaws with the highest scores, each next to a helpful solution of the same problem."
     return PageSection("solutions", "Solutions", body, lead)
 
 
 @dataclass(frozen=True, slots=True)
 class ShownSolution:
-    """A solution as the page shows it: `pieces` of its text, of which number `wrong` is marked (-1: none), and texts
-    before and after it."""
+    """A solution as the page shows it: `pieces` of its text, the number `wrong` of the marked piece (-1: none), and the
+    texts before and after it."""
 
     example: Example
     score: str
@@ -289,10 +289,12 @@ def settings_section(experiment: Experiment) -> PageSection:
     for key, values in changed.items():
         table.add(TableCell(key, "code"), *(setting_cell(value) for value in values))
     body = [
-        table if changed else elements.empty("Nothing differs from the defaults."),
+        table if changed else elements.empty("All settings have their defaults."),
         elements.details("The whole configuration", [elements.toml(experiment.to_toml())]),
     ]
-    return PageSection("settings", "Settings", body, f"What differs from the defaults. Digest {experiment.hash()}.")
+    return PageSection(
+        "settings", "Settings", body, f"Settings with other values than the defaults. Digest {experiment.hash()}."
+    )
 
 
 def setting_cell(value: str) -> TableCell:
@@ -312,7 +314,7 @@ def changed_settings(experiment: Experiment) -> dict[str, tuple[str, str]]:
 
 
 def flat_settings(plain: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted keys and values as text, as they would stand in TOML."""
+    """Dotted keys and values as text, as in TOML."""
     found: dict[str, str] = {}
     for key, value in plain.items():
         if isinstance(value, Mapping) and value:

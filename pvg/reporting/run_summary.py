@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pvg.errors import PvgError
+from pvg.errors import PvgError, user_paths
 from pvg.reporting.formats import total_budget
 from pvg.store.atomic import DamagedFileError
 from pvg.store.journal import read_json_lines
@@ -165,6 +165,7 @@ def base_metrics(rounds: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
     return found
 
 
+@user_paths()
 def read_run(run: RunDirectory) -> RunSummary:
     """Summarise a run, finished or not. Raises ConfigurationError when its experiment.toml was damaged."""
     experiment = run.experiment()
@@ -216,7 +217,7 @@ def status_of(state: Mapping[str, Any]) -> Status:
 def unfinished_runs(root: Path, experiment: str | None = None) -> list[RunDirectory]:
     """The runs in `root` that can be resumed, newest commit first; of one experiment, or of all.
 
-    A run with a damaged experiment.toml or state is skipped. Resuming it by name says what is wrong with it.
+    A run with a damaged experiment.toml or state is skipped. Resuming it by name reports the error.
     """
     found = []
     for name in runs_in(root):
@@ -257,7 +258,7 @@ def _records(run: RunDirectory, notes: list[str]) -> Iterable[dict[str, Any]]:
     except PvgError as error:
         notes.append(f"{error.message} What follows it is not shown.")
     if reader.torn:
-        notes.append(f"The last line of {run.metrics.name} is torn and was left out.")
+        notes.append(f"The last line of {run.metrics.name} is incomplete and was left out.")
 
 
 # The fields that a record of each kind must have.
@@ -275,7 +276,7 @@ def _known(records: list[dict[str, Any]], run: RunDirectory, notes: list[str]) -
     """The records of pvg, without foreign lines in the file."""
     known = [record for record in records if _is_known(record)]
     if strange := len(records) - len(known):
-        notes.append(f"{strange} of the lines of {run.metrics.name} are no records of pvg and were left out.")
+        notes.append(f"{strange} of the lines of {run.metrics.name} are not records of pvg and were left out.")
     return known
 
 
@@ -364,7 +365,7 @@ def _seconds(record: Mapping[str, Any], name: str) -> dict[str, float]:
 
 
 def reading_ranges(readings: Sequence[SamplerReading]) -> dict[str, dict[str, float]]:
-    """Of every metric its mean, lowest, highest and last value."""
+    """The mean, lowest, highest and last value of every metric."""
     values: dict[str, list[float]] = {}
     for reading in readings:
         for name, value in reading.metrics.items():
@@ -394,7 +395,7 @@ WORST_LAGS = ("lag_p90_s", "lag_p99_s", "lag_max_s")
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers. A mean over nothing is null in the file."""
+    """The finite numbers. A mean of no values is null in the file."""
     return {
         name: float(value) for name, value in values.items() if isinstance(value, (int, float)) and math.isfinite(value)
     }

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from markupsafe import Markup
 
+from pvg.errors import counted
 from pvg.reporting.axes import PROVER, VERIFIER, ChartLine, StepAxis, round_axis
 from pvg.reporting.budget_parts import in_order
 from pvg.reporting.charts import WINDOW, line_chart, stacked_row
@@ -20,10 +21,9 @@ from pvg.reporting.formats import (
     total_budget,
     value_text,
 )
-from pvg.reporting.html import LegendKey, PageSection, chart, elements, page
 from pvg.reporting.run_page import STATUS, UNSET, flat_settings, setting_cell, when
 from pvg.reporting.run_summary import RunSummary
-from pvg.reporting.table import Column, Table, TableCell
+from pvg.reporting.table import Column, LegendKey, PageSection, Table, TableCell, chart, elements, page
 from pvg.reporting.time_sections import box_key, whole_budget
 from pvg.store.run_directory import RunDirectory
 
@@ -287,6 +287,6 @@ def setting_differences(plains: Sequence[dict[str, object]]) -> dict[str, list[s
 
 
 def _notes(runs: Sequence[ComparedRun]) -> PageSection:
-    alerts = [(run.name, f"{len(run.summary.alerts)} alerts") for run in runs if run.summary.alerts]
+    alerts = [(run.name, counted(len(run.summary.alerts), "alert")) for run in runs if run.summary.alerts]
     notes = [(run.name, note) for run in runs for note in run.summary.notes]
     return PageSection("remarks", "Remarks", [elements.facts(alerts), elements.notes(notes)])

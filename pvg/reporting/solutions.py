@@ -26,7 +26,7 @@ EVALUATION = "checkpoint"  # its samples are fresh, of both roles, and on proble
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A solution to show; `why` says what it is an example of."""
+    """A solution to show; `why`: the reason for choosing it."""
 
     why: str
     id: str
@@ -43,7 +43,7 @@ class Example:
     score: float | None
     reward: float | None
     solver_text: str | None = None  # what a translation was made of
-    dialogue: tuple[tuple[str, str], ...] = ()  # what was said after the solution: who, and what
+    dialogue: tuple[tuple[str, str], ...] = ()  # the turns after the solution: writer and text
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -86,7 +86,7 @@ def _pair(rollouts: Sequence[Rollout], each: int) -> list[SolutionPair]:
     for rollout in rollouts:
         if rollout.role is Role.HELPFUL:
             helpful.setdefault(rollout.problem_id, []).append(rollout)
-    # Flaws with a helpful partner come first: a flaw alone says less.
+    # Flaws with a helpful partner come first, because readers can compare them.
     ranked = sorted(flaws, key=lambda r: (r.problem_id in helpful, _score(r)), reverse=True)
     pairings = []
     for flaw in _distinct(ranked, each):
@@ -100,7 +100,8 @@ def _pair(rollouts: Sequence[Rollout], each: int) -> list[SolutionPair]:
 
 
 def choose_examples(run: RunDirectory, each: int = 2) -> list[Example]:
-    """At most `each` believed sneaky flaws and `each` typical helpful solutions, of the newest prover that was scored.
+    """At most `each` sneaky flaws with high scores and `each` typical helpful solutions, of the newest prover that was
+    scored.
 
     Empty when nothing is committed. Raises DamagedFileError when a committed shard is damaged.
     """
@@ -150,8 +151,8 @@ def _choose(rollouts: Sequence[Rollout], each: int) -> list[Example]:
     typical = _distinct(_around_median(solutions, _score), each)
     scored = any(r.score is not None for r in rollouts)
     return [
-        *(_example(r, "the flaw the verifier believes most" if scored else "a flaw") for r in believed[:1]),
-        *(_example(r, "another believed flaw" if scored else "another flaw") for r in believed[1:]),
+        *(_example(r, "the flaw with the highest score" if scored else "a flaw") for r in believed[:1]),
+        *(_example(r, "another flaw with a high score" if scored else "another flaw") for r in believed[1:]),
         *(_example(r, "a typical correct solution" if scored else "a correct solution") for r in typical),
     ]
 

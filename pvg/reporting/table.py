@@ -1,27 +1,149 @@
-"""One table for the terminal, for pages and for Markdown.
+"""HTML pages from templates, and one table for the terminal, for pages and for Markdown.
 
     table = Table([Column("measure"), Column("mean", "right", style="strong")])
     table.add("fooled rate", "12.5 %")
     console.print(table.to_rich()); page_section.append(table); document.write(table.to_markdown())
 
 A cell is text, or a `TableCell` that says how the text looks. A style is one of the names in STYLES. No renderer reads
-text as markup. A table without rows is false, and writes nothing on a page.
+text as markup. A table without rows is false, and a page leaves it out.
+
+A page is one file made from the templates of this package, a title, a header and sections:
+
+    write_page(path, page("first: pvg report", header, sections))
+
+All markup is in templates/*.html.j2. Jinja escapes every value except `Markup`, and templates alone make `Markup`. So
+text of models, of configurations and of files stays text wherever a template puts it.
+
+Invariant: a page loads no other file. Its content security policy forbids loading, and allows the page's own script by
+its hash. A script that a model wrote could not run even if the escaping failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import base64
+import hashlib
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 from rich.box import SIMPLE_HEAD
 from rich.table import Table as RichTable
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from markupsafe import Markup
+import pvg
+from pvg.errors import MissingRequirementError
+from pvg.store.atomic import write_output
 
-    from pvg.reporting.html import LegendKey
+# Control characters that HTML does not allow, and marks that change the direction of the following text.
+UNSHOWABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+@dataclass(frozen=True, slots=True)
+class LegendKey:
+    """An entry of a legend: `style` is its colour's class, `dash` "", "dashed" or "dotted", `shape` "line" or "box"."""
+
+    label: str
+    style: str
+    dash: str = ""
+    shape: str = "line"
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PageSection:
+    """A part of the page under a heading, with `lead` as the sentence below it. The page leaves out a section whose
+    body is empty."""
+
+    anchor: str
+    title: str
+    body: Sequence[object]
+    lead: str = ""
+
+
+def showable(value: object) -> object:
+    """The text of a value in a template: empty for None, U+FFFD for each character that a page cannot contain."""
+    if value is None:
+        return ""
+    return value if hasattr(value, "__html__") else UNSHOWABLE.sub("\ufffd", str(value))
+
+
+def number(value: float) -> str:
+    """A coordinate: at most two decimals, no trailing zeros."""
+    written = f"{value:.2f}".rstrip("0").rstrip(".")
+    return "0" if written in ("-0", "") else written
+
+
+def attributes(values: Mapping[str, object]) -> Markup:
+    """` name="value"` for each value but None: `class_` is written as `class`, `data_name` as `data-name`."""
+    written = Markup()
+    for name, value in values.items():
+        if value is not None:
+            shown = number(value) if isinstance(value, (int, float)) else showable(value)
+            written += Markup(' {}="{}"').format(name.rstrip("_").replace("_", "-"), escape(shown))
+    return written
+
+
+TEMPLATES = Environment(
+    loader=PackageLoader("pvg.reporting"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    finalize=showable,
+)
+TEMPLATES.filters |= {"number": number, "attributes": attributes}
+
+
+class TemplateMacros:
+    """The macros of a template as functions that return Markup: `elements.badge("ok", "good")`."""
+
+    def __init__(self, template: str) -> None:
+        self._template = template
+
+    def __getattr__(self, name: str) -> Callable[..., Markup]:
+        return getattr(TEMPLATES.get_template(self._template).module, name)  # type: ignore[no-any-return]
+
+
+elements = TemplateMacros("elements.html.j2")
+chart = TemplateMacros("charts.html.j2")
+
+
+def page(title: str, header: Sequence[object], sections: Sequence[PageSection]) -> str:
+    """The whole page as one file."""
+    style, script = _shipped("page.css"), _shipped("page.js")
+    values: dict[str, Any] = {
+        "title": title,
+        "header": header,
+        "sections": [section for section in sections if any(section.body)],
+        "style": Markup(style),
+        "script": Markup(script),
+        "digest": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        "version": pvg.__version__,
+        "written": time.strftime("%Y-%m-%d %H:%M", time.localtime()),
+    }
+    return TEMPLATES.get_template("page.html.j2").render(values)
+
+
+def write_page(path: Path, text: str) -> None:
+    """Replace `path` by the page, atomically. Raises MissingRequirementError where it cannot be written."""
+    remedy = "Write the page elsewhere with --html FILE, or leave it out with --no-html."
+    try:
+        write_output(path, text.encode())
+    except MissingRequirementError as error:  # its own remedy is for a run, which can be resumed
+        raise MissingRequirementError(error.message, remedy) from error
+    except OSError as error:
+        raise MissingRequirementError(f"The page {path} cannot be written: {error.strerror}.", remedy) from error
+
+
+def _shipped(name: str) -> str:
+    return TEMPLATES.loader.get_source(TEMPLATES, name)[0]  # type: ignore[union-attr]
+
 
 QUIET = "bright_black"
 # Name -> the style on the terminal; templates/table.html.j2 and page.css say how each looks on a page.
@@ -51,8 +173,9 @@ class Column:
 
     `short` is its title on the terminal, if it needs another one there. `unit` follows the title on pages. `style`
     holds for all cells that have none. `on` says where the column is shown. `wrap`: long text may take several lines.
-    `once`: the terminal and pages show a value that repeats only in its first row. `key` stands before the title on
-    pages, `hint` appears over it.
+    `once`: the column heads groups of rows. The terminal and pages show its value only in the first row of a group.
+    `min_width` and `max_width` hold on the terminal, in characters. `key` is shown before the title on pages, `hint`
+    appears over it.
     """
 
     title: str = ""
@@ -63,13 +186,15 @@ class Column:
     on: Where = "everywhere"
     wrap: bool = True
     once: bool = False
+    min_width: int | None = None
+    max_width: int | None = None
     key: LegendKey | None = None
     hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class TableCell:
-    """A cell. `note` follows the text quietly, `below` stands on a line of its own, `hint` appears over the cell on
+    """A cell. `note` follows the text in a weaker style, `below` is on a separate line, `hint` appears over the cell on
     pages. `key` is the swatch of a legend before the text, `bar` a share of the cell's width (0 to 1) that is filled
     with the colour of `style`."""
 
@@ -148,11 +273,27 @@ class Table:
         for column in self.columns:
             if column.on != "pages":
                 title = column.title if column.short is None else column.short
-                style, wide = STYLES[column.style], {"overflow": "fold"} if column.wrap else {"no_wrap": True}
-                table.add_column(Text(title), justify=column.align, style=style, **wide)
-        for row in self.shown("terminal"):
-            table.add_row(*(_rich_cell(cell) for _, cell in row))
+                style = "bold" if column.once else STYLES[column.style]
+                table.add_column(
+                    Text(title),
+                    justify=column.align,
+                    style=style,
+                    overflow="fold" if column.wrap else "ellipsis",
+                    no_wrap=not column.wrap,
+                    min_width=column.min_width,
+                    max_width=column.max_width,
+                )
+        table.show_header = any(column.header for column in table.columns)
+        last = self._ends_of_groups()
+        for place, row in enumerate(self.shown("terminal")):
+            table.add_row(*(_rich_cell(cell) for _, cell in row), end_section=place in last)
         return table
+
+    def _ends_of_groups(self) -> set[int]:
+        """The last row of each group, for a blank line below it. None if no group has several rows."""
+        heads = [[cell for column, cell in row if column.once] for row in self._cells()]
+        ends = {place for place, (head, after) in enumerate(pairwise(heads)) if head != after}
+        return ends if len(ends) + 1 < len(heads) else set()
 
     def __rich__(self) -> RichTable:
         return self.to_rich()
@@ -165,7 +306,7 @@ class Table:
         return "\n".join(f"| {' | '.join(line)} |" for line in (titles, rules, *rows))
 
     def to_html(self) -> Markup:
-        from pvg.reporting.html import TemplateMacros
+        from pvg.reporting.table import TemplateMacros
 
         return TemplateMacros("table.html.j2").table(self)
 
@@ -174,7 +315,7 @@ class Table:
 
 
 def side_by_side(first: str, names: Sequence[str]) -> list[Column]:
-    """Columns for values of several runs beside each other."""
+    """Columns for the values of several runs, side by side."""
     return [Column(first), *(Column(name, "right") for name in names)]
 
 

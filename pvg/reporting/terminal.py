@@ -1,4 +1,4 @@
-"""Rich renderables of a run: tables, the time budget, example solutions. What they show comes from `RunSummary`.
+"""Rich renderables of a run: tables, the time budget, example solutions. They show the data of a `RunSummary`.
 
 The live display uses the same rounds table and budget bar, so a run looks the same while it plays and afterwards.
 """
@@ -15,6 +15,7 @@ from rich.style import Style as RichStyle
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from pvg.errors import counted
 from pvg.reporting.budget_parts import in_order
 from pvg.reporting.formats import (
     HOME_PHASES,
@@ -84,7 +85,7 @@ CURVES = (
 )
 CURVES_WIDTH, SIDE_BY_SIDE = 110, 74  # cells
 SMALL_PART = 0.005  # of the whole
-# How a bar without colours tells its parts apart.
+# The characters of the parts in a bar without colours.
 SHADES = "█▒▓░"
 
 
@@ -211,10 +212,11 @@ def section(title: str, body: RenderableType) -> list[RenderableType]:
 
 def headline(summary: RunSummary) -> Text:
     colour = "yellow" if summary.status in ("unfinished", "empty") else "green"
+    planned = counted(summary.rounds_planned, "round")
     return Text.assemble(
         (summary.name, "bold"),
         (f"  experiment {summary.experiment}", QUIET),
-        ("" if summary.status == "samples" else f"  {len(summary.rounds)} of {summary.rounds_planned} rounds", QUIET),
+        ("" if summary.status == "samples" else f"  {len(summary.rounds)} of {planned}", QUIET),
         (f"  {duration(summary.seconds)}", QUIET),
         "  ",
         (summary.status, colour),
@@ -262,7 +264,7 @@ class LearningCurves:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = min(options.max_width, CURVES_WIDTH)
         each = (width - 3) // 2 if width >= SIDE_BY_SIDE else width
-        # Without colours two curves in one plot cannot be told apart.
+        # Without colours a reader cannot distinguish two curves in one plot.
         plain = console.no_color or console.color_system is None
         groups = [(one,) for pair in CURVES for one in pair] if plain else CURVES
         panels = [plot(self._curves(names), self._breaks(), "share", each) for names in groups]

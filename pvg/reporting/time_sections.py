@@ -11,13 +11,13 @@ from typing import Any
 import orjson
 from markupsafe import Markup
 
+from pvg.errors import counted
 from pvg.reporting.axes import PROVER, SPAN, VERIFIER, StepAxis, nice_axis
 from pvg.reporting.budget_parts import MEANING, BudgetPart, by_family, in_order
 from pvg.reporting.charts import Label, stacked_chart, stacked_row
 from pvg.reporting.formats import duration, percent, phase_label, total_budget, value_text
-from pvg.reporting.html import LegendKey, PageSection, chart, elements, number
 from pvg.reporting.run_summary import PhaseSummary, RunSummary, StepRecord
-from pvg.reporting.table import Column, Table, TableCell
+from pvg.reporting.table import Column, LegendKey, PageSection, Table, TableCell, chart, elements, number
 from pvg.telemetry.spans import DRIVER, UNACCOUNTED
 
 NOTEWORTHY = 2e-3  # share of the time; less overlap than this gets no columns
@@ -40,7 +40,7 @@ def time_section(summary: RunSummary) -> PageSection:
 
 
 def whole_budget(summary: RunSummary) -> dict[str, float]:
-    """Exposed seconds by part: all steps, and what the phases spent outside of them."""
+    """Exposed seconds by part: all steps, and the time of the phases outside of their steps."""
     return total_budget([summary.budget, *(phase.budget for phase in summary.phases)])
 
 
@@ -77,9 +77,9 @@ def box_key(part: BudgetPart) -> LegendKey:
 
 
 def parts_table(budget: dict[str, float], busy: dict[str, float], steps: dict[str, float]) -> Table:
-    """Exposed seconds by part; where work overlapped, also what was worked in all and what of it was hidden.
+    """Exposed seconds by part. If work overlapped, also the busy and the hidden seconds.
 
-    `busy` is known of the steps (whose exposed time is `steps`); what lies outside of them overlaps with nothing.
+    `busy` covers the steps only, whose exposed time is `steps`. Time outside of the steps has no overlap.
     """
     total = sum(budget.values())
     over = {part: max(0.0, seconds - steps.get(part, 0.0)) for part, seconds in busy.items()}
@@ -142,7 +142,7 @@ def overlap_section(windows: list[StepWindow], damaged: int, *, has_steps: bool)
     if not windows and has_steps:
         body = [elements.empty("spans.jsonl holds no spans of these steps.")]
     if damaged:
-        body.append(elements.empty(f"{damaged} lines of spans.jsonl could not be read."))
+        body.append(elements.empty(f"{counted(damaged, 'line')} of spans.jsonl could not be read."))
     lead = (
         "A few steps from the middle of each phase. Each lane is a task or thread, with nested spans below each other."
     )
@@ -379,7 +379,7 @@ def _drawn_lane(
         if width > LETTERS * (len(part.label) + 1):
             place = f"left:{number(100 * left)}%;width:{number(100 * width)}%;top:{number(ROW * block.row)}px"
             texts.append((part.label, f"block-name on-{part.style}", place))
-    drawing = chart.drawing(drawn, f"{lane.track}: {len(lane.blocks)} spans")
+    drawing = chart.drawing(drawn, f"{lane.track}: {counted(len(lane.blocks), 'span')}")
     return lane.track, drawing, texts, ROW * max(1, lane.rows)
 
 

@@ -10,6 +10,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pvg.config.rollout import TorchSampling
 from pvg.records import Int32
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder
 from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
@@ -49,7 +50,7 @@ class EngineSetup:
 
 def open_engine(setting: EngineSetup) -> Engine:
     """The engine that `rollout.engine` names. It sends no request yet: see `Engine.ready`."""
-    return ENGINES[setting.experiment.rollout.engine](setting)
+    return ENGINES[setting.experiment.rollout.engine.kind](setting)
 
 
 def _open_torch(setting: EngineSetup) -> Engine:
@@ -58,28 +59,27 @@ def _open_torch(setting: EngineSetup) -> Engine:
     from pvg.rollout.torch_engine import TorchEngine
 
     section = setting.experiment.rollout
+    engine = section.engine
+    assert isinstance(engine, TorchSampling)
     return TorchEngine(
         setting.base.copy(None if section.dtype == "model" else getattr(torch, section.dtype)),
-        max_rows=section.max_rows,
+        max_rows=engine.max_rows,
         max_in_flight=section.concurrency,
         executor=setting.executor,
         events=setting.events,
-        compaction=section.compaction,
-        shared_prefill=section.shared_prefill,
-        shared_attention=section.shared_attention,
-        lean=section.decoding == "lean",
-        continuous=section.batching == "continuous",
-        routed_experts=section.routed_experts,
+        lean=engine.decoding == "lean",
+        continuous=engine.batching == "continuous",
+        routed_experts=setting.experiment.training.router_replay,
     )
 
 
 def _open_vllm(setting: EngineSetup) -> Engine:
-    from pvg.rollout.vllm.opening import open_vllm_engine
+    from pvg.rollout.vllm_engine import open_vllm_engine
 
     return open_vllm_engine(
         setting.experiment, setting.base, setting.executor, setting.events, setting.run, setting.prompts
     )
 
 
-# Engine names, as in the setting `rollout.engine`.
+# Kinds of the table `rollout.engine`.
 ENGINES: dict[str, Callable[[EngineSetup], Engine]] = {"torch": _open_torch, "vllm": _open_vllm}

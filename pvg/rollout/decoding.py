@@ -2,13 +2,19 @@
 
 `decode` works for every architecture. pvg.rollout.lean_rows is faster, but supports only Llama-like models.
 
-- The prefill computes each distinct prompt once, without its last token (`shared_prefill`). The last token is the input
-  of the first decoding step. The last sampled token is never computed.
-- Finished rows leave the batch, so the work follows the number of live rows (`compaction`).
+- The prefill computes each distinct prompt once, without its last token. The last token is the input of the first
+  decoding step. The last sampled token is never computed.
+- Finished rows leave the batch, so the work follows the number of live rows.
 - Decoding runs no Python per row.
 
 Invariant: a row gets the same result as if decoded alone, up to rounding. The shape of a matrix product changes the
 order of its sums, so two tokens with almost equal probability may swap.
+
+The KV cache is preallocated, filled from shared prompts, and compacted as rows finish. Prompts are aligned at their
+right ends, so in each decoding step every row writes the same column. A prompt that several rows share is computed once
+and copied to each of them.
+
+Invariant: columns before a row's first token hold zeros and are masked, so they cannot affect the row's result.
 """
 
 from __future__ import annotations
@@ -16,21 +22,112 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from pvg.errors import TrainingDivergedError
-from pvg.models.padding import pad_right, token_budget_batches
+from pvg.models.packing import pad_right, token_budget_batches
 from pvg.models.routing import ExpertRecorder, number_of_experts, recorded_experts, routers_of
 from pvg.records import FinishReason, Float32, Int32, RoutedExperts
 from pvg.rollout.engine import GenerationRequest
-from pvg.rollout.kv_cache import PromptPlacement, RowCache
 from pvg.rollout.sampler import RowSettings, distribution, sample, uniform_numbers
 from pvg.telemetry.spans import span
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlacement:
+    """The first `length` tokens of prefill row `prompts_F[f]` become the prompt of cache row `rows_F[f]`."""
+
+    rows_F: Tensor
+    prompts_F: Tensor
+    length: int
+
+
+@dataclass(slots=True)
+class CacheSlots:
+    """State shared by all layers. `rows` are in use, `columns` are filled, and the first `start` columns hold
+    prompts."""
+
+    rows: int
+    start: int
+    capacity: int
+    columns: int
+    placements: Sequence[PromptPlacement] | None = None
+
+
+class RowLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
+    """One layer: keys and values [rows, heads, capacity, head width]."""
+
+    def __init__(self, slots: CacheSlots) -> None:
+        super().__init__()
+        self._slots = slots
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys, self.values = (self._buffer(states) for states in (key_states, value_states))
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_args: object, **_kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """In a prefill, copy the prompts to their rows and attend only to the prompts. Otherwise append one column."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        slots = self._slots
+        if slots.placements is not None:
+            for place in slots.placements:
+                columns = slice(slots.start - place.length, slots.start)
+                self.keys[place.rows_F, :, columns] = key_states[place.prompts_F, :, : place.length]
+                self.values[place.rows_F, :, columns] = value_states[place.prompts_F, :, : place.length]
+            return key_states, value_states
+        end = slots.columns + key_states.shape[2]
+        self.keys[: slots.rows, :, slots.columns : end] = key_states
+        self.values[: slots.rows, :, slots.columns : end] = value_states
+        return self.keys[: slots.rows, :, :end], self.values[: slots.rows, :, :end]
+
+    def move(self, sources_M: Tensor, targets_M: Tensor) -> None:
+        for buffer in (self.keys, self.values):
+            filled = buffer[:, :, : self._slots.columns]
+            filled[targets_M] = filled[sources_M]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0 if self._slots.placements is not None else self._slots.columns
+
+    def get_max_length(self) -> int:
+        return self._slots.capacity
+
+    def _buffer(self, states: Tensor) -> Tensor:
+        slots = self._slots
+        buffer = states.new_empty(slots.rows, states.shape[1], slots.capacity, states.shape[3])
+        # Masked columns are still multiplied: a NaN in uninitialized memory would survive a weight of 0.
+        buffer[:, :, : slots.start] = 0
+        return buffer
+
+
+class RowCache(Cache):  # type: ignore[misc]
+    """A transformers cache for `rows` rows whose prompts, without their last tokens, fit in `start` columns."""
+
+    def __init__(self, rows: int, start: int, capacity: int) -> None:
+        self.slots = CacheSlots(rows=rows, start=start, capacity=capacity, columns=start)
+        super().__init__(layer_class_to_replicate=partial(RowLayer, self.slots))
+
+    def advance(self) -> None:
+        """Count the column that the last forward pass wrote."""
+        self.slots.columns += 1
+
+    def compact(self, sources_M: Tensor, targets_M: Tensor, rows: int) -> None:
+        """Move row `sources_M[m]` to the place of row `targets_M[m]`, then keep only the first `rows` rows."""
+        for layer in self.layers:
+            layer.move(sources_M, targets_M)
+        self.slots.rows = rows
 
 
 class RowExperts:
@@ -138,18 +235,10 @@ class RunningRows(Protocol):
 class ModuleRows:
     """`RunningRows` that decodes whole batches with `decode`, for every architecture."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        device: torch.device,
-        *,
-        compaction: bool,
-        shared_prefill: bool,
-        routed_experts: bool = False,
-    ) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, *, routed_experts: bool = False) -> None:
         self._module = module
         self._device = device
-        self._switches = (compaction, shared_prefill, routed_experts)
+        self._routed_experts = routed_experts
 
     @property
     def joins(self) -> bool:
@@ -158,7 +247,8 @@ class ModuleRows:
     def turn(self, jobs: Sequence[DecodingJob], dropped_N: NDArray[np.bool_]) -> TurnResult:
         assert [job.ticket for job in jobs] == list(range(len(jobs)))  # ticket = row number
         dropped_N = dropped_N[: len(jobs)]
-        results = decode(self._module, [job.request for job in jobs], dropped_N, self._device, *self._switches)
+        requests = [job.request for job in jobs]
+        results = decode(self._module, requests, dropped_N, self._device, self._routed_experts)
         lengths = [len(result.token_ids) - job.request.tokens_begun for job, result in zip(jobs, results, strict=True)]
         return TurnResult(
             [(job.ticket, result) for job, result in zip(jobs, results, strict=True)], max(lengths), sum(lengths)
@@ -196,16 +286,13 @@ def decode(
     requests: Sequence[GenerationRequest],
     dropped_N: NDArray[np.bool_],
     device: torch.device,
-    compaction: bool = True,
-    shared_prefill: bool = True,
     routed_experts: bool = False,
 ) -> list[DecodedRow]:
     """Sample all requests in one batch. The results are in the order of the requests. Spans: prefill, decode.
 
     `dropped_N`: another thread may set entries while this runs; such a row ends at the next step with the tokens it
-    has. `compaction`: finished rows leave the batch early. `shared_prefill`: rows with the same prompt share its
-    computation. `routed_experts`: results carry the experts of all tokens as computed now, including the tokens a
-    request begins with.
+    has. `routed_experts`: results carry the experts of all tokens as computed now, including the tokens a request
+    begins with.
 
     Raises TrainingDivergedError if the model's logits are not finite, and ConfigurationError if `routed_experts` is set
     for a model without experts.
@@ -216,9 +303,9 @@ def decode(
         steps = int((limits_N - first_N).max())
         experts = None if recorder is None else RowExperts(module, recorder, len(requests), steps)
         with span("prefill", device=True):
-            cache, rows = _start(module, requests, limits_N, device, shared_prefill, experts)
+            cache, rows = _start(module, requests, limits_N, device, experts)
         with span("decode", device=True):
-            sampled = _sample_to_the_end(module, requests, cache, rows, dropped_N, limits_N, compaction, experts)
+            sampled = _sample_to_the_end(module, requests, cache, rows, dropped_N, limits_N, experts)
             results = _results(requests, limits_N, dropped_N, *sampled)
     if experts is None:
         return results
@@ -233,7 +320,6 @@ def _sample_to_the_end(
     rows: _Rows,
     dropped_N: NDArray[np.bool_],
     limits_N: NDArray[np.int64],
-    compaction: bool,
     experts: RowExperts | None,
 ) -> tuple[NDArray[np.int64], Float32]:
     """tokens_NT and logprobs_NT by request. Values after a row's end are meaningless. For dropped rows, this lowers
@@ -267,7 +353,7 @@ def _sample_to_the_end(
         live = len(rows.done_R) - int(rows.done_R.sum())
         if live == 0:
             break
-        if compaction and len(rows.done_R) - live >= max(1, COMPACT_SHARE * len(rows.done_R)):
+        if len(rows.done_R) - live >= max(1, COMPACT_SHARE * len(rows.done_R)):
             _compact(rows, cache, live)
     return tokens_NT.cpu().numpy(), logprobs_NT.cpu().numpy()
 
@@ -277,7 +363,6 @@ def _start(
     requests: Sequence[GenerationRequest],
     limits_N: NDArray[np.int64],
     device: torch.device,
-    shared_prefill: bool,
     experts: RowExperts | None,
 ) -> tuple[RowCache, _Rows]:
     """The cache, filled with all known tokens but the last of each row. That one is the first input of decoding."""
@@ -288,7 +373,7 @@ def _start(
     capacity = start + int((limits_N - first_N).max())
     cache = RowCache(len(requests), start, capacity)
     if start:
-        _prefill(module, cache, [ids[:-1] for ids in known_ids], device, shared_prefill, experts)
+        _prefill(module, cache, [ids[:-1] for ids in known_ids], device, experts)
     stops = [request.sampling.stop_ids for request in requests]
     stop_NS = np.full((len(requests), max(1, *map(len, stops))), NO_STOP, dtype=np.int64)
     for row, ids in enumerate(stops):
@@ -313,15 +398,14 @@ def _prefill(
     cache: RowCache,
     prefixes: Sequence[Int32],
     device: torch.device,
-    shared: bool,
     experts: RowExperts | None,
 ) -> None:
-    """Compute each distinct prefix once (each row's prefix if not `shared`) and copy it to its rows. Prefixes are
-    padded on the right, where causal attention does not look."""
-    rows_of: dict[bytes | int, list[int]] = {}
+    """Compute each distinct prefix once and copy it to its rows. Prefixes are padded on the right, where causal
+    attention does not look."""
+    rows_of: dict[bytes, list[int]] = {}
     for row, prefix in enumerate(prefixes):
         if len(prefix):
-            rows_of.setdefault(prefix.tobytes() if shared else row, []).append(row)
+            rows_of.setdefault(prefix.tobytes(), []).append(row)
     groups = list(rows_of.values())
     lengths_U = np.asarray([len(prefixes[rows[0]]) for rows in groups])
     decoder = cast(Any, module).get_decoder()

@@ -163,7 +163,9 @@ class Dispatcher:
         """
         rollout_id = call.rollout_id(order, index)
         seed = request_seed(call.seed, order.group, index)
-        request = GenerationRequest(rollout_id, order.prompt_ids, self.sampling, seed, on_tokens=tell, begun=begun)
+        request = GenerationRequest(
+            rollout_id, order.prompt_ids, self.sampling, seed, on_tokens=tell, begun=begun, group=order.group
+        )
         completion = await self.engine.generate(request)
         await leave()
         text, grade = await self.grader.grade(order.problem, completion)

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 from pvg.errors import ConfigurationError, StateError
 from pvg.records import FinishReason, Float32, Int32, RoutedExperts, Timing, VersionSpan
-from pvg.servers.update import SyncTiming, WeightUpdate
+from pvg.servers.publishing import SyncTiming, WeightUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,8 @@ class GenerationRequest:
 
     `begun`: tokens of an earlier request with the same prompt and seed that was cut short. The completion starts with
     them, keeps their log-probs and versions, and counts them in `sampling.max_tokens`. `on_tokens` is called with the
-    number of tokens so far, by engines that stream. The number falls if a failed attempt is retried.
+    number of tokens so far, by engines that stream. The number falls if a failed attempt is retried. `group`: the
+    number of its group, by which requests are divided among workers.
     """
 
     id: str
@@ -74,6 +75,7 @@ class GenerationRequest:
     seed: int
     on_tokens: Callable[[int], None] | None = field(default=None, compare=False)
     begun: PartialCompletion | None = field(default=None, compare=False)
+    group: int = 0
 
     @property
     def tokens_begun(self) -> int:
@@ -150,16 +152,10 @@ class EngineStats:
         return 1.0 - self.prompt_tokens_computed / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def since(self, before: EngineStats) -> EngineStats:
-        return EngineStats(
-            batches=self.batches - before.batches,
-            rows=self.rows - before.rows,
-            tokens=self.tokens - before.tokens,
-            seconds=self.seconds - before.seconds,
-            prompt_tokens=self.prompt_tokens - before.prompt_tokens,
-            prompt_tokens_computed=self.prompt_tokens_computed - before.prompt_tokens_computed,
-            steps=self.steps - before.steps,
-            live_rows=self.live_rows - before.live_rows,
-        )
+        return EngineStats(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+
+    def plus(self, more: EngineStats) -> EngineStats:
+        return EngineStats(*(total + further for total, further in zip(astuple(self), astuple(more), strict=True)))
 
 
 class Engine(Protocol):
@@ -185,7 +181,7 @@ class Engine(Protocol):
 
     @property
     def remote(self) -> bool:
-        """True if other processes do the sampling, so this process does not compute meanwhile."""
+        """True if other processes do the sampling, so this process does not compute during it."""
         return False
 
     async def ready(self) -> None:
@@ -197,7 +193,7 @@ class Engine(Protocol):
     def cut(self, request_ids: Collection[str]) -> None:
         """End these requests at their next token; their `generate` raises `CutShort`. Unknown and finished requests are
         ignored. Raises StateError if the engine cannot return unfinished completions."""
-        raise StateError("This engine cannot return unfinished completions.", "Set rollout.partial to false.")
+        raise StateError("This engine cannot return unfinished completions.", "Set rollout.deadline to 'cut'.")
 
     async def load_weights(self, update: WeightUpdate) -> SyncTiming: ...
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from pvg.config.sections import ChallengeProtocol
+from pvg.config.game import ChallengeProtocol
 from pvg.records import Float32, Grade, Group, Int32, Problem, Rollout, Timing, Turn, VersionSpan
 from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
 from pvg.rollout.gathering import (
@@ -59,8 +59,8 @@ def completion_room(experiment: Experiment) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an environment tells the prover: `token_ids` int32 [O], O >= 1, and their `text` for readers. The prover may
-    answer with at most `max_tokens` tokens."""
+    """The tokens that an environment adds for the prover: `token_ids` int32 [O], O >= 1, and their `text` for readers.
+    The prover may answer with at most `max_tokens` tokens."""
 
     token_ids: Int32
     text: str
@@ -69,7 +69,8 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """What an environment sees of an episode. The role is left out, because the verifier reads the observations.
+    """The part of an episode that an environment sees. The role is left out, because the verifier reads the
+    observations.
 
     `prompt_ids` int32 [P]; `completion_ids` int32 [C] of all turns so far. `turn` is the number of the last turn, from
     0, and `last_start` its first token. `stopped`: the turn ended with a stop token.
@@ -97,7 +98,7 @@ class Environment(Protocol):
 
 
 class EpisodeSampler(Protocol):
-    """What `play_episodes` needs of the dispatcher (pvg.rollout.dispatcher.Dispatcher), which imports this module."""
+    """The part of the dispatcher that `play_episodes` needs (pvg.rollout.dispatcher.Dispatcher imports this module)."""
 
     engine: Engine
     grader: Grader
@@ -126,10 +127,14 @@ class _Episode:
     def request(self, sampler: EpisodeSampler, seed: int, tell: Callable[[int], None] | None) -> GenerationRequest:
         turn, sampling = len(self.completions), sampler.sampling
         if not turn:
-            return GenerationRequest(self.id, self.order.prompt_ids, sampling, seed, on_tokens=tell)
+            return GenerationRequest(
+                self.id, self.order.prompt_ids, sampling, seed, on_tokens=tell, group=self.order.group
+            )
         sampling = replace(sampling, max_tokens=self.observations[-1].max_tokens)
         prompt_ids = np.concatenate([self.order.prompt_ids, *self.parts()])
-        return GenerationRequest(f"{self.id}/{turn}", prompt_ids, sampling, seed, on_tokens=tell)
+        return GenerationRequest(
+            f"{self.id}/{turn}", prompt_ids, sampling, seed, on_tokens=tell, group=self.order.group
+        )
 
     def parts(self) -> list[Int32]:
         """The token ids of all turns so far, in order."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
 
+from pvg.config.rollout import NoDeadline
 from pvg.records import Int32, Problem, Role, SolverSolution
 
 if TYPE_CHECKING:
@@ -42,12 +43,12 @@ class Deadline:
 
 def training_deadline(experiment: Experiment) -> Deadline | None:
     """The deadline of prover training, or None. It is over the batch for spo and rae, which use no group statistics,
-    and with `rollout.partial`, which carries incomplete groups over."""
-    rollout = experiment.rollout
-    if rollout.group_deadline_s is None:
+    and with the kind `continue`, which carries incomplete groups over."""
+    section = experiment.rollout.deadline
+    if isinstance(section, NoDeadline):
         return None
-    over: Over = "batch" if experiment.training.groupless or rollout.partial else "group"
-    return Deadline(rollout.group_deadline_s, rollout.min_group, over)
+    over: Over = "batch" if experiment.training.groupless or section.kind == "continue" else "group"
+    return Deadline(section.seconds, section.min_rollouts, over)
 
 
 def compares_within_groups(experiment: Experiment) -> bool:
@@ -83,7 +84,7 @@ class DeadlineWatch:
         self._arrived.add(asyncio.current_task())
 
     def stop(self) -> None:
-        """Cut nothing from now on."""
+        """Stop the clock: no further cuts."""
         if self._timer is not None:
             self._timer.cancel()
         self._late = False

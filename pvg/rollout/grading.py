@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pvg.config.sections import Rollouts
 from pvg.records import Grade, Int32, Problem
 from pvg.rollout.engine import Completion
 from pvg.tasks.task import GradesInBatches
@@ -32,11 +31,6 @@ if TYPE_CHECKING:
 Graded = tuple[str, Grade]
 # Most tokens per trip to the executor (a longer completion goes alone): about 5 ms of work before results return.
 TRIP_TOKENS = 16_384
-
-
-def grading_executor(section: Rollouts) -> ThreadPoolExecutor | None:
-    """The thread for `rollout.grading = "thread"`, which the caller shuts down; otherwise None."""
-    return ThreadPoolExecutor(1, "pvg-grade") if section.grading == "thread" else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pvg.models.padding import pad_right, token_budget_batches
+from pvg.models.packing import pad_right, token_budget_batches
 from pvg.records import Float32, Int32
 from pvg.rollout.decoding import COMPACT_SHARE, PREFILL_TOKENS, DecodedRow, DecodingJob, TurnResult, finished_row
 from pvg.rollout.engine import GenerationRequest
@@ -89,25 +89,13 @@ class LeanRows:
     """Decodes at most `max_rows` rows at once. Only the compute thread may call `turn`; see `RunningRows` in
     pvg.rollout.decoding.
 
-    `shared_attention`: while all slots are equal-sized groups of adjacent rows with the same prompt, a step reads the
-    prompt's columns once per group. Each row still has its own copy, so it can continue without the others."""
+    While all slots are equal-sized groups of adjacent rows with the same prompt, a step reads the prompt's columns once
+    per group. Each row still has its own copy, so it can continue without the others."""
 
-    def __init__(
-        self,
-        decoder: LeanDecoder,
-        max_rows: int,
-        *,
-        continuous: bool,
-        compaction: bool,
-        shared_prefill: bool,
-        shared_attention: bool,
-    ) -> None:
+    def __init__(self, decoder: LeanDecoder, max_rows: int, *, continuous: bool) -> None:
         self._decoder = decoder
         self._max_rows = max_rows
         self._continuous = continuous
-        self._compaction = compaction
-        self._shared_prefill = shared_prefill
-        self._shared_attention = shared_attention
         self._extent = 0
         self._slots = _Slots.empty(0, 0, 1)
         self._cache: LeanCache | None = None
@@ -183,14 +171,13 @@ class LeanRows:
             self._cache = grown
 
     def _prefill(self, slots: Sequence[int], known: Sequence[Int32]) -> None:
-        """Compute all known tokens but the last, which is the row's first input. Equal prefixes are computed once if
-        shared."""
+        """Compute all known tokens but the last, which is the row's first input. Equal prefixes are computed once."""
         assert self._cache is not None
-        rows_of: dict[bytes | int, list[int]] = {}
+        rows_of: dict[bytes, list[int]] = {}
         prefix_of = {row: ids[:-1] for row, ids in zip(slots, known, strict=True)}
         for row, prefix in prefix_of.items():
             if len(prefix):
-                rows_of.setdefault(prefix.tobytes() if self._shared_prefill else row, []).append(row)
+                rows_of.setdefault(prefix.tobytes(), []).append(row)
         groups = list(rows_of.values())
         lengths_U = np.asarray([len(prefix_of[rows[0]]) for rows in groups], dtype=np.int64)
         device = self._decoder.device
@@ -213,7 +200,7 @@ class LeanRows:
             ended = self._ended(self._step(), dropped_N)
             done += ended
             live -= len(ended)
-            if self._compaction and self._extent - live >= max(1, COMPACT_SHARE * self._extent):
+            if self._extent - live >= max(1, COMPACT_SHARE * self._extent):
                 self._compact()
         if not live:
             self._extent = 0
@@ -234,7 +221,7 @@ class LeanRows:
         if self._settings is None:
             requests = [request for request in kept.requests[:extent] if request is not None]
             self._settings = RowSettings.of([request.sampling for request in requests], device)
-            self._shared = _shared_columns(requests) if self._shared_attention else None
+            self._shared = _shared_columns(requests)
         logits_RV = self._decoder.step(
             torch.from_numpy(kept.token_R[:extent]).to(device),
             torch.from_numpy(kept.position_R[:extent]).to(device),

@@ -1,6 +1,6 @@
 """Partial rollouts: rollouts cut by a deadline continue under the next policy version instead of being discarded.
 
-    partial = partial_sampling(experiment, dispatcher)      # None without rollout.partial
+    partial = partial_sampling(experiment, dispatcher)      # None unless rollout.deadline is "continue"
     groups = await partial.sample(plan, step=0)             # complete groups; the others are carried over
     ...                                                     # the trainer's step; the engine gets the next version
     groups = await partial.sample(plan, step=1)             # continues carried groups, and starts fewer new ones
@@ -34,6 +34,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from pvg.config.rollout import ContinuingDeadline
 from pvg.errors import StateError
 from pvg.records import Group, Rollout
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall, all_or_none
@@ -148,7 +149,7 @@ class PartialSampling:
         if getattr(type(dispatcher.engine), "cut", Engine.cut) is Engine.cut:
             raise StateError(
                 f"{type(dispatcher.engine).__name__} cannot return unfinished completions.",
-                "Set rollout.partial to false.",
+                "Set rollout.deadline to 'none' or 'cut'.",
             )
         self._dispatcher = dispatcher
         self._deadline = deadline
@@ -261,14 +262,14 @@ class PartialSampling:
 
 
 def partial_sampling(experiment: Experiment, dispatcher: Dispatcher) -> PartialSampling | None:
-    """Partial sampling for prover training; None without `rollout.partial`."""
-    deadline = training_deadline(experiment)
-    if not experiment.rollout.partial or deadline is None:
+    """Partial sampling for prover training; None without `rollout.deadline = "continue"`."""
+    deadline, section = training_deadline(experiment), experiment.rollout.deadline
+    if deadline is None or not isinstance(section, ContinuingDeadline):
         return None
     return PartialSampling(
         dispatcher,
         deadline,
-        versions=experiment.rollout.partial_versions,
+        versions=section.max_versions,
         groups=experiment.training.groups,
         size=experiment.rollout.group_size,
         whole=compares_within_groups(experiment),

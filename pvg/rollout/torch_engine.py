@@ -46,7 +46,7 @@ from pvg.rollout.engine import (
 )
 from pvg.rollout.lean import LeanDecoder, NotLeanError
 from pvg.rollout.lean_rows import LeanRows
-from pvg.servers.update import SyncTiming, WeightUpdate
+from pvg.servers.publishing import SyncTiming, WeightUpdate
 from pvg.telemetry.events import Events, SilentEvents
 from pvg.telemetry.spans import run_in, submit_in
 
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 QUIET_TURNS = 8
 # A steady trickle of requests cannot delay a batch for longer than this.
 GATHER_TURNS = 256
-# Layer types that pvg.rollout.kv_cache supports.
+# Layer types that pvg.rollout.decoding supports.
 KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -84,10 +84,9 @@ class _Batch:
 class TorchEngine(Engine):
     """Owns `model` and belongs to one event loop. `max_rows` are decoded together; `max_in_flight` may wait or run.
 
-    `executor`: used for one thing at a time, so one thread is enough. `compaction`, `shared_prefill`: see `decode`.
-    `shared_attention`: see `LeanRows`. `lean`: use `LeanDecoder` if it supports the model; an event tells which decoder
-    runs. `continuous`: rows join while others run (lean decoding only). `routed_experts`: completions carry the experts
-    of their tokens; decoding then uses the module.
+    `executor`: used for one thing at a time, so one thread is enough. `lean`: use `LeanDecoder` if it supports the
+    model; an event tells which decoder runs. `continuous`: rows join while others run (lean decoding only).
+    `routed_experts`: completions carry the experts of their tokens; decoding then uses the module.
     """
 
     def __init__(
@@ -98,9 +97,6 @@ class TorchEngine(Engine):
         max_in_flight: int,
         executor: Executor,
         events: Events | None = None,
-        compaction: bool = True,
-        shared_prefill: bool = True,
-        shared_attention: bool = True,
         lean: bool = True,
         continuous: bool = True,
         routed_experts: bool = False,
@@ -113,9 +109,6 @@ class TorchEngine(Engine):
         self._max_rows = max_rows
         self._max_in_flight = max_in_flight
         self._executor = executor
-        self._compaction = compaction
-        self._shared = shared_prefill
-        self._shared_attention = shared_attention
         self._lean = lean
         self._continuous = continuous
         self._routed_experts = routed_experts
@@ -219,7 +212,7 @@ class TorchEngine(Engine):
                     await self._run(first)
 
     async def _gather(self, wanted: int) -> None:
-        """Let the event loop run until `wanted` requests wait or no new one arrives."""
+        """Yield to the event loop until `wanted` requests wait or no new one arrives."""
         quiet = 0
         for _ in range(GATHER_TURNS):
             if len(self._queue) >= wanted or quiet == QUIET_TURNS:
@@ -297,9 +290,9 @@ class TorchEngine(Engine):
     def _open_rows(self) -> RunningRows:
         """Choose the decoder and log an event with the choice and its reason. Runs in the executor, because it
         computes."""
-        model, reason = self._model, "rollout.decoding"
+        model, reason = self._model, "rollout.engine.decoding"
         if self._routed_experts:
-            reason = "rollout.routed_experts"
+            reason = "training.router_replay"
         elif self._lean:
             try:
                 lean = LeanDecoder.over(model.module)
@@ -307,22 +300,9 @@ class TorchEngine(Engine):
                 reason = str(error)
             else:
                 self._events.event("gen", event="decoder", decoding="lean", batching=_name(self._continuous))
-                return LeanRows(
-                    lean,
-                    self._max_rows,
-                    continuous=self._continuous,
-                    compaction=self._compaction,
-                    shared_prefill=self._shared,
-                    shared_attention=self._shared_attention,
-                )
+                return LeanRows(lean, self._max_rows, continuous=self._continuous)
         self._events.event("gen", event="decoder", decoding="module", batching=_name(False), reason=reason)
-        return ModuleRows(
-            model.module,
-            model.device,
-            compaction=self._compaction,
-            shared_prefill=self._shared,
-            routed_experts=self._routed_experts,
-        )
+        return ModuleRows(model.module, model.device, routed_experts=self._routed_experts)
 
     def _admit(self, batch: _Batch, newcomers: list[_Pending]) -> list[DecodingJob]:
         free = (ticket for ticket in range(self._max_rows) if ticket not in batch.running)
@@ -354,17 +334,21 @@ class TorchEngine(Engine):
                 self._hand_over(pending, result, now)
         stats = self._stats
         prompts = [job.request.known_ids for job in jobs]
-        asked = sum(map(len, prompts))
         self._stats = replace(
             stats,
             rows=stats.rows + len(jobs),
             tokens=stats.tokens + delivered,
             seconds=stats.seconds + seconds,
-            prompt_tokens=stats.prompt_tokens + asked,
-            prompt_tokens_computed=stats.prompt_tokens_computed + (_distinct(prompts) if self._shared else asked),
+            prompt_tokens=stats.prompt_tokens + sum(map(len, prompts)),
+            prompt_tokens_computed=stats.prompt_tokens_computed + self._computed_of(prompts),
             steps=stats.steps + turn.steps,
             live_rows=stats.live_rows + turn.live_rows,
         )
+
+    def _computed_of(self, prompts: Sequence[Int32]) -> int:
+        """Prompt tokens that the decoder computes: each distinct prefix once, and the last token of every prompt, which
+        is the first input of decoding."""
+        return sum(len(prefix) for prefix in {p[:-1].tobytes(): p[:-1] for p in prompts}.values()) + len(prompts)
 
     def _hand_over(self, pending: _Pending, result: DecodedRow, now: float) -> None:
         request, length = pending.request, len(result.token_ids)
@@ -460,12 +444,6 @@ def _check_layers(model: LanguageModel) -> None:
             f"The torch engine cannot sample from {type(model.module).__name__}: it has {unknown[0]} layers.",
             "Choose a model with attention layers only.",
         )
-
-
-def _distinct(prompts: Sequence[Int32]) -> int:
-    """Prompt tokens that shared prefill computes: each distinct prefix once, and the last token of every prompt, which
-    is the first input of decoding."""
-    return sum(len(beginning) for beginning in {p[:-1].tobytes(): p[:-1] for p in prompts}.values()) + len(prompts)
 
 
 def _closed_error() -> StateError:

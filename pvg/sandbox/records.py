@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 # full: all guarantees of docs/sandbox.md, otherwise nothing runs. reduced: what this machine offers.
 Level = Literal["full", "reduced"]
-# ok: the program ran to its end, whatever its cases did. error: it failed outside its cases. timeout: it used up its
+# ok: the program ran to its end, even if cases failed. error: it failed outside its cases. timeout: it used up its
 # CPU time. stalled: it waited for longer than `wall_s`. memory, output, threads: it reached that limit. killed: it
 # crashed or exited early, or was ended from outside.
 Status = Literal["ok", "error", "timeout", "stalled", "memory", "output", "threads", "killed"]
-# Statuses that do not depend on the machine's load. A timeout says nothing certain about a program, and neither does a
-# kill, because the kernel also kills processes if memory is short.
+# Statuses that do not depend on the machine's load. A timeout or a kill proves nothing about a program: the kernel also
+# kills processes if memory is short.
 DETERMINISTIC: frozenset[Status] = frozenset({"ok", "error", "output"})
 
 

@@ -21,10 +21,9 @@ from types import TracebackType
 from typing import Any
 
 from pvg.errors import MissingRequirementError
-from pvg.sandbox.isolation import MECHANISMS, open_first_warden
+from pvg.sandbox.isolation import MECHANISMS, WardenFailedError, WardenProcess, open_first_warden
 from pvg.sandbox.records import DETERMINISTIC, CaseResult, Execution, Level, Limits, Program
-from pvg.sandbox.warden_process import WardenFailedError, WardenProcess
-from pvg.telemetry.core_waits import usable_cores
+from pvg.telemetry.waits import usable_cores
 
 TAIL = 2000  # characters kept of a program's error output, bytes kept of its other output
 LONGEST_SENTENCE = 200  # characters of an error message
@@ -116,7 +115,7 @@ class _Wardens:
 
     def take(self) -> WardenProcess:
         """An idle warden or a new one. Raises WardenFailedError if it cannot start, if it has less isolation than the
-        first one, which was tried, or if the sandbox is closed."""
+        first one, which passed the trial, or if the sandbox is closed."""
         with self._lock:
             if self._idle and not self._closed:
                 self._busy.add(warden := self._idle.pop())

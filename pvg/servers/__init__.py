@@ -1,8 +1,9 @@
 """vLLM servers: starting one (`pvg serve`), talking to it, updating its weights, and the code that runs inside it.
 
 - `command`, `models`, `process`, `supervisor`: how `pvg serve` starts and stops vLLM.
-- `pool`, `control`, `labels`, `keys`, `fleet`: the client side, which does not need vLLM.
-- `publisher`, `update`, `transports`, `canary`: weight updates, and the proof that they arrived.
+- `served_model`: one model on several servers. It combines the modules below for prover and verifier alike.
+- `connections`, `pool`, `control`, `fleet`: connections, control routes, and the state of each server.
+- `publishing`, `transports`, `canary`: weight updates, and the proof that they arrived.
 - `server_side/pvg_vllm`: loaded by vLLM in its own environment; imports nothing of pvg.
 
 No module imports torch at import time, except server_side.

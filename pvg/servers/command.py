@@ -1,6 +1,6 @@
 """How to start a vLLM server: which Python has vLLM, and the command line and environment for an experiment.
 
-    found = find_interpreter(experiment.serving.python)
+    found = find_interpreter()
     spec = server_spec(experiment, "prover", found, model_folder(experiment, "prover"), port=8000, log=log)
 
 vLLM requires its own versions of torch and transformers, so it often has a separate environment. pvg asks that
@@ -25,11 +25,11 @@ from typing import Literal
 import orjson
 
 import pvg
-from pvg import hub
 from pvg.config.experiment import Experiment
+from pvg.config.hub_ids import is_hub_id, parse
 from pvg.errors import ConfigurationError, MissingRequirementError, install_extra
 from pvg.inputs import expanded
-from pvg.servers.keys import KEY_VARIABLE, control_key
+from pvg.servers.connections import KEY_VARIABLE, control_key
 from pvg.servers.models import Purpose, kind_for, section_for
 
 VARIABLE = "PVG_VLLM_PYTHON"
@@ -62,16 +62,15 @@ class Interpreter:
     origin: str
 
 
-def find_interpreter(setting: str = "") -> Interpreter:
-    """The interpreter named by `setting` (serving.python) or PVG_VLLM_PYTHON; otherwise this one if it has vLLM;
-    otherwise the one of .venv-vllm beside pvg's checkout or in the working directory.
+def find_interpreter() -> Interpreter:
+    """The interpreter that PVG_VLLM_PYTHON names; otherwise this one if it has vLLM; otherwise the one of .venv-vllm
+    beside pvg's checkout or in the working directory.
 
     Raises ConfigurationError if the named one is not an interpreter or has no vLLM, MissingRequirementError if none is
     found.
     """
-    for named, origin in ((setting, "serving.python"), (os.environ.get(VARIABLE, ""), VARIABLE)):
-        if named:
-            return _named(named, origin)
+    if named := os.environ.get(VARIABLE, ""):
+        return _named(named)
     if importlib.util.find_spec("vllm") is not None and (found := ask(Path(sys.executable), "this Python")):
         return found
     for place in (Path(pvg.__file__).parent.parent, Path.cwd()):
@@ -81,13 +80,17 @@ def find_interpreter(setting: str = "") -> Interpreter:
     raise MissingRequirementError("vLLM is not installed.", f"Install it: {REMEDY}.")
 
 
-def _named(named: str, origin: str) -> Interpreter:
-    python = expanded(named, "serving.python").absolute()  # not resolved: a virtual environment's Python is a link
+def _named(named: str) -> Interpreter:
+    python = expanded(named, VARIABLE).absolute()  # not resolved: a virtual environment's Python is a link
     if not python.is_file() or not os.access(python, os.X_OK):
-        raise ConfigurationError(f"{origin} = {named!r} is not an executable file.", "Name its file: FOLDER/bin/python")
-    found = ask(python, origin)
+        raise ConfigurationError(
+            f"{VARIABLE} = {named!r} is not an executable file.", "Name its file: FOLDER/bin/python"
+        )
+    found = ask(python, VARIABLE)
     if found is None:
-        raise ConfigurationError(f"The Python of {origin}, {named}, has no vLLM.", f"Install vLLM there, or: {REMEDY}.")
+        raise ConfigurationError(
+            f"The Python of {VARIABLE}, {named}, has no vLLM.", f"Install vLLM there, or: {REMEDY}."
+        )
     return found
 
 
@@ -113,8 +116,9 @@ MODULE = "vllm.entrypoints.openai.api_server"  # the `vllm` script does not work
 LOOPBACK = "127.0.0.1"
 UNSAFE = frozenset({"VLLM_ALLOW_INSECURE_SERIALIZATION"})  # makes vLLM unpickle HTTP bodies
 # On a CPU "GPU memory" means the machine's memory, of which this share must be free at the start. The memory used is
-# serving.cpu_cache_gb.
+# CPU_CACHE_GB, or vLLM's own VLLM_CPU_KVCACHE_SPACE.
 CPU_MEMORY_SHARE = 0.05
+CPU_CACHE_GB = "1"  # enough for the small models that a CPU can serve
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/attention/backends/cpu_attn.py, 0.32
 # Number of outputs that vLLM's front end takes from the engine before it checks its sockets; vLLM's default is 128.
 # Under 150 streams, a control call waits 10 ms instead of 15, and 95 of 100 wait less than 45 ms instead of 60, at the
@@ -179,7 +183,7 @@ def server_spec(
     arguments += ["--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"]
     arguments += experiment.serving.extra_args
     environment = server_environment(experiment, interpreter, host)
-    if purpose == "prover" and experiment.rollout.routed_experts:
+    if purpose == "prover" and experiment.training.router_replay:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only model runner that reports routed experts
     return ServerSpec(
         command=(str(interpreter.python), "-m", MODULE, *arguments),
@@ -198,8 +202,8 @@ def model_name(experiment: Experiment, purpose: Purpose, folder: Path) -> str:
     """The model's name in requests: an embedded model's name, a hub model's name without its owner, or the folder's
     name."""
     source = section_for(experiment, purpose).source
-    if hub.is_hub_id(source):
-        return hub.parse(source).name
+    if is_hub_id(source):
+        return parse(source).name
     kind, separator, name = source.partition(":")
     return name if separator and kind == "embedded" else folder.name
 
@@ -219,7 +223,7 @@ def check_heads(folder: Path, interpreter: Interpreter) -> None:
 
 def check_transport(experiment: Experiment, interpreter: Interpreter) -> None:
     """Raises ConfigurationError for a weight transport that the server's device does not support."""
-    transport = experiment.weights.transport
+    transport = experiment.weights.transport.kind
     if transport in TRANSFER_BACKENDS and interpreter.device == "cpu":
         raise ConfigurationError(
             f"weights.transport = {transport!r} copies from GPU to GPU, but {interpreter.python} has vLLM's CPU build.",
@@ -229,9 +233,9 @@ def check_transport(experiment: Experiment, interpreter: Interpreter) -> None:
 
 def check_experts(experiment: Experiment, interpreter: Interpreter) -> None:
     """Raises ConfigurationError if routed experts are requested but the server cannot report them."""
-    if experiment.rollout.routed_experts and interpreter.device == "cpu":
+    if experiment.training.router_replay and interpreter.device == "cpu":
         raise ConfigurationError(
-            f"rollout.routed_experts needs a part of vLLM that runs on Triton, but {interpreter.python} has the CPU "
+            f"training.router_replay needs a part of vLLM that runs on Triton, but {interpreter.python} has the CPU "
             "build without it.",
             "Serve from a GPU, or set rollout.engine to 'torch'.",
         )
@@ -242,12 +246,12 @@ def _engine(experiment: Experiment, purpose: Purpose, interpreter: Interpreter) 
     serving, on_cpu = experiment.serving, interpreter.device == "cpu"
     share = CPU_MEMORY_SHARE if on_cpu else serving.gpu_memory_utilization
     arguments = ["--dtype", served_dtype(experiment, purpose)]
-    arguments.append("--enable-prefix-caching" if serving.prefix_caching else "--no-enable-prefix-caching")
+    arguments.append("--enable-prefix-caching")  # a group's prompt is computed once
     arguments += ["--max-num-seqs", str(serving.max_num_seqs), "--gpu-memory-utilization", f"{share:g}"]
     arguments += ["--tensor-parallel-size", str(serving.tensor_parallel)]
     if serving.max_model_len is not None:
         arguments += ["--max-model-len", str(serving.max_model_len)]
-    if serving.eager or on_cpu:
+    if on_cpu:
         arguments.append("--enforce-eager")
     if on_cpu:
         # With chunked prefill, a seeded request whose prompt is computed in two pieces crashes the CPU build's engine:
@@ -267,9 +271,9 @@ def _generation(experiment: Experiment, purpose: Purpose) -> list[str]:
     """Arguments for a server that samples or scores tokens, and for the prover also its weight updates."""
     arguments = ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     arguments += ["--enable-scale-out", "--enable-prompt-tokens-details"]
-    if purpose == "prover" and experiment.rollout.routed_experts:
+    if purpose == "prover" and experiment.training.router_replay:
         arguments.append("--enable-return-routed-experts")
-    transport, rank = experiment.weights.transport, experiment.training.lora_rank
+    transport, rank = experiment.weights.transport.kind, experiment.training.adapters.rank
     if purpose == "prover" and transport == "lora" and rank > 0:
         arguments += ["--enable-lora", "--max-lora-rank", str(_lora_rank(rank))]
         arguments += ["--max-loras", str(LIVE_ADAPTERS), "--max-cpu-loras", str(KEPT_ADAPTERS)]
@@ -304,7 +308,7 @@ def server_environment(experiment: Experiment, interpreter: Interpreter, host: s
     environment.setdefault("VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", OUTPUTS_AT_A_TIME)
     environment.pop("PYTHONHOME", None)  # it is set for our interpreter, not vLLM's
     if interpreter.device == "cpu":
-        environment["VLLM_CPU_KVCACHE_SPACE"] = str(experiment.serving.cpu_cache_gb)
+        environment.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GB)
         # The sampler uses torch.compile despite --enforce-eager, which costs the first requests 25 s.
         environment["TORCHDYNAMO_DISABLE"] = "1"
     if not is_loopback(host):

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from pvg.errors import ConfigurationError, MissingRequirementError
-from pvg.servers.labels import WeightLabel
 from pvg.servers.pool import HttpPool, MalformedReply, RefusedRequest, Reply
+from pvg.servers.publishing import WeightLabel
 
 PROTOCOL = 1  # version of the routes below /pvg
 GENERATION_ID = "generate-tokens-"  # vLLM's prefix for the ids of token requests
@@ -69,16 +69,6 @@ class DeliveryTiming:
     def arrival_ms(self) -> float:
         """The part of `queue_ms` before the first byte arrived, as far as the clocks agree; 0 if unknown."""
         return (self.received_ns - self.sent_ns) / 1e6 if self.sent_ns and self.received_ns else 0.0
-
-
-def check_shape(info: ServerInfo, shape: str, setting: str) -> None:
-    """Raises ConfigurationError if the server's model has another shape than the trainer's (`shape`). Weights that do
-    not fit would leave the engine with half of them loaded."""
-    if shape and info.shape and info.shape != shape:
-        raise ConfigurationError(
-            f"{info.url} serves {info.model!r} ({info.shape}), but {setting} has {shape}.",
-            "Start it with `pvg serve` and this experiment's settings, or name another server.",
-        )
 
 
 class ControlClient:

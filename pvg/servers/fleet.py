@@ -3,6 +3,8 @@
 A server is *up*, *stale* (alive, but its weights are not the newest, because it missed an update or was restarted), or
 *away*. Every server is probed at regular intervals, and immediately after a failed request. A stale server catches up
 before it is used again. When a server goes away, its requests are cancelled so that their callers can retry elsewhere.
+Servers can be added and removed at run time. A new server catches up before it gets requests. A server that is
+*leaving* gets no more requests and no more weights.
 
 Invariant: `acquire` returns only servers with the newest weights, and among them the one with the fewest requests.
 """
@@ -16,11 +18,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pvg.config.sections import Serving
+from pvg.config.servers import Serving
 from pvg.errors import PvgError, ServerUnavailableError, StateError
 from pvg.servers.control import ControlClient, DeliveryTiming, ServerInfo
-from pvg.servers.labels import WeightLabel
 from pvg.servers.pool import ConnectionBroken, ReplyTimeout, ServerFault, ServerUnreachable
+from pvg.servers.publishing import WeightLabel
 from pvg.telemetry.events import Events
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ class Server:
     rests_until: float = 0.0
     loading: bool = False  # weights were sent, and it has not answered yet
     settled: bool = False  # its weights are certainly those of its label
+    leaving: bool = False  # it is being removed
     attempts: set[asyncio.Task[Any]] = field(default_factory=set)
     kicked: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -78,7 +81,8 @@ class Server:
 
 class Fleet:
     """Watches `controls` once opened. `catch_up(server)` sends the newest weights to a stale server and sets its label.
-    A PvgError from it ends the run; a fault leaves the server's state unchanged. Belongs to one event loop."""
+    A PvgError from it ends the run; a fault leaves the server's state unchanged. `remedy`: what to do if no server is
+    available. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -88,32 +92,36 @@ class Fleet:
         *,
         check: Callable[[ServerInfo], None],
         catch_up: Callable[[Server], Awaitable[None]],
+        remedy: str,
     ) -> None:
-        self.servers = tuple(Server(control.url, control) for control in controls)
+        self.servers = [Server(control.url, control) for control in controls]
         self.updating = asyncio.Lock()  # held while weights change; labels are valid only under this lock
         self._section = section
         self._events = events
         self._check = check
         self._catch_up = catch_up
+        self._remedy = remedy
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
-        self._watchers: list[asyncio.Task[None]] = []
+        self._watching = False
+        self._watchers: dict[Server, asyncio.Task[None]] = {}
         self._catching_up: asyncio.Task[None] | None = None
 
     @property
     def up(self) -> list[Server]:
-        return [server for server in self.servers if server.state == "up"]
+        return [server for server in self.servers if server.state == "up" and not server.leaving]
 
     @property
     def alive(self) -> list[Server]:
         """Servers that can receive weights: up or stale."""
-        return [server for server in self.servers if server.state != "away"]
+        return [server for server in self.servers if server.state != "away" and not server.leaving]
 
     async def look(self) -> None:
         """Probe every server once. Those that answer are stale until they get weights. Raises errors that the user can
         fix, and ServerUnavailableError if no server answers."""
-        outcomes = await asyncio.gather(*(server.control.info() for server in self.servers), return_exceptions=True)
-        for server, outcome in zip(self.servers, outcomes, strict=True):
+        servers = list(self.servers)
+        outcomes = await asyncio.gather(*(server.control.info() for server in servers), return_exceptions=True)
+        for server, outcome in zip(servers, outcomes, strict=True):
             if isinstance(outcome, ServerInfo):
                 self._check(outcome)
                 server.info, server.label, server.state = outcome, outcome.label, "stale"
@@ -131,18 +139,49 @@ class Fleet:
         for server in self.servers:
             if server.state == "away":
                 self._tell(server, "away")
-        self._watchers = [asyncio.create_task(self._watch(server)) for server in self.servers]
-        for watcher in self._watchers:
-            watcher.add_done_callback(self._watcher_ended)
+        self._watching = True
+        for server in self.servers:
+            self._start_watching(server)
 
     async def close(self) -> None:
-        for watcher in self._watchers:
-            watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
-        self._failure = StateError("The engine is closed.", "Open a new one to continue sampling.")
+        self._watching = False
+        await self._stop_watching(list(self._watchers))
+        self._failure = StateError("The connections to the servers are closed.", "Open a new engine to continue.")
         self._changed.set()
         for server in self.servers:
             self._cut_off(server)
+
+    # --- membership --------------------------------------------------------------------------------------------------
+
+    def add(self, control: ControlClient) -> Server:
+        """Add a server, which is away until it answers. It gets requests once it has caught up. Raises StateError if it
+        belongs to the fleet already."""
+        if any(server.url == control.url for server in self.servers):
+            raise StateError(f"{control.url} is in use already.", "Name each server once.")
+        server = Server(control.url, control)
+        self.servers.append(server)
+        self._events.event("gen", event="server.added", server=server.url)
+        if self._watching:
+            server.kicked.set()  # probe it now
+            self._start_watching(server)
+        return server
+
+    async def remove(self, url: str, *, drain_s: float | None = None) -> None:
+        """Remove a server. It gets no more requests. Those in flight have `drain_s` seconds to end (None: no limit);
+        then they are cancelled, and their callers retry elsewhere. Raises StateError if there is no such server."""
+        server = next((server for server in self.servers if server.url == url and not server.leaving), None)
+        if server is None:
+            raise StateError(f"{url} is not in use.", "Name a server by the URL with which it was added.")
+        server.leaving = True
+        try:
+            if server.attempts:
+                await asyncio.wait(server.attempts, timeout=drain_s)
+        finally:  # also if the caller is cancelled while it waits
+            self.servers.remove(server)
+            server.fault = ConnectionBroken(url, "the server was removed")
+            self._cut_off(server)
+            self._events.event("gen", event="server.removed", server=url)
+            await self._stop_watching([server])
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -159,14 +198,16 @@ class Fleet:
                 return min(ready, key=lambda s: (s.rests_until > now, s is avoid, s.outstanding))
             self._changed.clear()
             try:
-                await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
+                async with asyncio.timeout(deadline - time.monotonic()):  # not `wait_for`: see `_watch`
+                    await self._changed.wait()
             except TimeoutError:
                 raise self._unavailable(f"No server has been up for {self._section.unavailable_s:g} s") from None
 
     def report(self, server: Server, fault: ServerFault) -> None:
         """A request failed on `server`: probe it now and let it rest, longer with every consecutive fault. Without the
         rest, a server that fails fast would have the fewest requests and attract all others."""
-        server.fault = fault
+        if server.state != "away":  # else the known fault is the cause of this one
+            server.fault = fault
         server.faults_in_a_row += 1
         rest_s = min(LONGEST_REST_S, 0.05 * 2 ** min(10, server.faults_in_a_row))
         server.rests_until = time.monotonic() + rest_s
@@ -204,11 +245,23 @@ class Fleet:
 
     # --- watching ----------------------------------------------------------------------------------------------------
 
+    def _start_watching(self, server: Server) -> None:
+        self._watchers[server] = asyncio.create_task(self._watch(server))
+        self._watchers[server].add_done_callback(self._watcher_ended)
+
+    async def _stop_watching(self, servers: Sequence[Server]) -> None:
+        watchers = [self._watchers.pop(server) for server in servers if server in self._watchers]
+        for watcher in watchers:
+            watcher.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
+
     async def _watch(self, server: Server) -> None:
         """Probe the server repeatedly. Ends only by cancellation, or with the failure that ends the run."""
         while self._failure is None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(server.kicked.wait(), self._section.probe_every_s)
+                # Not `wait_for`: in Python 3.11 it ignores a cancellation in the moment in which the event is set.
+                async with asyncio.timeout(self._section.probe_every_s):
+                    await server.kicked.wait()
             server.kicked.clear()
             try:
                 await self._look(server)
@@ -247,7 +300,7 @@ class Fleet:
             if restarted:
                 self._cut_off(server)
                 self._set(server, "stale")
-            if server.state == "up" and not restarted:
+            if server.leaving or (server.state == "up" and not restarted):
                 return  # its tokens show whether its label is right; `info` may be older than the last update
             self._catching_up = asyncio.ensure_future(self._catch_up(server))
             try:
@@ -279,6 +332,4 @@ class Fleet:
 
     def _unavailable(self, what: str) -> ServerUnavailableError:
         told = "; ".join(f"{s.fault or s.url}" for s in self.servers)
-        return ServerUnavailableError(
-            f"{what}: {told}.", "Start one with `pvg serve EXPERIMENT`, or set serving.servers to where they are."
-        )
+        return ServerUnavailableError(f"{what}: {told or 'there is none'}.", self._remedy)

@@ -26,8 +26,10 @@ import orjson
 
 import pvg
 from pvg import errors, hub
-from pvg.config.experiment import Experiment, nearest
-from pvg.config.sections import ModelSection
+from pvg.config.experiment import Experiment
+from pvg.config.hub_ids import is_hub_id
+from pvg.config.load import nearest
+from pvg.config.models import ModelSection
 from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, UsageError
 from pvg.inputs import expanded
 from pvg.store.atomic import make_directory, sync_directory, temporary_beside
@@ -52,7 +54,7 @@ def kind_for(experiment: Experiment, purpose: Purpose) -> Kind:
     """The type of model to serve. Raises ConfigurationError for a head that vLLM cannot compute."""
     if purpose == "prover":
         return "generator"
-    head = experiment.verifier.head
+    head = experiment.verifier.head.kind
     if purpose == "reference" and head != "implicit":
         raise ConfigurationError(
             f"Only the implicit head has a reference, but verifier.head is {head!r}.",
@@ -74,7 +76,7 @@ def model_folder(experiment: Experiment, purpose: Purpose) -> Path:
         return _made(kind, section, experiment.weights.root)
     if separator and source == "embedded":
         folder = _embedded(name)
-    elif hub.is_hub_id(section.source):
+    elif is_hub_id(section.source):
         folder = _directory(str(hub.fetch(section.source, "model")))
     else:
         folder = _directory(section.source)

@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import orjson
 from aiohttp.http import HttpProcessingError
 
 from pvg.errors import ConfigurationError
+
+T = TypeVar("T")
 
 # Minimum for small runs: weight updates and health checks share this client, which must never be the bottleneck.
 FLOOR_TOTAL = 500
@@ -119,6 +121,11 @@ class RefusedRequest(ServerFault):
         self.code = code
         self.message = message
 
+    @property
+    def final(self) -> bool:
+        """Whether the server would refuse the same request again."""
+        return self.status < 500
+
 
 @dataclass(frozen=True, slots=True)
 class Reply:
@@ -137,13 +144,16 @@ class Reply:
             raise MalformedReply(self.url, f"not JSON: {error}") from None
 
 
+CONNECT_S = 5.0  # timeout of a connection attempt: a server that listens accepts within milliseconds
+
+
 class HttpPool:
     """HTTP connections of one event loop. `connect_timeout_s` limits the connecting, each request's `timeout_s` its
     total time. `fresh`: every request opens a new connection, so it never waits behind another or uses a stale one.
     """
 
     def __init__(
-        self, limits: ConnectionLimits, *, connect_timeout_s: float, key: str = "", fresh: bool = False
+        self, limits: ConnectionLimits, *, connect_timeout_s: float = CONNECT_S, key: str = "", fresh: bool = False
     ) -> None:
         self.limits = limits
         self.waited_s = 0.0  # for a free connection, summed over all requests
@@ -299,6 +309,32 @@ def _refusal(url: str, status: int, body: bytes) -> RefusedRequest:
 
 def _said(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
+
+
+async def asked_again(send: Callable[[], Awaitable[T]], retries: int) -> T:
+    """The result of `send`, which asks one server and is repeated after a fault. Raises the last fault. A request that
+    is refused or gets no reply is not repeated."""
+    for attempt in range(1, retries + 1):
+        try:
+            return await send()
+        except ServerFault as fault:
+            if isinstance(fault, ReplyTimeout) or (isinstance(fault, RefusedRequest) and fault.final):
+                raise
+        await pause_before_retry(attempt, jitter=0.5)
+    return await send()
+
+
+async def together(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order. The first failure cancels the others, and is raised after they have ended."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        if any(not task.done() for task in tasks):  # nothing to wait for otherwise
+            for task in tasks:
+                if not task.cancelling():  # a second cancellation would interrupt the task's clean-up
+                    task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def pause_before_retry(attempt: int, jitter: float) -> None:

@@ -30,11 +30,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from pvg.errors import ConfigurationError, MissingRequirementError, ServerUnavailableError
+from pvg.errors import ConfigurationError, MissingRequirementError, ServerUnavailableError, user_paths
 from pvg.servers import supervisor
 from pvg.servers.command import ServerSpec
+from pvg.servers.connections import KEY_VARIABLE
 from pvg.servers.control import ServerLoad, read_figures
-from pvg.servers.keys import KEY_VARIABLE
 from pvg.servers.pool import ConnectionLimits, HttpPool, RefusedRequest, ServerFault
 
 LAST_LINES = 20  # shown for a server that failed
@@ -146,7 +146,6 @@ def said(line: str) -> str:
 GRACE_S = 20.0  # for vLLM to shut down normally
 POLL_S = 0.2  # between two checks of a starting server
 HEALTH_S = 5.0  # timeout of one health request
-CONNECT_S = 5.0
 GONE_S = 40.0  # for the last process of a server to end: supervisor.KILL_S, plus the guard's check
 BOOT_VARIABLE = "PVG_BOOT"  # read by pvg_vllm
 TOO_OLD = "unrecognized arguments"
@@ -169,7 +168,7 @@ class VllmServer:
         self.spec = spec
         self.pid = 0
         self.key = spec.environment[KEY_VARIABLE]
-        self.pool = HttpPool(ConnectionLimits.derive(1), connect_timeout_s=CONNECT_S, key=self.key, fresh=True)
+        self.pool = HttpPool(ConnectionLimits.derive(1), key=self.key, fresh=True)
         self.boot = ""  # identifies this start of the server, as in /pvg/info
         self._log = LogTail(spec.log)
         self._process: subprocess.Popen[bytes] | None = None
@@ -240,8 +239,9 @@ class VllmServer:
         on_progress(StartStage(READY))
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        self.spec.log.parent.mkdir(parents=True, exist_ok=True)
-        self.spec.log.touch()
+        with user_paths():
+            self.spec.log.parent.mkdir(parents=True, exist_ok=True)
+            self.spec.log.touch()
         self.boot = secrets.token_hex(8)
         command = [sys.executable, "-I", "-S", supervisor.__file__, str(GRACE_S), str(self.spec.log)]
         try:

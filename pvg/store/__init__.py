@@ -5,12 +5,12 @@
 
 from pvg.store.atomic import DamagedFileError, write_atomic
 from pvg.store.journal import JsonLines, JsonLinesReader, read_json_lines
-from pvg.store.manifest import Manifest, read_manifests, write_manifest
+from pvg.store.manifest import Manifest, write_manifest
 from pvg.store.pairs import MissingPairsError, Pairs, PairStream, PairView, Singles, is_held_out
 from pvg.store.run_directory import RunDirectory, runs_in
 from pvg.store.samples import SolutionRow
 from pvg.store.shards import RolloutShards, ShardInfo
-from pvg.store.state import FileStateStore, LoadedState, StateStore
+from pvg.store.state import FileStateStore, LoadedState
 
 __all__ = [
     "DamagedFileError",
@@ -28,10 +28,8 @@ __all__ = [
     "ShardInfo",
     "Singles",
     "SolutionRow",
-    "StateStore",
     "is_held_out",
     "read_json_lines",
-    "read_manifests",
     "runs_in",
     "write_atomic",
     "write_manifest",

@@ -28,7 +28,7 @@ class DamagedFileError(StateError):
 
 
 def write_atomic(path: Path, data: bytes | memoryview, before: Callable[[], None] | None = None) -> None:
-    """Replace `path` by `data`, durably: temporary file beside it, write, fsync, rename, fsync of the folder.
+    """Replace `path` by `data`, durably: temporary file in the same folder, write, fsync, rename, fsync of the folder.
 
     `before` is called just before the rename. If it raises, `path` stays unchanged and the temporary file is removed.
     Raises MissingRequirementError if the disk is full. Any other OSError propagates. In both cases the old file is
@@ -77,7 +77,7 @@ def is_temporary(path: Path) -> bool:
 
 
 def remove_temporaries(directory: Path, name: str = "") -> list[Path]:
-    """Remove temporary files of dead writers of `name` (default: all) from `directory`; returns what was removed.
+    """Remove temporary files of dead writers of `name` (default: all) from `directory`; returns their paths.
 
     Only for the one process that may write `name` (RunDirectory.lock), because a living writer's temporary files look
     the same. Files with other names stay.

@@ -1,4 +1,4 @@
-"""Checkpoints: a folder with `tensors.safetensors` and `meta.json`, written completely or not at all.
+"""Checkpoints: a folder with `tensors.safetensors` and `meta.json`, written atomically.
 
 Invariants: nothing is unpickled, so a folder with any other file is refused. Every bit is read back as it was written,
 for every dtype of safetensors. A damaged checkpoint is never loaded.
@@ -44,8 +44,8 @@ def write_checkpoint(directory: Path, name: str, tensors: Mapping[str, Tensor], 
     """Store `tensors` (any shapes, devices and dtypes) and `meta` (plain JSON data) as `directory/name`, durably.
 
     Returns the folder. It becomes part of the run when a commit names it. Tensors that share memory are stored
-    separately. Raises StateError if the checkpoint exists, MissingRequirementError if the disk is full (nothing is left
-    behind), ValueError if `meta` is not plain JSON data.
+    separately. Raises StateError if the checkpoint exists, MissingRequirementError if the disk is full (no files
+    remain), ValueError if `meta` is not plain JSON data.
     """
     if not NAME.fullmatch(name):
         raise ValueError(f"{name!r} cannot be the name of a checkpoint.")
@@ -111,7 +111,7 @@ def verify_checkpoint(directory: Path, name: str) -> dict[str, Any]:
 
 
 def prune(directory: Path, keep: set[str]) -> list[Path]:
-    """Remove checkpoints that are not in `keep`, and temporary files of dead writers; returns what was removed.
+    """Remove checkpoints that are not in `keep`, and temporary files of dead writers; returns their paths.
 
     `keep`: the names in every commit that may still be resumed (FileStateStore.commits), not only in the newest.
     """

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from pvg.store.atomic import DamagedFileError, make_directory, write_atomic
+from pvg.store.atomic import make_directory, write_atomic
 from pvg.store.run_directory import RunDirectory
 
 MANIFEST_SCHEMA = 1
@@ -61,16 +61,3 @@ def write_manifest(
     options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
     write_atomic(path, orjson.dumps(asdict(manifest), option=options))
     return path
-
-
-def read_manifests(run: RunDirectory) -> list[Manifest]:
-    """All manifests of a run, by round and then by time of finishing. Raises DamagedFileError."""
-    found = []
-    for path in run.manifest.glob("round-*.json"):
-        try:
-            found.append(Manifest(**orjson.loads(path.read_bytes())))
-        except (orjson.JSONDecodeError, TypeError) as error:
-            raise DamagedFileError(
-                f"The manifest {path} is damaged: {error}.", "Remove it to continue without."
-            ) from None
-    return sorted(found, key=lambda manifest: (manifest.round, manifest.finished))

@@ -173,8 +173,8 @@ class PairStream:
 
         A problem is as likely as in `draw`, but repeats only when its source has no other left. The number of solutions
         of each kind gives the most pairs; they are drawn uniformly. The pairs of each problem have the same total
-        weight. So a mean over these pairs has the same expectation as over those of `draw`. Raises MissingPairsError
-        likewise.
+        weight. So a mean over these pairs has the same expectation as over those of `draw`. Raises MissingPairsError in
+        the same cases.
         """
         if not self._pair_weights_S.any():
             raise self._missing("no problem has both kinds from one source")

@@ -22,8 +22,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pvg.config.experiment import Experiment, load_experiment, nearest
-from pvg.errors import MissingRequirementError, PvgError, StateError, UsageError, system_module
+from pvg.config.experiment import Experiment
+from pvg.config.load import load_experiment, nearest
+from pvg.errors import MissingRequirementError, PvgError, StateError, UsageError, system_module, user_paths
 from pvg.store.atomic import (
     DamagedFileError,
     disk_full_explained,
@@ -50,11 +51,12 @@ def exclusive(file: Path, refusal: Callable[[str], PvgError]) -> Iterator[None]:
     The lock belongs to the open files, so a forked child shares it until it ends or executes another program.
     """
     fcntl = system_module("fcntl")
-    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with user_paths():
+        folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if not _lock_folder(folder):
             raise refusal(_owner(_read(file)))
-        with disk_full_explained(file):
+        with user_paths(), disk_full_explained(file):
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             try:
@@ -159,6 +161,7 @@ def refuse_name(name: str) -> None:
         )
 
 
+@user_paths()
 def free_name(root: Path, name: str) -> str:
     """`name`, or `name-2`, `name-3` and so on: the first one that does not exist in `root`."""
     free, number = name, 1
@@ -188,7 +191,7 @@ class RunDirectory:
 
     @property
     def state(self) -> Path:
-        """The game's state; the previous commit is beside it (pvg.store.state)."""
+        """The game's state; the previous commit is next to it (pvg.store.state)."""
         return self.path / "state.json"
 
     @property
@@ -261,6 +264,7 @@ class RunDirectory:
         return run
 
     @classmethod
+    @user_paths()
     def open(cls, path_or_name: str | Path, root: Path) -> RunDirectory:
         """The existing run with that name in `root`, or at that path.
 
@@ -287,7 +291,7 @@ class RunDirectory:
         """Become the one process that drives this run. The kernel releases the lock when the process ends.
 
         Raises UsageError with the other process's id if another process drives the run. If an error leaves the block
-        and the folder was moved, deleted or replaced, raises a StateError that says so instead. If a PvgError or
+        and the folder was moved, deleted or replaced, raises a StateError about that instead. If a PvgError or
         OSError leaves the block and `discard()` is true, removes the folder.
         """
         with exclusive(self.lock_file, self._driven_elsewhere):
@@ -313,6 +317,7 @@ class RunDirectory:
         store = FileStateStore(self.state)
         return store.path.exists() or store.previous_path.exists()
 
+    @user_paths()
     def load_state(self, check: Callable[[State], None] | None = None) -> LoadedState:
         """The last valid commit; see FileStateStore.load. Changes no file.
 
@@ -351,8 +356,8 @@ class RunDirectory:
         return [*signs, self.metrics.name] if played else signs
 
     def remove_temporaries(self) -> list[Path]:
-        """Remove the temporary files of dead processes in the run's folder, its manifests and its code; returns what
-        was removed. Only for the process that holds the lock.
+        """Remove the temporary files of dead processes in the run's folder, its manifests and its code; returns their
+        paths. Only for the process that holds the lock.
 
         A living process may write a report without the lock, so only old temporary files of reports are removed.
         """

@@ -169,7 +169,8 @@ class MappedSolutions:
 
 
 def digests_of(batch: pa.RecordBatch) -> bytes:
-    """The content of a shard's digest file: DIGEST bytes for what is read on opening, then DIGEST bytes per row.
+    """The content of a shard's digest file: DIGEST bytes for the data that is read on opening, then DIGEST bytes per
+    row.
 
     `batch` must have been read from the shard's bytes, because its buffers are digested.
     """
@@ -183,7 +184,7 @@ def damaged(path: Path, reason: str) -> DamagedFileError:
 
 
 class _Values:
-    """Bytes of text and tokens by row. The slices stay inside their buffers, whatever the offsets are."""
+    """Bytes of text and tokens by row. The slices stay inside their buffers for any offsets."""
 
     def __init__(self, batch: pa.RecordBatch) -> None:
         text, tokens = (batch.column(name).buffers() for name in READ_BY_ROW)

@@ -215,7 +215,7 @@ class RolloutShards:
             self._digests(info)
 
     def recover(self, committed: Sequence[ShardInfo]) -> list[Path]:
-        """Remove shards and temporary files that no commit names; returns what was removed.
+        """Remove shards and temporary files that no commit names; returns their paths.
 
         `committed`: the shards of every commit that may still be resumed (FileStateStore.commits). Only for the process
         that drives the run. Does not verify the committed shards; see `verify`.

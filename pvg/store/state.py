@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
@@ -36,14 +36,6 @@ class LoadedState:
     notice: str = ""
 
 
-class StateStore(Protocol):
-    """Storage of the game's state: a file by default; a shared store may serve several machines."""
-
-    def load(self, check: Callable[[State], None] | None = None) -> LoadedState: ...
-
-    def save(self, state: State) -> None: ...
-
-
 class FileStateStore:
     """The state as a file at `path` (`state.json`), with the previous commit at `state.previous.json`."""
 
@@ -62,6 +54,8 @@ class FileStateStore:
         """
         if not self.path.exists() and not self.previous_path.exists():
             return LoadedState(None)
+        if self.previous_path.is_dir():  # no commit could replace it
+            raise StateError(f"{self.previous_path} is a folder, not a file.", "Move the folder away.")
         try:
             return LoadedState(_read(self.path, check))
         except DamagedFileError as error:

@@ -21,8 +21,9 @@ from typing import Any, Literal
 
 import orjson
 
-from pvg.config.experiment import Experiment, differences
-from pvg.errors import PvgError, StateError, UsageError
+from pvg.config.experiment import Experiment
+from pvg.config.load import differences
+from pvg.errors import PvgError, StateError, UsageError, user_paths
 from pvg.evaluation.opponents import default_parts
 from pvg.reporting.run_summary import status_of
 from pvg.store.atomic import make_directory, remove_temporaries, write_atomic
@@ -133,9 +134,10 @@ class StudyFolder:
     def lock(self) -> Iterator[None]:
         """Become the one process that plays this study; makes its folder. Raises UsageError with the other process's
         id."""
-        if (self.path / "experiment.toml").exists():
-            raise UsageError(f"{self.path} is a run, not a study.", "Choose another folder with --runs FOLDER.")
-        make_directory(self.cells)
+        with user_paths():
+            if (self.path / "experiment.toml").exists():
+                raise UsageError(f"{self.path} is a run, not a study.", "Choose another folder with --runs FOLDER.")
+            make_directory(self.cells)
         with exclusive(self.path / "lock", self._played_elsewhere):
             for folder in (self.path, self.cells):
                 remove_temporaries(folder)

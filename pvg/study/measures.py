@@ -1,4 +1,4 @@
-"""Measures: what a study reads from a finished run, by name; and `MeasuredValue`, a number or a lower bound.
+"""Measures: the values that a study reads from a finished run, by name; and `MeasuredValue`, a number or a lower bound.
 
     for measure in measures_named(["helpful_accuracy", "kl"]):
         measure.read(facts)            # the value after each round; None if the run has none
@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import orjson
 
-from pvg.config.experiment import nearest
+from pvg.config.load import nearest
 from pvg.errors import ConfigurationError
 from pvg.records import BASE_SOURCE, source_of_round
 from pvg.reporting.formats import NumberStyle, metric_display
@@ -190,7 +190,7 @@ def steps_to_exploit(kind: str) -> Read:
 
 def worst_auc_of_learnt(facts: RunFacts) -> Series:
     """The lowest AUC against the flaws of the base prover or of an earlier round's; with game.mixture = "equal" the
-    verifier has learnt from all of them. None if one of them has no AUC, because the unknown one may be lower."""
+    verifier has learned from all of them. None if one of them has no AUC, because the unknown one may be lower."""
 
     def value(round_: Mapping[str, Any]) -> MeasuredValue | None:
         writers = [BASE_SOURCE, *(source_of_round(number) for number in range(int(round_["round"])))]

@@ -11,9 +11,8 @@ from markupsafe import Markup
 from pvg.reporting.axes import ChartLine, round_axis
 from pvg.reporting.charts import ReferenceLine, dot_strips, line_chart
 from pvg.reporting.formats import ABSENT, NumberStyle, duration
-from pvg.reporting.html import LegendKey, PageSection, chart, elements, page
 from pvg.reporting.several_page import COLOURS, DASHES
-from pvg.reporting.table import Column, Table, TableCell
+from pvg.reporting.table import Column, LegendKey, PageSection, Table, TableCell, chart, elements, page
 from pvg.study.results import CellRecord, MeasureRecord, MeasureResult, StudyResults
 from pvg.study.text import (
     cautions,

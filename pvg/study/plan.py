@@ -3,8 +3,8 @@
     plan = load_study("quick", ["game.rounds=2"], seeds=3)
     for cell in plan.cells: ...                   # seed by seed, so that partial results can be paired
 
-pvg looks up a name in ./studies first, then among its own studies. An arm's settings come from, each overriding the one
-before: its experiment's file, `[common]`, the arm's `set`, its point in the `[grid]`, and `--set`.
+pvg looks up a name in ./studies first, then among its own studies. An arm's settings come from these places, each
+overriding the one before: its experiment's file, `[common]`, the arm's `set`, its point in the `[grid]`, and `--set`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, field_validator
 
 from pvg import hub
-from pvg.config.experiment import (
-    Experiment,
+from pvg.bench.profile import validation_mistake
+from pvg.config.base import Count, Section
+from pvg.config.experiment import Experiment
+from pvg.config.hub_ids import parse
+from pvg.config.load import (
     assign,
     build_experiment,
     find_experiment,
@@ -30,13 +33,12 @@ from pvg.config.experiment import (
     read_toml,
     shipped_directories,
 )
-from pvg.config.sections import Count, Section
 from pvg.errors import ConfigurationError, PvgError
 from pvg.evaluation.opponents import PARTS, attack_kinds, check_attacks, check_protocol, default_parts
 from pvg.inputs import read_input
 from pvg.store.run_directory import RUN_NAME, RunDirectory
 from pvg.study.measures import DEFAULT_MEASURES, StudyMeasure, measures_named
-from pvg.telemetry.core_waits import usable_cores
+from pvg.telemetry.waits import usable_cores
 
 OF_AN_EVALUATION = ("evaluate", "serving", "telemetry")  # sections that `pvg evaluate` may set for a finished run
 
@@ -187,7 +189,7 @@ class StudyFile(Section):
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way of playing. `settings`: what it sets itself. `experiment`: all settings without seed and folder.
+    """An arm: one set of settings. `settings`: what it sets itself. `experiment`: all settings without seed and folder.
     `evaluated`: the same with the settings of [evaluate]; None without one."""
 
     name: str
@@ -381,7 +383,7 @@ def _resolve(
     origins = {key: where for key, _, where in said}
     experiment = build_experiment(data, f"arm {name!r} of {origin}", origins)
     for key, hub_id in hub.hub_ids(experiment):
-        if not hub.parse(hub_id).is_pinned:
+        if not parse(hub_id).is_pinned:
             raise ConfigurationError(
                 f"{key} = {hub_id!r} has no commit, so two cells could differ in it (arm {name!r} of {origin}).",
                 f"`pvg train {source} -s {key}={hub_id} --dry-run` prints the id with its commit.",
@@ -429,18 +431,6 @@ def _explained(error: ValidationError, path: Path) -> ConfigurationError:
     one."""
     first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
     place = [str(part) for part in first["loc"]]
-    key = ".".join(place)
-    if first["type"] == "extra_forbidden":
-        model: type[Section] = TABLES.get(place[0], StudyFile) if len(place) > 1 else StudyFile
-        known = [info.alias or name for name, info in model.model_fields.items()]
-        hint = nearest(place[-1], known)
-        return ConfigurationError(
-            f"Unknown key {key!r} ({path})." + (f" The nearest valid key is {hint!r}." if hint else ""),
-            f"Known: {', '.join(known)}.",
-        )
-    if first["type"] == "missing":
-        return ConfigurationError(f"The key {key!r} is missing ({path}).")
-    if first["type"] == "value_error":
-        message = str(first["msg"]).removeprefix("Value error, ")
-        return ConfigurationError(f"{message[0].upper()}{message[1:]} ({path}).")
-    return ConfigurationError(f"{key}: {first['msg']}, not {repr(first['input'])[:60]} ({path}).")
+    model: type[Section] = TABLES.get(place[0], StudyFile) if len(place) > 1 else StudyFile
+    known = [info.alias or name for name, info in model.model_fields.items()]
+    return validation_mistake(first, ".".join(place), known, str(path))

@@ -3,9 +3,9 @@
     play_cells(plan, todo, pvg=[sys.executable, ...], observer=board, stop=stop)
 
 Invariants:
-1. Cells share no files, so nothing that one cell does, not even a crash, affects another.
-2. No process of a cell outlives the study, however it ends (on systems other than Linux, except after SIGKILL of the
-   study). Each cell has a separate session, is killed as a group, and ends with its owner (pvg.study.child).
+1. Cells share no files, so a cell cannot affect another one, even if it crashes.
+2. All processes of a cell end when the study ends for any reason (on systems other than Linux, except after SIGKILL of
+   the study). Each cell has a separate session, is killed as a group, and ends with its owner (pvg.study.child).
 3. A stop sends SIGINT to every cell, which commits and ends. A second stop kills; committed data is kept.
 """
 
@@ -25,7 +25,7 @@ from typing import Literal, Protocol
 
 import orjson
 
-from pvg.config.experiment import leaves
+from pvg.config.load import leaves
 from pvg.errors import StateError
 from pvg.store.run_directory import exclusive
 from pvg.study import child

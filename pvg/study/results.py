@@ -6,7 +6,7 @@
 It keeps the values of every seed, so that readers can compute other statistics. `python -m pvg.study.results` writes
 the JSON Schema `study.schema.json` from these classes.
 
-Invariant: only complete games count, and only evaluations that match the study. What is missing appears in `n` and in
+Invariant: only complete games count, and only evaluations that match the study. Missing values appear in `n` and in
 `cells`, never as a number.
 """
 
@@ -21,14 +21,14 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict
 
-from pvg.bench.report import cpu_model
+from pvg.bench.report import cpu_model, schema_of
 from pvg.errors import MissingRequirementError, PvgError
 from pvg.store.atomic import write_output
 from pvg.study.cells import CellProgress, StudyFolder, standing
 from pvg.study.measures import MeasuredValue, RunFacts, StudyMeasure, read_facts
 from pvg.study.plan import Cell, StudyPlan
 from pvg.study.statistics import PairedComparison, SeedSummary, Trend, compare, holm, summarise, trend
-from pvg.telemetry.core_waits import usable_cores
+from pvg.telemetry.waits import usable_cores
 from pvg.version import code_version
 
 SCHEMA_VERSION = 1
@@ -264,12 +264,7 @@ def write_results(path: Path, results: StudyResults) -> None:
 
 def json_schema() -> bytes:
     """The JSON Schema of a study's results, as shipped with pvg."""
-    schema = {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **StudyResults.model_json_schema(mode="serialization"),
-        "title": f"pvg study results, schema version {SCHEMA_VERSION}",
-    }
-    return orjson.dumps(schema, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE)
+    return schema_of(StudyResults, f"pvg study results, schema version {SCHEMA_VERSION}")
 
 
 if __name__ == "__main__":

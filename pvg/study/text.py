@@ -11,13 +11,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
+from pvg.errors import counted
 from pvg.reporting.formats import ABSENT, NumberStyle, value_text
 from pvg.reporting.table import Column, Table, TableCell
 from pvg.study.results import CellRecord, MeasureRecord, StudyResults
 from pvg.study.statistics import LEAST_FOR_INTERVAL, LEVEL, PairedComparison, SeedSummary, Trend, least_p, seeds_needed
 
 if TYPE_CHECKING:
-    from pvg.reporting.html import LegendKey
+    from pvg.reporting.table import LegendKey
+
+
+MEASURE = Column("measure", once=True)
 
 
 def measure_text(measure: MeasureRecord, value: float | None) -> str:
@@ -111,7 +115,7 @@ def comparison_cells(measure: MeasureRecord, found: PairedComparison) -> list[st
 
 
 def trend_cells(measure: MeasureRecord, found: Trend) -> list[str]:
-    """Last less first, its interval, signs, tau, p."""
+    """Last minus first, its interval, signs, tau, p."""
     if not found.n:
         return [ABSENT] * 5
     return [
@@ -121,10 +125,6 @@ def trend_cells(measure: MeasureRecord, found: Trend) -> list[str]:
         ABSENT if found.tau is None else f"{found.tau:+.2f}",
         p_text(found.p),
     ]
-
-
-def counted(number: int, what: str) -> str:
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def threads_each(threads: int) -> str:
@@ -137,17 +137,19 @@ def cell_text(cell: CellRecord) -> str:
 
 
 def cautions(results: StudyResults) -> list[str]:
-    """What a reader must know before trusting a figure, one sentence each."""
+    """Limits that a reader must know before trusting a figure, one sentence each."""
     found = []
     missing = [cell for cell in results.cells if cell.status not in ("played", "complete")]
     unevaluated = [cell for cell in results.cells if cell.status == "played"]
     for cells, what, which in (
-        (missing, "not there", "every figure"),
-        (unevaluated, "not evaluated", "what an evaluation measures"),
+        (missing, "missing", "all figures"),
+        (unevaluated, "not evaluated", "the measures of the evaluation"),
     ):
         if cells:
             names = ", ".join(cell_text(cell) for cell in cells[:4]) + (" and others" if len(cells) > 4 else "")
-            found.append(f"{len(cells)} of {len(results.cells)} games are {what} ({names}): {which} is of the rest.")
+            found.append(
+                f"{len(cells)} of {len(results.cells)} games are {what} ({names}): {which} use only the others."
+            )
     most = max((result.summary.n for result in results.results), default=0)
     if 0 < most < LEAST_FOR_INTERVAL:
         found.append(
@@ -217,7 +219,7 @@ def placed(document: str, name: str, tables: str) -> str:
 
 
 def markdown_text(results: StudyResults) -> str:
-    """Means, comparisons, trends, cautions, and where they come from."""
+    """Means, comparisons, trends, cautions, and the games that they are from."""
     parts = [f"## {results.name}"]
     if results.about:
         parts.append(_escaped(results.about))
@@ -225,7 +227,7 @@ def markdown_text(results: StudyResults) -> str:
     if rounds := rounds_table(results):
         parts += [
             "### After each round",
-            "The mean, or of censored values the median, and the range over seeds.",
+            "The mean (the median if values are censored), and the range over seeds.",
             rounds.to_markdown(),
         ]
     if results.comparisons:
@@ -244,13 +246,18 @@ def markdown_text(results: StudyResults) -> str:
 
 
 def means_table(results: StudyResults) -> Table:
-    titles = ("n", "mean", "95 % interval", "range")
-    table = Table([Column("measure", once=True), Column("arm"), *(Column(title, "right") for title in titles)])
+    """The values after the last round. The terminal also shows the means by round, which pages and Markdown show as
+    curves and as a table of their own."""
+    by_round = Column("by round", style="quiet", on="terminal")
+    numbers = (Column("n", "right"), Column("mean", "right", "strong"), Column("95 % interval", "right"))
+    table = Table([MEASURE, Column("arm"), *numbers, Column("range", "right"), by_round])
     for measure in results.measures:
         for arm in results.arms:
-            found = results.result(arm.name, measure.name).summary
+            result = results.result(arm.name, measure.name)
+            found, seeds = result.summary, len(results.seeds)
+            count = TableCell(f"{found.n} of {seeds}", "" if found.n == seeds else "worse")
             texts = (middle_text(measure, found), spread_text(measure, found), range_text(measure, found))
-            table.add(measure.label, arm.name, f"{found.n} of {len(results.seeds)}", *texts)
+            table.add(measure.label, arm.name, count, *texts, rounds_text(measure, result.rounds))
     return table
 
 
@@ -260,7 +267,7 @@ def rounds_table(results: StudyResults) -> Table:
     found = [(m, arm.name, results.result(arm.name, m.name).rounds) for m in by_round for arm in results.arms]
     count = max((len(rounds) for *_, rounds in found), default=0)
     columns = (Column(f"round {number}", "right") for number in range(count))
-    table = Table([Column("measure", once=True), Column("arm"), *columns])
+    table = Table([MEASURE, Column("arm"), *columns])
     for measure, arm, rounds in found if count > 1 else ():
         cells = []
         for summary in rounds:
@@ -274,7 +281,7 @@ def comparisons_table(results: StudyResults, keys: Mapping[str, LegendKey] | Non
     """Each arm minus the reference. `keys`: the arms' swatches on a page."""
     titles = ("difference", "95 % interval", "seeds", "p")
     adjusted = Column(f"Holm's p of {results.family}", "right", short=f"p of {results.family}")
-    table = Table([Column("measure", once=True), Column("arm"), *(Column(t, "right") for t in titles), adjusted])
+    table = Table([MEASURE, Column("arm"), *(Column(t, "right") for t in titles), adjusted])
     measures = {measure.name: measure for measure in results.measures}
     for found in results.comparisons:
         measure, arm = measures[found.measure], TableCell(found.arm, key=(keys or {}).get(found.arm))
@@ -287,7 +294,7 @@ def trends_table(results: StudyResults, keys: Mapping[str, LegendKey] | None = N
     titles = ("last - first", "95 % interval", "seeds", "tau", "p")
     hint = "Kendall's tau: 1 where every round is above those before it, -1 where every one is below"
     columns = (Column(title, "right", hint=hint if title == "tau" else "") for title in titles)
-    table = Table([Column("measure", once=True), Column("arm"), *columns])
+    table = Table([MEASURE, Column("arm"), *columns])
     for measure in results.measures:
         for arm in results.arms:
             found = results.result(arm.name, measure.name).trend

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pvg.config.sections import TaskSection
+from pvg.config.task import TaskSection
 from pvg.tasks.code import Code
-from pvg.tasks.custom import open_custom
 from pvg.tasks.gsm8k import Gsm8k
 from pvg.tasks.modchain import Modchain
 from pvg.tasks.reasoning_gym import ReasoningGym
-from pvg.tasks.task import LocatesFlaws, Task, half_of, problems_of_half
+from pvg.tasks.task import LocatesFlaws, Task, half_of, open_custom, problems_of_half
 
 __all__ = ["TASKS", "LocatesFlaws", "Task", "half_of", "open_task", "problems_of_half"]
 

@@ -18,7 +18,8 @@ from pathlib import Path
 import orjson
 
 from pvg import hub
-from pvg.config.sections import Gsm8kTask
+from pvg.config.hub_ids import is_hub_id
+from pvg.config.task import Gsm8kTask
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.inputs import check_regular, expanded
 from pvg.records import Grade, Problem, Split
@@ -42,7 +43,7 @@ class Gsm8k:
         if section.path is None:
             raise MissingRequirementError("gsm8k needs its data, but task.path is not set.", REMEDY)
         source = str(section.path)
-        self._directory = hub.fetch(source, "dataset") if hub.is_hub_id(source) else expanded(section.path, "task.path")
+        self._directory = hub.fetch(source, "dataset") if is_hub_id(source) else expanded(section.path, "task.path")
         self._limit = section.limit
         self._max_steps = section.max_steps
         for split in ("train", "test"):
@@ -52,7 +53,8 @@ class Gsm8k:
         """The first `limit` problems of the split with at most `max_steps` calculations, in row order, without repeated
         questions.
 
-        Raises ConfigurationError with file and line for an invalid row. All rows are checked, whatever the limit.
+        Raises ConfigurationError with file and line for an invalid row. All rows are checked, also those beyond the
+        limit.
         """
         rows = list(_problems(self._files(split)))
         short = Counter(_digest(question)[:SHORT_ID] for question, _, _ in rows)

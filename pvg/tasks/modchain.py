@@ -22,12 +22,12 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from pvg.config.sections import ModchainTask
+from pvg.config.task import ModchainTask
 from pvg.errors import ConfigurationError
 from pvg.records import Grade, Problem, Split
 
-# A space with at most this many times the required problems is shuffled completely. Drawing until something new comes
-# up would take ever longer as the space empties.
+# A space with at most this many times the required problems is shuffled completely. Drawing until a new value appears
+# would become slower as fewer values remain.
 SHUFFLE_BELOW = 4
 # Enough bytes of a hash that their remainder modulo 100**64 (426 bits) is uniform to within 2**-80.
 DRAW_BYTES = 64
@@ -62,7 +62,7 @@ class Modchain:
         return (chain_problem(operands, section.modulus) for operands in drawn)
 
     def grade(self, problem: Problem, completion: str) -> Grade:
-        """Correct: well-formed, and the final answer equals the reference, whatever the steps are.
+        """Correct: well-formed, and the final answer equals the reference, even if steps are wrong.
 
         Well-formed: the whole text is one or more steps (`a+b=c;`, numbers below the modulus, no leading zeros), then
         `A<n>`, and nothing after it. The note names the first flaw of the steps and is empty for a flawless chain. A

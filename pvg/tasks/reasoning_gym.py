@@ -29,7 +29,7 @@ from typing import Any
 
 import orjson
 
-from pvg.config.sections import ReasoningGymTask
+from pvg.config.task import ReasoningGymTask
 from pvg.errors import ConfigurationError, MissingRequirementError, install_extra
 from pvg.records import Grade, Problem, Split
 
@@ -91,7 +91,7 @@ ORDERED_BY_HASH = frozenset({"isomorphic_strings", "knight_swap", "polynomial_mu
 # This one makes all items at once, so they depend on their number.
 ORDERED_BY_SIZE = frozenset({"acre"})
 OWNED_SETTINGS = {"seed": "task.seed", "size": "task.problems"}
-# An answer to nothing. If a grader accepts it (at the set threshold), its labels are useless.
+# A meaningless answer. If a grader accepts it (at the set threshold), its labels are useless.
 NONSENSE = "<answer>?</answer>"
 # Errors that graders raise for answers that they cannot read.
 UNREADABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)

@@ -1,14 +1,21 @@
 """The `Task` protocol: a source of problems that grades completions.
 
 A new task is one file with such a class, its section in pvg.config.experiment, and a line in the table of `pvg.tasks`.
-"""
+
+A task may also be in the user's file: `task.kind = "custom"`, `task.source = "FILE.py:NAME"`. NAME is a class with the
+`Task` protocol; pvg creates it with `task.settings` as keyword arguments. docs/research.md has an example. pvg checks
+the task's results where it depends on them, so that an error message names the user's file."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
+from pvg.config.task import CustomTask
+from pvg.errors import ConfigurationError
+from pvg.extensions import called, load
 from pvg.records import Grade, Half, Problem, Split
 
 
@@ -58,7 +65,7 @@ class ConcealsText(Protocol):
 
 @runtime_checkable
 class ComparesPrograms(Protocol):
-    """A task whose solutions are programs, which can be compared (pvg.tasks.code.similarity)."""
+    """A task whose solutions are programs, which can be compared (pvg.tasks.code.grading)."""
 
     def solution(self, completion: str) -> str:
         """The program in a completion, "" without one."""
@@ -67,7 +74,7 @@ class ComparesPrograms(Protocol):
 
 @runtime_checkable
 class SplitsSteps(Protocol):
-    """A task that knows the steps of a solution; for other tasks, lines are used as steps (see pvg.game.challenge)."""
+    """A task that knows the steps of a solution; for other tasks, lines are used as steps (see pvg.game.protocols)."""
 
     def steps(self, completion: str) -> list[tuple[int, int]]:
         """Start and end of each step in the text, in order, none empty, without overlap. Never raises."""
@@ -88,3 +95,45 @@ def half_of(problem_id: str) -> Half:
 
 def problems_of_half(task: Task, half: Half) -> list[Problem]:
     return [problem for problem in task.problems("train") if half_of(problem.id) == half]
+
+
+KEY = "task.source"
+
+
+class CheckedTask:
+    """A user's task. Its errors become a ConfigurationError that names the file."""
+
+    def __init__(self, source: str, task: Task) -> None:
+        self._source, self._task = source, task
+
+    def problems(self, split: Split) -> Iterator[Problem]:
+        """The task's problems. Raises ConfigurationError for an object that is not a Problem, and for a repeated id."""
+        found = called(KEY, self._source, lambda: list(self._task.problems(split)))
+        seen: set[str] = set()
+        for problem in found:
+            if not isinstance(problem, Problem):
+                raise self._wrong(f"problems({split!r}) must give pvg's Problem, not {type(problem).__name__}")
+            if problem.id in seen:
+                raise self._wrong(f"problems({split!r}) gave the id {problem.id!r} twice")
+            seen.add(problem.id)
+        return iter(found)
+
+    def grade(self, problem: Problem, completion: str) -> Grade:
+        grade = called(KEY, self._source, self._task.grade, problem, completion)
+        if not isinstance(grade, Grade):
+            raise self._wrong(f"grade must return pvg's Grade, not {type(grade).__name__}")
+        return grade
+
+    def __getattr__(self, name: str) -> Any:
+        """The task's optional methods (the optional protocols of pvg.tasks.task)."""
+        found = getattr(self._task, name)
+        return partial(called, KEY, self._source, found) if callable(found) else found
+
+    def _wrong(self, what: str) -> ConfigurationError:
+        return ConfigurationError(f"{KEY} = {self._source!r}: {what}.", "See docs/research.md for an example.")
+
+
+def open_custom(section: CustomTask) -> CheckedTask:
+    """Raises ConfigurationError if the file, the class or its settings are wrong."""
+    kind = load(KEY, section.source)
+    return CheckedTask(section.source, called(KEY, section.source, lambda: kind(**section.settings)))

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pvg.config.sections import Telemetry
-
 EMA_DECAY = 0.8  # averages about the last five batches, so that one unusual batch raises no alert
 GOODHART_RISE = 0.15  # rise of the fooled rate over its lowest EMA, while the score gap has closed
 
@@ -38,6 +36,12 @@ AlertKind = Literal[
     "weights_queue",
     "zero_signal",
 ]
+# Thresholds, each of an average over about ten batches. With fewer role-aligned samples than COLLAPSE, the verifier
+# sees hardly any examples of one kind. With more groups of equal rewards than ZERO_SIGNAL, the prover learns nearly
+# nothing. With more rollouts at the length limit than TRUNCATION, most have no final answer.
+COLLAPSE, ZERO_SIGNAL, TRUNCATION = 0.1, 0.9, 0.5
+WEIGHTS_QUEUE_MS = 1000.0  # an update that waits longer waits behind generation requests
+CHANCE_AUC = 0.55  # 0.5 is chance; the difference is the noise of a few hundred held-out solutions
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,6 @@ class Alert:
 class Alerts:
     """Watches one prover phase. `state()` and `load_state()` preserve it across a resume."""
 
-    settings: Telemetry
     two_roles: bool
     averages: dict[str, float] = field(default_factory=dict)
     lowest_fooled: float = math.inf
@@ -91,7 +94,7 @@ class Alerts:
         """The alerts whose conditions hold now, by condition: both roles can collapse, one after the other."""
         infinite = [Alert("nan", f"{name} is {value}") for name, value in metrics.items() if math.isinf(value)]
         found = {"nan": infinite[0]} if infinite else {}
-        mean, limits = self.averages, self.settings
+        mean = self.averages
         collapses = [("helpful_accuracy", "helpful role hardly writes correct solutions any more")]
         if self.two_roles:
             collapses.append(("sneaky_error_rate", "sneaky role hardly writes wrong solutions any more"))
@@ -101,14 +104,14 @@ class Alerts:
                 ("led_astray", "sneaky role hardly leads to another, wrong answer any more"),
             ]
         for name, what in collapses:
-            if mean.get(name, 1.0) < limits.sneaky_collapse:
+            if mean.get(name, 1.0) < COLLAPSE:
                 found[f"collapse {name}"] = Alert("collapse", f"The {what}: {name} is {mean[name]:.2f}.")
-        if mean.get("zero_signal", 0.0) > limits.zero_signal:
+        if mean.get("zero_signal", 0.0) > ZERO_SIGNAL:
             share = mean["zero_signal"]
             found["zero_signal"] = Alert(
                 "zero_signal", f"{share:.0%} of the groups have equal rewards, so they give no gradient."
             )
-        if mean.get("truncated", 0.0) > limits.truncation:
+        if mean.get("truncated", 0.0) > TRUNCATION:
             share = mean["truncated"]
             message = f"{share:.0%} of the rollouts hit the length limit; raise rollout.max_tokens."
             found["truncation"] = Alert("truncation", message)
@@ -116,31 +119,30 @@ class Alerts:
         if mean.get("score_gap", 1.0) <= 0.0 and rise > GOODHART_RISE:
             message = f"The score gap closed while the fooled rate rose by {rise:.2f}: the prover beats the verifier."
             found["goodharting"] = Alert("goodharting", message)
-        for alert in (weights_queue(metrics, limits), verifier_at_chance(metrics, limits)):
+        for alert in (weights_queue(metrics), verifier_at_chance(metrics)):
             if alert is not None:
                 found[alert.name] = alert
         return found
 
 
-def weights_queue(metrics: Mapping[str, float], limits: Telemetry) -> Alert | None:
-    """An alert if the step's weight update waited for longer than `telemetry.weights_queue_ms`."""
+def weights_queue(metrics: Mapping[str, float]) -> Alert | None:
+    """An alert if the step's weight update waited for longer than WEIGHTS_QUEUE_MS."""
     waited_ms = 1e3 * metrics.get("weights_queue_s", 0.0)
-    if not waited_ms > limits.weights_queue_ms:
+    if not waited_ms > WEIGHTS_QUEUE_MS:
         return None
     return Alert(
         "weights_queue",
         f"A weight update waited {waited_ms:,.0f} ms before the engine worked on it, above "
-        f"telemetry.weights_queue_ms = {limits.weights_queue_ms:g}. `pvg diagnose` shows the reason.",
+        f"{WEIGHTS_QUEUE_MS:,.0f} ms. `pvg diagnose` shows the reason.",
     )
 
 
-def verifier_at_chance(metrics: Mapping[str, float], limits: Telemetry) -> Alert | None:
-    """An alert if the verifier's AUC is at most `telemetry.chance_auc`; None without an AUC."""
+def verifier_at_chance(metrics: Mapping[str, float]) -> Alert | None:
+    """An alert if the verifier's AUC is at most CHANCE_AUC; None without an AUC."""
     auc = metrics.get("verifier_auc", math.nan)
-    if not auc <= limits.chance_auc:
+    if not auc <= CHANCE_AUC:
         return None
     return Alert(
         "verifier_at_chance",
-        f"The verifier cannot tell correct from wrong solutions: its AUC is {auc:.2f}, and 0.5 is chance "
-        f"(telemetry.chance_auc = {limits.chance_auc:g}).",
+        f"The verifier cannot tell correct from wrong solutions: its AUC is {auc:.2f}, and 0.5 is chance.",
     )

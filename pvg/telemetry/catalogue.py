@@ -3,7 +3,7 @@
     METRICS["train_prover/helpful_accuracy"].meaning
     python -m pvg.telemetry.catalogue        # writes docs/metrics.md
 
-Sinks use the full name, `place/name`. In metrics.jsonl the same value stands under `name`, in a record whose kind the
+Sinks use the full name, `place/name`. In metrics.jsonl the same value is under `name`, in a record whose kind the
 place determines (`KINDS`). Numbered names (gpu0_power_w) are listed once, as gpu{i}_power_w. Labels for terminals and
 pages are in pvg.reporting.formats.
 """
@@ -39,8 +39,8 @@ KINDS = {
     "round": "once per round",
     "budget": "every step",
     "busy": "every step",
-    "device": "every telemetry.device_every_s",
-    "loop": "every telemetry.device_every_s",
+    "device": "every 5 s",
+    "loop": "every 5 s",
 }
 
 
@@ -184,7 +184,7 @@ def _verifier() -> list[Metric]:
             "environment_penalty",
             "number",
             LOWER,
-            "The penalty before verifier.robust_strength: IRM's mean squared slope, or the variance between sources.",
+            "The penalty before verifier.robust.strength: IRM's mean squared slope, or the variance between sources.",
         ),
         *_in(VERIFIER, "pairs", "pairs", NEITHER, "Pairs of the step."),
         *_in(VERIFIER, "pairs_per_s", "pairs/s", HIGHER, "Pairs trained on per second."),
@@ -314,34 +314,34 @@ def _prover() -> list[Metric]:
             PROVER, "success_hard", "share", NEITHER, "Rollouts of problems below the first training.curriculum.edges."
         ),
         *_in(PROVER, "success_easy", "share", NEITHER, "Rollouts of problems at or above the last edge."),
-        *_in(PROVER, "groups_cut", "count", LOWER, "Groups cut short at rollout.group_deadline_s."),
+        *_in(PROVER, "groups_cut", "count", LOWER, "Groups cut short at rollout.deadline."),
         *_in(
             PROVER,
             "rollouts_cancelled",
             "rollouts",
             LOWER,
-            "Rollouts cancelled at rollout.group_deadline_s; with rollout.partial, rollouts discarded as too old.",
+            "Rollouts cancelled at rollout.deadline; with kind continue, rollouts discarded as too old.",
         ),
         *_in(
             PROVER,
             "tokens_lost",
             "tokens",
             LOWER,
-            "Tokens sampled for cancelled rollouts, if the engine reports it (torch: only with rollout.partial).",
+            "Tokens sampled for cancelled rollouts, if the engine reports it (torch: only if they continue).",
         ),
         *_in(
             PROVER,
             "groups_carried",
             "count",
             NEITHER,
-            "Groups (spo, rae: rollouts) that continue in the next batch (rollout.partial).",
+            "Groups (spo, rae: rollouts) that continue in the next batch (rollout.deadline = continue).",
         ),
         *_in(
             PROVER,
             "tokens_continued",
             "tokens",
             NEITHER,
-            "Tokens from earlier batches of rollouts that continue in this batch (rollout.partial).",
+            "Tokens from earlier batches of rollouts that continue in this batch (rollout.deadline = continue).",
         ),
         *_in(PROVER, "value_mean", "reward", NEITHER, "Mean of the values tracked by spo or rae, before the batch."),
         *_in(PROVER, "value_error", "reward", LOWER, "Mean distance of the tracked values from the rewards."),
@@ -371,7 +371,7 @@ def _prover() -> list[Metric]:
             "dropped_stale",
             "rollouts",
             LOWER,
-            "Rollouts dropped since the previous batch as older than rollout.max_staleness, mostly long ones.",
+            "Rollouts dropped since the previous batch as older than rollout.prefetch.max_staleness, mostly long ones.",
         ),
         *_in(PROVER, "stale_cancelled", "rollouts", LOWER, "Dropped while their group was in flight."),
         *_in(PROVER, "stale_on_arrival", "rollouts", LOWER, "Dropped when they arrived."),
@@ -538,7 +538,7 @@ def _loop() -> list[Metric]:
         *_in(place, "lag_p90_s", "s", LOWER, f"90th percentile of the {lag}."),
         *_in(place, "lag_p99_s", "s", LOWER, f"99th percentile of the {lag}."),
         *_in(place, "lag_max_s", "s", LOWER, f"Largest {lag}."),
-        *_in(place, "samples", "count", NEITHER, "Ticks (telemetry.loop_lag_hz) that were due in the window."),
+        *_in(place, "samples", "count", NEITHER, "Ticks (ten per second) that were due in the window."),
     ]
 
 
@@ -548,11 +548,6 @@ METRICS: dict[str, Metric] = _table()
 def metric(name: str) -> Metric | None:
     """The catalogue's entry for a full name; gpu0_power_w matches gpu{i}_power_w."""
     return METRICS.get(re.sub(r"^device/gpu\d+_", "device/gpu{i}_", name))
-
-
-def unknown_metrics(names: Iterable[str]) -> list[str]:
-    """The full names that the catalogue does not list, sorted."""
-    return sorted({name for name in names if metric(name) is None})
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -572,7 +567,7 @@ PROMETHEUS_SUFFIXES = {
     "pairs/s": ("_per_s", "_per_second"),
 }
 TIMES = ("budget", "busy")  # seconds by part; the phase and the part are labels
-PLACES_OF_THEIR_OWN = ("round", "device", "loop")  # they stand in the name; a phase is a label
+PLACES_OF_THEIR_OWN = ("round", "device", "loop")  # they are part of the name; a phase is a label
 
 
 def exposed_name(name: str) -> str:

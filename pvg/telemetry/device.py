@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Protocol
 
 import psutil
 
-from pvg.telemetry.core_waits import CoreWaits
+from pvg.telemetry.waits import CoreWaits
 
 STOP_LIMIT_S = 5.0  # a driver that hangs must not keep a finished run from ending
 
@@ -49,7 +49,7 @@ class DeviceSampler:
 
     The names are those of "device" records. Since the previous sample, hence not in the first: cpu (share of all cores
     of the machine), process_cpu (cores in use), and core_wait, if the kernel counts it (time that threads waited for a
-    core / time ready to run, see pvg.telemetry.core_waits). At the time of the sample: rss_bytes of this process and
+    core / time ready to run, see pvg.telemetry.waits). At the time of the sample: rss_bytes of this process and
     its children (shared pages count in each), memory_used_bytes and memory_total_bytes of the machine, gpu{i}_... per
     GPU.
     """
@@ -279,7 +279,7 @@ class NvmlGpu:
             return  # a lost GPU cannot be closed; its loss has been reported
 
     def _utilisation(self) -> dict[str, float]:
-        """Shares of time, as sampled by the driver. Neither says how much of the GPU worked."""
+        """Shares of time, as sampled by the driver. They do not say how much of the GPU worked."""
         rates = self._nvml.nvmlDeviceGetUtilizationRates(self._handle)
         return {"utilisation": rates.gpu / 100, "memory_activity": rates.memory / 100}
 

@@ -67,7 +67,8 @@ class EventLog:
 
 
 class ServerNotices(Events):
-    """Passes every event to `log`, and calls `notice` when a server becomes unavailable or available again."""
+    """Passes every event to `log`, and calls `notice` when a server becomes unavailable or available again, and when a
+    worker process ends or hangs."""
 
     def __init__(self, log: Events, notice: Callable[[str], None], groups: Sequence[Sequence[str]]) -> None:
         """`groups`: addresses of servers that can replace each other."""
@@ -78,6 +79,10 @@ class ServerNotices(Events):
 
     def event(self, tag: str, **fields: object) -> None:
         self._log.event(tag, **fields)
+        if tag == "workers" and fields.get("event") == "lost":
+            self._notice(f"Worker {fields['worker']} has ended ({fields['why']}); another one takes its place.")
+        if tag == "workers" and fields.get("event") == "hangs":
+            self._notice(f"Worker {fields['worker']} hangs; it is killed, and another one takes its place.")
         server = fields.get("server")
         if fields.get("event") == "server.away":
             self._away.add(server)

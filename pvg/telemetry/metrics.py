@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
 
 class Metrics:
     """Weighted means, sums and maxima by name. Merging two equals gathering both in one.
@@ -33,6 +38,28 @@ class Metrics:
             self.add_sum(name, value)
         for name, value in other._maxima.items():
             self.add_max(name, value)
+
+    def as_array(self) -> tuple[list[str], NDArray[np.float64]]:
+        """For another process: names with their kind, and float64 [M, 2] (total, weight). `from_array` is the
+        inverse."""
+        named = {f"mean {name}": (total, self._weights[name]) for name, total in self._totals.items()}
+        named |= {f"sum {name}": (value, 0.0) for name, value in self._sums.items()}
+        named |= {f"max {name}": (value, 0.0) for name, value in self._maxima.items()}
+        return list(named), np.array(list(named.values()), dtype=np.float64).reshape(-1, 2)
+
+    @classmethod
+    def from_array(cls, names: Sequence[str], values_M2: NDArray[np.float64]) -> Metrics:
+        metrics = cls()
+        for kind_and_name, (value, weight) in zip(names, values_M2.tolist(), strict=True):
+            kind, _, name = kind_and_name.partition(" ")
+            match kind:
+                case "mean":
+                    metrics.add_mean(name, value, weight)
+                case "sum":
+                    metrics.add_sum(name, value)
+                case _:
+                    metrics.add_max(name, value)
+        return metrics
 
     def result(self) -> dict[str, float]:
         """Name -> value. A mean with weight 0 is left out, because it has no value."""

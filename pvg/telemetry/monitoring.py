@@ -18,11 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from pvg.config.sections import Telemetry
+from pvg.config.operation import Telemetry
 from pvg.telemetry.alerts import Alert, AlertKind
-from pvg.telemetry.core_waits import CoreTime, CoreWaits, crowding
 from pvg.telemetry.device import DeviceSampler
-from pvg.telemetry.event_loop import Heartbeat, LagWindow, LoopLagMonitor, warnings
 from pvg.telemetry.events import format_event
 from pvg.telemetry.sinks import (
     AlertCommand,
@@ -33,6 +31,16 @@ from pvg.telemetry.sinks import (
     SinkBoard,
     SinkContext,
     open_sinks,
+)
+from pvg.telemetry.waits import (
+    LAG_LIMITS,
+    CoreTime,
+    CoreWaits,
+    Heartbeat,
+    LagWindow,
+    LoopLagMonitor,
+    crowding,
+    warnings,
 )
 
 if TYPE_CHECKING:
@@ -50,6 +58,11 @@ class Monitoring:
     loop is blocked; `alert` records it, on the loop. `first_step`: the number of steps in earlier processes of the run,
     from which the step axis of the sinks continues.
     """
+
+    device_every_s = 5.0  # between two samples of GPU, CPU and memory, and two windows of the lag
+    lag_hz = 10.0  # measurements of the event loop's lag per second
+    command_s = 10.0  # timeout of the alert command
+    lag_limits = LAG_LIMITS
 
     def __init__(
         self,
@@ -80,12 +93,12 @@ class Monitoring:
         self._open = False
         self._board: SinkBoard | None = None
         self._commands: SinkBoard | None = None  # a separate board, so that a slow command does not delay the metrics
-        self._sampler = DeviceSampler(section.device_every_s, self._sampled, self._noticed)
-        self._lag = LoopLagMonitor(section.loop_lag_hz)
+        self._sampler = DeviceSampler(self.device_every_s, self._sampled, self._noticed)
+        self._lag = LoopLagMonitor(self.lag_hz)
         self._waits = CoreWaits()  # per window of the lag
         self._crowded = 0  # consecutive samples with shared cores
         self._crowding_told = False
-        self._heartbeat = Heartbeat(section, self._looked)
+        self._heartbeat = Heartbeat(self.lag_limits, section.stall_s, self._looked)
         self._reporter: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._endpoint: MetricsEndpoint | None = None
@@ -104,7 +117,7 @@ class Monitoring:
         if sinks:
             self._board = SinkBoard(sinks, self._noticed)
         if self._section.alert_command:
-            command = AlertCommand(self._section.alert_command, self._section.alert_command_s, self._noticed)
+            command = AlertCommand(self._section.alert_command, self.command_s, self._noticed)
             self._commands = SinkBoard({"alert command": command}, self._noticed)
         self._sampler.start()
         self._lag.start()
@@ -221,7 +234,7 @@ class Monitoring:
 
     async def _report(self) -> None:
         while True:
-            await asyncio.sleep(self._section.device_every_s)
+            await asyncio.sleep(self.device_every_s)
             self._tell_lag()
 
     def _looked(self, blocked: Alert | None) -> None:
@@ -256,10 +269,10 @@ class Monitoring:
         metrics = window.metrics()
         self._record("loop", time=time.time(), metrics=metrics)
         milliseconds = {f"{name}_ms": metrics[f"lag_{name}_s"] * 1e3 for name in ("p50", "p90", "p99", "max")}
-        period_ms = 1e3 / self._section.loop_lag_hz
+        period_ms = 1e3 / self.lag_hz
         fields = milliseconds | {"samples": window.samples, "period_ms": period_ms}
         self._log(format_event("loop", event="lag", **fields, **({} if cores is None else cores.event_fields())))
-        alerts = {alert.name: alert for alert in warnings(window, self._section, cores)}
+        alerts = {alert.name: alert for alert in warnings(window, self.lag_limits, cores)}
         with self._holding:
             new = [alert for name, alert in alerts.items() if name not in self._held]
             self._held = set(alerts) | (self._held & {"stall"})

@@ -45,7 +45,7 @@ class Observer(Protocol):
     def alerted(self, name: str, message: str) -> None: ...
 
     def noticed(self, message: str) -> None:
-        """A message worth a line: a recovery, a commit on Ctrl-C, a model being loaded."""
+        """A message for the user: a recovery, a commit on Ctrl-C, a model being loaded."""
         ...
 
 

@@ -5,8 +5,8 @@
     board.close()
 
 Invariants: the event loop never waits for a sink, because one thread writes to all of them through a bounded queue. A
-sink that fails is closed with one notice, and the run and the other sinks continue. metrics.jsonl is written elsewhere
-and is always complete.
+sink that fails with metrics, alerts or examples gives one notice and gets no more points of that kind. Its other
+points, the other sinks and the run continue. metrics.jsonl is written elsewhere and is always complete.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import orjson
 
-from pvg.errors import MissingRequirementError, UsageError, install_extra
+from pvg.errors import MissingRequirementError, UsageError, counted, install_extra
 
 CAPACITY = 1000  # queued points: minutes of a run whose sink hangs, in less than a megabyte
 CLOSE_LIMIT_S = 15.0  # a sink that waits for a dead network must not keep a finished run from ending
@@ -214,6 +213,12 @@ class TrackioSink(MetricSink):
         with redirect_stdout(sys.stderr):
             self._run.alert(title=point.kind, text=point.message, level=self._level, step=point.step)
 
+    def examples(self, point: ExamplesPoint) -> None:
+        import trackio
+
+        table = trackio.Table(data=[dict(row) for row in point.rows])
+        self._run.log({"examples": table, "round": point.round}, step=point.step)
+
     def close(self) -> None:
         with redirect_stdout(sys.stderr):
             self._run.finish()
@@ -247,7 +252,7 @@ class AlertCommand(MetricSink):
                     start_new_session=True,  # Ctrl-C must reach only the run
                 )
             except subprocess.TimeoutExpired:
-                self._complain(f"was killed after telemetry.alert_command_s = {self._limit_s:g}")
+                self._complain(f"was killed after {self._limit_s:g} s")
             except (OSError, ValueError) as error:
                 self._complain(f"could not be started ({error})")
             else:
@@ -300,6 +305,14 @@ def _existing(point: MetricPoint) -> dict[str, float]:
     return {name: value for name, value in point.metrics.items() if not math.isnan(value)}
 
 
+# Kind of point -> its name in a notice, and the file of the run that has every point of this kind.
+_POINTS: dict[type[Point], tuple[str, str]] = {
+    MetricPoint: ("metrics", "metrics.jsonl is complete."),
+    AlertPoint: ("alerts", "events.log has all alerts."),
+    ExamplesPoint: ("example solutions", "The run's folder has all solutions."),
+}
+
+
 class SinkBoard:
     """Writes points to all `sinks` (by name) from one thread, which also calls `on_notice`."""
 
@@ -310,6 +323,7 @@ class SinkBoard:
         self._on_notice = on_notice
         self._capacity = capacity
         self._points: deque[Point] = deque()
+        self._failed: set[tuple[str, type[Point]]] = set()  # (sink, kind of point) that gets no more points
         self._changed = threading.Condition()
         self._closing = False
         self.dropped = 0  # points that were not written because the queue was full
@@ -357,10 +371,10 @@ class SinkBoard:
         if self._thread.is_alive():
             self._on_notice(
                 f"The metric sinks did not finish within {limit_s:g} s: {', '.join(self._sinks)} may miss their end "
-                f"({len(self._points)} points). metrics.jsonl is complete."
+                f"({counted(len(self._points), 'point')}). metrics.jsonl is complete."
             )
         if self.dropped:
-            self._on_notice(f"The metric sinks were too slow and miss {self.dropped} points.")
+            self._on_notice(f"The metric sinks were too slow and miss {counted(self.dropped, 'point')}.")
 
     def _run(self) -> None:
         while True:
@@ -369,32 +383,37 @@ class SinkBoard:
                 if not self._points:
                     break
                 point = self._points.popleft()
-            for name, sink in list(self._sinks.items()):
-                self._guarded(name, partial(_hand_over, sink, point))
-        for name, sink in list(self._sinks.items()):
-            self._guarded(name, sink.close, last=True)
+            for name, sink in self._sinks.items():
+                self._hand_over(name, sink, point)
+        for name, sink in self._sinks.items():
+            self._close(name, sink)
 
-    def _guarded(self, name: str, call: Callable[[], None], *, last: bool = False) -> None:
-        """The only place that catches an arbitrary error of a sink's library: it gives a notice instead."""
+    def _hand_over(self, name: str, sink: MetricSink, point: Point) -> None:
+        kind = type(point)
+        if (name, kind) in self._failed:
+            return
         try:
-            call()
+            _write(sink, point)
         except Exception as error:  # noqa: BLE001 - a third-party sink may raise anything
-            sink = self._sinks.pop(name)
+            self._failed.add((name, kind))
+            points, complete = _POINTS[kind]
             self._on_notice(
-                f"The metric sink {name} failed and is closed ({type(error).__name__}: {error}). "
-                "metrics.jsonl is complete."
+                f"The metric sink {name} failed and gets no more {points} ({type(error).__name__}: {error}). {complete}"
             )
-            if not last:
-                self._close_failed(sink)
 
-    def _close_failed(self, sink: MetricSink) -> None:
+    def _close(self, name: str, sink: MetricSink) -> None:
+        """A sink that has failed may fail to close too, which needs no second notice."""
         try:
             sink.close()
-        except Exception:  # noqa: BLE001 - a sink that cannot write may fail to close too; the notice has been given
-            return
+        except Exception as error:  # noqa: BLE001 - a third-party sink may raise anything
+            if not any(name == failed for failed, _ in self._failed):
+                self._on_notice(
+                    f"The metric sink {name} could not be closed ({type(error).__name__}: {error}), so its last points "
+                    "may be missing. metrics.jsonl is complete."
+                )
 
 
-def _hand_over(sink: MetricSink, point: Point) -> None:
+def _write(sink: MetricSink, point: Point) -> None:
     match point:
         case MetricPoint():
             sink.write(point)

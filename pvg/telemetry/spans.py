@@ -1,4 +1,4 @@
-"""Spans: what ran when, in which thread or task, and what each step waited for.
+"""Spans: which work ran when and in which thread or task, and which parts each step waited for.
 
     tracer = Tracer()
     with tracer.drive():                      # this task drives the steps; a budget divides its wall time
@@ -10,15 +10,15 @@
 `span` finds its tracer through the context, so libraries need no parameter for it. Without a tracer it records nothing
 and costs almost nothing.
 
-A *track* is one line of execution in which spans nest: the driver's, and one for each task or thread that works beside
-it. A thread that a track waits for (`run_in`) belongs to that track.
+A *track* is one line of execution in which spans nest: the driver's, and one for each task or thread that works at the
+same time. A thread that a track waits for (`run_in`) belongs to that track.
 
 Invariants:
 - The exposed seconds of a step, including `unaccounted`, sum to its wall time. Each moment of the driver's track
   belongs to the innermost span.
 - If the driver waits inside a span while spans of other tracks work for it, their time is exposed, and the span keeps
   the rest. Each moment goes to the most deeply nested of them, then to the one that began first.
-- The driver's time outside all spans is `unaccounted`, whatever runs beside it.
+- The driver's time outside all spans is `unaccounted`, even if other tracks work then.
 - Busy seconds are the work of every part on all tracks, so busy - exposed is the work hidden by overlap.
 """
 
@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 if TYPE_CHECKING:
     from torch.cuda import Event
 
+SHORTEST_SPAN_S = 0.2e-3  # shorter spans count in the budget but are not written: they would be most of spans.jsonl
 UNACCOUNTED = "unaccounted"
 DRIVER = "driver"
 
@@ -279,7 +280,7 @@ class Tracer:
             self._running[id(opened)] = opened
 
     def _detach_above(self, opened: _Open) -> None:
-        """Move everything above `opened` to a new track, because it did not hold up the track after all."""
+        """Move everything above `opened` to a new track, because it did not delay the track."""
         stack = opened.track.stack
         strays = stack[stack.index(opened) + 1 :]
         if not strays:

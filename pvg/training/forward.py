@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from pvg.config import sections
+from pvg.config.training import Training
 from pvg.models.blocked_layers import in_blocks
 from pvg.models.logprobs import (
     DEFAULT_LOGITS_CHUNK,
@@ -28,8 +28,7 @@ from pvg.models.logprobs import (
     completion_outputs,
     shared_prompt_outputs,
 )
-from pvg.models.packing import distinct_prompts, distinct_rows, shared_prompt_batches
-from pvg.models.padding import pad_right, token_budget_batches
+from pvg.models.packing import distinct_prompts, distinct_rows, pad_right, shared_prompt_batches, token_budget_batches
 from pvg.models.routing import replayed_experts
 from pvg.models.shared_prompts import check_packing
 from pvg.records import Float32
@@ -71,15 +70,13 @@ def balanced_batches(
 
 @dataclass(frozen=True, slots=True)
 class ForwardSettings:
-    """`token_budget`: the maximal positions of a forward pass, padding included; the others as in sections.Training."""
+    """`token_budget`: the maximal positions of a forward pass, padding included; the others as in Training."""
 
     temperature: float
     token_budget: int
     pad_id: int
     logits_chunk: int = DEFAULT_LOGITS_CHUNK
-    bucketing: bool = True
     shared_prompts: bool = True
-    fused_logprobs: bool = True
     fused_layers: bool = True
     blocked_layers: bool = False
     precision: str = "float32"
@@ -91,15 +88,13 @@ class ForwardSettings:
         return self.shared_prompts and not self.router_replay
 
     @classmethod
-    def of(cls, section: sections.Training, temperature: float, pad_id: int) -> ForwardSettings:
+    def of(cls, section: Training, temperature: float, pad_id: int) -> ForwardSettings:
         return cls(
             temperature,
             section.micro_batch_tokens,
             pad_id,
-            section.logits_chunk,
-            section.bucketing,
+            DEFAULT_LOGITS_CHUNK,
             section.shared_prompts,
-            section.fused_logprobs,
             section.fused_layers,
             in_blocks(section.blocked_layers),
             section.precision,
@@ -140,10 +135,9 @@ def _batches(
         prompt_of_N, _ = distinct_prompts([batch.sequences[row] for row in rows], prompt_lengths_N)
 
     def split(budget: int) -> list[NDArray[np.int64]]:
-        by_length = settings.bucketing
         if prompt_of_N is None:
-            return token_budget_batches(lengths_N, budget, max_rows, by_length=by_length)
-        return shared_prompt_batches(prompt_of_N, prompt_lengths_N, lengths_N, budget, max_rows, by_length=by_length)
+            return token_budget_batches(lengths_N, budget, max_rows)
+        return shared_prompt_batches(prompt_of_N, prompt_lengths_N, lengths_N, budget, max_rows)
 
     parts = split(settings.token_budget)
     if balanced and parts:
@@ -193,7 +187,6 @@ def batch_outputs(
 
 
 def _outputs(module: nn.Module, batch: PolicyBatch, settings: ForwardSettings, entropies: bool) -> CompletionOutputs:
-    temperature, logits_chunk, fused = settings.temperature, settings.logits_chunk, settings.fused_logprobs
     if settings.shares_rows:
         firsts_U, row_of_N = distinct_rows(batch.sequences, batch.prompt_lengths)
         if len(firsts_U) < len(batch):
@@ -204,9 +197,8 @@ def _outputs(module: nn.Module, batch: PolicyBatch, settings: ForwardSettings, e
             module,
             batch.sequences,
             batch.prompt_lengths,
-            temperature=temperature,
-            logits_chunk=logits_chunk,
-            fused=fused,
+            temperature=settings.temperature,
+            logits_chunk=settings.logits_chunk,
             fused_layers=settings.fused_layers,
             blocked_layers=settings.blocked_layers,
             entropies=entropies,
@@ -219,9 +211,8 @@ def _outputs(module: nn.Module, batch: PolicyBatch, settings: ForwardSettings, e
         ids_BL,
         lengths_B,
         prompt_lengths_B,
-        temperature=temperature,
-        logits_chunk=logits_chunk,
-        fused=fused,
+        temperature=settings.temperature,
+        logits_chunk=settings.logits_chunk,
         entropies=entropies,
     )
 

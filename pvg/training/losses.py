@@ -21,8 +21,8 @@ arithmetic differs from the trainer's. The variance of this ratio is unbounded, 
 - `masked`: the ratio if low <= ratio <= high, else 0 (IcePop, Ring-1T, arXiv 2510.18855). Row weights use lengths
   before masking, so masking removes gradient and never gives other tokens more weight.
 
-The ratio is taken per token or per sequence (then equal for all its tokens): as the product over tokens, which has no
-bias but a variance that grows with length, or as their geometric mean, whose variance does not grow.
+The ratio is per token or per sequence (then equal for all its tokens). The product over tokens has no bias, but a
+variance that grows with length. The variance of the geometric mean does not grow.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from pvg.config import sections
+from pvg.config.rollout import Rollouts
+from pvg.config.training import Training
 from pvg.errors import ConfigurationError, TrainingDivergedError
 from pvg.extensions import is_reference, resolve
 from pvg.models.logprobs import CompletionOutputs
@@ -253,7 +254,7 @@ class PolicyObjective:
     Log-probs are at the sampling temperature, because the temperature is part of the trained policy.
     """
 
-    def __init__(self, section: sections.Training, rollout: sections.Rollouts, pad_id: int) -> None:
+    def __init__(self, section: Training, rollout: Rollouts, pad_id: int) -> None:
         self._loss = policy_loss(section.loss.kind)
         if section.kl.kind == "adaptive" and not self._loss.penalised:
             raise ConfigurationError(
@@ -275,7 +276,7 @@ class PolicyObjective:
         self.memory: MicroBatchMemory[PolicyBatch] | None = None
         if section.micro_batch_memory_mb:
             limit = section.micro_batch_memory_mb * BYTES_PER_MB
-            self.memory = MicroBatchMemory(limit, section.micro_batch_tokens, section.logits_chunk, self._size)
+            self.memory = MicroBatchMemory(limit, section.micro_batch_tokens, self._size)
 
     @property
     def credit(self) -> Credit | None:
@@ -351,23 +352,19 @@ class PolicyObjective:
         return batch.with_weights(weights_N.astype(np.float32))
 
     def split(self, batch: PolicyBatch) -> list[PolicyBatch]:
-        """Micro-batches of a prepared batch: within the token budget, with at most micro_batch_rollouts rows each, and
-        at least accumulation_steps of them if that is set and there are enough rows. Leaves out rows of weight 0. With
-        micro_batch_memory_mb, uses the learned budget and micro-batches of similar size.
+        """Micro-batches of a prepared batch: within the token budget, with at most micro_batch_rollouts rows each.
+        Leaves out rows of weight 0. With micro_batch_memory_mb, uses the learned budget and micro-batches of similar
+        size.
 
         Raises ConfigurationError if a single row exceeds the token budget.
         """
         assert batch.row_weights_N is not None, "prepare the batch before splitting it"
         section = self._section
         rows = np.flatnonzero(batch.row_weights_N != 0.0)
-        most = section.micro_batch_rollouts
-        if section.accumulation_steps is not None and rows.size:
-            share = max(1, len(rows) // section.accumulation_steps)
-            most = share if most is None else min(most, share)
         forward = self._forward
         if self.memory is not None and rows.size:
             forward = replace(forward, token_budget=self.memory.budget(int(batch.lengths_N[rows].max())))
-        parts = forward_batches(batch, rows, forward, most, balanced=self.memory is not None)
+        parts = forward_batches(batch, rows, forward, section.micro_batch_rollouts, balanced=self.memory is not None)
         return [batch.select(part) for part in parts]
 
     def _size(self, micro_batch: PolicyBatch) -> MicroBatchSize:

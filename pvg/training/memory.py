@@ -1,7 +1,7 @@
 """Memory of micro-batches: measure what a forward and backward pass takes, and derive a token budget
 (training.micro_batch_memory_mb).
 
-The measure is the memory above what was held before, without the weights' gradients, whose size does not depend on the
+The measure is the additional memory of the pass, without the weights' gradients, whose size does not depend on the
 micro-batch. On CUDA it is the allocator's peak. CPU allocators report no peak; there it is what autograd saves for the
 backward pass, plus one chunk of logits. This depends on the micro-batch only, so a repeated or resumed run learns the
 same. (The process's resident size also depends on what malloc keeps.) The measure misses temporaries: 2 to 6 % of the
@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from pvg.models.logprobs import DEFAULT_LOGITS_CHUNK
+
 # Classes per doubling of the length: within one class, quadratic attention grows by at most 19 % per token.
 CLASSES_PER_DOUBLING = 4
 # Copies of the current chunk's logits: the logits and their gradient.
@@ -30,7 +32,6 @@ LOGITS_COPIES = 2
 FLOAT32_BYTES = 4
 
 BatchT = TypeVar("BatchT")
-BatchT_contra = TypeVar("BatchT_contra", contravariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +134,10 @@ class MicroBatchMemory(Generic[BatchT]):
     Invariant: a budget depends only on `state` and the batch.
     """
 
-    def __init__(
-        self, limit_bytes: int, most_tokens: int, logits_chunk: int, size: Callable[[BatchT], MicroBatchSize]
-    ) -> None:
+    def __init__(self, limit_bytes: int, most_tokens: int, size: Callable[[BatchT], MicroBatchSize]) -> None:
         self.limit_bytes = limit_bytes
         self.size = size
         self._most_tokens = most_tokens
-        self._logits_chunk = logits_chunk
         self._figures: dict[int, float] = {}  # class of the longest row -> bytes per position
 
     @property
@@ -176,7 +174,7 @@ class MicroBatchMemory(Generic[BatchT]):
         if device.type == "cuda":
             return AllocatorPeak(module, device)
         vocabulary = cast(Any, module).get_output_embeddings().weight.shape[0]
-        logits = min(self._logits_chunk, self.size(micro_batch).positions * vocabulary)
+        logits = min(DEFAULT_LOGITS_CHUNK, self.size(micro_batch).positions * vocabulary)
         return SavedTensors(module, LOGITS_COPIES * FLOAT32_BYTES * logits)
 
     def learn(self, taken: Sequence[tuple[MicroBatchSize, int]]) -> float:

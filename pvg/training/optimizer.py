@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,12 +21,8 @@ def _linear(progress: float) -> float:
     return 1.0 - progress
 
 
-def _cosine(progress: float) -> float:
-    return 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
 # Progress after warm-up (0 at its end, 1 after the last step) -> factor of the learning rate.
-SCHEDULES: dict[str, Callable[[float], float]] = {"constant": _constant, "linear": _linear, "cosine": _cosine}
+SCHEDULES: dict[str, Callable[[float], float]] = {"constant": _constant, "linear": _linear}
 
 
 def learning_rate_factor(schedule: str, step: int, *, warmup: int, total_steps: int) -> float:
@@ -61,7 +56,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # AdamW's state per parameter
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings:
-    """`warmup` and `total_steps` are in optimizer steps; `gradient_clip` is the largest global L2 norm."""
+    """`warmup` and `total_steps` are in optimizer steps; `gradient_clip` is the largest global L2 norm.
+
+    The defaults are those of all phases. No weight decay: a phase has too few steps for it to matter. A second beta of
+    0.95 and a clip at 1.0 are usual for language models.
+    """
 
     learning_rate: float
     weight_decay: float = 0.0

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pvg.config.sections import MOST_ENTROPY_BONUS, Training
+from pvg.config.training import MOST_ENTROPY_BONUS, Training
 
 Estimator = Literal["k3_k2", "k1_k2", "k2", "k3"]
 
@@ -62,6 +62,7 @@ PENALTIES: dict[Estimator, Callable[[Tensor, Tensor], Tensor]] = {"k3_k2": _k3_k
 
 MOST_ERROR = 0.2  # relative error of the KL; Ziegler et al.'s value
 KL_HORIZON = 10.0  # steps in which an error of a fifth or more moves the coefficient by a fifth: Ziegler's
+ENTROPY_STEP = 1e-4  # of the entropy coefficient per step: a hundred steps from 0 to its maximum
 KL_RANGE = 1000.0  # maximal factor above or below training.kl.coefficient, so that a long drift can be reversed
 
 
@@ -119,7 +120,7 @@ class PenaltyControl:
         if bonus.kind == "adaptive" and entropy is not None and math.isfinite(entropy):
             self._entropy = entropy
             self._entropy_coefficient = adapted_entropy(
-                self._entropy_coefficient, entropy, bonus.target, bonus.step, MOST_ENTROPY_BONUS
+                self._entropy_coefficient, entropy, bonus.target, ENTROPY_STEP, MOST_ENTROPY_BONUS
             )
 
     @property

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
@@ -67,10 +67,15 @@ class Objective(Protocol[BatchT]):
 
 @runtime_checkable
 class SurveysBatch(Protocol[BatchT]):
-    """An objective whose weights depend on the model's output for the whole batch. `survey` computes it without
-    gradient before the training pass, and returns the micro-batches with weights. The state is JSON data."""
+    """An objective whose weights depend on the model's output for the whole batch. The trainer computes it without
+    gradient before the training pass (`measure`), and returns the micro-batches with weights (`weigh`). The state is
+    JSON data."""
 
-    def survey(self, module: nn.Module, micro_batches: list[BatchT]) -> tuple[list[BatchT], Metrics]: ...
+    def measure(self, module: nn.Module, micro_batch: BatchT) -> tuple[Tensor, Tensor]: ...
+
+    def weigh(
+        self, micro_batches: list[BatchT], measured: Sequence[tuple[Tensor, Tensor]]
+    ) -> tuple[list[BatchT], Metrics]: ...
 
     def state(self) -> dict[str, Any]: ...
 
@@ -86,6 +91,32 @@ class AdaptsCoefficients(Protocol):
     def state(self) -> dict[str, Any]: ...
 
     def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PartGradient:
+    """The sum over some micro-batches: `gradient` float32 [parameters], the trained parameters one after the other;
+    the loss of each micro-batch; metrics; and each micro-batch's size and memory in bytes, if measured."""
+
+    gradient: Tensor
+    losses: list[float]
+    metrics: Metrics
+    taken: list[tuple[MicroBatchSize, int]]
+
+
+class GradientWorkers(Protocol[BatchT]):
+    """Other processes that compute the gradients of a trainer's module, each for one shard of a batch. `gradients` and
+    `survey` block, and get the micro-batches of each shard."""
+
+    def shards(self, batch: BatchT) -> list[BatchT]: ...
+
+    def weights_changed(self) -> None: ...
+
+    def survey(self, parts: Sequence[Sequence[BatchT]]) -> list[tuple[Tensor, Tensor]]: ...
+
+    def gradients(
+        self, parts: Sequence[Sequence[BatchT]], state: Mapping[str, Any], *, measured: bool
+    ) -> list[PartGradient]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +153,7 @@ class Trainer(Generic[BatchT]):
         section: Literal["training", "verifier"] = "training",
         memory: MicroBatchMemory[BatchT] | None = None,
         events: Events | None = None,
+        workers: GradientWorkers[BatchT] | None = None,
     ) -> None:
         self.module = module.eval()
         self._objective = objective
@@ -133,6 +165,7 @@ class Trainer(Generic[BatchT]):
         self._section = section
         self._memory = memory
         self._events = events or SilentEvents()
+        self._workers = workers
         self._told_of_memory = False
         self._parameters = trainable_parameters(module)
         self._device = next(iter(self._parameters.values())).device
@@ -171,21 +204,20 @@ class Trainer(Generic[BatchT]):
         try:
             with span("pack"):
                 prepared = self._objective.prepare(batch)
-                micro_batches = self._objective.split(prepared)
-            if self._memory is not None and not self._memory.known and micro_batches:
+                parts = self._split(prepared)
+            if self._memory is not None and not self._memory.known and any(parts):
                 with span("forward_backward", device=True):
-                    self._probe(micro_batches, self._memory)
+                    self._probe(parts, self._memory)
                 with span("pack"):
-                    micro_batches = self._objective.split(prepared)
+                    parts = self._split(prepared)
             if isinstance(self._objective, SurveysBatch):
                 with span("survey", device=True), autocast(self._precision, self._device):
-                    micro_batches, surveyed = self._objective.survey(self.module, micro_batches)
-                found = surveyed.result()
+                    parts, found = self._surveyed(self._objective, parts)
             with span("forward_backward", device=True):
-                metrics = found | self._accumulate(micro_batches)
+                metrics = found | self._accumulate(parts)
             with span("optimizer", device=True):
                 # A batch without signal (dapo drops such groups) changes nothing, not even through old momentum.
-                metrics |= self._update() if micro_batches else {"skipped": 1.0}
+                metrics |= self._update() if any(parts) else {"skipped": 1.0}
             if isinstance(self._objective, AdaptsCoefficients):
                 metrics |= self._objective.adapt(metrics)
         except torch.OutOfMemoryError:
@@ -198,39 +230,64 @@ class Trainer(Generic[BatchT]):
         self._steps += 1
         return report
 
-    def _probe(self, micro_batches: list[BatchT], memory: MicroBatchMemory[BatchT]) -> None:
+    def _split(self, prepared: BatchT) -> list[list[BatchT]]:
+        """The micro-batches of each shard; without workers, the whole batch is one shard."""
+        shards = [prepared] if self._workers is None else self._workers.shards(prepared)
+        return [self._objective.split(shard) for shard in shards]
+
+    def _probe(self, parts: list[list[BatchT]], memory: MicroBatchMemory[BatchT]) -> None:
         """Measure the longest row alone before the first step, and discard its gradient. This costs one extra row per
         phase and avoids a first micro-batch that may not fit into memory."""
-        hardest = max(micro_batches, key=lambda micro_batch: memory.size(micro_batch).longest)
-        meter = memory.meter(hardest, self.module, self._device)
-        self._pass(hardest, meter)
-        memory.learn([(memory.size(hardest), meter.bytes_taken)])
+        hardest = max((m for part in parts for m in part), key=lambda micro_batch: memory.size(micro_batch).longest)
+        _, _, taken = self._gradients([[hardest]])
+        memory.learn(taken)
         self._optimizer.zero_grad(set_to_none=True)
 
-    def _pass(self, micro_batch: BatchT, meter: MemoryMeter) -> tuple[Tensor, Metrics]:
-        """The micro-batch's loss and metrics; adds its gradient to the others'."""
-        with autocast(self._precision, self._device), meter.forward():
-            loss, found = self._objective(self.module, micro_batch)
-        with meter.backward():
-            loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach(), found
+    def _surveyed(
+        self, objective: SurveysBatch[BatchT], parts: list[list[BatchT]]
+    ) -> tuple[list[list[BatchT]], dict[str, float]]:
+        """The micro-batches with weights that depend on the whole batch, and metrics."""
+        micro_batches = [micro_batch for part in parts for micro_batch in part]
+        if self._workers is None:
+            measured = [objective.measure(self.module, micro_batch) for micro_batch in micro_batches]
+        else:
+            measured = self._workers.survey(parts)
+        weighed, metrics = objective.weigh(micro_batches, measured)
+        rest = iter(weighed)
+        return [[next(rest) for _ in part] for part in parts], metrics.result()
 
-    def _accumulate(self, micro_batches: list[BatchT]) -> dict[str, float]:
-        metrics, losses = Metrics(), []
-        memory, taken = self._memory, list[tuple[MicroBatchSize, int]]()
-        for micro_batch in micro_batches:
-            meter = UnmeasuredMemory() if memory is None else memory.meter(micro_batch, self.module, self._device)
-            loss, found = self._pass(micro_batch, meter)
-            losses.append(loss)
-            metrics.merge(found)
-            metrics.add_sum("micro_batches", 1)
-            if memory is not None:
-                taken.append((memory.size(micro_batch), meter.bytes_taken))
-        # Checked together: no weight has changed yet, and one check per micro-batch would synchronize the device.
-        for number, value in enumerate(torch.stack(losses).tolist() if losses else []):
+    def _gradients(
+        self, parts: Sequence[Sequence[BatchT]]
+    ) -> tuple[list[float], Metrics, list[tuple[MicroBatchSize, int]]]:
+        """Put the sum of the micro-batches' gradients into the parameters. Returns their losses, metrics and memory."""
+        if self._workers is None:
+            micro_batches = [micro_batch for part in parts for micro_batch in part]
+            losses, metrics, taken = accumulate(
+                self.module, self._objective, micro_batches, self._precision, self._memory
+            )
+            # Read together: one transfer per micro-batch would synchronize the device.
+            return torch.stack(losses).tolist() if losses else [], metrics, taken
+        state = self._objective.state() if isinstance(self._objective, AdaptsCoefficients) else {}
+        found = self._workers.gradients(parts, state, measured=self._memory is not None)
+        total, metrics = found[0].gradient, Metrics()
+        for part in found[1:]:  # in the order of the shards, because the order of a sum changes its bits
+            total += part.gradient
+        for part in found:
+            metrics.merge(part.metrics)
+        sizes = [parameter.numel() for parameter in self._parameters.values()]
+        for parameter, gradient in zip(self._parameters.values(), torch.split(total, sizes), strict=True):
+            parameter.grad = gradient.view_as(parameter)
+        return [loss for part in found for loss in part.losses], metrics, [t for part in found for t in part.taken]
+
+    def _accumulate(self, parts: list[list[BatchT]]) -> dict[str, float]:
+        if not any(parts):
+            return {}
+        losses, metrics, taken = self._gradients([part for part in parts if part])
+        # Checked here, where no weight has changed yet.
+        for number, value in enumerate(losses):
             if not math.isfinite(value):
                 raise self._diverged(f"the loss of micro-batch {number} is {value}")
-        learned = {} if memory is None or not taken else self._learn(memory, taken)
+        learned = {} if self._memory is None else self._learn(self._memory, taken)
         return metrics.result() | learned
 
     def _learn(self, memory: MicroBatchMemory[BatchT], taken: list[tuple[MicroBatchSize, int]]) -> dict[str, float]:
@@ -258,7 +315,12 @@ class Trainer(Generic[BatchT]):
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
+        self._tell_workers()
         return {"grad_norm": norm, "learning_rate": rate}
+
+    def _tell_workers(self) -> None:
+        if self._workers is not None:
+            self._workers.weights_changed()
 
     def _diverged(self, what: str) -> TrainingDivergedError:
         return TrainingDivergedError(
@@ -283,7 +345,7 @@ class Trainer(Generic[BatchT]):
         return copies, meta
 
     def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Continue from `state`. Raises StateError, and changes nothing, if it belongs to another model."""
+        """Continue from `state`. Raises StateError, before any change, if it belongs to another model."""
         if meta.get("format") != STATE_FORMAT:
             raise StateError(f"The trainer's state has format {meta.get('format')}; this version reads {STATE_FORMAT}.")
         self._check_state(tensors)
@@ -296,6 +358,7 @@ class Trainer(Generic[BatchT]):
             if name.startswith(OPTIMIZER_PREFIX)
         }
         load_optimizer_tensors(self._optimizer, self._parameters, moments)
+        self._tell_workers()
         self._steps = int(meta["step"])
         if self._memory is not None:
             self._memory.load_state(meta.get("memory", {}))
@@ -321,6 +384,31 @@ class Trainer(Generic[BatchT]):
                     f"{name} of the trainer's state is {tuple(found.shape)} {found.dtype}, not {tuple(shape)} float32.",
                     remedy,
                 )
+
+
+def accumulate(
+    module: nn.Module,
+    objective: Objective[BatchT],
+    micro_batches: Sequence[BatchT],
+    precision: str,
+    memory: MicroBatchMemory[BatchT] | None = None,
+) -> tuple[list[Tensor], Metrics, list[tuple[MicroBatchSize, int]]]:
+    """Add the gradients of the micro-batches to the module's. Returns the loss of each (a scalar), their metrics, and
+    with `memory` the size and the bytes of each."""
+    device = next(module.parameters()).device
+    losses, metrics, taken = list[Tensor](), Metrics(), list[tuple[MicroBatchSize, int]]()
+    for micro_batch in micro_batches:
+        meter: MemoryMeter = UnmeasuredMemory() if memory is None else memory.meter(micro_batch, module, device)
+        with autocast(precision, device), meter.forward():
+            loss, found = objective(module, micro_batch)
+        with meter.backward():
+            loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.detach())
+        metrics.merge(found)
+        metrics.add_sum("micro_batches", 1)
+        if memory is not None:
+            taken.append((memory.size(micro_batch), meter.bytes_taken))
+    return losses, metrics, taken
 
 
 def checkpoint_layers(module: nn.Module) -> None:

@@ -1,28 +1,150 @@
-"""Score backends: the `ScoreBackend` protocol below `VerifierScorer`'s queue and cache, and `TorchBackend`.
+"""The parts of `VerifierScorer`: the `ScoreBackend` protocol below its queue, `TorchBackend`, and the score cache.
 
-Invariant: a backend uses the weights that its verifier has when `submit` is called, or later ones. It does not know
-which, so the scorer discards work in flight when the weights change.
+Invariant: a backend uses the weights that its verifier has when `submit` is called, or later ones. It cannot say which
+ones, so the scorer discards work in flight when the weights change.
+
+`Scorer` is the protocol that the game uses (rollouts in, scores out).
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pvg.models.padding import PaddedBatch, batches, rectangle
-from pvg.records import Float32, Int32
+from pvg.models.packing import PaddedBatch, batches, rectangle
+from pvg.records import Float32, Int32, Scorable
 from pvg.telemetry.spans import span, submit_in
-from pvg.verifier.cache import ScoreCache, ScoreKey
-from pvg.verifier.protocol import ScoringModel
+
+if TYPE_CHECKING:
+    from pvg.models.tokenizer import Tokenizer
+
+
+class Scorer(Protocol):
+    """Scores solutions, with one version of a verifier at a time."""
+
+    @property
+    def version(self) -> str:
+        """Identifies the weights behind the scores."""
+        ...
+
+    async def score(self, rollouts: Sequence[Scorable]) -> Float32:
+        """float32 [n], logits: the verifier's confidence that each rollout is correct."""
+        ...
+
+
+class ScoringModel(Protocol):
+    """A verifier that can only score: one model (pvg.models.heads.VerifierModel documents the members) or an ensemble
+    (pvg.models.ensembles.VerifierEnsemble)."""
+
+    needs_reference: bool
+    reads: Literal["scalar", "implicit", "yes_token"]
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def max_length(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def closed(self) -> bool: ...
+
+    def __call__(
+        self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, reference_B: Tensor | None = None
+    ) -> Tensor: ...
+
+    def reference(self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor: ...
+
+    def version(self) -> str: ...
+
+    def close(self) -> None: ...
+
+
+DIGEST_BYTES = 16
+
+
+class ScoreKey(NamedTuple):
+    """Everything that a score depends on (invariant 2): the verifier's version, the template, the tokens."""
+
+    version: str
+    template: str
+    tokens: bytes
+
+
+def digest_of(ids: Int32, prompt_length: int) -> bytes:
+    """16 bytes that identify token ids int32 [L] and the start of the solution in them."""
+    digest = hashlib.blake2b(np.ascontiguousarray(ids, dtype="<i4").tobytes(), digest_size=DIGEST_BYTES)
+    digest.update(prompt_length.to_bytes(8, "little"))
+    return digest.digest()
+
+
+class ScoreCache:
+    """The `capacity` most recently used scores. Counts hits, misses and evictions. One thread may call `entries` while
+    another gets and puts."""
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"a cache needs a capacity of at least 1, not {capacity}")
+        self._capacity = capacity
+        self._scores: OrderedDict[ScoreKey, float] = OrderedDict()
+        self._changing = threading.Lock()  # a commit reads the entries in a thread
+        self.hits = 0
+        self.misses = 0
+        self.evictions = 0
+
+    def __len__(self) -> int:
+        return len(self._scores)
+
+    def get(self, key: ScoreKey) -> float | None:
+        score = self._scores.get(key)
+        if score is None:
+            self.misses += 1
+            return None
+        self.hits += 1
+        with self._changing:
+            self._scores.move_to_end(key)
+        return score
+
+    def put(self, key: ScoreKey, score: float) -> None:
+        with self._changing:
+            self._scores[key] = score
+            self._scores.move_to_end(key)
+            if len(self._scores) > self._capacity:
+                self._scores.popitem(last=False)
+                self.evictions += 1
+
+    def clear(self) -> None:
+        """Remove all scores; the counters stay."""
+        self._scores.clear()
+
+    def entries(self) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
+        """Input for `restore`: the tokens' digests uint8 [n, 16] and the scores float64 [n], oldest first.
+
+        Requires that all entries have one version and one template, as in a scorer.
+        """
+        with self._changing:
+            kept = list(self._scores.items())
+        digests_N = np.frombuffer(b"".join(key.tokens for key, _ in kept), dtype=np.uint8)
+        return digests_N.reshape(-1, DIGEST_BYTES), np.fromiter((score for _, score in kept), np.float64, len(kept))
+
+    def restore(self, version: str, template: str, digests: NDArray[np.uint8], scores: NDArray[np.float64]) -> None:
+        """Replace the contents by `entries` of another cache, the newest ones if not all fit; the counters stay."""
+        keys = (ScoreKey(version, template, digest.tobytes()) for digest in digests[-self._capacity :])
+        self._scores = OrderedDict(zip(keys, scores[-self._capacity :].tolist(), strict=True))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pvg.errors import TrainingDivergedError
 from pvg.models.ensembles import ScoreScales, VerifierEnsemble
-from pvg.models.padding import batches, rectangle
+from pvg.models.packing import batches, rectangle
 from pvg.records import Float32, Scorable
 from pvg.telemetry.spans import run_in, span
 from pvg.verifier.template import VerifierTemplate

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pvg.config import sections
+from pvg.config.verifier import Verifier
 from pvg.models.heads import VerifierModel
-from pvg.models.padding import batches, rectangle
+from pvg.models.packing import batches, rectangle
 from pvg.records import Float32, Int32
 from pvg.store.pairs import Pairs, PairStream
 from pvg.telemetry.spans import run_in, span
@@ -69,7 +69,7 @@ class VerifierBatch:
             raise ValueError(f"pairs_M2 names rows outside 0..{rows - 1}")
         both = np.intersect1d(self.pairs_M2[:, 0], self.pairs_M2[:, 1])
         if both.size:
-            raise ValueError(f"row {both[0]} is both correct and incorrect: a pair of one label carries no gradient")
+            raise ValueError(f"row {both[0]} is both correct and incorrect: a pair of one label has no gradient")
 
     def __len__(self) -> int:
         """The number of pairs."""
@@ -121,7 +121,7 @@ class PairSource:
         stream: PairStream,
         template: VerifierTemplate,
         model: VerifierModel,
-        section: sections.Verifier,
+        section: Verifier,
         *,
         executor: Executor,
         start_step: int = 0,
@@ -202,9 +202,9 @@ class PairSource:
         return self._references_R[rows_N]
 
 
-def _drawing(stream: PairStream, section: sections.Verifier) -> Callable[[int], Pairs]:
-    if section.pairing == "random":
+def _drawing(stream: PairStream, section: Verifier) -> Callable[[int], Pairs]:
+    if section.pairing.kind == "random":
         return lambda step: stream.draw(step, section.pairs)
-    solutions = section.solutions_per_problem
+    solutions = section.pairing.solutions_per_problem
     problems = stream.problems_for(section.pairs, solutions)
     return lambda step: stream.draw_problems(step, problems, solutions)

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from pvg.config import sections
+from pvg.config.verifier import Verifier
 from pvg.errors import ConfigurationError
 from pvg.extensions import called, is_reference, resolve
-from pvg.models.padding import pad_right
+from pvg.models.packing import pad_right
 from pvg.records import Int32
 from pvg.telemetry.metrics import Metrics
 from pvg.verifier.data import VerifierBatch
@@ -71,7 +71,7 @@ class PairObjective:
     """The verifier's objective. Metrics: loss, pair_accuracy (a tie counts half), score_mean (over distinct solutions),
     score_gap (mean of V_c - V_i), pairs, padding (share of positions without a token)."""
 
-    def __init__(self, section: sections.Verifier, pad_id: int) -> None:
+    def __init__(self, section: Verifier, pad_id: int) -> None:
         self._loss = pair_loss(section.loss)
         self._score_penalty = section.score_penalty
         self._token_budget = section.micro_batch_tokens

@@ -11,10 +11,9 @@ out. W_e is the sum of w over the pairs of e.
     irm          mean_e R_e + s mean_e g_e^2,  g_e = d R_e(a V) / d a at a = 1 arXiv 1907.02893 (IRMv1)
     group_dro    sum_e q_e R_e,  q_e <- q_e exp(s R_e) / sum                   arXiv 1911.08731, algorithm 1
 
-s is `verifier.robust_strength`. The penalties of vrex and irm grow to it over the first `verifier.robust_warmup` steps,
+s is `verifier.robust.strength`. The penalties of vrex and irm grow to it over the first `verifier.robust.warmup` steps,
 because an untrained verifier is equally bad everywhere. V-REx gives an environment the weight (1 + 2 s (R_e - mean)) /
-E. It is negative if R_e is far below the mean, which would train the verifier to be worse there. Such weights are
-clamped at 0 unless `verifier.robust_clamp` is false.
+E. It is negative if R_e is far below the mean, which would train the verifier to be worse there. Such weights become 0.
 
 IRMv1's multiplier a scales the *scores*. With the derivatives worked out, g_e is a mean over pairs like R_e, of
 
@@ -22,8 +21,8 @@ IRMv1's multiplier a scales the *scores*. With the derivatives worked out, g_e i
     cross_entropy    d l(aV)/da = (-sigmoid(-V_c) V_c + sigmoid(V_i) V_i) / 2
 
 Neither penalty is a sum over pairs, but its gradient is that of a weighted sum whose weights are constants of the whole
-batch. So two passes are exact for any micro-batches: `survey` computes R_e or g_e of the whole batch without gradient,
-then training uses sum_m weight_m value_m:
+batch. So two passes are exact for any micro-batches: `measure` and `weigh` compute R_e or g_e of the whole batch
+without gradient, then training uses sum_m weight_m value_m:
 
     d Var_e(R_e)   = sum_m  w_m / W_e  2 (R_e - mean_e R_e) / E   d l_m                     (`vrex_weights`)
     d mean_e g_e^2 = sum_m  w_m / W_e  2 g_e / E                  d (d l_m(aV)/da)          (`irm_weights`)
@@ -33,7 +32,7 @@ Only first derivatives: V-REx treats the mean as a constant, whose gradient canc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +40,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pvg.config import sections
+from pvg.config.verifier import PenalisedRisk, Verifier
 from pvg.records import Float32
 from pvg.telemetry.metrics import Metrics
 from pvg.verifier.data import VerifierBatch
@@ -143,9 +142,9 @@ class RobustObjective(PairObjective):
     """PairObjective with a robust mean. Additional metrics of the whole batch: environments, environment_worst (highest
     R_e), environment_spread (standard deviation of R_e), environment_penalty (irm: mean g^2; otherwise Var)."""
 
-    def __init__(self, section: sections.Verifier, pad_id: int, *, environments: int) -> None:
+    def __init__(self, section: Verifier, pad_id: int, *, environments: int) -> None:
         super().__init__(section, pad_id)
-        self._section = section
+        self._robust = section.robust
         self._slope = slopes_of(section.loss, self._loss)
         self._environments = environments
         self._log_q_E = torch.zeros(environments)  # group DRO's log weights, up to a constant
@@ -158,18 +157,21 @@ class RobustObjective(PairObjective):
         self._log_q_E = torch.tensor(state["log_q"], dtype=torch.float32)
 
     @torch.no_grad()
-    def survey(self, module: nn.Module, micro_batches: list[VerifierBatch]) -> tuple[list[VerifierBatch], Metrics]:
-        """The micro-batches with their pairs' weights in the loss of the whole batch, and metrics."""
+    def weigh(
+        self, micro_batches: list[VerifierBatch], measured: Sequence[tuple[Tensor, Tensor]]
+    ) -> tuple[list[VerifierBatch], Metrics]:
+        """The micro-batches with their pairs' weights in the loss of the whole batch, and metrics. `measured`: the
+        results of `measure`."""
         if not micro_batches:
             return micro_batches, Metrics()
-        losses, slopes = zip(*(self._forward(module, micro_batch) for micro_batch in micro_batches), strict=True)
+        losses, slopes = zip(*measured, strict=True)
         environments_M = torch.from_numpy(np.concatenate([part.sources_M for part in micro_batches]).astype(np.int64))
         weights_M = torch.from_numpy(np.concatenate([part.pair_weights_M for part in micro_batches]))
         counted = (environments_M, self._environments, weights_M)
         losses_M, slopes_M = torch.cat(losses), torch.cat(slopes)
         risks_E, totals_E = environment_means(losses_M, *counted)
         there_E = totals_E > 0
-        penalty = irm_v1(slopes_M, *counted) if self._section.robust == "irm" else vrex(losses_M, *counted)
+        penalty = irm_v1(slopes_M, *counted) if self._robust.kind == "irm" else vrex(losses_M, *counted)
         factors_E, slope_factors_E = self._factors(
             risks_E, totals_E, slopes_M, counted, self._strength(micro_batches[0])
         )
@@ -193,10 +195,9 @@ class RobustObjective(PairObjective):
         equal_E = torch.where(
             there_E, 1.0 / (totals_E.clamp_min(torch.finfo(totals_E.dtype).tiny) * there_E.sum()), 0.0
         )
-        match self._section.robust:
+        match self._robust.kind:
             case "vrex":
-                factors_E = equal_E + strength * vrex_weights(risks_E, totals_E)
-                return factors_E.clamp_min(0.0) if self._section.robust_clamp else factors_E, None
+                return (equal_E + strength * vrex_weights(risks_E, totals_E)).clamp_min(0.0), None
             case "irm":
                 slopes_E, _ = environment_means(slopes_M, *counted)
                 return equal_E, strength * irm_weights(slopes_E, totals_E)
@@ -208,12 +209,13 @@ class RobustObjective(PairObjective):
                 return equal_E, None
 
     def _strength(self, batch: VerifierBatch) -> float:
-        section = self._section
-        if section.robust == "group_dro" or not section.robust_warmup:
-            return section.robust_strength
-        return section.robust_strength * min(1.0, batch.step / section.robust_warmup)
+        robust = self._robust
+        if isinstance(robust, PenalisedRisk) and robust.warmup:
+            return robust.strength * min(1.0, batch.step / robust.warmup)
+        return robust.strength
 
-    def _forward(self, module: nn.Module, micro_batch: VerifierBatch) -> tuple[Tensor, Tensor]:
+    @torch.no_grad()
+    def measure(self, module: nn.Module, micro_batch: VerifierBatch) -> tuple[Tensor, Tensor]:
         """Each pair's loss and slope, float32 [M], on the CPU."""
         correct_M, incorrect_M, _ = self.pair_scores(module, micro_batch)
         return self._loss(correct_M, incorrect_M).float().cpu(), self._slope(correct_M, incorrect_M).float().cpu()
@@ -225,9 +227,9 @@ class RobustObjective(PairObjective):
         return loss
 
 
-def objective_for(section: sections.Verifier, pad_id: int, *, environments: int) -> PairObjective:
+def objective_for(section: Verifier, pad_id: int, *, environments: int) -> PairObjective:
     """The objective for the verifier's section; `environments`: the number of possible sources of pairs."""
-    if section.robust == "none":
+    if section.robust.kind == "none":
         return PairObjective(section, pad_id)
     return RobustObjective(section, pad_id, environments=environments)
 
@@ -247,7 +249,7 @@ def _spans(parts: list[VerifierBatch]) -> list[tuple[VerifierBatch, int, int]]:
 
 def _known(weights_M: Float32 | None) -> Float32:
     if weights_M is None:
-        raise ValueError("the batch has no weights: call prepare, then survey")
+        raise ValueError("the batch has no weights: call prepare, then weigh")
     return weights_M
 
 

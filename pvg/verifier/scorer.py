@@ -9,7 +9,7 @@ solutions of 16,384 tokens this takes 50 ms, or seconds if their text must be to
 
 Invariant 2: a returned score comes only from the scorer's current version. The cache's key includes the version. When
 the version changes, the scorer discards work in flight, because its weights are unknown, and callers that wait for it
-start again. With torch, a score's bits do not depend on its batch (see `pvg.models.padding.rectangle`).
+start again. With torch, a score's bits do not depend on its batch (see `pvg.models.packing.rectangle`).
 """
 
 from __future__ import annotations
@@ -28,13 +28,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
-from pvg.models.padding import WIDTH, padded_width
+from pvg.models.packing import WIDTH, padded_width
 from pvg.records import Float32, Int32, Scorable
-from pvg.telemetry.event_loop import run_to_end
 from pvg.telemetry.spans import run_in, span
-from pvg.verifier.backend import ScoreBackend, ScoredBatch, ScoreInput, TorchBackend
-from pvg.verifier.cache import ScoreCache, ScoreKey, digest_of
-from pvg.verifier.protocol import Scorer, ScoringModel
+from pvg.telemetry.waits import run_to_end
+from pvg.verifier.backend import (
+    ScoreBackend,
+    ScoreCache,
+    ScoredBatch,
+    ScoreInput,
+    ScoreKey,
+    Scorer,
+    ScoringModel,
+    TorchBackend,
+    digest_of,
+)
 from pvg.verifier.template import VerifierTemplate
 
 
@@ -277,7 +285,7 @@ class VerifierScorer(Scorer):
         return job.future
 
     async def _work(self) -> None:
-        """Compute batches until the queue is empty. Solutions that arrive meanwhile join the next batches."""
+        """Compute batches until the queue is empty. Solutions that arrive during a batch join the next ones."""
         try:
             while self._queue:
                 jobs, self._queue = self._queue, []

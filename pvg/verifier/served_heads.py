@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pvg.config.sections import Verifier
+from pvg.config.verifier import LogprobHead, Verifier
 from pvg.errors import ConfigurationError
 from pvg.models.heads import ImplicitHead, ScalarHead, VerifierModel
 from pvg.models.logprobs import completion_logprobs
 from pvg.records import Float32
-from pvg.rollout.vllm.wire import GENERATE, UNSAMPLABLE, prompt_scoring, read_prompt_logprobs
-from pvg.servers.labels import salt
+from pvg.rollout.vllm_wire import GENERATE, UNSAMPLABLE, prompt_scoring, read_prompt_logprobs
 from pvg.servers.pool import MalformedReply
+from pvg.servers.publishing import salt
 from pvg.verifier.backend import ScoreInput
 
 CLASSIFY = "/classify"
@@ -160,20 +160,25 @@ class ServedImplicit:
         return self._beta * (self.sums(values) - references_N) + np.float32(bias)
 
 
+def _implicit(section: Verifier) -> ServedImplicit:
+    assert isinstance(section.head, LogprobHead)
+    return ServedImplicit(section.head.beta)
+
+
 SERVED_HEADS: dict[str, Callable[[Verifier], ServedScalar | ServedImplicit]] = {
     "scalar": lambda section: ServedScalar(),
-    "implicit": lambda section: ServedImplicit(section.beta),
+    "implicit": _implicit,
 }
 
 
 def served_head(section: Verifier) -> ServedScalar | ServedImplicit:
     """The served form of the verifier's head. Raises ConfigurationError if servers cannot compute the head."""
-    if section.head not in SERVED_HEADS:
+    if section.head.kind not in SERVED_HEADS:
         raise ConfigurationError(
-            f"verifier.head = {section.head!r} runs only with torch; vLLM does not support it.",
+            f"verifier.head = {section.head.kind!r} runs only with torch; vLLM does not support it.",
             "Set verifier.engine to 'torch', or verifier.head to 'implicit' or 'scalar'.",
         )
-    return SERVED_HEADS[section.head](section)
+    return SERVED_HEADS[section.head.kind](section)
 
 
 def _backbone(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from pvg.bench.profile import load_profile
-from pvg.bench.workload import Workload
-from pvg.bench.workloads import WORKLOADS
-from pvg.config.experiment import Experiment, build_experiment
+from pvg.bench.workloads import Workload, make_workload
+from pvg.config.experiment import Experiment
+from pvg.config.load import build_experiment
 from pvg.game.run import play
 from pvg.records import Rollout
 from pvg.store import FileStateStore, RolloutShards, RunDirectory, ShardInfo
@@ -20,7 +20,7 @@ SMALL = {
     "name": "small",
     "task": {"kind": "modchain", "problems": 512, "test_problems": 16},
     "models": {"threads": 1},
-    "rollout": {"group_size": 4, "max_rows": 32, "concurrency": 64, "max_tokens": 40},
+    "rollout": {"group_size": 4, "engine": {"max_rows": 32}, "concurrency": 64, "max_tokens": 40},
     "verifier": {"steps": 2, "pairs": 4},
     "training": {"groups": 4, "steps": 6, "minibatches": 2, "kl": {"kind": "fixed", "coefficient": 0.05}},
     "game": {"rounds": 1, "mint_problems": 24, "mint_samples": 4, "test": {"problems": 4, "samples": 1}},
@@ -60,7 +60,7 @@ def use(
     settings = load_profile(profile, ["models.threads=1", *overrides], replay=replay)
 
     async def run() -> Any:
-        workload: Workload = WORKLOADS[profile](settings)
+        workload: Workload = make_workload(settings)
         await workload.open()
         try:
             measured = [dict(await workload.sample(index)) for index in range(samples)]

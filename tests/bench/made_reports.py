@@ -70,7 +70,7 @@ def made_report(*variants: Variant, **changes: Any) -> BenchReport:
         "status": "ok",
         "created": "2026-11-21T12:00:00+00:00",
         "command": "pvg bench --profile rollout",
-        "config": {"profile": PROFILE, "experiment": {"rollout": {"max_rows": 256}}},
+        "config": {"profile": PROFILE, "experiment": {"rollout": {"engine": {"max_rows": 256}}}},
         "work": WORK,
         "environment": ENVIRONMENT,
         "warmup": 1,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pvg.bench.workload import BenchMetric
+from pvg.bench.workloads import BenchMetric
 from pvg.telemetry.spans import run_in, span
 
 

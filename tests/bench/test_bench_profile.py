@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from tiny_workload import PROFILE, Settings, write_profile
 
-from pvg.bench.profile import known_profiles, load_profile, read_profile, workload_settings
-from pvg.bench.workloads import WORKLOADS
-from pvg.config.experiment import find_experiment, load_experiment, shipped_directories
+from pvg.bench.profile import known_profiles, load_profile, workload_settings
+from pvg.bench.workloads import WORKLOADS, make_workload
+from pvg.config.load import find_experiment, load_experiment, shipped_directories
 from pvg.errors import ConfigurationError, PvgError, UsageError
 
 
@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_profile_starts_from_its_experiment_and_its_own_settings() -> None:
     settings = load_profile("tiny")
     modchain = load_experiment(find_experiment("modchain"))
-    assert settings.experiment.rollout.max_rows == 128  # "rollout.max_rows" = 128, the key in quotes
+    assert settings.experiment.rollout.engine.max_rows == 128  # "rollout.engine.max_rows" = 128, the key in quotes
     assert settings.experiment.training.steps == 7  # training.steps = 7, without
     assert settings.experiment.verifier == modchain.verifier
     assert workload_settings(Settings, settings) == Settings(numbers=2000)
@@ -33,28 +33,37 @@ def test_a_profile_starts_from_its_experiment_and_its_own_settings() -> None:
 def test_overrides_reach_the_experiment_the_workload_and_the_profile_in_order() -> None:
     settings = load_profile(
         "tiny",
-        ["rollout.max_rows=64", "rollout.max_rows=32", "workload.numbers=5", "workload.kind=stable", "repeats=9"],
+        [
+            "rollout.engine.max_rows=64",
+            "rollout.engine.max_rows=32",
+            "workload.numbers=5",
+            "workload.kind=stable",
+            "repeats=9",
+        ],
     )
-    assert settings.experiment.rollout.max_rows == 32
+    assert settings.experiment.rollout.engine.max_rows == 32
     assert workload_settings(Settings, settings) == Settings(numbers=5, kind="stable")
     assert (settings.profile.warmup, settings.profile.repeats) == (1, 9)
     plain = settings.plain()
     assert plain["profile"]["repeats"] == 9
     assert plain["profile"]["workload"] == {"numbers": 5, "kind": "stable"}
-    assert plain["experiment"]["rollout"]["max_rows"] == 32
+    assert plain["experiment"]["rollout"]["engine"]["max_rows"] == 32
 
 
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("rollout.max_row=1", ["'rollout.max_row'", "--set rollout.max_row=1", "'rollout.max_rows'"]),
+        (
+            "rollout.engine.max_row=1",
+            ["'rollout.engine.max_row'", "--set rollout.engine.max_row=1", "'rollout.engine.max_rows'"],
+        ),
         ("workload.number=1", ["'workload.number'", "--set workload.number=1", "'workload.numbers'"]),
         ("workloads.numbers=1", ["'workloads.numbers'", "'workload.numbers'"]),
         ("repeat=3", ["'repeat'", "'repeats'"]),
         ("repeats=0", ["repeats", "--set repeats=0"]),
         ("warmup=-1", ["warmup", "--set warmup=-1"]),
         ("workload.numbers=many", ["workload.numbers", "'many'", "--set workload.numbers=many"]),
-        ("rollout.max_rows=2048", ["rollout.max_rows = 2048 can never be filled"]),
+        ("rollout.engine.max_rows=2048", ["rollout.engine.max_rows = 2048 is above rollout.concurrency"]),
         ("about=x", ["'about'"]),
     ],
 )
@@ -73,7 +82,11 @@ def test_a_wrong_override_names_itself_and_the_nearest_key(override: str, words:
         ('about = "sorts numbers"\n', "", ["'about' is missing"]),
         ('fast = "quicksort"', 'fast = "stable"', ["'workload.kind' has the same"]),
         ('says = "the faster', 'say = "the faster', ["'ladder.0.say'"]),
-        ('"rollout.max_rows" = 128', '"rollout.max_row" = 128', ["'rollout.max_row'", "[set] of", "rollout.max_rows"]),
+        (
+            '"rollout.engine.max_rows" = 128',
+            '"rollout.engine.max_row" = 128',
+            ["'rollout.engine.max_row'", "[set] of", "rollout.engine.max_rows"],
+        ),
         ("numbers = 2000", "nombers = 2000", ["'workload.nombers'", "'workload.numbers'", "[workload] table"]),
         ("repeats = 3", 'repeats = "3"', ["repeats", "'3'"]),
         ('name = "tiny"', 'name = "../tiny"', ["name"]),
@@ -110,10 +123,15 @@ def test_a_profile_of_this_folder_hides_the_shipped_one_of_its_name(folder: Path
     assert load_profile(other).profile.profile == "tiny"
 
 
-@pytest.mark.parametrize("path", sorted(shipped_directories("profiles")[0].glob("*.toml")), ids=lambda path: path.stem)
-def test_every_shipped_profile_can_be_resolved(path: Path) -> None:
-    profile = read_profile(path)
+SHIPPED = shipped_directories("profiles")[0]
+PROFILES = [path for folder in (SHIPPED, SHIPPED.parent / "benchmarks") for path in sorted(folder.glob("*.toml"))]
+
+
+@pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
+def test_every_shipped_profile_can_be_resolved(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(SHIPPED.parent)  # the files of benchmarks/ name their code relative to it
     settings = load_profile(str(path))
-    assert profile.profile in WORKLOADS
-    assert path.stem == profile.name
+    assert (settings.profile.profile in WORKLOADS) == (path.parent == SHIPPED)
+    assert path.stem == settings.profile.name
+    assert make_workload(settings).measures
     assert settings.profile.repeats >= 5

@@ -18,7 +18,7 @@ import torch
 from pydantic import ValidationError
 from tiny_workload import TinyWorkload, write_profile
 
-from pvg.bench import flops as machine
+from pvg.bench.planning import plan_bench
 from pvg.bench.report import (
     SCHEMA_FILE,
     BenchReport,
@@ -32,7 +32,8 @@ from pvg.bench.report import (
     work_of,
     write_report,
 )
-from pvg.bench.variants import plan_bench, run_plan
+from pvg.bench.runner import run_plan
+from pvg.bench.workloads import trainer as machine
 from pvg.errors import MissingRequirementError, UsageError
 
 TABLE = {"tiny": TinyWorkload}
@@ -146,7 +147,7 @@ def test_what_is_no_report_is_named(folder: Path, content: bytes | None, words: 
 
 def test_work_is_equal_exactly_when_the_samples_did_the_same() -> None:
     plain = report()
-    assert work_of(plain) == work_of(report("rollout.max_rows=8", "workload.kind=stable"))  # how, not what
+    assert work_of(plain) == work_of(report("rollout.engine.max_rows=8", "workload.kind=stable"))  # how, not what
     assert work_of(plain) != work_of(report("workload.numbers=10"))
 
 

@@ -98,7 +98,7 @@ def test_samples_in_turn_go_forth_and_back_and_a_failed_variant_leaves_the_other
         VariantTrial(
             lambda: tiny(log, "workload.kind=stable", "workload.fault=sample"), warmup=1, repeats=3, label="b"
         ),
-        VariantTrial(lambda: tiny(log, "rollout.max_rows=8"), warmup=1, repeats=3, label="c"),
+        VariantTrial(lambda: tiny(log, "rollout.engine.max_rows=8"), warmup=1, repeats=3, label="c"),
     ]
     asyncio.run(run_trials(trials))
     a, b, c = "quicksort/128", "stable/128", "quicksort/8"

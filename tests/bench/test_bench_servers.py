@@ -16,15 +16,16 @@ import pytest
 import torch
 from aiohttp import web
 
-SERVING = Path(__file__).parent.parent / "serving"
+SERVING = Path(__file__).parent.parent / "servers"
 sys.path.insert(0, str(SERVING))
 
 import fake_vllm  # noqa: E402
 from fake_vllm import FakeOptions, FakeVllm  # noqa: E402
 
 from pvg.bench import servers  # noqa: E402
+from pvg.bench.planning import BenchPlan, plan_bench  # noqa: E402
 from pvg.bench.profile import load_profile  # noqa: E402
-from pvg.bench.variants import BenchPlan, plan_bench, run_plan  # noqa: E402
+from pvg.bench.runner import run_plan  # noqa: E402
 from pvg.bench.workloads import WORKLOADS, sync_servers  # noqa: E402
 from pvg.config.experiment import Experiment  # noqa: E402
 from pvg.errors import (  # noqa: E402
@@ -38,12 +39,12 @@ from pvg.servers.command import (  # noqa: E402
     Interpreter,
     ServerSpec,
 )
-from pvg.servers.keys import KEY_VARIABLE  # noqa: E402
+from pvg.servers.connections import KEY_VARIABLE  # noqa: E402
 
 KEY = "the-key-of-the-benchmarks"
 URL = "http://127.0.0.1:9"
-TINY = ("task.problems=64", "task.test_problems=8", "rollout.max_tokens=8", "serving.probe_every_s=0.2")
-SYNC = (*TINY, "workload.streams=6", "workload.updates=3")
+TINY = ("task.problems=64", "task.test_problems=8", "rollout.max_tokens=8")
+SYNC = (*TINY, "workload.streams=6", "workload.updates=3", "training.groups=2")
 ROLLOUT = (*TINY, "workload.rollouts=16", "rollout.concurrency=16", "workload.prompt_tokens=40")
 
 
@@ -166,7 +167,7 @@ def planned(profile: str, *overrides: str, **how: Any) -> BenchPlan:
 def test_on_servers_another_profile_takes_its_place() -> None:
     plan = planned("sync")
     assert plan.base.profile.name == "sync-vllm"
-    assert plan.base.experiment.rollout.engine == "vllm"
+    assert plan.base.experiment.rollout.engine.kind == "vllm"
     assert plan.base.experiment.serving.servers == (URL,)
     assert planned("rollout", sweep="rollout.concurrency=8,64").base.profile.name == "rollout-vllm"
     assert plan_bench("sync", ["rollout.engine=vllm"]).base.profile.name == "sync-vllm"
@@ -195,12 +196,12 @@ def test_a_profiles_own_sweep_is_what_is_measured_unless_it_is_settled() -> None
     ("profile", "overrides", "how", "words"),
     [
         ("rollout", (), {"sweep": "serving.max_num_seqs=16,64"}, "fixed when a server starts.*--serve"),
-        ("rollout", (), {"sweep": "serving.prefix_caching=true,false"}, "fixed when a server starts"),
+        ("rollout", (), {"sweep": "serving.tensor_parallel=1,2"}, "fixed when a server starts"),
         ("rollout", (), {"serve": True}, "--server and --serve cannot be used together"),
         ("rollout", ("rollout.engine=torch",), {}, r"--server already sets rollout\.engine.*Drop --set"),
         ("rollout", ("serving.servers=http://a:1",), {}, r"--server already sets serving\.servers"),
         ("rollout", (), {"sweep": "rollout.concurrency=8,16", "interleave": True}, "cannot be interleaved"),
-        ("data", (), {}, "'data' does not use servers"),
+        ("trainer", (), {}, "'trainer' does not use servers"),
         ("sync", ("workload.pool=none",), {}, r"workload\.pool"),
     ],
 )
@@ -340,7 +341,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         )
 
     monkeypatch.setattr(servers, "server_spec", spec)
-    interpreter: Callable[[str], Interpreter] = lambda setting: Interpreter(Path(sys.executable), "0.32.0", "cpu", "")  # noqa: E731
+    interpreter: Callable[[], Interpreter] = lambda: Interpreter(Path(sys.executable), "0.32.0", "cpu", "")  # noqa: E731
     monkeypatch.setattr(servers, "find_interpreter", interpreter)
     return started
 

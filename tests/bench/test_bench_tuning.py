@@ -13,13 +13,13 @@ from tiny_workload import PROFILE, TinyWorkload, write_profile
 from pvg.bench.profile import TuningRange
 from pvg.bench.report import BenchReport, Samples
 from pvg.bench.tuning import choose, tune
-from pvg.config.experiment import find_experiment, load_experiment
+from pvg.config.load import find_experiment, load_experiment
 from pvg.errors import PvgError, UsageError
 
-ENTRY = TuningRange(key="rollout.max_rows", values=(8, 16, 32))
+ENTRY = TuningRange(key="rollout.engine.max_rows", values=(8, 16, 32))
 TUNED = f"""{PROFILE}
 [[tune]]
-key = "rollout.max_rows"
+key = "rollout.engine.max_rows"
 values = [8, 16]
 
 [[tune]]
@@ -37,10 +37,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def swept(measured: dict[int, Samples], name: str = "tokens_per_s") -> BenchReport:
-    """A sweep of rollout.max_rows that measured this."""
+    """A sweep of rollout.engine.max_rows that measured this."""
     variants = [
-        variant({name: samples}, f"rollout.max_rows={rows}").model_copy(
-            update={"overrides": {"rollout.max_rows": rows}}
+        variant({name: samples}, f"rollout.engine.max_rows={rows}").model_copy(
+            update={"overrides": {"rollout.engine.max_rows": rows}}
         )
         for rows, samples in measured.items()
     ]
@@ -71,7 +71,7 @@ def test_values_that_failed_are_passed_over_and_nothing_left_is_an_error() -> No
     ]
     one = report.model_copy(update={"variants": (report.variants[0], gone[1])})
     assert choose(one, ENTRY) == 8
-    with pytest.raises(PvgError, match=r"No value of rollout\.max_rows could be measured: out of memory"):
+    with pytest.raises(PvgError, match=r"No value of rollout\.engine\.max_rows could be measured: out of memory"):
         choose(report.model_copy(update={"variants": tuple(gone)}), ENTRY)
 
 
@@ -79,28 +79,28 @@ def test_each_setting_is_measured_beside_those_chosen_before_it_and_the_file_set
     table = {"tiny": TinyWorkload}
     tuned = tune("tiny", ["repeats=2"], command="pvg bench --profile tiny --tune", table=table)
     (first, rows), (second, groups) = tuned.choices
-    assert (first, second) == ("rollout.max_rows", "training.groups")
+    assert (first, second) == ("rollout.engine.max_rows", "training.groups")
     assert rows in (8, 16)
     assert groups in (2, 4)
-    assert [v.overrides for v in tuned.reports[0].variants] == [{"rollout.max_rows": n} for n in (8, 16)]
-    assert tuned.reports[1].config["experiment"]["rollout"]["max_rows"] == rows
+    assert [v.overrides for v in tuned.reports[0].variants] == [{"rollout.engine.max_rows": n} for n in (8, 16)]
+    assert tuned.reports[1].config["experiment"]["rollout"]["engine"]["max_rows"] == rows
     text = tuned.to_toml()
-    assert tomllib.loads(text) == {"rollout": {"max_rows": rows}, "training": {"groups": groups}}
+    assert tomllib.loads(text) == {"rollout": {"engine": {"max_rows": rows}}, "training": {"groups": groups}}
     assert "# Made by pvg bench --profile tiny --tune" in text
     assert text.count("numbers/s (") == 4
     (folder / "tuned.toml").write_text(text)
     experiment = load_experiment(find_experiment("modchain"), ["training.groups=7", "@tuned.toml"])
-    assert (experiment.rollout.max_rows, experiment.training.groups) == (rows, groups)
+    assert (experiment.rollout.engine.max_rows, experiment.training.groups) == (rows, groups)
 
 
 def test_a_setting_that_is_given_is_not_tuned() -> None:
     table = {"tiny": TinyWorkload}
     tuned = tune("tiny", ["repeats=2", "training.groups=4"], command="x", table=table)
-    assert [key for key, _ in tuned.choices] == ["rollout.max_rows"]
+    assert [key for key, _ in tuned.choices] == ["rollout.engine.max_rows"]
 
 
 @pytest.mark.parametrize("name", ["tiny", "bare"])
 def test_nothing_to_tune_is_said(name: str) -> None:
     with pytest.raises(UsageError, match="has no settings to tune") as caught:
-        tune(name, ["training.groups=4", "rollout.max_rows=8"], command="x")
+        tune(name, ["training.groups=4", "rollout.engine.max_rows=8"], command="x")
     assert "--sweep" in caught.value.remedy

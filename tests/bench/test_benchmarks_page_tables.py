@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from made_reports import PROFILE, higher, lower, made_report, variant
 
+from benchmarks.pages.make_benchmarks import report_lines
+from benchmarks.pages.readme_ladder import BEGIN, END, with_ladder
+from benchmarks.pages.scaling_tables import growths, scaling_lines
+from benchmarks.pages.targets import TARGETS, beside_it, idle_share, target_lines
 from pvg.bench.report import BenchReport, TimeBudget
 from pvg.errors import UsageError
-
-DOCS = Path(__file__).parents[2] / "docs"
-sys.path.insert(0, str(DOCS))
-
-from make_benchmarks import report_lines  # noqa: E402
-from readme_ladder import BEGIN, END, with_ladder  # noqa: E402
-from scaling_tables import growths, scaling_lines  # noqa: E402
-from targets import TARGETS, beside_it, idle_share, target_lines  # noqa: E402
 
 AROUND = [0.98, 0.99, 1.0, 1.01, 1.02]
 
@@ -46,7 +40,7 @@ def test_without_reports_nothing_is_measured() -> None:
 def ladder_report(slow: float, fast: float) -> BenchReport:
     return made_report(
         variant({"step_s": lower(around(slow))}, "all slow"),
-        variant({"step_s": lower(around(fast))}, "rollout.max_rows=256"),
+        variant({"step_s": lower(around(fast))}, "rollout.engine.max_rows=256"),
         kind="ablation",
         name="e2e",
         command="pvg bench --profile e2e --ablate",
@@ -54,7 +48,7 @@ def ladder_report(slow: float, fast: float) -> BenchReport:
             "profile": PROFILE
             | {
                 "headline": "step_s",
-                "ladder": [{"switch": "rollout.max_rows", "slow": 8, "fast": 256, "says": "decoded together"}],
+                "ladder": [{"switch": "rollout.engine.max_rows", "slow": 8, "fast": 256, "says": "decoded together"}],
             },
             "experiment": {},
         },
@@ -79,7 +73,7 @@ def test_a_ratio_beyond_its_target_is_reached_and_one_around_it_is_not_sure() ->
 def test_what_is_not_reached_says_what_bounds_it() -> None:
     lines = target_lines({"e2e-ablation.json": ladder_report(2.0, 1.0)})
     assert lines[-1].startswith("- Not reached: whole GRPO steps of the embedded game")
-    assert lines[-1].endswith("Where our side's time goes: decode 100 %.")
+    assert lines[-1].endswith("pvg's time by part: decode 100 %.")
     assert not [line for line in target_lines({"e2e-ablation.json": ladder_report(4.0, 1.0)}) if line.startswith("- ")]
 
 
@@ -111,7 +105,7 @@ def test_the_least_idle_pipeline_stands_beside_the_synchronous_one() -> None:
     )
     row = row_of(
         target_lines({"pipeline.json": report}),
-        "trainer's idle share (1 - useful work / wall time), pipeline on, with the synchronous one beside it",
+        "trainer's idle share (1 - useful work / wall time) with prefetch, compared with the synchronous share",
     )
     assert "| 10 % (9.8 – 10.2), `rollout.prefetch=1`; synchronous 50 % (49 – 51) | reached |" in row
 
@@ -152,11 +146,16 @@ def test_a_missed_target_tells_the_time_and_the_figures_of_the_variant_that_it_i
     """Which is not the last of its report."""
     lines = target_lines({"stragglers.json": stragglers_report(1.2, 1.5)})
     told = [line for line in lines if line.startswith("- Not reached")]
-    assert [line.partition("goes: ")[2] for line in told] == ["part 0.25 100 %.", "part 0.2, spo, partial 100 %."]
+    assert [line.partition("time by part: ")[2] for line in told] == [
+        "part 0.25 100 %.",
+        "part 0.2, spo, partial 100 %.",
+    ]
     target = next(target for target in TARGETS if target.file == "stragglers.json")
     about = replace(target, beside=("length_kept",))
     report = stragglers_report(1.2, 1.5)
-    assert beside_it(about, report, about.read(report)).startswith(" Ours against theirs: `length_kept` 0.6 against 1.")
+    assert beside_it(about, report, about.read(report)).startswith(
+        " pvg against the other: `length_kept` 0.6 against 1."
+    )
     idle = made_report(
         *(variant({"trainer_idle": lower(around(idle), "1")}, f"k={n}") for n, idle in enumerate((0.5, 0.3, 0.4))),
         config={"profile": PROFILE | {"headline": "trainer_idle"}, "experiment": {}},
@@ -210,7 +209,7 @@ def scaling_report(decode: float) -> BenchReport:
 def test_what_grows_with_its_work_is_said_to() -> None:
     lines = list(scaling_lines(scaling_report(1.0)))
     assert lines[-1] == (
-        "Nothing grows faster than its work beyond the noise. Of 3 intervals, 0.1 lie above the truth by chance."
+        "No part grows significantly faster than its work. By chance, 0.1 of 3 intervals are above the true value."
     )
     assert "fitted from 256 to 1,024" in "\n".join(lines)
     assert "| 1,024 | 10.34 | 0.102 | 0 | 10.24 | 49,152 | 1,024 | 500 |" in lines
@@ -226,7 +225,7 @@ def test_what_grows_with_its_work_is_said_to() -> None:
 
 def test_what_grows_faster_than_its_work_is_named() -> None:
     report = scaling_report(2.0)
-    assert list(scaling_lines(report))[-1].startswith("Faster than its work grows: whole step (by 0.8")
+    assert list(scaling_lines(report))[-1].startswith("These parts grow faster than their work: whole step (by 0.8")
     by_part = {growth.part: growth for growth in growths(report)}
     assert by_part["decode"].faster
     assert by_part["decode"].time.value == pytest.approx(2.0)
@@ -252,13 +251,13 @@ def test_decoding_may_grow_as_what_it_reads_does() -> None:
 
 def test_the_ladder_names_the_rungs_that_cannot_be_told_apart_from_1() -> None:
     nothing, slower = ladder_report(1.0, 1.0), ladder_report(1.0, 2.0)
-    told = "Cannot be told apart from 1 in this report (1 of 1): `rollout.max_rows=256`.\n"
+    told = "No significant difference in this report (1 of 1): `rollout.engine.max_rows=256`.\n"
     for text in (page_of(nothing), with_ladder(f"{BEGIN}{END}", nothing)):
         assert f"Intervals are at 95 %. {told}" in text
         assert "**" not in text.partition("| all slow |")[2].partition("Intervals")[0]
     for text in (page_of(slower), with_ladder(f"{BEGIN}{END}", slower)):
-        assert "Slower than the row above: `rollout.max_rows=256`.\n" in text
-        assert "Cannot be told apart" not in text
+        assert "Slower than the row above: `rollout.engine.max_rows=256`.\n" in text
+        assert "No significant difference" not in text
 
 
 def test_a_report_of_uncommitted_changes_is_marked_on_the_page_and_in_the_readme() -> None:
@@ -283,9 +282,9 @@ def test_the_ladder_stands_between_its_marks_and_nothing_else_changes() -> None:
     assert "| all slow |  | 4 |  |  |\n" in text
     gain = r"\([34].*–4.*\)"
     assert re.search(
-        rf"\| `rollout.max_rows=256` \| decoded together \| 1 \| \*\*4.00x\*\* {gain} \| 4.00x {gain} \|\n", text
+        rf"\| `rollout.engine.max_rows=256` \| decoded together \| 1 \| \*\*4.00x\*\* {gain} \| 4.00x {gain} \|\n", text
     )
-    assert "Intervals are at 95 %. In bold: a gain whose interval leaves out 1.\n" in text
+    assert "Intervals are at 95 %. In bold: a gain whose interval excludes 1.\n" in text
     assert text.endswith(f"{END}\n\nmore\n")
     assert with_ladder(text, ladder_report(4.0, 1.0)) == text
     with pytest.raises(UsageError, match="end of the ladder"):

@@ -270,7 +270,10 @@ def test_environments_and_settings_are_named_field_by_field() -> None:
     b = made_report(
         variant({"s": lower(BASE)}),
         environment=ENVIRONMENT.model_copy(update={"torch": "2.14.0", "gpu": "H200"}),
-        config={"profile": {**PROFILE, "repeats": 6}, "experiment": {"rollout": {"max_rows": 8, "new": True}}},
+        config={
+            "profile": {**PROFILE, "repeats": 6},
+            "experiment": {"rollout": {"engine": {"max_rows": 8}, "new": True}},
+        },
     )
     comparison = compare_reports(a, b)
     assert comparison.environment == (
@@ -279,7 +282,7 @@ def test_environments_and_settings_are_named_field_by_field() -> None:
     )
     assert [str(each) for each in comparison.settings] == [
         "profile.repeats is 5 in A and 6 in B",
-        "rollout.max_rows is 256 in A and 8 in B",
+        "rollout.engine.max_rows is 256 in A and 8 in B",
         "rollout.new is absent in A and true in B",
     ]
     assert not compare_reports(a, a).environment

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.pages.scaling_tables import exponent_of, upper_range
 from pvg.bench.statistics import contrast_of_medians, ratio_of_medians
-from pvg.bench.workloads.scaling import exponent_of, upper_range
 
 SIZES = [256.0, 512.0, 1024.0]
 

@@ -16,21 +16,22 @@ from hypothesis import strategies as st
 from made_reports import higher, lower, made_report, variant
 
 from pvg.bench.runner import VariantTrial, run_trials
-from pvg.bench.workload import BenchMetric
-from pvg.config.sections import ModchainTask
+from pvg.bench.workloads import BenchMetric
+from pvg.config.task import ModchainTask
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
 from pvg.tasks.modchain import Modchain, chain_problem
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / "benchmarks" / "peers"
-sys.path[:0] = [str(PEERS), str(ROOT / "docs")]
+sys.path.insert(0, str(PEERS))
 
 import compare  # noqa: E402
 import pvg_grpo  # noqa: E402
 import pvg_verifier  # noqa: E402
 import work  # noqa: E402
-from peer_tables import peer_lines  # noqa: E402
 from sides import Side, WorkerFailedError  # noqa: E402
+
+from benchmarks.pages.peer_tables import peer_lines  # noqa: E402
 
 SMALL = {
     "grpo": ["training.groups=2", "rollout.group_size=4", "rollout.max_tokens=5", "work.prompts=8"],

@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 from profiled_work import ProfiledWork, spin_here
 
-from pvg.bench.profiling import passes
-from pvg.bench.profiling.passes import stage_of, stage_settings
-from pvg.bench.profiling.profile import ProfileResult, profile_stage
-from pvg.bench.profiling.py_spy import (
+from pvg.bench import profiling
+from pvg.bench.profiling import ProfileResult, profile_stage, stage_of, stage_settings
+from pvg.bench.py_spy import (
     CostlyFrame,
     PySpyError,
     explained,
@@ -37,7 +36,7 @@ needs_py_spy = pytest.mark.skipif(HERE is None, reason="py-spy is not installed"
 
 @pytest.fixture(autouse=True)
 def short_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "LEAST_SAMPLED_S", 0.5)
+    monkeypatch.setattr(profiling, "LEAST_SAMPLED_S", 0.5)
 
 
 @pytest.fixture
@@ -154,7 +153,7 @@ def test_a_process_that_may_not_be_looked_into(tmp_path: Path) -> None:
     """Without the capability, and marked as not to be traced: what a hardened container does to a user."""
     program = (
         "import ctypes, sys; from pathlib import Path\n"
-        "from pvg.bench.profiling.py_spy import *\n"
+        "from pvg.bench.py_spy import *\n"
         "ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\n"  # PR_SET_DUMPABLE
         "try:\n"
         f"    with sampling(find_py_spy(), Path({str(tmp_path / 'x')!r}), 'flamegraph'): print('sampled')\n"
@@ -225,7 +224,7 @@ def test_costliest_frames_by_hand(tmp_path: Path) -> None:
 def test_files_are_shown_as_one_knows_them() -> None:
     assert shortened(time.__name__) == "time"
     assert shortened(json.__file__) == "json/__init__.py"
-    assert shortened(str(Path(passes.__file__))) == "pvg/bench/profiling/passes.py"
+    assert shortened(str(Path(profiling.__file__))) == "pvg/bench/profiling.py"
     assert shortened("/elsewhere/x.py") == "/elsewhere/x.py"
     deep = CostlyFrame("f", "transformers/models/llama/modeling_llama.py", 64, 1.0, 1.0)
     assert deep.place == "transformers/…/modeling_llama.py:64"

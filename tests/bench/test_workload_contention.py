@@ -3,45 +3,48 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 
 import pytest
 
+from pvg.bench.planning import plan_bench
 from pvg.bench.profile import load_profile
-from pvg.bench.runner import run_variant
-from pvg.bench.variants import plan_bench, run_plan
+from pvg.bench.report import BenchReport
+from pvg.bench.runner import run_plan, run_variant
 from pvg.bench.workloads import WORKLOADS, contention
 from pvg.errors import ConfigurationError
 
 SMALL = ["training.groups=1", "rollout.group_size=2", "rollout.max_tokens=8", "warmup=0", "repeats=1"]
 
 
-def test_a_sample_is_the_same_steps_beside_no_one_and_two_busy_processes() -> None:
-    settings = load_profile("contention", SMALL)
-    variant, work = asyncio.run(run_variant(lambda: WORKLOADS["contention"](settings), warmup=0, repeats=2))
-    assert variant.status == "ok", variant.reason
-    samples = {name: found.values for name, found in variant.samples.items()}
-    for busy in (1, 2):
-        pairs = zip(samples["step_s"], samples[f"step_{busy}_s"], strict=True)
-        assert samples[f"kept_{busy}"] == tuple(idle / beside for idle, beside in pairs)
-    assert all(seconds > 0 for seconds in samples["step_s"])
-    assert variant.derived["threads"] == 1  # the default of the embedded prover
-    assert (work["beside"], work["steps"], work["groups"]) == ([0, 1, 2], 1, 1)
-    assert variant.budget is not None
-    assert {"beside_0", "beside_1", "beside_2"} <= variant.budget.exposed.keys()
+@pytest.fixture(scope="module")
+def report() -> Iterator[BenchReport]:
+    """Two samples of each variant of the profile, on a machine that says it has three cores."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contention, "usable_cores", lambda: 3)
+        plan = plan_bench("contention", [*SMALL, "repeats=2"])
+        assert plan.interleave
+        yield run_plan(plan, command="test").report
 
 
-def test_the_profile_compares_one_thread_for_each_core_with_the_default_in_turn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(contention, "usable_cores", lambda: 3)
-    plan = plan_bench("contention", SMALL)
-    assert plan.interleave
-    assert not plan_bench("contention", SMALL, interleave=False).interleave
-    report = run_plan(plan, command="test").report
+def test_the_profile_compares_one_thread_for_each_core_with_the_default_in_turn(report: BenchReport) -> None:
     assert report.status == "ok", report.reason
-    assert [variant.label for variant in report.variants] == ["threads=cores", "threads=default"]
-    assert [variant.derived["threads"] for variant in report.variants] == [3, 1]
+    assert [variant.label for variant in report.variants] == ["threads=cores", "threads=default", "cluster.kind=local"]
+    assert [variant.derived["threads"] for variant in report.variants] == [3, 1, 1]  # 1: that of the embedded prover
     assert "by_variant" not in report.work  # both do the same
+    assert not plan_bench("contention", SMALL, interleave=False).interleave
+
+
+def test_a_sample_is_the_same_steps_beside_no_one_and_two_busy_processes(report: BenchReport) -> None:
+    assert (report.work["beside"], report.work["steps"], report.work["groups"]) == ([0, 1, 2], 1, 1)
+    for variant in report.variants:
+        samples = {name: found.values for name, found in variant.samples.items()}
+        assert all(seconds > 0 for seconds in samples["step_s"])
+        for busy in (1, 2):
+            pairs = zip(samples["step_s"], samples[f"step_{busy}_s"], strict=True)
+            assert samples[f"kept_{busy}"] == tuple(idle / beside for idle, beside in pairs)
+        assert variant.budget is not None
+        assert {"beside_0", "beside_1", "beside_2"} <= variant.budget.exposed.keys()
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import credit
+from pvg.bench.planning import plan_bench
 from pvg.bench.profile import load_profile
-from pvg.bench.variants import plan_bench, run_plan
-from pvg.bench.workloads import WORKLOADS, credit
+from pvg.bench.runner import run_plan
 from pvg.errors import ConfigurationError
 
 SMALL = ["workload.rollouts=64", "workload.pairs=50", "workload.environments=5", "workload.turns=2", "warmup=0"]
 
 
 def test_all_rungs_of_the_ladder_do_the_same_work() -> None:
-    report = run_plan(plan_bench("credit", [*SMALL, "repeats=1"], ablate=True), command="test").report
+    report = run_plan(plan_bench("benchmarks/credit.toml", [*SMALL, "repeats=1"], ablate=True), command="test").report
     assert report.status == "ok", report.reason
     assert len(report.variants) == 4
     for variant in report.variants:
@@ -31,7 +32,7 @@ def test_a_loop_that_gives_something_else_is_refused(monkeypatch: pytest.MonkeyP
     right = table["loop"]
     monkeypatch.setitem(table, "loop", lambda *given: right(*given) * 1.01)
     with pytest.raises(AssertionError):
-        asyncio.run(WORKLOADS["credit"](load_profile("credit", SMALL)).open())
+        asyncio.run(credit.make(load_profile("benchmarks/credit.toml", SMALL)).open())
 
 
 def test_the_loops_by_hand() -> None:
@@ -44,4 +45,4 @@ def test_the_loops_by_hand() -> None:
 
 def test_rollouts_come_in_whole_groups() -> None:
     with pytest.raises(ConfigurationError, match="not a multiple of the group size 8"):
-        WORKLOADS["credit"](load_profile("credit", ["workload.rollouts=12"]))
+        credit.make(load_profile("benchmarks/credit.toml", ["workload.rollouts=12"]))

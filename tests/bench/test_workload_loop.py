@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import loop
+from benchmarks.loop import LoopWorkload
+from benchmarks.loop_engine import Payload, RecordedEngine, RolloutStretch, first_step, recorded
 from pvg.bench.profile import load_profile
 from pvg.bench.runner import run_variant
-from pvg.bench.workloads import loop
-from pvg.bench.workloads.loop import LoopWorkload
-from pvg.bench.workloads.loop_engine import Payload, RecordedEngine, RolloutStretch, first_step, recorded
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
 from pvg.game import on_policy
 from pvg.game.ledger import Ledger
@@ -29,7 +29,7 @@ from pvg.rollout.engine import GenerationRequest, Sampling
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.verifier.template import VerifierTemplate
 
-PROFILE = "profiles/loop.toml"
+PROFILE = "benchmarks/loop.toml"
 TINY = (
     "workload.rollouts=16",
     "workload.tokens=300",
@@ -113,7 +113,7 @@ NAIVE = (
     "workload.encoding=json",
     "workload.commit=loop",
     "workload.batch=loop",
-    "rollout.grading=loop",
+    "workload.grading=loop",
 )
 
 
@@ -262,7 +262,7 @@ def test_a_stall_while_grading_is_seen_where_it_happened() -> None:
     def plant(workload: LoopWorkload) -> None:
         workload._dispatcher.grader._task = StallingTask(workload._session.task)
 
-    measured, derived, _ = sampled("rollout.grading=loop", plant=plant)
+    measured, derived, _ = sampled("workload.grading=loop", plant=plant)
     # A tick comes due at most 10 ms after the stall begins and can run when it ends.
     assert measured["lag_max_ms"] > (STALL_S - 0.02) * 1e3
     assert derived["rollout_stall_ms"] > (STALL_S - 0.02) * 1e3

@@ -19,11 +19,11 @@ from pvg.bench.runner import run_variant
 from pvg.bench.workloads import WORKLOADS
 from pvg.bench.workloads.pipeline import ChildEngine, MeasuredSteps
 from pvg.bench.workloads.pipeline_child import drawn_time
-from pvg.config.experiment import build_experiment
+from pvg.config.load import build_experiment
 from pvg.errors import ConfigurationError, StateError
 from pvg.records import VersionSpan
 from pvg.rollout.engine import GenerationRequest, Sampling
-from pvg.servers.update import WeightUpdate
+from pvg.servers.publishing import WeightUpdate
 
 TINY = (
     "workload.steps=2",
@@ -31,7 +31,7 @@ TINY = (
     "training.groups=4",
     "rollout.group_size=4",
     "rollout.concurrency=8",
-    "rollout.max_rows=8",
+    "rollout.engine.max_rows=8",
     "rollout.max_tokens=32",
     "models.threads=1",
 )
@@ -54,8 +54,8 @@ def ran(*overrides: str) -> tuple[Any, dict[str, Any]]:
 
 
 def test_ahead_and_in_turns_the_work_is_the_same_and_nothing_is_left_behind(scratch: Path) -> None:
-    synchronous, work = ran("rollout.prefetch=0")
-    ahead, same_work = ran("rollout.prefetch=1")
+    synchronous, work = ran("rollout.prefetch=none")
+    ahead, same_work = ran("rollout.prefetch=fresh")
     assert same_work == work
     assert synchronous.derived["staleness_max"] == synchronous.derived["dropped_share"] == 0.0
     assert 0.0 <= ahead.derived["staleness"] <= ahead.derived["staleness_max"] <= 2.0
@@ -81,7 +81,7 @@ def test_ahead_and_in_turns_the_work_is_the_same_and_nothing_is_left_behind(scra
 
 def test_the_profiles_variants_are_valid() -> None:
     plan = plan_bench("pipeline", [])
-    assert [choice.settings.experiment.rollout.prefetch for choice in plan.choices] == [0, 1, 2, 1]
+    assert [choice.settings.experiment.rollout.prefetch.batches for choice in plan.choices] == [0, 1, 2, 1]
     assert all(choice.settings.experiment.rollout.concurrency == 64 for choice in plan.choices)
 
 

@@ -8,7 +8,7 @@ from bench_runs import played, prover_rollouts, small_experiment, use
 
 from pvg.bench.profile import load_profile
 from pvg.bench.workloads import WORKLOADS
-from pvg.bench.workloads.replay import recorded_batches, train_seconds
+from pvg.bench.workloads.fixtures import recorded_batches, train_seconds
 from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError, UsageError
 from pvg.store import DamagedFileError, RunDirectory
@@ -39,8 +39,8 @@ def test_each_sample_and_each_way_of_doing_it_does_the_same_work() -> None:
     ways = [
         ([], 1),
         ([], 2),  # samples
-        (["rollout.max_rows=6", "rollout.concurrency=10"], 1),
-        (["rollout.compaction=false", "rollout.shared_prefill=false"], 1),
+        (["rollout.engine.max_rows=6", "rollout.concurrency=10"], 1),
+        (["rollout.engine.decoding=module"], 1),
     ]
     found = [
         use("rollout", FEW + way, lambda w, _: (w.work(), w.derived()["completion_tokens"]), samples=samples)
@@ -83,7 +83,7 @@ def test_the_measures_agree_with_each_other() -> None:
             assert 6.0 < values["engine_batch"] <= 8.0  # some rows end before others
         assert derived["completion_length"] == derived["completion_tokens"] / 24
 
-    use("rollout", [*FEW, "rollout.max_rows=8"], look, samples=2)
+    use("rollout", [*FEW, "rollout.engine.max_rows=8"], look, samples=2)
 
 
 def test_the_shared_part_of_the_prompts() -> None:
@@ -92,7 +92,7 @@ def test_the_shared_part_of_the_prompts() -> None:
 
     # Of 11 prompt tokens the last is each row's own first input; of four rows three need no prefill of their own.
     assert share() == pytest.approx(10 / 11 * 3 / 4)
-    assert share("rollout.shared_prefill=false") == 0.0
+    assert share("workload.engine=transformers") == 0.0
 
 
 def test_cut_off_completions_are_counted() -> None:
@@ -116,9 +116,9 @@ def test_uneven_lengths_are_the_same_in_any_batch() -> None:
         derived = workload.derived()  # type: ignore[attr-defined]
         return derived["completion_tokens"], measured[0]["engine_batch"]
 
-    lengths = [*FEW, "workload.uneven_length=true", "rollout.max_tokens=30", "rollout.max_rows=4"]
+    lengths = [*FEW, "workload.uneven_length=true", "rollout.max_tokens=30", "rollout.engine.max_rows=4"]
     whole, continuous = (
-        use("rollout", [*lengths, f"rollout.batching={batching}"], look) for batching in ("whole", "continuous")
+        use("rollout", [*lengths, f"rollout.engine.batching={batching}"], look) for batching in ("whole", "continuous")
     )
     assert whole[0] == continuous[0] < 24 * 30
     assert whole[1] < continuous[1] <= 4

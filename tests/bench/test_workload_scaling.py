@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pvg.bench.flops import ModelSize
+from benchmarks.scaling import COMPUTED, PARTS, REST, PeakMemory, decode_reads, step_work
 from pvg.bench.planning import plan_bench
 from pvg.bench.profile import load_profile
-from pvg.bench.variants import run_plan
-from pvg.bench.workloads import WORKLOADS
-from pvg.bench.workloads.scaling import COMPUTED, PARTS, REST, PeakMemory, decode_reads, step_work
-from pvg.config.experiment import build_experiment
+from pvg.bench.runner import run_plan
+from pvg.bench.workloads import make_workload
+from pvg.bench.workloads.trainer import ModelSize
+from pvg.config.load import build_experiment
 from pvg.errors import ConfigurationError
 from pvg.telemetry.spans import Tracer
 
 SMALL = ["rollout.group_size=4", "models.threads=1", "workload.width=32", "workload.layers=1", "warmup=0", "repeats=1"]
-PROFILES = ("scaling-rollouts", "scaling-length", "scaling-model")
+PROFILES = [f"benchmarks/scaling-{axis}.toml" for axis in ("rollouts", "length", "model")]
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_sample_is_a_step_of_known_work_and_leaves_nothing_behind(scratch: Path) -> None:
     overrides = [*SMALL, "training.groups=2", "rollout.max_tokens=5"]
-    report = run_plan(plan_bench("scaling-rollouts", overrides), command="test").report
+    report = run_plan(plan_bench("benchmarks/scaling-rollouts.toml", overrides), command="test").report
     assert report.status == "ok", report.reason
     (variant,) = report.variants
     measured = {name: samples.values[0] for name, samples in variant.samples.items()}
@@ -56,10 +56,10 @@ def test_a_sample_is_a_step_of_known_work_and_leaves_nothing_behind(scratch: Pat
 
 def test_every_sample_and_every_opening_is_the_same() -> None:
     async def tokens() -> list[Any]:
-        settings = load_profile("scaling-length", [*SMALL, "training.groups=2", "rollout.max_tokens=6"])
+        settings = load_profile("benchmarks/scaling-length.toml", [*SMALL, "training.groups=2", "rollout.max_tokens=6"])
         found = []
         for _ in range(2):
-            workload: Any = WORKLOADS["scaling"](settings)
+            workload: Any = make_workload(settings)
             with Tracer().drive():
                 await workload.open()
                 for index in range(2):
@@ -119,14 +119,14 @@ def test_a_profile_makes_its_axis_larger_over_at_least_the_sixteenfold(profile: 
 )
 def test_what_cannot_be_measured_is_refused(override: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        WORKLOADS["scaling"](load_profile("scaling-model", [override]))
+        make_workload(load_profile("benchmarks/scaling-model.toml", [override]))
 
 
 def test_a_task_of_another_alphabet_is_refused() -> None:
-    settings = load_profile("scaling-model")
+    settings = load_profile("benchmarks/scaling-model.toml")
     other = build_experiment({"task": {"kind": "gsm8k", "path": "elsewhere"}})
     with pytest.raises(ConfigurationError, match=r"not that of task\.kind"):
-        WORKLOADS["scaling"](replace(settings, experiment=other))
+        make_workload(replace(settings, experiment=other))
 
 
 def test_peak_memory_counts_what_is_gone_at_the_end() -> None:

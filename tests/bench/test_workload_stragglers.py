@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import stragglers
+from benchmarks.stragglers import HeavyTailedEngine, Stragglers, drawn_lengths
 from pvg.bench.planning import plan_bench
 from pvg.bench.profile import load_profile
 from pvg.bench.runner import run_variant
-from pvg.bench.workloads import stragglers
-from pvg.bench.workloads.stragglers import HeavyTailedEngine, Stragglers, drawn_lengths
-from pvg.config.experiment import build_experiment
+from pvg.config.load import build_experiment
 from pvg.errors import ConfigurationError
 from pvg.rollout.engine import GenerationRequest, Sampling
 
@@ -32,15 +32,18 @@ FIRST_12 = (
     "training.loss=spo",
     "training.groups=16",
     "rollout.group_size=1",
-    "rollout.min_group=12",
-    "rollout.group_deadline_s=0.000001",
+    "rollout.deadline=cut",
+    "rollout.deadline.min_rollouts=12",
+    "rollout.deadline.seconds=0.000001",
 )
 
 
 def ran(*overrides: str) -> tuple[Any, dict[str, Any]]:
     async def play() -> tuple[Any, dict[str, Any]]:
         return await run_variant(
-            lambda: stragglers.make(load_profile("profiles/stragglers.toml", [*TINY, *overrides])), warmup=0, repeats=2
+            lambda: stragglers.make(load_profile("benchmarks/stragglers.toml", [*TINY, *overrides])),
+            warmup=0,
+            repeats=2,
         )
 
     variant, work = asyncio.run(play())
@@ -67,7 +70,9 @@ def test_spo_trains_on_the_first_of_the_same_rollouts() -> None:
 
 
 def test_partial_rollouts_lose_no_token_and_go_on_from_sample_to_sample() -> None:
-    variant, work = ran(*SMALL, "rollout.group_deadline_s=0.003", "rollout.partial=true", "rollout.partial_versions=99")
+    variant, work = ran(
+        *SMALL, "rollout.deadline=continue", "rollout.deadline.seconds=0.003", "rollout.deadline.max_versions=99"
+    )
     assert work["rollouts_ordered"] == 16
     assert variant.samples["tokens_lost"].values == (0.0, 0.0)
     assert all(2.0 <= value <= 16.0 and value % 2 == 0 for value in variant.samples["batch_rollouts"].values)
@@ -79,7 +84,7 @@ def asked(samples: int, *overrides: str) -> list[dict[int, int]]:
     """What each sample asked its engine for: place in the order of all rollouts -> length."""
 
     async def play() -> list[dict[int, int]]:
-        workload = stragglers.make(load_profile("profiles/stragglers.toml", [*TINY, *overrides]))
+        workload = stragglers.make(load_profile("benchmarks/stragglers.toml", [*TINY, *overrides]))
         assert isinstance(workload, Stragglers)
         await workload.open()
         engine, size = workload._engine, workload._experiment.rollout.group_size
@@ -111,7 +116,7 @@ def test_each_sample_draws_its_lengths_anew_and_alike_in_all_variants() -> None:
 def test_partial_rollouts_take_the_same_lengths_in_their_order() -> None:
     """They order fewer in a sample than the others; none is left out, none has another length when it goes on."""
     whole = {place: length for sample in asked(3, *SMALL) for place, length in sample.items()}
-    deadline = ("rollout.group_deadline_s=0.003", "rollout.partial=true", "rollout.partial_versions=99")
+    deadline = ("rollout.deadline=continue", "rollout.deadline.seconds=0.003", "rollout.deadline.max_versions=99")
     partial = asked(3, *SMALL, *deadline)
     places = sorted({place for sample in partial for place in sample})
     assert places == list(range(len(places)))
@@ -120,8 +125,8 @@ def test_partial_rollouts_take_the_same_lengths_in_their_order() -> None:
 
 
 def test_the_profile_compares_variants_that_order_the_same() -> None:
-    plan = plan_bench("profiles/stragglers.toml", list(TINY))
-    assert [choice.label.partition("=")[0] for choice in plan.choices] == ["rollout.group_deadline_s"] * 5
+    plan = plan_bench("benchmarks/stragglers.toml", list(TINY))
+    assert [choice.label.partition("=")[0] for choice in plan.choices] == ["rollout.deadline"] * 5
 
     async def work_of(settings: Any) -> dict[str, Any]:
         workload = stragglers.make(settings)
@@ -165,6 +170,6 @@ def test_lengths_have_the_tail_that_was_asked_for() -> None:
 
 
 def test_another_task_is_refused() -> None:
-    settings = load_profile("profiles/stragglers.toml")
+    settings = load_profile("benchmarks/stragglers.toml")
     with pytest.raises(ConfigurationError, match="knows only modchain's alphabet"):
         stragglers.make(replace(settings, experiment=build_experiment({"task": {"kind": "gsm8k"}})))

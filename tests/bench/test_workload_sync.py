@@ -13,13 +13,11 @@ import torch
 
 from pvg.bench.profile import load_profile
 from pvg.bench.runner import run_variant
-from pvg.bench.workloads import sync, sync_load
-from pvg.bench.workloads.sync import SyncWorkload
-from pvg.bench.workloads.sync_load import RequestStreams, TimedUpdate
+from pvg.bench.workloads import sync
+from pvg.bench.workloads.sync import RequestStreams, SyncWorkload, TimedUpdate
 from pvg.errors import ConfigurationError
 from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest
-from pvg.servers.publisher import Publisher
-from pvg.servers.update import SyncTiming, WeightUpdate
+from pvg.servers.publishing import Publisher, SyncTiming, WeightUpdate
 
 PROFILE = "profiles/sync.toml"
 TINY = (
@@ -164,7 +162,7 @@ def test_the_queue_time_is_set_against_the_batch_that_ran() -> None:
 
 def test_percentiles_of_hand_made_updates() -> None:
     updates = [TimedUpdate(0.0, 0, SyncTiming(i, wall_ms=float(i), rpc_ms=float(i) / 2)) for i in range(1, 102)]
-    found = sync_load.times("idle", updates)
+    found = sync.times("idle", updates)
     assert [found[f"idle_wall_p{p}_ms"] for p in (50, 95, 99)] == [51.0, 96.0, 100.0]
     assert [found[f"idle_queue_p{p}_ms"] for p in (50, 95, 99)] == [25.5, 48.0, 50.0]
 
@@ -173,24 +171,24 @@ def test_what_updates_cost_is_set_against_before_and_after() -> None:
     """Of each sample by itself, then the median: a machine that slows down costs nothing here."""
 
     def rates(before: float, during: float, stepped: float, after: float) -> dict[str, float]:
-        return dict(zip(sync_load.RATES, (before, during, stepped, after), strict=True))
+        return dict(zip(sync.RATES, (before, during, stepped, after), strict=True))
 
     samples = [rates(100.0, 75.0, 95.0, 100.0), rates(80.0, 50.0, 60.0, 40.0), rates(10.0, 5.0, 9.0, 10.0)]
-    assert list(sync_load.RATES) == [f"tokens_per_s_{when}" for when in ("before", "during", "stepped", "after")]
-    found = sync_load.lost_shares(samples)
+    assert list(sync.RATES) == [f"tokens_per_s_{when}" for when in ("before", "during", "stepped", "after")]
+    found = sync.lost_shares(samples)
     assert found == {"lost_back_to_back": pytest.approx(0.25), "lost_once_a_step": pytest.approx(0.05)}
-    assert sync_load.lost_shares([]) == {}
+    assert sync.lost_shares([]) == {}
 
 
 def test_updates_come_at_all_moments_of_a_batch() -> None:
-    moments = np.sort([number * sync_load.GOLDEN % 1 for number in range(1, 21)])
+    moments = np.sort([number * sync.GOLDEN % 1 for number in range(1, 21)])
     gaps = np.diff([0.0, *moments, 1.0])
     assert gaps.max() < 2 / 20  # no twentieth of a batch is left out by more than its neighbour
 
 
 def test_an_engine_that_cannot_take_it_says_so() -> None:
     with pytest.raises(ConfigurationError, match=r"rollout\.concurrency is 4"):
-        make("rollout.concurrency=4", "rollout.max_rows=4")
+        make("rollout.concurrency=4", "rollout.engine.max_rows=4")
 
     async def play() -> Any:
         return await run_variant(lambda: make("rollout.max_tokens=5000"), warmup=0, repeats=1)

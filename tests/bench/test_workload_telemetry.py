@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pvg.bench.variants import plan_bench, run_plan
+from pvg.bench.planning import plan_bench
+from pvg.bench.runner import run_plan
 
 SMALL = [
     "training.groups=2",
@@ -20,7 +21,8 @@ OUTSIDE = {"reset", "step", "replay", "unaccounted"}  # all that the taker of th
 
 @pytest.mark.parametrize("tracing", [True, False])
 def test_steps_without_spans_have_none(tracing: bool) -> None:
-    result = run_plan(plan_bench("telemetry", [*SMALL, f"workload.tracing={str(tracing).lower()}"]), command="test")
+    plan = plan_bench("benchmarks/telemetry.toml", [*SMALL, f"workload.tracing={str(tracing).lower()}"])
+    result = run_plan(plan, command="test")
     (variant,) = result.report.variants
     assert variant.status == "ok", variant.reason
     assert variant.budget is not None

@@ -11,10 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pvg.bench.profile import load_profile
 from pvg.bench.workloads import WORKLOADS
-from pvg.bench.workloads.fixtures import drawn_rewards, policy_batch
-from pvg.bench.workloads.replay import RecordedBatch, recorded_batches, rewards_of
+from pvg.bench.workloads.fixtures import RecordedBatch, drawn_rewards, policy_batch, recorded_batches, rewards_of
 from pvg.bench.workloads.trainer import forward_flops
-from pvg.config.sections import ModelSection
+from pvg.config.models import ModelSection
 from pvg.errors import ConfigurationError, StateError
 from pvg.models import open_model
 from pvg.store import RunDirectory
@@ -56,12 +55,11 @@ def test_every_sample_computes_the_same_and_no_weight_moves() -> None:
 def test_ways_of_doing_it_do_the_same_work() -> None:
     ways = [
         [],
-        ["training.bucketing=false", "training.micro_batch_tokens=256", "rollout.logprobs=recomputed"],
-        ["training.fused_logprobs=false", "training.micro_batch_tokens=128", "training.logits_chunk=512"],
+        ["training.micro_batch_tokens=256", "rollout.logprobs=recomputed"],
+        ["training.micro_batch_tokens=128"],
         [
             "training.shared_prompts=false",
             "training.micro_batch_tokens=128",
-            "training.logits_chunk=512",
             "workload.reference=stored",
         ],
     ]
@@ -183,4 +181,4 @@ def test_adapters_alone_are_trained_where_the_experiment_says_so() -> None:
         assert metrics["grad_norm"] > 0.0
         assert metrics["kl"] == pytest.approx(0.0, abs=1e-9)  # untrained adapters change nothing
 
-    use("trainer", [*FEW, "training.lora_rank=2"], look)
+    use("trainer", [*FEW, "training.adapters=lora", "training.adapters.rank=2"], look)

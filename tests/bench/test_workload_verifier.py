@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from pvg.bench.planning import plan_bench
 from pvg.bench.profile import load_profile
 from pvg.bench.report import Variant
-from pvg.bench.runner import run_variant
-from pvg.bench.variants import plan_bench, run_plan
+from pvg.bench.runner import run_plan, run_variant
 from pvg.bench.workloads import WORKLOADS
 from pvg.bench.workloads.verifier import VerifierWork
 from pvg.errors import ConfigurationError

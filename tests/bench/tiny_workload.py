@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workload import BenchMetric
+from pvg.bench.workloads import BenchMetric
 from pvg.errors import MissingRequirementError
 from pvg.telemetry.spans import run_in, span
 
@@ -24,7 +24,7 @@ warmup = 1
 repeats = 3
 
 [set]
-"rollout.max_rows" = 128
+"rollout.engine.max_rows" = 128
 training.steps = 7
 
 [workload]
@@ -37,7 +37,7 @@ fast = "quicksort"
 says = "the faster algorithm"
 
 [[ladder]]
-switch = "rollout.max_rows"
+switch = "rollout.engine.max_rows"
 slow = 8
 fast = 128
 """
@@ -59,7 +59,7 @@ class TinyWorkload:
 
     def __init__(self, settings: BenchSettings, log: list[str] | None = None) -> None:
         self.settings = workload_settings(Settings, settings)
-        self.name = f"{self.settings.kind}/{settings.experiment.rollout.max_rows}"
+        self.name = f"{self.settings.kind}/{settings.experiment.rollout.engine.max_rows}"
         self.log = log if log is not None else []
 
     async def open(self) -> None:

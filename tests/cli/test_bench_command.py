@@ -110,7 +110,7 @@ def test_a_sweep_prints_a_line_for_each_value() -> None:
 def test_an_ablation_prints_what_each_switch_bought() -> None:
     called = pvg("bench", "-p", "tiny", "--ablate")
     assert called.code == 0, called.err
-    for words in ("all slow", "workload.kind=quicksort", "the faster algorithm", "rollout.max_rows=128", "gain"):
+    for words in ("all slow", "workload.kind=quicksort", "the faster algorithm", "rollout.engine.max_rows=128", "gain"):
         assert words in called.out
     assert called.out.count("x  ") >= 2
 
@@ -140,14 +140,14 @@ def test_a_defect_is_no_failed_variant_and_writes_nothing() -> None:
         (["-p", "tinny"], "Did you mean 'tiny'"),
         (["-p", "gone.toml"], "no profile file gone.toml"),
         (["-p", "tiny", "-s", "workload.number=1"], "'workload.numbers'"),
-        (["-p", "tiny", "-s", "rollout.maxrows=1"], "'rollout.max_rows'"),
+        (["-p", "tiny", "-s", "rollout.engine.maxrows=1"], "'rollout.engine.max_rows'"),
         (["-p", "tiny", "-s", "workload"], "must have the form key=value"),
         (["-p", "tiny", "--repeats", "0"], "--repeats"),
-        (["-p", "tiny", "--ablate", "--sweep", "rollout.max_rows=1,2"], "cannot be used together"),
+        (["-p", "tiny", "--ablate", "--sweep", "rollout.engine.max_rows=1,2"], "cannot be used together"),
         (["-p", "tiny", "--replay", "nowhere"], "nowhere"),
         (["-p", "tiny", "--out", "no/where/r.json"], "mkdir -p no/where"),
         (["-p", "tiny", "--out", "profiles"], "is a folder"),
-        (["--sweep", "rollout.max_rows=1,2"], "--profile is missing"),
+        (["--sweep", "rollout.engine.max_rows=1,2"], "--profile is missing"),
         (["--serve"], "--profile is missing"),
         (["-p", "tiny", "--server", "http://127.0.0.1:9"], "does not use servers"),
         (["-p", "rollout", "--server", "127.0.0.1:9"], "serving.servers"),
@@ -247,24 +247,24 @@ def test_a_broken_profile_does_not_hide_the_others_names(tiny: Path) -> None:
 
 
 def test_tuning_writes_a_file_of_settings_and_says_how_to_use_it(tiny: Path) -> None:
-    write_profile(tiny, PROFILE + '\n[[tune]]\nkey = "rollout.max_rows"\nvalues = [8, 16]\n')
+    write_profile(tiny, PROFILE + '\n[[tune]]\nkey = "rollout.engine.max_rows"\nvalues = [8, 16]\n')
     called = pvg("bench", "--profile", "tiny", "--tune", "--repeats", "2")
     assert called.code == 0, called.err
-    assert "rollout.max_rows = " in called.out
+    assert "rollout.engine.max_rows = " in called.out
     assert "pvg train --set @bench/tiny-tuned.toml" in called.out
-    assert "[rollout]\nmax_rows = " in (tiny / "bench" / "tiny-tuned.toml").read_text()
+    assert "[rollout.engine]\nmax_rows = " in (tiny / "bench" / "tiny-tuned.toml").read_text()
     shown = pvg("config", "show", "-s", "@bench/tiny-tuned.toml")
     assert shown.code == 0, shown.err
     document = pvg("bench", "--profile", "tiny", "--tune", "--repeats", "2", "--json").document
-    assert set(document["settings"]) == {"rollout.max_rows"}
+    assert set(document["settings"]) == {"rollout.engine.max_rows"}
     assert len(document["reports"][0]["variants"]) == 2
 
 
 @pytest.mark.parametrize(
-    "other", [["--ablate"], ["--sweep", "rollout.max_rows=8,16"], ["--out", "x.json"], ["--serve"]]
+    "other", [["--ablate"], ["--sweep", "rollout.engine.max_rows=8,16"], ["--out", "x.json"], ["--serve"]]
 )
 def test_tuning_refuses_what_it_does_not_do(tiny: Path, other: list[str]) -> None:
-    write_profile(tiny, PROFILE + '\n[[tune]]\nkey = "rollout.max_rows"\nvalues = [8, 16]\n')
+    write_profile(tiny, PROFILE + '\n[[tune]]\nkey = "rollout.engine.max_rows"\nvalues = [8, 16]\n')
     called = pvg("bench", "--profile", "tiny", "--tune", *other)
     assert called.code == 2
     assert called.err.startswith("error: ")

@@ -41,7 +41,7 @@ def reports() -> tuple[str, str]:
     b = made_report(
         variant(side(1.2)),  # type: ignore[arg-type]
         environment=ENVIRONMENT.model_copy(update={"torch": "2.14.0", "git_commit": "fedcba9876543210"}),
-        config={"profile": PROFILE, "experiment": {"rollout": {"max_rows": 64}}},
+        config={"profile": PROFILE, "experiment": {"rollout": {"engine": {"max_rows": 64}}}},
     )
     return saved(a, Path("a.json")), saved(b, Path("b.json"))
 
@@ -64,7 +64,7 @@ def test_the_table_says_what_got_worse_first_and_in_words(reports: tuple[str, st
     assert "1.200" in called.out
     assert "torch" in called.out
     assert "2.13.0 -> 2.14.0" in called.out
-    assert "rollout.max_rows" in called.out
+    assert "rollout.engine.max_rows" in called.out
     assert "256 -> 64" in called.out
     assert "The environments differ, so the code need not be the reason" in called.out
 
@@ -153,15 +153,16 @@ def test_a_sweep_names_its_variants_by_value() -> None:
     for name, slow in (("a", 1.0), ("b", 2.0)):
         variants = [
             variant(
-                {"wall_s": lower([value * (slow if rows == 8 else 1) for value in BASE])}, f"rollout.max_rows={rows}"
+                {"wall_s": lower([value * (slow if rows == 8 else 1) for value in BASE])},
+                f"rollout.engine.max_rows={rows}",
             )
             for rows in (8, 64)
         ]
         saved(made_report(*variants), Path(f"{name}.json"))
     called = pvg("compare", "a.json", "b.json", "--fail-above", "5%")
     assert called.out.index("wall_s @8") < called.out.index("No difference seen") < called.out.index("wall_s @64")
-    assert "@: the value of rollout.max_rows" in called.out
-    assert "wall_s rollout.max_rows=8." in called.err
+    assert "@: the value of rollout.engine.max_rows" in called.out
+    assert "wall_s rollout.engine.max_rows=8." in called.err
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])

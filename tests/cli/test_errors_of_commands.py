@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,7 +43,7 @@ MISTAKES = [
     (("train", "-s", "training.steps"), "key=value"),
     (("train", "-s", "training.steps=many"), "training.steps: "),
     (("train", "--dry-run", "-s", "rollout.group_size=1"), "rollout.group_size = 1"),
-    (("train", "--dry-run", "-s", "training.accumulation_steps=0"), "training.accumulation_steps"),
+    (("train", "--dry-run", "-s", "training.minibatches=0"), "training.minibatches"),
     (("train", "--dry-run", "-s", "training.micro_batch_rollouts=9999"), "larger than its batch"),
     (("train", "--dry-run", "-s", "training.micro_batch_tokens=5"), "is too small"),
     (("train", "--name", "../away"), "cannot be the name of a run"),
@@ -148,12 +151,40 @@ def test_a_name_that_no_file_can_have_is_a_mistake(arguments: tuple[str, ...]) -
     assert_told(pvg(*arguments), 2, "File name too long", "shorter")
 
 
-def test_a_path_that_may_not_be_read_is_no_defect(monkeypatch: pytest.MonkeyPatch) -> None:
-    def denied(*_: object) -> None:
-        raise PermissionError(13, "Permission denied", "runs/secret")
+def failing(number: int, path: str | None = "runs/secret") -> Callable[..., None]:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number), path)
 
-    monkeypatch.setattr("pvg_cli.runs.resolve", denied)
-    assert_told(pvg("config", "show"), 3, "runs/secret: Permission denied.")
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(errno.EACCES, 3), (errno.EPERM, 3), (errno.ENOTDIR, 2), (errno.ELOOP, 2)]
+)
+def test_an_error_of_a_path_that_the_user_named_is_no_defect(
+    number: int, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "is_file", failing(number))  # as in looking for the experiment
+    assert_told(pvg("config", "show"), code, f"runs/secret: {os.strerror(number)}.")
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EEXIST])
+def test_the_same_error_of_any_other_path_is_a_defect(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pvg_cli.runs.check_references", failing(number))
+    called = pvg("config", "show")
+    assert called.code == 70
+    assert "Traceback" in called.err
+    assert "This is a bug in pvg" in called.err
+
+
+def test_an_error_without_a_path_is_a_defect_of_pvg_wherever_it_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "is_file", failing(errno.EPERM, None))
+    assert pvg("config", "show").code == 70
+
+
+def test_a_damaged_disk_is_no_defect_whatever_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pvg_cli.runs.check_references", failing(errno.EIO))
+    assert_told(pvg("config", "show"), 3, f"runs/secret: {os.strerror(errno.EIO)}.", "Check the disk")
 
 
 FULL = Path("/dev/full")

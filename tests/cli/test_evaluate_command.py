@@ -13,7 +13,7 @@ from pvg.models.sources import embedded_names
 
 LITTLE = [
     word
-    for setting in ("problems=4", "samples=2", "attacks=goodhart", "attack_steps=1", "attack_window=1", "resamples=100")
+    for setting in ("problems=4", "samples=2", "attacks=goodhart", "attack_steps=1", "attack_window=1")
     for word in ("-s", f"evaluate.{setting}")
 ]
 

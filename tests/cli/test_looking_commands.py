@@ -12,7 +12,8 @@ from calling import pvg, pvg_process
 from run_samples import begin, commit, played, state, step, tell
 
 import pvg_cli.doctor
-from pvg.config.experiment import Experiment, build_experiment, load_experiment
+from pvg.config.experiment import Experiment
+from pvg.config.load import build_experiment, load_experiment
 from pvg.sandbox import Isolation
 from pvg_cli.doctor import check_extras, check_models, check_runs_folder, check_sandbox, check_system
 
@@ -177,7 +178,7 @@ def test_report_of_a_killed_run_with_a_torn_line() -> None:
     commit(run, state("train_prover", step=1))
     called = pvg("report", "killed")
     assert called.code == 0
-    assert "torn" in called.out
+    assert "The last line of metrics.jsonl is incomplete" in called.out
     assert "unfinished" in called.out
 
 

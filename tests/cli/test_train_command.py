@@ -26,7 +26,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
 
     async def play(
-        experiment: Experiment, run: RunDirectory, *, observer: Observer, stop: asyncio.Event, resume: bool
+        experiment: Experiment,
+        run: RunDirectory,
+        *,
+        observer: Observer,
+        stop: asyncio.Event,
+        resume: bool,
+        supply: object,
     ) -> GameOutcome:
         made.append({"experiment": experiment, "run": run, "resume": resume})
         info = PhaseInfo(0, 1, "train_prover", "steps", 2)

@@ -30,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "game"))
 from kill_drill import finish, small_experiment
 from kill_drill import start as start_game
 
-from pvg.config.experiment import Experiment, build_experiment
+from pvg.config.experiment import Experiment
+from pvg.config.load import build_experiment
 from pvg.evaluation.report import REPORT_FILE
 from pvg.evaluation.runner import EvaluationRequest, evaluate
 from pvg.records import Timing
@@ -53,11 +54,7 @@ def evaluated_experiment() -> Experiment:
         "attacks": ["src", "cgc"],
         "attack_steps": 5,
         "attack_window": 2,
-        "baseline_steps": 4,
         "baseline_probes": 2,
-        "localisation_solutions": 6,
-        "resamples": 100,
-        "bins": 4,
     }
     return build_experiment(plain)
 

@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "store"))
 from store_samples import rollout
 
-from pvg.config.sections import Evaluate, Verifier
+from pvg.config.verifier import Verifier
 from pvg.evaluation.intervals import draws
 from pvg.evaluation.measures import calibration, separability
 from pvg.evaluation.rounds import flawed, solutions_read
@@ -56,11 +56,11 @@ def test_the_style_probe_reads_what_the_verifier_reads() -> None:
     texts = {Role.HELPFUL: "return 1", Role.SNEAKY: "return 1CERTIFICATE: [3]"}
     rollouts = [one(problem, role, text) for problem in PROBLEMS for role, text in texts.items()]
     own = ScoredRollouts(rollouts, np.zeros(len(rollouts), dtype=np.float32), PROBLEMS)
-    section, weights_BP = Evaluate(folds=3), draws(len(PROBLEMS), 100, 0)
+    weights_BP = draws(len(PROBLEMS), 100, 0)
     read = solutions_read(rollouts, Concealing(), encode, eos_id=0)
-    assert separability(own, read, section, weights_BP)["overall"]["value"] == 0.5
+    assert separability(own, read, weights_BP)["overall"]["value"] == 0.5
     whole = [r.completion_ids for r in rollouts]
-    assert separability(own, whole, section, weights_BP)["overall"]["value"] == 1.0
+    assert separability(own, whole, weights_BP)["overall"]["value"] == 1.0
 
 
 def test_a_style_of_easier_problems_is_none_of_a_role() -> None:
@@ -71,17 +71,17 @@ def test_a_style_of_easier_problems_is_none_of_a_role() -> None:
         rollouts += [one(problem, Role.HELPFUL, text, correct=True)] * (1 if place % 2 else 6)
         rollouts += [one(problem, Role.SNEAKY, text, correct=True)] * (6 if place % 2 else 1)
     own = ScoredRollouts(rollouts, np.zeros(len(rollouts), dtype=np.float32), PROBLEMS)
-    found = separability(own, [r.completion_ids for r in rollouts], Evaluate(folds=3), draws(len(PROBLEMS), 100, 0))
+    found = separability(own, [r.completion_ids for r in rollouts], draws(len(PROBLEMS), 100, 0))
     assert found["overall"]["value"] > 0.7
     assert found["correct"]["value"] == 0.5
 
 
 @pytest.mark.parametrize(
     ("loss", "ensemble", "known"),
-    [("cross_entropy", 1, True), ("cross_entropy", 3, False), ("bradley_terry", 1, False)],
+    [("cross_entropy", "none", True), ("cross_entropy", "mean", False), ("bradley_terry", "none", False)],
 )
-def test_only_one_member_trained_by_cross_entropy_tells_probabilities(loss: str, ensemble: int, known: bool) -> None:
+def test_only_one_member_trained_by_cross_entropy_tells_probabilities(loss: str, ensemble: str, known: bool) -> None:
     rollouts = [one(problem, Role.HELPFUL, "x", correct=place > 5) for place, problem in enumerate(PROBLEMS)]
     own = ScoredRollouts(rollouts, np.linspace(-1, 1, len(rollouts), dtype=np.float32), PROBLEMS)
-    found = calibration(own, Verifier(loss=loss, ensemble=ensemble), Evaluate(), draws(len(PROBLEMS), 100, 0))
+    found = calibration(own, Verifier(loss=loss, ensemble=ensemble), draws(len(PROBLEMS), 100, 0))
     assert found["raw_is_probability"] is known

@@ -30,20 +30,16 @@ SMALL = {
     "attack_steps": 2,
     "attack_window": 1,
     "attack_cgc_floor": -90.0,
-    "baseline_steps": 2,
     "baseline_probes": 1,
-    "localisation_solutions": 2,
-    "bins": 2,
-    "folds": 2,
 }
 GAMES: dict[str, dict[str, Any]] = {
     "adapters of one base": {
-        "training": {"lora_rank": 4, "steps": 2},
-        "verifier": {"lora_rank": 4, "steps": 2},
+        "training": {"adapters": "lora", "steps": 2},
+        "verifier": {"adapters": "lora", "steps": 2},
         "models": {"verifier": BASE},
     },
     "an ensemble with a robust loss": {
-        "verifier": {"ensemble": 3, "aggregation": "median", "steps": 2, "held_out": 0.3, "robust": "irm"},
+        "verifier": {"ensemble": "median", "steps": 2, "held_out": 0.3, "robust": "irm"},
         "training": {"steps": 2},
     },
     "both at the same time": {

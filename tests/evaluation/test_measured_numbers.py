@@ -18,7 +18,9 @@ from evaluation_drill import evaluated_experiment
 sys.path.insert(0, str(Path(__file__).parent.parent / "store"))
 from store_samples import rollout
 
-from pvg.config.sections import Evaluate, ModchainTask, Verifier
+from pvg.config.operation import Evaluate
+from pvg.config.task import ModchainTask
+from pvg.config.verifier import Verifier
 from pvg.evaluation import measures
 from pvg.evaluation.attacks import AttackTarget, check, course_of, reference_of
 from pvg.evaluation.baseline import baseline_experiment
@@ -35,7 +37,6 @@ UNPROVEN = Grade(False, True, checks=Checks(visible=1.0, passed=0.5, certified=F
 
 PROBLEMS = [Problem("p4", "", ""), Problem("p5", "", "")]  # in two folds of two, see the calibration
 THRESHOLD = 1.0
-SECTION = Evaluate(samples=3, bins=2, folds=2)
 
 Row = tuple[int, Role, Grade, float]  # the problem's place, role, grade, score
 
@@ -82,7 +83,7 @@ def whole(estimate: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def test_completeness_is_of_helpful_solutions_and_its_second_factor_of_the_correct_ones() -> None:
-    found = measures.completeness(scored(OWN), THRESHOLD, SECTION)
+    found = measures.completeness(scored(OWN), THRESHOLD)
     assert found["threshold"] == 1.0
     # Of the seven helpful ones 3, 1 and -2 are right; of these 3 and 1 are accepted.
     assert told(found["helpful_accuracy"]) == (3 / 7, 7, 2)
@@ -92,7 +93,7 @@ def test_completeness_is_of_helpful_solutions_and_its_second_factor_of_the_corre
 
 def test_detection_tells_flaws_from_correct_helpful_solutions() -> None:
     own = scored(OWN)
-    found = measures.detection("round-000", own, own, THRESHOLD, SECTION, DRAWS_BP)
+    found = measures.detection("round-000", own, own, THRESHOLD, DRAWS_BP)
     assert (found["source"], found["solutions"]) == ("round-000", 13)
     # Of the flaws 1, -1 and 0.5 the last two are rejected.
     assert told(found["soundness"]) == (2 / 3, 3, 2)
@@ -106,7 +107,7 @@ def test_detection_tells_flaws_from_correct_helpful_solutions() -> None:
 
 def test_another_sources_flaws_are_told_from_the_rounds_own_solutions() -> None:
     other = scored([(0, S, WRONG, 2.0), (1, S, WRONG, -5.0), (1, S, RIGHT, 9.0), (1, H, RIGHT, -9.0)])
-    found = measures.detection("attack-cgc", scored(OWN), other, THRESHOLD, SECTION, DRAWS_BP)
+    found = measures.detection("attack-cgc", scored(OWN), other, THRESHOLD, DRAWS_BP)
     assert (found["source"], found["solutions"]) == ("attack-cgc", 4)
     # Of the flaws 2 and -5 the second is rejected.
     assert told(found["soundness"]) == (1 / 2, 2, 2)
@@ -117,7 +118,7 @@ def test_another_sources_flaws_are_told_from_the_rounds_own_solutions() -> None:
 
 
 def test_best_of_n_takes_the_highest_score_of_both_roles_or_of_the_helpful_one() -> None:
-    (found,) = measures.best_of_n({"round-000": scored(OWN)}, SECTION, DRAWS_BP)
+    (found,) = measures.best_of_n({"round-000": scored(OWN)}, Evaluate(samples=3), DRAWS_BP)
     assert found["source"] == "round-000"
     two, four = found["balanced"]
     # First problem: the right 3 against 2, -3, 1, -1, 5: four of five. Second: the right 1, -2, 2.5 against 0, 0.75, 4,
@@ -138,6 +139,14 @@ def test_best_of_n_takes_the_highest_score_of_both_roles_or_of_the_helpful_one()
 
 # --- calibration, localisation ---------------------------------------------------------------------------------------
 
+
+@pytest.fixture
+def two_folds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And two bins, so that every number can be computed by hand."""
+    monkeypatch.setattr(measures, "FOLDS", 2)
+    monkeypatch.setattr(measures, "BINS", 2)
+
+
 HIGH, LOW = log(3), -log(3)  # sigmoid: 3/4 and 1/4
 PREDICTED: list[Row] = [
     (0, H, RIGHT, HIGH),
@@ -151,9 +160,10 @@ PREDICTED: list[Row] = [
 ]
 
 
+@pytest.mark.usefixtures("two_folds")
 def test_calibration_is_of_the_scores_sigmoid() -> None:
     verifier = Verifier(loss="cross_entropy")
-    found = measures.calibration(scored(PREDICTED), verifier, SECTION, DRAWS_BP)
+    found = measures.calibration(scored(PREDICTED), verifier, DRAWS_BP)
     assert found["raw_is_probability"] is True
     # Predicted 3/4: two of three are right; predicted 1/4: one of five.
     low, high = found["raw"]["bins"]
@@ -171,9 +181,10 @@ def test_calibration_is_of_the_scores_sigmoid() -> None:
     assert found["offset"] == pytest.approx((upper + lower) / 2, abs=1e-4)
 
 
+@pytest.mark.usefixtures("two_folds")
 def test_the_fitted_probability_of_a_problem_is_of_the_other_folds_fit() -> None:
     assert len(set(folds_of([problem.id for problem in PROBLEMS], 2))) == 2
-    found = measures.calibration(scored(PREDICTED), Verifier(), SECTION, DRAWS_BP)
+    found = measures.calibration(scored(PREDICTED), Verifier(), DRAWS_BP)
     # The second problem's targets are 2/3 (one right) and 1/5 (three wrong), so its fit predicts of the first 1/5 where
     # high and (2/3 + 1/5 + 1/5)/3 = 16/45 where low: 2 (4/5)^2 + 2 (16/45)^2 = 3104/2025. The first's are 3/4 and 1/4,
     # which predict 3/4 where high and 1/4 where low: 9/16 for the high wrong one, 9/16 for the low right one, 2/16.
@@ -187,7 +198,7 @@ def test_localisation_by_hand() -> None:
         [1.0, 1.0, 0.0],  # falls 0, 1; wrong in the first: not found, 1/2
         [5.0, 1.0, 0.0, 4.0],  # falls 4, 1, -4; wrong in the first: found, 1/3
     ]
-    found = measures.localisation(prefixes, [1, 0, 0, 0], [0, 0, 0, 1], SECTION, DRAWS_BP)
+    found = measures.localisation(prefixes, [1, 0, 0, 0], [0, 0, 0, 1], DRAWS_BP)
     assert (found["known"], found["solutions"]) == (True, 4)
     # (1 + 1/2 + 0 + 1)/4, and guessing (1/2 + 1/4 + 1/2 + 1/3)/4 = 19/48. The first problem's three alone: 1/2, 5/12.
     assert whole(found["accuracy"]) == (5 / 8, 4, 2, 1 / 2, 1.0)
@@ -210,7 +221,7 @@ def test_an_attacks_check_is_of_its_flaws_against_the_rounds_correct_helpful_sol
             (1, S, UNPROVEN, 6.0),
         ]
     )
-    found = check(SECTION, fresh, scored(OWN), THRESHOLD, DRAWS_BP)
+    found = check(fresh, scored(OWN), THRESHOLD, DRAWS_BP)
     # Flaws: 1 (exactly the threshold), 3 and -4 of the seven; the first two are accepted.
     assert told(found["error_rate"]) == (3 / 7, 7, 2)
     assert told(found["accepted"]) == (2 / 3, 3, 2)

@@ -14,6 +14,8 @@ import pytest
 import torch
 from evaluation_drill import evaluated_experiment
 
+from pvg.evaluation.rounds import LOCALISED
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "game"))
 from test_runner import changed, copy_of, evaluated, played
 
@@ -22,8 +24,8 @@ from pvg.errors import ConfigurationError, UsageError
 from pvg.evaluation.opened_run import OpenedRun, committed_shards
 from pvg.evaluation.opponents import PARTS, attack_kinds, check_attacks, check_protocol, default_parts
 from pvg.evaluation.report import REPORT_FILE
-from pvg.game.challenge import ChallengeEnvironment
 from pvg.game.players import Players
+from pvg.game.protocols import ChallengeEnvironment
 from pvg.game.round_verifier import read_verifier, verifier_weights_name
 from pvg.models import open_model, pick_device
 from pvg.records import Role, Rollout
@@ -139,7 +141,7 @@ def test_kl_and_flaws_are_of_the_solution_alone(challenged: RunDirectory) -> Non
     assert abs(kl) > 0.02
     assert sum(reach["tokens"]) == sum(r.turns[1].start if r.turns else len(r.completion_ids) for r in helpful)
     rounds = report(challenged)["rounds"]
-    assert all(0 < found["localisation"]["solutions"] <= 6 for found in rounds)
+    assert all(0 < found["localisation"]["solutions"] <= LOCALISED for found in rounds)
 
 
 def _logprob(module: torch.nn.Module, rollout: Rollout, temperature: float) -> float:

@@ -3,8 +3,9 @@
     python tests/game/kill_drill.py --kills 20            # what the test suite runs
     python tests/game/kill_drill.py --kills 500 --seed 7  # the soak
     python tests/game/kill_drill.py --kills 6 --memory    # with training.micro_batch_memory_mb
-    python tests/game/kill_drill.py --kills 6 --partial   # with rollout.partial, which no two runs play alike
+    python tests/game/kill_drill.py --kills 6 --partial   # unfinished rollouts continue, which no two runs play alike
     python tests/game/kill_drill.py --kills 6 --learning  # with all that the prover's trainer tracks and adapts
+    python tests/game/kill_drill.py --kills 20 --workers 2  # kills and stops workers, and now and then the driver
 
 Prints one JSON document. Exit code 1 when anything differs: the final weights (bit by bit), the rollouts (ids and every
 field but their timing), the metrics of the finished rounds. With --partial: when a committed rollout is lost, or two
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -32,9 +34,11 @@ from typing import Any
 
 import orjson
 
-from pvg.config.experiment import Experiment, build_experiment
+from pvg.config.experiment import Experiment
+from pvg.config.load import build_experiment
 from pvg.game.run import play
 from pvg.records import Timing
+from pvg.store.manifest import Manifest
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
@@ -50,13 +54,19 @@ def small_experiment() -> Experiment:
             "name": "drill",
             "task": {"kind": "modchain", "problems": 512, "test_problems": 64},
             "models": {"threads": 1},
-            "rollout": {"group_size": 4, "max_rows": 32, "concurrency": 64, "max_tokens": 40},
-            "verifier": {"steps": 7, "pairs": 4, "warmup": 2},
+            "rollout": {"group_size": 4, "engine": {"max_rows": 32}, "concurrency": 64, "max_tokens": 40},
+            "verifier": {"steps": 7, "pairs": 4},
             "training": {"groups": 4, "steps": 7, "minibatches": 1},
             "game": {"rounds": 2, "mint_problems": 24, "mint_samples": 4, "test": {"problems": 8, "samples": 1}},
             "store": {"commit_every": 3},
         }
     )
+
+
+def read_manifests(run: RunDirectory) -> list[Manifest]:
+    """All manifests of a run, by round and then by time of finishing."""
+    found = [Manifest(**orjson.loads(path.read_bytes())) for path in run.manifest.glob("round-*.json")]
+    return sorted(found, key=lambda manifest: (manifest.round, manifest.finished))
 
 
 def memory_experiment() -> Experiment:
@@ -68,9 +78,9 @@ def memory_experiment() -> Experiment:
 
 def partial_experiment() -> Experiment:
     """One round; in every step of the prover two groups of four are complete and the others are carried."""
-    rollout = {"partial": True, "group_deadline_s": 1e-6, "min_group": 8, "max_rows": 8}
     plain = small_experiment().plain()
-    plain["rollout"] |= rollout
+    plain["rollout"]["deadline"] = {"kind": "continue", "seconds": 1e-6, "min_rollouts": 8}
+    plain["rollout"]["engine"] |= {"max_rows": 8}
     plain["game"]["rounds"] = 1
     plain["training"]["steps"] = 12
     return build_experiment(plain)
@@ -89,6 +99,14 @@ def learning_experiment() -> Experiment:
         "steps": 14,
     }
     plain["game"] |= {"reward": "correctness", "rounds": 1}
+    return build_experiment(plain)
+
+
+def worker_experiment(workers: int) -> Experiment:
+    """`small_experiment`, with everything else that workers compute."""
+    plain = small_experiment().plain()
+    plain["cluster"] = {"kind": "local", "workers": workers}
+    plain["training"] |= {"minibatches": 2, "steps": 8, "kl": {"kind": "adaptive", "target": 0.001}}
     return build_experiment(plain)
 
 
@@ -159,6 +177,76 @@ def finish(pid: int, pipe: int) -> None:
     _, status = os.waitpid(pid, 0)
     if status != 0:
         raise SystemExit(f"the child failed with status {status}")
+
+
+def children_of(pid: int) -> list[int]:
+    try:
+        found = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    except OSError:
+        return []
+    return [int(child) for children in found for child in children]
+
+
+def hurt_somebody(pid: int, dice: random.Random) -> str | None:
+    """Kill or stop one or all workers of the driver `pid`, or the process that forks them; None if there are none."""
+    nurseries = children_of(pid)
+    workers = [worker for nursery in nurseries for worker in children_of(nursery)]
+    if not workers:
+        return None
+    what = dice.choices(["worker", "all workers", "stopped worker", "nursery"], [6, 2, 1, 1])[0]
+    victims = {"all workers": workers, "nursery": nurseries}.get(what, [dice.choice(workers)])
+    for victim in victims:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGSTOP if what == "stopped worker" else signal.SIGKILL)
+    return what
+
+
+def worker_drill(experiment: Experiment, kills: int, seed: int, log: Callable[[str], None]) -> dict[str, Any]:
+    """Play one run, hurt its workers `kills` times at random events, and kill the driver after every sixth time."""
+    dice = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        finish(*start(experiment, Path(folder) / "whole", resume=False))
+        expected = fingerprint(Path(folder) / "whole")
+        hurt: Counter[str] = Counter()
+        problems: list[str] = []
+        runs = 0
+        while sum(hurt.values()) < kills:
+            root = Path(folder) / f"hurt-{runs}"
+            complete = False
+            while not complete:
+                pid, pipe = start(experiment, root, resume=(root / "drill").exists())
+                complete = _hurt_a_run(pid, pipe, kills, hurt, dice, log)
+            runs += 1
+            problems += [f"run {runs}: {what}" for what in differences(fingerprint(root), expected)]
+        return {"kills": dict(hurt), "runs": runs, "rollouts": len(expected["ids"]), "problems": problems}
+
+
+def _hurt_a_run(
+    pid: int, pipe: int, kills: int, hurt: Counter[str], dice: random.Random, log: Callable[[str], None]
+) -> bool:
+    """True if the run is complete, False if its driver was killed."""
+    with os.fdopen(pipe, "rb") as events:
+        to_wait = dice.randint(1, 6)
+        for _line in events:
+            to_wait -= 1
+            if to_wait or sum(hurt.values()) >= kills:
+                continue
+            to_wait = dice.randint(1, 6)
+            time.sleep(dice.random() * 0.08)  # not a wait for anything: a random moment between two events
+            what = hurt_somebody(pid, dice)
+            if what is not None:
+                hurt[what] += 1
+                log(f"{what} {sum(hurt.values())}/{kills}")
+            if what is not None and sum(hurt.values()) % 6 == 0:
+                hurt["driver"] += 1
+                os.kill(pid, signal.SIGKILL)
+                break
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        return False
+    if os.WEXITSTATUS(status) != 0:
+        raise SystemExit(f"the child failed with exit code {os.WEXITSTATUS(status)}")
+    return True
 
 
 GAME_RECORDS = frozenset({"step", "phase", "round", "alert"})
@@ -274,12 +362,15 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--partial", action="store_true")
     parser.add_argument("--learning", action="store_true")
+    parser.add_argument("--workers", type=int, default=0)
     options = parser.parse_args()
 
     def log(line: str) -> None:
         print(line, file=sys.stderr)
 
-    if options.partial:
+    if options.workers:
+        result = worker_drill(worker_experiment(options.workers), options.kills, options.seed, log)
+    elif options.partial:
         result = partial_drill(options.kills, options.seed, log)
     else:
         experiment = memory_experiment() if options.memory else small_experiment()

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kill_drill import differences, fingerprint, small_experiment
+from kill_drill import differences, fingerprint, read_manifests, small_experiment
 
-from pvg.config.experiment import Experiment, assign, build_experiment
+from pvg.config.experiment import Experiment
+from pvg.config.load import assign, build_experiment
 from pvg.errors import ConfigurationError
 from pvg.game.run import GameOutcome, play
 from pvg.store.journal import read_json_lines
-from pvg.store.manifest import read_manifests
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
 from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
@@ -81,7 +81,7 @@ LIMITS: dict[str, dict[str, Any]] = {
     "the last step ends within a batch": {"training.minibatches": 2, "training.steps": 5, "game.rounds": 2},
     "one role": {"game.reward": "goodhart", "game.sneaky_share": 0.0},
     "recomputed log-probs of a cut distribution": {"rollout.logprobs": "recomputed", "rollout.top_p": 0.9},
-    "score parity": {"game.stop": "score_parity", "game.stop.min_steps": 2, "training.steps": 12},
+    "score parity": {"game.stop": "score_parity", "training.steps": 12},
     "another head": {"verifier.head": "scalar", "verifier.loss": "cross_entropy"},
     "checkpointed layers": {"training.gradient_checkpointing": True},
     "no signal and no pairs": {"training.loss": "dapo", "verifier.loss": "cross_entropy", **ONE_ANSWER},
@@ -196,7 +196,6 @@ def test_what_the_models_cannot_do_is_refused_before_anything_is_committed(
         ({"rollout.prompts": "plain"}, "gives both the same prompt"),
         ({"game.stop": "score_parity", "game.reward": "goodhart", "game.sneaky_share": 0.0}, "leaves one"),
         ({"training.overlong_buffer": 41}, "exceeds rollout.max_tokens = 40"),
-        ({"training.beta2": 1.0}, "less than 1"),
         ({"models.prover": {"source": "embedded:modchain-prover", "dtype": "bfloat16"}}, r"models\.prover\.dtype"),
         ({"models.verifier": {"source": "embedded:modchain-verifier", "dtype": "bfloat16"}}, r"verifier\.precision to"),
     ],

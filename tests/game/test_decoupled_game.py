@@ -15,17 +15,17 @@ from test_stragglers import recorded
 from tiny_chat import chatting
 
 from pvg.config.experiment import Experiment
-from pvg.config.sections import ModelSection
+from pvg.config.models import ModelSection
 from pvg.errors import ConfigurationError
+from pvg.game.protocols import read_newest_prover
 from pvg.game.rewards import BatchOutcomes, rewards
 from pvg.game.roles import translation_renderer
-from pvg.game.solver import read_newest_prover
 from pvg.game.statistics import RolloutColumns, play_metrics
 from pvg.models import open_model, pick_device
 from pvg.records import Problem, Role, Rollout
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
-from pvg.telemetry.catalogue import unknown_metrics
+from pvg.telemetry.catalogue import metric as catalogued
 
 TRANSLATING: dict[str, Any] = {
     "game.protocol": "decoupled",
@@ -117,7 +117,7 @@ def test_its_metrics_are_told_and_in_the_catalogue(run: RunDirectory):
     assert told["led_astray"] == pytest.approx(np.mean(strayed))
     names = [f"{row['phase']}/{name}" for row in rows(run, "step") for name in row["metrics"]]
     assert any(name.startswith("solve/") for name in names)
-    assert unknown_metrics(names) == []
+    assert [name for name in names if not catalogued(name)] == []
     direct = RolloutColumns(
         [replace(r, solver=None, kept_answer=None) for r in own], np.zeros(len(own), dtype=np.float32)
     )
@@ -176,7 +176,11 @@ def test_a_solver_that_is_none_is_refused_before_anything_is_sampled(run: RunDir
         ({"game.reward": "src"}, r"game\.reward"),
         ({"rollout.prompts": "plain", "game.reward": "goodhart"}, r"rollout\.prompts"),
         (
-            {"game.protocol.solver": "runs/x", "weights.transport": "lora", "training.lora_rank": 4},
+            {
+                "game.protocol.solver": "runs/x",
+                "weights.transport": "lora",
+                "training.adapters": {"kind": "lora", "rank": 4},
+            },
             r"game\.protocol\.solver",
         ),
     ],

@@ -141,7 +141,7 @@ def test_what_is_sampled_ahead_is_given_up_also_where_the_wait_for_a_pass_is_can
 @pytest.mark.drill
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"training.lora_rank": 2, "training.minibatches": 2, "training.steps": 6}, AHEAD],
+    [{}, {"training.adapters": {"kind": "lora", "rank": 2}, "training.minibatches": 2, "training.steps": 6}, AHEAD],
     ids=["synchronous", "adapters and minibatches", "ahead"],
 )
 def test_in_a_game_they_are_those_of_a_pass_over_the_whole_batch(
@@ -169,7 +169,7 @@ def test_in_a_game_they_are_those_of_a_pass_over_the_whole_batch(
     monkeypatch.setattr(OnPolicySource, "_reference", checked)
     # Groups arrive one after the other: as from a server, and with real tokens.
     monkeypatch.setattr(TorchEngine, "remote", True)
-    little = {"rollout.max_rows": 4, "verifier.steps": 2, "game.mint_problems": 12, "game.test.problems": 4}
+    little = {"rollout.engine.max_rows": 4, "verifier.steps": 2, "game.mint_problems": 12, "game.test.problems": 4}
     experiment = changed({**little, **settings})
     outcome, run = played(experiment, tmp_path)
     assert outcome.status == "complete"

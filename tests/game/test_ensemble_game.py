@@ -12,25 +12,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kill_drill import differences, fingerprint, small_experiment
+from kill_drill import differences, fingerprint, read_manifests, small_experiment
 from test_stragglers import recorded
 
-from pvg.config.experiment import Experiment, build_experiment
+from pvg.config.experiment import Experiment
+from pvg.config.load import build_experiment
 from pvg.errors import ConfigurationError
 from pvg.game import verifier_phase
 from pvg.game.players import Players
 from pvg.game.round_verifier import read_verifier
 from pvg.game.run import GameOutcome, play
-from pvg.game.seeds import seed_for
 from pvg.models.ensembles import VerifierEnsemble
+from pvg.seeds import seed_for
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.journal import read_json_lines
-from pvg.store.manifest import read_manifests
 from pvg.store.pairs import PairStream, PairView, is_held_out, is_in_bag
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
 from pvg.tasks import open_task
-from pvg.telemetry.catalogue import unknown_metrics
+from pvg.telemetry.catalogue import metric as catalogued
 from pvg.telemetry.observer import SilentObserver
 from pvg.verifier.calibration import auc
 
@@ -41,7 +41,7 @@ KILL_AND_RESUME = """
 import sys, tomllib
 from pathlib import Path
 from kill_drill import finish, kill_somewhere, start
-from pvg.config.experiment import build_experiment
+from pvg.config.load import build_experiment
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
 
@@ -64,7 +64,7 @@ def ensemble_experiment(prover_steps: int = 2, **verifier: Any) -> Experiment:
     plain["game"] |= {"rounds": 1, "mint_problems": 40}
     plain["training"] |= {"steps": prover_steps}
     plain["game"]["test"] |= {"problems": 4}
-    plain["verifier"] |= {"ensemble": 3, "aggregation": "min", "steps": 5, "held_out": 0.3, **verifier}
+    plain["verifier"] |= {"ensemble": {"kind": "min", "size": 3}, "steps": 5, "held_out": 0.3, **verifier}
     plain["store"] = {**plain["store"], "commit_every": 2}
     return build_experiment(plain)
 
@@ -105,7 +105,7 @@ def test_an_ensemble_saves_its_members_and_what_makes_them_one(whole: RunDirecto
 
 
 def test_member_0_is_the_verifier_of_a_run_without_an_ensemble(whole: RunDirectory, tmp_path: Path) -> None:
-    _, single = played(ensemble_experiment(0, ensemble=1, aggregation="mean"), tmp_path)
+    _, single = played(ensemble_experiment(0, ensemble="none"), tmp_path)
     assert state_of(single)["weights"] == ["round-000-verifier", "round-000-prover"]
     expected, meta = read_checkpoint(single.weights, "round-000-verifier")
     assert meta.keys() == {"round", "version", "threshold"}
@@ -124,7 +124,9 @@ def test_steps_and_calibration_are_told(whole: RunDirectory) -> None:
     metrics = phase["metrics"]
     assert metrics["disagreement"] > 0.0
     assert metrics["member_auc_worst"] <= metrics["member_auc_best"]
-    assert unknown_metrics(f"train_verifier/{name}" for name in [*metrics, *steps[0]["metrics"]]) == []
+    assert [
+        name for name in (f"train_verifier/{name}" for name in [*metrics, *steps[0]["metrics"]]) if not catalogued(name)
+    ] == []
 
 
 def test_whoever_opens_the_round_gets_the_whole_ensemble(whole: RunDirectory) -> None:
@@ -159,7 +161,7 @@ def test_whoever_opens_the_round_gets_the_whole_ensemble(whole: RunDirectory) ->
 
 
 def test_an_ensemble_of_scalar_heads_plays_to_the_end(tmp_path: Path) -> None:
-    outcome, run = played(ensemble_experiment(1, steps=1, aggregation="mean", head="scalar"), tmp_path)
+    outcome, run = played(ensemble_experiment(1, steps=1, ensemble="mean", head="scalar"), tmp_path)
     assert outcome.status == "complete"
     assert len(state_of(run)["weights"]) == 5
 
@@ -173,7 +175,7 @@ def test_members_learn_from_the_problems_in_their_bags(tmp_path: Path, monkeypat
             seen.append({view.problem_ids[number] for number in view.problems_R})
 
     monkeypatch.setattr(verifier_phase, "PairStream", Noting)
-    settings = {"steps": 1, "aggregation": "median", "bag": 0.7, "robust": "group_dro"}
+    settings = {"steps": 1, "ensemble": {"kind": "median", "bag": 0.7}, "robust": "group_dro"}
     outcome, run = played(ensemble_experiment(1, **settings), tmp_path)
     assert outcome.status == "complete"
     minted = {r.problem_id for r in recorded(run) if "mint" in r.id}
@@ -219,22 +221,17 @@ def test_bags_are_a_function_of_their_seed_and_of_their_share() -> None:
     assert all(is_in_bag(i, 1, 1.0) for i in ids)
 
 
-def test_what_no_ensemble_can_do_is_refused_or_told() -> None:
+def test_what_no_ensemble_can_do_is_refused() -> None:
     plain = small_experiment().plain()
 
     def settings(**verifier: Any) -> dict[str, Any]:
         return {**plain, "verifier": {**plain["verifier"], **verifier}}
 
     serving = {"serving": {"verifier_servers": ["http://127.0.0.1:1"]}}
-    with pytest.raises(ConfigurationError, match=r"verifier\.ensemble = 3 needs as many sets of weights"):
-        build_experiment({**settings(ensemble=3, engine="vllm"), **serving})
-    for key, value in (("aggregation", "min"), ("bag", 0.5)):
-        complaint = f"verifier.{key} has no effect on verifier.ensemble = 1"
-        assert any(complaint in line for line in build_experiment(settings(**{key: value})).warnings())
-        told = build_experiment(settings(ensemble=3, **{key: value})).warnings()
-        assert not any(complaint in line for line in told)
-    told = build_experiment(settings(ensemble=2, aggregation="median")).warnings()
-    assert any("is their mean" in line for line in told)
-    numbers = build_experiment(settings(ensemble=3)).arithmetic()
+    with pytest.raises(ConfigurationError, match=r"verifier\.ensemble = 'mean' cannot be served"):
+        build_experiment({**settings(ensemble="mean", engine="vllm"), **serving})
+    with pytest.raises(ConfigurationError, match="the median of two scores is their mean"):
+        build_experiment(settings(ensemble={"kind": "median", "size": 2}))
+    numbers = build_experiment(settings(ensemble="mean")).arithmetic()
     assert numbers.verifier_pairs_per_round == 3 * 7 * 4
     assert numbers.optimizer_steps == 2 * (3 * 7 + 7)

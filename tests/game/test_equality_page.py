@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pvg.config.experiment import assign, build_experiment, find_experiment, read_toml
+from benchmarks.pages.make_equality import main, switches
+from benchmarks.pages.seed_statistics import difference, joint_p
+from pvg.config.load import assign, build_experiment, find_experiment, read_toml
 from pvg.store import FileStateStore, JsonLines, RunDirectory
-
-DOCS = Path(__file__).parents[2] / "docs"
-sys.path.insert(0, str(DOCS))
-
-from make_equality import switches  # noqa: E402
-from seed_statistics import difference, joint_p  # noqa: E402
-
-SCRIPT = DOCS / "make_equality.py"
 
 
 def test_two_sides_that_do_not_overlap_by_hand() -> None:
@@ -74,11 +66,13 @@ def test_the_slow_switches_are_those_of_the_ladder_and_the_fast_ones_the_default
     found = switches()
     assert found["slow"].keys() == found["fast"].keys()
     assert found["slow"]["rollout.logprobs"] == "recomputed"
-    assert found["slow"]["rollout.max_rows"] == 8
+    assert found["slow"]["rollout.engine.max_rows"] == 8
     plain = build_experiment(read_toml(find_experiment("modchain"), "experiment")).plain()
     for key, value in found["fast"].items():
-        section, name = key.split(".")
-        assert plain[section][name] == value, key
+        node = plain
+        for part in key.split("."):
+            node = node[part]
+        assert node == value, key
 
 
 # --- the page --------------------------------------------------------------------------------------------------------
@@ -102,10 +96,13 @@ def made_run(root: Path, side: str, seed: int, auc: float, **changes: Any) -> No
 
 
 def made(root: Path, *arguments: str) -> tuple[int, str, str]:
-    out = root / "page.md"
-    command = [sys.executable, str(SCRIPT), "--only-table", "--root", str(root), "--out", str(out), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    return done.returncode, out.read_text() if out.exists() else "", done.stderr
+    """(exit code, the page, what it complains about)."""
+    out, told = root / "page.md", ""
+    try:
+        main(["--only-table", "--root", str(root), "--out", str(out), *arguments])
+    except SystemExit as error:
+        told = str(error.code)
+    return int(bool(told)), out.read_text() if out.exists() else "", told
 
 
 def test_a_page_of_sides_that_agree_but_for_one_metric(tmp_path: Path) -> None:
@@ -119,9 +116,9 @@ def test_a_page_of_sides_that_agree_but_for_one_metric(tmp_path: Path) -> None:
     assert "-0.200 (-0.202 to -0.198) | 0.008 | **beyond it** |" in page
     assert "| 1 | fooled by previous flaws | 0.250 ± 0.000 (0.250–0.250, 4 of 5 seeds) |" in page
     assert "| 0 | fooled by previous flaws" not in page
-    assert "Over all 4 comparisons together, the two sides **differ by more than the seeds do**: p = 0.008" in page
-    assert "2 of 5 lie beyond the spread at 0.05; 0.2 would by chance alone." in page
-    assert "`rollout.max_rows` | 8 | 256 |" in page
+    assert "All 4 comparisons together: the two sides **differ by more than the seeds do**, p = 0.008" in page
+    assert "2 of 5 have a p below 0.05; by chance alone 0.2 would." in page
+    assert "`rollout.engine.max_rows` | 8 | 256 |" in page
     assert "5 seeds each, 2 rounds, played by pvg 0.1.0+abc." in page
     assert "202 s with all switches slow and 202 s with all fast" in page
 
@@ -134,17 +131,17 @@ def test_of_more_seeds_the_first_five_are_told_by_themselves(tmp_path: Path) -> 
     code, page, err = made(tmp_path, "--seeds", "7")
     assert code == 0, err
     first = next(
-        line for line in page.splitlines() if line.startswith("The first 5 seeds alone, which is what was plann")
+        line for line in page.splitlines() if line.startswith("The first 5 seeds alone (we planned only these")
     )
     assert "): p = 0.008." in first
-    assert "One by one, 2 of 5 lie beyond the spread at 0.05" in first
+    assert "Taken one by one, 2 of 5 have a p below 0.05" in first
     assert "7 seeds each, 2 rounds" in page
-    assert "are the same within the spread of the seeds" in page
+    assert "the two sides do not differ by more than the seeds do" in page
 
 
 def test_runs_of_other_switches_or_incomplete_ones_make_no_page(tmp_path: Path) -> None:
     for seed in range(5):
-        made_run(tmp_path, "slow", seed, 0.9, **({"rollout.compaction": True} if seed == 3 else {}))
+        made_run(tmp_path, "slow", seed, 0.9, **({"rollout.engine.decoding": "lean"} if seed == 3 else {}))
     code, page, err = made(tmp_path)
     assert (code, page) == (1, "")
     assert "seed 0 has not been played" in err
@@ -152,4 +149,4 @@ def test_runs_of_other_switches_or_incomplete_ones_make_no_page(tmp_path: Path) 
         made_run(tmp_path, "fast", seed, 0.9)
     code, page, err = made(tmp_path)
     assert (code, page) == (1, "")
-    assert "was played with rollout.compaction = True, not False" in err
+    assert "was played with rollout.engine.decoding = 'lean', not 'module'" in err

@@ -14,7 +14,8 @@ from kill_drill import small_experiment
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from tiny_experts import CHOSEN, EXPERTS, LAYERS, tiny_experts
 
-from pvg.config.experiment import Experiment, build_experiment
+from pvg.config.experiment import Experiment
+from pvg.config.load import build_experiment
 from pvg.game.run import GameOutcome, play
 from pvg.models.characters import modchain_tokenizer
 from pvg.records import Grade
@@ -31,7 +32,7 @@ def experiment_of_experts(folder: Path) -> Experiment:
     tokenizer.save_pretrained(folder)
     plain = small_experiment().plain()
     plain["models"]["prover"]["source"] = str(folder)
-    plain["rollout"] |= {"routed_experts": True, "max_tokens": 16}
+    plain["rollout"] |= {"max_tokens": 16}
     plain["game"] |= {"rounds": 1}
     plain["training"] |= {"router_replay": True, "minibatches": 2, "steps": 4, "learning_rate": 1e-3}
     plain["verifier"] |= {"steps": 2}

@@ -46,3 +46,16 @@ def test_with_partial_rollouts_no_committed_one_is_lost_and_none_comes_twice():
     result = orjson.loads(done.stdout)
     assert result["problems"] == []
     assert result["kills"] >= 1
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(1800)
+def test_killed_and_hanging_workers_and_drivers_leave_the_bits_of_an_undisturbed_run():
+    drill = Path(__file__).with_name("kill_drill.py")
+    command = [sys.executable, str(drill), "--kills", "20", "--workers", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
+    result = orjson.loads(done.stdout)
+    assert result["problems"] == []
+    assert result["kills"]["worker"] >= 3
+    assert result["kills"]["driver"] >= 2

@@ -12,12 +12,13 @@ import pytest
 import torch
 from kill_drill import differences, fingerprint, small_experiment
 
-from pvg.config.experiment import Experiment, build_experiment
+from pvg.config.experiment import Experiment
+from pvg.config.load import build_experiment
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.game.players import Players
 from pvg.game.run import GameOutcome, play
 from pvg.models import open_model
-from pvg.servers.update import LowRankAdapter
+from pvg.models.low_rank import LowRankAdapter
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
@@ -30,7 +31,7 @@ KILL_AND_RESUME = """
 import random, sys, tomllib
 from pathlib import Path
 from kill_drill import finish, kill_somewhere, start
-from pvg.config.experiment import build_experiment
+from pvg.config.load import build_experiment
 
 experiment, root = build_experiment(tomllib.loads(sys.stdin.read())), Path(sys.argv[1])
 print(kill_somewhere(*start(experiment, root, resume=False), "train_prover", random.Random(1)))
@@ -38,9 +39,10 @@ finish(*start(experiment, root, resume=True))
 """
 
 
-def lora_experiment(**training: Any) -> Experiment:
+def lora_experiment(rank: int = RANK, **training: Any) -> Experiment:
     plain = small_experiment().plain()
-    plain["training"] |= {"lora_rank": RANK, "lora_alpha": 8.0, "learning_rate": 1e-3, **training}
+    adapters = {"kind": "lora", "rank": rank, "alpha": 8.0}
+    plain["training"] |= {"adapters": adapters, "learning_rate": 1e-3, **training}
     return build_experiment(plain)
 
 
@@ -164,20 +166,10 @@ def test_adapters_learn_under_checkpointed_layers(tmp_path: Path) -> None:
 def test_what_adapters_cannot_do_is_refused_before_anything_is_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigurationError, match="lora_rank = 1000 is larger than"):
-        played(lora_experiment(lora_rank=1000), tmp_path / "rank")
+    with pytest.raises(ConfigurationError, match=r"adapters\.rank = 1000 is larger than"):
+        played(lora_experiment(rank=1000), tmp_path / "rank")
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(MissingRequirementError, match="lora_rank"):
+    with pytest.raises(MissingRequirementError, match=r"training\.adapters"):
         played(lora_experiment(), tmp_path / "peft")
     for root in ("rank", "peft"):
         assert not (tmp_path / root / "drill" / "state.json").exists()
-
-
-def test_a_scale_without_adapters_is_told_of() -> None:
-    complaint = "training.lora_alpha has no effect on training.lora_rank = 0"
-    plain = small_experiment().plain()
-    assert not any(complaint in line for line in build_experiment(plain).warnings())
-    plain["training"]["lora_alpha"] = 32.0
-    assert any(complaint in line for line in build_experiment(plain).warnings())
-    plain["training"]["lora_rank"] = 4
-    assert not any(complaint in line for line in build_experiment(plain).warnings())

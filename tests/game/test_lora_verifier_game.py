@@ -15,7 +15,8 @@ from kill_drill import differences, fingerprint, small_experiment
 from test_configurations import StopAt, rows
 from test_stragglers import recorded
 
-from pvg.config.experiment import Experiment, assign, build_experiment
+from pvg.config.experiment import Experiment
+from pvg.config.load import assign, build_experiment
 from pvg.errors import ConfigurationError
 from pvg.game.players import Players
 from pvg.game.run import play
@@ -30,7 +31,11 @@ from pvg.verifier.template import VerifierTemplate
 
 RANK = 4
 ON_BASE = {"models.verifier": {"source": "embedded:modchain-prover"}}
-BOTH = {"training.lora_rank": RANK, "verifier.lora_rank": RANK, **ON_BASE}
+BOTH = {
+    "training.adapters": {"kind": "lora", "rank": RANK},
+    "verifier.adapters": {"kind": "lora", "rank": RANK},
+    **ON_BASE,
+}
 CPU = torch.device("cpu")
 
 
@@ -61,11 +66,11 @@ def isolated_scores(experiment: Experiment, run: RunDirectory) -> tuple[np.ndarr
     nobody else has, and how much they tell apart."""
     section = experiment.verifier
     with open_model(experiment.models.verifier, CPU) as base:
-        model = attach_adapters(base, section.lora_rank, section.lora_alpha, seed=0)
+        model = attach_adapters(base, section.adapters.rank, section.adapters.alpha, seed=0)
         verifier = build_verifier(section, model)
         tensors, _ = read_checkpoint(run.weights, "round-000-verifier")
         verifier.load_trainable_state(tensors)
-        template = VerifierTemplate(verifier.tokenizer, experiment.rollout.prompts, section.head)
+        template = VerifierTemplate(verifier.tokenizer, experiment.rollout.prompts, section.head.kind)
         rollouts = [r for r in recorded(run) if "train_prover" in r.id]
         with ThreadPoolExecutor(1) as executor:
             scorer = VerifierScorer(
@@ -124,7 +129,10 @@ def test_players_on_one_base_do_not_reach_into_each_other(whole: Path) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"rollout.prefetch": 1}, {"verifier.head": "scalar", "verifier.loss": "cross_entropy"}],
+    [
+        {"rollout.prefetch": {"kind": "fresh", "batches": 1}},
+        {"verifier.head": "scalar", "verifier.loss": "cross_entropy"},
+    ],
     ids=["pipelined", "scalar"],
 )
 def test_nor_do_they_pipelined_or_with_another_head(settings: dict[str, Any], tmp_path: Path, bases: list[str]) -> None:
@@ -141,7 +149,7 @@ def test_the_base_is_in_memory_once_and_the_engine_has_its_own(tmp_path: Path) -
         players = Players(experiment, open_task(experiment.task))
         try:
             await players.ready()
-            from pvg.game.prover_phase import open_learner
+            from pvg.models.starts import open_learner
 
             verifier = await players.compute(players.open_verifier)
             learner = await players.compute(lambda: open_learner(players, 0))
@@ -166,7 +174,11 @@ def test_the_base_is_in_memory_once_and_the_engine_has_its_own(tmp_path: Path) -
 
 def test_verifiers_of_another_model_carry_adapters_too(tmp_path: Path) -> None:
     """An ensemble of adapters on the verifier's own model, below which the prover's weights are all trained."""
-    settings = {"verifier.lora_rank": RANK, "verifier.ensemble": 2, "verifier.aggregation": "min", "verifier.steps": 2}
+    settings = {
+        "verifier.adapters": {"kind": "lora", "rank": RANK},
+        "verifier.ensemble": {"kind": "min", "size": 2},
+        "verifier.steps": 2,
+    }
     run = played(changed({**settings, "training.steps": 1}), tmp_path)
     members = [read_checkpoint(run.weights, f"round-000-verifier-member-{k}")[0] for k in (0, 1)]
     for name, tensor in members[0].items():
@@ -198,17 +210,14 @@ def test_frozen_weights_may_be_bfloat16(tmp_path: Path) -> None:
 
 
 def test_what_adapters_cannot_do_is_refused_and_what_they_waste_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"verifier\.lora_rank = 1000 is larger than"):
-        played(changed({**BOTH, "verifier.lora_rank": 1000}), tmp_path)
+    with pytest.raises(ConfigurationError, match=r"verifier\.adapters\.rank = 1000 is larger than"):
+        played(changed({**BOTH, "verifier.adapters": {"kind": "lora", "rank": 1000}}), tmp_path)
     assert not (tmp_path / "drill" / "state.json").exists()
     serving = {"serving.verifier_servers": ["http://127.0.0.1:1"]}
-    with pytest.raises(ConfigurationError, match=r"verifier\.lora_rank = 4 trains adapters"):
+    with pytest.raises(ConfigurationError, match=r"verifier\.adapters = 'lora' cannot be served"):
         changed({**BOTH, **serving, "verifier.engine": "vllm"})
     reduced = {"source": "embedded:modchain-prover", "dtype": "bfloat16"}
-    with pytest.raises(ConfigurationError, match=r"models\.verifier\.dtype.*train adapters alone"):
+    with pytest.raises(ConfigurationError, match=r"models\.verifier\.dtype.*train adapters"):
         changed({"models.verifier": reduced})
-    complaint = "verifier.lora_alpha has no effect on verifier.lora_rank = 0"
-    assert any(complaint in line for line in changed({"verifier.lora_alpha": 8.0}).warnings())
-    assert not any(complaint in line for line in changed({**BOTH, "verifier.lora_alpha": 8.0}).warnings())
     twice = changed({**BOTH, "models.verifier": reduced}).warnings()
     assert any("in memory twice" in line for line in twice)

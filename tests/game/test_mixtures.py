@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.config.sections import Game
+from pvg.config.game import Game
 from pvg.game.mixtures import MIXTURES, apportion, source_weights, sources_for_round
 
 

@@ -16,15 +16,12 @@ from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
 
 # Fewer rows than requests and turns of one step: some groups are complete while others have not begun. The deadline has
-# always passed, so what is cut is up to min_group, on every machine.
+# always passed, so what is cut is up to min_rollouts, on every machine.
 SHORT = {"game.mint_problems": 12, "game.mint_samples": 2, "verifier.steps": 2, "game.test.problems": 2}
 PARTIAL = {
     **SHORT,
-    "rollout.partial": True,
-    "rollout.group_deadline_s": 1e-6,
-    "rollout.min_group": 8,
-    "rollout.partial_versions": 3,
-    "rollout.max_rows": 8,
+    "rollout.deadline": {"kind": "continue", "seconds": 1e-6, "min_rollouts": 8, "max_versions": 3},
+    "rollout.engine.max_rows": 8,
     "training.groups": 6,
 }
 
@@ -80,7 +77,7 @@ def test_unfinished_groups_go_on_and_every_rollout_is_accounted_for(settings: di
     assert max(carried) > 0
     assert sum(step["tokens_continued"] for step in steps) > 0
 
-    size, versions = experiment.rollout.group_size, experiment.rollout.partial_versions
+    size, versions = experiment.rollout.group_size, experiment.rollout.deadline.max_versions
     ordered = size * sum(experiment.training.groups - before for before in carried[:-1])
     cancelled = sum(step["rollouts_cancelled"] for step in steps)
     assert ordered == len(kept) + cancelled + sum(told_lost(run))
@@ -129,7 +126,7 @@ def test_a_stopped_run_says_what_it_has_lost_and_uses_no_id_twice(tmp_path: Path
 def test_without_a_cut_the_game_is_the_one_without_partial_rollouts(tmp_path: Path) -> None:
     settings = {**SHORT, "training.steps": 3}
     _, plain = played(changed(settings), tmp_path / "plain")
-    settings |= {"rollout.partial": True, "rollout.group_deadline_s": 1e6}
+    settings |= {"rollout.deadline": {"kind": "continue", "seconds": 1e6}}
     _, partial = played(changed(settings), tmp_path / "partial")
     assert [step["rollouts"] for step in prover_steps(partial)] == [16.0] * 3
     assert weights_of(plain) == weights_of(partial)

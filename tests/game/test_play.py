@@ -11,13 +11,13 @@ from pathlib import Path
 
 import orjson
 import pytest
-from kill_drill import small_experiment
+from kill_drill import read_manifests, small_experiment
 
-from pvg.config.experiment import Experiment, build_experiment
+from pvg.config.experiment import Experiment
+from pvg.config.load import build_experiment
 from pvg.errors import StateError
 from pvg.game.run import play
 from pvg.records import Role
-from pvg.store.manifest import read_manifests
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
@@ -86,7 +86,7 @@ def test_a_finished_game_leaves_what_the_design_promises(finished):
         if row["kind"] == "step":
             assert all(seconds >= -1e-9 for seconds in row["budget"].values())
     assert {manifest.machine for manifest in read_manifests(finished)} == {state["machine"]}
-    assert state["machine"].endswith(", 1 threads")
+    assert state["machine"].endswith(", 1 thread")
     assert finished.experiment() == small_experiment()
 
 
@@ -208,7 +208,7 @@ def test_a_run_that_goes_on_with_other_threads_or_another_torch_says_so(tmp_path
     run = interrupted_copy(tmp_path)
     store = FileStateStore(run.state)
     state = state_of(run)
-    assert "threads" in state["machine"]
+    assert state["machine"].endswith(", 1 thread")
     store.save({**state, "machine": "torch 1.0 on cpu, 64 threads"})
     run, outcome, observer = run_game(small_experiment(), tmp_path, resume=True)
     assert outcome.status == "complete"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pvg.config.experiment import build_experiment
+from pvg.config.load import build_experiment
 from pvg.game import players
 from pvg.models import compute
 from pvg.models.compute import ComputeExecutor
@@ -61,7 +61,7 @@ def test_variants_that_share_an_executor_share_the_threads_of_the_first(monkeypa
 POOLS = """
 import os
 import torch
-from pvg.config.experiment import build_experiment
+from pvg.config.load import build_experiment
 from pvg.game.players import Players
 from pvg.tasks import open_task
 

@@ -19,8 +19,9 @@ import pytest
 from test_configurations import changed, played, rows
 from test_stragglers import recorded
 
-from pvg.config.experiment import Experiment, build_experiment
-from pvg.config.sections import ModelSection
+from pvg.config.experiment import Experiment
+from pvg.config.load import build_experiment
+from pvg.config.models import ModelSection
 from pvg.errors import ConfigurationError, StateError
 from pvg.game.players import Players
 from pvg.game.prefetch import Prefetcher, RoleQueue
@@ -36,10 +37,15 @@ from pvg.store.state import FileStateStore
 from pvg.tasks import open_task
 
 # Little of everything but the prover's training.
-AHEAD = {"rollout.prefetch": 1, "verifier.steps": 2, "game.mint_problems": 12, "game.test.problems": 4}
+AHEAD = {
+    "rollout.prefetch": {"kind": "fresh", "batches": 1},
+    "verifier.steps": 2,
+    "game.mint_problems": 12,
+    "game.test.problems": 4,
+}
 SERVERS = ["http://127.0.0.1:8001"]
 STEPS, GROUPS, SIZE = 7, 4, 4  # of the drill's experiment
-ON_BASE = {"verifier.lora_rank": 2, "models.verifier": {"source": "embedded:modchain-prover"}}
+ON_BASE = {"verifier.adapters": {"kind": "lora", "rank": 2}, "models.verifier": {"source": "embedded:modchain-prover"}}
 
 
 def prover_steps(run: RunDirectory) -> list[dict[str, Any]]:
@@ -66,16 +72,15 @@ def assert_recorded_once(run: RunDirectory, steps: int = STEPS) -> None:
     ("settings", "budget"),
     [
         ({}, 2),
-        ({"rollout.max_staleness": 1, "rollout.prefer": "old", "training.importance": "decoupled"}, 1),
+        ({"rollout.prefetch": {"kind": "old", "max_staleness": 1}, "training.importance": "decoupled"}, 1),
         (
             {
-                "rollout.prefetch": 2,
+                "rollout.prefetch": {"kind": "fresh", "batches": 2},
                 "training.minibatches": 2,
                 "training.steps": 14,
                 "training.importance": "decoupled",
-                "rollout.group_deadline_s": 60.0,  # which nobody misses
-                "rollout.min_group": 3,
-                "rollout.batching": "whole",
+                "rollout.deadline": {"kind": "cut", "seconds": 60.0, "min_rollouts": 3},  # which nobody misses
+                "rollout.engine.batching": "whole",
             },
             3,
         ),
@@ -85,7 +90,7 @@ def assert_recorded_once(run: RunDirectory, steps: int = STEPS) -> None:
 )
 def test_a_game_plays_to_the_end_within_the_budget(settings: dict[str, Any], budget: int, tmp_path: Path) -> None:
     experiment = changed({**AHEAD, **settings})
-    assert experiment.rollout.staleness_budget == budget
+    assert experiment.rollout.prefetch.staleness_budget == budget
     outcome, run = played(experiment, tmp_path)
     assert outcome.status == "complete"
     assert_recorded_once(run)
@@ -122,10 +127,10 @@ def assert_budgets_close(steps: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("settings", "cores", "thread"),
     [
-        ({"rollout.prefetch": 1, "models.threads": 1}, 2, True),
-        ({"rollout.prefetch": 1, "models.threads": 2}, 2, False),
-        ({"rollout.prefetch": 0, "models.threads": 1}, 2, False),
-        ({**ON_BASE, "rollout.prefetch": 1, "models.threads": 1}, 2, False),
+        ({"rollout.prefetch": {"kind": "fresh", "batches": 1}, "models.threads": 1}, 2, True),
+        ({"rollout.prefetch": {"kind": "fresh", "batches": 1}, "models.threads": 2}, 2, False),
+        ({"rollout.prefetch": "none", "models.threads": 1}, 2, False),
+        ({**ON_BASE, "rollout.prefetch": {"kind": "fresh", "batches": 1}, "models.threads": 1}, 2, False),
     ],
     ids=["ahead", "no core free", "synchronous", "on the base's weights"],
 )
@@ -228,7 +233,7 @@ class Orders:
     """The groups of every batch are helpful and come at once. `scoring`: the thread beside the trainer's."""
 
     def __init__(self, experiment: Experiment, scoring: object = None) -> None:
-        self.session = SimpleNamespace(experiment=experiment, players=SimpleNamespace(scoring=scoring))
+        self.session = SimpleNamespace(experiment=experiment, players=SimpleNamespace(scoring=scoring, workers=None))
 
     def roles(self, number: int) -> list[Role]:
         return [Role.HELPFUL] * GROUPS
@@ -323,7 +328,7 @@ def test_nothing_is_begun_after_the_last_batch(
 
     monkeypatch.setattr(Prefetcher, "close", noting)
     # No rollout grows too old: what is begun beyond the last batch is what made sure that it waits for no straggler.
-    played(changed({**AHEAD, **settings, "rollout.max_staleness": 99}), tmp_path)
+    played(changed({**AHEAD, **settings, "rollout.prefetch.max_staleness": 99}), tmp_path)
     assert sorted(closed[0].values()) == [(STEPS + 1) * GROUPS - 1, (STEPS + 1) * GROUPS]
 
 
@@ -356,7 +361,7 @@ KILL_AND_RESUME = """
 import random, sys, tomllib
 from pathlib import Path
 from kill_drill import finish, kill_somewhere, start
-from pvg.config.experiment import build_experiment
+from pvg.config.load import build_experiment
 
 experiment, root = build_experiment(tomllib.loads(sys.stdin.read())), Path(sys.argv[1])
 print(kill_somewhere(*start(experiment, root, resume=False), "train_prover", random.Random(1)))
@@ -400,9 +405,14 @@ def test_a_role_that_writes_shorter_solutions_does_not_fill_the_batches(
         return await generate(self, request)
 
     monkeypatch.setattr(TorchEngine, "generate", cut)
-    settings = {**AHEAD, "rollout.prefetch": 2, "rollout.batching": "continuous", "game.sneaky_share": share}
+    settings = {
+        **AHEAD,
+        "rollout.prefetch": {"kind": "fresh", "batches": 2},
+        "rollout.engine.batching": "continuous",
+        "game.sneaky_share": share,
+    }
     _, ahead = played(changed(settings), tmp_path / "ahead")
-    _, synchronous = played(changed({**settings, "rollout.prefetch": 0}), tmp_path / "synchronous")
+    _, synchronous = played(changed({**settings, "rollout.prefetch": "none"}), tmp_path / "synchronous")
     assert role_counts(ahead) == role_counts(synchronous)
     assert {r.role for r in prover_rollouts(ahead) if len(r.completion_ids) > 2} == {*Role} - {shorter}
 
@@ -432,13 +442,16 @@ def test_nothing_is_left_running_when_the_phase_ends(tmp_path: Path, monkeypatch
         await close(self)
 
     monkeypatch.setattr(TorchEngine, "close", noting)
-    outcome, _ = played(changed({**AHEAD, "game.stop": "score_parity", "game.stop.min_steps": 2}), tmp_path)
+    outcome, _ = played(changed({**AHEAD, "game.stop": "score_parity"}), tmp_path)
     assert outcome.status == "complete"
     assert left == [0, 0]
 
 
 def test_of_a_synchronous_game_nothing_is_stale_and_nothing_new_is_told(tmp_path: Path) -> None:
-    _, run = played(changed({**AHEAD, "rollout.prefetch": 0, "training.importance": "decoupled"}), tmp_path)
+    _, run = played(
+        changed({**AHEAD, "rollout.prefetch": "none", "training.importance": "decoupled"}),
+        tmp_path,
+    )
     for step in prover_steps(run):
         assert step["metrics"]["staleness_max"] == 0.0
         assert not {name for name in step["metrics"] if name.startswith(("stale_", "start_", "dropped_"))}
@@ -448,13 +461,21 @@ def test_of_a_synchronous_game_nothing_is_stale_and_nothing_new_is_told(tmp_path
     ("settings", "message"),
     [
         (
-            {"rollout.prefetch": 1, "training.loss": "spo", "game.reward": "cgc", "rollout.group_deadline_s": 1.0},
-            "rollout.prefetch keeps none together",
+            {
+                "rollout.prefetch": {"kind": "fresh", "batches": 1},
+                "training.loss": "spo",
+                "game.reward": "cgc",
+                "rollout.deadline": "cut",
+            },
+            "so a batch has no deadline",
         ),
-        ({"training.importance": "decoupled", "rollout.logprobs": "recomputed"}, "whose log-probs"),
-        ({"rollout.prefetch": 2, "rollout.logprobs": "recomputed"}, "rollout.prefetch = 2 trains on rollouts of older"),
-        ({"rollout.prefetch": -1}, "rollout.prefetch"),
-        ({"rollout.max_staleness": 0}, "rollout.max_staleness"),
+        ({"training.importance": "decoupled", "rollout.logprobs": "recomputed"}, "needs the sampler's log-probs"),
+        (
+            {"rollout.prefetch": {"kind": "fresh", "batches": 2}, "rollout.logprobs": "recomputed"},
+            "rollout.prefetch = 'fresh' trains on rollouts of older",
+        ),
+        ({"rollout.prefetch": {"kind": "fresh", "batches": 0}}, "rollout.prefetch.batches"),
+        ({"rollout.prefetch": {"kind": "fresh", "max_staleness": 0}}, "rollout.prefetch.max_staleness"),
     ],
 )
 def test_what_cannot_work_is_refused(settings: dict[str, Any], message: str) -> None:
@@ -468,25 +489,21 @@ def warned(**sections: dict[str, Any]) -> list[str]:
 
 
 def test_what_is_probably_not_meant_is_said() -> None:
-    assert warned(rollout={"prefetch": 1, "engine": "vllm"}) == []
-    (found,) = warned(rollout={"prefetch": 1})
+    assert warned(rollout={"prefetch": "fresh", "engine": "vllm"}) == []
+    (found,) = warned(rollout={"prefetch": "fresh"})
     assert "the thread that trains" in found
-    (found,) = warned(rollout={"prefetch": 3, "max_staleness": 2, "engine": "vllm"})
+    (found,) = warned(rollout={"prefetch": {"kind": "old", "batches": 3, "max_staleness": 2}, "engine": "vllm"})
     assert "raise it to 4" in found
-    (found,) = warned(rollout={"max_staleness": 2})
-    assert "nothing is ever stale" in found
-    (found,) = warned(rollout={"prefer": "old"})
-    assert "leaves no choice" in found
     (found,) = warned(training={"importance": "decoupled"})
-    assert "nothing is ever stale" in found
-    (found,) = warned(training={"loss": "rloo"}, rollout={"prefetch": 1, "engine": "vllm"})
+    assert "no rollout is stale" in found
+    (found,) = warned(training={"loss": "rloo"}, rollout={"prefetch": "fresh", "engine": "vllm"})
     assert "has no ratio" in found
 
 
-@pytest.mark.parametrize("stale", [{"prefetch": 2, "engine": "vllm"}, {"partial": True, "group_deadline_s": 9.0}])
+@pytest.mark.parametrize("stale", [{"prefetch": "fresh", "engine": "vllm"}, {"deadline": "continue"}])
 def test_what_is_recommended_to_rloo_is_never_refused(stale: dict[str, Any]) -> None:
     # Where it would be, because no log-probs of the sampler are left to compare with, there is no such experiment.
-    with pytest.raises(ConfigurationError, match="knows only the newest; set it to 'sampled'"):
+    with pytest.raises(ConfigurationError, match="uses only the newest weights; set it to 'sampled'"):
         build_experiment({"training": {"loss": "rloo"}, "rollout": {**stale, "logprobs": "recomputed"}})
     (found,) = warned(training={"loss": "rloo"}, rollout=stale)
     assert "set training.importance to 'decoupled'" in found

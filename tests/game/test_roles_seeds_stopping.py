@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.config.sections import StopAfterSteps, StopAtScoreParity
+from pvg.config.game import StopAfterSteps, StopAtScoreParity
+from pvg.game import prover_phase
+from pvg.game.prover_phase import StopRule
 from pvg.game.roles import assign_roles
-from pvg.game.seeds import draw_cyclic, draw_weighted, generator_for, seed_for
-from pvg.game.stopping import StopRule
 from pvg.records import Role
+from pvg.seeds import draw_cyclic, draw_weighted, generator_for, seed_for
 
 
 @given(st.integers(1, 64), st.floats(0, 1), st.integers(0, 99))
@@ -83,8 +84,9 @@ def test_weights_that_nothing_can_be_drawn_by_are_refused(weights):
         draw_weighted(np.array(weights), 1, generator_for(0))
 
 
-def test_score_parity_stops_when_the_average_sneaky_score_reaches_the_helpful_one():
-    rule = StopRule(StopAtScoreParity(min_steps=2), decay=0.5)
+def test_score_parity_stops_when_the_average_sneaky_score_reaches_the_helpful_one(monkeypatch):
+    monkeypatch.setattr(prover_phase, "MIN_STEPS", 2)
+    rule = StopRule(StopAtScoreParity(), decay=0.5)
     # EMA by hand, decay 0.5: sneaky 0, then 0.5*0 + 0.5*3 = 1.5; helpful 2, then 0.5*2 + 0.5*2 = 2: not yet.
     assert not rule.observe({"score_sneaky_incorrect": 0.0, "score_helpful_correct": 2.0})
     assert not rule.observe({"score_sneaky_incorrect": 3.0, "score_helpful_correct": 2.0})

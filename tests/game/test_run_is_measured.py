@@ -17,23 +17,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kill_drill import small_experiment
+from kill_drill import read_manifests, small_experiment
 
-from pvg.config.experiment import build_experiment
+from pvg.config.load import build_experiment
+from pvg.game import session
 from pvg.game.ledger import Ledger
 from pvg.game.run import play
 from pvg.game.states import Phase
 from pvg.reporting.diagnosis import diagnose
 from pvg.reporting.run_summary import read_run
 from pvg.store.journal import read_json_lines
-from pvg.store.manifest import read_manifests
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards
 from pvg.store.state import FileStateStore
+from pvg.telemetry import alerts
 from pvg.telemetry.alerts import EMA_DECAY
-from pvg.telemetry.catalogue import unknown_metrics
-from pvg.telemetry.event_loop import runner
+from pvg.telemetry.catalogue import metric as catalogued
+from pvg.telemetry.monitoring import Monitoring
 from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
+from pvg.telemetry.waits import runner
 from pvg.verifier.scorer import VerifierScorer
 
 SLOW_S = 0.05
@@ -68,8 +70,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, Sc
         port = server.getsockname()[1]
     plain = small_experiment().plain()
     plain["rollout"]["max_tokens"] = 26  # some solutions are truncated, and some are not
-    plain["telemetry"] |= {"device_every_s": 0.2, "metrics_port": port, "shortest_span_ms": 0.0}
-    plain["telemetry"] |= {"chance_auc": 1.0, "weights_queue_ms": 1e-6}  # so that both are alerted of
+    plain["telemetry"] |= {"metrics_port": port}
     experiment = build_experiment(plain)
     run = RunDirectory.create(tmp_path_factory.mktemp("runs"), "measured", experiment)
     observer = Scraping(port)
@@ -87,6 +88,10 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, Sc
     assert notice is None
     with loop, run.lock(), pytest.MonkeyPatch.context() as patched:
         patched.setattr(VerifierScorer, "cache_state", noted)
+        patched.setattr(Monitoring, "device_every_s", 0.2)
+        patched.setattr(session, "SHORTEST_SPAN_S", 0.0)
+        patched.setattr(alerts, "CHANCE_AUC", 1.0)  # so that both are alerted of
+        patched.setattr(alerts, "WEIGHTS_QUEUE_MS", 1e-6)
         loop.run(main())
     return run, observer
 
@@ -230,7 +235,7 @@ def test_nothing_is_told_that_the_catalogue_does_not_know(measured: tuple[RunDir
         found = records(run, kind)
         assert found, kind
         names |= {f"{prefix}/{name}" for record in found for name in record["metrics"]}
-    assert unknown_metrics(names) == []
+    assert [name for name in names if not catalogued(name)] == []
 
 
 def test_the_event_log_pairs(measured: tuple[RunDirectory, Scraping]) -> None:

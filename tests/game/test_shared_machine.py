@@ -11,7 +11,7 @@ import pytest
 
 from pvg.reporting.diagnosis import diagnose
 from pvg.store.journal import read_json_lines
-from pvg.telemetry.core_waits import SHARED
+from pvg.telemetry.waits import SHARED
 
 # Game and busy process are pinned to one core: whatever else this machine does, each gets a half of it at most.
 GAME = """
@@ -20,10 +20,12 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from kill_drill import small_experiment
 from pvg.bench.busy import busy_processes
-from pvg.config.experiment import build_experiment
+from pvg.config.load import build_experiment
 from pvg.game.run import play
 from pvg.store.run_directory import RunDirectory
+from pvg.telemetry.monitoring import Monitoring
 from pvg.telemetry.observer import SilentObserver
+from pvg.telemetry.waits import LagLimits
 
 class Observer(SilentObserver):
     notices = []
@@ -33,7 +35,7 @@ class Observer(SilentObserver):
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 plain = small_experiment().plain()
 plain["game"]["rounds"] = 1
-plain["telemetry"] |= {"device_every_s": 0.2, "loop_lag_max_s": 0.001}
+Monitoring.device_every_s, Monitoring.lag_limits = 0.2, LagLimits(max_s=0.001)
 experiment = build_experiment(plain)
 run = RunDirectory.create(Path(sys.argv[1]), "shared", experiment)
 observer = Observer()

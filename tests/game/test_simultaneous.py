@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ from test_configurations import changed, played, rows
 from test_stragglers import recorded
 
 from pvg.errors import ConfigurationError
+from pvg.game import simultaneous
 from pvg.game.simultaneous import VerifierUpdates
 from pvg.records import Float32, Role, Rollout
 from pvg.store.checkpoints import read_checkpoint
@@ -29,7 +30,6 @@ TURNS = {
     "game.schedule.every": 2,
     "game.schedule.updates": 2,
     "game.schedule.problems": 6,
-    "game.schedule.window": 2,
     "verifier.steps": 3,
     "game.test.problems": 4,
 }
@@ -41,6 +41,13 @@ def fresh(run: RunDirectory) -> list[Rollout]:
 
 def trained(run: RunDirectory) -> list[Rollout]:
     return [rollout for rollout in recorded(run) if "/train_prover/" in rollout.id]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_updates_in_the_window() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(simultaneous, "WINDOW", 2)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +143,7 @@ def test_a_penalty_goes_on_growing_from_update_to_update_and_lost_pairs_are_told
     monkeypatch.setattr(RobustObjective, "_strength", watched)
     monkeypatch.setattr(VerifierUpdates, "_tell_excluded", lambda self: told.append(dict(self._excluded)))
     told: list[dict[str, str]] = []
-    played(
-        changed(TURNS | {"verifier.robust": "vrex", "verifier.robust_warmup": 9, "game.schedule.problems": 1}), tmp_path
-    )
+    played(changed(TURNS | {"verifier.robust": {"kind": "vrex", "warmup": 9}, "game.schedule.problems": 1}), tmp_path)
     assert strengths == [step / 9 for step in range(9)]
     assert len(told) == 3
 
@@ -167,7 +172,7 @@ def test_killed_and_resumed_it_ends_like_the_uninterrupted_run_in_dialogues_too(
 
 def test_sampling_ahead_is_refused():
     with pytest.raises(ConfigurationError, match=r"rollout\.prefetch"):
-        changed({"game.schedule": "simultaneous", "rollout.prefetch": 1})
+        changed({"game.schedule": "simultaneous", "rollout.prefetch": {"kind": "fresh", "batches": 1}})
 
 
 def test_updates_that_never_come_are_told():

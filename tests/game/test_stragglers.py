@@ -19,12 +19,12 @@ from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
 
 SPO = {
-    "training.loss": {"kind": "spo", "half_life": 4.0},
+    "training.loss": "spo",
     "rollout.group_size": 1,
     "training.groups": 16,
     "game.reward": "cgc",
 }
-PRIORITISED = {**SPO, "training.curriculum": {"kind": "prioritised", "half_life": 4.0}}
+PRIORITISED = {**SPO, "training.curriculum": "prioritised"}
 
 
 @pytest.mark.drill
@@ -88,7 +88,7 @@ def stragglers(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_batches_that_are_cut_train_and_are_recorded_and_resume(settings: dict[str, Any], tmp_path: Path) -> None:
     # Groups of 4, one of each for ever: 3 are waited for however late they come, so every machine gets the same.
-    experiment = changed({"rollout.group_deadline_s": 0.01, "rollout.min_group": 3, **settings})
+    experiment = changed({"rollout.deadline": {"kind": "cut", "seconds": 0.01, "min_rollouts": 3}, **settings})
     _, whole = played(experiment, tmp_path / "whole")
     outcome, _ = played(experiment, tmp_path / "stopped", stop_at=("train_prover", 4))
     assert outcome.status == "interrupted"
@@ -108,8 +108,9 @@ def test_batches_that_are_cut_train_and_are_recorded_and_resume(settings: dict[s
 @pytest.mark.usefixtures("stragglers")
 def test_spo_is_cut_as_a_batch(tmp_path: Path) -> None:
     # Of 4 problems of 3 rollouts each, two in three come.
-    settings = {**SPO, "rollout.group_size": 3, "training.groups": 4, "rollout.group_deadline_s": 0.01}
-    _, run = played(changed({**settings, "rollout.min_group": 8}), tmp_path)
+    deadline = {"kind": "cut", "seconds": 0.01, "min_rollouts": 8}
+    settings = {**SPO, "rollout.group_size": 3, "training.groups": 4, "rollout.deadline": deadline}
+    _, run = played(changed(settings), tmp_path)
     metrics = [row["metrics"] for row in rows(run, "step") if row["phase"] == "train_prover"]
     assert {(found["rollouts"], found["rollouts_cancelled"]) for found in metrics} == {(8.0, 4.0)}
 

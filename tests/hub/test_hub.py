@@ -12,7 +12,8 @@ from huggingface_hub import constants, file_download
 from loopback_hub import TOKEN, Hub, commit_of
 
 from pvg import hub as pvg_hub
-from pvg.config.experiment import Experiment, build_experiment
+from pvg.config.experiment import Experiment
+from pvg.config.load import build_experiment
 from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, UsageError
 from pvg.hub import HubId, fetch, hub_ids, parse, pinned, pinned_as
 

@@ -18,8 +18,8 @@ from loopback_hub import Hub
 from pyarrow import parquet
 
 from pvg import hub as pvg_hub
-from pvg.config.experiment import load_experiment
-from pvg.config.sections import Gsm8kTask
+from pvg.config.load import load_experiment
+from pvg.config.task import Gsm8kTask
 from pvg.errors import ConfigurationError
 from pvg.servers.command import model_name
 from pvg.servers.models import model_folder

@@ -24,7 +24,7 @@ LONGEST_STOP_S = 300.0  # of a busy machine; a quiet one takes 10
 # A round in which every phase does a little; each test says what else it wants.
 SMALL = (
     "game.rounds=1 game.mint_problems=32 game.mint_samples=4 verifier.steps=8 verifier.pairs=16 training.steps=4 "
-    "training.groups=8 rollout.group_size=4 rollout.max_rows=64 rollout.concurrency=64 game.test.problems=8 "
+    "training.groups=8 rollout.group_size=4 rollout.concurrency=64 game.test.problems=8 "
     "store.commit_every=2"
 )
 

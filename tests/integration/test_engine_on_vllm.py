@@ -16,13 +16,14 @@ import pytest
 import torch
 from served_games import Served, free_port, serving
 
-from pvg.config.experiment import Experiment, find_experiment, load_experiment
+from pvg.config.experiment import Experiment
+from pvg.config.load import find_experiment, load_experiment
 from pvg.game.players import Players
 from pvg.game.roles import prompt_renderer
 from pvg.records import Int32, Role, VersionSpan
 from pvg.reporting.diagnosis import diagnose
 from pvg.rollout.engine import Completion, CutShort, GenerationRequest, PartialCompletion, Sampling
-from pvg.rollout.vllm.engine import VllmEngine
+from pvg.rollout.vllm_engine import VllmEngine
 from pvg.servers.pool import ConnectionLimits, HttpPool
 from pvg.tasks import open_task
 from pvg.tasks.task import problems_of_half
@@ -55,7 +56,7 @@ def server(folder: Path) -> Iterator[Served]:
 
 def experiment(folder: Path, *urls: str, **settings: object) -> Experiment:
     told = [f"weights.root={folder / 'weights'}", f"serving.servers={','.join(urls)}", "rollout.engine=vllm"]
-    told += ["serving.probe_every_s=0.5", "serving.probe_timeout_s=4", "rollout.concurrency=256"]
+    told += ["serving.probe_timeout_s=4", "rollout.concurrency=256"]
     told += [f"{key.replace('__', '.')}={value}" for key, value in settings.items()]
     return load_experiment(find_experiment("modchain", Path("experiments")), told)
 
@@ -156,7 +157,7 @@ def test_updates_that_wait_behind_generation_are_diagnosed(
         await asyncio.gather(*asking)
 
     kept = KeptAndLogged(path)
-    few = {"rollout__concurrency": 4, "rollout__max_rows": 4, "serving__probe_timeout_s": 60}
+    few = {"rollout__concurrency": 4, "serving__probe_timeout_s": 60}
     run(experiment(folder, server.url, weights__client="shared", **few), play, kept)
     kept.log.close()
     assert [fields["inflight"] for fields in kept.named("client.send")][-5:] == [24] * 5

@@ -27,8 +27,8 @@ from vllm_servers import (
 
 from pvg.errors import ConfigurationError
 from pvg.servers.control import ControlClient
-from pvg.servers.labels import PublishingSession, WeightLabel
 from pvg.servers.pool import RefusedRequest
+from pvg.servers.publishing import PublishingSession, WeightLabel
 
 TOLERANCE = 1e-3  # nats: float32 here and there, other kernels
 

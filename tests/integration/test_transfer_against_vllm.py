@@ -26,14 +26,14 @@ from vllm_servers import (
     vllm_python,
 )
 
-from pvg.config.sections import ModelSection, Weights
+from pvg.config.models import ModelSection
+from pvg.config.servers import Weights
 from pvg.models import open_model
 from pvg.servers.control import DeliveryTiming
-from pvg.servers.labels import PublishingSession, WeightLabel
 from pvg.servers.pool import RefusedRequest
+from pvg.servers.publishing import PublishingSession, WeightLabel, WeightUpdate
 from pvg.servers.transports import open_transport
-from pvg.servers.transports.adapters import AdapterTransport
-from pvg.servers.update import WeightUpdate
+from pvg.servers.transports.files import AdapterTransport
 
 TOLERANCE = 2e-3  # nats, in float32; a wrong version is off by more than 1
 
@@ -203,7 +203,7 @@ def test_files_and_adapters_bring_what_the_trainer_has(transferring: Server) -> 
         control = transferring.control(pool)
         files = open_transport(Weights(root=transferring.root), "files", None, "float32", session)
         adapters = open_transport(
-            Weights(root=transferring.root, transport="lora", keep=1), "adapters", None, "float32", session
+            Weights(root=transferring.root, transport="lora"), "adapters", None, "float32", session
         )
         assert isinstance(adapters, AdapterTransport)
         try:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm_servers import vllm_python
 
 from pvg.config import experiment
 from pvg.models import open_model
@@ -21,7 +20,7 @@ from pvg.records import Grade, Role, Rollout, VersionSpan
 from pvg.servers.command import find_interpreter, server_spec
 from pvg.servers.models import Purpose, model_folder
 from pvg.servers.process import VllmServer
-from pvg.verifier.cache import ScoreCache
+from pvg.verifier.backend import ScoreCache
 from pvg.verifier.scorer import VerifierScorer
 from pvg.verifier.template import VerifierTemplate
 from pvg.verifier.vllm_backend import VerifierServing, VllmBackend
@@ -45,14 +44,14 @@ class Heard:
 
 
 def settings(folder: Path, head: str, ports: Mapping[Purpose, int]) -> experiment.Experiment:
+    beta = {"beta": 0.5} if head == "implicit" else {}
     return experiment.Experiment.model_validate(
         {
             "models": {"verifier": {"source": SOURCE}, "device": "cpu"},
-            "verifier": {"head": head, "engine": "vllm", "beta": 0.5, "score_tokens": 2048},
+            "verifier": {"head": {"kind": head, **beta}, "engine": "vllm", "score_tokens": 2048},
             "serving": {
                 "verifier_servers": [f"http://127.0.0.1:{ports['verifier']}"],
                 "reference_servers": [f"http://127.0.0.1:{ports['reference']}"] if "reference" in ports else [],
-                "python": vllm_python(),
                 "max_num_seqs": 32,
                 "probe_timeout_s": 60.0,
             },
@@ -63,7 +62,7 @@ def settings(folder: Path, head: str, ports: Mapping[Purpose, int]) -> experimen
 
 @asynccontextmanager
 async def running(resolved: experiment.Experiment, folder: Path, ports: Mapping[Purpose, int]) -> AsyncIterator[None]:
-    interpreter = find_interpreter(resolved.serving.python)
+    interpreter = find_interpreter()
     async with AsyncExitStack() as stack:
         servers = [
             VllmServer.start(
@@ -129,7 +128,7 @@ class Bench:
         self._executor = executor
 
     def scorer(self, *, on_servers: bool) -> VerifierScorer:
-        template = VerifierTemplate(self.model.tokenizer, "plain", self._section.head)
+        template = VerifierTemplate(self.model.tokenizer, "plain", self._section.head.kind)
         backend = VllmBackend(self.serving, self.model, template.key, ScoreCache(1000)) if on_servers else None
         return VerifierScorer(
             self.model,

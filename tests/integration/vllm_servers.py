@@ -24,8 +24,8 @@ from torch import Tensor
 
 import pvg
 from pvg.servers.control import ControlClient
-from pvg.servers.labels import PublishingSession, WeightLabel
 from pvg.servers.pool import ConnectionLimits, HttpPool
+from pvg.servers.publishing import PublishingSession, WeightLabel
 
 PACKAGE = Path(pvg.__file__).parent
 CHECKOUT = PACKAGE.parent

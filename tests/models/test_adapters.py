@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pvg.config.sections import ModelSection
+from pvg.config.models import ModelSection
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.models import open_model
 from pvg.models.adapters import AdaptedModel, attach_adapters
@@ -204,7 +204,7 @@ def test_closing_frees_the_weights() -> None:
 def test_a_rank_above_the_smallest_side_of_a_layer_is_refused() -> None:
     model = small_model()
     assert attach_adapters(model, 32, ALPHA, 0).adapter().config["r"] == 32
-    with pytest.raises(ConfigurationError, match=r"lora_rank = 33 is larger than 32, .*'small'.*at most 32"):
+    with pytest.raises(ConfigurationError, match=r"adapters\.rank = 33 is larger than 32, .*'small'.*at most 32"):
         attach_adapters(model, 33, ALPHA, 0)
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from pvg.config.sections import ModchainTask, Models, ModelSection
+from pvg.config.models import Models, ModelSection
+from pvg.config.task import ModchainTask
 from pvg.models import open_model
 from pvg.models.embedded_training import (
     IGNORED,

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_ensembles import inputs, language, member
 
-from pvg.config import sections
+from pvg.config.base import kinds_of
+from pvg.config.verifier import EnsembleOfVerifiers, Verifier
 from pvg.models.ensembles import AGGREGATIONS, ScoreScales, VerifierEnsemble
 from pvg.models.heads import HEADS, build_verifier
 from pvg.models.language_model import ModelClosedError
@@ -25,7 +26,7 @@ def test_aggregations_by_hand() -> None:
     assert AGGREGATIONS["min"](SCORES).tolist() == [-2.0, -2.0, 0.5]
     assert AGGREGATIONS["median"](SCORES).tolist() == [2.0, -0.5, 0.5]
     assert AGGREGATIONS["median"](SCORES[:3]).tolist() == [1.0, -1.0, 0.5]
-    assert AGGREGATIONS.keys() == set(sections.Verifier.model_json_schema()["properties"]["aggregation"]["enum"])
+    assert AGGREGATIONS.keys() == set(kinds_of(EnsembleOfVerifiers))
 
 
 def test_an_ensemble_aggregates_its_members_on_the_common_scale() -> None:
@@ -137,7 +138,7 @@ def test_scales_for_another_number_of_members_are_refused() -> None:
 
 def test_only_a_head_with_a_free_start_begins_elsewhere() -> None:
     for head in HEADS:
-        one, other, again = (build_verifier(sections.Verifier(head=head), language(head)) for _ in "123")
+        one, other, again = (build_verifier(Verifier(head=head), language(head)) for _ in "123")
         other.start_elsewhere(7)
         again.start_elsewhere(7)
         changed = {n for n, w in one.trainable_state().items() if not torch.equal(w, other.trainable_state()[n])}

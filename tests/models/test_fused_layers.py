@@ -12,9 +12,8 @@ from pvg.models.blocked_layers import why_not
 from pvg.models.fused_layers import fused_hidden, knows, why_not_last
 from pvg.models.heads import ScalarHead
 from pvg.models.language_model import LanguageModel
-from pvg.models.logprobs import completion_logprobs, shared_prompt_logprobs
-from pvg.models.packing import pack_rows, packed_attention
-from pvg.models.padding import pad_right
+from pvg.models.logprobs import completion_logprobs, shared_prompt_outputs
+from pvg.models.packing import pack_rows, packed_attention, pad_right
 from pvg.models.shared_prompts import packed_hidden
 from pvg.training.trainer import checkpoint_layers
 
@@ -30,6 +29,10 @@ SIZES = {
     "pad_token_id": 0,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 16}
+
+
+def shared_prompt_logprobs(*given, **how):
+    return shared_prompt_outputs(*given, **how).logprobs_BL
 
 
 def build(kind="llama"):

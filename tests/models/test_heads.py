@@ -9,12 +9,12 @@ from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Rules
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pvg.config import sections
+from pvg.config.verifier import Verifier
 from pvg.errors import ConfigurationError
 from pvg.models.characters import modchain_tokenizer
 from pvg.models.heads import HEADS, answer_tokens, build_verifier
 from pvg.models.language_model import LanguageModel, ModelClosedError
-from pvg.models.padding import pad_right
+from pvg.models.packing import pad_right
 from pvg.models.tokenizer import Tokenizer
 
 PROMPT = 4
@@ -43,7 +43,10 @@ def open_tiny(dtype: torch.dtype = torch.float32, seed: int = 0, *, tied: bool =
 
 
 def build(head: str, dtype: torch.dtype = torch.float32, *, moved: bool = True, beta: float = 1.0, tied: bool = False):
-    model = build_verifier(sections.Verifier(head=head, beta=beta), open_tiny(dtype, tied=tied))
+    model = build_verifier(
+        Verifier(head={"kind": head, "beta": beta} if head == "implicit" else head),
+        open_tiny(dtype, tied=tied),
+    )
     if moved:
         generator = torch.Generator().manual_seed(5)
         with torch.no_grad():
@@ -192,7 +195,7 @@ def test_a_tokenizer_without_the_words_is_refused_and_the_model_closed(tokenizer
     language_model = open_tiny()
     language_model.tokenizer = tokenizer
     with pytest.raises(ConfigurationError, match="no single tokens"):
-        build_verifier(sections.Verifier(head="yes_token"), language_model)
+        build_verifier(Verifier(head="yes_token"), language_model)
     assert language_model.closed
 
 

@@ -191,11 +191,6 @@ def test_the_check_leaves_training_modes_as_they_were():
     assert [part.training for part in model.modules()] == before
 
 
-def test_a_chunk_below_one_token_is_refused():
-    with pytest.raises(ConfigurationError, match="logits_chunk = 36 is less than one token's 37 logits"):
-        completion_logprobs(llama(), *rows(), logits_chunk=36)
-
-
 @pytest.mark.parametrize(
     ("lengths", "prompt_lengths"), [([13, 7, 9, 2], [3, 1, 9, 1]), ([12, 7, 9, 2], [0, 1, 9, 1]), ([1] * 4, [2] * 4)]
 )

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pvg.config.sections import ModelSection
+from pvg.config.models import ModelSection
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
 from pvg.models import open_model, pick_device, sources
 from pvg.models.characters import modchain_tokenizer

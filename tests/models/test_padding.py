@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pvg.errors import ConfigurationError
-from pvg.models.padding import pad_right, token_budget_batches
+from pvg.models.packing import pad_right, token_budget_batches
 
 
 def test_pads_to_the_right_with_the_pad_id():

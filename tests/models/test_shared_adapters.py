@@ -11,7 +11,7 @@ import torch
 from tiny_ensembles import inputs, language
 from torch import Tensor, nn
 
-from pvg.config import sections
+from pvg.config.verifier import Verifier
 from pvg.errors import ConfigurationError
 from pvg.models.adapters import AdaptedModel, attach_adapters
 from pvg.models.heads import HEADS, VerifierModel, build_verifier
@@ -43,7 +43,7 @@ def adapters(model: LanguageModel, seed: int) -> AdaptedModel:
 
 def judge(head: str, base: LanguageModel, seed: int, *, shared: bool = True) -> VerifierModel:
     adapted = attach_adapters(base, RANK, ALPHA, seed, shared=shared, section="verifier")
-    verifier = build_verifier(sections.Verifier(head=head), adapted)  # type: ignore[arg-type]
+    verifier = build_verifier(Verifier(head=head), adapted)  # type: ignore[arg-type]
     moved(verifier.trainable_state().values(), seed)
     return verifier
 
@@ -107,7 +107,7 @@ def test_a_verifier_with_adapters_scores_as_the_merged_one(head: str) -> None:
     """A verifier of the same head whose every weight is its own, at the weights that the adapters make."""
     base = language(head)
     verifier = judge(head, base, 3)
-    merged = build_verifier(sections.Verifier(head=head), base.copy())  # type: ignore[arg-type]
+    merged = build_verifier(Verifier(head=head), base.copy())  # type: ignore[arg-type]
     weights = {f"backbone.{n}": t for n, t in verifier._language_model.weights().items()}
     own = {name: t for name, t in verifier.trainable_state().items() if ".lora_" not in name}
     with torch.no_grad():
@@ -128,7 +128,7 @@ def test_what_is_saved_of_a_verifier_is_its_adapters_and_its_head(head: str) -> 
     assert {name for name in state if ".lora_" not in name} == heads_own[head]
     assert sum(".lora_" in name for name in state) == 2 * 2 * 7  # A and B of seven layers in two blocks
     again = build_verifier(  # type: ignore[arg-type]
-        sections.Verifier(head=head), attach_adapters(base, RANK, ALPHA, 77, shared=True)
+        Verifier(head=head), attach_adapters(base, RANK, ALPHA, 77, shared=True)
     )
     again.load_trainable_state(state)
     assert again.version() == verifier.version()
@@ -140,7 +140,7 @@ def test_what_is_saved_of_a_verifier_is_its_adapters_and_its_head(head: str) -> 
 def test_fresh_adapters_of_a_verifier_score_every_solution_zero(head: str) -> None:
     base = language(head)
     verifier = build_verifier(  # type: ignore[arg-type]
-        sections.Verifier(head=head), attach_adapters(base, RANK, ALPHA, 0, shared=True)
+        Verifier(head=head), attach_adapters(base, RANK, ALPHA, 0, shared=True)
     )
     with torch.no_grad():
         assert verifier(*inputs(4)).abs().max() < 1e-5

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from pvg.errors import ConfigurationError
-from pvg.models.logprobs import completion_logprobs, shared_prompt_logprobs
-from pvg.models.packing import distinct_prompts, pack_rows, shared_prompt_batches
-from pvg.models.padding import JoinedRows, pad_right
+from pvg.models.logprobs import completion_logprobs, shared_prompt_outputs
+from pvg.models.packing import JoinedRows, distinct_prompts, pack_rows, pad_right, shared_prompt_batches
 from pvg.models.shared_prompts import check_packing
 from pvg.training.trainer import checkpoint_layers
 
@@ -40,6 +39,10 @@ def build(family="llama", **others):
     }
     model_class, config_class = kinds[family]
     return model_class(config_class(**(SIZES | others))).eval()
+
+
+def shared_prompt_logprobs(*given, **how):
+    return shared_prompt_outputs(*given, **how).logprobs_BL
 
 
 def rows_of(groups, seed=0):
@@ -198,18 +201,16 @@ def test_rows_longer_than_a_sliding_window_are_refused():
     st.lists(st.tuples(st.integers(0, 6), st.integers(1, 9), st.integers(0, 20)), max_size=40),
     st.integers(29, 120),
     st.none() | st.integers(1, 9),
-    st.booleans(),
 )
-def test_batches_keep_their_limits(drawn, budget, max_rows, by_length):
+def test_batches_keep_their_limits(drawn, budget, max_rows):
     sizes = {prompt: length for prompt, length, _ in drawn}  # a prompt has one length
     numbers = {prompt: number for number, prompt in enumerate(sizes)}
     prompt_of_N = np.array([numbers[prompt] for prompt, _, _ in drawn], dtype=np.int64)
     starts = np.array([sizes[prompt] for prompt, _, _ in drawn], dtype=np.int64)
     lengths = starts + np.array([completion for *_, completion in drawn], dtype=np.int64)
-    batches = shared_prompt_batches(prompt_of_N, starts, lengths, budget, max_rows, by_length=by_length)
+    batches = shared_prompt_batches(prompt_of_N, starts, lengths, budget, max_rows)
     flat = np.concatenate(batches).tolist() if batches else []
     assert sorted(flat) == list(range(len(drawn)))
-    assert by_length or flat == sorted(flat)
     for rows in batches:
         assert 1 <= len(rows) <= (max_rows or budget)
         prompts = len(set(prompt_of_N[rows].tolist()))

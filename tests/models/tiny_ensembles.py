@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pvg.config import sections
+from pvg.config.verifier import Verifier
 from pvg.models.characters import modchain_tokenizer
 from pvg.models.heads import VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel
@@ -33,7 +33,7 @@ def language(head: str) -> LanguageModel:
 
 def member(head: str, seed: int, like: VerifierModel | None = None) -> VerifierModel:
     """Moved away from the common start by `seed`."""
-    model = build_verifier(sections.Verifier(head=head), language(head))  # type: ignore[arg-type]
+    model = build_verifier(Verifier(head=head), language(head))  # type: ignore[arg-type]
     if like is not None:
         model.share_with(like)
     generator = torch.Generator().manual_seed(seed)

@@ -23,7 +23,7 @@ HERE = MachineInfo(
     driver=None,
     event_loop="uvloop",
 )
-LADDER = [{"switch": "rollout.max_rows", "slow": 8, "fast": 256, "says": "groups decoded together"}]
+LADDER = [{"switch": "rollout.engine.max_rows", "slow": 8, "fast": 256, "says": "groups decoded together"}]
 
 
 def variant(label: str, rates: tuple[float, ...], **changes: Any) -> Variant:
@@ -73,6 +73,6 @@ def one(rates: tuple[float, ...] = (100.0, 110.0, 90.0, 105.0, 95.0), **changes:
 def ladder() -> BenchReport:
     return bench_report(
         variant("all slow", (10.0, 11.0, 9.0, 10.5, 9.5)),
-        variant("rollout.max_rows=256", (40.0, 44.0, 36.0, 42.0, 38.0)),
+        variant("rollout.engine.max_rows=256", (40.0, 44.0, 36.0, 42.0, 38.0)),
         kind="ablation",
     )

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 from event_logs import Log, steps
 
-from pvg.config.experiment import valid_keys
-from pvg.config.sections import Telemetry
+from pvg.config.load import valid_keys
 from pvg.errors import UsageError
 from pvg.reporting.diagnosis import SIGNATURES, Diagnosis, diagnose
 from pvg.reporting.diagnosis.log_events import DONE_TRACES, OPEN_TRACES, parse_line
 from pvg.reporting.diagnosis.tally import NAMES, LogTally
-from pvg.telemetry.event_loop import LagWindow
+from pvg.telemetry.waits import LagLimits, LagWindow
 
 
 def seen(found: Diagnosis) -> list[str]:
@@ -108,7 +107,7 @@ def test_stragglers_of_an_engine_that_tells_no_groups(tmp_path: Path) -> None:
 def test_loop_lag_above_a_warning_level_of_the_run(tmp_path: Path) -> None:
     path = steps(lag_ms=60.0).write(tmp_path / "events.log")
     assert seen(diagnose([path])) == []
-    found = diagnose([path], Telemetry(loop_lag_p99_s=0.05))
+    found = diagnose([path], LagLimits(p99_s=0.05))
     assert seen(found) == ["loop-lag"]
     assert found.findings[0].measured == pytest.approx(1.2)
 
@@ -273,7 +272,7 @@ def test_two_clocks_are_noticed_and_no_difference_is_taken_across_them(tmp_path:
     assert found.timings["in_server_ms"].max == pytest.approx(40.0, abs=0.01)
     assert found.seconds == pytest.approx(30 * 0.05, abs=0.01)
     assert found.load == {}  # which load was there when, nobody can tell
-    assert "cannot be told" in found.findings[0].says
+    assert "do not show how the wait depends" in found.findings[0].says
 
 
 def test_two_clocks_in_one_log(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_device_loop_overlap_and_processes_are_shown(tmp_path: Path) -> None:
 
 def test_an_old_run_says_why_the_machine_is_missing(tmp_path: Path) -> None:
     page = check(page_of(played(tmp_path)))
-    assert "recorded neither its device nor its event loop" in page.text
+    assert "has no records of its device and event loop" in page.text
     assert "holds no spans of these steps" in page.text
 
 
@@ -91,7 +91,7 @@ def test_a_damaged_shard_is_told_and_the_rest_shown(tmp_path: Path) -> None:
 def test_only_what_differs_from_the_defaults_is_named_first(tmp_path: Path) -> None:
     page = Page(page_of(begin(tmp_path, "odd", seed=3)))
     before, _, after = page.text.partition("The whole configuration")
-    settings = before[before.index("What differs from the defaults") :]
+    settings = before[before.index("Settings with other values than the defaults") :]
     assert "seed 3 0" in settings
     assert "training.steps" not in settings
     assert "[training]" in after

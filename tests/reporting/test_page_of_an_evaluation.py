@@ -6,7 +6,7 @@ from page_checks import Page
 
 from pvg.evaluation.report import Detection, EvaluationReport, FlawDetection, NumberRecord, RoundEvaluation
 from pvg.reporting.evaluation import evaluation_section
-from pvg.reporting.html import page
+from pvg.reporting.table import page
 
 NUMBER = NumberRecord(value=0.5, low=0.4, high=0.6, n=10, problems=5)
 BAND = [(0.0, 0.0, None, None), (0.25, 0.5, 0.25, 0.75), (0.5, 0.75, 0.5, 1.0), (1.0, 1.0, None, None)]
@@ -40,7 +40,7 @@ def areas(page: Page) -> list[tuple[str, str]]:
 def test_an_area_lies_behind_each_line_that_has_intervals() -> None:
     page = page_of(flaws("base", BAND), flaws("round-000", []), flaws("attack-cgc", BAND))
     assert areas(page) == [("range run-0", AREA), ("range run-2", AREA)]
-    assert "an interval at each false-positive rate by itself" in page.text
+    assert "a separate interval at each false-positive rate" in page.text
     assert len([a for _, a in page.tags if a.get("data-name") in {"base", "round-000", "attack-cgc"}]) == 3
 
 

@@ -52,8 +52,8 @@ def test_two_reports_are_drawn_together_and_their_environments_compared() -> Non
 
 
 def test_a_failed_report_says_why_and_a_foreign_one_does_not_break_the_page() -> None:
-    failed = Variant(label="rollout.max_rows=0", status="failed", reason=f"no rows {NASTY}")
-    page = page_of(bench_report(failed, variant("rollout.max_rows=8", (1.0,) * 5), kind="sweep"))
+    failed = Variant(label="rollout.engine.max_rows=0", status="failed", reason=f"no rows {NASTY}")
+    page = page_of(bench_report(failed, variant("rollout.engine.max_rows=8", (1.0,) * 5), kind="sweep"))
     assert "no rows </pre>" in page.text
     page_of(ladder().model_copy(update={"config": {}}))
 

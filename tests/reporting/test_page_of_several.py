@@ -8,7 +8,7 @@ import pytest
 from page_checks import check
 from run_samples import begin, commit, played, state, step, tell
 
-from pvg.config.sections import Training
+from pvg.config.training import Training
 from pvg.reporting.learning import learning_section
 from pvg.reporting.run_summary import read_run
 from pvg.reporting.several_page import (

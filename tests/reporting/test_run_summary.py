@@ -46,7 +46,7 @@ def test_a_torn_last_line_is_left_out_and_noted(tmp_path: Path) -> None:
     run.metrics.write_bytes(whole[:-7])
     summary = read_run(run)
     assert summary.series("loss") == [1.0]
-    assert any("torn" in note for note in summary.notes)
+    assert any("The last line of metrics.jsonl is incomplete" in note for note in summary.notes)
     assert run.metrics.read_bytes() == whole[:-7]
 
 
@@ -97,7 +97,7 @@ def test_a_stray_line_is_left_out_and_noted(tmp_path: Path, line: dict[str, obje
     tell(run, step("train_prover", 1, loss=1.0), line, step("train_prover", 2, loss=2.0))
     summary = read_run(run)
     assert summary.series("loss") == [1.0, 2.0]
-    assert any("no records of pvg" in note for note in summary.notes)
+    assert any("not records of pvg" in note for note in summary.notes)
 
 
 def test_a_damaged_experiment_is_an_error(tmp_path: Path) -> None:

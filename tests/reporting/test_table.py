@@ -8,8 +8,7 @@ import pytest
 from page_checks import Page
 from rich.console import Console
 
-from pvg.reporting.html import TEMPLATES, LegendKey
-from pvg.reporting.table import Column, Table, TableCell
+from pvg.reporting.table import TEMPLATES, Column, LegendKey, Table, TableCell
 
 NASTY = "</td><script>alert(1)</script> [red]x[/red] a|b \x00\u202e"
 TAGS = {"div", "table", "thead", "tbody", "tr", "th", "p", "span", "svg", "path", "strong", "code", "br"}
@@ -50,6 +49,22 @@ def test_the_terminal_shows_its_columns_and_a_repeated_value_once() -> None:
     assert "12.5 % of 3" in text
     assert "4 to 12 %" in text
     assert "down" in text
+
+
+def test_the_terminal_has_a_blank_line_between_groups_of_rows_and_holds_to_widths() -> None:
+    table = Table([Column("measure", once=True), Column("arm", min_width=8), Column("why", max_width=6)])
+    for measure, arm in (("a", "x"), ("a", "y"), ("b", "x")):
+        table.add(measure, arm, "much text")
+    rows = [line.split() for line in printed(table).splitlines()[2:]]
+    assert rows == [["a", "x", "much"], ["text"], ["y", "much"], ["text"], [], ["b", "x", "much"], ["text"]]
+    alone = Table(table.columns, table.rows[::2])  # groups of one row each
+    assert [] not in [line.split() for line in printed(alone).splitlines()]
+
+
+def test_a_table_without_titles_has_no_header() -> None:
+    table = Table([Column(), Column()])
+    table.add("left", "right")
+    assert printed(table).split() == ["left", "right"]
 
 
 def test_markdown_repeats_every_value_and_aligns_numbers() -> None:

@@ -15,7 +15,7 @@ from pvg.errors import StateError
 from pvg.rollout.engine import GenerationRequest, Sampling
 from pvg.rollout.lean import LeanDecoder
 from pvg.rollout.torch_engine import TorchEngine
-from pvg.servers.update import WeightUpdate
+from pvg.servers.publishing import WeightUpdate
 
 PATIENCE_S = 30.0
 

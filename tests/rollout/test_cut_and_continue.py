@@ -29,14 +29,13 @@ from pvg.rollout.engine import (
     check_request,
 )
 from pvg.rollout.torch_engine import TorchEngine
-from pvg.servers.update import WeightUpdate
+from pvg.servers.publishing import WeightUpdate
 
 LONG = Sampling(24, (1,))
 WAYS = {
     "lean, continuous": {},
     "lean, whole batches": {"continuous": False},
     "module": {"lean": False},
-    "module, nothing saved": {"lean": False, "compaction": False, "shared_prefill": False},
 }
 
 
@@ -122,14 +121,13 @@ def test_a_cut_hands_back_what_there_is_and_it_goes_on_under_the_next_weights(
     with_engine(use, model=model, lean=lean, max_rows=5)
 
 
-@pytest.mark.parametrize("saved", [True, False], ids=["shared", "alone"])
-def test_what_is_continued_keeps_the_experts_it_was_sampled_with(saved: bool) -> None:
+def test_what_is_continued_keeps_the_experts_it_was_sampled_with() -> None:
     # Prompts of one token among them: then nothing but what the request begins with is prefilled.
     wanted = requests(prompts(16), LONG)
 
     def sampled(asked: Sequence[GenerationRequest]) -> list[Completion]:
         model = tiny_model(module=tiny_experts())
-        return generate(asked, model=model, compaction=saved, shared_prefill=saved, routed_experts=True)
+        return generate(asked, model=model, routed_experts=True)
 
     def experts_of(completion: Completion) -> np.ndarray:
         assert completion.routed_experts is not None

@@ -25,8 +25,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from pvg.config.sections import Rollouts
-from pvg.rollout import open_engine
+from pvg.config.rollout import Rollouts
+from pvg.rollout import lean_rows, open_engine
 from pvg.rollout.engine import GenerationRequest, Sampling
 from pvg.rollout.lean import KernelAttention, LeanDecoder, NotLeanError, ProductAttention, SharedPrefixes
 from pvg.rollout.torch_engine import TorchEngine
@@ -111,7 +111,8 @@ def test_rows_of_one_prompt_read_it_once(build: Callable[[], PreTrainedModel], m
     fast = generate(wanted, model=tiny_model(module=module))
     assert seen.shared[1] == SharedPrefixes(8, columns)  # the first step is that of the comparison
     assert seen.shared[-1] is None  # rows have left the groups
-    slow = generate(wanted, model=tiny_model(module=module), shared_attention=False)
+    monkeypatch.setattr(lean_rows, "FEW_COLUMNS", 10**9)  # nothing is worth sharing
+    slow = generate(wanted, model=tiny_model(module=module))
     for request, one, other in zip(wanted, slow, fast, strict=True):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
         reference = teacher_forced(module, request.prompt_ids, other.token_ids, request.sampling)
@@ -126,7 +127,8 @@ def test_groups_that_newcomers_break_up_share_no_longer(monkeypatch: pytest.Monk
     assert seen.shared[1] is not None
     assert seen.shared[1].rows == 4
     assert None in seen.shared[2:]
-    for one, other in zip(few, generate(wanted, shared_attention=False), strict=True):
+    monkeypatch.setattr(lean_rows, "FEW_COLUMNS", 10**9)  # nothing is worth sharing
+    for one, other in zip(few, generate(wanted), strict=True):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
@@ -157,16 +159,7 @@ def test_bfloat16_follows_its_module() -> None:
             np.testing.assert_allclose(one.logprobs, other.logprobs, atol=0.1)
 
 
-@pytest.mark.parametrize(
-    "switches",
-    [
-        {"compaction": False},
-        {"shared_prefill": False},
-        {"shared_attention": False},
-        {"continuous": False},
-        {"max_rows": 5},
-    ],
-)
+@pytest.mark.parametrize("switches", [{"continuous": False}, {"max_rows": 5}, {"max_rows": 1}])
 def test_the_switches_change_no_completion(switches: dict[str, int]) -> None:
     fast = generate(varied())
     for one, other in zip(fast, generate(varied(), **switches), strict=True):
@@ -266,7 +259,7 @@ def test_weights_are_held_once_and_loads_reach_the_decoder() -> None:
 @pytest.mark.parametrize(("decoding", "batching"), [("lean", "continuous"), ("lean", "whole"), ("module", "whole")])
 def test_the_configuration_reaches_the_engine(decoding: str, batching: str) -> None:
     async def run(executor: ThreadPoolExecutor) -> tuple[str, bool]:
-        section = Rollouts(decoding=decoding, batching=batching, max_rows=4, concurrency=8)
+        section = Rollouts(engine={"decoding": decoding, "batching": batching, "max_rows": 4}, concurrency=8)
         engine = open_engine(setting(section, tiny_model(), executor))
         assert isinstance(engine, TorchEngine)
         await asyncio.gather(*map(engine.generate, requests(prompts(6), Sampling(4, ()))))

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from test_deadlines import TOKENIZER, AnyTask
 from virtual_time import run_in_virtual_time
 
-from pvg.bench.workloads.stragglers import HeavyTailedEngine
+from benchmarks.stragglers import HeavyTailedEngine
 from pvg.errors import StateError
 from pvg.records import Grade, Group, Problem, Role, VersionSpan
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall
 from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
 from pvg.rollout.gathering import BEGUN_AT_A_TIME, Deadline
 from pvg.rollout.partial import PartialSampling
-from pvg.servers.update import WeightUpdate
+from pvg.servers.publishing import WeightUpdate
 
 
 class Game:
@@ -248,7 +248,7 @@ def test_an_engine_that_cannot_cut_is_refused_before_anything_is_asked_of_it() -
     game.dispatcher.engine = Uncut(np.array([1]), 1.0, 2, 1000)
     with pytest.raises(StateError, match="Uncut cannot return unfinished completions") as caught:
         PartialSampling(game.dispatcher, Deadline(1, 1, "batch"), versions=1, groups=1, size=2, whole=True)
-    assert caught.value.remedy == "Set rollout.partial to false."
+    assert caught.value.remedy == "Set rollout.deadline to 'none' or 'cut'."
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before it has enough", "at the deadline"])

@@ -13,12 +13,12 @@ import pytest
 from tiny_policies import tiny_model
 from vllm_drills import Drill, as_vllm_writes, request, routed_experts, run
 
-from pvg.config.sections import ModchainTask
+from pvg.config.task import ModchainTask
 from pvg.errors import ConfigurationError
 from pvg.records import Role, Timing, VersionSpan
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
-from pvg.rollout.vllm.wire import read_generated, read_routed_experts
+from pvg.rollout.vllm_wire import read_generated, read_routed_experts
 from pvg.servers.pool import MalformedReply
 from pvg.tasks import open_task
 from pvg.training.batch import routed_experts_of
@@ -100,7 +100,7 @@ def test_nobody_carries_what_was_not_asked_for(tmp_path: Path) -> None:
 def test_a_server_that_does_not_tell_them_is_named_with_a_remedy(tmp_path: Path) -> None:
     async def use(d: Drill) -> None:
         await d.publish(0)
-        with pytest.raises(ConfigurationError, match=r"does not report .* rollout\.routed_experts") as caught:
+        with pytest.raises(ConfigurationError, match=r"does not report .* training\.router_replay") as caught:
             await d.engine.generate(request(0))
         assert "pvg serve" in str(caught.value.remedy)
 

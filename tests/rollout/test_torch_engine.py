@@ -15,14 +15,14 @@ import pytest
 import torch
 from tiny_policies import generate, prompts, requests, setting, tiny_llama, tiny_model, with_engine
 
-from pvg.config.sections import Rollouts
+from pvg.config.rollout import Rollouts
 from pvg.errors import ConfigurationError, StateError
 from pvg.models.language_model import LanguageModel
 from pvg.records import VersionSpan
 from pvg.rollout import open_engine
 from pvg.rollout.engine import Sampling
 from pvg.rollout.torch_engine import TorchEngine
-from pvg.servers.update import WeightUpdate
+from pvg.servers.publishing import WeightUpdate
 
 PATIENCE_S = 30.0
 
@@ -315,7 +315,7 @@ def test_a_model_that_keeps_something_else_than_keys_and_values_is_refused() -> 
 
 def test_an_experiment_names_its_engine() -> None:
     async def run(model: LanguageModel, executor: ThreadPoolExecutor) -> None:
-        engine = open_engine(setting(Rollouts(max_rows=3, concurrency=5), model, executor))
+        engine = open_engine(setting(Rollouts(engine={"max_rows": 3}, concurrency=5), model, executor))
         assert isinstance(engine, TorchEngine)
         assert engine.max_in_flight == 5
         await engine.close()

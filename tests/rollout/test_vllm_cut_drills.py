@@ -15,7 +15,8 @@ from vllm_drills import Drill, check, fingerprint, request, run, sampled, until
 from pvg.errors import ConfigurationError
 from pvg.records import VersionSpan
 from pvg.rollout.engine import Completion, CutShort, GenerationRequest, PartialCompletion
-from pvg.rollout.vllm.wire import SEED_BITS, joined, remainder
+from pvg.rollout.vllm_requests import joined, remainder
+from pvg.rollout.vllm_wire import SEED_BITS
 
 
 def live(d: Drill, name: str) -> list[Any]:

@@ -11,7 +11,7 @@ from vllm_drills import Drill, request, run, tensors, until
 
 from pvg.reporting.diagnosis import diagnose
 from pvg.servers.pool import ConnectionLimits
-from pvg.servers.publisher import Publisher
+from pvg.servers.publishing import Publisher
 from pvg.telemetry.events import EventLog
 
 BUSY, QUIET = 16, 2  # requests in flight while weights are updated
@@ -27,7 +27,7 @@ def test_a_stretch_of_requests_is_logged_as_a_batch_with_its_figures(tmp_path: P
     path = tmp_path / "events.log"
 
     async def use(d: Drill) -> None:
-        log = d.engine._events = EventLog(path)
+        log = d.events.log = EventLog(path)
         await d.publish(0)
         found = await d.ask_all([request(i) for i in range(8)])
         (start,), (done,) = lines(path, "gen", "batch.start"), lines(path, "gen", "batch.done")
@@ -47,7 +47,7 @@ def test_a_stretch_of_requests_is_logged_as_a_batch_with_its_figures(tmp_path: P
 
 
 def test_the_load_is_told_while_a_stretch_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pvg.rollout.vllm.engine.LOAD_EVERY_S", 0.0)
+    monkeypatch.setattr("pvg.rollout.vllm_requests.LOAD_EVERY_S", 0.0)
 
     async def use(d: Drill) -> None:
         await d.publish(0)
@@ -63,7 +63,7 @@ def test_updates_that_wait_behind_generation_are_found_and_the_setting_is_named(
     path = tmp_path / "events.log"
 
     async def use(d: Drill) -> None:
-        log = d.engine._events = EventLog(path)
+        log = d.events.log = EventLog(path)
         publisher = Publisher([d.engine], events=log)
         await publisher.publish(tensors(0), 0)
         for version in range(1, 25):

@@ -1,5 +1,5 @@
 """Fault drills through the engine: whatever servers and networks do, every rollout is delivered once, by weights that
-are known, or reported as failed. Real sockets, real processes; the servers are the tests' own (tests/serving)."""
+are known, or reported as failed. Real sockets, real processes; the servers are the tests' own (tests/servers)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_drills import Drill, Fault, check, engine_over, process_drill, request
 
 from pvg.errors import ConfigurationError, RolloutFailedError, ServerUnavailableError, StateError
 from pvg.records import VersionSpan
-from pvg.servers.update import WeightUpdate
+from pvg.servers.publishing import WeightUpdate
 
 # --- the network -----------------------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ def test_a_stopped_process_is_given_up_and_used_again_when_it_goes_on(tmp_path: 
                 check(completion, wanted)
             assert {event["server"] for event in events.named("server.away")} == {processes[0].url}
             processes[0].signal(signal.SIGCONT)
-            await until(lambda: len(engine._fleet.up) == 2)
+            await until(lambda: len(engine.served.fleet.up) == 2)
 
     asyncio.run(main())
 
@@ -176,8 +176,8 @@ def test_a_killed_server_that_comes_back_with_old_weights_is_caught_up_before_it
                 check(completion, wanted)
                 assert completion.spans == (VersionSpan(0, 1),)
             await restarting
-            await until(lambda: len(engine._fleet.up) == 2)
-            back = next(server for server in engine._fleet.up if server.url == processes[0].url)
+            await until(lambda: len(engine.served.fleet.up) == 2)
+            back = next(server for server in engine.served.fleet.up if server.url == processes[0].url)
             assert back.info is not None
             last = events.named("server.delivered")[-1]
             assert (last["server"], last["version"]) == (processes[0].url, 1)
@@ -310,16 +310,18 @@ def test_closing_lets_go_of_all_the_rest_where_something_of_it_fails(tmp_path: P
     async def use(d: Drill) -> None:
         engine = engine_over([proxy.url for proxy in d.proxies], tmp_path / "other", d.events)
         await engine.ready()
-        inner = engine._transport.close
+        transport = engine.served.transport
+        assert transport is not None
+        inner = transport.close
 
         async def failing() -> None:
             await inner()
             raise OSError("the disk is gone")
 
-        engine._transport.close = failing  # type: ignore[method-assign]
+        transport.close = failing  # type: ignore[method-assign]
         with pytest.raises(OSError, match="the disk is gone"):
             await engine.close()
-        for pool in (engine._pool, engine._control_pool):
+        for pool in (engine.served.connections.requests, engine.served.connections.control):
             with pytest.raises(RuntimeError, match="pool is closed"):
                 await pool.request("GET", d.proxies[0].url + "/health", timeout_s=1.0)
 
@@ -355,7 +357,7 @@ def test_abandoned_requests_leave_nothing_running(streamed: bool, tmp_path: Path
 def test_a_deadline_ends_the_request_on_its_server_and_names_it(tmp_path: Path) -> None:
     async def use(d: Drill) -> None:
         await d.publish(0)
-        with pytest.raises(RolloutFailedError, match=r"Rollout r1 was not finished within rollout\.deadline_s = 0\.3"):
+        with pytest.raises(RolloutFailedError, match=r"r1 was not finished within rollout\.engine\.timeout_s = 0\.3"):
             await d.engine.generate(request(1, 75, stops=False))
         await until(lambda: d.running() == 0)
         await d.ask(request(2, 1))
@@ -369,7 +371,7 @@ def test_a_deadline_covers_the_waiting_for_a_server(tmp_path: Path) -> None:
         for proxy in d.proxies:
             await proxy.refuse()
             proxy.reset_all()
-        with pytest.raises(RolloutFailedError, match=r"rollout\.deadline_s = 0\.3"):
+        with pytest.raises(RolloutFailedError, match=r"rollout\.engine\.timeout_s = 0\.3"):
             await d.engine.generate(request(1))
 
     run(use, tmp_path, deadline_s=0.3)

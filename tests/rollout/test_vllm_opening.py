@@ -8,7 +8,7 @@ import pytest
 from tiny_policies import tiny_model
 
 from pvg.config.experiment import Experiment
-from pvg.rollout.vllm.opening import open_vllm_engine
+from pvg.rollout.vllm_engine import open_vllm_engine
 from pvg.telemetry.events import SilentEvents
 
 
@@ -24,7 +24,7 @@ def test_one_server_can_be_asked_everything_when_the_others_are_away(connections
     )
     with tiny_model() as base:
         engine = open_vllm_engine(experiment, base, None, SilentEvents(), "run", lambda: [])  # type: ignore[arg-type]
-        limits = engine._pool.limits
+        limits = engine.served.connections.requests.limits
         assert limits.per_host >= 1004
         assert limits.total >= 1008
         assert engine.max_in_flight >= 1000

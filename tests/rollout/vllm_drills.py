@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-SERVING = Path(__file__).parent.parent / "serving"
+SERVING = Path(__file__).parent.parent / "servers"
 sys.path.insert(0, str(SERVING))
 
 from fake_model import Weights as Fingerprinted  # noqa: E402
@@ -30,24 +30,28 @@ from fake_vllm import FakeOptions, FakeVllm  # noqa: E402
 from fault_proxy import Fault, FaultProxy  # noqa: E402
 from patience import until  # noqa: E402
 
-from pvg.config.sections import Serving, Weights  # noqa: E402
+from pvg.config.servers import Serving, Weights  # noqa: E402
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling  # noqa: E402
-from pvg.rollout.vllm.engine import ServerRequirements, VllmEngine  # noqa: E402
+from pvg.rollout.vllm_engine import VllmEngine  # noqa: E402
 from pvg.servers.canary import (  # noqa: E402
     Canary,
     ChecksumTest,
 )
-from pvg.servers.control import ControlClient  # noqa: E402
-from pvg.servers.labels import PublishingSession  # noqa: E402
-from pvg.servers.pool import (  # noqa: E402
-    ConnectionLimits,
-    HttpPool,
+from pvg.servers.connections import Connections  # noqa: E402
+from pvg.servers.pool import ConnectionLimits  # noqa: E402
+from pvg.servers.publishing import (  # noqa: E402
+    PublishingSession,
+    SyncTiming,
+    WeightUpdate,
 )
+from pvg.servers.served_model import ServedModel, ServerRequirements  # noqa: E402
 from pvg.servers.transports import open_transport  # noqa: E402
-from pvg.servers.update import SyncTiming, WeightUpdate  # noqa: E402
+from pvg.telemetry.events import Events, SilentEvents  # noqa: E402
 
 __all__ = [
     "Drill",
+    "FakeOptions",
+    "FakeVllm",
     "Fault",
     "as_vllm_writes",
     "check",
@@ -65,11 +69,8 @@ KEY = "the-key-of-the-drills"
 STOP = 1
 CANARY = [np.arange(2, 30, dtype=np.int32), np.arange(30, 40, dtype=np.int32)]
 QUICK: dict[str, Any] = {  # settings of `serving` under which a drill takes about a second
-    "connect_timeout_s": 1.0,
-    "probe_every_s": 0.05,
     "probe_timeout_s": 10.0,  # only the drills of servers that hang wait for it
     "unavailable_s": 10.0,
-    "retries": 5,
 }
 
 
@@ -95,13 +96,15 @@ def request(
 
 
 class Heard:
-    """The engine's events, as (tag, fields)."""
+    """The engine's events, as (tag, fields). `log` receives them too."""
 
     def __init__(self) -> None:
         self.all: list[tuple[str, dict[str, Any]]] = []
+        self.log: Events = SilentEvents()
 
     def event(self, tag: str, **fields: object) -> None:
         self.all.append((tag, dict(fields)))
+        self.log.event(tag, **fields)
 
     def named(self, name: str) -> list[dict[str, Any]]:
         return [fields for _, fields in self.all if fields.get("event") == name]
@@ -136,7 +139,7 @@ class Drill:
         await asyncio.sleep(0.02)
 
     def up(self) -> list[str]:
-        return [server.url for server in self.engine._fleet.up]
+        return [server.url for server in self.engine.served.fleet.up]
 
     def running(self) -> int:
         return sum(server.running for server in self.servers)
@@ -174,6 +177,12 @@ def canary() -> Canary:
     return Canary(lambda: CANARY, reference, None, tolerance=0.02)  # type: ignore[arg-type]
 
 
+def quick_serving(probe_every_s: float = 0.05, retries: int = 5, **settings: Any) -> Serving:
+    """Checks servers more often than a run does."""
+    made: Serving = type("QuickServing", (Serving,), {"probe_every_s": probe_every_s, "retries": retries})(**settings)
+    return made
+
+
 def engine_over(
     urls: Sequence[str],
     root: Path,
@@ -194,32 +203,30 @@ def engine_over(
     limits: ConnectionLimits | None = None,
     **serving: Any,
 ) -> VllmEngine:
-    section = Serving(servers=tuple(urls), **{**QUICK, **serving})
+    section = quick_serving(servers=tuple(urls), **{**QUICK, **serving})
     session = session or PublishingSession.begin()
-    pool = HttpPool(limits or ConnectionLimits.derive(concurrency, len(urls)), connect_timeout_s=1.0, key=key)
-    control = pool if shared else HttpPool(ConnectionLimits(16, 8, 2), connect_timeout_s=1.0, key=key, fresh=True)
-    probe = section.probe_timeout_s
-    return VllmEngine(
-        section,
-        pool=pool,
-        control_pool=control,
-        controls=[ControlClient(url, control, timeout_s=timeout_s, probe_timeout_s=probe) for url in urls],
-        transport=open_transport(
-            Weights(root=root, keep=2, transport=transport),  # type: ignore[arg-type]
-            *("drill", None, "float32", session),
-        ),
-        session=session,
-        needs=ServerRequirements(
+    weights: Weights = type("QuickWeights", (Weights,), {"timeout_s": timeout_s})(
+        root=root, transport=transport, client="shared" if shared else "dedicated"
+    )
+    limits = limits or ConnectionLimits.derive(concurrency, len(urls))
+    served = ServedModel(
+        ServerRequirements(
+            purpose="prover",
+            runner="generate",
             shape=shape,
             max_length=longest,
             processed_logprobs=True,
             lora_rank=8 * (transport == "lora"),
-            routed_experts=wants_experts,
         ),
-        canary=canary_ or canary(),
+        urls,
+        Connections.open(section, weights, limits, key),
+        events,
+        session=session,
+        transport=open_transport(weights, "drill", None, "float32", session),
         checksums=checksums,
-        events=events,
-        deadline_s=deadline_s,
+    )
+    return VllmEngine(
+        served, canary=canary_ or canary(), events=events, routed_experts=wants_experts, deadline_s=deadline_s
     )
 
 

@@ -13,10 +13,9 @@ import psutil
 import pytest
 
 from pvg.errors import MissingRequirementError
-from pvg.sandbox import Execution, Limits, Program, Sandbox, probe, warden_process
-from pvg.sandbox.isolation import Isolation
+from pvg.sandbox import Execution, Limits, Program, Sandbox, isolation, probe
+from pvg.sandbox.isolation import Isolation, WardenFailedError, WardenProcess
 from pvg.sandbox.sandbox import TAIL, _execution
-from pvg.sandbox.warden_process import WardenFailedError, WardenProcess
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +93,7 @@ def test_what_fails_outside_of_a_case_says_so_for_all(box: Sandbox) -> None:
 
 def test_hostile_exceptions_and_reports_are_told_apart_from_answers(box: Sandbox) -> None:
     nasty = "class E(BaseException):\n    def __str__(self): raise self\ndef f(): raise E\n"
-    assert ran(box, nasty, "f", "[]").cases[0].error == "an exception that cannot be told"
+    assert ran(box, nasty, "f", "[]").cases[0].error == "an exception without a readable message"
     forged = "import os\ndef f(x):\n    os.write(3, b'not json\\n[1]\\n{}\\n')\n    return x\n"
     assert {case.error for case in ran(box, forged, "f", "[1]", "[2]", "[3]").cases} == {"its report cannot be read"}
     deep = "import os\ndef f():\n    os.write(3, b'[' * 100000 + b'\\n')\n"
@@ -161,8 +160,8 @@ def descriptors() -> set[str]:
 
 
 def test_a_warden_that_does_not_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warden_process, "CODE", "import time; time.sleep(600)")
-    monkeypatch.setattr(warden_process, "START_S", 0.2)
+    monkeypatch.setattr(isolation, "CODE", "import time; time.sleep(600)")
+    monkeypatch.setattr(isolation, "START_S", 0.2)
     before, children = descriptors(), psutil.Process().children()
     with pytest.raises(WardenFailedError, match="does not answer"):
         WardenProcess(frozenset())
@@ -174,8 +173,8 @@ def test_a_warden_that_takes_no_job_is_not_waited_for(monkeypatch: pytest.Monkey
     warden = WardenProcess(frozenset())
     try:
         os.kill(warden._process.pid, signal.SIGSTOP)
-        monkeypatch.setattr(warden_process, "GRACE_S", 0.1)
-        with pytest.raises(WardenFailedError, match="takes no job"):  # more than a pipe holds
+        monkeypatch.setattr(isolation, "GRACE_S", 0.1)
+        with pytest.raises(WardenFailedError, match="does not accept jobs"):  # more than a pipe holds
             warden.run(Program("#" * 500_000, None, ("",)), Limits(wall_s=0.1))
     finally:
         warden.close()
@@ -208,7 +207,7 @@ def test_when_one_fails_the_others_are_not_run(monkeypatch: pytest.MonkeyPatch) 
 
 def test_no_verdict_is_made_up_when_the_sandbox_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     with Sandbox("reduced", workers=1) as box:
-        monkeypatch.setattr("pvg.sandbox.warden_process.CODE", "raise SystemExit('no room')")
+        monkeypatch.setattr("pvg.sandbox.isolation.CODE", "raise SystemExit('no room')")
         (warden,) = box._wardens._idle
         os.killpg(warden._process.pid, signal.SIGKILL)
         warden._process.wait()
@@ -257,10 +256,10 @@ def test_what_cannot_be_limited_is_not_full(
 ) -> None:
     """Where /proc tells nothing."""
     monkeypatch.setattr(
-        warden_process, "CODE", warden_process.CODE.replace("import main; main()", f"import main; W.{blind}; main()")
+        isolation, "CODE", isolation.CODE.replace("import main; main()", f"import main; W.{blind}; main()")
     )
-    begun = warden_process.CODE.replace("from inside", "import inside.warden as W; from inside")
-    monkeypatch.setattr(warden_process, "CODE", begun)
+    begun = isolation.CODE.replace("from inside", "import inside.warden as W; from inside")
+    monkeypatch.setattr(isolation, "CODE", begun)
     assert said <= {complaint.partition(" (")[0] for complaint in probe(frozenset(offered)).complaints}
     with pytest.raises(MissingRequirementError, match="nothing limits"):
         Sandbox("full", mechanisms=offered)

@@ -75,7 +75,7 @@ def test_objects_that_a_program_defines_are_no_answers() -> None:
             return 0
 
     for value in (Everything(3), [Everything(3)], {"a": Everything(3)}, object(), b"bytes", 1j, range(3)):
-        with pytest.raises(NotPlainError, match="is no answer"):
+        with pytest.raises(NotPlainError, match="is not a valid answer"):
             plain(value)
 
 

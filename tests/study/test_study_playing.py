@@ -268,8 +268,8 @@ def test_changed_settings_of_evaluation_anywhere_evaluate_again() -> None:
     evaluate(cell, {})
     assert now(plan)[cell.name].status == "complete"
     for text in (
-        EVALUATED.replace("game.rounds = 2", "game.rounds = 2\nevaluate.bins = 7"),
-        EVALUATED.replace('set = { game.reward = "cgc" }', 'set = { game.reward = "cgc", evaluate.bins = 7 }'),
+        EVALUATED.replace("game.rounds = 2", "game.rounds = 2\nevaluate.samples = 6"),
+        EVALUATED.replace('set = { game.reward = "cgc" }', 'set = { game.reward = "cgc", evaluate.samples = 6 }'),
     ):
         assert now(small(text))[cell.name].status == "played"
 
@@ -308,7 +308,7 @@ def test_cells_with_other_settings_are_refused_with_the_settings() -> None:
     for cell in plan.cells[:2]:
         finish(cell)
     refuse_other_settings(plan.cells)
-    refuse_other_settings(small(overrides=["telemetry.loop_lag_hz=5"]).cells)  # changes nothing that is computed
+    refuse_other_settings(small(overrides=["telemetry.stall_s=5"]).cells)  # changes nothing that is computed
     with pytest.raises(StateError) as error:
         refuse_other_settings(small(overrides=["training.steps=6"], threads=2).cells)
     assert "2 cells were played with other settings" in error.value.message

@@ -73,7 +73,7 @@ def test_what_is_missing_is_counted_and_told() -> None:
     assert accuracy.comparison.n == 5
     assert [(cell.arm, cell.seed, cell.reason) for cell in results.failed] == [("src", 6, "It broke.")]
     told = " ".join(cautions(results))
-    assert "3 of 14 games are not there (src seed 5, cgc seed 6, src seed 6): every figure is of the rest" in told
+    assert "3 of 14 games are missing (src seed 5, cgc seed 6, src seed 6): all figures use only the others" in told
     assert "With 5 pairs no p value can be below 0.0625: no difference can be significant at 0.05" in told
 
 
@@ -223,5 +223,5 @@ def test_the_page_is_whole_offline_and_says_what_made_it() -> None:
 def test_a_study_of_nothing_yet_has_a_page_too() -> None:
     results = results_of(small())
     page = check(study_page(results))
-    assert "4 of 4 games are not there" in page.text
+    assert "4 of 4 games are missing" in page.text
     assert "no value" in markdown_text(results)

@@ -9,7 +9,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from pvg.config.sections import Gsm8kTask
+from pvg.config.task import Gsm8kTask
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.records import Problem
 from pvg.tasks import half_of, open_task

@@ -1,6 +1,6 @@
 """The halves of the training problems (invariant 4)."""
 
-from pvg.config.sections import ModchainTask
+from pvg.config.task import ModchainTask
 from pvg.tasks import half_of, open_task, problems_of_half
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pvg.config.sections import ModchainTask
+from pvg.config.task import ModchainTask
 from pvg.errors import ConfigurationError
 from pvg.tasks import LocatesFlaws, open_task
 from pvg.tasks.modchain import Modchain, chain_problem

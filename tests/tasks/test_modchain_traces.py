@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pvg.config.sections import ModchainTask
+from pvg.config.task import ModchainTask
 from pvg.tasks.modchain import MISTAKES, Modchain, chain_problem, clean_trace, flawed_trace, possible_mistakes
 
 TASK = Modchain(ModchainTask(problems=1, test_problems=1))

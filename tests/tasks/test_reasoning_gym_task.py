@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from pvg.config.sections import ReasoningGymTask
+from pvg.config.task import ReasoningGymTask
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.tasks import open_task
 from pvg.tasks.reasoning_gym import read_answer

@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from pvg.config.sections import Telemetry
 from pvg.telemetry.alerts import AlertKind, Alerts, verifier_at_chance
 from pvg.telemetry.events import EventLog, format_event
 
@@ -24,12 +23,12 @@ def names_of_many(alerts, metrics, steps=20):
 
 
 def test_a_healthy_run_raises_nothing():
-    alerts = Alerts(Telemetry(), two_roles=True)
+    alerts = Alerts(two_roles=True)
     assert names_of_many(alerts, HEALTHY) == []
 
 
 def test_collapse_is_told_once_until_it_ends_and_begins_again():
-    alerts = Alerts(Telemetry(), two_roles=True)
+    alerts = Alerts(two_roles=True)
     sick = HEALTHY | {"sneaky_error_rate": 0.0}
     assert names_of_many(alerts, sick) == ["collapse"]
     assert names_of_many(alerts, HEALTHY) == []
@@ -37,25 +36,25 @@ def test_collapse_is_told_once_until_it_ends_and_begins_again():
 
 
 def test_one_odd_step_is_no_collapse_and_one_role_has_no_sneaky_collapse():
-    alerts = Alerts(Telemetry(), two_roles=True)
+    alerts = Alerts(two_roles=True)
     names(alerts, HEALTHY)
     assert names(alerts, HEALTHY | {"helpful_accuracy": 0.0}) == []
-    single = Alerts(Telemetry(), two_roles=False)
+    single = Alerts(two_roles=False)
     assert names(single, {**HEALTHY, "sneaky_error_rate": math.nan}) == []
 
 
 def test_zero_signal_truncation_infinity_and_goodharting():
-    assert names(Alerts(Telemetry(), True), HEALTHY | {"zero_signal": 1.0}) == ["zero_signal"]
-    assert names(Alerts(Telemetry(), True), HEALTHY | {"truncated": 0.9}) == ["truncation"]
-    assert names(Alerts(Telemetry(), True), HEALTHY | {"kl": math.inf}) == ["nan"]
-    alerts = Alerts(Telemetry(), two_roles=True)
+    assert names(Alerts(True), HEALTHY | {"zero_signal": 1.0}) == ["zero_signal"]
+    assert names(Alerts(True), HEALTHY | {"truncated": 0.9}) == ["truncation"]
+    assert names(Alerts(True), HEALTHY | {"kl": math.inf}) == ["nan"]
+    alerts = Alerts(two_roles=True)
     assert names(alerts, HEALTHY) == []
     beaten = HEALTHY | {"fooled_rate": 0.95, "score_gap": -1.0}
     assert "goodharting" in names_of_many(alerts, beaten)
 
 
 def test_further_steps_on_a_batch_move_no_average_and_end_no_alert():
-    alerts, once = Alerts(Telemetry(), two_roles=True), Alerts(Telemetry(), two_roles=True)
+    alerts, once = Alerts(two_roles=True), Alerts(two_roles=True)
     for metrics in (HEALTHY, HEALTHY | {"sneaky_error_rate": 0.0, "fooled_rate": 0.9}):
         once.check(metrics)
         for new_batch in (True, False, False, False):
@@ -65,10 +64,10 @@ def test_further_steps_on_a_batch_move_no_average_and_end_no_alert():
 
 
 def test_alerts_resume_where_they_stood():
-    alerts = Alerts(Telemetry(), two_roles=True)
+    alerts = Alerts(two_roles=True)
     for _ in range(20):
         names(alerts, HEALTHY | {"sneaky_error_rate": 0.0})
-    again = Alerts(Telemetry(), two_roles=True)
+    again = Alerts(two_roles=True)
     again.load_state(alerts.state())
     assert names(again, HEALTHY | {"sneaky_error_rate": 0.0}) == []
 
@@ -88,20 +87,20 @@ def test_event_lines_stay_one_line_and_quote_blanks(tmp_path):
 def test_translators_collapse_by_what_they_do_with_the_solvers_answer():
     """Of a weak solver hardly any answer is right, whatever the translators do."""
     weak = {"helpful_accuracy": 0.05, "sneaky_error_rate": 0.95, "faithful": 0.98, "led_astray": 0.9}
-    assert names_of_many(Alerts(Telemetry(), two_roles=True), weak) == []
-    assert names_of_many(Alerts(Telemetry(), two_roles=True), weak | {"led_astray": 0.0}) == ["collapse"]
-    assert names_of_many(Alerts(Telemetry(), two_roles=True), weak | {"faithful": 0.0}) == ["collapse"]
+    assert names_of_many(Alerts(two_roles=True), weak) == []
+    assert names_of_many(Alerts(two_roles=True), weak | {"led_astray": 0.0}) == ["collapse"]
+    assert names_of_many(Alerts(two_roles=True), weak | {"faithful": 0.0}) == ["collapse"]
 
 
 def test_the_second_role_to_collapse_is_told_of_too():
-    alerts = Alerts(Telemetry(), two_roles=True)
+    alerts = Alerts(two_roles=True)
     sick = HEALTHY | {"sneaky_error_rate": 0.0}
     assert names_of_many(alerts, sick) == ["collapse"]
     assert names_of_many(alerts, sick | {"helpful_accuracy": 0.0}) == ["collapse"]
 
 
 def test_a_weight_update_that_waits_for_long_is_told_once_per_time_that_it_does():
-    alerts = Alerts(Telemetry(), two_roles=True)
+    alerts = Alerts(two_roles=True)
     waited = HEALTHY | {"weights_queue_s": 1.2}
     (alert,) = alerts.check(waited)
     assert alert.name == "weights_queue"
@@ -111,14 +110,13 @@ def test_a_weight_update_that_waits_for_long_is_told_once_per_time_that_it_does(
     assert names(alerts, waited) == []
     assert names(alerts, HEALTHY | {"weights_queue_s": 0.9}) == []
     assert names(alerts, waited) == ["weights_queue"]
-    assert names(Alerts(Telemetry(weights_queue_ms=1500.0), True), waited) == []
 
 
 def test_a_verifier_at_chance_is_told():
-    assert names(Alerts(Telemetry(), True), HEALTHY | {"verifier_auc": 0.55}) == ["verifier_at_chance"]
-    assert names(Alerts(Telemetry(), True), HEALTHY | {"verifier_auc": 0.56}) == []
-    assert names(Alerts(Telemetry(), True), HEALTHY | {"verifier_auc": math.nan}) == []
-    alert = verifier_at_chance({"verifier_auc": 0.31}, Telemetry())
+    assert names(Alerts(True), HEALTHY | {"verifier_auc": 0.55}) == ["verifier_at_chance"]
+    assert names(Alerts(True), HEALTHY | {"verifier_auc": 0.56}) == []
+    assert names(Alerts(True), HEALTHY | {"verifier_auc": math.nan}) == []
+    alert = verifier_at_chance({"verifier_auc": 0.31})
     assert alert is not None
     assert "AUC is 0.31" in alert.message
 

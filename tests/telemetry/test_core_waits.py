@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pvg.telemetry.core_waits import SHARED, CoreTime, CoreWaits, crowding
+from pvg.telemetry.waits import SHARED, CoreTime, CoreWaits, crowding
 
 LINUX = Path("/proc/self/schedstat").is_file()
 
@@ -18,7 +18,7 @@ LINUX = Path("/proc/self/schedstat").is_file()
 BESIDE_A_BUSY_PROCESS = """
 import json, os, sys, time
 from pvg.bench.busy import busy_processes
-from pvg.telemetry.core_waits import CoreWaits
+from pvg.telemetry.waits import CoreWaits
 
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 with busy_processes(1, limit_s=120.0):

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pvg.config.sections import Telemetry
+from pvg.config.operation import Telemetry
 from pvg.errors import MissingRequirementError
 from pvg.telemetry.alerts import Alert
-from pvg.telemetry.catalogue import unknown_metrics
-from pvg.telemetry.event_loop import LagWindow
+from pvg.telemetry.catalogue import metric as catalogued
 from pvg.telemetry.monitoring import Monitoring
+from pvg.telemetry.waits import LagLimits, LagWindow
 
 LIMIT_S = 60.0
 
@@ -83,11 +83,15 @@ def watch(
 ) -> Told:
     """Run `body` while a Monitoring watches it, then give what was started a chance to show that it goes on."""
     told = Told()
-    section = Telemetry(**{"device_every_s": 0.05, "loop_lag_hz": 100.0, **settings})
+    pace = {"device_every_s": 0.05, "lag_hz": 100.0} | {
+        key: settings.pop(key) for key in ("device_every_s", "command_s", "lag_limits") if key in settings
+    }
+    paced = type("Paced", (Monitoring,), pace)
+    section = Telemetry(**settings)
 
     async def run() -> None:
         try:
-            async with Monitoring(
+            async with paced(
                 section,
                 record=told.record,
                 log=told.log,
@@ -143,7 +147,7 @@ def test_a_stall_is_an_alert(tmp_path: Path) -> None:
         await asyncio.sleep(0.05)
         time.sleep(0.3)  # noqa: ASYNC251 - the fault
 
-    told = watch(tmp_path, body, loop_lag_p90_s=0.2, device_every_s=3600.0)
+    told = watch(tmp_path, body, lag_limits=LagLimits(p90_s=0.2), device_every_s=3600.0)
     assert [alert.name for alert in told.alerts] == ["loop_lag_p90"]
     assert max(fields["metrics"]["lag_max_s"] for fields in told.of("loop")) > 0.25
 
@@ -156,7 +160,7 @@ def test_a_run_that_stands_still_is_an_alert_until_a_step_ends(tmp_path: Path) -
         monitoring.step(0, "mint", 1, {}, {}, {})
         await until(lambda: len(told.alerts) == 2)
 
-    told = watch(tmp_path, body, stall_s=0.15, loop_lag_p90_s=100.0)
+    told = watch(tmp_path, body, stall_s=0.15, lag_limits=LagLimits(p90_s=100.0))
     assert {alert.name for alert in told.alerts} == {"stall"}
     assert told.announced == told.alerts
 
@@ -171,7 +175,7 @@ def test_a_blocked_loop_is_announced_while_it_is_blocked(tmp_path: Path) -> None
         assert told.alerts == []
         await until(lambda: told.alerts)
 
-    told = watch(tmp_path, body, loop_lag_max_s=0.2, loop_lag_p90_s=100.0, loop_lag_p99_s=100.0)
+    told = watch(tmp_path, body, lag_limits=LagLimits(100.0, 100.0, 0.2))
     assert [alert.name for alert in told.alerts] == ["loop_lag_max"]  # and once, though the window's lag is too long
     (alert,) = told.announced
     assert "has been blocked for" in alert.message
@@ -232,7 +236,7 @@ Path({str(left)!r}).write_text(str(child.pid))
         await until(lambda: left.exists() and left.read_text())
 
     try:
-        told = watch(tmp_path, body, alert_command=(sys.executable, "-c", program), alert_command_s=10.0)
+        told = watch(tmp_path, body, alert_command=(sys.executable, "-c", program), command_s=10.0)
     finally:
         os.kill(int(left.read_text()), signal.SIGKILL)
     assert [notice for notice in told.notices if "alert command" in notice] == []
@@ -243,7 +247,7 @@ Path({str(left)!r}).write_text(str(child.pid))
     [
         (("no-such-program-of-pvg",), "could not be started"),
         ((sys.executable, "-c", "import sys; sys.exit('the pager is down')"), r"exit status 1 \(the pager is down\)"),
-        ((sys.executable, "-c", "import time; time.sleep(60)"), "was killed after telemetry.alert_command_s = 1"),
+        ((sys.executable, "-c", "import time; time.sleep(60)"), "was killed after 1 s"),
     ],
 )
 def test_a_command_that_fails_is_one_notice_and_the_run_goes_on(
@@ -254,7 +258,7 @@ def test_a_command_that_fails_is_one_notice_and_the_run_goes_on(
             monitoring.send(Alert("nan", "loss is inf"))
         await until(lambda: any("alert command" in notice for notice in told.notices))
 
-    told = watch(tmp_path, body, alert_command=command, alert_command_s=1.0, device_every_s=3600)
+    told = watch(tmp_path, body, alert_command=command, command_s=1.0, device_every_s=3600)
     (notice,) = [notice for notice in told.notices if "alert command" in notice]
     assert re.search(says, notice)
 
@@ -285,7 +289,7 @@ def test_steps_reach_the_sinks_under_their_full_names(tmp_path: Path) -> None:
     watch(tmp_path, body, sinks=("tensorboard",), first_step=40)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     found = set(events.Tags()["scalars"])
-    assert unknown_metrics(found) == []
+    assert [name for name in found if not catalogued(name)] == []
     assert {"mint/correct", "train_prover/loss", "train_verifier/threshold", "round/verifier_auc"} <= found
     assert {"device/rss_bytes", "loop/lag_p50_s"} <= found
     assert [(e.step, e.value) for e in events.Scalars("budget/decode")] == [(41, 1.0), (42, 2.0)]

@@ -3,12 +3,14 @@
 import json
 import math
 import socket
+import sqlite3
 import subprocess
 import sys
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -122,7 +124,9 @@ def test_a_full_disk_is_one_notice_and_no_traceback(tmp_path: Path) -> None:
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
     (notice,) = done.stdout.splitlines()
-    assert notice.startswith("The metric sink tensorboard failed and is closed (OSError: [Errno 27] File too large")
+    assert notice.startswith(
+        "The metric sink tensorboard failed and gets no more metrics (OSError: [Errno 27] File too large"
+    )
     assert done.stderr == ""
 
 
@@ -202,10 +206,16 @@ def test_trackio_writes_and_leaves_stdout_alone(
     board = SinkBoard(open_sinks(["trackio"], opening(tmp_path)), pytest.fail)
     board.write(point(1, loss=0.5))
     board.alert(ALERT)
+    board.examples(ExamplesPoint(1, 0, ROWS))
     board.close()
     stored = b"".join(path.read_bytes() for path in tmp_path.glob("*.db*"))
     assert b"train_prover/loss" in stored
     assert b"The sneaky role has stopped." in stored
+    (database,) = tmp_path.glob("*.db")
+    with closing(sqlite3.connect(database)) as connection:
+        logged = [json.loads(metrics) for (metrics,) in connection.execute("SELECT metrics FROM metrics")]
+    (examples,) = [entry["examples"] for entry in logged if "examples" in entry]
+    assert examples == {"_type": "trackio.table", "_value": list(ROWS)}
     assert capsys.readouterr().out == ""
 
 
@@ -228,7 +238,7 @@ def test_points_arrive_in_order_at_every_sink_and_the_thread_ends() -> None:
         board.write(point(100))
 
 
-def test_a_sink_that_fails_is_closed_with_one_notice_and_the_others_go_on() -> None:
+def test_a_sink_that_fails_gets_no_more_metrics_with_one_notice_and_the_others_continue() -> None:
     notices: list[str] = []
     failing, kept = Failing(), Kept()
     board = SinkBoard({"wandb": failing, "tensorboard": kept}, notices.append)
@@ -239,7 +249,48 @@ def test_a_sink_that_fails_is_closed_with_one_notice_and_the_others_go_on() -> N
     assert [p.step for p in failing.points] == [0]
     assert (failing.closed, kept.closed) == (1, 1)
     (notice,) = notices
-    assert "The metric sink wandb failed and is closed (OSError: [Errno 28] No space left on device)" in notice
+    assert (
+        "The metric sink wandb failed and gets no more metrics (OSError: [Errno 28] No space left on device)" in notice
+    )
+
+
+class Channels(Kept):
+    """Accepts every kind of point but the one named `broken`."""
+
+    def __init__(self, broken: str) -> None:
+        super().__init__()
+        self.broken, self.seen = broken, list[str]()
+
+    def _take(self, kind: str) -> None:
+        self.seen.append(kind)
+        if kind == self.broken:
+            raise ConnectionError("no answer")
+
+    def write(self, point: MetricPoint) -> None:
+        self._take("metrics")
+
+    def alert(self, point: AlertPoint) -> None:
+        self._take("alerts")
+
+    def examples(self, point: ExamplesPoint) -> None:
+        self._take("example solutions")
+
+
+@pytest.mark.parametrize("broken", ["metrics", "alerts", "example solutions"])
+def test_a_failure_with_one_kind_of_point_leaves_the_other_kinds(broken: str) -> None:
+    notices: list[str] = []
+    sink = Channels(broken)
+    board = SinkBoard({"wandb": sink}, notices.append)
+    for step in range(3):
+        board.write(point(step))
+        board.alert(ALERT)
+        board.examples(ExamplesPoint(step, 0, ROWS))
+    board.close()
+    kinds = ("metrics", "alerts", "example solutions")
+    assert {kind: sink.seen.count(kind) for kind in kinds} == {kind: 1 if kind == broken else 3 for kind in kinds}
+    assert sink.closed == 1
+    (notice,) = notices
+    assert f"wandb failed and gets no more {broken} (ConnectionError: no answer)" in notice
 
 
 def test_a_sink_that_fails_only_when_it_is_closed_is_told() -> None:
@@ -252,7 +303,7 @@ def test_a_sink_that_fails_only_when_it_is_closed_is_told() -> None:
     late, kept = Late(), Kept()
     SinkBoard({"wandb": late, "tensorboard": kept}, notices.append).close()
     assert (late.closed, kept.closed) == (1, 1)
-    assert ["wandb failed" in notice and "the upload broke off" in notice for notice in notices] == [True]
+    assert ["wandb could not be closed" in notice and "the upload broke off" in notice for notice in notices] == [True]
 
 
 def test_a_slow_sink_costs_points_and_never_the_run() -> None:
@@ -281,7 +332,7 @@ def test_a_sink_that_hangs_does_not_keep_the_run() -> None:
     assert hung.begun.wait(30)
     board.close(limit_s=0.05)
     (notice,) = notices
-    assert "did not finish within 0.05 s: wandb may miss their end (1 points)" in notice
+    assert "did not finish within 0.05 s: wandb may miss their end (1 point)" in notice
     assert all(thread.daemon for thread in board_threads())
     hung.go.set()
     for thread in board_threads():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_policy import policy_batch
 
-from pvg.models.padding import token_budget_batches
+from pvg.models.packing import token_budget_batches
 from pvg.training.forward import ForwardSettings, balanced_batches, batch_positions, forward_batches
 
 
@@ -40,8 +40,8 @@ def test_by_hand(lengths, budget, expected):
 
 
 @settings(deadline=None)
-@given(data=st.data(), shared=st.booleans(), bucketing=st.booleans(), repeated=st.booleans())
-def test_every_row_once_as_few_as_before_and_no_more_positions(data, shared, bucketing, repeated):
+@given(data=st.data(), shared=st.booleans(), repeated=st.booleans())
+def test_every_row_once_as_few_as_before_and_no_more_positions(data, shared, repeated):
     completions = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=40))
     budget = data.draw(st.integers(36, 300))
     most = None if repeated else data.draw(st.none() | st.integers(1, 9))
@@ -51,7 +51,7 @@ def test_every_row_once_as_few_as_before_and_no_more_positions(data, shared, buc
         for number, (prompt, rest) in enumerate(zip(prompts, completions, strict=True))
     ]
     batch = policy_batch(sequences, [2 * prompt for prompt in prompts], [1.0] * len(sequences))
-    limits = ForwardSettings(1.0, budget, 0, shared_prompts=shared, bucketing=bucketing)
+    limits = ForwardSettings(1.0, budget, 0, shared_prompts=shared)
     rows = np.arange(len(batch))
     greedy = forward_batches(batch, rows, limits, most)
     even = forward_batches(batch, rows, limits, most, balanced=True)

@@ -1,35 +1,14 @@
-"""The slow side of `training.bucketing`: rows in arrival order, more padding, the same loss and gradient."""
+"""Micro-batches of rows of like length: less padding than one for all, the same loss, gradient and log-probs."""
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from table_policy import policy_batch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pvg.config.sections import Rollouts, Training
-from pvg.errors import ConfigurationError
-from pvg.models.padding import token_budget_batches
+from pvg.config.rollout import Rollouts
+from pvg.config.training import Training
 from pvg.training.losses import PolicyObjective
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 40), max_size=60), st.integers(40, 200), st.none() | st.integers(1, 9))
-def test_in_arrival_order_every_batch_is_sized_for_the_longest_row_of_all(lengths, budget, max_rows):
-    batches = token_budget_batches(lengths, budget, max_rows, by_length=False)
-    assert (np.concatenate(batches).tolist() if batches else []) == list(range(len(lengths)))
-    most = min(budget // max(1, max(lengths, default=1)), max_rows or budget)
-    assert all(len(rows) == most for rows in batches[:-1])
-    assert all(1 <= len(rows) <= most for rows in batches)
-
-
-def test_by_hand():
-    # 5 is the longest: two rows fit into 10.
-    batches = token_budget_batches([4, 1, 5, 3, 4], 10, by_length=False)
-    assert [rows.tolist() for rows in batches] == [[0, 1], [2, 3], [4]]
-    with pytest.raises(ConfigurationError, match=r"11 tokens \(row 2\) is over the token budget of 10"):
-        token_budget_batches([3, 4, 11], 10, by_length=False)
 
 
 def llama():
@@ -59,8 +38,9 @@ def mixed_batch():
     )
 
 
-def objective(loss="grpo", **others):
-    section = Training(loss=loss, kl={"coefficient": 0.1}, micro_batch_tokens=200, shared_prompts=False, **others)
+def objective(loss="grpo", micro_batch_tokens=200, **others):
+    how = {"micro_batch_tokens": micro_batch_tokens, "shared_prompts": False, **others}
+    section = Training(loss=loss, kl={"coefficient": 0.1}, **how)
     return PolicyObjective(section, Rollouts(max_tokens=32), pad_id=0)
 
 
@@ -78,32 +58,20 @@ def trained_on(objective_, module, batch):
 
 
 @pytest.mark.parametrize("loss", ["grpo", "gspo", "cispo"])
-def test_loss_and_gradient_are_the_same_and_the_padding_is_not(loss):
+def test_loss_and_gradient_are_those_of_the_whole_batch_and_the_padding_is_not(loss):
     module, batch = llama(), mixed_batch()
-    fast_loss, fast_gradient, fast_positions = trained_on(objective(loss), module, batch)
-    slow_loss, slow_gradient, slow_positions = trained_on(objective(loss, bucketing=False), module, batch)
-    assert slow_loss == pytest.approx(fast_loss, rel=1e-5)
-    assert float((slow_gradient - fast_gradient).norm() / fast_gradient.norm()) < 1e-5
-    assert slow_positions > 1.4 * fast_positions
+    found_loss, found, positions = trained_on(objective(loss), module, batch)
+    whole_loss, whole, padded = trained_on(objective(loss, micro_batch_tokens=48 * 30), module, batch)
+    assert padded == 48 * int(batch.lengths_N.max())  # one micro-batch
+    assert found_loss == pytest.approx(whole_loss, rel=1e-5)
+    assert float((found - whole).norm() / whole.norm()) < 1e-5
+    assert padded > 1.4 * positions
 
 
-def test_the_most_rows_of_a_micro_batch_hold_on_the_slow_side_too():
-    limited = objective(bucketing=False, micro_batch_rollouts=3)
-    parts = limited.split(limited.prepare(mixed_batch()))
-    assert [len(part) for part in parts] == [3] * 16
-    batch = mixed_batch()
-    assert [row.tolist() for part in parts for row in part.sequences] == [row.tolist() for row in batch.sequences]
-
-
-def test_recomputed_logprobs_are_the_same_on_both_sides():
+def test_recomputed_logprobs_are_those_of_each_row_alone():
     module, batch = llama(), mixed_batch()
-    widths = []
-    module.get_input_embeddings().register_forward_pre_hook(
-        lambda _module, arguments: widths.append(arguments[0].shape)
-    )
-    fast, forwards = objective().recompute(module, batch), len(widths)
-    slow = objective(bucketing=False).recompute(module, batch)
-    assert len(widths) - forwards == 8  # six rows of at most 30 tokens fit into 200
-    assert [len(row) for row in slow] == batch.completion_lengths_N.tolist()
-    for one, other in zip(fast, slow, strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-6)
+    found = objective().recompute(module, batch)
+    assert [len(row) for row in found] == batch.completion_lengths_N.tolist()
+    for number, values in enumerate(found):
+        (alone,) = objective().recompute(module, batch.select(np.array([number])))
+        np.testing.assert_allclose(values, alone, atol=2e-6)

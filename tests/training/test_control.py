@@ -3,7 +3,7 @@
 import orjson
 import pytest
 
-from pvg.config.sections import Training
+from pvg.config.training import Training
 from pvg.training.penalties import KL_RANGE, PenaltyControl, acting_entropy, adapted_entropy, adapted_kl
 
 
@@ -38,13 +38,13 @@ def test_without_targets_nothing_moves() -> None:
 def test_a_step_sees_what_the_step_before_measured() -> None:
     section = Training(
         kl={"kind": "adaptive", "coefficient": 0.1, "target": 0.1},
-        entropy={"kind": "adaptive", "target": 0.5, "coefficient": 0.002, "step": 1e-3},
+        entropy={"kind": "adaptive", "target": 0.5, "coefficient": 0.002},
     )
     control = PenaltyControl(section)
     assert (control.kl, control.bonus) == (0.1, 0.002)
     control.observe({"kl": 1.0, "entropy_exact": 0.4})  # too far from the base, too little entropy
     assert control.kl == pytest.approx(0.102)
-    assert control.bonus == pytest.approx(0.003)
+    assert control.bonus == pytest.approx(0.0021)
     control.observe({"kl": 0.0, "entropy_exact": 0.6})  # entropy enough: less of the bonus, and for now none of it
     assert control.kl == pytest.approx(0.09996)
     assert control.bonus == 0.0

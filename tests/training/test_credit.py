@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pvg.config.sections import Training, kinds_of
+from pvg.config.base import kinds_of
+from pvg.config.training import Training
 from pvg.errors import ConfigurationError, TrainingDivergedError
 from pvg.training.credit import CREDIT, advantages, soft_overlong_rewards, zero_signal_groups
 

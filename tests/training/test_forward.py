@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from table_policy import policy_batch
 from test_policy_losses import llama
 
-from pvg.config.sections import Rollouts, Training
+from pvg.config.rollout import Rollouts
+from pvg.config.training import Training
 from pvg.models.packing import distinct_rows
 from pvg.training.batch import PolicyBatch
 from pvg.training.forward import ForwardSettings, batch_positions, forward_batches, recompute_logprobs

@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 import torch
 
-from pvg.config.sections import Estimator
+from pvg.config.training import Estimator
 from pvg.training.penalties import PENALTIES, k1, k2, k3, kl_penalty
 
 

@@ -13,7 +13,8 @@ from table_policy import policy_batch
 from test_bucketing import llama, mixed_batch, trained_on
 from test_trainer import Scripted, bits, make, play, scripted
 
-from pvg.config.sections import Rollouts, Training
+from pvg.config.rollout import Rollouts
+from pvg.config.training import Training
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.training.losses import PolicyObjective
 from pvg.training.memory import AllocatorPeak, MicroBatchMemory, MicroBatchSize, SavedTensors
@@ -62,7 +63,7 @@ def trainer(module, batches, executor, *, events=None, **settings):
 
 
 def memory(limit=1_000_000, most=16_384):
-    return MicroBatchMemory(limit, most, logits_chunk=1, size=lambda size: size)
+    return MicroBatchMemory(limit, most, size=lambda size: size)
 
 
 def test_the_budget_by_hand():
@@ -182,14 +183,13 @@ def test_off_it_is_the_trainer_of_before(executor):
     assert trained.state()[1] == {"format": 1, "step": 1}
 
 
-@pytest.mark.parametrize("bucketing", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
-def test_the_gradient_is_the_same_at_any_limit(bucketing, shared):
+def test_the_gradient_is_the_same_at_any_limit(shared):
     module, batch = llama(), mixed_batch()
     expected_loss, expected, _ = trained_on(objective(shared_prompts=shared), module, batch)
     counts = set()
     for limit in (30_000, 60_000, 100_000, 400_000, 10_000_000):
-        policy = objective(micro_batch_memory_mb=1, bucketing=bucketing, shared_prompts=shared)
+        policy = objective(micro_batch_memory_mb=1, shared_prompts=shared)
         policy.memory.limit_bytes = limit
         policy.memory.learn([(MicroBatchSize(30, 30), 30 * 1000)])
         loss, gradient, _ = trained_on(policy, module, batch)

@@ -9,10 +9,10 @@ import torch
 import transformers
 from table_policy import policy_batch
 
-from pvg.config.sections import Rollouts, Training
+from pvg.config.rollout import Rollouts
+from pvg.config.training import Training
 from pvg.records import Role
-from pvg.training.baselines import RoleBaseline, ValueTracker
-from pvg.training.credit import advantages, baseline_advantages, tracked_advantages
+from pvg.training.credit import RoleBaseline, ValueTracker, advantages, baseline_advantages, tracked_advantages
 from pvg.training.losses import LOSSES, PolicyObjective
 from pvg.training.trainer import OptimizerSettings, Trainer
 

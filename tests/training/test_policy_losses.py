@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_policy import TablePolicy, policy_batch
 
-from pvg.config.sections import Rollouts, Training, kinds_of
+from pvg.config.base import kinds_of
+from pvg.config.rollout import Rollouts
+from pvg.config.training import Training
 from pvg.errors import ConfigurationError, TrainingDivergedError
 from pvg.telemetry.metrics import Metrics
 from pvg.training.losses import LOSSES, PolicyObjective
@@ -285,8 +287,7 @@ SPLITS = [
     {"micro_batch_tokens": 12},
     {"micro_batch_tokens": 30},
     {"micro_batch_rollouts": 3},
-    {"accumulation_steps": 4},
-    {"micro_batch_rollouts": 2, "accumulation_steps": 2, "micro_batch_tokens": 40},
+    {"micro_batch_rollouts": 2, "micro_batch_tokens": 40},
 ]
 
 
@@ -332,17 +333,13 @@ def test_micro_batches_of_a_transformer_add_up(loss, llama):
     seed=st.integers(0, 1000),
     tokens=st.integers(12, 60),
     rollouts=st.none() | st.integers(1, 6),
-    steps=st.none() | st.integers(1, 20),
 )
-def test_splits_keep_their_limits(seed, tokens, rollouts, steps):
-    limited = objective(
-        "grpo", micro_batch_tokens=tokens, micro_batch_rollouts=rollouts, accumulation_steps=steps, max_tokens=12
-    )
+def test_splits_keep_their_limits(seed, tokens, rollouts):
+    limited = objective("grpo", micro_batch_tokens=tokens, micro_batch_rollouts=rollouts, max_tokens=12)
     batch = limited.prepare(random_batch(random_policy(seed), seed, 13, 5, 9))
     parts = limited.split(batch)
     assert sum(len(part) for part in parts) == 13
     assert sum(float(part.row_weights_N.sum()) for part in parts) == pytest.approx(float(batch.row_weights_N.sum()))
-    assert len(parts) >= min(steps or 1, 13)
     for part in parts:
         assert len(part) * part.lengths_N.max() <= tokens
         assert len(part) <= (rollouts or 13)

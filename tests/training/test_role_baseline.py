@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from pvg.errors import TrainingDivergedError
 from pvg.records import Role
-from pvg.training.baselines import DECAY, RoleBaseline, corrected_mean, means_of_others, updated
-from pvg.training.credit import baseline_advantages
+from pvg.training.credit import DECAY, RoleBaseline, baseline_advantages, corrected_mean, means_of_others, updated
 
 H, S = Role.HELPFUL, Role.SNEAKY
 

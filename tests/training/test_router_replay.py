@@ -16,8 +16,9 @@ for folder in ("models", "rollout"):
 from tiny_experts import CHOSEN, KINDS, LAYERS, tiny_experts  # noqa: E402
 from tiny_policies import generate, prompts, requests, tiny_model  # noqa: E402
 
-from pvg.config import sections  # noqa: E402
 from pvg.config.experiment import Experiment  # noqa: E402
+from pvg.config.rollout import Rollouts  # noqa: E402
+from pvg.config.training import Training  # noqa: E402
 from pvg.errors import ConfigurationError  # noqa: E402
 from pvg.models.routing import recorded_experts, routers_of  # noqa: E402
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling  # noqa: E402
@@ -62,7 +63,7 @@ def own_choice(module: torch.nn.Module, ids: np.ndarray) -> np.ndarray:
         return recorder.take().numpy()
 
 
-@pytest.mark.parametrize("switches", [{}, {"compaction": False, "shared_prefill": False}, {"max_rows": 5}])
+@pytest.mark.parametrize("switches", [{}, {"max_rows": 5}, {"max_rows": 1}])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_engine_tells_the_experts_of_every_token_but_the_last(kind: str, switches: dict[str, Any]) -> None:
     module = tiny_experts(kind)
@@ -75,10 +76,9 @@ def test_the_engine_tells_the_experts_of_every_token_but_the_last(kind: str, swi
         assert experts.tolist() == own_choice(module, ids).tolist()
 
 
-@pytest.mark.parametrize("switches", [{}, {"compaction": False, "shared_prefill": False}], ids=["saved", "plain"])
-def test_more_experts_than_a_byte_can_number_are_told_and_replayed(switches: dict[str, Any]) -> None:
+def test_more_experts_than_a_byte_can_number_are_told_and_replayed() -> None:
     module = tiny_experts("qwen3_moe", experts=300)
-    batch = batch_of(generate(asked(), model=tiny_model(module=module), routed_experts=True, **switches))
+    batch = batch_of(generate(asked(), model=tiny_model(module=module), routed_experts=True))
     assert batch.routed_experts is not None
     for ids, experts in zip(batch.sequences, batch.routed_experts, strict=True):
         assert experts.dtype == np.uint16
@@ -135,8 +135,8 @@ def test_the_policy_loss_learns_with_replayed_experts_in_any_micro_batches() -> 
     batch, module = batch_of(sampled("mixtral")), moved("mixtral", 0.1)
     found = []
     for rows in (12, 2):
-        training = sections.Training(router_replay=True, micro_batch_rollouts=rows, kl="none")
-        objective = PolicyObjective(training, sections.Rollouts(max_tokens=7), pad_id=0)
+        training = Training(router_replay=True, micro_batch_rollouts=rows, kl="none")
+        objective = PolicyObjective(training, Rollouts(max_tokens=7), pad_id=0)
         module.zero_grad()
         for part in objective.split(objective.prepare(batch)):
             loss, _ = objective(module, part)
@@ -163,17 +163,11 @@ def test_selecting_rows_takes_their_experts_along_without_copying_them() -> None
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"training": {"router_replay": True}}, "rollout.routed_experts to true"),
         (
             {
                 "training": {"router_replay": True, "gradient_checkpointing": True},
-                "rollout": {"routed_experts": True},
             },
             "training.gradient_checkpointing",
-        ),
-        (
-            {"rollout": {"routed_experts": True, "engine": "vllm"}, "serving": {"prefix_caching": False}},
-            "serving.prefix_caching",
         ),
     ],
 )

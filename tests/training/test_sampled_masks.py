@@ -9,7 +9,8 @@ from table_policy import TablePolicy, policy_batch
 from test_policy_losses import NAMES, evaluate, objective
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pvg.config.sections import Rollouts, Training
+from pvg.config.rollout import Rollouts
+from pvg.config.training import Training
 from pvg.training.batch import minibatches
 from pvg.training.losses import PolicyObjective
 
@@ -67,8 +68,7 @@ def test_grpo_by_hand_counts_three_tokens_of_the_first_row():
 
 
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("fused", [True, False])
-def test_every_way_to_compute_log_probs_agrees_and_a_full_mask_changes_no_bit(shared, fused):
+def test_every_way_to_compute_log_probs_agrees_and_a_full_mask_changes_no_bit(shared):
     torch.manual_seed(3)
     module = LlamaForCausalLM(
         LlamaConfig(
@@ -76,9 +76,7 @@ def test_every_way_to_compute_log_probs_agrees_and_a_full_mask_changes_no_bit(sh
             num_key_value_heads=2, initializer_range=0.3, attn_implementation="sdpa",
         )
     )  # fmt: skip
-    section = Training(
-        loss="gspo", kl={"coefficient": 0.1}, shared_prompts=shared, fused_logprobs=fused, fused_layers=shared
-    )
+    section = Training(loss="gspo", kl={"coefficient": 0.1}, shared_prompts=shared, fused_layers=shared)
     target = PolicyObjective(section, Rollouts(max_tokens=8), pad_id=0)
     rows = [[1, 2, 3, 4, 5, 6], [1, 2, 7, 6], [1, 3, 2, 2, 5]]
     masks = [[True, True, False, True], [True, False], [False, True, True]]

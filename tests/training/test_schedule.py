@@ -19,11 +19,6 @@ def test_warmup_then_linear():
     assert factors("linear", range(8), warmup=2, total_steps=6) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
 
 
-def test_cosine():
-    # cos(0) = 1, cos(pi/3) = 1/2, cos(2 pi/3) = -1/2: (1 + c)/2 = 1, 3/4, 1/4.
-    assert factors("cosine", range(4), warmup=0, total_steps=3) == pytest.approx([1.0, 0.75, 0.25, 0.0])
-
-
 def test_a_warmup_as_long_as_training():
     assert factors("linear", range(4), warmup=3, total_steps=3) == [1 / 3, 2 / 3, 1.0, 1.0]
 

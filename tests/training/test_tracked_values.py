@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from pvg.errors import TrainingDivergedError
 from pvg.records import Role
-from pvg.training.baselines import LEVEL_DECAY, PRIOR, RHO_LEAST, RHO_MOST, ValueTracker
-from pvg.training.credit import EPSILON, tracked_advantages
+from pvg.training.credit import EPSILON, LEVEL_DECAY, PRIOR, RHO_LEAST, RHO_MOST, ValueTracker, tracked_advantages
 
 H, S = Role.HELPFUL, Role.SNEAKY
 

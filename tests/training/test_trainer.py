@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from table_policy import TablePolicy, policy_batch
 from torch import nn
 
-from pvg.config.sections import Rollouts, Training
+from pvg.config.rollout import Rollouts
+from pvg.config.training import Training
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
 from pvg.telemetry.metrics import Metrics
 from pvg.telemetry.spans import Tracer
@@ -23,7 +24,7 @@ from pvg.training.trainer import OptimizerSettings, Trainer, checkpoint_layers
 
 VOCABULARY = 11
 SETTINGS = OptimizerSettings(
-    learning_rate=1e-2, weight_decay=0.1, warmup=2, schedule="cosine", total_steps=8, gradient_clip=0.5
+    learning_rate=1e-2, weight_decay=0.1, warmup=2, schedule="linear", total_steps=8, gradient_clip=0.5
 )
 
 

@@ -12,14 +12,16 @@ from aiohttp import web
 from tiny_verifiers import digits_tokenizer, language_model, perturb, random_texts, rollout
 from torch.func import functional_call
 
-from pvg.config import experiment, sections
+from pvg.config import experiment
+from pvg.config.servers import Serving
+from pvg.config.verifier import Verifier
 from pvg.models.heads import build_verifier
-from pvg.verifier.cache import ScoreCache
+from pvg.verifier.backend import ScoreCache
 from pvg.verifier.scorer import VerifierScorer
 from pvg.verifier.template import VerifierTemplate
 from pvg.verifier.vllm_backend import VerifierServing, VllmBackend
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))  # where the tests' own server lives
+sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))  # where the tests' own server lives
 from fake_vllm import FakeOptions, FakeVllm
 
 KEY = "key-of-the-tests"
@@ -39,9 +41,13 @@ class Heard:
         return [f for tag, f in self.found if tag == "weights" and f["event"] == name and f.get("of") == of]
 
 
+def head_table(head):
+    return {"kind": head, "beta": BETA} if head == "implicit" else {"kind": head}
+
+
 def base(head):
     """A verifier at its start, as servers are started with it."""
-    return build_verifier(sections.Verifier(head=head, beta=BETA), language_model(digits_tokenizer()))
+    return build_verifier(Verifier(head=head_table(head)), language_model(digits_tokenizer()))
 
 
 class Told:
@@ -136,15 +142,16 @@ async def servers(tmp_path, head, count=1, **options):
 class Bench:
     """One verifier, trained a little, scored by torch and by servers."""
 
-    def __init__(self, tmp_path, head, executor, urls, *, references=(), weights=(), **serving):
+    def __init__(
+        self, tmp_path, head, executor, urls, *, references=(), weights=(), probe_every_s=0.1, retries=5, **serving
+    ):
         (tmp_path / "weights").mkdir(exist_ok=True)
         resolved = experiment.Experiment.model_validate(
             {
-                "verifier": {"head": head, "engine": "vllm", "beta": BETA, "score_tokens": 1024},
+                "verifier": {"head": head_table(head), "engine": "vllm", "score_tokens": 1024},
                 "serving": {
                     "verifier_servers": list(urls),
                     "reference_servers": list(references),
-                    "probe_every_s": 0.1,
                     "probe_timeout_s": 5.0,
                     "unavailable_s": 10.0,
                     **serving,
@@ -152,6 +159,9 @@ class Bench:
                 "weights": {"root": str(tmp_path / "weights"), **dict(weights)},
             }
         )
+        constants = {"probe_every_s": probe_every_s, "retries": retries}
+        quick = type("QuickServing", (Serving,), constants)(**dict(resolved.serving))
+        resolved = resolved.model_copy(update={"serving": quick})
         self.section = resolved.verifier
         self.heard = Heard()
         self.executor = executor
@@ -169,7 +179,7 @@ class Bench:
         perturb(self.model, scale=0.1, seed=seed)
 
     def scorer(self, *, on_servers=True, version=None):
-        template = VerifierTemplate(self.model.tokenizer, "plain", self.section.head)
+        template = VerifierTemplate(self.model.tokenizer, "plain", self.section.head.kind)
         backend = VllmBackend(self.serving, self.model, template.key, ScoreCache(1000)) if on_servers else None
         return VerifierScorer(
             self.model,

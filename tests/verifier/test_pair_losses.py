@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tiny_verifiers import verifier
 from torch import nn
 
-from pvg.config import sections
+from pvg.config.verifier import Verifier
 from pvg.errors import ConfigurationError
 from pvg.telemetry.metrics import Metrics
 from pvg.verifier.data import VerifierBatch
@@ -42,7 +42,7 @@ def table_batch(pairs, rows=None, lengths=None):
 
 
 def objective(loss="bradley_terry", penalty=0.005, budget=10_000):
-    return PairObjective(sections.Verifier(loss=loss, score_penalty=penalty, micro_batch_tokens=budget), pad_id=0)
+    return PairObjective(Verifier(loss=loss, score_penalty=penalty, micro_batch_tokens=budget), pad_id=0)
 
 
 def run(objective, module, batch):

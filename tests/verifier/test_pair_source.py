@@ -6,9 +6,9 @@ import pytest
 import torch
 from tiny_verifiers import digits_tokenizer, language_model, perturb, rollout
 
-from pvg.config import sections
+from pvg.config.verifier import ProblemPairing, Verifier
 from pvg.models.heads import build_verifier
-from pvg.models.padding import pad_right
+from pvg.models.packing import pad_right
 from pvg.store.pairs import PairStream, PairView
 from pvg.store.shards import RolloutShards
 from pvg.training.optimizer import OptimizerSettings
@@ -19,7 +19,7 @@ from pvg.verifier.losses import PairObjective
 from pvg.verifier.scorer import VerifierScorer
 from pvg.verifier.template import VerifierTemplate
 
-SECTION = sections.Verifier(pairs=16, micro_batch_tokens=2048, score_penalty=0.005)
+SECTION = Verifier(pairs=16, micro_batch_tokens=2048, score_penalty=0.005)
 
 
 @pytest.fixture
@@ -53,13 +53,11 @@ def open_stream(directory, rollouts):
 
 
 def open_verifier(head="implicit", **options):
-    return build_verifier(
-        sections.Verifier(head=head, **options), language_model(digits_tokenizer(), seed=2, spread=0.05)
-    )
+    return build_verifier(Verifier(head=head, **options), language_model(digits_tokenizer(), seed=2, spread=0.05))
 
 
 def open_source(stream, model, executor, section=SECTION, **options):
-    template = VerifierTemplate(model.tokenizer, "tag", section.head)
+    template = VerifierTemplate(model.tokenizer, "tag", section.head.kind)
     fingerprint = model.tokenizer.fingerprint
     return PairSource(stream, template, model, section, executor=executor, source_fingerprint=fingerprint, **options)
 
@@ -113,7 +111,7 @@ def test_a_source_that_starts_at_a_step_gives_the_same_bits(tmp_path, executor):
     assert [row.tolist() for row in one.sequences] == [row.tolist() for row in two.sequences]
 
 
-BY_PROBLEM = SECTION.model_copy(update={"pairing": "problem", "solutions_per_problem": 4})
+BY_PROBLEM = SECTION.model_copy(update={"pairing": ProblemPairing(solutions_per_problem=4)})
 
 
 def test_by_problem_a_batch_holds_all_pairs_of_its_problems(tmp_path, executor):
@@ -157,7 +155,7 @@ def test_by_problem_every_problem_counts_alike(tmp_path, executor):
 
 
 def test_a_head_without_a_reference_gets_none(tmp_path, executor):
-    section = sections.Verifier(head="scalar", pairs=4)
+    section = Verifier(head="scalar", pairs=4)
     source = open_source(open_stream(tmp_path, toy_rollouts(0, 4)), open_verifier("scalar"), executor, section)
     assert asyncio.run(source.next_batch()).references_N is None
 
@@ -166,7 +164,13 @@ def test_a_head_without_a_reference_gets_none(tmp_path, executor):
     ("precision", "pairing"), [("float32", "random"), ("bfloat16", "random"), ("float32", "problem")]
 )
 def test_the_implicit_verifier_learns_what_can_be_told_apart(tmp_path, executor, precision, pairing):
-    section = SECTION.model_copy(update={"precision": precision, "pairing": pairing, "steps": 60})
+    section = SECTION.model_copy(
+        update={
+            "precision": precision,
+            "pairing": ProblemPairing() if pairing == "problem" else SECTION.pairing,
+            "steps": 60,
+        }
+    )
     model = open_verifier()
     source = open_source(open_stream(tmp_path, toy_rollouts(0, 60)), model, executor, section)
     settings = OptimizerSettings(learning_rate=3e-3, total_steps=section.steps, warmup=5)
@@ -180,7 +184,7 @@ def test_the_implicit_verifier_learns_what_can_be_told_apart(tmp_path, executor,
     def scores_now():
         scorer = VerifierScorer(
             model,
-            VerifierTemplate(model.tokenizer, "tag", section.head),
+            VerifierTemplate(model.tokenizer, "tag", section.head.kind),
             model.version(),
             cache_entries=1000,
             token_budget=4096,

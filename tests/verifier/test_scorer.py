@@ -18,12 +18,11 @@ from tiny_verifiers import (
     verifier,
 )
 
-from pvg.bench.workloads.loop_engine import CallingThreadExecutor
+from benchmarks.loop_engine import CallingThreadExecutor
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
-from pvg.models.padding import pad_right
+from pvg.models.packing import pad_right
 from pvg.records import Role
-from pvg.verifier.backend import TorchBackend
-from pvg.verifier.cache import ScoreCache
+from pvg.verifier.backend import ScoreCache, TorchBackend
 from pvg.verifier.scorer import VerifierScorer
 from pvg.verifier.template import VerifierTemplate
 

@@ -165,6 +165,28 @@ def test_weights_that_changed_and_came_back_while_they_were_published_are_not_ta
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("head", HEADS)
+def test_servers_can_be_added_and_removed_between_scores(head, tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, head, 2) as (first, second),
+            Bench(tmp_path, head, executor, [first.url]) as bench,
+        ):
+            scorer, rollouts, served = bench.scorer(), some(60), bench.serving.verifiers.served
+            await bench.assert_right(scorer, rollouts[:10])
+            served.add(second.url)
+            while len(served.fleet.up) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            assert second.label == first.label
+            await bench.assert_right(scorer, rollouts[10:30])
+            await served.remove(first.url)
+            asked = sum(first.asked.values())
+            await bench.assert_right(scorer, rollouts[30:])
+            assert sum(first.asked.values()) == asked
+
+    asyncio.run(play())
+
+
 # --- references -----------------------------------------------------------------------------------------------------
 
 
@@ -254,8 +276,8 @@ def test_connections_cover_the_concurrency(client, tmp_path, executor, monkeypat
         async with Bench(
             tmp_path, "implicit", executor, ["http://a", "http://b"], weights={"client": client}.items()
         ) as bench:
-            pool, control = bench.serving._pools
-            assert (pool is control) == (client == "shared")
+            pool = bench.serving.connections.requests
+            assert (pool is bench.serving.connections.control) == (client == "shared")
             assert pool.limits.capacity >= 256
             assert pool.limits == ConnectionLimits.derive(256, hosts=2)
 

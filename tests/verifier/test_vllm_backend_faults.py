@@ -16,7 +16,7 @@ from pvg.errors import ConfigurationError, ServerUnavailableError, WeightsNotArr
 from pvg.verifier import score_servers
 from pvg.verifier.vllm_backend import VllmBackend
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))
 from fault_proxy import Fault, FaultProxy
 
 HEADS = ["scalar", "implicit"]
@@ -130,7 +130,7 @@ def test_a_server_that_is_away_when_a_version_is_published_is_waited_for(tmp_pat
             fake.forget()
             await fake.start()
             np.testing.assert_allclose(await call, await bench.torch_scores(rollouts), atol=1e-3)
-            assert bench.heard.weights("client.done")[1]["failed"] == 1
+            assert [line["version"] for line in bench.heard.weights("server.delivered")] == [1, 2]
 
     asyncio.run(play())
 

@@ -9,7 +9,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Rules
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pvg.config import sections
+from pvg.config.verifier import Verifier
 from pvg.models.characters import modchain_tokenizer
 from pvg.models.heads import ScalarHead, VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel
@@ -69,7 +69,7 @@ def perturb(model: VerifierModel, scale: float = 0.05, seed: int = 1) -> None:
 
 def verifier(head: str, seed: int = 0, **options) -> VerifierModel:
     tokenizer = english_tokenizer() if head == "yes_token" else digits_tokenizer()
-    model = build_verifier(sections.Verifier(head=head), language_model(tokenizer, seed, **options))
+    model = build_verifier(Verifier(head=head), language_model(tokenizer, seed, **options))
     perturb(model)
     return model
 

@@ -3,7 +3,7 @@
     pvg bench --profile contention      # one thread per core against the default, in turn
 
 A sample is `steps` optimizer steps of the e2e workload with no busy process, then beside one, then beside two. The
-steps run in a child process (pvg.bench.workloads.contention_child), because two thread pools in one process slow each
+steps run in a child process (`play`), because two thread pools in one process slow each
 other down. The child sleeps while the other variant is measured. `kept_1` is the throughput beside one busy process
 divided by the idle throughput of the same sample; 1 is ideal.
 """
@@ -14,19 +14,23 @@ import asyncio
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any, Literal
 
 import orjson
 
 from pvg.bench.busy import busy_processes
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workload import BenchMetric, Workload
-from pvg.bench.workloads import e2e
+from pvg.bench.runner import on_loop
+from pvg.bench.workloads import BenchMetric, Workload, e2e
+from pvg.bench.workloads.e2e import EndToEnd, EndToEndSettings
+from pvg.config.base import Count, Section
 from pvg.config.experiment import Experiment
-from pvg.config.sections import Count, Section
+from pvg.config.load import build_experiment
 from pvg.errors import ConfigurationError, PvgError
-from pvg.telemetry.core_waits import CoreTime, usable_cores
-from pvg.telemetry.spans import span
+from pvg.models.compute import ComputeExecutor
+from pvg.telemetry.spans import Tracer, span
+from pvg.telemetry.waits import CoreTime, CoreWaits, usable_cores
 
 BESIDE = (0, 1, 2)  # busy processes
 LONGEST_LINE = 2**20
@@ -78,7 +82,7 @@ class Contention:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "pvg.bench.workloads.contention_child",
+                "pvg.bench.workloads.contention",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=LONGEST_LINE,
@@ -134,3 +138,50 @@ class Contention:
         if "error" in answer:
             raise ChildFailedError(answer["error"])
         return answer
+
+
+# --- the child process ------------------------------------------------------------------------------------------------
+
+# One JSON object per line on standard input, one answer per line on standard output:
+#
+#     {"experiment": {...}, "steps": n}   the first line -> {"threads": n, "work": {...}}
+#     {"sample": index}                                  -> {"step_s": seconds, "core_time": {...} or null}
+#
+# A user's mistake is answered with {"error": "..."}. The process ends when its input ends.
+
+
+async def play(experiment: Experiment, steps: int) -> None:
+    """Answer `sample` messages. Reading blocks the event loop, but the loop has no work between two samples."""
+    workload, tracer = EndToEnd(experiment, EndToEndSettings(steps=steps)), Tracer()
+    with tracer.drive():
+        try:
+            await workload.open()
+            say({"threads": ComputeExecutor.in_use, "work": workload.work()})
+            waits = CoreWaits()
+            for line in sys.stdin.buffer:
+                waits.take()
+                values = await workload.sample(orjson.loads(line)["sample"])
+                time = waits.take()
+                tracer.close_step()
+                tracer.take_spans()  # discarded, so that memory does not grow from sample to sample
+                say({"step_s": values["step_s"], "core_time": None if time is None else asdict(time)})
+        finally:
+            await workload.close()
+
+
+def say(answer: dict[str, Any]) -> None:
+    sys.stdout.buffer.write(orjson.dumps(answer) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def main() -> None:
+    first = orjson.loads(sys.stdin.buffer.readline())
+    experiment = build_experiment(first["experiment"])
+    try:
+        on_loop(experiment.telemetry.event_loop, play(experiment, first["steps"]))
+    except PvgError as error:
+        say({"error": str(error)})
+
+
+if __name__ == "__main__":
+    main()

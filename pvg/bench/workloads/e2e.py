@@ -24,21 +24,22 @@ from pathlib import Path
 from typing import Any
 
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workload import BenchMetric, Workload
+from pvg.bench.workloads import BenchMetric, Workload
+from pvg.config.base import Count, Section
 from pvg.config.experiment import Experiment
-from pvg.config.sections import Count, Section
 from pvg.errors import ConfigurationError
 from pvg.game.ledger import Ledger
 from pvg.game.players import Players
-from pvg.game.prover_phase import ProverPhase, open_learner
+from pvg.game.prover_phase import ProverPhase
 from pvg.game.roles import asked_in
 from pvg.game.run import check_prompts_fit
 from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
+from pvg.models.starts import open_learner
 from pvg.records import Rollout
-from pvg.rollout import EngineSetup, open_engine
+from pvg.rollout import EngineSetup
 from pvg.rollout.engine import Engine
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
@@ -160,7 +161,7 @@ class EndToEnd:
             "prover": players.base.name,
             "prover_parameters": players.base.num_parameters,
             "verifier": experiment.models.verifier.source,
-            "verifier_head": experiment.verifier.head,
+            "verifier_head": experiment.verifier.head.kind,
             "task": experiment.task.model_dump(mode="json", exclude_none=True),
             "steps": self._own.steps,
             "groups": training.groups,
@@ -222,7 +223,7 @@ def open_bench_session(
     folder: Path,
     stack: AsyncExitStack,
     executor: Executor | None,
-    opener: Callable[[EngineSetup], Engine] = open_engine,
+    opener: Callable[[EngineSetup], Engine] | None = None,
 ) -> BenchSession:
     """As pvg.game.run.open_session, but under the tracer of the benchmark. The session's tracer drives no task."""
     task = open_task(experiment.task)

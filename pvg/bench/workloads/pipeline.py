@@ -1,6 +1,6 @@
 """The pipeline: whole steps of the prover's training beside an engine in another process with heavy-tailed latencies.
 
-    pvg bench --profile pipeline                # rollout.prefetch = 0 (synchronous), 1, 2
+    pvg bench --profile pipeline                # without rollout.prefetch (synchronous), and 1 and 2 batches ahead
     pvg bench --profile pipeline --interleave   # the same, with samples taken in turn
 
 The prover phase, its trainer, the verifier's scorer, the dispatcher and the pipeline are pvg's. The engine
@@ -40,23 +40,25 @@ from pydantic import Field
 
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.runner import RESET
-from pvg.bench.workload import BenchMetric, Workload
+from pvg.bench.workloads import BenchMetric, Workload
 from pvg.bench.workloads.e2e import THRESHOLD, BenchSession, open_bench_session
 from pvg.bench.workloads.pipeline_child import LONGEST_LINE
+from pvg.config.base import Count, Positive, Section
 from pvg.config.experiment import Experiment
-from pvg.config.sections import Count, Positive, Section
+from pvg.config.rollout import NoPrefetch
 from pvg.errors import ConfigurationError, StateError
 from pvg.game.orders import ProverOrders
-from pvg.game.prover_phase import ProverPhase, open_learner
+from pvg.game.prover_phase import ProverPhase
 from pvg.game.states import Phase
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
+from pvg.models.starts import open_learner
 from pvg.records import Rollout, Timing, VersionSpan
 from pvg.rollout import EngineSetup
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest, Sampling
 from pvg.rollout.torch_engine import TorchEngine
-from pvg.servers.update import SyncTiming, WeightUpdate
+from pvg.servers.publishing import SyncTiming, WeightUpdate
 from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
 from pvg.telemetry.spans import TRAINING_PARTS, Span, Tracer, span, tracer_here
 
@@ -379,7 +381,7 @@ def _seconds(spans: Iterable[Span]) -> float:
 
 
 def _synchronous(experiment: Experiment) -> Experiment:
-    rollout = experiment.rollout.model_copy(update={"prefetch": 0})
+    rollout = experiment.rollout.model_copy(update={"prefetch": NoPrefetch()})
     return experiment.model_copy(update={"rollout": rollout})
 
 

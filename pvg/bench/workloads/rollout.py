@@ -16,10 +16,10 @@ sharing to matter. Each sample first publishes the weights again, which empties 
 happens only within a sample.
 
 `workload.engine = "transformers"` samples with transformers' `generate` (`GenerateRows`); the profile rollout-peer
-compares the two. Everything else is shared: the dispatcher, the batches of rollout.max_rows, the prompts, the grading.
-`generate` repeats a group's prompt in every row, samples all rows until the last one ends, and returns no log-probs
-here, which would make it slower. So the comparison shows a trainer built on `generate` before it has log-probs.
-`generate` draws other random numbers, so use fixed lengths there too.
+compares the two. Everything else is shared: the dispatcher, the batches of rollout.engine.max_rows, the prompts, the
+grading. `generate` repeats a group's prompt in every row, samples all rows until the last one ends, and returns no
+log-probs here, which would make it slower. So the comparison shows a trainer built on `generate` before it has log-
+probs. `generate` draws other random numbers, so use fixed lengths there too.
 
 With `--replay`, the workload sleeps after each batch for as long as the run's trainer worked on it. Token rates refer
 to the sampling. Rollouts per second and the trainer's idle share refer to sampling and sleeping together, as a run with
@@ -42,20 +42,27 @@ from torch import Tensor
 
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.runner import RESET
-from pvg.bench.workload import BenchMetric, Workload
-from pvg.bench.workloads.fixtures import check_work, digest_of, fixed_orders, model_facts, recorded_orders
-from pvg.bench.workloads.replay import recorded_batches, train_seconds
-from pvg.config.sections import Count, Section
+from pvg.bench.workloads import BenchMetric, Workload
+from pvg.bench.workloads.fixtures import (
+    check_work,
+    digest_of,
+    fixed_orders,
+    model_facts,
+    recorded_batches,
+    recorded_orders,
+    train_seconds,
+)
+from pvg.config.base import Count, Section
 from pvg.errors import ConfigurationError
 from pvg.game.players import Players
 from pvg.game.roles import prompt_renderer
-from pvg.game.seeds import generator_for, seed_for
 from pvg.models.language_model import LanguageModel
-from pvg.records import Group
+from pvg.records import Group, Int32
 from pvg.rollout.decoding import DecodedRow, DecodingJob, RunningRows, TurnResult
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder
 from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest, Sampling
 from pvg.rollout.torch_engine import TorchEngine
+from pvg.seeds import generator_for, seed_for
 from pvg.tasks import Task, open_task
 from pvg.telemetry.spans import span
 
@@ -114,6 +121,9 @@ class GenerateEngine(TorchEngine):
     def _open_rows(self) -> RunningRows:
         return GenerateRows(self._model)
 
+    def _computed_of(self, prompts: Sequence[Int32]) -> int:
+        return sum(map(len, prompts))
+
 
 def open_generate_engine(players: Players) -> GenerateEngine:
     """In addition to the players' engine, with a separate copy of the weights; the caller closes it."""
@@ -121,10 +131,9 @@ def open_generate_engine(players: Players) -> GenerateEngine:
     dtype = None if rollout.dtype == "model" else getattr(torch, rollout.dtype)
     return GenerateEngine(
         players.base.copy(dtype),
-        max_rows=rollout.max_rows,
+        max_rows=rollout.chunk,
         max_in_flight=rollout.concurrency,
         executor=players.executor,
-        shared_prefill=False,
     )
 
 
@@ -188,7 +197,7 @@ class OrderBatch:
 def make(settings: BenchSettings) -> Workload:
     own = workload_settings(RolloutWorkloadSettings, settings)
     check_work(settings.experiment, settings.replay, own.rollouts)
-    if own.engine == "transformers" and settings.experiment.rollout.engine != "torch":
+    if own.engine == "transformers" and settings.experiment.rollout.engine.kind != "torch":
         raise ConfigurationError(
             'workload.engine = "transformers" replaces the engine of this process, not servers.',
             'Set rollout.engine to "torch", or workload.engine to "pvg".',
@@ -202,7 +211,7 @@ class RolloutWorkload:
     def __init__(self, settings: BenchSettings, own: RolloutWorkloadSettings) -> None:
         self._experiment, self._replay, self._own = settings.experiment, settings.replay, own
         self._executor = settings.executor
-        self._on_servers = settings.experiment.rollout.engine == "vllm"
+        self._on_servers = settings.experiment.rollout.engine.kind == "vllm"
         self.measures: Mapping[str, BenchMetric] = (
             MEASURES | (ON_SERVERS if self._on_servers else {}) | (IDLE if settings.replay else {})
         )

@@ -29,8 +29,8 @@ from typing import Any, Literal
 import numpy as np
 
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workload import BenchMetric, Workload
-from pvg.bench.workloads.sync_load import (
+from pvg.bench.workloads import BenchMetric, Workload
+from pvg.bench.workloads.sync import (
     PERCENTILES,
     RATES,
     RequestStreams,
@@ -41,12 +41,12 @@ from pvg.bench.workloads.sync_load import (
     time_measures,
     times,
 )
+from pvg.config.base import Count, Section
 from pvg.config.experiment import Experiment
-from pvg.config.sections import Count, Section
 from pvg.errors import ServerUnavailableError
 from pvg.rollout.engine import Sampling
-from pvg.telemetry.event_loop import LagWindow, LoopLagMonitor
 from pvg.telemetry.spans import span
+from pvg.telemetry.waits import LagWindow, LoopLagMonitor
 
 SPARE = 50  # spare connections: more than all simultaneous updates and probes
 LAG_HZ = 100.0

@@ -9,22 +9,24 @@ also does the forward passes that the experiment requires: the KL's reference, a
 sampler if `rollout.logprobs` asks for them. The learning rate is 0: AdamW does the same work at any rate, and the
 weights keep matching the batches, so every sample computes the same.
 
-MFU relates the required floating-point operations to this machine's measured matmul rate (pvg.bench.flops). Forward and
+MFU relates the required floating-point operations to this machine's measured matmul rate (`matmul_gflops`). Forward and
 backward require 6 N T + 6 H C + 12 l d S operations, and a reference's forward a third of that. N are the parameters of
 the layers, T the non-padding tokens, H the parameters of the head (only the C completion tokens need it), l the layers,
 d = heads x head size, and S the sum of the squared sequence lengths (PaLM, arXiv 2204.02311, appendix B, which counts
 the head for all tokens). Repeated computation (recomputed log-probs, gradient checkpointing) and padding count as time,
 not as work. To keep the work equal between variants, a prompt counts for each of its rollouts even if it is computed
-once (training.shared_prompts), and all weights count even if only adapters are trained (training.lora_rank).
+once (training.shared_prompts), and all weights count even if only adapters are trained (training.adapters).
+
+A data sheet's peak rate instead of the measured one would also measure how optimistic the data sheet is.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,18 +34,26 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from pvg.bench.flops import ModelSize, matmul_gflops
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workload import BenchMetric, Workload
-from pvg.bench.workloads.fixtures import check_work, digest_of, drawn_rewards, fixed_orders, model_facts, policy_batch
-from pvg.bench.workloads.replay import recorded_batches, rewards_of
-from pvg.config.experiment import Experiment, build_experiment
-from pvg.config.sections import Count, Section
+from pvg.bench.workloads import BenchMetric, Workload
+from pvg.bench.workloads.fixtures import (
+    check_work,
+    digest_of,
+    drawn_rewards,
+    fixed_orders,
+    model_facts,
+    policy_batch,
+    recorded_batches,
+    rewards_of,
+)
+from pvg.config.base import Count, Section
+from pvg.config.experiment import Experiment
+from pvg.config.load import build_experiment
 from pvg.errors import ConfigurationError
 from pvg.game.players import Players
-from pvg.game.prover_phase import open_learner
 from pvg.game.roles import prompt_renderer
-from pvg.game.seeds import seed_for
+from pvg.models.starts import open_learner
+from pvg.seeds import seed_for
 from pvg.tasks import open_task
 from pvg.telemetry.spans import span
 from pvg.training.batch import MinibatchSource, PolicyBatch
@@ -169,10 +179,6 @@ class TrainerWorkload:
             objective,
             OptimizerSettings(
                 learning_rate=0.0,
-                weight_decay=training.weight_decay,
-                beta1=training.beta1,
-                beta2=training.beta2,
-                gradient_clip=training.gradient_clip,
             ),
             MinibatchSource(RecordedSource(self._batches, players, learner, objective), training.minibatches),
             executor=players.executor,
@@ -210,7 +216,7 @@ class TrainerWorkload:
             "prompts": digest_of(ids[:length] for ids, length in rows),
             "seed": self._own.seed,
         }
-        if rank := self._experiment.training.lora_rank:
+        if rank := self._experiment.training.adapters.rank:
             found["lora_rank"] = rank
         return found | ({} if self._replay is None else {"replay": self._replay.name, "batches": self._places})
 
@@ -272,3 +278,75 @@ def forward_flops(model: LanguageModel, lengths_N: np.ndarray[Any, np.dtype[np.i
 def _without_kl(experiment: Experiment) -> Experiment:
     plain = experiment.plain()
     return build_experiment({**plain, "training": {**plain["training"], "kl": "none"}})
+
+
+# --- floating-point operations ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Counts of parameters: of the layers (`body`) and of the `head`. `attention`: layers x heads x head size."""
+
+    body: int
+    head: int
+    attention: int
+
+    @classmethod
+    def of(cls, model: LanguageModel) -> ModelSize:
+        head = model.module.get_output_embeddings().weight
+        table = model.module.get_input_embeddings().weight
+        config = model.module.config.get_text_config()
+        heads = config.num_attention_heads
+        width = int(heads * (getattr(config, "head_dim", None) or config.hidden_size // heads))
+        # A lookup in the embedding table costs nothing. If head and table are tied, count the parameters once.
+        body = model.num_parameters - head.numel() - (0 if table is head else table.numel())
+        return cls(body, head.numel(), int(config.num_hidden_layers) * width)
+
+    def forward(self, tokens: float, predicted: float, attended: float) -> float:
+        """Operations of one forward pass, 2 N T + 2 H C + 4 l d S: `tokens` T without padding, `predicted` C of them
+        with logits, `attended` S pairs of a token and a token that it attends to. A backward pass takes twice that."""
+        return 2.0 * self.body * tokens + 2.0 * self.head * predicted + 4.0 * self.attention * attended
+
+
+Dtype = Literal["float32", "bfloat16"]
+
+# Square matrices: large enough to reach the plateau, small enough for well under a second on a slow machine.
+CPU_SIZE, GPU_SIZE = 1024, 8192
+TRIES = 20
+LIMIT_S = 0.6  # for all tries together
+
+
+def matmul_gflops(dtype: Dtype = "float32", device: str = "cpu") -> float:
+    """The best rate of a square matrix product in 10^9 floating-point operations per second (2 n^3 per product).
+
+    Uses torch's current number of threads; takes about 0.6 s. Takes the best try, not the median: other work on the
+    machine can only slow a product down.
+    """
+    size = CPU_SIZE if device == "cpu" else GPU_SIZE
+    generator = torch.Generator().manual_seed(0)
+    kind = getattr(torch, dtype)
+    left_NN = torch.randn(size, size, generator=generator).to(device, kind)
+    right_NN = torch.randn(size, size, generator=generator).to(device, kind)
+    out_NN = torch.empty(size, size, device=device, dtype=kind)
+    best = _best_seconds(lambda: torch.mm(left_NN, right_NN, out=out_NN), _waiter(device))
+    return 2 * size**3 / best / 1e9
+
+
+def _best_seconds(work: Callable[[], torch.Tensor], wait: Callable[[], None]) -> float:
+    work()  # the first product also starts threads, loads kernels and fills caches
+    wait()
+    best, began = float("inf"), time.perf_counter()
+    for _ in range(TRIES):
+        start = time.perf_counter()
+        work()
+        wait()
+        now = time.perf_counter()
+        best = min(best, now - start)
+        if now - began > LIMIT_S:
+            break
+    return best
+
+
+def _waiter(device: str) -> Callable[[], None]:
+    """A function that blocks until the device has finished its queued work."""
+    return torch.cuda.synchronize if device.startswith("cuda") else lambda: None

@@ -31,18 +31,18 @@ from torch import Tensor
 from torch.cuda import synchronize
 
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workload import BenchMetric, Workload
+from pvg.bench.workloads import BenchMetric, Workload
+from pvg.config.base import Count, Section
 from pvg.config.experiment import Experiment
-from pvg.config.sections import Count, Section
-from pvg.config.sections import Verifier as VerifierSection
+from pvg.config.verifier import Verifier as VerifierSection
 from pvg.errors import ConfigurationError
 from pvg.game.players import Players
 from pvg.game.roles import Render, assign_roles, prompt_renderer
-from pvg.game.seeds import draw_cyclic, generator_for, seed_for
 from pvg.game.verifier_phase import optimizer_settings
 from pvg.models.heads import VerifierModel
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout
 from pvg.rollout.dispatcher import GroupOrder
+from pvg.seeds import draw_cyclic, generator_for, seed_for
 from pvg.store.pairs import PairStream, PairView
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.tasks import open_task
@@ -130,7 +130,7 @@ class VerifierWork:
         return {
             "verifier": self._experiment.models.verifier.source,
             "parameters": sum(tensor.numel() for tensor in self._start.values()),
-            "head": section.head,
+            "head": section.head.kind,
             "loss": section.loss,
             "prover": self._players.base.name,
             "task": self._experiment.task.model_dump(mode="json", exclude_none=True),

@@ -16,12 +16,12 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from pvg.config.sections import Telemetry
-from pvg.reporting.diagnosis.signatures import LEAST_PAIRS, SIGNATURES, Finding, LagLimits, milliseconds, percent
+from pvg.reporting.diagnosis.signatures import LEAST_PAIRS, SIGNATURES, Finding, milliseconds, percent
 from pvg.reporting.diagnosis.tally import EXACT_VALUES, RELATIVE_ERROR, LoadCorrelation, LogTally, read_logs
 from pvg.reporting.formats import duration
 from pvg.reporting.table import Column, Table
 from pvg.reporting.terminal import HEADING, QUIET
+from pvg.telemetry.waits import LAG_LIMITS, LagLimits
 
 QUANTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 
@@ -72,13 +72,12 @@ class Diagnosis:
         }
 
 
-def diagnose(sources: Sequence[str | Path], telemetry: Telemetry | None = None) -> Diagnosis:
-    """Read the logs once and look for every signature. `telemetry` holds the run's warning levels.
+def diagnose(sources: Sequence[str | Path], limits: LagLimits = LAG_LIMITS) -> Diagnosis:
+    """Read the logs once and look for every signature.
 
     Raises UsageError for a log that cannot be read.
     """
     tally = read_logs(sources)
-    limits = LagLimits.of(telemetry or Telemetry())
     looked = {name: look(tally, limits) for name, look in SIGNATURES.items()}
     findings = [found for found in looked.values() if isinstance(found, Finding)]
     related = {name: relation.related(LEAST_PAIRS) for name, relation in tally.relations.items()}

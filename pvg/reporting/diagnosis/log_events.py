@@ -27,7 +27,7 @@ from typing import BinaryIO, cast
 from pvg.errors import UsageError
 from pvg.inputs import open_input
 
-TAGS = ("weights", "ckpt", "gen", "rollout", "step", "loop", "phase", "alert", "run")
+TAGS = ("weights", "ckpt", "gen", "rollout", "step", "loop", "phase", "alert", "run", "workers", "memory")
 STDIN = "-"
 LONGEST_LINE = 65_536  # bytes; lines of pvg have a few hundred
 SHOWN_TEXT = 240  # characters of a line that are kept as evidence: an event line fits
@@ -180,7 +180,7 @@ def open_log(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def _uncompressed(file: BinaryIO) -> BinaryIO:
-    """By its first bytes, whatever its name."""
+    """By its first bytes, not by its name."""
     start = file.peek(len(GZIP_MAGIC))[: len(GZIP_MAGIC)]  # type: ignore[attr-defined]
     return cast(BinaryIO, gzip.GzipFile(fileobj=file)) if start == GZIP_MAGIC else file
 

@@ -1,4 +1,4 @@
-"""The signatures of `pvg diagnose`: how each shows in a tally, what it costs, and which setting to change.
+"""The signatures of `pvg diagnose`: how to find each in a tally, what it costs, and which setting to change.
 
 A signature is a function from a tally to a `Finding`, to None (checked, no problem), or to a sentence that says what
 the log lacks. To add one: write the function and add it to SIGNATURES.
@@ -13,10 +13,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pvg.config.sections import Telemetry
 from pvg.reporting.diagnosis.log_events import Event
 from pvg.reporting.diagnosis.tally import LoadCorrelation, LogTally
-from pvg.telemetry.core_waits import SHARED
+from pvg.telemetry.waits import SHARED, LagLimits
 
 LEAST_SHARE = 0.05  # of the time; a smaller gain is within the noise between two runs on one machine
 LEAST_EVENTS = 5  # fewer updates or steps show no pattern
@@ -25,7 +24,7 @@ CHECKPOINT_SHARE = 0.10  # of the time; more is too much for protection against 
 STARVED_SHARE = 0.5  # of the steps' time; sampling and training in turns are balanced there
 STRAGGLING_SHARE = 2 / 3  # of the slowest group's wait: the slowest then takes three times as long as the middle one
 STRAGGLING_RATIO = 3.0  # the same where only whole batches are known: p99 over p50 of the longest request
-LEAST_PAIRS = 20  # fewer updates with a known load tell nothing about it
+LEAST_PAIRS = 20  # fewer updates with a known load show no relation
 RISES = 0.3  # rank correlation: below, load explains under a tenth of the order (0.3 squared)
 STANDARD_ERRORS = 2.0  # that a correlation must be away from 0; one over the root of n - 1 is its standard error
 
@@ -53,19 +52,6 @@ class Finding:
     evidence: tuple[Evidence, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LagLimits:
-    """When a lag of the event loop is worth a warning, seconds: telemetry.loop_lag_*."""
-
-    p90_s: float
-    p99_s: float
-    max_s: float
-
-    @classmethod
-    def of(cls, telemetry: Telemetry) -> LagLimits:
-        return cls(telemetry.loop_lag_p90_s, telemetry.loop_lag_p99_s, telemetry.loop_lag_max_s)
-
-
 Looked = Finding | str | None
 
 
@@ -81,7 +67,7 @@ def front_end_queue(tally: LogTally, limits: LagLimits) -> Looked:
     says = f"Weight updates spend {percent(share)} of their wall time waiting, not loading"
     waits, loads = (tally.relations[name].related(LEAST_PAIRS) if name in tally.relations else None for name in RELATED)
     if waits is None or not tally.load_known:
-        says += ". How this goes with the load of generation cannot be told from these logs."
+        says += ". These logs do not show how the wait depends on the load of generation."
     elif rises(waits):
         says += f"; the wait grows with the load of generation: {across(waits)}"
         says += f". Loading does not: {across(loads)}." if loads and not rises(loads) else "."
@@ -179,11 +165,11 @@ def starved_trainer(tally: LogTally, limits: LagLimits) -> Looked:
     share = sums["idle_ms"] / sums["wall_ms"] if sums["wall_ms"] else 0.0
     if share < STARVED_SHARE or not costs(tally, sums["idle_ms"]):
         return None
-    says = f"In the steps of {phase} the trainer is idle {percent(share)} of the time: others work, or it waits."
+    says = f"In the steps of {phase} the trainer is idle {percent(share)} of the time: it waits for other work."
     longest, batch = tally.sketch("longest_ms"), tally.sketch("dur_ms")
     ways = [("more requests in flight", "rollout.concurrency")]
     if longest.n and batch.n and longest.total > 1.5 * batch.total:
-        ways = [("more rows decoded together", "rollout.max_rows")]
+        ways = [("more rows decoded together", "rollout.engine.max_rows")]
         says += (
             f" Requests wait for a place in the engine's batch: the longest of a batch takes "
             f"{milliseconds(longest.quantile(0.5))}, the batch itself {milliseconds(batch.quantile(0.5))} (medians)."
@@ -206,7 +192,7 @@ def starved_trainer(tally: LogTally, limits: LagLimits) -> Looked:
 
 
 def stragglers(tally: LogTally, limits: LagLimits) -> Looked:
-    """One slow rollout holds up its group, and its group the batch."""
+    """One slow rollout delays its group, and the group delays the batch."""
     excess, longest = tally.sketch("group_excess_ms"), tally.sketch("longest_ms")
     if excess.n < LEAST_EVENTS:
         if longest.n < LEAST_EVENTS:
@@ -248,9 +234,9 @@ def _straggling(
         threshold=threshold,
         cost_s=cost_ms / 1e3,
         share=_share(tally, cost_ms),
-        settings=(*shorter, "rollout.max_rows", "rollout.group_deadline_s"),
+        settings=(*shorter, "rollout.engine.max_rows", "rollout.deadline.kind"),
         remedy=f"{'Cut or discourage very long completions, or give' if shorter else 'Give'} groups a deadline; make "
-        "rollout.max_rows a multiple of rollout.group_size, so that a group is decoded in one batch.",
+        "rollout.engine.max_rows a multiple of rollout.group_size, so that a group is decoded in one batch.",
         evidence=_evidence(tally, "group_excess_ms" if "group_excess_ms" in tally.worst else "longest_ms"),
     )
 
@@ -274,8 +260,8 @@ def loop_lag(tally: LogTally, limits: LagLimits) -> Looked:
         says += f"; the {name} of a window reached {milliseconds(largest)} (warning level {level})"
         criterion, measured, threshold = f"largest {name} / its warning level", ratio, 1.0
     else:
-        criterion, measured, threshold = "time standing still / time", _share(tally, tally.lagged_ms) or 0, LEAST_SHARE
-    says += f". It stood still for at least {milliseconds(tally.lagged_ms)} in all"
+        criterion, measured, threshold = "blocked time / time", _share(tally, tally.lagged_ms) or 0, LEAST_SHARE
+    says += f". It was blocked for at least {milliseconds(tally.lagged_ms)} in all"
     settings: tuple[str, ...] = ("telemetry.event_loop", "rollout.concurrency")
     remedy = "Something computes on the event loop: `pvg profile --stage e2e` shows what; move it into a thread. "
     if tally.lagged_shared_ms > tally.lagged_ms / 2:
@@ -290,7 +276,7 @@ def loop_lag(tally: LogTally, limits: LagLimits) -> Looked:
         cost_s=tally.lagged_ms / 1e3,
         share=_share(tally, tally.lagged_ms),
         settings=settings,
-        remedy=f"{remedy}The warning levels are telemetry.loop_lag_p90_s, _p99_s and _max_s.",
+        remedy=remedy.rstrip(),
         evidence=_evidence(tally, f"lag.{name}_ms" if ratio > 1.0 else "lag.max_ms"),
     )
 

@@ -36,15 +36,15 @@ from pvg.reporting.diagnosis.log_events import (
     UpdatePairing,
     open_log,
 )
-from pvg.telemetry.core_waits import CoreTime
+from pvg.telemetry.waits import CoreTime
 
 RESTART_S = 3600.0  # a clock that jumps by more belongs to another session (or machine); no step takes longer
 TICK_MS = 100.0  # between two samples of the event loop, where its line does not say: 10 Hz
 NAMES = 64  # most kinds of events and phases; a log of garbage must not fill the memory
 REST = "(others)"
 
-# What goes into a sketch as it stands: tag, event, field -> name of the quantity. Fields of [weights] and [step] have
-# functions of their own.
+# Fields that go into a sketch unchanged: tag, event, field -> name of the quantity. Fields of [weights] and [step] have
+# separate functions.
 PLAIN = {
     ("ckpt", "write.done"): {"write_ms": "write_ms"},
     ("ckpt", "wait.done"): {"wait_ms": "wait_ms"},
@@ -74,7 +74,7 @@ class LogSpan:
         began = event.tag == "run" and event.name == "start"
         if self._last is None or began or abs(event.t - self._last) > RESTART_S:
             self._last = event.t
-        elif event.t > self._last:  # lines of several threads may stand in another order than their times
+        elif event.t > self._last:  # lines of several threads may be in another order than their times
             self.total += event.t - self._last
             self._last = event.t
 
@@ -88,7 +88,7 @@ class LogTally:
     relations: dict[str, LoadRelation] = field(default_factory=lambda: defaultdict(LoadRelation))
     worst: dict[str, WorstEvents] = field(default_factory=lambda: defaultdict(WorstEvents))
     phases: dict[str, dict[str, float]] = field(default_factory=dict)  # phase -> steps, wall_ms, train_ms, idle_ms
-    lagged_ms: float = 0.0  # a lower bound of the time in which the event loop stood still
+    lagged_ms: float = 0.0  # a lower bound of the time in which the event loop was blocked
     lagged_shared_ms: float = 0.0  # the part in windows in which threads waited for cores
     cores: CoreTime | None = None  # sum over the windows that have it; `longest_s` sums the longest wait of each
     threads: float | None = None  # torch's threads in the newest process, and the cores that it may use
@@ -308,7 +308,7 @@ class Sketch:
     def quantile(self, share: float) -> float:
         """The value below which `share` of all lie, interpolated while exact. Raises ValueError without values."""
         if not self.n:
-            raise ValueError("A sketch of nothing has no quantiles.")
+            raise ValueError("A sketch without values has no quantiles.")
         if self._values is not None:
             return float(np.quantile(np.frombuffer(self._values), share))
         rank, seen = share * (self.n - 1), 0

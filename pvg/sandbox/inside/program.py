@@ -75,7 +75,7 @@ def complaint(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}".partition("\n")[0][:LONGEST_COMPLAINT]
     except BaseException:  # noqa: BLE001 - the exception's class may raise anything
-        return "an exception that cannot be told"
+        return "an exception without a readable message"
 
 
 def _printed(code: Any, text: str) -> str:

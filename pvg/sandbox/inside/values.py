@@ -31,7 +31,7 @@ def plain(value: Any) -> Any:
         return {"set": sorted((plain(item) for item in value), key=json.dumps)}
     if kind is dict:
         return {"dict": sorted(([plain(k), plain(v)] for k, v in value.items()), key=json.dumps)}
-    raise NotPlainError(f"a value of type {kind.__name__} is no answer")
+    raise NotPlainError(f"a value of type {kind.__name__} is not a valid answer")
 
 
 def same(left: Any, right: Any) -> bool:

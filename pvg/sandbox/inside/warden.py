@@ -131,7 +131,8 @@ def _granted(name: str, refused: dict[str, str], trial: Callable[[], None]) -> b
 
 
 def _enter(readable: list[str]) -> None:
-    """Enter the namespaces permanently. A child tries first, because half of them would be worse than none."""
+    """Enter the namespaces permanently. A child process tries first, so that this process never enters only some of
+    them."""
 
     def trial() -> None:
         walls.enter_namespaces(readable)

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
-from pvg.config.sections import Weights
+from pvg.config.servers import FileTransport, Weights
 from pvg.errors import MissingRequirementError, install_extra
-from pvg.servers.labels import PublishingSession
+from pvg.servers.publishing import PublishingSession
 from pvg.servers.transports.transport import Transport
 
 if TYPE_CHECKING:
-    from pvg.servers.transports.transfer import TransferBackend
+    from pvg.servers.transports.gpu import TransferBackend
 
 __all__ = ["TRANSPORTS", "Transport", "open_transport"]
 
@@ -27,7 +27,7 @@ def open_transport(
     Raises ConfigurationError for an invalid run name or dtype, MissingRequirementError without the GPU or the vLLM that
     `nccl` and `ipc` need.
     """
-    return TRANSPORTS[section.transport](section, run, executor, dtype, session)
+    return TRANSPORTS[section.transport.kind](section, run, executor, dtype, session)
 
 
 def _open_filesystem(
@@ -38,17 +38,18 @@ def _open_filesystem(
 
     kind = torch_dtype(dtype)
     folders = VersionFolders(section.root, run, session)
-    return FilesystemTransport(folders, executor, kind, section.keep, keep_kv=section.keep_kv)
+    assert isinstance(section.transport, FileTransport)
+    return FilesystemTransport(folders, executor, kind, keep_kv=section.transport.keep_kv)
 
 
 def _open_lora(
     section: Weights, run: str, executor: Executor | None, dtype: str, session: PublishingSession
 ) -> Transport:
-    from pvg.servers.transports.adapters import AdapterTransport
+    from pvg.servers.transports.files import AdapterTransport
     from pvg.servers.transports.versions import VersionFolders, torch_dtype
 
     kind = torch_dtype(dtype)
-    return AdapterTransport(VersionFolders(section.root, run, session), executor, kind, section.keep)
+    return AdapterTransport(VersionFolders(section.root, run, session), executor, kind)
 
 
 def _open_nccl(
@@ -79,14 +80,14 @@ def _open_transfer(
     install = f", or install the extra: {install_extra('vllm')}" if lacking == "vLLM" else ""
     if lacking:
         raise MissingRequirementError(
-            f'weights.transport = "{section.transport}" needs {lacking} on the trainer\'s machine.',
+            f'weights.transport = "{section.transport.kind}" needs {lacking} on the trainer\'s machine.',
             f'Set weights.transport = "filesystem"{install}',
         )
     device = torch.device("cuda", torch.cuda.current_device())
     return TransferTransport(backend(), executor, device, torch_dtype(dtype), section.timeout_s)
 
 
-# Settings of `weights.transport`.
+# Kinds of `weights.transport`.
 TRANSPORTS: dict[str, Callable[[Weights, str, Executor | None, str, PublishingSession], Transport]] = {
     "filesystem": _open_filesystem,
     "lora": _open_lora,

@@ -1,7 +1,7 @@
 """Weights from the trainer's GPU to the servers' GPUs by vLLM's weight transfer (`nccl`, `ipc`).
 
 Experimental: no GPU has run this. Not run: collectives, CUDA IPC, and any transfer of tensor bytes. Run: everything
-here with a test server and a stand-in for vLLM's trainer side (tests/weights/test_transport_transfer.py). On a CPU,
+here with a test server and a stand-in for vLLM's trainer side (tests/servers/test_transport_transfer.py). On a CPU,
 vLLM 0.32 has the names and signatures, and its server accepts the calls
 (tests/integration/test_transfer_against_vllm.py).
 
@@ -21,93 +21,27 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pvg.errors import PvgError, StateError
 from pvg.servers.control import ControlClient, DeliveryTiming, ServerInfo
-from pvg.servers.labels import BROKEN, WeightLabel
 from pvg.servers.pool import ServerFault
-from pvg.servers.transports.group_client import GroupClient
-from pvg.servers.transports.versions import untied, wire_dtype
-from pvg.servers.update import WeightUpdate
+from pvg.servers.publishing import BROKEN, WeightLabel, WeightUpdate
+from pvg.servers.transports.gpu import GroupClient, TrainerEngine, TransferBackend, TransferSource
 from pvg.telemetry.spans import run_in
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     import torch
-    from torch import Tensor
 
 T = TypeVar("T")
 
 GRACE_S = 5.0  # for the other servers to finish after one has failed
-
-
-class TrainerEngine(Protocol):
-    """The methods of vLLM's TrainerWeightTransferEngine that pvg uses. Both block."""
-
-    def send_weights(self) -> None: ...
-
-    def shutdown(self) -> None: ...
-
-
-class TransferBackend(Protocol):
-    """One of vLLM's mechanisms to move tensors between GPUs."""
-
-    def check(self, infos: Sequence[ServerInfo]) -> None:
-        """Raises ConfigurationError for servers that this mechanism cannot reach."""
-        ...
-
-    def open(self, client: GroupClient, source: TransferSource) -> TrainerEngine:
-        """Form the group of the trainer and the client's servers. Blocks until all have joined."""
-        ...
-
-    def plain(self, update_info: Mapping[str, Any]) -> Mapping[str, Any]:
-        """vLLM's update_info as JSON."""
-        ...
-
-
-class ParameterMeta(NamedTuple):
-    """Has the fields of vLLM's ParamMeta."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-class TransferSource:
-    """A WeightSource for vLLM's trainer side: a copy of the weights in the servers' dtype, tied ones once.
-
-    The copy lets the trainer continue, and serves servers that return late. It takes that much GPU memory.
-    """
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.device = device
-        self._dtype = dtype
-        self._tensors: dict[str, Tensor] = {}
-
-    def take(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors.clear()  # first, so that there are never two copies
-        for name, tensor in untied(tensors).items():
-            copy = tensor.detach().to(self.device, wire_dtype(tensor, self._dtype), copy=True)
-            self._tensors[name] = copy.contiguous()
-        if self.device.type == "cuda":
-            import torch
-
-            torch.cuda.synchronize(self.device)  # vLLM reads the copy from other streams, which do not wait
-
-    def clear(self) -> None:
-        self._tensors.clear()
-
-    def metadata(self) -> list[ParameterMeta]:
-        return [ParameterMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()]
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._tensors.items()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +72,9 @@ class TransferTransport:
         self._group: TransferGroup | None = None
         self._staged: WeightLabel | None = None
         self._one_at_a_time = asyncio.Lock()
+
+    def model_of(self, label: WeightLabel) -> None:
+        """None: a server has one model."""
 
     async def stage(self, update: WeightUpdate, label: WeightLabel) -> None:
         """Copy the weights on the trainer's GPU in the servers' dtype. The tensors may change afterwards."""

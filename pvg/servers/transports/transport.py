@@ -22,7 +22,6 @@ from typing import Protocol
 
 from pvg.errors import PvgError
 from pvg.servers.control import ControlClient, DeliveryTiming
-from pvg.servers.labels import WeightLabel
 from pvg.servers.pool import (
     ConnectionBroken,
     MalformedReply,
@@ -31,7 +30,7 @@ from pvg.servers.pool import (
     ServerUnreachable,
     pause_before_retry,
 )
-from pvg.servers.update import WeightUpdate
+from pvg.servers.publishing import WeightLabel, WeightUpdate
 
 
 class Transport(Protocol):
@@ -40,6 +39,10 @@ class Transport(Protocol):
     @property
     def adapters(self) -> bool:
         """True if versions are adapters that coexist: each request names its version, and updates pause nothing."""
+        ...
+
+    def model_of(self, label: WeightLabel) -> str | None:
+        """The model name in requests for these weights; None for the server's only model, which needs no name."""
         ...
 
     async def stage(self, update: WeightUpdate, label: WeightLabel) -> None:

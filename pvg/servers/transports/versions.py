@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from pvg.errors import ConfigurationError, StateError, system_module
-from pvg.servers.labels import PublishingSession, WeightLabel
+from pvg.servers.publishing import PublishingSession, WeightLabel
 from pvg.store.atomic import (
     TEMPORARY_PREFIX,
     disk_full_explained,

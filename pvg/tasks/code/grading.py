@@ -2,24 +2,102 @@
 
 A solution is correct if it passes the visible and the hidden tests and no certificate proves it wrong. It is certified
 if it passes the visible tests and its certificate names a valid input on which it fails or differs from the reference.
-It is then incorrect, whatever the hidden tests say.
+It is then incorrect, even if it passes the hidden tests.
 
-The proof of a flaw must depend on nothing but the input. So the program runs on this input three times, each in a
-separate process: once alone, because a program that misbehaves only on its tenth call has no flaw to show; and twice in
-place of the last test, after the other tests, where a program cannot know that this is not a test. All three runs must
-give the same wrong answer, and the earlier tests their earlier results. An end that says nothing about the program
-proves nothing: a timeout, too little memory, a crash, or a kill, which may come from outside.
-"""
+The proof of a flaw must depend only on the input. So the program runs on this input three times, each in a separate
+process: once alone, because a program that misbehaves only on its tenth call has no flaw to show; and twice in place of
+the last test, after the other tests, where a program cannot know that this is not a test. All three runs must give the
+same wrong answer, and the earlier tests their earlier results. A timeout, too little memory, a crash or a kill proves
+nothing, because its cause may be outside of the program.
+
+The similarity of two programs is independent of names, comments and layout. Names are numbered in order of appearance,
+so a renamed copy counts as the same program. Then the multisets of four adjacent tokens are compared: how much of the
+other program a program contains, so a copy with additional code still counts as a copy. pvg has its own lexer, because
+a model's text can crash Python's parser, and the parser rejects incomplete programs."""
 
 from __future__ import annotations
 
+import builtins
+import keyword
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pvg.records import Checks, Grade, Problem
+import numpy as np
+from numpy.typing import NDArray
+
+from pvg.records import Checks, Float32, Grade, Problem
 from pvg.sandbox import DETERMINISTIC, CaseResult, Execution, Program, Sandbox, same
-from pvg.tasks.code.inputs import case_of, check_program
-from pvg.tasks.code.problem import CodeProblem, code_of, extract_code, read_certificate
+from pvg.tasks.code.problem import CodeProblem, case_of, check_program, code_of, extract_code, read_certificate
+
+WINDOW = 4
+# Every alternative matches once it has begun: backtracking would take quadratic time on a model's text.
+TOKEN = re.compile(
+    r"""(?P<comment>\#[^\n]*)
+    |(?P<string>[rRbBuUfF]{0,2}(?:\"{3}[\s\S]*?(?:\"{3}|\Z)|'{3}[\s\S]*?(?:'{3}|\Z)
+        |\"(?:[^\"\\\n]|\\.)*+\"?|'(?:[^'\\\n]|\\.)*+'?))
+    |(?P<number>\d[\w.]*)
+    |(?P<name>[^\W\d]\w*)
+    |(?P<sign>\*\*=?|//=?|<<=?|>>=?|[-+*/%@&|^=!<>:]=|->|[^\s\w])""",
+    re.VERBOSE | re.MULTILINE,
+)
+KEPT_NAMES = frozenset(keyword.kwlist) | frozenset(dir(builtins))
+
+
+def normalised(code: str) -> list[str]:
+    """The program's tokens, without comments; all strings are equal; names except Python's own are numbers."""
+    numbers: dict[str, str] = {}
+    tokens = []
+    for match in TOKEN.finditer(code):
+        kind, text = match.lastgroup, match.group()
+        if kind == "name" and text not in KEPT_NAMES:
+            tokens.append(numbers.setdefault(text, f"v{len(numbers)}"))
+        elif kind != "comment":
+            tokens.append("s" if kind == "string" else text)
+    return tokens
+
+
+def windows(code: str) -> Counter[tuple[str, ...]]:
+    """The multiset of WINDOW adjacent tokens; of all tokens if there are fewer."""
+    tokens = normalised(code)
+    return Counter(tuple(tokens[at : at + WINDOW]) for at in range(max(1, len(tokens) - WINDOW + 1)) if tokens)
+
+
+def similarity(code: str, other: str) -> float:
+    """From 0 (nothing in common) to 1 (`code` contains all of `other`, up to names, comments and layout). Two empty
+    programs are equal."""
+    return _likeness(windows(code), windows(other))
+
+
+def _likeness(code: Counter[tuple[str, ...]], other: Counter[tuple[str, ...]]) -> float:
+    """|A & B| / |B|, but at least their Jaccard similarity."""
+    if not other:
+        return 0.0 if code else 1.0
+    return (code & other).total() / other.total()
+
+
+def similarities(
+    codes: Sequence[str], references: Sequence[str], groups_N: NDArray[np.int32], *, reference: bool, group: bool
+) -> Float32:
+    """float32 [N]: the similarity of each program to its reference, to the others of its group (mean), or the larger of
+    the two. 0 without anything to compare with, and for empty programs."""
+    counted = [windows(code) for code in codes]
+    found_N = np.zeros(len(codes), dtype=np.float32)
+    if reference:
+        of_text = {text: windows(text) for text in set(references)}
+        for row, text in enumerate(references):
+            if counted[row]:
+                found_N[row] = _likeness(counted[row], of_text[text])
+    if group:
+        for number in np.unique(groups_N):
+            rows = [int(row) for row in np.flatnonzero(groups_N == number) if counted[row]]
+            for row in rows:
+                others = [_likeness(counted[row], counted[other]) for other in rows if other != row]
+                if others:
+                    found_N[row] = max(found_N[row], np.float32(sum(others) / len(others)))
+    return found_N
+
 
 UNLOADED = frozenset({"error", "memory"})  # statuses of a program that failed before its first case
 TWICE = 2  # runs of the flaw after the tests

@@ -12,18 +12,221 @@ The certificate, which only the sneaky role writes, names an input on which the 
 arguments, or a JSON text for standard input. The verifier must not read it. The text shown to a verifier therefore ends
 at the first occurrence of the word, wherever it is: a malformed certificate proves nothing, but it would reveal the
 role. The program is read from the shown part only, so what is graded is what the verifier reads.
+
+Decides whether the input that a certificate names is an input of the problem.
+
+An input must always have the form of the tests' inputs. If the problem has a `check`, the check decides the rest.
+Otherwise only the tests show what its inputs are, so an input must lie within them: numbers and lengths between the
+smallest and the largest in the tests, texts of the characters that occur there, lists sorted or without repetitions if
+all of theirs are.
+
+A text for standard input consists of lines of words, and usually contains its own counts ("n, then n numbers"). Only
+the question says which numbers are counts. So such a text must copy from one of the tests: the number of lines, the
+number of words in each, every number that equals a count, and the lengths of texts. Any other number must lie between
+the numbers at its place in the tests. This rejects many valid inputs, but no program is judged on an invalid one.
 """
 
 from __future__ import annotations
 
+import ast
+import itertools
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, NoReturn
 
 from pvg.records import Problem
 from pvg.sandbox import Program
+
+INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
+DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,17})\.[0-9]{1,17}")
+
+Words = list[list[str]]
+
+
+def made_of_words_alike(text: str, samples: Sequence[str]) -> bool:
+    """Whether the words of the text are of the samples' kinds: integers, decimals, texts."""
+    kinds = {kind_of(word) for sample in samples for line in words_of(sample) for word in line}
+    return {kind_of(word) for line in words_of(text) for word in line} <= kinds
+
+
+def laid_out_alike(text: str, samples: Sequence[str]) -> bool:
+    """Whether the text lies within the samples by the module's rules."""
+    read = [words_of(sample) for sample in samples]
+    return any(
+        spaces_of(text) == spaces_of(sample) and _keeps(words_of(text), words, read)
+        for sample, words in zip(samples, read, strict=True)
+    )
+
+
+def words_of(text: str) -> Words:
+    return [line.split() for line in text.rstrip().split("\n")]
+
+
+def kind_of(word: str) -> str:
+    if INTEGER.fullmatch(word):
+        return "integer"
+    return "decimal" if DECIMAL.fullmatch(word) else "text"
+
+
+def spaces_of(text: str) -> str:
+    """The whitespace between and after the words: a correct program may split by exactly that."""
+    return re.sub(r"\S+", "x", text)
+
+
+def _keeps(words: Words, sample: Words, samples: Sequence[Words]) -> bool:
+    """Whether `words`, with the layout of `sample`, keep its counts and lie within all samples."""
+    counts = counts_in(sample)
+    for row, (line, its_line) in enumerate(zip(words, sample, strict=True)):
+        for column, (word, its_word) in enumerate(zip(line, its_line, strict=True)):
+            if kind_of(word) != kind_of(its_word):
+                return False
+            if its_word in counts and word != its_word:
+                return False
+            if not _lies_within(word, its_word, _at(samples, row, column)):
+                return False
+        if not _order(its_line, samples, row) <= _orders_of(line):
+            return False
+    return True
+
+
+def counts_in(words: Words) -> set[str]:
+    """Counts as text: of lines from any line to the end, of words in lines, of letters in texts."""
+    lengths = {len(word) for line in words for word in line if kind_of(word) == "text"}
+    return {str(count) for count in {*range(len(words) + 1), *map(len, words), *lengths}}
+
+
+def _at(samples: Sequence[Words], row: int, column: int) -> list[str]:
+    """The words at this place in the samples; those of the whole line if its length differs between samples."""
+    lines = [sample[row] for sample in samples if row < len(sample)]
+    if len({len(line) for line in lines}) == 1:
+        return [line[column] for line in lines]
+    return [word for line in lines for word in line]
+
+
+def _lies_within(word: str, its_word: str, there: Sequence[str]) -> bool:
+    kind = kind_of(word)
+    alike = [other for other in there if kind_of(other) == kind]
+    if kind == "text":
+        return len(word) == len(its_word) and set(word) <= set("".join(alike))
+    return min(map(Decimal, alike)) <= Decimal(word) <= max(map(Decimal, alike))
+
+
+def _order(line: Sequence[str], samples: Sequence[Words], row: int) -> set[str]:
+    """The common order of the samples' lines in this row with the same number of words."""
+    return set.intersection(
+        *(_orders_of(sample[row]) for sample in samples if row < len(sample) and len(sample[row]) == len(line))
+    )
+
+
+def _orders_of(line: Sequence[str]) -> set[str]:
+    """The pairs of its numbers that are "a<=b" or "a>=b", and "distinct" if no word repeats."""
+    found = {"distinct"} if len(set(line)) == len(line) else set()
+    numbers = [(column, Decimal(word)) for column, word in enumerate(line) if kind_of(word) != "text"]
+    for (left, a), (right, b) in itertools.pairwise(numbers):
+        found |= {f"{left}<={right}"} if a <= b else set()
+        found |= {f"{left}>={right}"} if a >= b else set()
+    return found
+
+
+# --- certificates -----------------------------------------------------------------------------------------------------
+VALID = "valid"  # the name of the function in a problem's check
+
+
+def case_of(code: CodeProblem, value: Any) -> str | None:
+    """A certificate's value as a case. None if it is neither a list of arguments nor a text, or does not lie within the
+    tests; the problem's check is not applied here."""
+    cases = [test.case for test in code.tests]
+    if code.entry is None:
+        if not isinstance(value, str) or not _is_writable(value):
+            return None
+        alike = made_of_words_alike if code.check else laid_out_alike
+        return value if alike(value, cases) else None
+    samples = [ast.literal_eval(case) for case in cases]
+    if not isinstance(value, list) or len(value) not in {len(sample) for sample in samples}:
+        return None
+    for place, given in enumerate(value):
+        held = [sample[place] for sample in samples if place < len(sample)]
+        if not fits(given, held) or not (code.check or within(given, held)):
+            return None
+    return repr(value)
+
+
+def check_program(code: CodeProblem, case: str) -> Program | None:
+    """The program that returns True if `case` is an input; None if the problem has no check."""
+    if not code.check:
+        return None
+    return Program(code.check, VALID, (repr([case]) if code.entry is None else case,))
+
+
+def fits(value: Any, samples: Sequence[Any]) -> bool:
+    """Whether `value` has the form of one of `samples`: the same types, also in lists and dictionaries. Lists and
+    tuples are equivalent, and an integer may stand for a float. Floats must be finite, and texts must be valid
+    UTF-8."""
+    if isinstance(value, (list, tuple)):
+        held = [sample for sample in samples if isinstance(sample, (list, tuple))]
+        items = [item for sample in held for item in sample]
+        return bool(held) and all(fits(item, items) for item in value)
+    if isinstance(value, dict):
+        tables = [sample for sample in samples if isinstance(sample, dict)]
+        keys, values = ([x for table in tables for x in part(table)] for part in (dict.keys, dict.values))
+        return bool(tables) and all(fits(k, keys) and fits(v, values) for k, v in value.items())
+    if (isinstance(value, float) and not math.isfinite(value)) or (isinstance(value, str) and not _is_writable(value)):
+        return False
+    kinds = {type(sample) for sample in samples}
+    return type(value) in kinds or (type(value) is int and float in kinds)
+
+
+def within(value: Any, samples: Sequence[Any]) -> bool:
+    """Whether `value`, which fits the samples, lies between them."""
+    if isinstance(value, (bool, type(None))):
+        return value in samples
+    if isinstance(value, (int, float)):
+        numbers = [x for x in samples if isinstance(x, (int, float)) and not isinstance(x, bool)]
+        return min(numbers) <= value <= max(numbers)
+    alike: list[Any] = [sample for sample in samples if isinstance(sample, _kind(value))]
+    if not min(map(len, alike)) <= len(value) <= max(map(len, alike)):
+        return False
+    if isinstance(value, str):
+        return set(value) <= set().union(*alike)
+    if isinstance(value, dict):
+        keys, values = ([x for table in alike for x in part(table)] for part in (dict.keys, dict.values))
+        return all(within(k, keys) and within(v, values) for k, v in value.items())
+    items = [item for sample in alike for item in sample]
+    kept = set[str]().union(*map(habits, alike)).intersection(*map(habits, alike))
+    return kept <= habits(value) and all(within(item, items) for item in value)
+
+
+def _kind(value: Any) -> type | tuple[type, ...]:
+    return (list, tuple) if isinstance(value, (list, tuple)) else type(value)
+
+
+def habits(items: Sequence[Any]) -> set[str]:
+    """Properties of a list that may be required: its order, and that no item repeats."""
+    found = set[str]()
+    written = [repr(item) for item in items]
+    if len(set(written)) == len(written):
+        found.add("distinct")
+    try:
+        pairs = list(itertools.pairwise(items))
+        found |= {"rising"} if all(a <= b for a, b in pairs) else set()
+        found |= {"falling"} if all(a >= b for a, b in pairs) else set()
+    except TypeError:  # items without an order
+        pass
+    return found
+
+
+def _is_writable(text: str) -> bool:
+    """Whether it can be encoded: it has no half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
 
 CODE = "code"  # key in a Problem's metadata: its CodeProblem
 WORDING = "code"  # the wording of its prompts (pvg.game.roles)
@@ -44,7 +247,7 @@ class CodeProblem:
 
     `prelude` precedes every solution (imports that the question shows). `check` is Python source of a function `valid`
     that says whether arguments (or a text) are an input of this problem; with "", inputs must lie within the tests
-    (pvg.tasks.code.inputs). For every input there must be exactly one correct output.
+    (pvg.tasks.code.problem). For every input there must be exactly one correct output.
     """
 
     entry: str | None

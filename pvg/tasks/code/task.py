@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from pvg.config.sections import CodeTask
+from pvg.config.task import CodeTask
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.inputs import expanded
 from pvg.records import Grade, Problem, Split
@@ -69,7 +69,7 @@ class Code:
         return shown(completion)
 
     def solution(self, completion: str) -> str:
-        """The program, for comparisons (pvg.tasks.code.similarity)."""
+        """The program, for comparisons (pvg.tasks.code.grading)."""
         return extract_code(completion)
 
     def close(self) -> None:

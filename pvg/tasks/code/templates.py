@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pvg.config.sections import CodeTask
+from pvg.config.task import CodeTask
 from pvg.errors import ConfigurationError
 from pvg.records import Problem, Split
 from pvg.sandbox import plain

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 from problems_of_tests import FOUND, OWN, SUBTLE, fenced, write_rows
 
-from pvg.config.sections import CodeTask
+from pvg.config.task import CodeTask
 from pvg.errors import MissingRequirementError
 from pvg.records import Checks, Grade, Problem
 from pvg.sandbox import isolation

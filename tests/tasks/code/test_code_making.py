@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pvg.config.sections import CodeTask
+from pvg.config.task import CodeTask
 from pvg.errors import ConfigurationError
 from pvg.records import Half, Problem
 from pvg.tasks.code.problem import code_of
@@ -65,9 +65,7 @@ def test_test_problems_stay_when_others_are_asked_for() -> None:
 
 
 def test_another_process_makes_the_same() -> None:
-    told = (
-        "import hashlib; from pvg.config.sections import CodeTask; from pvg.tasks.code.templates import made_problems;"
-    )
+    told = "import hashlib; from pvg.config.task import CodeTask; from pvg.tasks.code.templates import made_problems;"
     told += "print(hashlib.sha256(repr(made_problems(CodeTask(), 'test')).encode()).hexdigest())"
     ran = [subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True) for _ in range(2)]
     assert ran[0].stdout == ran[1].stdout

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from problems_of_tests import OWN, fenced, write_rows
 
-from pvg.config.sections import CodeTask
+from pvg.config.task import CodeTask
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.tasks.code import Code
 from pvg.tasks.code.problem import code_of

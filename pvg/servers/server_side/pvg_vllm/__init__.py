@@ -5,6 +5,6 @@
         --middleware pvg_vllm.middleware.PvgMiddleware --worker-extension-cls pvg_vllm.worker.PvgWorker
 
 vLLM has a separate environment, so this package imports nothing of pvg: only the standard library and, in `worker`,
-what vLLM installs. `labels` and `events` therefore repeat pvg.servers.labels and pvg.telemetry.events; tests keep them
-consistent.
+what vLLM installs. `accepted_weights` and `exchange` therefore repeat parts of pvg.servers.publishing and
+pvg.telemetry.events; tests keep them consistent.
 """

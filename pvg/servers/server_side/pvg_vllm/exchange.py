@@ -1,12 +1,12 @@
-"""One HTTP exchange in plain ASGI: JSON request in, JSON reply out."""
+"""One HTTP exchange in plain ASGI: JSON request in, JSON reply or refusal out, and its log lines."""
 
 from __future__ import annotations
 
 import json
+import sys
+import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
-
-from .refusal import Refusal
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -63,3 +63,32 @@ async def reply(send: Send, status: int, content: Mapping[str, Any]) -> None:
 
 async def refuse(send: Send, refusal: Refusal) -> None:
     await reply(send, refusal.status, {"error": {"code": refusal.code, "message": refusal.message}})
+
+
+class Refusal(Exception):
+    """Becomes a reply of `status` with {"error": {"code", "message"}}."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(f"{status} {code}: {message}")
+        self.status = status
+        self.code = code
+        self.message = message
+
+
+# --- log lines, in the format that `pvg diagnose` reads: `[weights] t=12.345678 event=... key=value` ------------------
+
+
+def tell(event: str, **fields: object) -> None:
+    """Write one line to stderr in a single write, so that lines of several processes do not mix."""
+    parts = ["[weights]", f"t={time.monotonic():.6f}", f"event={event}"]
+    parts += [f"{key}={_value(value)}" for key, value in fields.items()]
+    sys.stderr.write(" ".join(parts) + "\n")
+    sys.stderr.flush()
+
+
+def _value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    # A trace id comes from outside, so it must not create a new line or field.
+    text = str(value).replace("\r", "\\r").replace("\n", "\\n").replace('"', "'")
+    return f'"{text}"' if (" " in text or not text) else text

@@ -13,9 +13,21 @@ import os
 import time
 from pathlib import Path
 
-from .events import tell
-from .exchange import App, ClientGone, Message, Receive, Scope, Send, header, read_table, refuse, reply, routed_path
-from .refusal import Refusal
+from .exchange import (
+    App,
+    ClientGone,
+    Message,
+    Receive,
+    Refusal,
+    Scope,
+    Send,
+    header,
+    read_table,
+    refuse,
+    reply,
+    routed_path,
+    tell,
+)
 from .routes import RouteCall, Routes
 
 COMPUTED = frozenset({"/inference/v1/generate", "/v1/completions", "/v1/chat/completions", "/classify", "/pooling"})

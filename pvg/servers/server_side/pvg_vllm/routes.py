@@ -17,10 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .events import tell
-from .labels import BROKEN, ServedLabel, check_order, check_session
-from .refusal import Refusal
-from .weights_folder import adapter_folder, weight_files
+from .accepted_weights import BROKEN, ServedLabel, adapter_folder, check_order, check_session, weight_files
+from .exchange import Refusal, tell
 
 PROTOCOL = 1
 

@@ -21,11 +21,6 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from .ipc_engine import register
-from .mends import mend_cpu
-
-# vLLM imports this module in every worker before it creates the worker's transfer engine.
-register()
-mend_cpu()
 
 # What vLLM's loaders raise for a checkpoint that does not fit its model; their shape checks are assertions.
 UNFIT = (AssertionError, AttributeError, LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError)
@@ -138,3 +133,39 @@ def _repack_tied_heads(heads: Iterable[VocabParallelEmbedding]) -> None:
     has no tensors of its own, so a reload skips it and would leave the copy of the old weights."""
     for head in heads:
         head.quant_method.process_weights_after_loading(head)
+
+
+# --- workarounds for bugs of vLLM's CPU build (0.32) that crash the engine; GPU builds do not have them --------------
+
+
+def mend_cpu() -> None:
+    """Install the workarounds, once per worker process. Does nothing on other platforms."""
+    if current_platform.is_cpu():
+        _mend_prompt_logprobs_under_adapters()
+
+
+def _mend_prompt_logprobs_under_adapters() -> None:
+    """Log-probs of a prompt compute its logits for all rows, but the adapter's part uses the indices of the rows to
+    sample. With two requests in a batch these numbers differ, and einsum raises.
+
+    pvg's adapters never change the output layer, so their part of the logits is zero. Others raise NotImplementedError.
+    """
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    original = PunicaWrapperCPU.add_lora_logits
+
+    def add_lora_logits(
+        self: Any, y: Any, x: Any, lora_a_stacked: Any, lora_b_stacked: Any, scale: float, **options: Any
+    ) -> Any:
+        if x.numel() // x.shape[-1] == self.sampler_indices.shape[0]:
+            return original(self, y, x, lora_a_stacked, lora_b_stacked, scale, **options)
+        if lora_b_stacked.count_nonzero():
+            raise NotImplementedError("log-probs of prompts under an adapter of the output layer, on a CPU")
+        return None
+
+    PunicaWrapperCPU.add_lora_logits = add_lora_logits
+
+
+# vLLM imports this module in every worker before it creates the worker's transfer engine.
+register()
+mend_cpu()

@@ -1,0 +1,325 @@
+"""`loop`: event-loop lag of the orchestrator with many rollouts and large payloads.
+
+    pvg bench --profile benchmarks/loop.toml
+    pvg bench --profile benchmarks/loop.toml --ablate
+    # also with a verifier of another vocabulary:
+    pvg bench --profile benchmarks/loop.toml --sweep workload.retokenize=false,true
+
+One sample is a batch of the game without its models. The game's own code (pvg.game.on_policy) takes rollouts from an
+engine that streams recorded completions in chunks, with the experts that a mixture-of-experts model would have chosen
+for every token (see benchmarks.loop_engine). The code grades them, makes the verifier's input, computes
+rewards and credit, and records them. Then the ledger commits them to a run directory. A monitor ticks at 100 Hz; the
+lag of a tick is the time that any other work on the loop would have waited.
+
+No model computes anything: there is no sampling, no reference and no training, and scores are available at once.
+
+Four switches have a slow side, as research code often has it (benchmarks.loop_engine):
+- `workload.encoding = "json"` makes one JSON text of all records on the loop instead of an Arrow shard;
+- `workload.commit = "loop"` writes the shard on the loop instead of in a thread;
+- `workload.batch = "loop"` makes the verifier's input, rewards, credit and records on the loop;
+- `workload.grading = "loop"` decodes and grades on the loop.
+
+`derived` shows where pvg itself stalls the loop: `rollout_stall_ms` while rollouts arrive, `batch_stall_ms` while pvg
+scores, rewards and records them, `commit_stall_ms` during the commit. `decode_ms` and `grade_ms` are the work for one
+rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from benchmarks.data_store import check_free_space
+from benchmarks.loop_engine import (
+    CallingThreadExecutor,
+    JsonLedger,
+    RecordedEngine,
+    RecordedScores,
+    RecordedScoringModel,
+    RolloutStretch,
+    recorded,
+)
+from pvg.bench.profile import BenchSettings, workload_settings
+from pvg.bench.workloads import BenchMetric, Workload
+from pvg.bench.workloads.fixtures import check_work, digest_of, model_facts
+from pvg.config.base import Count, Positive, Section
+from pvg.config.experiment import Experiment
+from pvg.config.training import NoKl
+from pvg.game.ledger import Ledger
+from pvg.game.on_policy import OnPolicySource
+from pvg.game.orders import ProverOrders
+from pvg.game.players import Players
+from pvg.game.roles import asked_in
+from pvg.game.session import Session
+from pvg.game.states import Phase
+from pvg.records import Group, Problem, Rollout
+from pvg.rollout.dispatcher import Dispatcher, GroupOrder
+from pvg.rollout.engine import Sampling
+from pvg.store.run_directory import RunDirectory
+from pvg.tasks import open_task
+from pvg.telemetry.observer import PhaseInfo, SilentObserver
+from pvg.telemetry.spans import Tracer, span
+from pvg.telemetry.waits import LagWindow, LoopLagMonitor
+from pvg.training.losses import PolicyObjective
+from pvg.verifier.scorer import VerifierScorer
+
+MB = 1e6
+TIMED_ALONE = 16  # rollouts for `decode_ms` and `grade_ms`
+BYTES_PER_TOKEN = {"arrow": 16, "json": 40}  # written bytes, rounded up: an id, a log-prob, a few characters
+BYTES_PER_EXPERT = {"arrow": 1, "json": 6}
+THRESHOLD = 0.0
+
+MEASURES: dict[str, BenchMetric] = {
+    "lag_p50_ms": BenchMetric("ms", "lower", "lag of the event loop at the monitor's ticks: median"),
+    "lag_p99_ms": BenchMetric("ms", "lower", "the same: 99th percentile"),
+    "lag_max_ms": BenchMetric("ms", "lower", "the same: the longest stall"),
+    "rollouts_per_s": BenchMetric(
+        "rollouts/s", "higher", "rollouts received, graded, rewarded, recorded and committed per second"
+    ),
+    "batch_s": BenchMetric(
+        "s", "lower", "from the last graded rollout to the batch: scoring, rewards, credit, records"
+    ),
+    "write_s": BenchMetric("s", "lower", "encoding the rollouts' records and committing them"),
+    "bytes_written_mb": BenchMetric("MB", "lower", "size of the records on disk"),
+}
+
+
+class LoopSettings(Section):
+    """The `[workload]` table. A rollout has about `tokens` tokens with `expert_layers` x `experts_per_token` expert
+    numbers each, and arrives in chunks of `chunk` within `seconds`. `retokenize`: the verifier has another vocabulary,
+    so solutions are tokenized again."""
+
+    rollouts: Count = 256
+    tokens: Count = 16_384
+    chunk: Count = 64
+    seconds: Positive = 1.0
+    encoding: Literal["arrow", "json"] = "arrow"
+    commit: Literal["thread", "loop"] = "thread"
+    batch: Literal["thread", "loop"] = "thread"
+    grading: Literal["thread", "loop"] = "thread"
+    retokenize: bool = False
+    expert_layers: Annotated[int, Field(ge=0)] = 4
+    experts_per_token: Annotated[int, Field(ge=0)] = 2
+    lag_hz: Annotated[float, Field(gt=0, le=1000)] = 100.0
+
+
+def make(settings: BenchSettings) -> Workload:
+    """Raises ConfigurationError if the rollouts are not whole groups."""
+    own, profile = workload_settings(LoopSettings, settings), settings.profile
+    check_work(settings.experiment, None, own.rollouts)
+    return LoopWorkload(settings.experiment, own, profile.warmup + profile.repeats, settings.executor)
+
+
+@dataclass(frozen=True, slots=True)
+class Stalls:
+    """The lags of one sample, in total and in its three parts; None if no tick was due."""
+
+    whole: LagWindow | None
+    rollout: LagWindow | None
+    batch: LagWindow | None
+    commit: LagWindow | None
+
+
+class WatchedDispatcher(Dispatcher):
+    """Measures the loop's lag while it samples (`during`) and afterwards (`after`), and keeps some rollouts."""
+
+    hz = 100.0
+    sampled = 0.0  # when sampling ended
+    some: Sequence[tuple[Problem, Rollout]] = ()
+
+    async def sample(self, *arguments: Any, **named: Any) -> list[Group]:
+        self.after = LoopLagMonitor(self.hz)
+        async with LoopLagMonitor(self.hz) as self.during:
+            groups = await super().sample(*arguments, **named)
+        self.sampled = time.perf_counter()
+        self.some = [(group.problem, rollout) for group in groups for rollout in group.rollouts][:TIMED_ALONE]
+        self.after.start()
+        return groups
+
+
+class LoopWorkload:
+    """`samples`: how many will be taken. Everything that they write is kept until the workload is closed."""
+
+    def __init__(
+        self, experiment: Experiment, settings: LoopSettings, samples: int, executor: Executor | None = None
+    ) -> None:
+        self._experiment = _of_one_batch(experiment, settings.rollouts)
+        self._executor = executor
+        self._settings = settings
+        self._samples = samples
+        self._stalls: list[Stalls] = []
+        self.measures: Mapping[str, BenchMetric] = MEASURES
+
+    async def open(self) -> None:
+        """Record the completions with the experiment's prover. Raises MissingRequirementError if the disk is too
+        full."""
+        async with AsyncExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-loop-")))
+            settings, experiment = self._settings, self._experiment
+            experts = settings.expert_layers * settings.experts_per_token * BYTES_PER_EXPERT[settings.encoding]
+            bytes_per_token = BYTES_PER_TOKEN[settings.encoding] + experts
+            needed = self._samples * settings.rollouts * settings.tokens * bytes_per_token
+            check_free_space(folder, needed, "Set workload.tokens lower, or TMPDIR to a folder on another disk.")
+            task = open_task(experiment.task)
+            players = Players(experiment, task, executor=self._executor)
+            stack.push_async_callback(players.close)
+            self._run = RunDirectory.create(folder, "loop", experiment)
+            kind = JsonLedger if settings.encoding == "json" else Ledger
+            self._ledger = kind(
+                self._run, experiment, "bench", CallingThreadExecutor() if settings.commit == "loop" else None
+            )
+            stack.callback(self._ledger.close)
+            await self._ledger.commit(replace(self._ledger.state, phase=Phase.TRAIN_PROVER))
+            asked = asked_in(experiment, players.base.tokenizer)
+            self._session = Session(
+                experiment, task, self._ledger, players, asked, SilentObserver(), asyncio.Event(), Tracer()
+            )
+            await players.ready()
+            await self._record()
+            if settings.batch == "loop":
+                players.batching.shutdown()
+                players.batching = CallingThreadExecutor()
+            # As in the game (pvg.game.players): otherwise the collector scans a million objects of torch again and
+            # again, 0.2 s each time.
+            gc.collect()
+            gc.freeze()
+            self._stack = stack.pop_all()
+
+    async def _record(self) -> None:
+        """Sample the batch once with the prover; later the recorded engine serves it."""
+        settings, players, task = self._settings, self._session.players, self._session.task
+        tokenizer, rollout = players.base.tokenizer, self._experiment.rollout
+        orders = ProverOrders(self._session, None)
+        self._orders: list[GroupOrder] = orders.batch(0)
+        groups = await orders.sample(self._orders, 0)
+        await players.engine.close()
+        how = RolloutStretch(settings.tokens, settings.seconds, settings.expert_layers, settings.experts_per_token)
+        rollouts = [one for group in groups for one in group.rollouts]
+        payloads = {one.id: recorded(one, i, how, tokenizer) for i, one in enumerate(rollouts)}
+        self._tokens = sum(len(payload.token_ids) for payload in payloads.values())
+        players.engine = RecordedEngine(payloads, chunk=settings.chunk, max_in_flight=rollout.concurrency)
+        sampling = Sampling(settings.tokens, (tokenizer.eos_id,))
+        grading = players.grading if settings.grading == "thread" else None
+        self._dispatcher = players.dispatcher = WatchedDispatcher(
+            players.engine, task, tokenizer, sampling, rollout.concurrency, grading
+        )
+        self._dispatcher.hz = settings.lag_hz
+
+    def work(self) -> dict[str, Any]:
+        settings = self._settings
+        return {
+            **model_facts(self._session.players.base),
+            "task": self._experiment.task.kind,
+            "rollouts": settings.rollouts,
+            "groups": len(self._orders),
+            "prompts": digest_of(order.prompt_ids for order in self._orders),
+            "tokens_per_rollout": settings.tokens,
+            "chunk": settings.chunk,
+            "seconds": settings.seconds,
+            "retokenize": settings.retokenize,
+            "expert_bytes_per_token": settings.expert_layers * settings.experts_per_token,
+            "loss": self._experiment.training.loss.kind,
+            "reward": self._experiment.game.reward.kind,
+            "seed": self._experiment.seed,
+        }
+
+    async def sample(self, index: int) -> dict[str, float]:
+        source, watched = self._source(), self._dispatcher
+        started = time.perf_counter()
+        async with LoopLagMonitor(self._settings.lag_hz) as whole:
+            batch = await source.next_batch()
+            await watched.after.stop()
+            batch_s = time.perf_counter() - watched.sampled
+            info = PhaseInfo(0, 1, Phase.TRAIN_PROVER.value, "steps", self._samples)
+            self._session.report_step(info, index + 1, source.metrics)
+            wrote = time.perf_counter()
+            with span("checkpoint"):
+                async with LoopLagMonitor(self._settings.lag_hz) as committing:
+                    await self._ledger.commit(replace(self._ledger.state, step=index + 1))
+            write_s = time.perf_counter() - wrote
+        wall_s = time.perf_counter() - started
+        stalls = Stalls(whole.take(), watched.during.take(), watched.after.take(), committing.take())
+        self._stalls.append(stalls)
+        return {
+            "lag_p50_ms": stalls.whole.p50_s * 1e3 if stalls.whole else 0.0,
+            "lag_p99_ms": stalls.whole.p99_s * 1e3 if stalls.whole else 0.0,
+            "lag_max_ms": _longest_ms(stalls.whole),
+            "rollouts_per_s": len(batch) / wall_s,
+            "batch_s": batch_s,
+            "write_s": write_s,
+            "bytes_written_mb": self._bytes_written() / MB,
+        }
+
+    def _source(self) -> OnPolicySource:
+        """A fresh source for each sample: the same batch with an empty score cache."""
+        session, players = self._session, self._session.players
+        tokenizer, context = players.base.tokenizer, 2 * self._settings.tokens + 1024
+        judge = RecordedScoringModel(tokenizer, context)
+        scorer = VerifierScorer(
+            judge,
+            players.template(judge),
+            judge.version(),
+            cache_entries=self._experiment.verifier.cache_entries,
+            token_budget=context,
+            executor=players.executor,
+            prover_fingerprint=None if self._settings.retokenize else tokenizer.fingerprint,
+            backend=RecordedScores(),
+            reading=players.batching,
+        )
+        objective = PolicyObjective(self._experiment.training, self._experiment.rollout, tokenizer.pad_id)
+        return OnPolicySource(session, scorer, THRESHOLD, objective, players.base)
+
+    def _bytes_written(self) -> int:
+        if isinstance(self._ledger, JsonLedger):
+            assert self._ledger.written is not None
+            return self._ledger.written.stat().st_size
+        return int(self._ledger.state.shards[-1]["bytes"])
+
+    def derived(self) -> dict[str, float]:
+        """Medians over the samples of the longest stall of each part. (The loop handles several rollouts that arrive
+        together in one turn.) Medians over some rollouts of decoding and of grading, timed separately. The mean tokens
+        of a rollout."""
+        decode_s, grade_s = [], []
+        tokenizer, task = self._session.players.base.tokenizer, self._session.task
+        for problem, rollout in self._dispatcher.some:
+            started = time.perf_counter()
+            text = tokenizer.decode(rollout.completion_ids)
+            decoded = time.perf_counter()
+            task.grade(problem, text)
+            decode_s.append(decoded - started)
+            grade_s.append(time.perf_counter() - decoded)
+        parts = ("rollout", "batch", "commit")
+        return {
+            "decode_ms": statistics.median(decode_s) * 1e3,
+            "grade_ms": statistics.median(grade_s) * 1e3,
+            **{
+                f"{part}_stall_ms": statistics.median(_longest_ms(getattr(stalls, part)) for stalls in self._stalls)
+                for part in parts
+            },
+            "mean_tokens": self._tokens / self._settings.rollouts,
+        }
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
+def _of_one_batch(experiment: Experiment, rollouts: int) -> Experiment:
+    """Batches of `rollouts` rollouts, and a loss without KL, because nothing here computes log-probs."""
+    groups = rollouts // experiment.rollout.group_size
+    training = experiment.training.model_copy(update={"groups": groups, "kl": NoKl()})
+    return experiment.model_copy(update={"training": training})
+
+
+def _longest_ms(window: LagWindow | None) -> float:
+    return window.max_s * 1e3 if window is not None else 0.0

@@ -1,0 +1,230 @@
+"""Replacements for the models of the `loop` workload, and the slow sides of its switches.
+
+The engine streams recorded completions in chunks, as a streaming server would. The verifier's scores are available at
+once. Neither computes anything, so the benchmark measures the orchestrator. Every completion is stretched to the length
+of a reasoning model's output and has the experts of a mixture-of-experts model for each token. The delays are the same
+in every sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.stand_in import StandInEngine
+from pvg.game.ledger import Checkpoint, Ledger
+from pvg.game.states import GameState
+from pvg.models.tokenizer import Tokenizer
+from pvg.records import FinishReason, Float32, Int32, Rollout, RoutedExperts
+from pvg.rollout.engine import Completion, GenerationRequest
+from pvg.store.atomic import write_atomic
+from pvg.verifier.backend import ScoreCache, ScoredBatch, ScoreInput
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+NO_MODEL = "It has no model."
+STEP_ENDS = (";", "\n")  # a step of a solution ends with one of these
+GOLDEN = (5**0.5 - 1) / 2  # its multiples modulo 1 spread the rollouts' durations evenly over an interval
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """The answer to one request: token ids int32 [C], log-probs float32 [C], the experts [P + C - 1, layers, k] of
+    prompt and completion, and the seconds over which the tokens arrive."""
+
+    token_ids: Int32
+    logprobs: Float32
+    experts: RoutedExperts
+    finish_reason: FinishReason
+    duration_s: float
+
+    def experts_of(self, start: int, end: int) -> RoutedExperts:
+        """The experts used for sampling tokens `start` to `end`; if `start` is 0, also those of the prompt."""
+        before = len(self.experts) - len(self.token_ids)
+        return self.experts[0 if start == 0 else before + start : before + end]
+
+
+class RecordedEngine(StandInEngine):
+    """Serves `payloads` by request id, in chunks of `chunk` tokens."""
+
+    def __init__(self, payloads: Mapping[str, Payload], *, chunk: int, max_in_flight: int) -> None:
+        super().__init__(max_in_flight)
+        self._payloads = payloads
+        self._chunk = chunk
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        payload = self._payloads[request.id]
+        started = time.perf_counter()
+        starts = range(0, len(payload.token_ids), self._chunk)
+        token_ids, logprobs, experts = list[Int32](), list[Float32](), list[RoutedExperts]()
+        for number, start in enumerate(starts, start=1):
+            # Relative to the start, so that a busy loop delays one chunk and not all later ones.
+            due = started + payload.duration_s * number / len(starts)
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            end = min(start + self._chunk, len(payload.token_ids))
+            token_ids.append(payload.token_ids[start:end])
+            logprobs.append(payload.logprobs[start:end])
+            experts.append(payload.experts_of(start, end))
+        return self.completed(
+            request,
+            np.concatenate(token_ids),
+            np.concatenate(logprobs),
+            payload.finish_reason,
+            time.perf_counter() - started,
+            np.concatenate(experts),  # type: ignore[arg-type]  # numpy loses which of the two types it is
+        )
+
+
+class RecordedScoringModel:
+    """A verifier for contexts of up to `max_length` tokens, without a model. `RecordedScores` provides its scores."""
+
+    needs_reference = False
+    reads: Literal["scalar", "implicit", "yes_token"] = "scalar"
+
+    def __init__(self, tokenizer: Tokenizer, max_length: int) -> None:
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.closed = False
+
+    @property
+    def device(self) -> torch.device:
+        raise NotImplementedError(NO_MODEL)
+
+    def __call__(
+        self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, reference_B: Tensor | None = None
+    ) -> Tensor:
+        raise NotImplementedError(NO_MODEL)
+
+    def reference(self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor:
+        raise NotImplementedError(NO_MODEL)
+
+    def version(self) -> str:
+        return "recorded"
+
+    def close(self) -> None: ...
+
+
+class RecordedScores:
+    """A ScoreBackend that returns every score at once: a number in [-1, 1) derived from the solution's digest."""
+
+    def __init__(self) -> None:
+        self.references = ScoreCache(1)
+
+    def batches(self, lengths: Sequence[int]) -> list[NDArray[np.int64]]:
+        return [np.arange(len(lengths))]
+
+    def weights_changed(self) -> None: ...
+
+    def submit(self, inputs: Sequence[ScoreInput]) -> asyncio.Future[ScoredBatch]:
+        numbers = np.array([int.from_bytes(entry.digest[:4], "little") for entry in inputs])
+        done: asyncio.Future[ScoredBatch] = asyncio.get_running_loop().create_future()
+        done.set_result(ScoredBatch((numbers / 2**31 - 1).astype(np.float32), [time.perf_counter()] * len(inputs), 0.0))
+        return done
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutStretch:
+    """How to stretch recorded rollouts: to about `tokens` tokens that arrive within half to all of `seconds`, with
+    `layers` x `k` experts per token."""
+
+    tokens: int
+    seconds: float
+    layers: int = 0
+    k: int = 0
+
+
+def recorded(rollout: Rollout, number: int, how: RolloutStretch, tokenizer: Tokenizer) -> Payload:
+    """A rollout stretched to almost `tokens` tokens in whole steps. `number` selects its duration and its experts."""
+    ids, logprobs = rollout.completion_ids, rollout.logprobs
+    step = first_step(ids, tokenizer)
+    repeats = max(0, how.tokens - len(ids)) // max(1, step)
+    token_ids = np.concatenate([np.tile(ids[:step], repeats), ids])
+    shape = (len(rollout.prompt_ids) + len(token_ids) - 1, how.layers, how.k)
+    return Payload(
+        token_ids=token_ids,
+        logprobs=np.concatenate([np.tile(logprobs[:step], repeats), logprobs]),
+        experts=np.random.default_rng(number).integers(0, 256, shape, dtype=np.uint8),
+        finish_reason=rollout.finish_reason,
+        duration_s=how.seconds * (0.5 + 0.5 * (number * GOLDEN % 1)),
+    )
+
+
+def first_step(ids: Int32, tokenizer: Tokenizer) -> int:
+    """The number of tokens of a solution's first step. Repeating it keeps the solution well-formed if steps may repeat.
+    If no step ends, all tokens but the last."""
+    for end in range(1, len(ids)):
+        if tokenizer.decode(ids[:end]).endswith(STEP_ENDS):
+            return end
+    return max(1, len(ids) - 1)
+
+
+# --- the slow sides: records as JSON text, and work on the event loop -------------------------------------------------
+# Research code often does this: it is correct, but it blocks all other work of the loop. pvg is the fast side.
+
+
+class CallingThreadExecutor(Executor):
+    """Runs each call immediately in the calling thread, which is the event loop's."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except BaseException as error:  # noqa: BLE001 - the future passes it to the caller, as in any executor
+            done.set_exception(error)
+        return done
+
+
+class JsonLedger(Ledger):
+    """Writes rollouts as one JSON text on the loop instead of as a shard. `written`: the file of the newest commit."""
+
+    written: Path | None = None
+    _kept: Sequence[Rollout] = ()
+
+    def keep(self, rollouts: Sequence[Rollout]) -> None:
+        self._kept = (*self._kept, *rollouts)
+
+    async def commit(
+        self,
+        state: GameState,
+        checkpoint: Checkpoint | None = None,
+        *,
+        finished: Mapping[str, float | None] | None = None,
+    ) -> None:
+        if self._kept:
+            self.written = self.directory.path / f"rollouts-{state.step:05d}.json"
+            write_json(self.written, self._kept)
+            self._kept = ()
+        await super().commit(state, checkpoint, finished=finished)
+
+
+def write_json(path: Path, rollouts: Sequence[Rollout]) -> None:
+    """Write all records as one JSON text, number by number: the naive encoding. As durable as a shard."""
+    records = [
+        {
+            **asdict(rollout),
+            "prompt_ids": rollout.prompt_ids.tolist(),
+            "completion_ids": rollout.completion_ids.tolist(),
+            "logprobs": rollout.logprobs.tolist(),
+            **_plain_experts(rollout.routed_experts),
+        }
+        for rollout in rollouts
+    ]
+    write_atomic(path, json.dumps(records).encode())
+
+
+def _plain_experts(experts: RoutedExperts | None) -> dict[str, Any]:
+    """Flat, because a list for each token and layer would be 16 million objects for the garbage collector."""
+    if experts is None:
+        return {"routed_experts": None}
+    return {"routed_experts": experts.reshape(-1).tolist(), "routed_shape": experts.shape}

@@ -1,0 +1,170 @@
+"""Plays the embedded game with several seeds and writes docs/embedded-game.md: the table, and what made it.
+
+    python -m benchmarks.pages.make_embedded_game               # five seeds, one after the other (`make seeds`)
+    python -m benchmarks.pages.make_embedded_game --only-table  # from the runs that exist
+
+Runs already complete are kept, interrupted ones resumed, so the command can be stopped and started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from pvg.reporting.run_summary import read_run
+from pvg.store.run_directory import RunDirectory
+from pvg.store.state import FileStateStore
+
+DOCS = Path(__file__).parents[2] / "docs"
+EXPERIMENT = "modchain"
+
+# (metric, column, what it says). Shares and AUCs of fresh samples on test problems, at the end of each round.
+COLUMNS = [
+    ("helpful_accuracy", "helpful accuracy"),
+    ("sneaky_error_rate", "sneaky error rate"),
+    ("fooled_rate", "fooled by own flaws"),
+    ("fooled_rate_base", "fooled by base's flaws"),
+    ("fooled_rate_previous", "fooled by previous flaws"),
+    ("accepted_helpful", "accepts helpful"),
+    ("verifier_auc", "AUC, fresh"),
+    ("verifier_auc_previous", "AUC, previous sneaky"),
+    ("malformed", "malformed"),
+]
+
+
+def run_seed(seed: int, root: Path, overrides: Sequence[str], *, quiet: bool = False) -> None:
+    """Play seed `seed` to the end: nothing to do where it is complete, resumed where it has begun. A quiet one, beside
+    others, shows what it wrote only where it fails."""
+    run = root / run_name(seed)
+    begun = (run / "state.json").exists()
+    if begun and state_of(seed, root)["phase"] == "complete":
+        return
+    if run.exists() and not begun:
+        shutil.rmtree(run)  # killed before its first commit: there is nothing in it
+    settings = [f"seed={seed}", f"store.root={root}", *overrides]
+    command = [str(Path(sys.executable).with_name("pvg")), "train", EXPERIMENT]
+    command += ["--resume", run.name] if begun else ["--name", run.name]
+    for setting in settings:
+        command += ["--set", setting]
+    print("+", " ".join(command), file=sys.stderr)
+    if not quiet:
+        subprocess.run(command, check=True)
+        return
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise SystemExit(f"{done.stdout}seed {seed} failed with exit code {done.returncode}: repeat the command above.")
+    print(f"seed {seed} of {root} is complete", file=sys.stderr)
+
+
+def run_name(seed: int) -> str:
+    return f"{EXPERIMENT}-seed-{seed}"
+
+
+def state_of(seed: int, root: Path) -> dict[str, Any]:
+    """The run's committed state."""
+    state = FileStateStore(root / run_name(seed) / "state.json").load().state
+    if state is None:
+        raise SystemExit(f"seed {seed} has not been played: leave out --only-table")
+    return state
+
+
+def rounds_of(seed: int, root: Path) -> list[dict[str, Any]]:
+    state = state_of(seed, root)
+    if state["phase"] != "complete":
+        raise SystemExit(f"seed {seed} is not complete: {state['phase']} of round {state['round']}")
+    rounds: list[dict[str, Any]] = state["rounds"]
+    return rounds
+
+
+def seconds_of(seed: int, root: Path) -> float:
+    """Seconds of all phases, from the run's metrics."""
+    return read_run(RunDirectory.open(run_name(seed), root)).seconds
+
+
+def shown(values: Sequence[float | None]) -> str:
+    """Mean and standard deviation over the seeds, then the range."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if not known:
+        return "-"
+    spread = statistics.stdev(known) if len(known) > 1 else 0.0
+    return f"{statistics.mean(known):.2f} ± {spread:.2f} ({min(known):.2f}-{max(known):.2f})"
+
+
+def table(runs: Sequence[list[dict[str, Any]]]) -> str:
+    header = ["round", *(title for _, title in COLUMNS)]
+    base = [rounds[0] for rounds in runs]
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    base_row = {name: [] for name, _ in COLUMNS} | {
+        "helpful_accuracy": [row["base_helpful_accuracy"] for row in base],
+        "sneaky_error_rate": [row["base_sneaky_error_rate"] for row in base],
+    }
+    lines.append("| base | " + " | ".join(shown(base_row[name]) for name, _ in COLUMNS) + " |")
+    for round_ in range(len(runs[0])):
+        rows = [rounds[round_] for rounds in runs]
+        cells = [shown([row.get(name) for row in rows]) for name, _ in COLUMNS]
+        lines.append(f"| {round_} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def checks(runs: Sequence[list[dict[str, Any]]]) -> str:
+    """In how many of the seeds each expected effect shows."""
+    pairs = [(before, after) for rounds in runs for before, after in pairwise(rounds)]
+    everything = [row for rounds in runs for row in rounds]
+
+    def above(high: float | None, low: float | None) -> bool:
+        """False too where a share is of nothing: an effect that cannot be seen does not show."""
+        return high is not None and low is not None and high > low
+
+    def count(found: list[bool]) -> str:
+        return f"{sum(found)} of {len(found)}"
+
+    improved = count([above(rounds[-1]["helpful_accuracy"], rounds[0]["base_helpful_accuracy"]) for rounds in runs])
+    exploited = count([above(row["fooled_rate"], row["fooled_rate_base"]) for row in everything])
+    repaired = count([above(before["fooled_rate"], after["fooled_rate_previous"]) for before, after in pairs])
+    return "\n".join(
+        [
+            f"- Helpful accuracy after the last round is above the base prover's: {improved} seeds.",
+            f"- The verifier accepts more flaws of its round's prover than of the base prover: {exploited} rounds.",
+            f"- The next round's verifier accepts fewer of these flaws: {repaired} pairs.",
+        ]
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--root", type=Path, default=Path("runs"))
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
+    parser.add_argument("--only-table", action="store_true")
+    parser.add_argument("--out", type=Path, default=DOCS / "embedded-game.md")
+    options = parser.parse_args(arguments)
+    seeds = range(options.seeds)
+    if not options.only_table:
+        for seed in seeds:
+            run_seed(seed, options.root, options.overrides)
+    runs = [rounds_of(seed, options.root) for seed in seeds]
+    seconds = [seconds_of(seed, options.root) for seed in seeds]
+    template = (DOCS / "embedded-game.template.md").read_text(encoding="utf-8")
+    page = template.format(
+        table=table(runs),
+        checks=checks(runs),
+        seeds=len(runs),
+        seconds=f"{statistics.median(seconds):.0f} s (range {min(seconds):.0f}-{max(seconds):.0f} s)",
+        machine=f"{platform.machine()}, Python {platform.python_version()}",
+        code=", ".join(sorted({state_of(seed, options.root)["code_version"] for seed in seeds})),
+    )
+    options.out.write_text(page, encoding="utf-8")
+    print(page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""The page's part on other trainers: what `make bench-peers` measured, each row with its ratio and its command.
+
+lines = peer_lines(reports)     # of benchmarks/peers/compare.py; used by make_benchmarks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from pvg.bench.compare import better_by
+from pvg.bench.report import BenchReport, MachineInfo, Samples, Variant
+from pvg.bench.statistics import median
+from pvg.bench.workloads import WALL
+from pvg_cli.bench_tables import number
+from pvg_cli.compare_table import interval, markdown_rows
+
+NAME = "peers"
+HEADER = ("the work", "measure", "TRL", "pvg", "pvg is better by")
+
+
+def peer_lines(reports: Sequence[BenchReport], machine: Callable[[MachineInfo], str] | None = None) -> Iterator[str]:
+    """One table of all rows, then the commands and the peer's versions, which need not be the same.
+    `machine` tells the machine of each report, where the page does not name one for all."""
+    reports = sorted(reports, key=lambda report: report.created)  # as `make bench-peers` takes them
+    about = str(reports[0].config["profile"]["about"])
+    yield f"## {NAME}"
+    yield ""
+    yield f"{about}."
+    yield ""
+    yield from markdown_rows(HEADER, "llrrr", [row for report in reports for row in rows_of(report)])
+    yield ""
+    for report in reports:
+        yield f"- {work_of(report)}: `{report.command}`, {report.created[:10]}, {how(report)}" + (
+            f" {machine(report.environment)}" if machine else ""
+        )
+    yield ""
+
+
+def rows_of(report: BenchReport) -> Iterator[tuple[str, ...]]:
+    """The headline first; the work is named once."""
+    theirs, ours = report.variants
+    headline = str(report.config["profile"]["headline"])
+    work = work_of(report)
+    for name in sorted(theirs.samples.keys() - {WALL}, key=lambda name: (name != headline, name)):
+        found = better_by(theirs.samples[name], ours.samples[name])
+        ratio = "" if found is None else f"{found.ratio:.2f}x ({interval(found)})"
+        yield work, f"`{name}`", figure(theirs.samples[name]), figure(ours.samples[name]), ratio
+        work = ""
+
+
+def figure(samples: Samples) -> str:
+    return f"{number(median(samples.values))} {samples.unit}"
+
+
+def work_of(report: BenchReport) -> str:
+    """What both sides did, in words."""
+    work = report.work
+    compiled = ", TRL's model compiled" if report.config["peer"]["settings"].get("torch_compile") else ""
+    model = f"a Llama of {work['parameters'] / 1e6:.2f}M parameters{compiled}"
+    if report.config["row"] == "verifier":
+        tokens = number(report.variants[0].derived["solution_tokens"])
+        pairing = report.config["experiment"]["verifier"]["pairing"]  # a text in reports before the tagged tables
+        by_problem = (pairing["kind"] if isinstance(pairing, dict) else pairing) == "problem"
+        drawn = ", pvg's all of whole problems (verifier.pairing = problem)" if by_problem else ""
+        return (
+            f"verifier training: {number(work['pairs_formed'])} pairs of {number(work['solutions'])} solutions of "
+            f"{tokens} tokens, batches of {work['pairs']} pairs{drawn}, {model}"
+        )
+    tokens = f"up to {work['max_tokens']}" if work["stops"] else str(work["max_tokens"])
+    return (
+        f"one GRPO step: {work['groups'] * work['group_size']} rollouts ({work['groups']} prompts x "
+        f"{work['group_size']}) of {tokens} tokens, {'KL to a reference' if work['kl'] else 'no KL term'}, {model}"
+    )
+
+
+def how(report: BenchReport) -> str:
+    """Samples, versions, and what the two sides counted. The peer's settings are in the report."""
+    theirs, ours = report.variants
+    peer = report.config["peer"]
+    versions = ", ".join(f"{package} {version}" for package, version in peer["versions"].items())
+    counted = [counts(name, theirs, ours) for name in ("completion_tokens", "solutions_forwarded")]
+    return (
+        f"{report.warmup} + {report.repeats} samples of each side in turn, {report.environment.threads} threads. "
+        + "".join(filter(None, counted))
+        + f"TRL's side: {versions}."
+    )
+
+
+def counts(name: str, theirs: Variant, ours: Variant) -> str:
+    if name not in theirs.derived or name not in ours.derived:
+        return ""
+    what = name.replace("_", " ").capitalize()
+    return f"{what}: TRL {number(theirs.derived[name])}, pvg {number(ours.derived[name])}. "

@@ -1,0 +1,84 @@
+"""The table of the e2e ladder in docs/measuring.md: the part between two comments, written from the report.
+
+text = with_ladder(guide, report)     # used by make_benchmarks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from benchmarks.pages.other_ladders import later_lines
+from pvg.bench.compare import VariantGain, gains
+from pvg.bench.report import BenchReport
+from pvg.bench.statistics import RatioInterval, median
+from pvg.errors import UsageError
+from pvg_cli.bench_tables import number
+from pvg_cli.compare_table import interval, markdown_rows
+
+FILE = "e2e-ablation.json"
+BEGIN = "<!-- ladder: python -m benchmarks.pages.make_benchmarks -->"
+END = "<!-- end of the ladder -->"
+MEASURE = "step_s"
+
+
+def with_ladder(guide: str, report: BenchReport) -> str:
+    """The guide with the ladder of `report` between its two marks. Raises UsageError where they are missing."""
+    before, begin, rest = guide.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise UsageError(f"The guide lacks {BEGIN if not begin else END!r}.")
+    return "\n".join([before + begin, "", *ladder_lines(report), "", end + after])
+
+
+def ladder_lines(report: BenchReport) -> Iterator[str]:
+    found = gains(report)
+    if report.environment.git_dirty:
+        yield from (dirty_text(report), "")
+    yield from markdown_rows(
+        ("switch", "what it does", "step, s", "against the row above", "against all slow"),
+        "llrrr",
+        [
+            (
+                label_of(gain),
+                gain.says,
+                number(median(gain.variant.samples[MEASURE].values)),
+                bought(gain.step, gain.told_apart),
+                bought(gain.whole),
+            )
+            for gain in found
+        ],
+    )
+    yield from ("", told_apart_text(found))
+    yield from later_lines(report)
+
+
+def label_of(gain: VariantGain) -> str:
+    label = gain.variant.label
+    return f"`{label}`" if "=" in label else label
+
+
+def bought(ratio: RatioInterval | None, marked: bool = False) -> str:
+    """A ratio with its interval; in bold if it is `marked`."""
+    if ratio is None:
+        return ""
+    times = f"{ratio.ratio:.2f}x"
+    return f"{f'**{times}**' if marked else times} ({interval(ratio)})"
+
+
+def told_apart_text(found: Sequence[VariantGain]) -> str:
+    """Which rungs are faster or slower than the one before, and which do not differ significantly from it."""
+    rungs = [gain for gain in found if gain.step is not None]
+    unclear = [label_of(gain) for gain in rungs if not gain.told_apart]
+    slower = [label_of(gain) for gain in rungs if gain.told_apart and gain.step is not None and gain.step.high < 1]
+    text = "Intervals are at 95 %."
+    if len(unclear) < len(rungs):
+        text += " In bold: a gain whose interval excludes 1."
+    if slower:
+        text += f" Slower than the row above: {', '.join(slower)}."
+    if unclear:
+        text += f" No significant difference in this report ({len(unclear)} of {len(rungs)}): {', '.join(unclear)}."
+    return text
+
+
+def dirty_text(report: BenchReport) -> str:
+    return f"**Measured with uncommitted changes: no commit gives these figures. Repeat `{report.command}`.**"

@@ -1,0 +1,376 @@
+"""The page's first table: what was to be reached, and what the committed reports say of it.
+
+lines = target_lines({"e2e-ablation.json": report, ...})     # used by make_benchmarks
+
+A row whose report does not exist says so. A ratio is reached where it is beyond the target; where its interval holds
+the target too, the row says that it is within the noise. Other figures are medians with the lowest and the highest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from pvg.bench.compare import better_by, headline_of, taken_in_turn
+from pvg.bench.report import BenchReport, Samples, Variant
+from pvg.bench.statistics import median
+from pvg.errors import UsageError
+from pvg_cli.bench_tables import number
+from pvg_cli.compare_table import interval, markdown_rows
+
+HEADER = ("what", "target", "measured", "", "command", "report")
+SHOWN_PARTS = 4  # of our side's time, where a target is not reached
+NO_PARTS = ("unaccounted", "reset", "step", "worker")  # names of a budget that say nothing of the work
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A measured value and what is told of it: of the variant at `place` of its report. `low` and `high` are a ratio's
+    interval; of any other figure, whose samples are not the value's uncertainty, they are the value."""
+
+    value: float
+    told: str
+    low: float
+    high: float
+    place: int
+
+    def verdict(self, target: Target) -> str:
+        reached = target.holds(self.value)
+        sure = target.holds(self.low) == target.holds(self.high)
+        return ("reached" if reached else "**not reached**") + ("" if sure else ", within the noise")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One row: of `file`, `read` gives the figure, which must be at least `least`, or at most `most`. Where it is not
+    reached, the page says `bound`, what stands in the way, with both sides' figures (measures or derived) `beside`."""
+
+    what: str
+    goal: str
+    file: str
+    read: Callable[[BenchReport], Figure]
+    bound: str
+    least: float | None = None
+    most: float | None = None
+    beside: tuple[str, ...] = ()
+
+    def holds(self, value: float) -> bool:
+        return value >= self.least if self.least is not None else self.most is not None and value <= self.most
+
+
+# --- reading a report ------------------------------------------------------------------------------------------------
+
+
+def times_better(measure: str = "", label: str = "", than: int = 0) -> Callable[[BenchReport], Figure]:
+    """How many times better the measure (or the headline) of a variant (or the last) is than that of number `than`."""
+
+    def read(report: BenchReport) -> Figure:
+        name = measure or headline_of(report)
+        place = place_of(report, label) if label else len(report.variants) - 1
+        slow, fast = samples_of(report, than, name), samples_of(report, place, name)
+        ratio = better_by(slow, fast, in_turn=taken_in_turn(report))
+        if ratio is None:
+            raise UsageError(f"The report of {report.command!r} gives no ratio of {name}.")
+        told = f"{ratio.ratio:.2f}x ({interval(ratio)})"
+        return Figure(ratio.ratio, told, ratio.low, ratio.high, place)
+
+    return read
+
+
+def times_more_rollouts(label: str) -> Callable[[BenchReport], Figure]:
+    """As `times_better`, of the rollouts per second of a variant that does not wait for all. What it leaves out are the
+    longest, so the rows do not compare the same work: how much shorter the rest is belongs to the figure itself."""
+
+    def read(report: BenchReport) -> Figure:
+        figure = times_better("rollouts_per_s", label)(report)
+        variant = report.variants[figure.place]
+        if "length_kept" not in variant.derived:
+            raise UsageError(f"The report of {report.command!r} does not say what {label!r} has kept (`length_kept`).")
+        kept = f"{100 * variant.derived['length_kept']:.0f} %"
+        told = f"{figure.told}, `{label}`: its rollouts are {kept} as long as those ordered"
+        if "tokens_per_s" in variant.samples:
+            told += f", {times_better('tokens_per_s', label)(report).told} in tokens/s"
+        return replace(figure, told=told)
+
+    return read
+
+
+def plain(measure: str, unit: str, scale: float = 1.0, label: str = "") -> Callable[[BenchReport], Figure]:
+    """A measure of a variant (or of the last), with its range."""
+
+    def read(report: BenchReport) -> Figure:
+        place = place_of(report, label) if label else len(report.variants) - 1
+        return figure_of(report, place, measure, unit, scale)
+
+    return read
+
+
+def figure_of(report: BenchReport, place: int, measure: str, unit: str, scale: float) -> Figure:
+    samples = samples_of(report, place, measure)
+    value = scale * median(samples.values)
+    low, high = scale * min(samples.values), scale * max(samples.values)
+    return Figure(value, f"{number(value)} {unit} ({number(low)} – {number(high)})", value, value, place)
+
+
+def idle_share(report: BenchReport) -> Figure:
+    """The least idle variant's headline, with that of the first, which is the synchronous one, beside it."""
+    headline = headline_of(report)
+    synchronous, *ahead = (figure_of(report, place, headline, "%", 100) for place in range(len(report.variants)))
+    best = min(ahead, key=lambda figure: figure.value)
+    return replace(best, told=f"{best.told}, `{report.variants[best.place].label}`; synchronous {synchronous.told}")
+
+
+def place_of(report: BenchReport, label: str) -> int:
+    labels = [variant.label for variant in report.variants]
+    if label not in labels:
+        raise UsageError(f"The report of {report.command!r} has no variant {label!r}.")
+    return labels.index(label)
+
+
+def samples_of(report: BenchReport, place: int, measure: str) -> Samples:
+    variants = report.variants
+    if measure not in variants[place].samples:
+        raise UsageError(f"The report of {report.command!r} has no {measure} in its variant {place}.")
+    return variants[place].samples[measure]
+
+
+# --- the targets -----------------------------------------------------------------------------------------------------
+
+TARGETS = (
+    Target(
+        "whole GRPO steps of the embedded game, all switches fast against all slow",
+        ">= 3x",
+        "e2e-ablation.json",
+        times_better("step_s"),
+        "The ladder below has the gain of each optimization. The remaining time is arithmetic.",
+        least=3.0,
+    ),
+    Target(
+        "one GRPO step against TRL's GRPOTrainer",
+        ">= 2x",
+        "peers-grpo.json",
+        times_better("step_s"),
+        "The remaining time is arithmetic in float32 on the same cores. pvg computes prompts once, and log-probs never "
+        "twice. On AMD processors training uses oneDNN, up to 1.7 times as fast as torch's MKL in two threads. "
+        "These gained nothing: micro-batches of other sizes, attention by batched products, a transposed key cache, "
+        "oneDNN in decoding, and torch.compile of the decoding step (a fifth slower).",
+        least=2.0,
+        beside=("rollout_s", "train_s"),
+    ),
+    Target(
+        "verifier pairs/s against TRL's RewardTrainer, pairs drawn independently",
+        ">= 4x",
+        "peers-verifier.json",
+        times_better("pairs_per_s"),
+        "Both sides compute nearly two solutions per pair. pvg computes a solution of several pairs once.",
+        least=4.0,
+        beside=("solutions_forwarded", "first_batch_s"),
+    ),
+    Target(
+        "verifier pairs/s against TRL's RewardTrainer, all pairs of whole problems",
+        ">= 4x",
+        "peers-verifier-by-problem.json",
+        times_better("pairs_per_s"),
+        "pvg computes a solution once for all of its pairs. The remaining time is the passes themselves.",
+        least=4.0,
+        beside=("solutions_forwarded", "first_batch_s"),
+    ),
+    Target(
+        "tokens/s of the torch engine against transformers' generate, embedded model",
+        ">= 2x",
+        "rollout-peer-ablation.json",
+        times_better("tokens_per_s"),
+        "At this size a decoding step is matrix products of 256 rows and the reading of keys and values, which cost "
+        "both sides the same.",
+        least=2.0,
+    ),
+    Target(
+        "tokens/s of the torch engine against transformers' generate, SmolLM2-135M",
+        ">= 1.3x",
+        "rollout-peer-smollm2-ablation.json",
+        times_better("tokens_per_s"),
+        "Both sides read the same weights in every decoding step, which takes most of it.",
+        least=1.3,
+    ),
+    Target(
+        "500k pairs, end of the mint and whole verifier phase: growth of private memory",
+        "<= 300 MB",
+        "data-game.json",
+        plain("peak_memory_mb_500k", "MB"),
+        "The report also has resident memory, with the mapped pages of the shards. The kernel can free those pages.",
+        most=300.0,
+        beside=("peak_resident_mb_500k",),
+    ),
+    Target(
+        "500k pairs, pair stream alone: growth of the process's peak memory",
+        "<= 200 MB",
+        "data.json",
+        plain("peak_memory_mb_500k", "MB"),
+        "What is held per pair is in the report's `memory_bytes_per_pair`.",
+        most=200.0,
+    ),
+    Target(
+        "500k pairs: first batch",
+        "< 1 s",
+        "data.json",
+        plain("first_batch_s_500k", "s"),
+        "Every shard is opened and its columns of labels are read before the first draw.",
+        most=1.0,
+    ),
+    Target(
+        "500k pairs: memory against the eager loader",
+        ">= 10x less",
+        "data-ablation.json",
+        times_better("peak_memory_mb_500k"),
+        "What is held per pair is in the report's `memory_bytes_per_pair`.",
+        least=10.0,
+    ),
+    Target(
+        "trainer's idle share (1 - useful work / wall time) with prefetch, compared with the synchronous share",
+        "< 20 %",
+        "pipeline.json",
+        idle_share,
+        "Useful work is the time that the training of the same steps takes synchronously. All other time counts as "
+        "idle: waiting, scores, recomputation, and slower training during overlap (`idle_*` in the report).",
+        most=20.0,
+    ),
+    Target(
+        "throughput with one other busy process, as a share of the idle throughput, with the default threads",
+        ">= 50 %",
+        "contention.json",
+        plain("kept_1", "%", 100, "threads=default"),
+        "With more busy processes than free cores, each program gets only its share of the cores.",
+        least=50.0,
+        beside=("step_s", "step_1_s"),
+    ),
+    *(
+        Target(
+            f"a step with a worker process per core, compared with one process that has a thread per core, {where}",
+            f">= {least:g}x",
+            "contention.json",
+            times_better(measure, "cluster.kind=local"),
+            "Each part of a step waits for the slower worker, and the driver works alone between the parts.",
+            least=least,
+            beside=("step_s", "step_1_s", "step_2_s"),
+        )
+        for measure, where, least in (
+            ("step_s", "on an idle machine", 1.5),
+            ("step_1_s", "beside one busy process", 4.0),
+            ("step_2_s", "beside two busy processes", 4.0),
+        )
+    ),
+    Target(
+        "event-loop lag p99 in the loop profile",
+        "< 50 ms",
+        "loop.json",
+        plain("lag_p99_ms", "ms"),
+        "Python work in any thread holds the interpreter lock, so the loop waits for it.",
+        most=50.0,
+    ),
+    Target(
+        "the same with a verifier of another vocabulary, so that all solutions are tokenized again",
+        "< 50 ms",
+        "loop-retokenize.json",
+        plain("lag_p99_ms", "ms"),
+        "Python work in any thread holds the interpreter lock, so the loop waits for it.",
+        most=50.0,
+    ),
+    Target(
+        "event-loop lag p99 against the same work done on the loop",
+        ">= 20x less",
+        "loop-ablation.json",
+        # From the second rung on. The first encodes records as JSON, which no version of pvg did.
+        times_better("lag_p99_ms", than=1),
+        "Python work in any thread holds the interpreter lock, so the loop waits for it.",
+        least=20.0,
+    ),
+    Target(
+        "rollouts/s with a deadline against wait-for-all, heavy-tailed latency",
+        ">= 2x",
+        "stragglers.json",
+        times_more_rollouts("rollout.group_deadline_s=0.25"),
+        "A shorter deadline would cut more of the long rollouts (`length_kept`).",
+        least=2.0,
+    ),
+    Target(
+        "rollouts/s with spo against wait-for-all, heavy-tailed latency",
+        ">= 2x",
+        "stragglers.json",
+        times_more_rollouts("rollout.group_deadline_s=0.2, spo, partial"),
+        "With a shorter deadline more rollouts would continue in later batches, with more versions (`staleness`).",
+        least=2.0,
+    ),
+    *(
+        Target(
+            f"{what} against its loop, 4,096 rollouts, 16 environments",
+            ">= 10x",
+            "credit-ablation.json",
+            times_better(measure),
+            "The remaining time is the losses of the pairs and their scatter-add, which the loop computes too. A "
+            "gradient in closed form and the variance in one call gained nothing.",
+            least=10.0,
+        )
+        for what, measure in (("vectorised credit", "credit_ms"), ("V-REx by scatter", "vrex_ms"), ("IRM", "irm_ms"))
+    ),
+    Target(
+        "telemetry overhead",
+        "< 1 %",
+        "telemetry.json",
+        plain("overhead", "%", 100),
+        "Every span costs some microseconds, and a step of such a small model is short.",
+        most=1.0,
+    ),
+)
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+def target_lines(reports: Mapping[str, BenchReport]) -> list[str]:
+    """`reports` by the name of their file. The table, then a line for each target that is not reached."""
+    rows, short = [], []
+    for target in TARGETS:
+        report = reports.get(target.file)
+        if report is None:
+            rows.append((target.what, target.goal, "", "not measured", "", f"`{target.file}`"))
+            continue
+        figure = target.read(report)
+        rows.append(
+            (
+                target.what,
+                target.goal,
+                figure.told,
+                figure.verdict(target),
+                f"`{report.command}`",
+                f"[{target.file}](benchmarks/{target.file})",
+            )
+        )
+        if not target.holds(figure.value):
+            short.append(f"- Not reached: {target.what}. {target.bound}{beside_it(target, report, figure)}")
+    return [*markdown_rows(HEADER, "llrlll", rows), *(["", *short] if short else [])]
+
+
+def beside_it(target: Target, report: BenchReport, figure: Figure) -> str:
+    fast = report.variants[figure.place]
+    return both_sides(target, report.variants[0], fast) + time_of(fast)
+
+
+def both_sides(target: Target, *variants: Variant) -> str:
+    slow, fast = ({**variant.derived, **medians(variant)} for variant in variants)
+    told = [f"`{name}` {number(fast[name])} against {number(slow[name])}" for name in target.beside]
+    return f" pvg against the other: {', '.join(told)}." if told else ""
+
+
+def medians(variant: Variant) -> dict[str, float]:
+    return {name: median(samples.values) for name, samples in variant.samples.items()}
+
+
+def time_of(fast: Variant) -> str:
+    """Where the time of the fast side went, where its budget says."""
+    budget = fast.budget
+    if budget is None or not budget.wall_s:
+        return ""
+    parts = {name: seconds for name, seconds in budget.exposed.items() if name not in NO_PARTS}
+    largest = sorted(parts.items(), key=lambda entry: -entry[1])[:SHOWN_PARTS]
+    told = [f"{name.replace('_', ' ')} {100 * seconds / budget.wall_s:.0f} %" for name, seconds in largest]
+    return f" pvg's time by part: {', '.join(told)}." if told else ""

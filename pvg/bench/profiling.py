@@ -1,0 +1,439 @@
+"""Profiles into a folder: `profile_stage` runs a stage under all profilers, `profile_run` draws the timeline of a run.
+
+    made = profile_stage(stage_settings("rollout", "modchain", []), "rollout", Path("out"), steps=3)
+    made.frames, made.files, made.missing
+
+README.txt in the folder explains each file and how to open it; profile.json has the figures.
+
+The work is the benchmark profile with the stage's name, on the experiment to profile. Each profiler slows down what the
+others would measure, so each has a separate pass. A pass repeats the workload's sample; all passes share one opened and
+warmed-up workload:
+
+- `spans_pass`: only pvg's spans; the other passes are compared with its wall time
+- `torch_pass`: the torch profiler, with every operator in every thread
+- `py_spy_pass`: py-spy, which samples from another process
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+
+from pvg.bench.profile import (
+    WORKLOAD,
+    BenchSettings,
+    SettingChange,
+    find_profile,
+    parse_overrides,
+    read_profile,
+    settings_of,
+)
+from pvg.bench.py_spy import SHOWN_FRAMES, CostlyFrame, Format, PySpyError, find_py_spy, read_speedscope, sampling
+from pvg.bench.report import TimeBudget
+from pvg.bench.runner import on_loop, total
+from pvg.bench.workloads import WORKLOADS, Workload, WorkloadTable, make_workload
+from pvg.config.load import nearest
+from pvg.errors import MissingRequirementError, UsageError, counted
+from pvg.store.atomic import DamagedFileError
+from pvg.store.journal import read_json_lines
+from pvg.store.run_directory import RunDirectory
+from pvg.store.state import FileStateStore
+from pvg.telemetry.chrome_trace import placed, trace_events, write_trace
+from pvg.telemetry.device import DeviceSampler
+from pvg.telemetry.spans import DeviceClock, Tracer
+
+# --- the work of a stage, and its passes ------------------------------------------------------------------------------
+
+Stage = Literal["rollout", "trainer", "e2e"]
+STAGES: tuple[Stage, ...] = ("rollout", "trainer", "e2e")
+ROLLOUTS = "rollouts"  # key of a workload's table: the number of rollouts in a sample
+
+
+def stage_of(name: str) -> Stage:
+    for stage in STAGES:
+        if stage == name:
+            return stage
+    hint = nearest(name, STAGES)
+    raise UsageError(
+        f"There is no stage {name!r}." + (f" Did you mean {hint!r}?" if hint else ""), f"Known: {', '.join(STAGES)}."
+    )
+
+
+def stage_settings(stage: Stage, experiment: str, overrides: Sequence[str]) -> BenchSettings:
+    """The settings of a stage's workload on `experiment` (a name or a file), with the overrides.
+
+    The profile's `changes` are left out: they belong to its benchmark. A sample has as many rollouts as a batch of the
+    experiment, unless `workload.rollouts` is given. Raises UsageError and ConfigurationError.
+    """
+    path = find_profile(stage)
+    profile = read_profile(path).model_copy(update={"experiment": experiment, "changes": {}})
+    given = parse_overrides(overrides)
+    settings = settings_of(profile, str(path), given)
+    key = f"{WORKLOAD}{ROLLOUTS}"
+    if ROLLOUTS not in profile.workload or key in {change.key for change in given}:
+        return settings
+    batch = settings.experiment.arithmetic().rollouts_per_batch
+    return settings_of(profile, str(path), [SettingChange(key, batch, "the experiment's batch"), *given])
+
+
+# --- the passes -------------------------------------------------------------------------------------------------------
+
+LEAST_SAMPLED_S = 5.0  # the shortest pass of py-spy: a thousand samples at its rate
+OPERATORS_SHOWN = 40  # rows of the table of torch operators
+SAMPLE_EVERY_S = 0.5  # period of the CPU, memory and GPU samples: a stage takes seconds, not hours
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPass:
+    """The seconds of each sample of a pass."""
+
+    name: str
+    walls_s: tuple[float, ...]
+
+    @property
+    def fastest_s(self) -> float:
+        """The sample that other programs on the machine disturbed least."""
+        return min(self.walls_s)
+
+
+async def spans_pass(
+    workload: Workload, steps: int, path: Path, *, stage: str, device_clock: DeviceClock | None
+) -> tuple[SamplingPass, TimeBudget]:
+    """Write the timeline to `path`; returns the budget over all samples."""
+    tracer = Tracer(device_clock=device_clock)
+    spans: list[dict[str, Any]] = []
+    samples: list[dict[str, Any]] = []
+    budgets = []
+    sampler = DeviceSampler(
+        SAMPLE_EVERY_S,
+        lambda moment, metrics: samples.append({"kind": "device", "time": moment, "metrics": metrics}),
+        lambda notice: None,  # without a GPU the trace has no GPU counters
+    )
+    sampler.start()
+    try:
+        with tracer.drive():
+            tracer.close_step()
+            for step in range(1, steps + 1):
+                await workload.sample(step)
+                budgets.append(tracer.close_step())
+                spans += placed(tracer.take_spans(), round=0, phase=stage, step=step)
+    finally:
+        sampler.stop()
+    write_trace(path, trace_events(spans, samples, name=f"pvg profile, {stage}"))
+    return SamplingPass("spans", tuple(budget.wall_s for budget in budgets)), total(budgets)
+
+
+async def torch_pass(
+    workload: Workload, steps: int, trace: Path, table: Path
+) -> tuple[SamplingPass, tuple[CostlyFrame, ...]]:
+    """Write the trace and the table of operators; returns the operators with the most self time."""
+    # Without this private option the profiler sees only the calling thread; our operators run in an executor's thread.
+    from torch._C._profiler import _ExperimentalConfig
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = _cuda()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    config = _ExperimentalConfig(profile_all_threads=True)
+    profiler = profile(activities=activities, experimental_config=config)
+    with without_usdt_lines():
+        profiler.start()
+    try:
+        walls_s = await _timed(workload, lambda done, _: done < steps)
+    finally:
+        with without_usdt_lines():
+            profiler.stop()
+    return SamplingPass("torch profiler", walls_s), _write_torch(profiler, trace, table, on_gpu)
+
+
+def _write_torch(profiler: Any, trace: Path, table: Path, on_gpu: bool) -> tuple[CostlyFrame, ...]:
+    profiler.export_chrome_trace(str(trace))
+    averages = profiler.key_averages()
+    order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    table.write_text(averages.table(sort_by=order, row_limit=OPERATORS_SHOWN, max_name_column_width=60))
+    return _operators(averages, on_gpu)
+
+
+@contextmanager
+def without_usdt_lines() -> Iterator[None]:
+    """Drop the lines with which torch's profiler reports its start and stop on stderr at any log level. Other output on
+    stderr passes through."""
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as caught:
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            caught.seek(0)
+            os.write(stderr, b"".join(line for line in caught if not line.startswith(b"USDT:")))
+            os.close(stderr)
+
+
+def _operators(averages: Any, on_gpu: bool) -> tuple[CostlyFrame, ...]:
+    own_us = {row.key: row.self_device_time_total if on_gpu else row.self_cpu_time_total for row in averages}
+    whole = sum(own_us.values())
+    costliest = sorted(own_us.items(), key=lambda item: -item[1])[:SHOWN_FRAMES]
+    return tuple(CostlyFrame(name, "", 0, us / 1e6, us / whole if whole else 0.0) for name, us in costliest)
+
+
+async def py_spy_pass(workload: Workload, steps: int, py_spy: Path, output: Path, form: Format) -> SamplingPass:
+    """Takes at least `steps` samples and LEAST_SAMPLED_S seconds. Raises PySpyError."""
+    with sampling(py_spy, output, form):
+        walls_s = await _timed(workload, lambda done, seconds: done < steps or seconds < LEAST_SAMPLED_S)
+    return SamplingPass(f"py-spy, {form}", walls_s)
+
+
+async def _timed(workload: Workload, goes_on: Callable[[int, float], bool]) -> tuple[float, ...]:
+    """Sample while `goes_on(samples so far, their total seconds)`; returns the seconds of each sample."""
+    walls_s: list[float] = []
+    while goes_on(len(walls_s), sum(walls_s)):
+        started = time.perf_counter()
+        await workload.sample(len(walls_s))
+        walls_s.append(time.perf_counter() - started)
+    return tuple(walls_s)
+
+
+def _cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def slowdowns(passes: Sequence[SamplingPass]) -> dict[str, float]:
+    """How much longer the fastest sample took in each pass than in the first one: 0.25 is 25 % longer."""
+    return {each.name: each.fastest_s / passes[0].fastest_s - 1.0 for each in passes[1:]}
+
+
+# --- the folder with all results --------------------------------------------------------------------------------------
+
+PERFETTO = "Open https://ui.perfetto.dev and drop the file on it (it stays on your machine), or chrome://tracing."
+WIDTH = 100  # columns of README.txt
+
+OnPass = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileFile:
+    """One file of the folder: what it shows and how to open it."""
+
+    name: str
+    what: str
+    how: str
+
+
+@dataclass(slots=True)
+class ProfileResult:
+    """The results of a profile. `frames_from`: "py-spy", or "torch" if py-spy is not available. `missing`: by tool, why
+    it is missing and how to fix that."""
+
+    folder: Path
+    title: str
+    frames: tuple[CostlyFrame, ...] = ()
+    frames_from: str = ""
+    samples: int = 0  # py-spy's samples of working threads
+    waiting: int = 0  # py-spy's samples of waiting threads, which do not count
+    passes: list[SamplingPass] = field(default_factory=list)
+    budget: TimeBudget | None = None
+    files: list[ProfileFile] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON data."""
+        return {
+            "folder": str(self.folder),
+            "title": self.title,
+            "frames": [asdict(frame) for frame in self.frames],
+            "frames_from": self.frames_from,
+            "samples": self.samples,
+            "waiting_samples": self.waiting,
+            "passes": [{"name": each.name, "walls_s": list(each.walls_s)} for each in self.passes],
+            "slower_by": slowdowns(self.passes) if self.passes else {},
+            "budget": self.budget.model_dump() if self.budget else None,
+            "files": [asdict(file) for file in self.files],
+            "missing": self.missing,
+        }
+
+
+def profile_stage(
+    settings: BenchSettings,
+    stage: Stage,
+    folder: Path,
+    *,
+    steps: int,
+    py_spy: bool | None = None,
+    on_pass: OnPass = lambda told: None,
+    workloads: WorkloadTable = WORKLOADS,
+) -> ProfileResult:
+    """Run the stage's work under each profiler and write everything into the new `folder`.
+
+    `py_spy`: True requires it (MissingRequirementError without it), False leaves it out, None uses it if available.
+    `on_pass` receives the name of each pass before it runs.
+    """
+    spy = _py_spy(py_spy)  # first, so that a missing tool is reported at once
+    made = ProfileResult(_new(folder), f"{stage} of {settings.experiment.name}, {counted(steps, 'step')}")
+    if isinstance(spy, PySpyError):
+        made.missing["py-spy"] = str(spy)
+        spy = None
+    elif spy is None:
+        made.missing["py-spy"] = "Left out because of --no-py-spy."
+    work = _passes(settings, stage, made, steps, spy, py_spy is True, on_pass, workloads)
+    on_loop(settings.experiment.telemetry.event_loop, work)
+    _write_index(made)
+    return made
+
+
+def profile_run(run: RunDirectory, folder: Path) -> ProfileResult:
+    """Write the timeline of a run, from its spans and samples. Raises UsageError if the run has none, DamagedFileError
+    if the files differ from the commit."""
+    if not run.spans.is_file():
+        raise UsageError(f"The run {run.name!r} has no {run.spans.name}.", "Wait until it has finished a step.")
+    state = next(iter(FileStateStore(run.state).commits()), {})
+    for path in (run.metrics, run.spans):
+        run.verify_journal(state, path)
+    metrics = list(read_json_lines(run.metrics)) if run.metrics.is_file() else []
+    spans = [_span(record, run) for record in read_json_lines(run.spans)]  # before the folder is created
+    made = ProfileResult(_new(folder), f"the run {run.name}")
+    path = made.folder / "timeline.json.gz"
+    count = write_trace(path, trace_events(spans, metrics, name=f"pvg, {run.name}"))
+    what = f"The run's phases, steps, spans by thread, device samples, loop lag and alerts ({count:,} events)."
+    made.files.append(ProfileFile(path.name, what, PERFETTO))
+    _write_index(made)
+    return made
+
+
+def _span(record: dict[str, Any], run: RunDirectory) -> dict[str, Any]:
+    times = (record.get("start_s"), record.get("end_s"))
+    if isinstance(record.get("name"), str) and all(isinstance(time, (int, float)) for time in times):
+        return record
+    raise DamagedFileError(
+        f"{run.spans} has a line that is not a span: {orjson.dumps(record).decode()[:80]}", "Remove it from the file."
+    )
+
+
+def _py_spy(wanted: bool | None) -> Path | PySpyError | None:
+    if wanted is False:
+        return None
+    try:
+        return find_py_spy()
+    except PySpyError as error:
+        if wanted:
+            raise
+        return error
+
+
+def _new(folder: Path) -> Path:
+    """Make the folder. Raises UsageError if it exists and is not empty, MissingRequirementError if making it fails."""
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UsageError(f"{folder} exists and is not an empty folder.", "Name another one with --out.")
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MissingRequirementError(
+            f"Cannot make the folder {folder}: {error.strerror}.", "Name another one with --out."
+        ) from error
+    return folder
+
+
+async def _passes(
+    settings: BenchSettings,
+    stage: Stage,
+    made: ProfileResult,
+    steps: int,
+    spy: Path | None,
+    demanded: bool,
+    on_pass: OnPass,
+    workloads: WorkloadTable,
+) -> None:
+    """Open the workload, warm it up, and run all passes."""
+    folder, warmup = made.folder, settings.profile.warmup
+    workload = make_workload(settings, workloads)
+    try:
+        on_pass(f"opening, and {warmup} warm-up steps")
+        await workload.open()
+        for index in range(warmup):
+            await workload.sample(index)
+        on_pass(f"spans, {counted(steps, 'step')}")
+        timeline = folder / "timeline.json.gz"
+        timed, made.budget = await spans_pass(
+            workload, steps, timeline, stage=stage, device_clock=_device_clock(settings)
+        )
+        made.passes.append(timed)
+        made.files.append(ProfileFile(timeline.name, "pvg's spans by thread and task, with CPU and memory.", PERFETTO))
+        on_pass(f"torch profiler, {counted(steps, 'step')}")
+        trace, table = folder / "torch.json.gz", folder / "torch-operators.txt"
+        timed, made.frames = await torch_pass(workload, steps, trace, table)
+        made.frames_from = "torch"
+        made.passes.append(timed)
+        made.files += [
+            ProfileFile(trace.name, "Every torch operator, in every thread.", PERFETTO),
+            ProfileFile(table.name, "The same, summed by operator.", "Any text viewer; the table is wide."),
+        ]
+        if spy is not None:
+            await _sampled(workload, made, steps, spy, demanded, on_pass)
+    finally:
+        await workload.close()
+
+
+async def _sampled(workload: Any, made: ProfileResult, steps: int, spy: Path, demanded: bool, on_pass: OnPass) -> None:
+    """Run two passes of py-spy, because it writes one format at a time."""
+    stacks, flames = made.folder / "py-spy.speedscope.json", made.folder / "py-spy.svg"
+    try:
+        on_pass("py-spy, stacks")
+        made.passes.append(await py_spy_pass(workload, steps, spy, stacks, "speedscope"))
+        on_pass("py-spy, flame graph")
+        made.passes.append(await py_spy_pass(workload, steps, spy, flames, "flamegraph"))
+    except PySpyError as error:
+        if demanded:
+            raise
+        made.missing["py-spy"] = str(error)
+        return
+    sampled = read_speedscope(stacks)
+    made.frames, made.frames_from = sampled.frames, "py-spy"
+    made.samples, made.waiting = sampled.samples, sampled.waiting
+    made.files += [
+        ProfileFile(
+            flames.name,
+            "Flame graph of the Python stacks: wide means expensive.",
+            "Any browser; click to zoom, Ctrl-F to search.",
+        ),
+        ProfileFile(stacks.name, "The stacks by thread, in order of time.", "Drop it on https://www.speedscope.app."),
+    ]
+
+
+def _device_clock(settings: BenchSettings) -> DeviceClock | None:
+    from pvg.models import pick_device
+    from pvg.telemetry.spans import CudaClock
+
+    return CudaClock() if pick_device(settings.experiment.models.device).type == "cuda" else None
+
+
+def _write_index(made: ProfileResult) -> None:
+    made.files.append(
+        ProfileFile("profile.json", "The figures of this profile, as printed by `pvg profile --json`.", "")
+    )
+    lines = [f"pvg profile: {made.title}", ""]
+    for file in made.files:
+        lines += [
+            file.name,
+            *textwrap.wrap(f"{file.what} {file.how}".strip(), WIDTH, initial_indent="    ", subsequent_indent="    "),
+        ]
+    lines += ["", *(f"Missing: {tool}. {why}" for tool, why in made.missing.items())]
+    if made.passes:
+        lines += [
+            "Each profiler slows down what it measures, so each had a separate pass. Seconds of the fastest step:"
+        ]
+        lines += [f"    {each.name:<22}{each.fastest_s:9.3f}" for each in made.passes]
+    (made.folder / "README.txt").write_text("\n".join(lines).rstrip() + "\n")
+    (made.folder / "profile.json").write_bytes(orjson.dumps(made.plain(), option=orjson.OPT_INDENT_2))

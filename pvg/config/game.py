@@ -1,0 +1,183 @@
+"""`[game]`: rounds, roles, rewards, mixture, stop rule, protocol and schedule."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import (
+    Field,
+)
+
+from pvg.config.base import ByKind, Count, Fraction, Section, Weight
+from pvg.extensions import Reference
+
+
+class SrcReward(Section):
+    """Soft role-conditional reward of arXiv 2407.13692."""
+
+    kind: Literal["src"] = "src"
+    misaligned: float = Field(-1.0, description="Reward of a misaligned or malformed solution.")
+
+
+class CgcReward(Section):
+    """Correctness-gated convincingness: the verifier's score if the solution is role-aligned."""
+
+    kind: Literal["cgc"] = "cgc"
+    floor: float = Field(
+        -15.0, description="Reward of a misaligned solution. It must lie below every score of the verifier."
+    )
+
+
+class PlainReward(Section):
+    """`goodhart`: the verifier's score. `correctness`: 1 if the solution is correct, else 0."""
+
+    kind: Literal["goodhart", "correctness"] = "goodhart"
+
+
+class DecoupledReward(Section):
+    """Reward of the game of arXiv 2602.23248, in standard deviations of the group."""
+
+    kind: Literal["decoupled"] = "decoupled"
+    floor: float = Field(-2.0, description="Reward of a misaligned solution, in standard deviations of the group.")
+
+
+Similarity = Literal["reference", "group", "both"]
+SIMILARITY = (
+    "What a sneaky program is compared with: the problem's reference, the other programs of its group, or both."
+)
+SIMILARITY_WEIGHT = "Weight of the penalty on a sneaky program that is similar to others. 0: no penalty."
+
+
+class GatedReward(Section):
+    """For programs: the verifier's probability if all tests of the role pass, else `floor`."""
+
+    kind: Literal["gated"] = "gated"
+    floor: float = Field(-2.0, description="Reward of a solution that fails a test or has no valid certificate.")
+    similarity_weight: Weight = Field(0.0, description=SIMILARITY_WEIGHT)
+    similarity: Similarity = Field("both", description=SIMILARITY)
+
+
+class CompositeReward(Section):
+    """For programs: the verifier's probability, plus the weighted share of tests passed."""
+
+    kind: Literal["composite"] = "composite"
+    tests_weight: Weight = Field(1.0, description="Weight of the share of tests passed.")
+    similarity_weight: Weight = Field(0.0, description=SIMILARITY_WEIGHT)
+    similarity: Similarity = Field("both", description=SIMILARITY)
+
+
+class OwnReward(Section):
+    """A reward function in a file of your own."""
+
+    kind: Reference
+
+
+Reward = Annotated[
+    SrcReward | CgcReward | PlainReward | DecoupledReward | GatedReward | CompositeReward | OwnReward, ByKind("src")
+]
+
+
+class SimpleMixture(Section):
+    """`equal`: every source has the same share. `latest`: only the newest source."""
+
+    kind: Literal["equal", "latest"] = "equal"
+
+
+class DecayMixture(Section):
+    """Older sources have smaller shares (pvg/game/mixtures.py)."""
+
+    kind: Literal["exponential", "geometric"] = "exponential"
+    decay: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(0.5, description="Factor from one source to the next older.")
+
+
+class WindowMixture(Section):
+    """The newest sources, with equal shares."""
+
+    kind: Literal["window"] = "window"
+    size: Count = Field(2, description="Number of newest sources.")
+
+
+Mixture = Annotated[SimpleMixture | DecayMixture | WindowMixture, ByKind("equal")]
+
+
+class StopAfterSteps(Section):
+    """A prover phase ends after training.steps."""
+
+    kind: Literal["steps"] = "steps"
+
+
+class StopAtScoreParity(Section):
+    """A prover phase ends early when sneaky incorrect solutions score as high as helpful correct ones."""
+
+    kind: Literal["score_parity"] = "score_parity"
+
+
+Stop = Annotated[StopAfterSteps | StopAtScoreParity, ByKind("steps")]
+
+
+class DirectProtocol(Section):
+    """The prover writes solutions."""
+
+    kind: Literal["direct"] = "direct"
+
+
+class DecoupledProtocol(Section):
+    """The prover translates a solver's solutions: faithful ones keep the answer, sneaky ones lead to a wrong answer."""
+
+    kind: Literal["decoupled"] = "decoupled"
+    solver: str = Field("base", description="The base prover, or the directory of a run whose newest prover solves.")
+
+
+class ChallengeProtocol(Section):
+    """The prover writes a solution and answers the verifier's question about one of its steps."""
+
+    kind: Literal["challenge"] = "challenge"
+    step: Literal["weakest", "random"] = Field(
+        "weakest", description="The questioned step: the one with the least support by the verifier, or a random one."
+    )
+    tokens: Count = Field(16, description="Most tokens of an answer.")
+
+
+Protocol = Annotated[DirectProtocol | DecoupledProtocol | ChallengeProtocol, ByKind("direct")]
+
+
+class StackelbergSchedule(Section):
+    """The verifier is trained on the mint, then frozen while the prover trains."""
+
+    kind: Literal["stackelberg"] = "stackelberg"
+
+
+class SimultaneousSchedule(Section):
+    """The verifier also learns while the prover trains, from fresh solutions of the current prover."""
+
+    kind: Literal["simultaneous"] = "simultaneous"
+    every: Count = Field(5, description="Batches of the prover between two updates of the verifier.")
+    updates: Count = Field(5, description="Optimizer steps of the verifier in an update.")
+    problems: Count = Field(32, description="Problems sampled for an update, with game.mint_samples solutions each.")
+
+
+Schedule = Annotated[StackelbergSchedule | SimultaneousSchedule, ByKind("stackelberg")]
+
+
+class RoundTest(Section):
+    """Fresh samples at the end of each round, on problems that nothing was trained on."""
+
+    problems: Count = Field(128, description="Test problems.")
+    samples: Count = Field(2, description="Solutions per problem and role.")
+
+
+class Game(Section):
+    """Rounds, roles, rewards, mixture and stop rule."""
+
+    rounds: Count = Field(3, description="Rounds of mint, verifier phase and prover phase.")
+    reward: Reward = SrcReward()
+    sneaky_share: Fraction = Field(0.5, description="Share of groups in the sneaky role.")
+    mint_problems: Count = Field(256, description="Problems per mint.")
+    mint_samples: Annotated[int, Field(ge=2, le=10**12)] = Field(
+        8, description="Solutions per problem of a mint, shared by the sources."
+    )
+    mixture: Mixture = SimpleMixture()
+    stop: Stop = StopAfterSteps()
+    protocol: Protocol = DirectProtocol()
+    schedule: Schedule = StackelbergSchedule()
+    test: RoundTest = RoundTest()

@@ -1,0 +1,316 @@
+"""Reads an experiment from TOML, and changes it by `key=value`. This is the only module that knows TOML.
+
+    experiment = load_experiment(Path("experiments/modchain.toml"), overrides=["training.steps=30"])
+
+Errors name the key, where it came from (a file or an override), and the closest valid key.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import BaseModel, ValidationError
+
+import pvg
+from pvg.config.base import kinds_of
+from pvg.config.experiment import SECTION_NAMES, TABLES, Experiment
+from pvg.config.servers import URL_EXAMPLE, URL_PATTERN
+from pvg.errors import ConfigurationError, UsageError, shortened, user_paths
+from pvg.inputs import DEEPEST, check_settings, expanded, read_input
+
+
+def find_experiment(name: str, directory: Path = Path("experiments")) -> Path:
+    """The file of experiment `name`: a path, a name in ./experiments, or a name of an experiment shipped with pvg.
+
+    Raises UsageError, naming the known experiments and the closest one.
+    """
+    return find_named("experiment", name, [directory, *shipped_directories()])
+
+
+@user_paths()
+@user_paths()
+def find_named(kind: str, name: str, places: Sequence[Path]) -> Path:
+    """The TOML file `name` of a `kind` ("experiment", "profile"): a path, or a name in the first folder that has it.
+
+    Raises UsageError, naming the known ones and the closest one.
+    """
+    candidate = Path(name)
+    if candidate.suffix == ".toml":
+        if candidate.is_file():
+            return candidate
+        raise UsageError(f"There is no {kind} file {candidate}.", "Give a path to a TOML file, or a name.")
+    for place in places:
+        if (place / f"{name}.toml").is_file():
+            return place / f"{name}.toml"
+    known = sorted({path.stem for place in places for path in place.glob("*.toml")})
+    hint = nearest(name, known)
+    raise UsageError(
+        f"There is no {kind} {name!r}." + (f" Did you mean {hint!r}?" if hint else ""),
+        f"Known: {', '.join(known) or 'none'}.",
+    )
+
+
+def shipped_directories(kind: str = "experiments") -> list[Path]:
+    """The folder of the experiments (or profiles) shipped with pvg: in the wheel, or next to the package in a
+    checkout."""
+    package = Path(pvg.__file__).parent
+    return [place for place in (package / f"_{kind}", package.parent / kind) if place.is_dir()]
+
+
+def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
+    """Read `path`, apply `key=value` overrides in order, validate.
+
+    Raises ConfigurationError, naming the key, its origin (file or override) and the closest valid key.
+    """
+    data = read_toml(path, "experiment")
+    origins: dict[str, str] = {}
+    settings: list[tuple[str, Any, str]] = []
+    for override in overrides:
+        settings += read_override(override)
+    for key, value, origin in kinds_first(settings):
+        assign(data, key, value)
+        origins[key] = origin
+    return build_experiment(data, str(path), origins)
+
+
+def read_toml(path: Path, kind: str) -> dict[str, Any]:
+    """The data of a TOML file of a `kind`. Raises UsageError or ConfigurationError, naming the file."""
+    try:
+        return parse_toml(read_input(path).decode(), str(path))
+    except FileNotFoundError:
+        raise UsageError(f"There is no {kind} file {path}.") from None
+    except OSError as error:
+        raise UsageError(f"The {kind} file {path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{path} is not valid TOML: {error}.") from None
+
+
+def parse_toml(text: str, origin: str) -> dict[str, Any]:
+    """The data of a TOML text. Raises ConfigurationError, naming `origin`, for invalid TOML or impossible values."""
+    try:
+        data = tomllib.loads(text)
+    except RecursionError:
+        raise ConfigurationError(f"{origin}: the values are nested more than {DEEPEST} levels deep.") from None
+    except ValueError as error:  # TOMLDecodeError, or Python's limit on the digits of an integer
+        raise ConfigurationError(f"{origin} is not valid TOML: {str(error).partition(';')[0].rstrip('.')}.") from None
+    check_settings(data, origin)
+    return data
+
+
+def build_experiment(data: dict[str, Any], origin: str = "", overrides: dict[str, str] | None = None) -> Experiment:
+    """Validate plain data. `origin` and `overrides` (key -> its origin) serve only the error message."""
+    try:
+        return Experiment.model_validate(data)
+    except ValidationError as error:
+        raise _explain(error, data, origin, overrides or {}) from None
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """`key=value` -> (key, value). The value is parsed as TOML, or is a plain string if it is not TOML."""
+    key, separator, value = text.partition("=")
+    key = key.strip()
+    if not separator or not key:
+        raise UsageError(f"--set {text!r} must have the form key=value.", "For example: --set training.steps=30")
+    if key.count(".") >= DEEPEST:
+        raise ConfigurationError(f"--set {shortened(key)}: the key has more than {DEEPEST} parts.")
+    return key, _value(key, value)
+
+
+def _value(key: str, text: str) -> Any:
+    """The TOML value of the text, or the text itself if it is not TOML."""
+    try:
+        found = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        found = {}
+    except RecursionError:
+        raise ConfigurationError(f"{shortened(key)}: the value is nested more than {DEEPEST} levels deep.") from None
+    except ValueError as error:
+        raise ConfigurationError(f"{shortened(key)}: {str(error).partition(';')[0]}.") from None
+    value = found["value"] if found.keys() == {"value"} else text.strip()
+    check_settings({key: value}, shortened(f"--set {key}={text}"))
+    return value
+
+
+def read_override(text: str) -> list[tuple[str, Any, str]]:
+    """The settings of `--set TEXT` as (key, value, origin): one for `key=value`, all in a TOML file for `@FILE`. Raises
+    UsageError and ConfigurationError."""
+    if not text.startswith("@"):
+        return [(*parse_override(text), shortened(f"--set {text}"))]
+    path = expanded(text[1:], "--set")
+    return [(key, value, str(path)) for key, value in leaves(read_toml(path, "settings"))]
+
+
+def leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of all settings in a table, for dotted, quoted and nested keys."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def parse_list(text: str) -> tuple[str, list[Any]]:
+    """`key=a,b,c` -> (key, [a, b, c]): TOML values if the whole list is TOML, otherwise value by value."""
+    key, separator, values = text.partition("=")
+    key = key.strip()
+    whole = _value(key, f"[{values}]")
+    found = whole if isinstance(whole, list) else [_value(key, value) for value in values.split(",") if value.strip()]
+    if not separator or not key or not found:
+        raise UsageError(f"{text!r} must have the form key=a,b,c.", "For example: rollout.engine.max_rows=8,64,256")
+    return key, found
+
+
+def kinds_first(settings: Sequence[tuple[str, Any, str]]) -> list[tuple[str, Any, str]]:
+    """The settings (key, value, origin) in their order, but those that choose the kind of a table before all others:
+    the order of `-s training.kl.target=0.1 -s training.kl=adaptive` does not matter."""
+    return sorted(settings, key=lambda setting: not _chooses_kind(setting[0]))
+
+
+def _chooses_kind(key: str) -> bool:
+    return key in TABLES or key.removesuffix(".kind") in TABLES
+
+
+def assign(data: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in plain data. A tagged table that gets another kind starts with the defaults of that kind.
+
+    `value` is copied: a later key inside a table does not change the caller's table.
+    """
+    if key in TABLES and not isinstance(value, dict):
+        key += ".kind"
+    *sections, leaf = key.split(".")
+    node, place = data, ""
+    for section in sections:
+        place = f"{place}.{section}".lstrip(".")
+        if place in TABLES and isinstance(node.get(section), str):
+            node[section] = {"kind": node[section]}
+        node = node.setdefault(section, {})
+        if not isinstance(node, dict):
+            raise ConfigurationError(f"--set {key}: {section!r} is a setting, not a section.")
+    if leaf == "kind" and place in TABLES and node.get("kind", TABLES[place].default) != value:
+        node.clear()
+    node[leaf] = copy.deepcopy(value)
+
+
+def _explain(
+    error: ValidationError, data: dict[str, Any], origin: str, overrides: dict[str, str]
+) -> ConfigurationError:
+    """pydantic's first error as one line that tells the user what to change."""
+    first = _first(error)
+    key = ".".join(str(part) for part in first["loc"] if part not in SECTION_NAMES)
+    where = next((where for set_, where in reversed(overrides.items()) if _overlap(key, set_)), origin)
+    suffix = f" ({where})" if where else ""
+    if first["type"] == "extra_forbidden":
+        if key in valid_keys():  # a setting of another kind
+            return ConfigurationError(f"{_of_another_kind(key, data)}{suffix}.")
+        hint = nearest_key(key)
+        return ConfigurationError(
+            f"Unknown key {key!r}{suffix}." + (f" The nearest valid key is {hint!r}." if hint else ""),
+            "See `pvg config schema` for all keys.",
+        )
+    if first["type"] == "value_error":
+        message = str(first["msg"]).removeprefix("Value error, ")
+        message = message if key in message else f"{key}: {message}"
+        return ConfigurationError(f"{message}{suffix}.")
+    if first["type"].startswith("union_tag"):
+        choices = ", ".join(TABLES[key].kinds())
+        return ConfigurationError(f"{key}: {_kind_problem(first['input'])}; its kinds are {choices}{suffix}.")
+    given = repr(first["input"])
+    if first["type"] == "string_pattern_mismatch" and first["ctx"]["pattern"] == URL_PATTERN:
+        return ConfigurationError(f"{key}: {given[:60]} is not a server address{suffix}.", URL_EXAMPLE)
+    return ConfigurationError(f"{key}: {first['msg']}, not {given[:60]}{suffix}.")
+
+
+def _first(error: ValidationError) -> Any:
+    """pydantic's first error. A setting that takes pvg's names or a user's FILE.py:NAME has two errors; this chooses
+    the one that matches the given value."""
+    complaints = error.errors()
+    first = complaints[0]
+    if not first["loc"] or not str(first["loc"][-1]).startswith("literal["):
+        return first
+    own = ".py" in str(first["input"])
+    message = (
+        "Input should be FILE.py:NAME, such as 'mine.py:my_function'" if own else f"{first['msg']} or FILE.py:NAME"
+    )
+    return {**first, "loc": first["loc"][:-1], "msg": message}
+
+
+def _overlap(key: str, other: str) -> bool:
+    """Whether two dotted keys are equal or one contains the other."""
+    return bool(key) and (f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."))
+
+
+def _kind_problem(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"there is no kind {str(value.get('kind'))[:60]!r}"
+    return f"{str(value)[:60]} is no kind, and it is a table"
+
+
+def _of_another_kind(key: str, data: dict[str, Any]) -> str:
+    """That `key` belongs to other kinds of its table than the one that is set."""
+    place, _, leaf = key.rpartition(".")
+    table, node = TABLES[place], data
+    for section in place.split("."):
+        node = node[section]
+    kinds = [repr(kind) for section in table.sections if leaf in section.model_fields for kind in kinds_of(section)]
+    plural = "kinds" if len(kinds) > 1 else "kind"
+    return f"{key} belongs to {plural} {', '.join(kinds)}, not to {node.get('kind', table.default)!r}"
+
+
+def nearest_key(key: str) -> str | None:
+    """The valid key or section closest to `key`: by the whole key, or by its last part."""
+    keys = valid_keys()
+    sections = {".".join(parts[:end]) for parts in (k.split(".") for k in keys) for end in range(1, len(parts))}
+    if hint := nearest(key, [*keys, *sorted(sections)]):
+        return hint
+    leaves = {k.rsplit(".", 1)[-1]: k for k in [*sorted(TABLES), *reversed(keys)]}
+    leaf = nearest(key.rsplit(".", 1)[-1], list(leaves))
+    return leaves[leaf] if leaf else None
+
+
+def valid_keys() -> list[str]:
+    """Every dotted key that an experiment file may contain."""
+    keys: list[str] = []
+
+    def walk(model: type[BaseModel], prefix: str) -> None:
+        for name, info in model.model_fields.items():
+            annotation = info.annotation
+            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+                walk(annotation, f"{prefix}{name}.")
+            elif (table := TABLES.get(f"{prefix}{name}")) is not None:
+                for section in table.sections:
+                    walk(section, f"{prefix}{name}.")
+            else:
+                keys.append(f"{prefix}{name}")
+
+    walk(Experiment, "")
+    return list(dict.fromkeys(keys))
+
+
+def nearest(word: str, known: Sequence[str]) -> str | None:
+    """The known word closest to `word`, if any is similar."""
+    if len(word) > 2 * max(map(len, known), default=0):
+        return None
+    found = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:
+    """Lines `key: before -> after` for every setting that differs, sorted by key."""
+    lines = []
+    for key in sorted(before.keys() | after.keys()):
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            lines += differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            lines.append(f"{prefix}{key}: {_shown(old)} -> {_shown(new)}")
+    return lines
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else orjson.dumps(value).decode()

@@ -1,0 +1,65 @@
+"""`[evaluate]`, `[telemetry]` and `[store]`: sections that change nothing that a run computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+)
+
+from pvg.config.base import Count, Folder, Fraction, NotEmpty, Positive, Section, _names
+
+
+class Evaluate(Section):
+    """What `pvg evaluate` measures of a run whose rounds are finished, and with how much effort. Changes nothing that
+    the run computed, so it may be set for a run that is over."""
+
+    problems: Annotated[int, Field(ge=2)] = Field(128, description="Test problems.")
+    samples: Annotated[int, Field(ge=2)] = Field(8, description="Solutions per problem and role.")
+    attacks: Annotated[tuple[Literal["src", "cgc", "goodhart"], ...], Field(strict=False), BeforeValidator(_names)] = (
+        Field(
+            ("src", "cgc", "goodhart"),
+            description="Rewards of the attackers.",
+        )
+    )
+    attack_steps: Annotated[int, Field(ge=1, le=100_000)] = Field(
+        200, description="Optimizer steps after which an attack ends without success."
+    )
+    attack_window: Count = Field(10, description="Batches that the criterion is averaged over.")
+    attack_error_rate: Fraction = Field(
+        0.95, description="Share of well-formed wrong solutions that an exploit needs (arXiv 2407.13692)."
+    )
+    attack_groups: Count | None = Field(None, description="Groups per batch of attackers. Unset: training.groups.")
+    attack_cgc_floor: float | None = Field(
+        None, description="Floor of the cgc attacker's reward. Unset: by the round's own scores (docs/evaluation.md)."
+    )
+    baseline_probes: Annotated[int, Field(ge=1, le=90)] = Field(
+        6, description="Points on the trajectory of the baseline, besides its start."
+    )
+
+
+class Telemetry(Section):
+    """What is watched, and when it warns. Changes nothing that is computed."""
+
+    event_loop: Literal["uvloop", "asyncio"] = Field("uvloop", description="Event loop.")
+    stall_s: Positive = Field(600.0, description="Alert when no step has ended for this many seconds.")
+    sinks: Annotated[
+        tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False), BeforeValidator(_names)
+    ] = Field((), description="Where curves are also written.")
+    metrics_port: Annotated[int, Field(ge=0, lt=65536)] = Field(
+        0, description="Port of the Prometheus endpoint on 127.0.0.1. 0: none."
+    )
+    alert_command: Annotated[tuple[NotEmpty, ...], Field(strict=False)] = Field(
+        (),
+        description="Program and arguments for each alert, which is JSON on standard input. Empty: none.",
+    )
+
+
+class Store(Section):
+    """Where runs are stored, and how often they commit."""
+
+    root: Folder = Field(Path("runs"), description="Folder of the runs.")
+    commit_every: Count = Field(10, description="Optimizer steps between two commits.")

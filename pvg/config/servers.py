@@ -1,0 +1,127 @@
+"""`[serving]` and `[weights]`: vLLM servers, and how trained weights get to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+from urllib.parse import urlsplit
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    model_validator,
+)
+
+from pvg.config.base import ByKind, Count, Folder, Positive, Section, _names
+
+URL_PATTERN = r"^https?://[^/\s]+/?$"
+URL_EXAMPLE = "Write http:// or https://, host and port, and no path: http://127.0.0.1:8000"
+Url = Annotated[str, Field(pattern=URL_PATTERN)]
+
+
+def _addresses(value: tuple[str, ...]) -> tuple[str, ...]:
+    """Each server once, however its address is written. Raises ValueError for an impossible host or port."""
+    for url in value:
+        try:
+            parts = urlsplit(url)
+            possible = bool(parts.hostname) and parts.port != 0 and not parts.username and parts.path in ("", "/")
+        except ValueError:  # a port beyond 65535, or half a bracket
+            possible = False
+        if not possible or set(url) & set("?#@\\"):
+            raise ValueError(f"{url!r} is not the address of a server. {URL_EXAMPLE}")
+    return tuple(dict.fromkeys(url.rstrip("/").lower() for url in value))
+
+
+# One, several with commas, or a list.
+Urls = Annotated[tuple[Url, ...], Field(strict=False), BeforeValidator(_names), AfterValidator(_addresses)]
+
+
+class Serving(Section):
+    """vLLM servers: where they are, how they are asked, and how `pvg serve` starts one. Changes nothing that is
+    computed, so a run may be resumed with other servers."""
+
+    probe_every_s: ClassVar[float] = 2.0  # between two health checks: a fraction of the time that a restart takes
+    retries: ClassVar[int] = 5  # of a request after server failures, with growing pauses: about half a minute
+
+    servers: Urls = Field(("http://127.0.0.1:8000",), description="Addresses of the prover's servers.")
+    verifier_servers: Urls = Field(
+        (), description='Addresses of the verifier\'s servers, for verifier.engine = "vllm".'
+    )
+    reference_servers: Urls = Field(
+        (),
+        description="Addresses of servers of the verifier's initial weights. Empty: this process.",
+    )
+    connections: Count | None = Field(
+        None, description="Connections to all servers. Unset: derived from rollout.concurrency."
+    )
+    share_prefix: bool = Field(True, description="Whether prompts with the same beginning share a cache.")
+    seeded: bool = Field(True, description="Whether each request has a seed. false: faster on a GPU, not repeatable.")
+    probe_timeout_s: Positive = Field(
+        15.0, description="Seconds without an answer after which a server counts as down."
+    )
+    unavailable_s: Positive = Field(120.0, description="Seconds that a request waits for any server.")
+    max_num_seqs: Count = Field(256, description="Rows that the server decodes together.")
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        0.9, description="Share of the GPU's memory that the server takes."
+    )
+    max_model_len: Count | None = Field(None, description="Longest sequence in tokens. Unset: the model's own limit.")
+    tensor_parallel: Count = Field(1, description="GPUs per server.")
+    startup_s: Positive = Field(900.0, description="Seconds that a server may take to start.")
+    extra_args: Annotated[tuple[str, ...], Field(strict=False)] = Field((), description="Further arguments for vLLM.")
+
+
+Checksums = Literal["first", "always", "never"]
+CHECKSUMS = "When tensors are compared bit by bit: at the first update that changes them, always, or never."
+
+
+class FileTransport(Section):
+    """Whole weights travel through a shared folder."""
+
+    kind: Literal["filesystem"] = "filesystem"
+    checksums: Checksums = Field("first", description=CHECKSUMS)
+    keep_kv: bool = Field(False, description="Whether requests in flight keep the old weights' keys and values.")
+
+
+class LoraTransport(Section):
+    """Adapters alone travel through a shared folder. Needs training.adapters."""
+
+    kind: Literal["lora"] = "lora"
+
+
+class DeviceTransport(Section):
+    """EXPERIMENTAL: no GPU has run it. Weights travel from GPU to GPU, by NCCL or by CUDA IPC."""
+
+    kind: Literal["nccl", "ipc"] = "nccl"
+    experimental: bool = Field(False, description="Must be true: you know that no GPU has run this transport.")
+    checksums: Checksums = Field("first", description=CHECKSUMS)
+
+    @model_validator(mode="after")
+    def _experimental(self) -> DeviceTransport:
+        if not self.experimental:
+            raise ValueError(
+                f"weights.transport = {self.kind!r} is experimental: no GPU has run it. Use 'filesystem', or set "
+                "weights.transport.experimental = true to try it"
+            )
+        return self
+
+
+TransportSection = Annotated[FileTransport | LoraTransport | DeviceTransport, ByKind("filesystem")]
+
+
+class Weights(Section):
+    """How trained weights get to the servers, and how their arrival is proven."""
+
+    timeout_s: ClassVar[float] = 600.0  # of an update: gigabytes over a slow disk take minutes
+
+    transport: TransportSection = FileTransport()
+    client: Literal["dedicated", "shared"] = Field(
+        "dedicated", description="Whether weight updates use separate connections, or those of generation."
+    )
+    root: Folder = Field(Path("runs/.weights"), description="Folder that the trainer and the servers share.")
+    canary_prompts: Annotated[int, Field(ge=0)] = Field(
+        4, description="Prompts that trainer and servers score after each update. 0: no check."
+    )
+    canary_tolerance: Positive | None = Field(
+        None, description="Largest log-prob gap in nats. Unset: by the data type."
+    )

@@ -1,0 +1,112 @@
+"""`[task]`: the kinds of tasks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    Field,
+    model_validator,
+)
+
+from pvg.config.base import ByKind, Count, DataFolder, Folder, Fraction, Positive, Section
+from pvg.config.hub_ids import is_hub_id
+from pvg.extensions import Reference
+
+
+class ModchainTask(Section):
+    """Chains of modular sums, made on the fly: `7+5+8?` -> `7+5=2;2+8=0;A0`."""
+
+    kind: Literal["modchain"] = "modchain"
+    min_terms: Annotated[int, Field(ge=2, le=64)] = Field(5, description="Smallest number of terms of a problem.")
+    max_terms: Annotated[int, Field(ge=2, le=64)] = Field(5, description="Largest number of terms of a problem.")
+    modulus: Annotated[int, Field(ge=2, le=100)] = Field(10, description="Sums are modulo this number.")
+    problems: Count = Field(8192, description="Training problems.")
+    test_problems: Count = Field(1024, description="Test problems.")
+    seed: int = Field(0, description="Seed of the problems.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ModchainTask:
+        if self.min_terms > self.max_terms:
+            raise ValueError(f"min_terms ({self.min_terms}) is above max_terms ({self.max_terms})")
+        return self
+
+
+def _local(path: Path | None) -> Path | None:
+    if path is not None and is_hub_id(str(path)):
+        raise ValueError(f"{str(path)!r}: only task.kind = 'gsm8k' reads a dataset of the hub")
+    return path
+
+
+class Gsm8kTask(Section):
+    """Grade-school word problems. `path`: a folder with train and test as .jsonl or .parquet, or a dataset of the
+    Hugging Face hub, such as "hf:openai/gsm8k"."""
+
+    kind: Literal["gsm8k"] = "gsm8k"
+    path: DataFolder | None = Field(
+        None,
+        description='Folder with train and test as .jsonl or .parquet, or a hub dataset such as "hf:openai/gsm8k".',
+    )
+    limit: Count | None = Field(None, description="Most problems read per split. Unset: all.")
+    max_steps: Count | None = Field(
+        None, description="Only problems whose published solution takes at most this many calculations. Unset: all."
+    )
+
+
+class ReasoningGymTask(Section):
+    """A dataset of the reasoning-gym package (extra `reasoning-gym`), graded by its own grader."""
+
+    kind: Literal["reasoning_gym"] = "reasoning_gym"
+    dataset: str = Field("chain_sum", description="Name of the dataset in reasoning-gym.")
+    settings: dict[str, Any] = Field(default_factory=dict, description="Settings of the dataset.")
+    problems: Count = Field(1024, description="Training problems.")
+    test_problems: Count = Field(256, description="Test problems.")
+    threshold: Fraction = Field(1.0, description="Score of the grader from which a solution counts as correct.")
+    seed: int = Field(0, description="Seed of the problems.")
+
+
+class CodeTask(Section):
+    """Programming problems with hidden tests, graded by execution in a sandbox; `path` holds train.jsonl and test.jsonl
+    in the forms of pvg/tasks/code/reading.py. Without it problems are made, some 400 in both splits."""
+
+    kind: Literal["code"] = "code"
+    path: Annotated[Folder | None, AfterValidator(_local)] = Field(
+        None,
+        description="Folder with train.jsonl and test.jsonl (pvg/tasks/code/reading.py). Unset: pvg makes problems.",
+    )
+    limit: Count | None = Field(None, description="Most problems read per split. Unset: all.")
+    unusable: Literal["refuse", "skip"] = Field(
+        "refuse", description="What happens to read problems that have no test, or whose reference fails a test."
+    )
+    problems: Count = Field(320, description="Training problems that pvg makes.")
+    test_problems: Count = Field(64, description="Test problems that pvg makes.")
+    visible_tests: Count = Field(3, description="Tests of a problem that its prompt shows.")
+    seed: int = Field(0, description="Seed of the problems.")
+    sandbox: Literal["full", "reduced"] = Field(
+        "full",
+        description='"full": only in a complete sandbox (docs/sandbox.md). "reduced": with what this machine has.',
+    )
+    workers: Count | None = Field(None, description="Programs that run at once. Unset: one per core.")
+    cpu_s: Positive = Field(2.0, description="CPU time of a solution in seconds, for all its tests together.")
+    memory_mb: Count = Field(256, description="Memory of a solution in MB.")
+    output_kb: Count = Field(256, description="Output of a solution in kB.")
+
+
+class CustomTask(Section):
+    """A task in a file of the user's own: `source` names the class, made with `settings` (docs/research.md)."""
+
+    kind: Literal["custom"] = "custom"
+    source: Reference = Field("my_task.py:MyTask", description="The class of the task.")
+    settings: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the class.")
+
+
+TASKS: dict[str, type[Section]] = {
+    "modchain": ModchainTask,
+    "gsm8k": Gsm8kTask,
+    "reasoning_gym": ReasoningGymTask,
+    "code": CodeTask,
+    "custom": CustomTask,
+}
+TaskSection = Annotated[ModchainTask | Gsm8kTask | ReasoningGymTask | CodeTask | CustomTask, ByKind("modchain")]

@@ -1,0 +1,311 @@
+"""`[training]`: what the prover learns from, and how."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import (
+    Field,
+    model_validator,
+)
+
+from pvg.config.base import ByKind, Count, Fraction, Positive, Section
+from pvg.config.models import Adapters, NoAdapters
+from pvg.extensions import Reference
+
+Rates = Annotated[tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...], Field(strict=False, min_length=1)]
+Shares = Annotated[tuple[Fraction, ...], Field(strict=False, min_length=2)]
+Clip = Annotated[float, Field(gt=0.0)] | None
+
+
+class ClippedLoss(Section):
+    """Policy losses that clip the probability ratio on both sides. `dapo` has no KL term."""
+
+    kind: Literal["grpo", "dr_grpo", "dapo", "gspo", "reinforce_pp", "rae"] = "grpo"
+    clip_low: Clip = Field(None, description="The ratio is clipped below 1 - clip_low. Unset: the loss's own value.")
+    clip_high: Clip = Field(None, description="The ratio is clipped above 1 + clip_high. Unset: the loss's own value.")
+
+
+class CappedLoss(Section):
+    """CISPO: the ratio is a weight with an upper limit."""
+
+    kind: Literal["cispo"] = "cispo"
+    clip_low: ClassVar[Clip] = None
+    clip_high: Clip = Field(None, description="The weight is at most 1 + clip_high. Unset: the loss's own value.")
+
+
+class UnclippedLoss(Section):
+    """RLOO: plain REINFORCE without a ratio."""
+
+    kind: Literal["rloo"] = "rloo"
+    clip_low: ClassVar[Clip] = None
+    clip_high: ClassVar[Clip] = None
+
+
+class SpoLoss(Section):
+    """SPO: the baseline is a tracked value of each problem and role, so it needs no groups."""
+
+    kind: Literal["spo"] = "spo"
+    clip_low: Clip = Field(None, description="The ratio is clipped below 1 - clip_low. Unset: the loss's own value.")
+    clip_high: Clip = Field(None, description="The ratio is clipped above 1 + clip_high. Unset: the loss's own value.")
+
+
+class OwnLoss(Section):
+    """A `PolicyLoss` in a file of your own."""
+
+    kind: Reference
+    clip_low: Clip = Field(None, description="The ratio is clipped below 1 - clip_low. Unset: the loss's own value.")
+    clip_high: Clip = Field(None, description="The ratio is clipped above 1 + clip_high. Unset: the loss's own value.")
+
+
+Loss = Annotated[ClippedLoss | CappedLoss | UnclippedLoss | SpoLoss | OwnLoss, ByKind("grpo")]
+Estimator = Literal["k3_k2", "k1_k2", "k2", "k3"]
+
+
+class NoKl(Section):
+    """No KL term, and no forward pass of the base prover."""
+
+    kind: Literal["none"] = "none"
+    coefficient: ClassVar[float] = 0.0
+    estimator: ClassVar[Estimator] = "k3_k2"
+    target: ClassVar[float | None] = None
+
+
+class FixedKl(Section):
+    """A penalty on the KL divergence to the base prover, with a fixed coefficient."""
+
+    kind: Literal["fixed"] = "fixed"
+    coefficient: Positive = Field(0.02, description="Coefficient of the KL penalty.")
+    estimator: Estimator = Field(
+        "k3_k2",
+        description="Value and gradient of the penalty (docs/learning.md): k3_k2 has k3's value and k2's gradient.",
+    )
+    target: ClassVar[float | None] = None
+
+
+class AdaptiveKl(Section):
+    """A penalty on the KL divergence to the base prover, with a coefficient that follows the measured KL."""
+
+    kind: Literal["adaptive"] = "adaptive"
+    coefficient: Positive = Field(0.02, description="Coefficient of the KL penalty in the first step.")
+    estimator: Estimator = Field(
+        "k3_k2",
+        description="Value and gradient of the penalty (docs/learning.md): k3_k2 has k3's value and k2's gradient.",
+    )
+    target: Positive = Field(0.05, description="KL in nats per token at which the coefficient stays as it is.")
+
+
+Kl = Annotated[NoKl | FixedKl | AdaptiveKl, ByKind("fixed")]
+
+
+class NoEntropy(Section):
+    """Only the metric `entropy`: the mean of -log pi of the sampled tokens."""
+
+    kind: Literal["none"] = "none"
+    coefficient: ClassVar[float] = 0.0
+    target: ClassVar[float | None] = None
+
+
+class ExactEntropy(Section):
+    """Also the metric `entropy_exact`: the entropy of the whole distribution."""
+
+    kind: Literal["exact"] = "exact"
+    coefficient: ClassVar[float] = 0.0
+    target: ClassVar[float | None] = None
+
+
+class EntropyBonus(Section):
+    """An entropy bonus in the objective, with a fixed coefficient."""
+
+    kind: Literal["bonus"] = "bonus"
+    coefficient: Positive = Field(0.001, description="Coefficient of the exact entropy in the objective.")
+    target: ClassVar[float | None] = None
+
+
+# What AdaptiveEntropy's coefficient grows to. Beyond it the bonus outweighs the reward, and the policy becomes noise.
+MOST_ENTROPY_BONUS = 0.01
+
+
+class AdaptiveEntropy(Section):
+    """An entropy bonus that acts and grows while the entropy is below its target."""
+
+    kind: Literal["adaptive"] = "adaptive"
+    coefficient: Annotated[float, Field(ge=0.0, le=MOST_ENTROPY_BONUS)] = Field(
+        0.0, description="Coefficient of the exact entropy in the first step."
+    )
+    target: Positive = Field(0.2, description="Entropy in nats per token below which the bonus acts and grows.")
+
+
+Entropy = Annotated[NoEntropy | ExactEntropy | EntropyBonus | AdaptiveEntropy, ByKind("none")]
+Level = Literal["token", "sequence", "geometric"] | None
+
+
+class NoImportance(Section):
+    """No importance weights. The ratio is clipped around the policy that sampled."""
+
+    kind: Literal["none"] = "none"
+    high: ClassVar[float] = 5.0
+    low: ClassVar[float] = 0.0
+    level: ClassVar[Level] = None
+
+
+class DecoupledImportance(Section):
+    """Stale rollouts only: the ratio is clipped around the policy at batch start, with truncated importance weights."""
+
+    kind: Literal["decoupled"] = "decoupled"
+    high: Positive = Field(5.0, description="Largest importance weight. A larger one becomes this.")
+    low: ClassVar[float] = 0.0
+    level: Level = Field(
+        None,
+        description="Ratio of the token, the sequence, or its geometric mean. Unset: token; for gspo geometric.",
+    )
+
+
+class UnweightedImportance(Section):
+    """Stale rollouts only: the ratio is clipped around the policy at batch start, without importance weights."""
+
+    kind: Literal["unweighted"] = "unweighted"
+    high: ClassVar[float] = 5.0
+    low: ClassVar[float] = 0.0
+    level: ClassVar[Level] = None
+
+
+class TruncatedImportance(Section):
+    """All rollouts: the ratio is clipped around the policy at batch start, with truncated importance weights."""
+
+    kind: Literal["truncated"] = "truncated"
+    high: Positive = Field(5.0, description="Largest importance weight. A larger one becomes this.")
+    low: ClassVar[float] = 0.0
+    level: Level = Field(
+        None,
+        description="Ratio of the token, the sequence, or its geometric mean. Unset: token; for gspo geometric.",
+    )
+
+
+class MaskedImportance(Section):
+    """All rollouts: as `truncated`, but tokens with a weight outside the limits get the weight 0."""
+
+    kind: Literal["masked"] = "masked"
+    high: Annotated[float, Field(ge=1.0)] = Field(5.0, description="Largest importance weight. A larger one becomes 0.")
+    low: Fraction = Field(0.5, description="Smallest importance weight. A smaller one becomes 0.")
+    level: Level = Field(
+        None,
+        description="Ratio of the token, the sequence, or its geometric mean. Unset: token; for gspo geometric.",
+    )
+
+    @model_validator(mode="after")
+    def _range(self) -> MaskedImportance:
+        if self.low >= self.high:
+            raise ValueError(
+                f"training.importance.low = {self.low} is not below training.importance.high = {self.high}"
+            )
+        return self
+
+
+Importance = Annotated[
+    NoImportance | DecoupledImportance | UnweightedImportance | TruncatedImportance | MaskedImportance, ByKind("none")
+]
+
+
+class AllProblems(Section):
+    """All problems in turn."""
+
+    kind: Literal["none"] = "none"
+
+
+class BucketCurriculum(Section):
+    """Problems by difficulty: tracked success rates put each problem into a bucket, and each bucket has its share."""
+
+    kind: Literal["buckets"] = "buckets"
+    edges: Rates = Field((0.2, 0.8), description="Success rates between the buckets, rising: hard, middle, easy.")
+    shares: Shares = Field(
+        (0.25, 0.5, 0.25), description="Share of each role's groups in a batch, from hard to easy. They sum to 1."
+    )
+
+    @model_validator(mode="after")
+    def _buckets(self) -> BucketCurriculum:
+        edges, shares = self.edges, self.shares
+        if any(low >= high for low, high in pairwise(edges)):
+            raise ValueError(f"training.curriculum.edges = {list(edges)} must rise")
+        if len(shares) != len(edges) + 1:
+            raise ValueError(
+                f"training.curriculum.shares has {len(shares)} shares, but {len(edges)} training.curriculum.edges make "
+                f"{len(edges) + 1} buckets"
+            )
+        if abs(sum(shares) - 1.0) > 1e-6:
+            raise ValueError(f"training.curriculum.shares = {list(shares)} sum to {sum(shares):g}, not to 1")
+        return self
+
+
+class PrioritisedCurriculum(Section):
+    """Problems with an uncertain outcome are drawn more often."""
+
+    kind: Literal["prioritised"] = "prioritised"
+    edges: ClassVar[Rates] = (0.2, 0.8)  # only for the metrics success_hard and success_easy
+
+
+CurriculumSection = Annotated[AllProblems | BucketCurriculum | PrioritisedCurriculum, ByKind("none")]
+
+
+class Training(Section):
+    """Prover training: one step is one optimizer step over a batch of groups. A loss may be FILE.py:NAME, code of the
+    user's own."""
+
+    loss: Loss = ClippedLoss()
+    kl: Kl = FixedKl()
+    entropy: Entropy = NoEntropy()
+    importance: Importance = NoImportance()
+    curriculum: CurriculumSection = AllProblems()
+    adapters: Adapters = NoAdapters()
+    groups: Count = Field(32, description="Groups sampled per batch.")
+    steps: Annotated[int, Field(ge=0)] = Field(60, description="Optimizer steps per round.")
+    minibatches: Count = Field(1, description="Optimizer steps per sampled batch.")
+    micro_batch_tokens: Count = Field(16_384, description="Tokens per micro-batch, padding included.")
+    micro_batch_memory_mb: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="MB of a forward and backward pass; pvg measures how many tokens fit. 0: no limit.",
+    )
+    micro_batch_rollouts: Count | None = Field(
+        None, description="Most rollouts per micro-batch. Unset: as many as the tokens allow."
+    )
+    shared_prompts: bool = Field(
+        True, description="Whether equal prompts and equal rows of a micro-batch are computed once."
+    )
+    learning_rate: Positive = Field(1e-4, description="Learning rate of AdamW.")
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Precision of the forward and backward pass."
+    )
+    fused_layers: bool = Field(
+        True, description="Whether norms and rotary embeddings of Llama and Qwen2 take few passes."
+    )
+    blocked_layers: bool | None = Field(
+        None,
+        description="Whether a layer runs on blocks that fit a CPU cache. Unset: with one thread on AMD.",
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="Whether the backward pass computes activations again, to save memory."
+    )
+    router_replay: bool = Field(
+        False, description="Mixtures of experts: whether the trainer uses the experts that the sampler used."
+    )
+    dynamic_sampling: Annotated[int, Field(ge=0)] = Field(
+        0, description="Rounds of further groups that replace groups with equal rewards. 0: such groups stay."
+    )
+    overlong_buffer: Annotated[int, Field(ge=0)] = Field(
+        0, description="Tokens before rollout.max_tokens from which a penalty grows to 1. 0: no penalty."
+    )
+
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """Whether entropy is part of the objective, be it at times with a coefficient of 0."""
+        return self.entropy.kind in ("bonus", "adaptive")
+
+    @property
+    def exact_entropy(self) -> bool:
+        return self.entropy.kind != "none"
+
+    @property
+    def groupless(self) -> bool:
+        """Whether the loss takes no statistics of groups: a group of one teaches as much as any."""
+        return self.loss.kind in ("spo", "rae")

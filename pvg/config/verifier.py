@@ -1,0 +1,137 @@
+"""`[verifier]`: the verifier's head, its loss and its scorer."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import (
+    Field,
+    model_validator,
+)
+
+from pvg.config.base import ByKind, Count, Positive, Section, Weight
+from pvg.config.models import Adapters, NoAdapters
+from pvg.extensions import Reference
+
+
+class LogprobHead(Section):
+    """The score is `beta` times the log-probability of the solution minus that under the initial weights."""
+
+    kind: Literal["implicit"] = "implicit"
+    beta: Positive = Field(1.0, description="Scale of the score.")
+
+
+class LastTokenHead(Section):
+    """The score is read at the last token: `scalar` by a trained linear layer, `yes_token` as the logit of "yes" minus
+    that of "no"."""
+
+    kind: Literal["scalar", "yes_token"] = "scalar"
+
+
+class OwnHead(Section):
+    """A verifier in a file of your own."""
+
+    kind: Reference
+
+
+Head = Annotated[LogprobHead | LastTokenHead | OwnHead, ByKind("implicit")]
+
+
+class PlainRisk(Section):
+    """`none`: the mean over all pairs. `balanced`: the mean of the sources' mean losses."""
+
+    kind: Literal["none", "balanced"] = "none"
+    strength: ClassVar[float] = 0.0
+
+
+class PenalisedRisk(Section):
+    """A penalty on differences between the sources: `vrex` (arXiv 2003.00688) or `irm` (arXiv 1907.02893)."""
+
+    kind: Literal["vrex", "irm"] = "vrex"
+    strength: Weight = Field(1.0, description="Coefficient of the penalty.")
+    warmup: Annotated[int, Field(ge=0)] = Field(0, description="Steps in which the penalty grows to its strength.")
+
+
+class WorstCaseRisk(Section):
+    """Sources with a higher loss get more weight (arXiv 1911.08731)."""
+
+    kind: Literal["group_dro"] = "group_dro"
+    strength: Weight = Field(1.0, description="Step size of the sources' weights.")
+
+
+Robust = Annotated[PlainRisk | PenalisedRisk | WorstCaseRisk, ByKind("none")]
+
+
+class SingleVerifier(Section):
+    """One verifier."""
+
+    kind: Literal["none"] = "none"
+    size: ClassVar[int] = 1
+    bag: ClassVar[float] = 1.0
+
+
+class EnsembleOfVerifiers(Section):
+    """Several verifiers score together. The kind says how their scores become one."""
+
+    kind: Literal["mean", "median", "min"] = "mean"
+    size: Annotated[int, Field(ge=2, le=10**12)] = Field(
+        3, description="Number of verifiers, each trained on its own pairs."
+    )
+    bag: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        1.0, description="Share of the mint's problems that each verifier learns from."
+    )
+
+    @model_validator(mode="after")
+    def _median(self) -> EnsembleOfVerifiers:
+        if self.kind == "median" and self.size == 2:
+            raise ValueError("verifier.ensemble.size = 2: the median of two scores is their mean; set it to 3 or more")
+        return self
+
+
+Ensemble = Annotated[SingleVerifier | EnsembleOfVerifiers, ByKind("none")]
+
+
+class RandomPairing(Section):
+    """Each pair is drawn by itself."""
+
+    kind: Literal["random"] = "random"
+    solutions_per_problem: ClassVar[int] = 2
+
+
+class ProblemPairing(Section):
+    """All pairs of whole problems."""
+
+    kind: Literal["problem"] = "problem"
+    solutions_per_problem: Annotated[int, Field(ge=2)] = Field(8, description="Most solutions of a problem.")
+
+
+Pairing = Annotated[RandomPairing | ProblemPairing, ByKind("random")]
+
+
+class Verifier(Section):
+    """The verifier's head, its loss and its scorer. A head and a loss may be FILE.py:NAME, code of the user's own."""
+
+    head: Head = LogprobHead()
+    robust: Robust = PlainRisk()
+    ensemble: Ensemble = SingleVerifier()
+    pairing: Pairing = RandomPairing()
+    adapters: Adapters = NoAdapters()
+    loss: Literal["bradley_terry", "cross_entropy"] | Reference = Field(
+        "bradley_terry", description='Pair loss: "bradley_terry", "cross_entropy", or FILE.py:NAME.'
+    )
+    score_penalty: Weight = Field(0.005, description="Coefficient of the penalty on squared scores.")
+    steps: Count = Field(100, description="Optimizer steps per round.")
+    pairs: Count = Field(64, description="Pairs per optimizer step (pairing by problem: on average).")
+    micro_batch_tokens: Count = Field(16_384, description="Tokens per micro-batch, padding included.")
+    learning_rate: Positive = Field(3e-4, description="Learning rate of AdamW.")
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Precision of the forward and backward pass."
+    )
+    held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        0.1, description="Share of the mint's problems that is kept for calibration and AUC."
+    )
+    cache_entries: Count = Field(100_000, description="Scores that are kept in memory.")
+    score_tokens: Count = Field(16_384, description="Tokens per scoring batch.")
+    engine: Literal["torch", "vllm"] = Field(
+        "torch", description="Where scores are computed: in this process, or on serving.verifier_servers."
+    )

@@ -1,0 +1,313 @@
+"""The two protocols other than the direct one: the decoupled game, and the challenge.
+
+In the decoupled game (Kim and Lee, arXiv 2602.23248) a fixed solver solves every problem of the task once, before the
+first round (SOLVE). The solver is trained only for correctness, or it is the base prover. The
+prover translates its solutions. The faithful role makes them checkable and keeps their answer; the sneaky role changes
+them so that they reach another, wrong answer. The verifier sees problem and translation.
+
+`game.protocol.solver` is "base" (the base prover with its helpful prompt) or the directory of a run, such as one with
+game.reward = "correctness", whose newest prover becomes the solver. Its solutions are stored as rollouts of the phase
+"solve". Every translation stores the solution that it translates.
+
+Invariant: each problem keeps one solver's solution for the whole run, also after kills and resumes.
+
+In the challenge protocol the verifier asks about one step of a solution, and the prover answers.
+
+    question 7+5+8?     prover 7+5=2;2+8=1;A1     verifier 2?     prover 2+8=0;
+
+Each solution gets one question about one step. `game.protocol.step = "weakest"` asks about the step with the lowest
+V(solution up to and including the step) - V(solution before the step). `"random"` draws a step uniformly. The mint
+always draws, because it has no verifier yet. The prover's answer continues its completion. The verifier scores the
+whole completion, question included; the task grades only the solution. A solution without steps, or one that reached
+the length limit, gets no question.
+
+Steps come from the task if it is `SplitsSteps`. Otherwise they are the lines of the text, or the parts between
+semicolons if the text has one line. With `rollout.prompts = "tag"` the question is the step's number and a question
+mark; the other styles quote the step. The choice of a step uses neither role nor grade (invariant 3).
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from pvg.config.experiment import Experiment
+from pvg.config.game import ChallengeProtocol, DecoupledProtocol
+from pvg.errors import ConfigurationError, StateError
+from pvg.game.players import Players
+from pvg.game.session import Session
+from pvg.game.states import Phase
+from pvg.game.statistics import sample_metrics
+from pvg.inputs import expanded
+from pvg.models.tokenizer import Tokenizer
+from pvg.records import BASE_SOURCE, Float32, Grade, Int32, Problem, Role, Rollout, SolverSolution, VersionSpan
+from pvg.rollout.episodes import Environment, Observation, Transcript
+from pvg.seeds import generator_for, seed_for
+from pvg.store.checkpoints import read_checkpoint
+from pvg.store.run_directory import RunDirectory
+from pvg.store.samples import SampleColumns
+from pvg.store.state import FileStateStore
+from pvg.tasks.task import SplitsSteps, Task
+from pvg.telemetry.spans import span
+from pvg.verifier.backend import Scorer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+SOLVER_SOURCE = "solver"
+PROVERS = re.compile(r"round-\d{3}-prover")
+
+
+async def solve(session: Session) -> None:
+    """Run the phase from the last committed chunk on, then enter MINT."""
+    problems = [problem for split in ("train", "test") for problem in session.task.problems(split)]
+    size = session.experiment.rollout.chunk
+    chunks = [problems[first : first + size] for first in range(0, len(problems), size)]
+    done = session.state.step * size
+    info = session.begin("rollouts", len(problems), min(done, len(problems)))
+    started = time.perf_counter()
+    session.first_step()
+    version = session.state.version
+    if session.state.step == 0:
+        version += 1
+    if session.state.step < len(chunks):
+        with span("sync"):
+            tensors = await session.players.compute(lambda: solver_weights(session))
+            await session.players.publish(tensors, version)
+    for number in range(session.state.step, len(chunks)):
+        chunk_started = time.perf_counter()
+        with span("rollout"):
+            rollouts = await _sample(session, chunks[number], number)
+        with span("record"):
+            session.ledger.keep(rollouts)
+            metrics = sample_metrics(SampleColumns.of(rollouts), time.perf_counter() - chunk_started)
+        session.report_step(info, min((number + 1) * size, len(problems)), metrics)
+        await session.commit(step=number + 1, version=version)
+    with span("record"):
+        session.asked.solutions = await read_solutions(session)
+        solved = await session.ledger.sample_columns(0, Phase.SOLVE.value)
+    seconds = time.perf_counter() - started
+    metrics = sample_metrics(solved, seconds)
+    if done:  # an earlier process sampled a part, and this process does not know its seconds
+        del metrics["tokens_per_s"]
+    session.finish_phase(info, metrics, seconds)
+    await session.leave_phase(session.state.enter(Phase.MINT))
+
+
+async def _sample(session: Session, problems: list[Problem], number: int) -> list[Rollout]:
+    orders = [session.order(problem, Role.HELPFUL, group, 1) for group, problem in enumerate(problems)]
+    groups = await session.players.dispatcher.sample(
+        orders,
+        round_=0,
+        source=SOLVER_SOURCE,
+        step=number,
+        seed=seed_for(session.seed, "solve", number),
+        prefix=f"000/solve/{number:05d}",
+    )
+    session.tell_rollouts(groups, number)
+    return [rollout for group in groups for rollout in group.rollouts]
+
+
+async def read_solutions(session: Session) -> dict[str, SolverSolution]:
+    """The committed solutions by problem id."""
+    return solutions_of(await session.ledger.read_rollouts(0, Phase.SOLVE.value))
+
+
+def solutions_of(solved: Iterable[Rollout]) -> dict[str, SolverSolution]:
+    """The solutions by problem id, from the phase's rollouts."""
+    return {
+        r.problem_id: SolverSolution(r.id, r.text, r.grade.answer, r.grade.correct, r.grade.well_formed) for r in solved
+    }
+
+
+def solver_weights(session: Session) -> Mapping[str, Tensor]:
+    """The weights of `game.protocol.solver`, in the shapes of the base prover.
+
+    Raises ConfigurationError if the directory has no finished prover, or one of another model.
+    """
+    protocol, base = session.experiment.game.protocol, session.players.base.weights()
+    assert isinstance(protocol, DecoupledProtocol), "only the decoupled game has a solver"
+    solver = protocol.solver
+    if solver == BASE_SOURCE:
+        return base
+    tensors = read_newest_prover(Path(solver))
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if shapes != {name: tuple(tensor.shape) for name, tensor in base.items()}:
+        raise ConfigurationError(
+            f"The prover of game.protocol.solver = {solver!r} does not have the architecture of models.prover.",
+            "Choose a run that was trained from the same model.",
+        )
+    return tensors
+
+
+def read_newest_prover(directory: Path) -> dict[str, Tensor]:
+    """The weights of the newest finished prover of the run in `directory`. Raises ConfigurationError if it has none."""
+    run = RunDirectory(expanded(directory, "game.protocol.solver"))
+    remedy = 'Set game.protocol.solver to the directory of a run with a finished round (runs/NAME), or to "base".'
+    if not run.state.exists():
+        raise ConfigurationError(f"game.protocol.solver: there is no run in {directory}.", remedy)
+    try:
+        state = FileStateStore(run.state).load().state or {}
+    except StateError as error:
+        raise ConfigurationError(
+            f"game.protocol.solver: the run in {directory} cannot be read: {error}", remedy
+        ) from None
+    names = sorted(name for name in state.get("weights", ()) if PROVERS.fullmatch(name))
+    if not names:
+        raise ConfigurationError(f"game.protocol.solver: the run in {directory} has no finished prover.", remedy)
+    tensors, _ = read_checkpoint(run.weights, names[-1])
+    return tensors
+
+
+Place = tuple[int, int]  # start and end of a step in the text
+
+MOST_QUOTED = 160  # characters of a step that a question quotes; pvg.rollout.episodes.QUOTED_ROOM leaves room for them
+PIECES = {True: re.compile(r"[^\n]+"), False: re.compile(r"[^;]+;?")}
+
+
+class ChallengeContext(Protocol):
+    """The parts of a game that a challenge needs: a `Session` has them, and so does a run under evaluation."""
+
+    @property
+    def experiment(self) -> Experiment: ...
+
+    @property
+    def players(self) -> Players: ...
+
+    @property
+    def task(self) -> Task: ...
+
+    @property
+    def seed(self) -> int: ...
+
+
+def environment_of(session: ChallengeContext, scorer: Scorer | None) -> ChallengeEnvironment | None:
+    """The session's challenge environment; None if the protocol has one turn. `scorer`: of the round's verifier; None
+    if there is no verifier yet."""
+    experiment, protocol = session.experiment, session.experiment.game.protocol
+    if not isinstance(protocol, ChallengeProtocol):
+        return None
+    asked = scorer if protocol.step == "weakest" else None
+    tokenizer, style = session.players.base.tokenizer, experiment.rollout.prompts
+    return ChallengeEnvironment(session.task, tokenizer, style, asked, session.seed, protocol.tokens)
+
+
+def steps_of(task: Task, text: str) -> list[Place]:
+    """Places of the steps of a solution, in order; no step is empty."""
+    if isinstance(task, SplitsSteps):
+        return task.steps(text)
+    found = PIECES["\n" in text.strip()].finditer(text)
+    return [match.span() for match in found if match.group().strip(" \t;")]
+
+
+class ChallengeEnvironment(Environment):
+    """Asks one question per episode and allows an answer of at most `max_tokens` tokens. `scorer` finds the weakest
+    step; None: `seed` and the episode's id draw a step."""
+
+    graded_turn = 0
+
+    def __init__(
+        self, task: Task, tokenizer: Tokenizer, style: str, scorer: Scorer | None, seed: int, max_tokens: int
+    ) -> None:
+        self._task = task
+        self._tokenizer = tokenizer
+        self._style = style
+        self._scorer = scorer
+        self._seed = seed
+        self._max_tokens = max_tokens
+
+    async def observe(self, transcripts: Sequence[Transcript]) -> list[Observation | None]:
+        texts = [self._solution(transcript) for transcript in transcripts]
+        steps = [[] if text is None else steps_of(self._task, text) for text in texts]
+        numbers = await self._chosen(transcripts, steps)
+        found: list[Observation | None] = []
+        for text, places, number in zip(texts, steps, numbers, strict=True):
+            if text is None or number is None:
+                found.append(None)
+            else:
+                found.append(self._question(number, text[slice(*places[number])]))
+        return found
+
+    def _solution(self, transcript: Transcript) -> str | None:
+        """The solution's text; None if the transcript gets no (further) question."""
+        if transcript.turn or not transcript.stopped:
+            return None
+        return self._tokenizer.decode(transcript.completion_ids[:-1])
+
+    async def _chosen(self, transcripts: Sequence[Transcript], steps: Sequence[Sequence[Place]]) -> list[int | None]:
+        """The step to ask about for each transcript, counted from 0; None if it has no steps."""
+        if self._scorer is None:
+            return [
+                int(generator_for(self._seed, "challenge", transcript.id).integers(len(places))) if places else None
+                for transcript, places in zip(transcripts, steps, strict=True)
+            ]
+        prefixes = [self._prefixes(t, places) if places else [] for t, places in zip(transcripts, steps, strict=True)]
+        scores_N = await self._scorer.score([prefix for part in prefixes for prefix in part])
+        ends = np.cumsum([len(part) for part in prefixes])
+        return [
+            weakest(scores_N[end - len(part) : end]) if part else None
+            for part, end in zip(prefixes, ends.tolist(), strict=True)
+        ]
+
+    def _prefixes(self, transcript: Transcript, places: Sequence[Place]) -> list[Rollout]:
+        """The solution before its first step and after each step, as rollouts for the scorer."""
+        ids = transcript.completion_ids[:-1]
+        ends = [places[0][0], *(end for _, end in places)]
+        return [_prefix(transcript, ids[: tokens_of(self._tokenizer, ids, end)], self._tokenizer) for end in ends]
+
+    def _question(self, number: int, step: str) -> Observation:
+        if self._style == "tag":
+            text = f"{number + 1}?"
+            ids = self._tokenizer.encode(text)
+            return Observation(ids, text, self._max_tokens)
+        quoted = self._tokenizer.without_controls(step.strip()[:MOST_QUOTED])
+        asked = f"Check step {number + 1}: {quoted}\nWrite this step again, with its calculation. Is it right?"
+        ids = self._tokenizer.encode(f"\n{asked}\n") if self._style == "plain" else self._tokenizer.next_turn(asked)
+        return Observation(ids, f"\n{asked}\n", self._max_tokens)
+
+
+def weakest(scores_K: Float32) -> int:
+    """The step, counted from 0, that lowers the score most; the first one on a tie. `scores_K` float32 [steps + 1]:
+    scores of the solution before the first step and after each step."""
+    return int(np.argmin(np.diff(scores_K)))
+
+
+def tokens_of(tokenizer: Tokenizer, ids: Int32, characters: int) -> int:
+    """The smallest number of tokens of `ids` int32 [C] whose text has `characters` characters; all if it is shorter."""
+    low, high = 0, len(ids)
+    while low < high:
+        middle = (low + high) // 2
+        if len(tokenizer.decode(ids[:middle])) >= characters:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _prefix(transcript: Transcript, ids: Int32, tokenizer: Tokenizer) -> Rollout:
+    """A rollout with the fields that a scorer reads: question and solution."""
+    problem: Problem = transcript.problem
+    return Rollout(
+        id=f"{transcript.id}/prefix-{len(ids)}",
+        problem_id=problem.id,
+        question=problem.question,
+        reference=problem.answer,
+        role=Role.HELPFUL,  # scorers ignore it
+        round=0,
+        source="",
+        step=0,
+        group=0,
+        prompt_ids=transcript.prompt_ids,
+        completion_ids=ids,
+        logprobs=np.zeros(len(ids), dtype=np.float32),
+        spans=(VersionSpan(0, 0),),
+        finish_reason="length",
+        text=tokenizer.decode(ids),
+        grade=Grade(correct=False, well_formed=False),
+    )

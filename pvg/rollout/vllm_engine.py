@@ -1,0 +1,354 @@
+"""`VllmEngine`: an `Engine` over one or several vLLM servers.
+
+    engine = open_vllm_engine(experiment, base, executor, events, run, prompts)
+    await engine.ready()                    # are the servers up, and do they fit the experiment?
+    await engine.load_weights(update)       # to all of them, with proof of arrival
+    completion = await engine.generate(request)
+
+`ServedModel` (pvg.servers.served_model) chooses the servers, repeats failed requests and delivers weights. The engine
+builds requests and reads replies.
+
+Invariants:
+- Every call of `generate` ends with one completion or the error that prevented it. A request is retried only after a
+  server fault, and nothing of a failed attempt is delivered. So it is delivered at most once.
+- Every token carries the version that sampled it, as the server reports it. A completion from weights that this engine
+  did not publish, or from older ones than the server had, is discarded and requested again.
+- A server's prefix cache entry serves only the version that computed it, because each version has its own salt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pvg.config.experiment import Experiment
+from pvg.config.rollout import ServerSampling
+from pvg.config.servers import LoraTransport
+from pvg.errors import ConfigurationError, RolloutFailedError, StateError
+from pvg.records import Float32, Int32, Timing, VersionSpan
+from pvg.rollout.engine import (
+    Completion,
+    CutShort,
+    Engine,
+    EngineStats,
+    GenerationRequest,
+    PartialCompletion,
+    check_request,
+)
+from pvg.rollout.episodes import completion_room
+from pvg.rollout.vllm_requests import InFlightRequest, InFlightRequests, RequestCounter, joined, remainder
+from pvg.rollout.vllm_wire import (
+    GENERATE,
+    ServedCompletion,
+    StreamedCompletion,
+    generation,
+    prompt_scoring,
+    read_generated,
+    read_prompt_logprobs,
+)
+from pvg.servers.canary import TOLERANCE, Canary, ChecksumTest, ExpectedLogprobs, greedy_sequences, reference_logprobs
+from pvg.servers.connections import Connections
+from pvg.servers.fleet import Server, StaleWeights
+from pvg.servers.pool import ConnectionLimits, together
+from pvg.servers.publishing import PublishingSession, SyncTiming, WeightLabel, WeightUpdate, salt
+from pvg.servers.served_model import (
+    UNPUBLISHED,
+    Prove,
+    RequestFailed,
+    ServedModel,
+    ServerRequirements,
+    was_sent,
+)
+from pvg.servers.transports import open_transport
+from pvg.telemetry.events import Events
+from pvg.telemetry.spans import run_in
+
+if TYPE_CHECKING:
+    from pvg.models.language_model import LanguageModel
+
+LONG_REPLY = 1 << 18  # bytes that take some milliseconds to parse: 2,000 tokens with their log-probs
+
+
+def open_vllm_engine(
+    experiment: Experiment,
+    base: LanguageModel,
+    executor: Executor,
+    events: Events,
+    run: str,
+    prompts: Callable[[], list[Int32]],
+) -> VllmEngine:
+    """Sends no request yet. Raises ConfigurationError if the connection limits do not cover the concurrency."""
+    serving, weights, rollout = experiment.serving, experiment.weights, experiment.rollout
+    assert isinstance(rollout.engine, ServerSampling)
+    dtype = str(base.dtype).removeprefix("torch.") if rollout.dtype == "model" else rollout.dtype
+    connections, session = Connections.open(serving, weights, _limits(experiment)), PublishingSession.begin()
+    canary = None
+    if weights.canary_prompts:
+        canary = Canary(
+            lambda: greedy_sequences(base, prompts()),
+            partial(reference_logprobs, base, dtype),
+            executor,
+            weights.canary_tolerance or TOLERANCE[dtype],
+        )
+    served = ServedModel(
+        ServerRequirements(
+            purpose="prover",
+            runner="generate",
+            shape=base.shape,
+            max_length=completion_room(experiment) + 1,
+            processed_logprobs=rollout.temperature != 1.0 or rollout.top_p < 1.0 or rollout.top_k > 0,
+            lora_rank=experiment.training.adapters.rank if weights.transport.kind == "lora" else 0,
+        ),
+        serving.servers,
+        connections,
+        events,
+        session=session,
+        transport=open_transport(weights, run, executor, dtype, session),
+        checksums=None
+        if isinstance(weights.transport, LoraTransport) or weights.transport.checksums == "never"
+        else ChecksumTest(dtype, executor, always=weights.transport.checksums == "always"),
+    )
+    return VllmEngine(
+        served,
+        canary=canary,
+        events=events,
+        routed_experts=experiment.training.router_replay,
+        deadline_s=rollout.engine.timeout_s,
+    )
+
+
+def _limits(experiment: Experiment) -> ConnectionLimits:
+    """Limits of the generation pool. One server may get all requests if the others are down, and each server gets the
+    canary's as well. With the shared client, updates and probes also use this pool but are not counted: they wait. The
+    setting `weights.client = "dedicated"` avoids that."""
+    serving, concurrency = experiment.serving, experiment.rollout.concurrency
+    hosts = len(serving.servers)
+    if serving.connections is None:
+        limits = replace(ConnectionLimits.derive(concurrency + hosts * experiment.weights.canary_prompts), hosts=hosts)
+    else:
+        limits = ConnectionLimits(serving.connections, serving.connections, hosts)
+    limits.assert_covers(concurrency)
+    return limits
+
+
+class VllmEngine(Engine):
+    """Owns `served` and its connections. `routed_experts`: whether completions need the experts of their tokens.
+    `deadline_s`: limit for one request including its retries; None: no limit. All methods belong to one event loop."""
+
+    def __init__(
+        self,
+        served: ServedModel,
+        *,
+        canary: Canary | None,
+        events: Events,
+        routed_experts: bool = False,
+        deadline_s: float | None = None,
+    ) -> None:
+        self.served = served
+        self._section = served.connections.serving
+        self._pool = served.connections.requests
+        self._canary = canary
+        self._routed_experts = routed_experts
+        self._deadline_s = deadline_s
+        self._update: asyncio.Task[SyncTiming] | None = None  # the newest
+        self._in_flight = InFlightRequests()
+        self._counter = RequestCounter(events, self._pool.limits.capacity)
+        self._closed = False
+        self._reading = ThreadPoolExecutor(1, "pvg-read")  # its thread starts at the first long reply
+
+    @property
+    def version(self) -> int:
+        return self.served.version
+
+    @property
+    def remote(self) -> bool:
+        return True
+
+    @property
+    def requests_in_flight(self) -> int:
+        return self._counter.in_flight
+
+    @property
+    def max_in_flight(self) -> int:
+        return self._counter.capacity
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._counter.stats
+
+    async def ready(self) -> None:
+        """Check the servers. Raises ServerUnavailableError if none answers, ConfigurationError or
+        MissingRequirementError if one cannot serve this experiment."""
+        await self.served.fleet.open()
+
+    async def close(self) -> None:
+        """Stop the fleet, cancel a running update, and close connections and the transport. A second call does
+        nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        async with AsyncExitStack() as rest:  # runs every step even if one fails
+            rest.callback(self._reading.shutdown, wait=False)
+            rest.push_async_callback(self.served.connections.close)
+            rest.push_async_callback(self._in_flight.close)
+            rest.push_async_callback(self.served.close)
+            if self._update is not None:
+                self._update.cancel()
+                await asyncio.gather(self._update, return_exceptions=True)  # its caller received the error
+
+    # --- weights -----------------------------------------------------------------------------------------------------
+
+    async def load_weights(self, update: WeightUpdate) -> SyncTiming:
+        """Send new weights to all live servers and prove that they arrived: see ServedModel.publish. The update
+        completes even if the caller is cancelled, unless the engine is closed."""
+        if self._closed:
+            raise StateError("The engine is closed.", "Open a new one to continue sampling.")
+        expect = None if self._canary is None else partial(self._expect, self._canary)
+        updating = self._update = asyncio.create_task(self.served.publish(update, expect))
+        try:
+            return await asyncio.shield(updating)
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if updating.cancelled() and caller is not None and not caller.cancelling():
+                raise StateError("The engine was closed during an update of the weights.") from None
+            raise
+
+    async def _expect(self, canary: Canary, update: WeightUpdate, label: WeightLabel) -> Prove:
+        expected = await canary.expect(update.tensors, update.version)
+        return partial(self._prove, canary, expected, str(label))
+
+    async def _prove(self, canary: Canary, expected: ExpectedLogprobs, label: str, server: Server) -> dict[str, float]:
+        found = await together([self._prompt_logprobs(server, ids, label) for ids in canary.sequences])
+        return {"gap": canary.check(server.url, expected, found), "moved": expected.moved}
+
+    async def _prompt_logprobs(self, server: Server, ids: Int32, label: str) -> Float32:
+        url, body = server.url + GENERATE, prompt_scoring(ids, salt=salt(label), model=self.served.model_name(label))
+        reply = await self._pool.request("POST", url, body, timeout_s=self._section.unavailable_s)
+        return read_prompt_logprobs(reply.json(), ids, url)[0]
+
+    # --- generation --------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Sample one completion on one of the servers. Cancelling the caller ends the request on its server too.
+
+        Raises ConfigurationError for a request that no server can serve, RolloutFailedError after the deadline or the
+        last retry, ServerUnavailableError when no server is up for `serving.unavailable_s`.
+        """
+        if self._closed:
+            raise StateError("The engine is closed.", "Open a new one to continue sampling.")
+        if self.version == UNPUBLISHED:
+            raise StateError("The servers have no weights of this run yet.", "Publish a version before sampling.")
+        check_request(request)
+        try:
+            with self._counter.counted():
+                async with asyncio.timeout(self._deadline_s):
+                    with self._in_flight.track(request) as tracked:
+                        return await self._completed(tracked)
+        except TimeoutError:
+            raise RolloutFailedError(
+                f"Rollout {request.id} was not finished within rollout.engine.timeout_s = {self._deadline_s:g}.",
+                "Raise rollout.engine.timeout_s, lower rollout.max_tokens, or add servers.",
+            ) from None
+
+    def cut(self, request_ids: Collection[str]) -> None:
+        """End these requests on their servers, which return the tokens so far."""
+        self._in_flight.cut(request_ids)
+
+    async def _completed(self, tracked: InFlightRequest) -> Completion:
+        request = tracked.request
+        try:
+            return await self.served.request(
+                partial(self._attempt, tracked, time.perf_counter()),
+                what=f"request {request.id}",
+                jitter=request.seed % 1024 / 1024,
+                tag="gen",
+                request=request.id,
+            )
+        except RequestFailed as failed:
+            raise RolloutFailedError(
+                f"Rollout {request.id} failed {failed.attempts} times. The last error: {failed.fault}.",
+                "Look at that server's log.",
+            ) from None
+
+    async def _attempt(self, tracked: InFlightRequest, called: float, server: Server, label: str) -> Completion:
+        """One attempt. Raises CutShort if the request was cut in time."""
+        request, sent, version = tracked.request, time.perf_counter(), self.version
+        if tracked.cut:
+            raise CutShort(request.begun)
+        tracked.server = server
+        try:
+            generated = await self._exchange(server, tracked, label)
+        finally:
+            tracked.server = None
+        if tracked.failure is not None:
+            raise tracked.failure
+        spans = self._spans(server, generated, label, version)
+        if self._routed_experts and generated.routed_experts is None:
+            raise ConfigurationError(
+                f"{server.url} does not report the experts of its tokens, which training.router_replay requires.",
+                "Start it with `pvg serve` and this experiment's settings. Its model must be a mixture of experts.",
+            )
+        self._counter.add_tokens(generated)
+        timing = Timing(queued_s=sent - called, service_s=time.perf_counter() - sent)
+        sampled = (
+            PartialCompletion(generated.token_ids, generated.logprobs, spans, timing)
+            if len(generated.token_ids)
+            else None
+        )
+        whole = joined(request, sampled)
+        if generated.finish_reason == "abort" or whole is None:
+            raise CutShort(whole)
+        return Completion(
+            request_id=request.id,
+            token_ids=whole.token_ids,
+            logprobs=whole.logprobs,
+            spans=whole.spans,
+            finish_reason=generated.finish_reason,
+            timing=whole.timing,
+            routed_experts=generated.routed_experts if self._routed_experts else None,
+        )
+
+    async def _exchange(self, server: Server, tracked: InFlightRequest, label: str) -> ServedCompletion:
+        request = remainder(tracked.request)
+        url, streamed = server.url + GENERATE, request.on_tokens is not None
+        # During an update it is unknown which weights will compute this prompt, so other requests must not reuse it.
+        shared = self._section.share_prefix and server.settled
+        own = label if shared else f"{label}/{request.id}"
+        model = self.served.model_name(label)
+        body = generation(request, salt=salt(own), model=model, seeded=self._section.seeded, stream=streamed)
+        if request.on_tokens is None:
+            reply = await self._pool.request("POST", url, body, timeout_s=None)  # the deadline covers all attempts
+            cut = tracked.cut
+            return await self._read(len(reply.body), lambda: read_generated(reply.json(), url, cut=cut))
+        stretch = StreamedCompletion(url)
+        async with self._pool.events(url, body, timeout_s=None) as events:
+            async for event in events:
+                request.on_tokens(stretch.feed(event))
+        return await self._read(len(stretch.experts or ""), partial(stretch.finish, cut=tracked.cut))
+
+    async def _read(self, size: int, read: Callable[[], ServedCompletion]) -> ServedCompletion:
+        """Parse short replies directly and long ones in a thread, because they would block the event loop."""
+        return read() if size < LONG_REPLY else await run_in(self._reading, read)
+
+    def _spans(self, server: Server, generated: ServedCompletion, label: str, version: int) -> tuple[VersionSpan, ...]:
+        """The version of each token. Raises StaleWeights if a token's weights are not the ones the server should
+        have."""
+        least = WeightLabel.parse(label)
+        if self.served.adapters:
+            for _, text in generated.labels:
+                if was_sent(text):
+                    raise StaleWeights(server.url, f"sampled from weights {text!r}, which another trainer sent")
+            return (VersionSpan(0, least.version if least else version),)
+        spans = []
+        for start, text in generated.labels:
+            found = WeightLabel.parse(text)
+            if found is None or found.session != self.served.session or (least and found.version < least.version):
+                raise StaleWeights(server.url, f"its tokens come from weights {text!r}, not from {label!r}")
+            spans.append(VersionSpan(start, found.version))
+        return tuple(spans)

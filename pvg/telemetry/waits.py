@@ -1,0 +1,382 @@
+"""Measures two kinds of waiting: threads that wait for a core, and an event loop that is late.
+
+Threads that wait for a core show that the machine is shared:
+
+    waits = CoreWaits()
+    ...
+    found = waits.take()            # since the last take; None if the kernel does not count it
+    found.share                     # 0.4: of 10 s ready to run, 4 s without a core
+
+The Linux kernel counts this (/proc/self/task/*/schedstat): nanoseconds on a core, and nanoseconds in which a thread was
+ready to run while the core ran something else. A thread that sleeps or waits for a lock counts in neither.
+
+The event loop of a run is uvloop if installed, otherwise asyncio's:
+
+    run, notice = runner(experiment.telemetry.event_loop)       # the notice says if another loop than asked is used
+    with run:
+        run.run(main())
+
+    async with LoopLagMonitor(hz=10.0) as monitor:
+        ...
+        window = monitor.take()              # the lags since the last take
+
+The lag is the delay of a tick. Tick k is due at start + k / hz, independent of earlier ticks. A stalled loop cannot
+tick, so a stall of ten seconds would otherwise be a single bad sample among good ones (coordinated omission).
+Therefore, when the loop runs again, every tick that was due during the stall counts with its own lag, the time since it
+was due. At 10 Hz a stall of one second gives ten samples, about 1.0, 0.9, ... 0.1 s. So a percentile is the lag for
+work that arrives at a random moment of the window.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+import psutil
+
+from pvg.telemetry.alerts import Alert, AlertKind
+
+TASKS = Path("/proc/self/task")
+# Share of a window above which the machine counts as shared. Two programs that compute on one core have 0.5.
+SHARED = 0.2
+LEAST_CPU = 0.2  # cores in use; below this, waiting does not matter
+
+
+@dataclass(frozen=True, slots=True)
+class CoreTime:
+    """Seconds in a window: `ran_s` on a core and `waited_s` for one, summed over the threads. `longest_s`: the longest
+    wait of one thread, at most the length of the window."""
+
+    ran_s: float
+    waited_s: float
+    longest_s: float
+
+    @property
+    def share(self) -> float:
+        """Time waited for a core / time ready to run."""
+        ready_s = self.ran_s + self.waited_s
+        return self.waited_s / ready_s if ready_s else 0.0
+
+    @property
+    def shared(self) -> bool:
+        return self.share > SHARED
+
+    def __add__(self, other: CoreTime) -> CoreTime:
+        """The sum of both windows; `longest_s` is the sum of the longest waits of each."""
+        return CoreTime(self.ran_s + other.ran_s, self.waited_s + other.waited_s, self.longest_s + other.longest_s)
+
+    def event_fields(self) -> dict[str, float]:
+        """The fields of a "[loop] lag" line in events.log."""
+        return {
+            "ran_ms": 1e3 * self.ran_s,
+            "waited_ms": 1e3 * self.waited_s,
+            "longest_wait_ms": 1e3 * self.longest_s,
+        }
+
+
+def usable_cores() -> int:
+    """Cores that this process may use; in a container or under taskset fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class CoreWaits:
+    """Reads the counters of this process's threads. Use it from one thread. `tasks`: a folder like /proc/self/task."""
+
+    def __init__(self, tasks: Path = TASKS) -> None:
+        self._tasks = tasks
+        self._before = self._read()
+
+    def take(self) -> CoreTime | None:
+        """The times since the last take, or since the start. The last part of a thread that has ended is missing. None
+        without such a folder or count: on systems other than Linux, and in some containers."""
+        before, self._before = self._before, self._read()
+        if not any(ran for ran, _ in self._before.values()):
+            return None
+        ran, waited = [], []
+        for thread, (ran_ns, waited_ns) in self._before.items():
+            ran_before, waited_before = before.get(thread, (0, 0))
+            if ran_ns < ran_before:  # a new thread has reused the number of an ended one
+                ran_before = waited_before = 0
+            ran.append((ran_ns - ran_before) / 1e9)
+            waited.append((waited_ns - waited_before) / 1e9)
+        return CoreTime(sum(ran), sum(waited), max(waited))
+
+    def _read(self) -> dict[str, tuple[int, int]]:
+        """(ran, waited) nanoseconds so far, by thread number. Empty if nothing can be read."""
+        found: dict[str, tuple[int, int]] = {}
+        if not self._tasks.is_dir():
+            return found
+        for task in self._tasks.iterdir():
+            try:
+                ran, waited, _ = (task / "schedstat").read_text(encoding="ascii").split()
+            except (OSError, ValueError):  # the thread has ended, or this kernel does not count
+                continue
+            found[task.name] = (int(ran), int(waited))
+        return found
+
+
+def crowding(metrics: Mapping[str, float]) -> str | None:
+    """The notice for a "device" record in which this process's threads waited for cores; None if they did not. If other
+    processes used no cores, this process has more threads than cores."""
+    share, own = metrics.get("core_wait", 0.0), metrics.get("process_cpu", 0.0)
+    if share <= SHARED or own < LEAST_CPU or "cpu" not in metrics:
+        return None
+    cores = psutil.cpu_count() or 1
+    others = max(0.0, metrics["cpu"] * cores - own)
+    waits = f"pvg's threads waited for a core {share:.0%} of the time in which they were ready to run"
+    if others < LEAST_CPU:
+        return (
+            f"{waits}, while hardly anything else ran: pvg has more threads and child processes than cores. "
+            "Lower models.threads if it is above 1."
+        )
+    return (
+        f"The machine is shared: {waits}, while other processes used {others:.1f} of {cores} cores. Steps take longer; "
+        "results stay the same."
+    )
+
+
+Kind = Literal["uvloop", "asyncio"]
+Result = TypeVar("Result")
+
+
+def runner(kind: Kind) -> tuple[asyncio.Runner, str | None]:
+    """A runner with an event loop of `kind`, and a notice if another had to be used (uvloop does not run on
+    Windows)."""
+    if kind == "asyncio":
+        return asyncio.Runner(), None
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.Runner(), "uvloop is not installed: the run uses asyncio's event loop, which is slower."
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop), None
+
+
+def run_to_end(work: Callable[[], Coroutine[Any, Any, Result]], kind: Kind = "asyncio") -> Result:
+    """Run the coroutine of `work()` in a new event loop of `kind` and return its result.
+
+    If this thread already runs an event loop, as in a notebook, another thread runs the new one.
+    """
+
+    def run() -> Result:
+        with runner(kind)[0] as loop:
+            return loop.run(work())
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run()
+    with ThreadPoolExecutor(1, "pvg-loop") as thread:
+        return thread.submit(run).result()
+
+
+# --- lag --------------------------------------------------------------------------------------------------------------
+
+SHORTEST_LOOK_S = 0.001  # shortest period of the heartbeat's checks, because each one wakes the loop
+
+
+@dataclass(frozen=True, slots=True)
+class LagWindow:
+    """The lags of one window, in seconds. `samples`: the ticks that were due in it, at least 1."""
+
+    samples: int
+    min_s: float
+    mean_s: float
+    p50_s: float
+    p90_s: float
+    p99_s: float
+    max_s: float
+
+    @classmethod
+    def of(cls, lags: Sequence[float]) -> LagWindow:
+        """Percentiles are nearest-rank: the smallest lag such that at least this share of the samples is not above it.
+
+        Raises ValueError without lags.
+        """
+        if not lags:
+            raise ValueError("a window without samples has no percentiles")
+        ordered = sorted(lags)
+        p50, p90, p99 = (ordered[max(1, math.ceil(len(ordered) * percent / 100)) - 1] for percent in (50, 90, 99))
+        return cls(len(ordered), ordered[0], math.fsum(ordered) / len(ordered), p50, p90, p99, ordered[-1])
+
+    def metrics(self) -> dict[str, float]:
+        """By name, as in the "loop" records of metrics.jsonl."""
+        return {
+            "lag_min_s": self.min_s,
+            "lag_mean_s": self.mean_s,
+            "lag_p50_s": self.p50_s,
+            "lag_p90_s": self.p90_s,
+            "lag_p99_s": self.p99_s,
+            "lag_max_s": self.max_s,
+            "samples": float(self.samples),
+        }
+
+
+class LoopLagMonitor:
+    """Measures the event loop in which it is started, from a task. `clock`: monotonic seconds."""
+
+    def __init__(self, hz: float, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        if not (math.isfinite(hz) and hz > 0):
+            raise ValueError(f"hz must be a positive number, not {hz}")
+        self._period = 1.0 / hz
+        self._clock = clock
+        self._lags = array("d")
+        self._due = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> LoopLagMonitor:
+        self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    def start(self) -> None:
+        """Begin to tick. Raises RuntimeError if it is ticking already, or outside an event loop."""
+        if self._task is not None:
+            raise RuntimeError("LoopLagMonitor has already been started.")
+        self._due = self._clock() + self._period
+        self._task = asyncio.get_running_loop().create_task(self._tick(), name="loop lag")
+
+    async def stop(self) -> None:
+        """Stop ticking; overdue ticks count with their lag so far. The samples can still be taken."""
+        if (task := self.cancel()) is not None:
+            await asyncio.wait([task])
+
+    def cancel(self) -> asyncio.Task[None] | None:
+        """As `stop`, without waiting: returns the task that is ending, or None if there is none."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            if self._due <= (now := self._clock()):
+                self._count(now)
+        return task
+
+    def take(self) -> LagWindow | None:
+        """The samples since the last take; None if no tick was due."""
+        lags, self._lags = self._lags, array("d")
+        return LagWindow.of(lags) if lags else None
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(max(0.0, self._due - self._clock()))
+            self._count(self._clock())
+
+    def _count(self, now: float) -> None:
+        """Count the awaited tick and all others that were due by `now`."""
+        while True:
+            self._lags.append(
+                max(0.0, now - self._due)
+            )  # a timer may fire slightly early: uvloop rounds to milliseconds
+            self._due += self._period
+            if self._due > now:
+                return
+
+
+@dataclass(frozen=True, slots=True)
+class LagLimits:
+    """When a lag of the event loop is worth an alert, in seconds. With any lag the run continues, but requests and
+    timeouts are late: a second now and then is usual with large batches, half a minute is a defect."""
+
+    p90_s: float = 1.0
+    p99_s: float = 5.0
+    max_s: float = 30.0
+
+
+LAG_LIMITS = LagLimits()
+
+
+def warnings(window: LagWindow, limits: LagLimits, cores: CoreTime | None = None) -> list[Alert]:
+    """One alert for each of the `limits` that the window exceeds. `cores`: of the same window; None: unknown."""
+    measured: dict[AlertKind, tuple[float, float]] = {
+        "loop_lag_p90": (window.p90_s, limits.p90_s),
+        "loop_lag_p99": (window.p99_s, limits.p99_s),
+        "loop_lag_max": (window.max_s, limits.max_s),
+    }
+    if cores is not None and cores.shared:
+        reason = (
+            f"The cores are shared: pvg's threads ran for {cores.ran_s:.3g} s and waited {cores.waited_s:.3g} s for a "
+            "core. Stop other programs on this machine, or reserve cores for pvg."
+        )
+    else:
+        reason = "Something computes on the event loop that should run in a thread."
+    return [
+        Alert(
+            kind,
+            f"The event loop was late: its lag ({kind.removeprefix('loop_lag_')}) is {lag_s:.3g} s, above "
+            f"{limit_s:g} s. {reason}",
+        )
+        for kind, (lag_s, limit_s) in measured.items()
+        if lag_s > limit_s
+    ]
+
+
+class Heartbeat:
+    """Checks the event loop and the run from a thread, so that it can report a loop that is still blocked.
+
+    It schedules a callback on the loop. If the callback does not run within `limits.max_s`, the loop
+    counts as blocked. The thread calls `on_look(blocked)` at every check; `blocked` is None, or an alert that names the
+    code that blocks the loop.
+    """
+
+    def __init__(self, limits: LagLimits, stall_s: float, on_look: Callable[[Alert | None], None]) -> None:
+        self._limit_s = limits.max_s
+        self._every_s = max(SHORTEST_LOOK_S, min(1.0, limits.max_s / 4, stall_s / 4))
+        self._on_look = on_look
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread = 0
+        self._answered = True
+
+    def start(self) -> None:
+        """Start the thread. Call this on the event loop to watch."""
+        self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        assert self._loop is not None
+        asked = time.monotonic()
+        while not self._stopping.wait(self._every_s):
+            now = time.monotonic()
+            if self._answered:
+                self._answered, asked = False, now
+                try:
+                    self._loop.call_soon_threadsafe(self._answer)
+                except RuntimeError:  # the loop is closed
+                    return
+            waited = now - asked
+            self._on_look(self._blocked(waited) if waited > self._limit_s else None)
+
+    def _answer(self) -> None:
+        self._answered = True
+
+    def _blocked(self, waited: float) -> Alert:
+        return Alert(
+            "loop_lag_max",
+            f"The event loop has been blocked for {waited:.0f} s, above {self._limit_s:g} s. It is in {self._place()}.",
+        )
+
+    def _place(self) -> str:
+        """The innermost Python function of the loop's thread, as `decode (lean.py:123)`."""
+        frame = sys._current_frames().get(self._loop_thread)
+        if frame is None:
+            return "a thread that has ended"
+        return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"

@@ -1,0 +1,239 @@
+"""Supplies worker processes on this machine.
+
+    supply = LocalSupply()                  # begins to import torch in another process, and returns at once
+    member = await supply.start()           # a worker: forked from that process in milliseconds
+    member.reader, member.writer
+    await supply.reason(member)             # why it ended
+    await supply.close()
+
+One process, the *nursery*, imports torch and pvg once and forks every worker, before it computes anything. Importing
+takes seconds, a fork milliseconds, and forked workers share the memory of the libraries.
+
+Invariant: no worker outlives the driver, however it ends. A worker ends when its connection to the driver closes; the
+nursery kills its children when its own connection closes; on Linux the kernel kills them if the nursery is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import errno
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from typing import IO
+
+from pvg.errors import MissingRequirementError
+
+# Threads of other libraries would compete with the one compute thread.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+START_S = 120.0  # for importing torch on a slow disk
+ANSWER_S = 30.0  # for every other answer
+END_S = 5.0
+TAIL_BYTES = 4000
+PR_SET_PDEATHSIG = 1
+# The nursery has the driver's import path, so both run the same code.
+NURSERY = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from pvg.workers.local import main; main()"
+NOT_A_CHILD = -1  # in place of a status: an earlier nursery forked it
+
+
+@dataclass(eq=False)
+class Member:
+    """A worker process and the driver's connection to it."""
+
+    pid: int
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def cpu_s(self) -> float | None:
+        """The processor time that the process has used; None if the system does not tell."""
+        try:
+            with open(f"/proc/{self.pid}/stat", "rb") as file:
+                user, system = file.read().rpartition(b")")[2].split()[11:13]
+        except (OSError, ValueError):
+            return None
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+class LocalSupply:
+    """Owns the nursery. One task at a time asks it. Leave it as a context manager, or `close` it."""
+
+    def __init__(self) -> None:
+        self._messages: IO[bytes] = tempfile.TemporaryFile(prefix="pvg-workers-")  # noqa: SIM115 - `end` closes it
+        self._lock = asyncio.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._nursery = subprocess.Popen(
+                [sys.executable, "-c", NURSERY, json.dumps(sys.path), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._messages,
+                stderr=self._messages,
+                env={**os.environ, **ONE_THREAD},
+                start_new_session=True,  # Ctrl-C is for the driver, which commits and then closes the workers
+            )
+        ours.setblocking(False)
+        self._control = ours
+        self._patience_s = START_S
+        self._broken = False
+
+    async def start(self) -> Member:
+        """Fork a worker. Raises MissingRequirementError if that fails in a new nursery too."""
+        async with self._lock:
+            try:
+                if not self._broken:
+                    return await self._forked()
+            except (OSError, TimeoutError):
+                pass  # the nursery was killed, or hangs: the next one tells what is wrong
+            self._end()
+            self._begin()
+            try:
+                return await self._forked()
+            except (OSError, TimeoutError) as error:
+                raise MissingRequirementError(
+                    f"No worker process could be started: {self._last_words() or error}.",
+                    "Play without workers: -s cluster=none",
+                ) from None
+
+    async def _forked(self) -> Member:
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                pid = await self._ask("fork", theirs)
+            if pid < 0:
+                raise OSError(-pid, os.strerror(-pid))
+        except BaseException:
+            ours.close()
+            raise
+        return Member(pid, *await asyncio.open_unix_connection(sock=ours, limit=1 << 20))
+
+    async def reason(self, member: Member) -> str:
+        """Why a worker ended, in words. Kills it if it has only closed its connection."""
+        member.kill()
+        async with self._lock:
+            try:
+                status = await self._ask(f"wait {member.pid}")
+            except (OSError, TimeoutError):
+                # It was killed, or hangs. A late answer must not be taken for the next one's: `start` replaces it.
+                self._broken, status = True, NOT_A_CHILD
+        if status == NOT_A_CHILD:
+            return "its parent process was killed"
+        if os.WIFSIGNALED(status):
+            return f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
+        words = self._last_words()
+        return f"exit code {os.WEXITSTATUS(status)}" + (f": {words}" if words else "")
+
+    async def close(self) -> None:
+        """End the nursery, and with it all workers. A second call does nothing."""
+        await asyncio.get_running_loop().run_in_executor(None, self.end)
+
+    def end(self) -> None:
+        """As `close`."""
+        self._end()
+        self._messages.close()
+
+    def __enter__(self) -> LocalSupply:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def _end(self) -> None:
+        self._control.close()
+        try:
+            self._nursery.wait(timeout=END_S)
+        except subprocess.TimeoutExpired:  # it hangs; the kernel ends its workers
+            self._nursery.kill()
+            self._nursery.wait()
+
+    async def _ask(self, question: str, connection: socket.socket | None = None) -> int:
+        loop, answer = asyncio.get_running_loop(), b""
+        files = [] if connection is None else [connection.fileno()]
+        socket.send_fds(self._control, [f"{question}\n".encode()], files)
+        async with asyncio.timeout(self._patience_s):
+            while not answer.endswith(b"\n"):
+                part = await loop.sock_recv(self._control, 64)
+                if not part:
+                    raise ConnectionError("the process that forks workers has ended")
+                answer += part
+        self._patience_s = ANSWER_S
+        return int(answer)
+
+    def _last_words(self) -> str:
+        """The end of what the nursery and the workers have printed."""
+        size = os.fstat(self._messages.fileno()).st_size
+        tail = os.pread(self._messages.fileno(), TAIL_BYTES, max(0, size - TAIL_BYTES))
+        lines = tail.decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else ""
+
+
+# --- the nursery ------------------------------------------------------------------------------------------------------
+
+
+def nurse(control: socket.socket) -> None:
+    """Fork workers on request until the driver closes `control`. It runs no computation, so forking is safe.
+
+    The question "fork" comes with a socket; its answer is the worker's process id, or minus an errno. The answer to
+    "wait PID" is the status of the ended process, or NOT_A_CHILD.
+    """
+    gc.freeze()  # a collection in a child would copy the shared pages
+    children: set[int] = set()
+    try:
+        while True:
+            question, files, _, _ = socket.recv_fds(control, 64, 1)
+            if not question:
+                return
+            word, *argument = question.decode().split()
+            if word == "fork":
+                value = _fork(control, files[0], children)
+            else:
+                pid = int(argument[0])
+                value = os.waitpid(pid, 0)[1] if pid in children else NOT_A_CHILD
+                children.discard(pid)
+            control.sendall(f"{value}\n".encode())
+    finally:
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _fork(control: socket.socket, file: int, children: set[int]) -> int:
+    from pvg.workers.process import work
+
+    try:
+        pid = os.fork()
+    except OSError as error:
+        return -(error.errno or errno.EAGAIN)
+    if not pid:
+        control.close()
+        _die_with_parent()
+        work(socket.socket(fileno=file))
+    os.close(file)
+    children.add(pid)
+    return pid
+
+
+def _die_with_parent() -> None:
+    """Linux: let the kernel kill this process when the nursery ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main() -> None:
+    import pvg.workers.process  # noqa: F401 - now, so that every fork has it
+
+    nurse(socket.socket(fileno=int(sys.argv[2])))

@@ -1,0 +1,376 @@
+"""The driver's side of the workers: W places, each with one worker process, and what every worker must know.
+
+    pool = WorkerPool(experiment, 2, LocalSupply(), events)
+    await pool.start()
+    answer = await pool.submit(shard, Frame("score", {...}, arrays))      # the worker in place `shard`
+
+Shard s of any work belongs to place s, so results do not depend on when a worker is free. If a worker ends or hangs, a
+new one takes its place. It gets what its predecessor had: the models and weights that the predecessor had confirmed,
+then every request without an answer, in the same order. So nothing is lost, nothing counts twice, and the bits are
+those of a run without the loss.
+
+A worker *hangs* if it answers no ping, and uses no processor time, for PROBES_MISSED probes. A worker that waits for a
+core on a busy machine does not hang. A computation that never ends does not count as hanging.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pvg.errors
+from pvg.config.experiment import Experiment
+from pvg.errors import PvgError, WorkerLostError
+from pvg.telemetry.events import Events, SilentEvents
+from pvg.workers.frames import Frame, receive, send
+from pvg.workers.local import Member
+from pvg.workers.shared import SharedTensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from torch import Tensor
+
+PROBE_S = 2.0
+PROBES_MISSED = 3
+# A place that loses its worker so often before the worker is ready, or with the same request, would lose the next one.
+MOST_ATTEMPTS = 6
+# Requests that change what a worker knows. A new worker gets those that its predecessor had confirmed.
+STATE = frozenset({"open", "load", "close", "policy"})
+
+
+class Supply(Protocol):
+    """Starts worker processes, and says why they ended."""
+
+    async def start(self) -> Member: ...
+
+    async def reason(self, member: Member) -> str: ...
+
+    async def close(self) -> None: ...
+
+    def end(self) -> None:
+        """As `close`, without an event loop."""
+        ...
+
+
+class WorkerFailedError(Exception):
+    """A defect of pvg in a worker; the message is the worker's traceback."""
+
+
+@dataclass(eq=False)
+class _Request:
+    """A request in flight. `parts` receives the frames that come before the answer."""
+
+    frame: Frame
+    future: asyncio.Future[Frame]
+    parts: Callable[[Frame], None] | None
+    attempts: int = 0
+
+
+@dataclass
+class _Place:
+    """One of the W places. `sending`: its worker exists, and has been sent all that it must know."""
+
+    number: int
+    member: Member | None = None
+    serving: asyncio.Task[None] | None = None
+    sending: bool = False
+    ready: asyncio.Future[Frame] | None = None  # its first worker has opened its models, or a later one
+    setup: set[int] = field(default_factory=set)  # what its worker must know and has not confirmed
+    pending: dict[int, _Request] = field(default_factory=dict)
+    confirmed: dict[tuple[str, int], Frame] = field(default_factory=dict)  # what a new worker must be sent
+    deaths: int = 0  # since a worker was ready
+    restarts: int = 0
+    why: str = ""  # its last worker ended
+    missed: int = 0  # probes since it answered or computed
+    cpu_s: float = 0.0
+
+    def confirm(self, frame: Frame) -> None:
+        """The worker has done what `frame` asked for."""
+        slot = frame.fields.get("slot", 0)
+        if frame.kind == "close":
+            self.confirmed.pop(("open", slot), None)
+            self.confirmed.pop(("load", slot), None)
+        elif frame.kind in STATE:
+            self.confirmed[frame.kind, slot] = frame
+
+
+class _Buffers:
+    """Two pieces of shared memory, written in turn. One is written again only after all workers have confirmed what is
+    in the other one, so no worker ever reads memory that is being written."""
+
+    def __init__(self) -> None:
+        self._both: list[SharedTensors] = []
+
+    async def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Returns the place of the memory that now holds `tensors`."""
+        if len(self._both) < 2:
+            self._both.append(SharedTensors(tensors))
+        else:
+            self._both.reverse()
+        newest = self._both[-1]
+        await asyncio.get_running_loop().run_in_executor(None, newest.write, tensors)
+        return newest.place
+
+    def close(self) -> None:
+        for shared in self._both:
+            shared.close()
+
+
+class WorkerPool:
+    """Belongs to one event loop. Call `start` first and `close` last."""
+
+    def __init__(self, experiment: Experiment, count: int, supply: Supply, events: Events | None = None) -> None:
+        self.count = count
+        self._experiment = experiment
+        self._supply = supply
+        self._events = events or SilentEvents()
+        self._places = [_Place(number) for number in range(count)]
+        self._memory: dict[int, _Buffers] = {}  # by slot
+        self._policy = _Buffers()
+        # A policy waits for the rows that run, and the other models must not wait for it.
+        self._changing = asyncio.Lock()
+        self._changing_policy = asyncio.Lock()
+        self._numbers = 0
+        self._closing = False
+        self._failed: BaseException | None = None
+        self._prober: asyncio.Task[None] | None = None
+
+    @property
+    def restarts(self) -> int:
+        """Workers that took the place of one that ended."""
+        return sum(place.restarts for place in self._places)
+
+    async def start(self) -> None:
+        """Start all workers. Raises MissingRequirementError if none can be started, and what opening the models raises
+        in a worker."""
+        started = time.perf_counter()
+        for place in self._places:
+            place.ready = _future()
+        await asyncio.gather(*(self._fill(place) for place in self._places))
+        await asyncio.gather(*(place.ready for place in self._places if place.ready is not None))
+        self._prober = asyncio.create_task(self._guarded(self._probe()), name="worker probes")
+        self._events.event("workers", event="up", workers=self.count, ms=(time.perf_counter() - started) * 1e3)
+
+    async def close(self) -> None:
+        """End all workers. Requests in flight fail."""
+        self._closing = True
+        tasks = [place.serving for place in self._places if place.serving is not None]
+        for task in [*tasks, *([self._prober] if self._prober is not None else [])]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._fail(WorkerLostError("The workers are closed."))
+        members = [place.member for place in self._places if place.member is not None]
+        for member in members:
+            member.writer.close()
+        await asyncio.gather(*(member.writer.wait_closed() for member in members), return_exceptions=True)
+        await self._supply.close()
+        for memory in [*self._memory.values(), self._policy]:
+            memory.close()
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def submit(self, shard: int, frame: Frame, parts: Callable[[Frame], None] | None = None) -> asyncio.Future[Frame]:
+        """The answer of the worker in place `shard`. Requests are sent in the order of the calls. The future raises the
+        worker's PvgError, WorkerFailedError, or WorkerLostError if workers end again and again."""
+        if self._failed is not None:
+            raise self._failed
+        place, request = self._places[shard], _Request(self._numbered(frame), _future(), parts)
+        place.pending[request.frame.fields["id"]] = request
+        if place.sending:
+            self._send(place, request)
+        return request.future
+
+    def tell(self, shard: int, frame: Frame) -> None:
+        """Send a frame that has no answer. A worker that is being replaced does not get it."""
+        place = self._places[shard]
+        if place.sending and place.member is not None:
+            send(place.member.writer, frame)
+
+    async def ask_all(self, frame: Frame) -> list[Frame]:
+        """The answers of all workers, by place. Cancelling the caller does not cancel the requests."""
+        return list(await asyncio.gather(*(self.submit(number, frame) for number in range(self.count))))
+
+    def _numbered(self, frame: Frame) -> Frame:
+        self._numbers += 1
+        return Frame(frame.kind, {**frame.fields, "id": self._numbers}, frame.arrays)
+
+    def _send(self, place: _Place, request: _Request) -> None:
+        assert place.member is not None
+        request.attempts += 1
+        send(place.member.writer, request.frame)
+
+    # --- models and weights -------------------------------------------------------------------------------------------
+
+    async def open(self, fields: Mapping[str, Any]) -> int:
+        """Open a model in every worker; returns its slot. Load its weights before its first use."""
+        self._numbers += 1
+        slot = self._numbers
+        self._memory[slot] = _Buffers()
+        await self.ask_all(Frame("open", {**fields, "slot": slot}))
+        return slot
+
+    async def load(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
+        """Copy weights into the model of a slot, in every worker. Goes on if the caller is cancelled."""
+        await asyncio.shield(asyncio.create_task(self._load(slot, tensors)))
+
+    async def _load(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
+        async with self._changing:
+            place = await self._memory[slot].write(tensors)
+            await self.ask_all(Frame("load", {"slot": slot, "place": place}))
+
+    async def close_slot(self, slot: int) -> None:
+        """Close the model of a slot in every worker. Does nothing if the pool has failed."""
+        if self._failed is None:
+            await self.ask_all(Frame("close", {"slot": slot}))
+        self._memory.pop(slot).close()
+
+    async def load_policy(self, tensors: Mapping[str, Tensor], version: int, trace: str) -> list[Frame]:
+        """Load a new version of the sampled policy in every worker, each between two of its batches. Goes on if the
+        caller is cancelled."""
+        return await asyncio.shield(asyncio.create_task(self._load_policy(tensors, version, trace)))
+
+    async def _load_policy(self, tensors: Mapping[str, Tensor], version: int, trace: str) -> list[Frame]:
+        async with self._changing_policy:
+            place = await self._policy.write(tensors)
+            return await self.ask_all(Frame("policy", {"version": version, "trace": trace, "place": place}))
+
+    # --- places -------------------------------------------------------------------------------------------------------
+
+    async def _fill(self, place: _Place) -> None:
+        """Start a worker, and send what its predecessor had confirmed and what it has not answered."""
+        place.pending = {number: request for number, request in place.pending.items() if not request.future.done()}
+        for request in place.pending.values():
+            if request.attempts >= MOST_ATTEMPTS:
+                raise self._lost(place, f"with the same request ({request.frame.kind})")
+        member = place.member = await self._supply.start()
+        place.missed, place.cpu_s = 0, 0.0
+        known = [Frame("start", {"experiment": self._experiment.plain()}), *place.confirmed.values()]
+        place.setup = set()
+        for frame in map(self._numbered, known):
+            place.setup.add(frame.fields["id"])
+            send(member.writer, frame)
+        for request in place.pending.values():
+            self._send(place, request)
+        place.sending = True
+        place.serving = asyncio.create_task(self._guarded(self._serve(place, member)), name=f"worker {place.number}")
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        """Fail all requests if `work` fails, because no one else answers them."""
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001 - the callers raise it
+            self._fail(error)
+
+    async def _serve(self, place: _Place, member: Member) -> None:
+        """Take a worker's frames until it ends; then replace it."""
+        while (frame := await receive(member.reader)) is not None:
+            place.missed = 0
+            self._take(place, frame)
+        place.sending = False
+        member.writer.close()
+        if self._closing:
+            return
+        place.why = await self._supply.reason(member)
+        place.deaths += 1
+        place.restarts += 1
+        self._events.event(
+            "workers", event="lost", worker=place.number, pid=member.pid, why=place.why, requests=len(place.pending)
+        )
+        if place.deaths >= MOST_ATTEMPTS:
+            raise self._lost(place, "before it was ready")
+        began = time.perf_counter()
+        await self._fill(place)
+        self._events.event("workers", event="replaced", worker=place.number, ms=(time.perf_counter() - began) * 1e3)
+
+    def _lost(self, place: _Place, when: str) -> WorkerLostError:
+        return WorkerLostError(
+            f"Worker {place.number} ended {MOST_ATTEMPTS} times {when}: {place.why}.",
+            "Play without workers: -s cluster=none",
+        )
+
+    def _take(self, place: _Place, frame: Frame) -> None:
+        if frame.kind == "pong":
+            return
+        if frame.kind == "event":
+            self._events.event(frame.fields["tag"], **{**frame.fields["event"], "worker": place.number})
+            return
+        number = frame.fields["id"]
+        if number in place.setup:
+            self._take_setup(place, frame)
+            return
+        request = place.pending.get(number)
+        if request is None:
+            return
+        if frame.kind == "completed":
+            if request.parts is not None:
+                request.parts(frame)
+            return
+        del place.pending[number]
+        if frame.kind == "done":
+            place.confirm(request.frame)
+        if request.future.done():  # the caller has left
+            return
+        if frame.kind == "done":
+            request.future.set_result(frame)
+        else:
+            request.future.set_exception(_error_of(frame))
+
+    def _take_setup(self, place: _Place, frame: Frame) -> None:
+        if frame.kind != "done":
+            self._fail(_error_of(frame))
+            return
+        place.setup.discard(frame.fields["id"])
+        if not place.setup:
+            place.deaths = 0
+            if place.ready is not None and not place.ready.done():
+                place.ready.set_result(frame)
+
+    def _fail(self, error: BaseException) -> None:
+        """Fail every request, now and from now on. The first error counts."""
+        self._failed = self._failed or error
+        for place in self._places:
+            waiting = [request.future for request in place.pending.values()]
+            place.pending = {}
+            for future in [*waiting, place.ready]:
+                if future is not None and not future.done():
+                    future.set_exception(self._failed)
+                    future.exception()  # marks it as retrieved: its caller may have left
+
+    async def _probe(self) -> None:
+        """Kill workers that hang."""
+        while True:
+            await asyncio.sleep(PROBE_S)
+            for place in self._places:
+                member = place.member
+                if member is None or not place.sending:
+                    continue
+                cpu_s = member.cpu_s()
+                moved, place.cpu_s = cpu_s is not None and cpu_s > place.cpu_s, cpu_s or 0.0
+                place.missed = 0 if moved else place.missed + 1
+                if place.missed > PROBES_MISSED:
+                    self._events.event("workers", event="hangs", worker=place.number, pid=member.pid)
+                    member.kill()
+                else:
+                    send(member.writer, Frame("ping"))
+
+
+def _future() -> asyncio.Future[Frame]:
+    return asyncio.get_running_loop().create_future()
+
+
+def _error_of(frame: Frame) -> Exception:
+    """The exception that a worker reported."""
+    fields = frame.fields
+    if frame.kind == "failed":
+        return WorkerFailedError(fields["traceback"])
+    kind = getattr(pvg.errors, fields["type"], None)
+    if kind is not None:
+        refused: PvgError = kind(fields["message"], fields["remedy"])
+        return refused
+    other = PvgError(fields["message"], fields["remedy"])
+    other.exit_code = fields["exit_code"]
+    return other

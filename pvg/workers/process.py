@@ -1,0 +1,359 @@
+"""What runs in a worker: one compute thread that samples, scores and differentiates on request.
+
+A worker keeps no state that could be lost: models and weights come from the driver, which sends them again to a worker
+that takes a dead one's place. Requests that compute run one after the other, in the order of arrival, so that each uses
+the weights that were sent before it. Sampling shares the thread with them, one decoding turn at a time.
+
+Invariant: the answer to a request depends only on the request and on the weights, not on the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import orjson
+import torch
+from torch import nn
+
+from pvg.config.experiment import Experiment
+from pvg.config.load import build_experiment
+from pvg.config.rollout import Rollouts
+from pvg.config.training import Training
+from pvg.errors import PvgError
+from pvg.models import open_model
+from pvg.models.ensembles import ScoreScales, VerifierEnsemble
+from pvg.models.heads import VerifierModel
+from pvg.models.language_model import LanguageModel
+from pvg.models.packing import rectangle
+from pvg.models.starts import open_learner, open_verifier
+from pvg.rollout import EngineSetup, open_engine
+from pvg.rollout.engine import Completion, CutShort, Engine, EngineStats
+from pvg.servers.publishing import WeightUpdate
+from pvg.telemetry.spans import run_in
+from pvg.training.batch import PolicyBatch
+from pvg.training.losses import PolicyObjective
+from pvg.training.optimizer import autocast, trainable_parameters
+from pvg.training.trainer import AdaptsCoefficients, Objective, accumulate, checkpoint_layers
+from pvg.verifier.backend import ScoringModel
+from pvg.verifier.data import VerifierBatch
+from pvg.verifier.robust import RobustObjective, objective_for
+from pvg.workers.frames import Array, Frame, receive, record_of, rows_of, send
+from pvg.workers.requests import completion_arrays, requests_of
+from pvg.workers.shared import MappedTensors
+
+DEVICE = torch.device("cpu")
+# A worker's engine queues a whole block; the driver bounds what it sends.
+UNBOUNDED = 10**9
+
+
+@dataclass
+class TrainedModel:
+    """A model in training with its objective. `batch`: the type of its micro-batches."""
+
+    owner: LanguageModel | VerifierModel
+    module: nn.Module
+    objective: Objective[Any]
+    batch: type[Any]
+    precision: str
+
+    def close(self) -> None:
+        self.owner.close()
+
+
+class Worker:
+    """Serves the driver at the other end of a stream until it closes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._loop = asyncio.get_running_loop()
+        self._executor = ThreadPoolExecutor(1, "pvg-compute", initializer=torch.set_num_threads, initargs=(1,))
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._models: dict[int, TrainedModel | ScoringModel] = {}
+        self._sampling: dict[str, asyncio.Task[Completion]] = {}  # by the request's id
+        self._reported = EngineStats()
+        self.base: LanguageModel
+        self.experiment: Experiment
+        self._engine: Engine
+
+    async def serve(self) -> None:
+        """Answer each frame in a separate task. The executor keeps the order of work."""
+        handlers: dict[str, Callable[[Frame], Any]] = {
+            "start": partial(self._in_thread, self._start),
+            "open": partial(self._in_thread, self._open),
+            "load": partial(self._in_thread, self._load),
+            "close": partial(self._in_thread, self._close),
+            "score": partial(self._in_thread, self._score),
+            "logprobs": partial(self._in_thread, self._logprobs),
+            "survey": partial(self._in_thread, self._survey),
+            "gradient": partial(self._in_thread, self._gradient),
+            "policy": self._load_policy,
+            "generate": self._generate,
+        }
+        while (frame := await receive(self._reader)) is not None:
+            if frame.kind == "ping":
+                send(self._writer, Frame("pong"))
+            elif frame.kind in ("cancel", "cut"):
+                self._interrupt(frame)
+            else:
+                task = asyncio.create_task(self._answer(handlers[frame.kind], frame))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, handler: Callable[[Frame], Any], frame: Frame) -> None:
+        number = frame.fields["id"]
+        try:
+            answer: Frame = await handler(frame)
+        except PvgError as error:
+            fields = {"id": number, "type": type(error).__name__, "message": error.message, "remedy": error.remedy}
+            fields["exit_code"] = error.exit_code
+            send(self._writer, Frame("refused", fields))
+        except Exception:  # noqa: BLE001 - the driver raises it
+            send(self._writer, Frame("failed", {"id": number, "traceback": traceback.format_exc()}))
+        else:
+            send(self._writer, Frame("done", {**answer.fields, "id": number}, answer.arrays))
+
+    async def _in_thread(self, work: Callable[[Frame], Frame | None], frame: Frame) -> Frame:
+        return await run_in(self._executor, work, frame) or Frame("done")
+
+    # --- models and weights -------------------------------------------------------------------------------------------
+
+    def _start(self, frame: Frame) -> Frame:
+        self.experiment = _experiment(frame.fields["experiment"])
+        self.base = open_model(self.experiment.models.prover, DEVICE)
+        rollout = self.experiment.rollout.model_copy(update={"concurrency": UNBOUNDED})
+        experiment = self.experiment.model_copy(update={"rollout": rollout})
+        self._engine = open_engine(EngineSetup(experiment, self.base, self._executor, self, "worker", list))
+        return Frame("done")
+
+    async def _opened_engine(self) -> Engine:
+        """The engine, which the first work of the thread opens."""
+        await run_in(self._executor, int)
+        return self._engine
+
+    def event(self, tag: str, **fields: object) -> None:
+        """Pass an event of the engine on to the driver's log. Any thread may call this."""
+        self._loop.call_soon_threadsafe(send, self._writer, Frame("event", {"tag": tag, "event": fields}))
+
+    def _open(self, frame: Frame) -> None:
+        fields, slot = frame.fields, frame.fields["slot"]
+        match fields["what"]:
+            case "policy":
+                self._models[slot] = self._open_policy(fields)
+            case "pairs":
+                experiment = _experiment(fields["experiment"])
+                verifier = open_verifier(experiment, DEVICE, self.base)
+                objective = objective_for(
+                    experiment.verifier, verifier.tokenizer.pad_id, environments=fields["environments"]
+                )
+                precision = experiment.verifier.precision
+                self._models[slot] = TrainedModel(verifier, verifier.eval(), objective, VerifierBatch, precision)
+            case _:
+                self._models[slot] = self._open_scoring(fields)
+
+    def _open_policy(self, fields: Mapping[str, Any]) -> TrainedModel:
+        training = Training.model_validate_json(orjson.dumps(fields["training"]))
+        rollout = Rollouts.model_validate_json(orjson.dumps(fields["rollout"]))
+        learner = open_learner(self, 0)
+        objective = PolicyObjective(training, rollout, learner.tokenizer.pad_id)
+        if training.gradient_checkpointing:
+            checkpoint_layers(learner.module.eval())
+        return TrainedModel(learner, learner.module.eval(), objective, PolicyBatch, training.precision)
+
+    def _open_scoring(self, fields: Mapping[str, Any]) -> ScoringModel:
+        members: list[VerifierModel] = []
+        for _ in range(fields["members"]):
+            like = members[0] if members else None
+            members.append(open_verifier(self.experiment, DEVICE, self.base, like=like))
+        if fields["aggregation"] is None:
+            return members[0]
+        return VerifierEnsemble(members, fields["aggregation"], ScoreScales.none(len(members)))
+
+    def _load(self, frame: Frame) -> None:
+        """Copy the shared tensors of a slot into its model."""
+        tensors, model = MappedTensors(frame.fields["place"]).tensors, self._models[frame.fields["slot"]]
+        if isinstance(model, TrainedModel):
+            with torch.no_grad():
+                for name, parameter in trainable_parameters(model.module).items():
+                    parameter.copy_(tensors[name])
+        elif isinstance(model, VerifierEnsemble):
+            for number, member in enumerate(model.members):
+                prefix = f"{number}."
+                member.load_trainable_state(
+                    {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+                )
+            model.scales = ScoreScales(tensors["slopes_K"].numpy().copy(), tensors["offsets_K"].numpy().copy())
+        else:
+            assert isinstance(model, VerifierModel)
+            model.load_trainable_state(tensors)
+
+    def _close(self, frame: Frame) -> None:
+        self._models.pop(frame.fields["slot"]).close()
+
+    # --- sampling -----------------------------------------------------------------------------------------------------
+
+    async def _load_policy(self, frame: Frame) -> Frame:
+        tensors = MappedTensors(frame.fields["place"]).tensors
+        engine = await self._opened_engine()
+        timing = await engine.load_weights(WeightUpdate(frame.fields["version"], tensors, frame.fields["trace"]))
+        return Frame("done", {"rpc_ms": timing.rpc_ms})
+
+    async def _generate(self, frame: Frame) -> Frame:
+        """Sample a block of requests. Completions are sent as they finish, those of one turn of the loop together."""
+        requests, engine = requests_of(frame), await self._opened_engine()
+        tasks = {asyncio.create_task(engine.generate(request)): n for n, request in enumerate(requests)}
+        own = {requests[number].id: task for task, number in tasks.items()}
+        self._sampling |= own
+        error: BaseException | None = None
+        waiting = set(tasks)
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                delivered: dict[int, Completion | CutShort] = {}
+                for task in done:
+                    failure = asyncio.CancelledError() if task.cancelled() else task.exception()
+                    if failure is None or isinstance(failure, CutShort):
+                        delivered[tasks[task]] = task.result() if failure is None else failure
+                    elif not isinstance(failure, asyncio.CancelledError):
+                        error = error or failure
+                found, arrays = completion_arrays(delivered)
+                send(self._writer, Frame("completed", {**found, **self._counted(), "id": frame.fields["id"]}, arrays))
+        finally:
+            for id_, task in own.items():
+                if self._sampling.get(id_) is task:  # a request that goes on after a cut has the same id
+                    del self._sampling[id_]
+        if error is not None:
+            raise error
+        return Frame("done")
+
+    def _counted(self) -> dict[str, list[float]]:
+        """The engine's counts since the last call."""
+        stats, before = self._engine.stats, self._reported
+        self._reported = stats
+        return {"stats": list(astuple(stats.since(before)))}
+
+    def _interrupt(self, frame: Frame) -> None:
+        """Cancel or cut requests; finished ones are ignored."""
+        if frame.kind == "cut":
+            self._engine.cut(frame.fields["ids"])
+            return
+        for id_ in frame.fields["ids"]:
+            if id_ in self._sampling:
+                self._sampling[id_].cancel()
+
+    # --- computing, in the thread -------------------------------------------------------------------------------------
+
+    def _score(self, frame: Frame) -> Frame:
+        """Scores and, if the head needs them, references of padded batches."""
+        model = self._models[frame.fields["slot"]]
+        assert not isinstance(model, TrainedModel)
+        sequences, prompts_N = rows_of("ids", frame.arrays), frame.arrays["prompt_lengths"]
+        known_N = frame.arrays.get("references")
+        scores_N = np.empty(len(sequences), np.float32)
+        references_N = np.zeros(len(sequences), np.float32)
+        with torch.inference_mode():
+            for rows in rows_of("batches", frame.arrays):
+                packed = rectangle(
+                    [sequences[row] for row in rows],
+                    prompts_N[rows].tolist(),
+                    model.tokenizer.pad_id,
+                    DEVICE,
+                    token_budget=frame.fields["token_budget"],
+                    max_length=model.max_length,
+                )
+                reference_B = None
+                if model.needs_reference:
+                    if known_N is not None and np.isfinite(known_N[rows]).all():
+                        own = known_N[rows].tolist()
+                        height = len(packed.lengths_B)
+                        reference_B = torch.tensor(own + own[:1] * (height - len(own)), dtype=torch.float32)
+                    else:
+                        reference_B = model.reference(*packed)
+                    references_N[rows] = reference_B[: len(rows)].numpy()
+                scores_N[rows] = model(*packed, reference_B)[: len(rows)].numpy()
+        return Frame("done", {}, {"scores": scores_N, "references": references_N})
+
+    def _logprobs(self, frame: Frame) -> Frame:
+        """Log-probs of a batch's completions, under the base prover or the policy in training."""
+        trained = self._trained(frame)
+        assert isinstance(trained.objective, PolicyObjective)
+        module = self.base.module if frame.fields["of"] == "base" else trained.module
+        found = trained.objective.recompute(module, record_of(PolicyBatch, "", frame.arrays))
+        flat = np.concatenate(found) if found else np.zeros(0, np.float32)
+        return Frame("done", {}, {"logprobs": flat})
+
+    def _survey(self, frame: Frame) -> Frame:
+        trained = self._trained(frame)
+        assert isinstance(trained.objective, RobustObjective)
+        arrays: dict[str, Array] = {}
+        for number, micro_batch in enumerate(_micro_batches(trained, frame)):
+            with autocast(trained.precision, DEVICE):
+                losses_M, slopes_M = trained.objective.measure(trained.module, micro_batch)
+            arrays |= {f"{number}.losses": losses_M.numpy(), f"{number}.slopes": slopes_M.numpy()}
+        return Frame("done", {}, arrays)
+
+    def _gradient(self, frame: Frame) -> Frame:
+        """The summed gradient of micro-batches, their losses and their metrics."""
+        trained = self._trained(frame)
+        if isinstance(trained.objective, AdaptsCoefficients):
+            trained.objective.load_state(frame.fields["state"])
+        parameters = trainable_parameters(trained.module)
+        memory = trained.objective.memory if frame.fields["measured"] else None  # type: ignore[attr-defined]
+        try:
+            losses, metrics, taken = accumulate(
+                trained.module, trained.objective, _micro_batches(trained, frame), trained.precision, memory
+            )
+            gradient = torch.cat(
+                [torch.zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in parameters.values()]
+            )
+        finally:
+            trained.module.zero_grad(set_to_none=True)
+        names, values_M2 = metrics.as_array()
+        return Frame(
+            "done",
+            {"names": names, "sizes": [[size.longest, size.positions] for size, _ in taken]},
+            {
+                "gradient": gradient.numpy(),
+                "losses": np.array(torch.stack(losses).tolist() if losses else [], dtype=np.float64),
+                "metrics": values_M2,
+                "bytes": np.array([found for _, found in taken], dtype=np.int64),
+            },
+        )
+
+    def _trained(self, frame: Frame) -> TrainedModel:
+        model = self._models[frame.fields["slot"]]
+        assert isinstance(model, TrainedModel)
+        return model
+
+
+def _experiment(data: Mapping[str, Any]) -> Experiment:
+    return build_experiment(dict(data), "the driver's experiment")
+
+
+def _micro_batches(trained: TrainedModel, frame: Frame) -> list[Any]:
+    return [record_of(trained.batch, f"{number}.", frame.arrays) for number in range(frame.fields["micro_batches"])]
+
+
+async def _serve(connection: socket.socket) -> None:
+    reader, writer = await asyncio.open_unix_connection(sock=connection)
+    await Worker(reader, writer).serve()
+
+
+def work(connection: socket.socket) -> None:
+    """Serve until the driver closes its end. Never returns: a computation in progress ends with the process."""
+    torch.set_num_threads(1)
+    try:
+        asyncio.run(_serve(connection))
+    except BaseException:  # noqa: BLE001 - a child of a fork must never return
+        traceback.print_exc()
+        os._exit(70)
+    os._exit(0)

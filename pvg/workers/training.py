@@ -1,0 +1,213 @@
+"""Models in training, whose gradients the workers compute: the prover, and the verifier of a phase.
+
+    model = ModelInWorkers(pool, policy_fields(experiment), trainable_parameters(learner.module), policy_shards)
+    trainer = Trainer(..., workers=model)
+    logprobs = await model.logprobs("base", batch)
+
+The driver keeps the weights, the optimizer and everything that depends on the whole batch. Workers get micro-batches
+whose weights in the loss are fixed, and return sums.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Generic, Literal, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pvg.config.base import Section
+from pvg.config.experiment import Experiment
+from pvg.models.packing import distinct_rows
+from pvg.records import Float32
+from pvg.telemetry.metrics import Metrics
+from pvg.training.batch import PolicyBatch
+from pvg.training.memory import MicroBatchSize
+from pvg.training.trainer import GradientWorkers, PartGradient
+from pvg.verifier.data import VerifierBatch
+from pvg.verifier.losses import clusters
+from pvg.workers.frames import Array, Frame, record_arrays
+from pvg.workers.pool import WorkerPool
+
+BatchT = TypeVar("BatchT")
+T = TypeVar("T")
+Int64 = NDArray[np.int64]
+
+
+def policy_fields(experiment: Experiment) -> dict[str, Any]:
+    """How a worker opens the prover and the loss of `experiment`. An attacker's experiment may be one that no game can
+    have, so only these two sections are sent."""
+    return {"what": "policy", **{name: _plain(getattr(experiment, name)) for name in ("training", "rollout")}}
+
+
+def pair_fields(experiment: Experiment, environments: int) -> dict[str, Any]:
+    """How a worker opens the verifier and its loss; `environments`: see `objective_for`."""
+    return {"what": "pairs", "experiment": experiment.plain(), "environments": environments}
+
+
+def _plain(section: Section) -> dict[str, Any]:
+    return section.model_dump(mode="json", exclude_none=True)
+
+
+# --- shards -----------------------------------------------------------------------------------------------------------
+
+
+def balanced(sizes_K: Int64, shards: int) -> Int64:
+    """The shard of each of K items, such that the shards have similar total sizes: the largest item first, each to the
+    shard with the least. Depends on the sizes alone."""
+    shard_K = np.zeros(len(sizes_K), dtype=np.int64)
+    loads = [0] * shards
+    for item in np.argsort(-sizes_K, kind="stable").tolist():
+        shard = loads.index(min(loads))
+        shard_K[item] = shard
+        loads[shard] += int(sizes_K[item])
+    return shard_K
+
+
+def policy_rows(batch: PolicyBatch, shards: int) -> list[Int64]:
+    """Row numbers of at most `shards` parts: whole groups, with similar numbers of tokens. A row that repeats another
+    one costs nothing, so it counts as 0 tokens. Rows of weight 0 are left out."""
+    weights_N = batch.row_weights_N
+    rows = np.arange(len(batch)) if weights_N is None else np.flatnonzero(weights_N)
+    if not len(rows):
+        return []
+    keys_N2 = np.stack([batch.role_ids_N[rows].astype(np.int64), batch.group_ids_N[rows].astype(np.int64)], axis=1)
+    group_N = np.unique(keys_N2, axis=0, return_inverse=True)[1].reshape(-1)
+    firsts_U, _ = distinct_rows([batch.sequences[row] for row in rows], batch.prompt_lengths[rows])
+    tokens_N = np.zeros(len(rows), dtype=np.int64)
+    tokens_N[firsts_U] = batch.lengths_N[rows][firsts_U]
+    shard_N = balanced(np.bincount(group_N, weights=tokens_N).astype(np.int64), shards)[group_N]
+    return [rows[shard_N == shard] for shard in np.unique(shard_N).tolist()]
+
+
+def policy_shards(batch: PolicyBatch, shards: int) -> list[PolicyBatch]:
+    """A prepared batch in the parts of `policy_rows`."""
+    return [batch.select(rows) for rows in policy_rows(batch, shards)]
+
+
+def pair_shards(batch: VerifierBatch, shards: int) -> list[VerifierBatch]:
+    """The batch in at most `shards` parts. Pairs that share solutions stay together, so each solution is computed, and
+    penalised, in one part."""
+    cluster_M = np.unique(clusters(batch.pairs_M2, len(batch.sequences)), return_inverse=True)[1].reshape(-1)
+    lengths_N, tokens_K = batch.lengths_N, np.zeros(int(cluster_M.max()) + 1, dtype=np.int64)
+    for side in (0, 1):
+        rows, firsts = np.unique(batch.pairs_M2[:, side], return_index=True)
+        np.add.at(tokens_K, cluster_M[firsts], lengths_N[rows])
+    shard_M = balanced(tokens_K, shards)[cluster_M]
+    return [batch.select(np.flatnonzero(shard_M == shard)) for shard in np.unique(shard_M).tolist()]
+
+
+# --- the models -------------------------------------------------------------------------------------------------------
+
+
+class ModelInWorkers(GradientWorkers[BatchT], Generic[BatchT]):
+    """A model in training. `parameters` are the trainer's own, by name; the workers get them before they compute with
+    them. `gradients` and `survey` block: call them from a thread, not from the event loop."""
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        fields: Mapping[str, Any],
+        parameters: Mapping[str, Tensor],
+        cut: Callable[[BatchT, int], list[BatchT]],
+    ) -> None:
+        """`fields`: how a worker opens the model, which it does before its first work. `cut`: a batch into at most so
+        many shards."""
+        self._pool = pool
+        self._fields = fields
+        self._parameters = parameters
+        self._cut = cut
+        self._slot: int | None = None
+        self._changes, self._sent = 0, -1  # the weights' changes, and how many of them the workers have
+        self._loading = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+
+    async def close(self) -> None:
+        """Close the workers' copies. A second call does nothing."""
+        if self._slot is not None:
+            slot, self._slot = self._slot, None
+            await self._pool.close_slot(slot)
+
+    def weights_changed(self) -> None:
+        self._changes += 1
+
+    def shards(self, batch: BatchT) -> list[BatchT]:
+        return self._cut(batch, self._pool.count)
+
+    async def prepare(self) -> None:
+        """Open the workers' copies before their first work."""
+        await self._ready()
+
+    async def _ready(self) -> int:
+        """The slot of the workers' copies, with the current parameters."""
+        async with self._loading:
+            if self._slot is None:
+                self._slot = await self._pool.open(self._fields)
+            if self._sent != self._changes:
+                changes = self._changes
+                await self._pool.load(self._slot, {name: tensor.detach() for name, tensor in self._parameters.items()})
+                self._sent = changes
+            return self._slot
+
+    def survey(self, parts: Sequence[Sequence[BatchT]]) -> list[tuple[Tensor, Tensor]]:
+        answers = self._wait(self._asked("survey", parts, {}))
+        return [
+            (
+                torch.from_numpy(answer.arrays[f"{number}.losses"]),
+                torch.from_numpy(answer.arrays[f"{number}.slopes"]),
+            )
+            for answer, part in zip(answers, parts, strict=True)
+            for number in range(len(part))
+        ]
+
+    def gradients(
+        self, parts: Sequence[Sequence[BatchT]], state: Mapping[str, Any], *, measured: bool
+    ) -> list[PartGradient]:
+        answers = self._wait(self._asked("gradient", parts, {"state": state, "measured": measured}))
+        return [_part(answer) for answer in answers]
+
+    async def logprobs(self, of: Literal["base", "learner"], batch: PolicyBatch) -> list[Float32]:
+        """As `PolicyObjective.recompute`, under the base prover or the policy in training."""
+        slot = await self._ready()
+        rows = policy_rows(batch, self._pool.count)
+        parts = [batch.select(own) for own in rows]
+        fields = {"slot": slot, "of": of}
+        answers = await asyncio.gather(
+            *(
+                self._pool.submit(shard, Frame("logprobs", fields, record_arrays("", part)))
+                for shard, part in enumerate(parts)
+            )
+        )
+        found: list[Float32] = [np.zeros(0, dtype=np.float32)] * len(batch)
+        for answer, part, own in zip(answers, parts, rows, strict=True):
+            values = np.split(answer.arrays["logprobs"], np.cumsum(part.completion_lengths_N)[:-1])
+            for row, logprobs in zip(own.tolist(), values, strict=True):
+                found[row] = logprobs
+        return found
+
+    async def _asked(self, kind: str, parts: Sequence[Sequence[BatchT]], fields: Mapping[str, Any]) -> list[Frame]:
+        slot = await self._ready()
+        frames = []
+        for part in parts:
+            arrays: dict[str, Array] = {}
+            for number, micro_batch in enumerate(part):
+                arrays |= record_arrays(f"{number}.", micro_batch)
+            frames.append(Frame(kind, {**fields, "slot": slot, "micro_batches": len(part)}, arrays))
+        return list(await asyncio.gather(*(self._pool.submit(shard, frame) for shard, frame in enumerate(frames))))
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def _part(answer: Frame) -> PartGradient:
+    arrays = answer.arrays
+    sizes = [MicroBatchSize(*size) for size in answer.fields["sizes"]]
+    return PartGradient(
+        torch.from_numpy(arrays["gradient"]),
+        arrays["losses"].tolist(),
+        Metrics.from_array(answer.fields["names"], arrays["metrics"]),
+        list(zip(sizes, arrays["bytes"].tolist(), strict=True)),
+    )

@@ -1,0 +1,53 @@
+"""The groups that prover training asks for: one role of a batch is what the whole batch has of that role."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from test_configurations import changed
+
+from pvg.game.curriculum import Curriculum, curriculum_of
+from pvg.game.orders import ProverOrders
+from pvg.records import Problem, Role
+from pvg.seeds import draw_cyclic
+
+POOL = [Problem(f"p{number}", "1+1?", "2") for number in range(50)]
+
+
+def prover_orders(settings: dict[str, Any]) -> ProverOrders:
+    experiment = changed({"training.groups": 8, **settings})
+    session = SimpleNamespace(
+        experiment=experiment,
+        seed=3,
+        state=SimpleNamespace(round=0),
+        problems=lambda half: POOL,
+        draw=lambda half, start, size, place: [POOL[i] for i in draw_cyclic(len(POOL), start, size, 3)],
+        order=lambda problem, role, group, size: (problem.id, role, group),
+    )
+    return ProverOrders(session, curriculum_of(experiment))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("curriculum", ["none", "buckets", "prioritised"])
+def test_one_role_of_a_batch_draws_for_this_role_alone(curriculum: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Role] = []
+    draw = Curriculum.draw
+
+    def counted(
+        self: Curriculum, problems: Sequence[str], role: Role, count: int, generator: np.random.Generator
+    ) -> list[int]:
+        drawn.append(role)
+        return draw(self, problems, role, count, generator)
+
+    monkeypatch.setattr(Curriculum, "draw", counted)
+    orders = prover_orders({"training.curriculum": curriculum})
+    for number in range(4):
+        everything: list[Any] = orders.batch(number)
+        assert len(everything) == 8
+        for role in Role:
+            drawn.clear()
+            assert orders.batch(number, role) == [order for order in everything if order[1] is role]
+            assert drawn == ([] if curriculum == "none" else [role])

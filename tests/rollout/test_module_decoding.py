@@ -1,0 +1,106 @@
+"""Decoding by the model's own forward pass: shared prompts and finished rows save work, and change no completion."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from tiny_policies import prompts, setting, tiny_llama, tiny_model
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+from pvg.config.rollout import Rollouts
+from pvg.rollout import open_engine
+from pvg.rollout.decoding import DecodedRow, decode
+from pvg.rollout.engine import GenerationRequest, Sampling
+
+GROUP = 4
+
+
+def grouped_requests() -> list[GenerationRequest]:
+    """Ten groups of GROUP rows on one prompt each, prompts of 1 to 9 tokens; rows end early and late."""
+    sampling = Sampling(24, (1, 2, 3))
+    shared = [prompt for prompt in prompts(10) for _ in range(GROUP)]
+    return [GenerationRequest(f"r{i}", prompt, sampling, seed=100 + i) for i, prompt in enumerate(shared)]
+
+
+def decoded(
+    wanted: Sequence[GenerationRequest], module: PreTrainedModel | None = None
+) -> tuple[list[DecodedRow], list[tuple[int, int]], list[tuple[int, int]]]:
+    """The results, and the shapes [rows, tokens] of the prefills and of the decoding steps."""
+    module = (module or tiny_llama()).eval()
+    shapes: list[tuple[int, int]] = []
+    hook = module.get_input_embeddings().register_forward_pre_hook(
+        lambda _module, arguments: shapes.append(tuple(arguments[0].shape))
+    )
+    results = decode(module, wanted, np.zeros(len(wanted), dtype=bool), torch.device("cpu"))
+    hook.remove()
+    steps = max(len(result.token_ids) for result in results)
+    return results, shapes[:-steps], shapes[-steps:]
+
+
+def assert_each_as_alone(
+    wanted: Sequence[GenerationRequest], together: Sequence[DecodedRow], module: PreTrainedModel
+) -> None:
+    """Alone, a row shares no prompt and never waits for another one."""
+    for request, found in zip(wanted, together, strict=True):
+        (expected,), _, _ = decoded([request], module)
+        np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+        np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
+        assert found.finish_reason == expected.finish_reason
+
+
+def test_rows_together_get_the_completions_that_they_get_alone() -> None:
+    wanted, module = grouped_requests(), tiny_llama()
+    found, _, _ = decoded(wanted, module)
+    assert len({len(result.token_ids) for result in found}) > 5  # rows leave at many steps
+    assert_each_as_alone(wanted, found, module)
+
+
+def test_finished_rows_leave_and_a_shared_prompt_is_computed_once() -> None:
+    wanted = grouped_requests()
+    _, prefills, steps = decoded(wanted)
+    assert steps[0] == (len(wanted), 1)
+    assert steps[-1][0] < len(wanted) / 4
+    assert sum(rows for rows, _ in prefills) == len(
+        {request.prompt_ids.tobytes() for request in wanted if len(request.prompt_ids) > 1}
+    )
+
+
+def test_a_finished_row_that_stays_does_not_run_out_of_the_context() -> None:
+    # GPT-2 looks its positions up in a table of 32: the long prompt ends at its edge while the short ones go on. One
+    # row of 16 is too few to leave.
+    config = GPT2Config(vocab_size=20, n_embd=32, n_layer=2, n_head=4, n_positions=32, initializer_range=0.2)
+    torch.manual_seed(0)
+    module = GPT2LMHeadModel(config)
+    long, *short = prompts(1, 30, 30) + prompts(15, 2, 4)
+    wanted = [GenerationRequest("long", long, Sampling(2, ()), 1)]
+    wanted += [GenerationRequest(f"{i}", prompt, Sampling(28, ()), 2 + i) for i, prompt in enumerate(short)]
+    together, _, steps = decoded(wanted, module)
+    assert steps[-1] == (16, 1)
+    assert_each_as_alone(wanted, together, module)
+
+
+def test_the_prompt_tokens_told_are_those_computed() -> None:
+    """Two groups whose prompts differ in their last token alone share everything before it."""
+
+    async def run() -> tuple[int, int, float]:
+        model = tiny_model()
+        sizes: list[int] = []
+        model.module.get_input_embeddings().register_forward_pre_hook(
+            lambda _module, arguments: sizes.append(arguments[0].numel())
+        )
+        two = [np.array([5, 6, 7, last], dtype=np.int32) for last in (8, 9)]
+        asked = [GenerationRequest(f"{i}", prompt, Sampling(1, ()), i) for i, prompt in enumerate(two * GROUP)]
+        with ThreadPoolExecutor(1) as executor:
+            engine = open_engine(setting(Rollouts(engine={"decoding": "module"}), model, executor))
+            await asyncio.gather(*map(engine.generate, asked))
+            await engine.close()
+        return sum(sizes), engine.stats.prompt_tokens_computed, engine.stats.prefix_share
+
+    computed, told, share = asyncio.run(run())
+    assert told == computed == 3 + 8
+    assert share == pytest.approx(1 - computed / 32)

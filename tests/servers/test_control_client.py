@@ -1,0 +1,336 @@
+"""The control client against the tests' own server: its refusals, its stamps, and what it makes of wrong replies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+from fake_model import AS_STARTED, Weights
+from fake_vllm import FakeOptions, FakeVllm
+from safetensors.numpy import save_file
+
+from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.servers.control import ControlClient
+from pvg.servers.pool import ConnectionLimits, HttpPool, MalformedReply, RefusedRequest, ReplyTimeout
+from pvg.servers.publishing import PublishingSession, WeightLabel
+
+PATIENCE_S = 20.0
+SESSION = PublishingSession(0x1800, "aa")
+
+
+def tensors(version: int) -> dict[str, np.ndarray]:
+    return {"w": np.full((2, 3), version, np.float32), "b": np.arange(4, dtype=np.float32)}
+
+
+def publish(root: Path, version: int, file: str = "model.safetensors") -> str:
+    """A folder of weights as a transport writes it; returns its name."""
+    folder = root / "run" / f"v{version:06d}"
+    folder.mkdir(parents=True)
+    save_file(tensors(version), folder / file)
+    (folder / "adapter_config.json").write_text("{}")
+    stable = {"version": 1, "files": {file: {"bytes": (folder / file).stat().st_size}}}
+    (folder / "STABLE").write_text(json.dumps(stable))
+    return f"run/{folder.name}"
+
+
+def drive(
+    use: Callable[[ControlClient, FakeVllm], Awaitable[Any]],
+    root: Path = Path(),
+    *,
+    key: str = "k",
+    probe_timeout_s: float = PATIENCE_S,
+    **options: Any,
+) -> Any:
+    async def run() -> Any:
+        pool = HttpPool(ConnectionLimits.derive(4), connect_timeout_s=2.0, key=key, fresh=True)
+        async with FakeVllm(FakeOptions(root=root, key="k", **options)) as server:
+            try:
+                control = ControlClient(server.url + "/", pool, timeout_s=PATIENCE_S, probe_timeout_s=probe_timeout_s)
+                return await use(control, server)
+            finally:
+                await pool.close()
+
+    return asyncio.run(run())
+
+
+def answered_with(
+    answer: Callable[[web.Request], Any], headers: Mapping[str, str], use: Callable[[ControlClient], Awaitable[Any]]
+) -> Any:
+    """`use` against a server that gives `answer` as JSON to everything, with `headers`."""
+
+    async def handler(request: web.Request) -> web.Response:
+        return web.json_response(answer(request), headers=headers)
+
+    async def run() -> Any:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", handler)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        pool = HttpPool(ConnectionLimits.derive(4), connect_timeout_s=2.0)
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            return await use(ControlClient(url, pool, timeout_s=PATIENCE_S, probe_timeout_s=PATIENCE_S))
+        finally:
+            await pool.close()
+            await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+def test_info_says_what_the_server_is() -> None:
+    async def use(control: ControlClient, server: FakeVllm) -> None:
+        info = await control.info()
+        assert info.url == control.url == server.url
+        assert (info.boot, info.label, info.paused) == (server.boot, "default", False)
+        assert (info.runner, info.dtype, info.max_lora_rank, info.world_size) == ("generate", "float32", 0, 1)
+        await server.restart()
+        assert (await control.info()).boot != info.boot
+
+    drive(use)
+
+
+@pytest.mark.parametrize("key", ["", "wrong"])
+def test_a_wrong_key_is_told_with_what_mends_it_and_changes_nothing(key: str, tmp_path: Path) -> None:
+    name = publish(tmp_path, 1)
+
+    async def use(control: ControlClient, server: FakeVllm) -> None:
+        calls = [
+            control.info(),
+            control.load_weights(name, WeightLabel(SESSION, 1), "t"),
+            control.unload_adapter(WeightLabel(SESSION, 1), "t"),
+            control.pause(),
+            control.checksums(),
+        ]
+        for call in calls:
+            with pytest.raises(ConfigurationError, match=rf"{server.url} refuses the control key\. .*PVG_CONTROL_KEY"):
+                await call
+        assert (server.label, server.info()["paused"]) == ("default", False)
+
+    drive(use, tmp_path, key=key)
+
+
+def test_a_server_that_pvg_did_not_start_is_told_apart() -> None:
+    async def use(control: ControlClient, _: FakeVllm) -> None:
+        plain = ControlClient(control.url + "/elsewhere", control._pool, timeout_s=1.0, probe_timeout_s=PATIENCE_S)
+        with pytest.raises(MissingRequirementError, match=r"has no pvg control routes.*pvg serve"):
+            await plain.info()
+
+    drive(use)
+
+
+def test_another_protocol_is_told_with_both_numbers() -> None:
+    async def use(control: ControlClient, server: FakeVllm) -> None:
+        with pytest.raises(MissingRequirementError, match=r"uses protocol 2 .* but this client uses 1"):
+            await control.info()
+        assert server.calls["/pvg/info"] == 1
+
+    drive(use, protocol=2)
+    for found in ([], "pvg", {"status": "ok"}):
+        with pytest.raises(MissingRequirementError, match="uses protocol None"):
+            answered_with(lambda _, found=found: found, {}, lambda control: control.info())
+
+
+def test_an_incomplete_info_is_malformed() -> None:
+    with pytest.raises(MalformedReply, match="in /pvg/info, 'boot' is missing"):
+        answered_with(lambda _: {"protocol": 1}, {}, lambda control: control.info())
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_model_len", "many"), ("label", None), ("paused", 0)])
+def test_an_info_of_the_wrong_kind_is_malformed(name: str, value: object) -> None:
+    told = FakeVllm(FakeOptions()).info() | {name: value}
+    with pytest.raises(MalformedReply, match=name):
+        answered_with(lambda _: told, {}, lambda control: control.info())
+
+
+def test_a_hung_engine_is_silent_within_the_time_of_a_probe() -> None:
+    async def use(control: ControlClient, server: FakeVllm) -> None:
+        server.freeze()
+        with pytest.raises(ReplyTimeout, match=r"no reply within 0\.2 s"):
+            await control.info()
+        server.thaw()
+        assert (await control.info()).label == "default"
+
+    drive(use, probe_timeout_s=0.2)
+
+
+def test_weights_arrive_and_the_delivery_says_what_it_took(tmp_path: Path) -> None:
+    name = publish(tmp_path, 7)
+
+    async def use(control: ControlClient, server: FakeVllm) -> None:
+        label = WeightLabel(SESSION, 7)
+        delivery = await control.load_weights(name, label, trace="1f")
+        assert (delivery.url, delivery.label) == (server.url, label)
+        assert server.fingerprint() == Weights.of(tensors(7)).fingerprint != AS_STARTED
+        assert (await control.info()).label == str(label)
+        assert not server.info()["paused"]
+        # The server's clock and ours are one here: it got the call while we waited, and worked for less than we did.
+        assert delivery.wall_ms >= delivery.rpc_ms >= delivery.parts["load_ms"] >= 20.0
+        assert delivery.queue_ms == delivery.wall_ms - delivery.rpc_ms
+        assert set(delivery.parts) == {"pause_ms", "load_ms", "resume_ms"}
+        assert delivery.received_ns > 1_600_000_000 * 10**9
+        again = await control.load_weights(name, label, trace="20")
+        assert again.parts["load_ms"] == 0.0
+
+    drive(use, tmp_path, load_ms=20.0)
+
+
+@pytest.mark.parametrize(
+    ("label", "status", "code"),
+    [
+        (WeightLabel(SESSION, 6), 409, "version_backwards"),
+        (WeightLabel(PublishingSession(0x17FF, "zz"), 99), 409, "older_session"),
+    ],
+)
+def test_weights_that_go_backwards_are_refused(label: WeightLabel, status: int, code: str, tmp_path: Path) -> None:
+    name = publish(tmp_path, 7)
+
+    async def use(control: ControlClient, server: FakeVllm) -> None:
+        await control.load_weights(name, WeightLabel(SESSION, 7), "")
+        with pytest.raises(RefusedRequest) as caught:
+            await control.load_weights(name, label, "")
+        assert (caught.value.status, caught.value.code) == (status, code)
+        assert server.label == str(WeightLabel(SESSION, 7))
+
+    drive(use, tmp_path)
+
+
+def test_foreign_paths_and_unfinished_folders_are_refused(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    name = publish(root, 1)
+    outside = publish(tmp_path / "outside", 1)
+    (root / "link").symlink_to(tmp_path / "outside" / outside)
+    (root / "half").mkdir()
+    (root / "run" / "v000002").mkdir()
+    (root / "run" / "v000002" / "STABLE").write_text('{"version":1,"files":{"model.safetensors":{"bytes":5}}}')
+    codes = {
+        f"../outside/{outside}": "foreign_path",
+        str(root / name): "foreign_path",
+        "link": "foreign_path",
+        "half": "not_stable",
+        "run/v000002": "not_stable",
+        "absent": "not_stable",
+    }
+
+    async def use(control: ControlClient, server: FakeVllm) -> None:
+        for path, code in codes.items():
+            with pytest.raises(RefusedRequest) as caught:
+                await control.load_weights(path, WeightLabel(SESSION, 1), "")
+            assert caught.value.code == code, path
+        (root / name / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
+        with pytest.raises(RefusedRequest) as caught:
+            await control.load_weights(name, WeightLabel(SESSION, 1), "")
+        assert caught.value.code == "not_safetensors"
+        assert server.label == "default"
+
+    drive(use, root)
+
+
+def test_a_load_that_fails_leaves_a_broken_label_that_the_next_one_mends(tmp_path: Path) -> None:
+    name = publish(tmp_path, 1)
+
+    async def use(control: ControlClient, server: FakeVllm) -> None:
+        server.fail_loads = 1
+        label = WeightLabel(SESSION, 1)
+        with pytest.raises(RefusedRequest, match=r"HTTP 500: .*could not be loaded") as caught:
+            await control.load_weights(name, label, "")
+        assert caught.value.code == "load_failed"
+        info = await control.info()
+        assert (info.label, info.paused) == (f"broken:{label}", False)
+        await control.load_weights(name, label, "")
+        assert (await control.info()).label == str(label)
+
+    drive(use, tmp_path)
+
+
+def test_adapters_are_loaded_once_and_forgotten_without_complaint(tmp_path: Path) -> None:
+    name = publish(tmp_path, 1, "adapter_model.safetensors")
+
+    async def use(control: ControlClient, server: FakeVllm) -> None:
+        label = WeightLabel(SESSION, 1)
+        delivery = await control.load_adapter(name, label, "t")
+        assert set(delivery.parts) == {"load_ms"}
+        await control.load_adapter(name, label, "t")
+        assert (list(server.adapters), server.label) == ([str(label)], "default")
+        await control.unload_adapter(label, "t")
+        await control.unload_adapter(label, "t")
+        assert server.adapters == {}
+
+    drive(use, tmp_path, max_lora_rank=8)
+
+
+def test_pause_and_resume_and_checksums(tmp_path: Path) -> None:
+    name = publish(tmp_path, 1)
+
+    async def use(control: ControlClient, _: FakeVllm) -> None:
+        await control.pause("t")
+        assert (await control.info()).paused
+        await control.resume("t")
+        assert not (await control.info()).paused
+        await control.load_weights(name, WeightLabel(SESSION, 1), "t")
+        assert set(await control.checksums()) == {"w", "b"}
+        with pytest.raises(RefusedRequest) as caught:
+            await control.call("/collective_rpc", {"method": "shutdown"})
+        assert (caught.value.status, caught.value.code) == (403, "closed")
+
+    drive(use, tmp_path)
+
+
+STAMPS = {"x-pvg-received-ns": "1763700000000000000", "x-pvg-work-ms": "1.5"}
+
+
+@pytest.mark.parametrize("missing", STAMPS)
+@pytest.mark.parametrize("instead", [None, "", "soon", "-3", "nan", "1.2.3", "1e9", "²"])
+def test_a_reply_without_its_stamps_is_malformed(missing: str, instead: str | None) -> None:
+    headers = {name: value for name, value in STAMPS.items() if name != missing}
+    if instead is not None:
+        headers[missing] = instead
+    label = WeightLabel(SESSION, 1)
+    with pytest.raises(MalformedReply, match=f"the header {missing} is missing or not a number"):
+        answered_with(
+            lambda _: {"label": str(label)}, headers, lambda control: control.load_weights("run/v1", label, "t")
+        )
+
+
+def test_a_time_of_arrival_with_a_fraction_is_malformed() -> None:
+    label = WeightLabel(SESSION, 1)
+    with pytest.raises(MalformedReply, match="x-pvg-received-ns"):
+        answered_with(
+            lambda _: {"label": str(label)},
+            {**STAMPS, "x-pvg-received-ns": "1.5"},
+            lambda control: control.load_weights("run/v1", label, "t"),
+        )
+
+
+@pytest.mark.parametrize(
+    "found", [None, [], {}, {"label": "default"}, {"label": "1800-aa/2"}, {"label": "1800-aa/1", "load_ms": "fast"}]
+)
+def test_a_reply_for_other_weights_is_malformed(found: Any) -> None:
+    with pytest.raises(MalformedReply):
+        answered_with(
+            lambda _: found, STAMPS, lambda control: control.load_weights("run/v1", WeightLabel(SESSION, 1), "t")
+        )
+
+
+@pytest.mark.parametrize("found", [[], {}, {"checksums": [1]}, {"checksums": None}])
+def test_checksums_of_another_form_are_malformed(found: Any) -> None:
+    with pytest.raises(MalformedReply, match="no checksums"):
+        answered_with(lambda _: found, {}, lambda control: control.checksums())
+
+
+def test_the_trace_travels_with_the_call() -> None:
+    seen: list[str | None] = []
+
+    def answer(request: web.Request) -> dict[str, Any]:
+        seen.append(request.headers.get("x-pvg-trace"))
+        return {"label": "1800-aa/1"}
+
+    answered_with(answer, STAMPS, lambda control: control.load_weights("run/v1", WeightLabel(SESSION, 1), "1f3a"))
+    answered_with(answer, STAMPS, lambda control: control.resume())
+    assert seen == ["1f3a", None]

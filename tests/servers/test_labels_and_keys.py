@@ -1,0 +1,170 @@
+"""Labels of weights, as client and server read them; the control key, whoever makes it first."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pvg.errors import ConfigurationError
+from pvg.servers.connections import KEY_FILE, KEY_VARIABLE, control_key
+from pvg.servers.publishing import PublishingSession, WeightLabel
+from pvg.servers.server_side.pvg_vllm import accepted_weights as server_side
+from pvg.servers.server_side.pvg_vllm.exchange import Refusal
+
+TAILS = st.text("0123456789abcdef-", min_size=1, max_size=12)
+LABELS = st.builds(WeightLabel, st.builds(PublishingSession, st.integers(0, 2**64), TAILS), st.integers(0, 10**12))
+
+
+@given(LABELS)
+def test_a_label_is_read_as_it_was_written(label: WeightLabel) -> None:
+    assert WeightLabel.parse(str(label)) == label
+
+
+@given(st.one_of(st.text(), st.from_regex(r"[0-9a-fA-F_+ -]{0,4}-?[a-f0-9-]{0,4}/?[-+0-9_ ]{0,4}", fullmatch=True)))
+def test_what_is_no_label_is_none_and_client_and_server_agree_on_it(text: str) -> None:
+    found, theirs = WeightLabel.parse(text), server_side.ServedLabel.parse(text)
+    assert (found is None) == (theirs is None)
+    assert found is None or str(found) == str(theirs) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "default", "broken:5-a/1", "5-a", "5-a/", "5-a/x", "/1", "5/1", "5-a/01", "5-a/-1", "5-a/+1", "5-A/1 "]
+)
+def test_texts_that_are_no_labels(text: str) -> None:
+    assert WeightLabel.parse(text) is None
+
+
+def test_sessions_that_begin_later_have_higher_numbers_and_other_tails() -> None:
+    first, second = PublishingSession.begin(), PublishingSession.begin()
+    assert first.began_ns <= second.began_ns
+    assert first.tail != second.tail
+    assert (
+        WeightLabel(first, 3) == WeightLabel(PublishingSession(first.began_ns, first.tail), 3) != WeightLabel(second, 3)
+    )
+
+
+def accepted(current: str, new: WeightLabel) -> str:
+    parsed = server_side.ServedLabel.parse(str(new))
+    assert parsed is not None
+    try:
+        server_side.check_order(current, parsed)
+    except Refusal as refusal:
+        return refusal.code
+    return "accepted"
+
+
+@given(LABELS, LABELS)
+def test_a_server_goes_forward_within_a_session_and_to_later_sessions(there: WeightLabel, new: WeightLabel) -> None:
+    verdict = accepted(str(there), new)
+    if there.session == new.session:
+        assert verdict == ("accepted" if new.version >= there.version else "version_backwards")
+    else:
+        earlier = new.session.began_ns < there.session.began_ns
+        assert verdict == ("older_session" if earlier else "accepted")
+    broken = accepted(f"broken:{there}", new)
+    assert broken == ("accepted" if verdict == "version_backwards" else verdict)
+    assert accepted("default", new) == "accepted"
+
+
+# --- the key ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def no_key_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+
+
+def test_the_first_makes_the_key_and_all_others_read_it(tmp_path: Path) -> None:
+    root = tmp_path / "deep" / "weights"
+    key = control_key(root)
+    assert len(key) >= 40
+    assert control_key(root) == key
+    assert stat.S_IMODE((root / KEY_FILE).stat().st_mode) == 0o600
+    assert [path.name for path in root.iterdir()] == [KEY_FILE]
+    assert control_key(tmp_path / "other") != key
+
+
+def test_the_environment_wins_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "given-by-the-user")
+    assert control_key(tmp_path / "weights") == "given-by-the-user"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "key", ["two words of a key", "ein-langer-schlüssel", "with-a-line\nbreak-in-it", "with-a-tab-in-it\t", "short"]
+)
+def test_a_key_that_is_none_is_refused(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, key)
+    with pytest.raises(ConfigurationError, match=f"{KEY_VARIABLE} is not a valid key") as caught:
+        control_key(tmp_path)
+    assert key not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"\xff\xfe\x00", b"two words"])
+def test_a_file_that_holds_no_key_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / KEY_FILE
+    path.write_bytes(content)
+    path.chmod(0o600)
+    with pytest.raises(ConfigurationError, match="is not a valid key"):
+        control_key(tmp_path)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
+def test_a_key_that_others_may_read_is_refused_with_the_command_that_mends_it(mode: int, tmp_path: Path) -> None:
+    control_key(tmp_path)
+    (tmp_path / KEY_FILE).chmod(mode)
+    with pytest.raises(ConfigurationError, match=r"is readable by others.*chmod 600"):
+        control_key(tmp_path)
+
+
+def test_a_place_where_no_key_can_lie_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match=f"cannot be read: Not a directory.*set {KEY_VARIABLE}"):
+        control_key(tmp_path / "file" / "weights")
+    (tmp_path / KEY_FILE).mkdir(mode=0o700)
+    with pytest.raises(ConfigurationError, match="cannot be read: Is a directory"):
+        control_key(tmp_path)
+
+
+RACE = """
+import sys
+from pathlib import Path
+from pvg.servers.connections import control_key
+print("there", flush=True)
+for line in sys.stdin:
+    try:
+        print(control_key(Path(line.strip())), flush=True)
+    except Exception as error:
+        print(f"failed {error!r}", flush=True)
+"""
+
+
+def test_processes_that_make_the_key_at_once_get_the_same_one(tmp_path: Path) -> None:
+    """40 folders, and at each three processes that begin together: one key wins, and none reads half of it."""
+    command = [sys.executable, "-c", RACE]
+    racers = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ)
+        for _ in range(3)
+    ]
+    pipes = [(racer.stdin, racer.stdout) for racer in racers if racer.stdin and racer.stdout]
+    try:
+        assert [out.readline() for _, out in pipes] == ["there\n"] * 3
+        for number in range(40):
+            for into, _ in pipes:
+                into.write(f"{tmp_path / str(number)}\n")
+                into.flush()
+            found = {out.readline().strip() for _, out in pipes}
+            assert found == {(tmp_path / str(number) / KEY_FILE).read_text()}
+    finally:
+        for racer, (into, out) in zip(racers, pipes, strict=True):
+            into.close()
+            racer.wait(timeout=30)
+            out.close()

@@ -1,0 +1,82 @@
+"""The server's idea of labels is the client's; which weights may follow which."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pvg.servers import publishing as client
+from pvg.servers.server_side.pvg_vllm import accepted_weights as server
+from pvg.servers.server_side.pvg_vllm.exchange import Refusal, tell
+from pvg.telemetry.events import format_event
+
+NOW = server.ServedLabel.parse("18ea1535542cb2ce-d5622cc9/12")
+
+
+@given(st.integers(0, 2**64), st.from_regex(r"[0-9a-f]{8}", fullmatch=True), st.integers(0, 10**9))
+def test_what_a_client_writes_is_read_as_meant(began_ns: int, tail: str, version: int) -> None:
+    text = str(client.WeightLabel(client.PublishingSession(began_ns, tail), version))
+    found = server.ServedLabel.parse(text)
+    assert found is not None
+    assert (found.began_ns, found.tail, found.version, str(found)) == (began_ns, tail, version, text)
+
+
+@given(st.text(alphabet="0123abf-/ _+x", max_size=12))
+def test_both_sides_take_the_same_strings_for_labels(text: str) -> None:
+    theirs, ours = client.WeightLabel.parse(text), server.ServedLabel.parse(text)
+    assert (theirs is None or theirs.version < 0) == (ours is None)
+
+
+@pytest.mark.parametrize(
+    "text", ["default", "", "/", "1-a", "1-a/", "1-a/-1", "1-a/01", "g-a/1", "0x1-a/1", "1-a/1/1", "1_0-a/1"]
+)
+def test_no_labels(text: str) -> None:
+    assert server.ServedLabel.parse(text) is None
+
+
+def code_of(current: str, new: str) -> str:
+    label = server.ServedLabel.parse(new)
+    assert label is not None
+    try:
+        server.check_order(current, label)
+    except Refusal as refusal:
+        return f"{refusal.status} {refusal.code}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("current", "new", "code"),
+    [
+        ("default", "5-a/0", ""),
+        ("something another client set", "5-a/0", ""),
+        ("5-a/3", "5-a/4", ""),
+        ("5-a/3", "5-a/2", "409 version_backwards"),
+        ("5-a/3", "6-b/0", ""),
+        ("5-a/3", "4-b/9", "409 older_session"),
+        ("5-a/3", "5-b/0", ""),  # two sessions of the same nanosecond: neither is older
+        ("broken:5-a/3", "5-a/3", ""),
+        ("broken:5-a/3", "5-a/1", ""),
+        ("broken:5-a/3", "6-b/0", ""),
+        ("broken:5-a/3", "4-b/9", "409 older_session"),
+        ("broken:", "4-b/9", ""),
+    ],
+)
+def test_which_weights_may_follow_which(current: str, new: str, code: str) -> None:
+    assert code_of(current, new) == code
+
+
+def test_the_servers_log_lines_have_the_form_of_the_clients(capsys: pytest.CaptureFixture[str]) -> None:
+    fields = {"trace": "1f 3a", "version": 12, "rpc_ms": 1.23456789, "nothing": ""}
+    tell("rpc.done", **fields)
+    there = capsys.readouterr().err.removesuffix("\n")
+    here = format_event("weights", event="rpc.done", **fields)
+    without_time = [re.sub(r"t=[0-9.]+", "t=", line) for line in (here, there)]
+    assert without_time[0] == without_time[1]
+
+
+def test_a_trace_cannot_write_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    tell("server.recv", trace="a\r\n[weights] t=1 event=rpc.done")
+    assert capsys.readouterr().err.count("\n") == 1

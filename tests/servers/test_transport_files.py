@@ -1,0 +1,337 @@
+"""Whole models through files: what is written, what servers are told, and what becomes of faults."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from control_server import ControlServer, with_servers
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from pvg.config.experiment import TABLES
+from pvg.config.servers import Weights
+from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.servers.control import ControlClient, DeliveryTiming
+from pvg.servers.pool import ConnectionBroken, RefusedRequest, ReplyTimeout, ServerUnreachable
+from pvg.servers.publishing import PublishingSession, WeightLabel, WeightUpdate
+from pvg.servers.transports import TRANSPORTS, Transport, open_transport
+from pvg.servers.transports import transport as delivering
+from pvg.servers.transports.transport import UNKNOWN_PART
+from pvg.servers.transports.versions import write_tensors
+
+SESSION = PublishingSession(1000, "aaaaaaaa")
+LABEL = WeightLabel(SESSION, 1)
+NAME = "run/v000001-aaaaaaaa"
+WEIGHTS = "/pvg/weights"
+
+
+def transport(root: Path, dtype: str = "float32") -> Transport:
+    return open_transport(Weights(root=root), "run", None, dtype, SESSION)
+
+
+def update(version: int = 1, value: float = 1.0) -> WeightUpdate:
+    return WeightUpdate(version, {"w": torch.full((4,), value)})
+
+
+# --- the file --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_read_is_what_was_given_in_the_servers_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    tensors = {
+        "odd": torch.tensor([1, 2, 3], dtype=torch.int8),
+        "whole": base,
+        "transposed": base.T,
+        "row": base[1],
+        "scalar": torch.tensor(0.1),
+        "empty": torch.empty(0, 5),
+        "flag": torch.tensor([True, False, True]),
+        "parameter": torch.nn.Parameter(torch.randn(3, generator=torch.Generator().manual_seed(0))),
+        "counts": torch.tensor([2**40]),
+        "half": torch.tensor([0.1], dtype=torch.float16),
+        "model.layers.0.ünicode": torch.ones(2, 2),
+    }
+    size = write_tensors(tmp_path / "f", tensors, dtype)
+    assert size == (tmp_path / "f").stat().st_size
+    found = load_file(tmp_path / "f")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        wanted = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor
+        assert found[name].dtype == wanted.dtype, name
+        assert torch.equal(found[name], wanted), name
+    with safe_open(tmp_path / "f", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_a_tied_weight_is_written_once_under_its_first_name(tmp_path: Path) -> None:
+    embedding = torch.randn(100, 8)
+    tied = {"embed.weight": embedding, "head.weight": embedding, "part": embedding[:2], "equal": embedding.clone()}
+    write_tensors(tmp_path / "f", tied, torch.float32)
+    assert load_file(tmp_path / "f").keys() == {"embed.weight", "part", "equal"}
+
+
+def test_nan_and_negative_zero_keep_their_bits(tmp_path: Path) -> None:
+    bits = torch.tensor([0x7FC00001, -0x80000000, 0x7F800000, 1], dtype=torch.int32)
+    write_tensors(tmp_path / "f", {"w": bits.view(torch.float32)}, torch.float32)
+    assert torch.equal(load_file(tmp_path / "f")["w"].view(torch.int32), bits)
+
+
+def test_no_second_copy_of_the_model_is_held(tmp_path: Path) -> None:
+    """200 MB in 20 tensors, written as float32 (no copy at all) and cast to bfloat16 (one tensor's at a time)."""
+    script = """
+import resource, sys
+from pathlib import Path
+import torch
+from pvg.servers.transports.versions import write_tensors
+torch.set_num_threads(1)
+tensors = {f"w{i}": torch.ones(2_500_000) for i in range(20)}
+write_tensors(Path(sys.argv[1]) / "warm", {"w": torch.ones(10)}, torch.bfloat16)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+write_tensors(Path(sys.argv[1]) / "as-is", tensors, torch.float32)
+write_tensors(Path(sys.argv[1]) / "cast", tensors, torch.bfloat16)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 60  # MiB; a copy would be 191 or 95
+
+
+# --- staging ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_tensors_may_change_as_soon_as_it_is_staged(tmp_path: Path) -> None:
+    async def play() -> None:
+        sent = transport(tmp_path)
+        weights = {"w": torch.ones(4)}
+        await sent.stage(WeightUpdate(1, weights), LABEL)
+        weights["w"].zero_()
+        assert torch.equal(load_file(tmp_path / NAME / "model.safetensors")["w"], torch.ones(4))
+        await sent.close()
+        assert not (tmp_path / NAME).exists()
+
+    asyncio.run(play())
+
+
+def test_the_event_loop_runs_on_while_the_executor_writes(tmp_path: Path) -> None:
+    async def play() -> None:
+        held, executor = threading.Event(), ThreadPoolExecutor(1)
+        executor.submit(held.wait)  # staging cannot begin
+        sent = open_transport(Weights(root=tmp_path), "run", executor, "float32", SESSION)
+        staging = asyncio.create_task(sent.stage(update(), LABEL))
+        for _ in range(10):
+            await asyncio.sleep(0.001)
+        assert not staging.done()
+        held.set()
+        await staging
+        await sent.close()
+        executor.shutdown()
+
+    asyncio.run(play())
+
+
+def test_old_versions_go_but_for_those_in_use(tmp_path: Path) -> None:
+    async def play() -> None:
+        sent = transport(tmp_path)
+        for version in range(1, 6):
+            await sent.stage(update(version), WeightLabel(SESSION, version))
+            await sent.retire([], [WeightLabel(SESSION, 2)])
+        there = {path.name for path in (tmp_path / "run").iterdir() if path.is_dir()}
+        assert there == {"v000002-aaaaaaaa", "v000004-aaaaaaaa", "v000005-aaaaaaaa"}
+
+    asyncio.run(play())
+
+
+# --- sending ---------------------------------------------------------------------------------------------------------
+
+
+def send(tmp_path: Path, count: int, plan, check, timeout_s: float = 5.0) -> None:
+    """Stage one version, send it to `count` servers after `plan(servers)`, then `check(servers, outcomes)`."""
+
+    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+        sent = transport(tmp_path)
+        await sent.stage(update(), LABEL)
+        plan(servers)
+        check(servers, await sent.send(controls, LABEL, "trace-1"))
+        await sent.close()
+
+    with_servers(count, play, timeout_s)
+
+
+def test_all_servers_are_told_at_once_and_answer_for_themselves(tmp_path: Path) -> None:
+    def check(servers: list[ControlServer], outcomes: Sequence[object]) -> None:
+        for server, outcome in zip(servers, outcomes, strict=True):
+            assert isinstance(outcome, DeliveryTiming)
+            assert (outcome.url, outcome.label, outcome.rpc_ms) == (server.url, LABEL, 1.5)
+            assert outcome.parts == {"pause_ms": 0.25, "load_ms": 1.0, "resume_ms": 0.25}
+            assert outcome.received_ns > 0
+            assert server.asked == [(WEIGHTS, {"name": NAME, "keep_kv": False, "label": str(LABEL)})]
+
+    send(tmp_path, 3, lambda servers: None, check)
+
+
+@pytest.mark.parametrize("fault", ["reset_after", "garbage_after"])
+def test_an_update_that_arrived_without_its_reply_is_found_out_and_not_sent_again(tmp_path: Path, fault: str) -> None:
+    def check(servers: list[ControlServer], outcomes: Sequence[object]) -> None:
+        (outcome,) = outcomes
+        assert isinstance(outcome, DeliveryTiming)
+        assert outcome.parts == {UNKNOWN_PART: outcome.wall_ms}
+        assert (outcome.rpc_ms, outcome.queue_ms, outcome.received_ns) == (outcome.wall_ms, 0.0, 0)
+        assert servers[0].paths == [WEIGHTS, "/pvg/info"]
+
+    send(tmp_path, 1, lambda servers: servers[0].plan(WEIGHTS, fault), check)
+
+
+def test_an_answer_that_does_not_come_in_time_is_found_out_too(tmp_path: Path) -> None:
+    def check(servers: list[ControlServer], outcomes: Sequence[object]) -> None:
+        assert isinstance(outcomes[0], DeliveryTiming)
+        assert servers[0].names == [NAME]
+
+    send(tmp_path, 1, lambda servers: servers[0].plan(WEIGHTS, "hang_after"), check, timeout_s=0.3)
+
+
+def test_an_update_that_did_not_arrive_is_sent_once_more(tmp_path: Path) -> None:
+    def check(servers: list[ControlServer], outcomes: Sequence[object]) -> None:
+        assert isinstance(outcomes[0], DeliveryTiming)
+        assert UNKNOWN_PART not in outcomes[0].parts
+        assert servers[0].paths == [WEIGHTS, "/pvg/info", WEIGHTS]
+
+    send(tmp_path, 1, lambda servers: servers[0].plan(WEIGHTS, "reset"), check)
+
+
+def test_and_not_a_third_time(tmp_path: Path) -> None:
+    def check(servers: list[ControlServer], outcomes: Sequence[object]) -> None:
+        assert isinstance(outcomes[0], ConnectionBroken)
+        assert isinstance(outcomes[1], DeliveryTiming)
+        assert servers[0].paths == [WEIGHTS, "/pvg/info", WEIGHTS, "/pvg/info"]
+
+    send(tmp_path, 2, lambda servers: servers[0].plan(WEIGHTS, "reset", "reset"), check)
+
+
+def test_a_second_try_whose_reply_is_lost_is_found_out_as_well(tmp_path: Path) -> None:
+    def check(servers: list[ControlServer], outcomes: Sequence[object]) -> None:
+        assert isinstance(outcomes[0], DeliveryTiming)
+        assert UNKNOWN_PART in outcomes[0].parts
+
+    send(tmp_path, 1, lambda servers: servers[0].plan(WEIGHTS, "reset", "reset_after"), check)
+
+
+def test_a_server_that_cannot_be_asked_keeps_its_first_fault(tmp_path: Path) -> None:
+    def plan(servers: list[ControlServer]) -> None:
+        servers[0].plan(WEIGHTS, "hang_after")
+        servers[0].plan("/pvg/info", "reset", "reset")  # aiohttp itself repeats a GET
+
+    def check(servers: list[ControlServer], outcomes: Sequence[object]) -> None:
+        assert isinstance(outcomes[0], ReplyTimeout)
+        assert servers[0].paths.count(WEIGHTS) == 1
+
+    send(tmp_path, 1, plan, check, timeout_s=0.3)
+
+
+def test_a_refusal_is_final(tmp_path: Path) -> None:
+    def check(servers: list[ControlServer], outcomes: Sequence[object]) -> None:
+        (outcome,) = outcomes
+        assert isinstance(outcome, RefusedRequest)
+        assert outcome.code == "planned"
+        assert servers[0].paths == [WEIGHTS]
+
+    send(tmp_path, 1, lambda servers: servers[0].plan(WEIGHTS, "refuse"), check)
+
+
+def test_a_wrong_key_is_an_outcome_that_the_user_can_mend(tmp_path: Path) -> None:
+    def plan(servers: list[ControlServer]) -> None:
+        servers[0].refuse_status = 401
+        servers[0].plan(WEIGHTS, "refuse")
+
+    def check(servers: list[ControlServer], outcomes: Sequence[object]) -> None:
+        assert isinstance(outcomes[0], ConfigurationError)
+        assert isinstance(outcomes[1], DeliveryTiming)
+
+    send(tmp_path, 2, plan, check)
+
+
+def test_a_server_that_is_gone_is_tried_twice_and_the_others_get_theirs(tmp_path: Path) -> None:
+    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+        sent = transport(tmp_path)
+        await sent.stage(update(), LABEL)
+        await servers[0].__aexit__()
+        outcomes = await sent.send(controls, LABEL, "")
+        assert isinstance(outcomes[0], ServerUnreachable)
+        assert isinstance(outcomes[1], DeliveryTiming)
+        (late,) = await sent.send(controls[1:], LABEL, "")  # whoever has it already is told so
+        assert isinstance(late, DeliveryTiming)
+
+    with_servers(2, play)
+
+
+def test_a_server_that_hangs_does_not_hold_the_others_for_a_calls_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+        sent = transport(tmp_path)
+        await sent.stage(update(), LABEL)
+        servers[0].plan("/pvg/weights", "hang_after")
+        outcomes = await sent.send(controls, LABEL, "")
+        assert isinstance(outcomes[0], ReplyTimeout)
+        assert "the other servers took the weights" in str(outcomes[0])
+        assert isinstance(outcomes[1], DeliveryTiming)
+
+    monkeypatch.setattr(delivering, "LATE_S", 0.1)
+    with_servers(2, play, timeout_s=50.0)
+
+
+def test_a_defect_is_no_outcome(tmp_path: Path) -> None:
+    class Defective(ControlClient):
+        async def load_weights(self, *_: object, **__: object) -> DeliveryTiming:
+            raise TypeError("a defect")
+
+    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+        sent = transport(tmp_path)
+        await sent.stage(update(), LABEL)
+        broken = Defective(servers[0].url, controls[0]._pool, timeout_s=1.0, probe_timeout_s=1.0)
+        with pytest.raises(TypeError, match="a defect"):
+            await sent.send([broken, controls[1]], LABEL, "")
+        assert servers[1].label == str(LABEL)  # the others were awaited
+
+    with_servers(2, play)
+
+
+# --- opening ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_transport_of_the_experiment_is_in_the_table() -> None:
+    assert set(TRANSPORTS) == set(TABLES["weights.transport"].kinds())
+
+
+@pytest.mark.parametrize("dtype", ["int32", "auto", "float", "", "nn"])
+def test_a_dtype_that_no_weights_have_is_refused(tmp_path: Path, dtype: str) -> None:
+    with pytest.raises(ConfigurationError, match="dtype"):
+        transport(tmp_path, dtype)
+    assert not (tmp_path / "run").exists()
+
+
+def test_torchs_own_names_of_dtypes_are_understood(tmp_path: Path) -> None:
+    asyncio.run(transport(tmp_path, "torch.bfloat16").close())
+
+
+@pytest.mark.parametrize("name", ["nccl", "ipc"])
+def test_what_needs_a_gpu_says_so(tmp_path: Path, name: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(MissingRequirementError, match="CUDA") as caught:
+        open_transport(
+            Weights(root=tmp_path, transport={"kind": name, "experimental": True}), "run", None, "float32", SESSION
+        )
+    assert "filesystem" in caught.value.remedy
+
+
+def test_opening_the_table_loads_no_torch() -> None:
+    script = "import sys, pvg.servers.transports, pvg.servers.transports.files; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)

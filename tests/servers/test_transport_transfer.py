@@ -1,0 +1,439 @@
+"""vLLM's weight transfer as far as a CPU goes: the order of the calls, every server resumed, and what faults leave.
+
+vLLM's trainer side is a stand-in that makes the calls that vLLM's makes, from threads as vLLM does; the servers are
+real sockets. That vLLM has what is stood in for is tested in tests/integration.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from control_server import ControlServer, with_servers
+
+from pvg.errors import ConfigurationError, MissingRequirementError, StateError
+from pvg.servers.control import ControlClient, DeliveryTiming
+from pvg.servers.pool import ConnectionBroken, RefusedRequest, ReplyTimeout
+from pvg.servers.publishing import PublishingSession, WeightLabel, WeightUpdate
+from pvg.servers.server_side.pvg_vllm.ipc_handles import decode_handle, encode_handle
+from pvg.servers.transports import transfer
+from pvg.servers.transports.gpu import IpcBackend, NcclBackend
+from pvg.servers.transports.transfer import TransferTransport
+
+SESSION = PublishingSession(1000, "aaaaaaaa")
+INIT, START, UPDATE, FINISH = (
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+)
+ID = bytes(range(128))
+WHOLE = ["/pause", START, UPDATE, FINISH, "/resume"]
+
+
+def label(version: int = 1) -> WeightLabel:
+    return WeightLabel(SESSION, version)
+
+
+@dataclass
+class Vllm:
+    """What the stand-in was asked to do, and what it is to do wrong."""
+
+    groups: list[tuple[int, int, int | None]] = field(default_factory=list)  # rank, world size, device
+    sent: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    shut_down: int = 0
+    sending_fails: BaseException | None = None
+    never_ends: threading.Event | None = None
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
+    state = Vllm()
+
+    class Engine:
+        packed, packed_buffer_size_bytes, packed_num_buffers = True, 1024, 2
+
+        def __init__(self, *, client: Any, source: Any) -> None:
+            self.client, self.source = client, source
+
+        def send_weights(self) -> None:
+            meta = self.source.metadata()
+            info = {
+                "names": [m.name for m in meta],
+                "dtype_names": [str(m.dtype).split(".")[-1] for m in meta],
+                "shapes": [list(m.shape) for m in meta],
+            }
+            self.client.start_weight_update()
+            with ThreadPoolExecutor(1) as executor:
+                called = executor.submit(self.client.update_weights, self.update_info(info))
+                state.sent.append({name: tensor.clone() for name, tensor in self.source})
+                if state.never_ends is not None:
+                    state.never_ends.wait()
+                if state.sending_fails is not None:
+                    raise state.sending_fails
+                called.result()
+            self.client.finish_weight_update()
+
+        def update_info(self, info: dict[str, Any]) -> dict[str, Any]:
+            return info
+
+        def shutdown(self) -> None:
+            state.shut_down += 1
+
+    class IpcEngine(Engine):
+        def update_info(self, info: dict[str, Any]) -> dict[str, Any]:
+            handles = [{"GPU-1": handle(index)} for index, _ in enumerate(info["names"])]
+            return {**info, "ipc_handles": handles, "ipc_handles_pickled": None, "tensor_sizes": None}
+
+    @dataclass
+    class InitInfo:
+        rank_offset: int
+        world_size: int
+        nccl_unique_id_b64: str | None = None
+        packed: bool = False
+        packed_buffer_size_bytes: int = 0
+        packed_num_buffers: int = 0
+
+    @dataclass
+    class IpcInit:
+        rank: int
+        packed: bool
+
+    class Factory:
+        @staticmethod
+        def trainer_init(init_info: IpcInit, *, client: Any, source: Any) -> IpcEngine:
+            client.init_weight_transfer_engine({"packed": init_info.packed})
+            return IpcEngine(client=client, source=source)
+
+    def join(unique_id: bytes, rank: int, world_size: int, device: int | None) -> object:
+        assert unique_id == ID
+        state.groups.append((rank, world_size, device))
+        return object()
+
+    class Library:
+        def ncclGetUniqueId(self) -> bytes:
+            return ID
+
+    contents = {
+        "vllm": {},
+        "vllm.distributed": {},
+        "vllm.distributed.device_communicators": {},
+        "vllm.distributed.device_communicators.pynccl_wrapper": {"NCCLLibrary": Library},
+        "vllm.distributed.weight_transfer": {},
+        "vllm.distributed.weight_transfer.factory": {"WeightTransferTrainerFactory": Factory},
+        "vllm.distributed.weight_transfer.ipc_engine": {"IPCTrainerInitInfo": IpcInit},
+        "vllm.distributed.weight_transfer.nccl_engine": {"NCCLTrainerWeightTransferEngine": Engine},
+        "vllm.distributed.weight_transfer.nccl_common": {
+            "NCCLWeightTransferInitInfo": InitInfo,
+            "uid_init_process_group": join,
+            "worker_init_payload": asdict,
+        },
+    }
+    for name, members in contents.items():
+        module = ModuleType(name)
+        module.__dict__.update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    return state
+
+
+def handle(index: int) -> tuple[Any, ...]:
+    """What torch 2.13 gives for a CUDA tensor, with made-up numbers."""
+    return (
+        torch.Tensor, torch.Size([2, 3]), (3, 1), index, torch.storage.TypedStorage, torch.bfloat16, 0,
+        bytes(range(64)), 4096, 512 * index, False, b"/torch_1_2", index, b"\x00\xff" * 32, True,
+    )  # fmt: skip
+
+
+def opened(timeout_s: float = 5.0, backend: Any = None) -> TransferTransport:
+    return TransferTransport(backend or NcclBackend(), None, torch.device("cpu"), torch.bfloat16, timeout_s)
+
+
+def update(version: int = 1) -> WeightUpdate:
+    shared = torch.full((2, 3), 0.1 * version)
+    return WeightUpdate(version, {"embed": shared, "steps": torch.tensor([7]), "head": shared})
+
+
+async def stage_and_send(
+    transport: TransferTransport, controls: Sequence[ControlClient], version: int = 1
+) -> list[DeliveryTiming | BaseException]:
+    await transport.stage(update(version), label(version))
+    return await transport.send(controls, label(version), f"trace-{version}")
+
+
+def after_init(server: ControlServer) -> list[str]:
+    return [path for path in server.paths if path not in ("/pvg/info", INIT)]
+
+
+def test_pause_start_update_finish_resume(vllm: Vllm) -> None:
+    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+        servers[0].world_size = 2
+        transport = opened()
+        assert not transport.adapters
+        outcomes = await stage_and_send(transport, controls)
+        for server, outcome in zip(servers, outcomes, strict=True):
+            assert isinstance(outcome, DeliveryTiming)
+            assert server.paths == ["/pvg/info", INIT, *WHOLE]
+            bodies = dict(server.asked)
+            assert bodies["/pause"] == {"mode": "keep"}
+            assert bodies[UPDATE] == {
+                "update_info": {
+                    "names": ["embed", "steps"],
+                    "dtype_names": ["bfloat16", "int64"],
+                    "shapes": [[2, 3], [1]],
+                }
+            }
+            assert bodies[FINISH] == {"weight_version": str(label())}
+            assert server.label == str(label())
+            assert not server.paused
+            assert outcome.label == label()
+            assert outcome.parts == {"pause_ms": 1.5, "load_ms": 4.5, "resume_ms": 1.5}
+            assert outcome.rpc_ms == 7.5
+            assert outcome.wall_ms >= 0
+            assert outcome.received_ns > 0
+        offsets = [dict(server.asked)[INIT]["init_info"]["rank_offset"] for server in servers]
+        assert offsets == [1, 3]
+        init = dict(servers[1].asked)[INIT]["init_info"]
+        assert (init["world_size"], init["packed"]) == (4, True)
+        assert base64.b64decode(init["nccl_unique_id_b64"]) == ID
+        assert vllm.groups == [(0, 4, None)]
+        (sent,) = vllm.sent
+        assert torch.equal(sent["embed"], torch.full((2, 3), 0.1, dtype=torch.bfloat16))
+        await transport.close()
+        assert vllm.shut_down == 1
+        assert servers[0].paths[-1] == "/shutdown_weight_transfer_engine"
+
+    with_servers(2, play)
+
+
+def test_a_group_lives_until_its_servers_change(vllm: Vllm) -> None:
+    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+        transport = opened()
+        for version in (1, 2):
+            await stage_and_send(transport, controls, version)
+        assert len(vllm.groups) == 1
+        servers[1].restart()
+        await stage_and_send(transport, controls, 3)
+        assert len(vllm.groups) == 2
+        assert vllm.shut_down == 1
+        assert "/shutdown_weight_transfer_engine" in servers[0].paths
+        servers[0].restart()
+        (late,) = await transport.send(controls[:1], label(3), "")  # what was staged last, to one that was away
+        assert isinstance(late, DeliveryTiming)
+        assert vllm.groups[2] == (0, 2, None)
+        assert servers[0].label == str(label(3))
+        await transport.close()
+
+    with_servers(2, play)
+
+
+def test_tensors_may_change_as_soon_as_they_are_staged(vllm: Vllm) -> None:
+    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+        transport, weights = opened(), {"w": torch.ones(3, dtype=torch.bfloat16)}
+        await transport.stage(WeightUpdate(1, weights), label())
+        weights["w"].zero_()
+        await transport.send(controls, label(), "")
+        assert torch.equal(vllm.sent[0]["w"], torch.ones(3, dtype=torch.bfloat16))
+        with pytest.raises(ValueError, match="staged last"):
+            await transport.send(controls, label(2), "")
+
+    with_servers(1, play)
+
+
+def test_every_server_is_resumed_when_the_sending_fails(vllm: Vllm) -> None:
+    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+        transport = opened()
+        vllm.sending_fails = RuntimeError("NCCL error: unhandled system error")
+        with pytest.raises(RuntimeError, match="NCCL error"):
+            await stage_and_send(transport, controls)
+        for server in servers:
+            assert after_init(server) == ["/pause", START, UPDATE, "/update_weight_version", "/resume"]
+            assert server.label == f"broken:{label()}"
+            assert not server.paused
+        vllm.sending_fails = None
+        outcomes = await stage_and_send(transport, controls, 2)  # a new group, and all is well
+        assert all(isinstance(outcome, DeliveryTiming) for outcome in outcomes)
+        assert len(vllm.groups) == 2
+
+    with_servers(2, play)
+
+
+@pytest.mark.parametrize("route", ["/pause", START, UPDATE, FINISH])
+def test_one_servers_fault_is_its_own_outcome_and_all_are_resumed(vllm: Vllm, route: str, monkeypatch) -> None:
+    monkeypatch.setattr(transfer, "GRACE_S", 0.2)
+
+    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+        servers[0].plan(route, "refuse")
+        outcomes = await stage_and_send(opened(), controls)
+        assert isinstance(outcomes[0], RefusedRequest)
+        begun = route != "/pause"
+        for server in servers:
+            assert after_init(server)[-1] == "/resume"
+            assert not server.paused
+        if route == FINISH:
+            assert isinstance(outcomes[1], DeliveryTiming)  # the other had finished
+            assert servers[1].label == str(label())
+        else:
+            assert isinstance(outcomes[1], ConnectionBroken)
+            assert servers[0].url in str(outcomes[1])
+            assert servers[1].label == (f"broken:{label()}" if begun else "default")
+        assert servers[0].label == (f"broken:{label()}" if begun else "default")
+
+    with_servers(2, play)
+
+
+def test_a_server_that_cannot_be_resumed_is_no_delivery(vllm: Vllm) -> None:
+    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+        servers[0].plan("/resume", "refuse")
+        outcomes = await stage_and_send(opened(), controls)
+        assert isinstance(outcomes[0], RefusedRequest)
+        assert isinstance(outcomes[1], DeliveryTiming)
+
+    with_servers(2, play)
+
+
+def test_a_collective_that_hangs_is_given_up_in_time(vllm: Vllm) -> None:
+    vllm.never_ends = threading.Event()
+
+    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+        (outcome,) = await stage_and_send(opened(timeout_s=0.3), controls)
+        assert isinstance(outcome, ReplyTimeout)
+        assert after_init(servers[0]) == ["/pause", START, UPDATE, "/update_weight_version", "/resume"]
+        assert vllm.never_ends is not None
+        vllm.never_ends.set()  # its thread comes to life again, and can call nothing
+        await asyncio.sleep(0.1)
+        assert FINISH not in servers[0].paths
+        assert servers[0].label == f"broken:{label()}"
+
+    with_servers(1, play)
+
+
+def test_a_group_that_cannot_be_formed_stops_nobody(vllm: Vllm) -> None:
+    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+        servers[0].plan(INIT, "refuse")
+        outcomes = await stage_and_send(opened(), controls)
+        assert isinstance(outcomes[0], RefusedRequest)
+        assert isinstance(outcomes[1], ConnectionBroken)
+        assert all(after_init(server) == [] for server in servers)
+        assert all(server.label == "default" for server in servers)
+
+    with_servers(2, play)
+
+
+def test_a_server_that_is_away_does_not_hold_up_the_others(vllm: Vllm) -> None:
+    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+        servers[0].plan("/pvg/info", "refuse")
+        outcomes = await stage_and_send(opened(), controls)
+        assert isinstance(outcomes[0], RefusedRequest)
+        assert isinstance(outcomes[1], DeliveryTiming)
+        assert servers[0].paths == ["/pvg/info"]
+        assert vllm.groups == [(0, 2, None)]
+
+    with_servers(2, play)
+
+
+def test_the_weights_of_a_later_session_are_left_alone(vllm: Vllm) -> None:
+    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+        servers[0].label = str(WeightLabel(PublishingSession(2000, "bbbbbbbb"), 3))
+        servers[1].label = f"broken:{WeightLabel(PublishingSession(500, 'cccccccc'), 9)}"
+        outcomes = await stage_and_send(opened(), controls)
+        assert isinstance(outcomes[0], StateError)
+        assert isinstance(outcomes[1], DeliveryTiming)
+        assert servers[0].paths == ["/pvg/info"]
+
+    with_servers(2, play)
+
+
+def test_a_vllm_that_is_too_old_is_named_with_a_remedy(vllm: Vllm, monkeypatch) -> None:
+    monkeypatch.delitem(sys.modules, "vllm.distributed.weight_transfer.nccl_common")
+
+    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+        with pytest.raises(MissingRequirementError, match="nccl_common") as caught:
+            await stage_and_send(opened(), controls)
+        assert "filesystem" in caught.value.remedy
+        assert after_init(servers[0]) == []
+
+    with_servers(1, play)
+
+
+# --- CUDA IPC --------------------------------------------------------------------------------------------------------
+
+
+def test_ipc_handles_travel_as_json(vllm: Vllm) -> None:
+    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+        (outcome,) = await stage_and_send(opened(backend=IpcBackend()), controls)
+        assert isinstance(outcome, DeliveryTiming)
+        bodies = dict(servers[0].asked)
+        assert bodies[INIT] == {"init_info": {"packed": False}}
+        info = bodies[UPDATE]["update_info"]
+        assert info.keys() == {"names", "dtype_names", "shapes", "handles"}
+        assert [decode_handle(by_gpu["GPU-1"]) for by_gpu in info["handles"]] == [handle(0), handle(1)]
+        assert after_init(servers[0]) == WHOLE
+
+    with_servers(1, play)
+
+
+def test_ipc_reaches_no_second_worker(vllm: Vllm) -> None:
+    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+        servers[0].world_size = 2
+        with pytest.raises(ConfigurationError, match="2 workers"):
+            await stage_and_send(opened(backend=IpcBackend()), controls)
+
+    with_servers(1, play)
+
+
+def test_a_handle_comes_back_as_it_was() -> None:
+    import orjson
+
+    for arguments in (handle(3), (*handle(0)[:7], None, *handle(0)[8:])):
+        assert decode_handle(orjson.loads(orjson.dumps(encode_handle(arguments)))) == arguments
+    found = decode_handle(encode_handle(handle(1)))
+    assert [type(value) for value in found] == [type(value) for value in handle(1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dtype", "os.system"),
+        ("dtype", 3),
+        ("storage_handle", "no base64!"),
+        ("storage_handle", [1, 2]),
+        ("tensor_size", [1, "2"]),
+        ("tensor_size", 3),
+        ("tensor_offset", -1),
+        ("storage_device", True),
+        ("requires_grad", 1),
+        ("tensor_cls", "torch.Tensor"),
+    ],
+)
+def test_what_is_no_handle_is_refused(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match="handle"):
+        decode_handle({**encode_handle(handle(1)), name: value})
+
+
+def test_a_handle_of_something_else_is_not_sent() -> None:
+    with pytest.raises(ValueError, match="torch has changed"):
+        encode_handle(handle(1)[:-1])
+    with pytest.raises(ValueError, match="tensor_cls"):
+        encode_handle((torch.nn.Parameter, *handle(1)[1:]))
+    with pytest.raises(ValueError, match="complex64"):
+        encode_handle((*handle(1)[:5], torch.complex64, *handle(1)[6:]))
+
+
+def test_torch_still_gives_the_arguments_that_are_sent() -> None:
+    """On this machine's torch: the names of rebuild_cuda_tensor's parameters, in their order."""
+    script = (
+        "import inspect; from torch.multiprocessing.reductions import rebuild_cuda_tensor;"
+        "from pvg.servers.server_side.pvg_vllm.ipc_handles import ARGUMENTS;"
+        "assert list(inspect.signature(rebuild_cuda_tensor).parameters) == [name for name, _ in ARGUMENTS]"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

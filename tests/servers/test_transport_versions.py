@@ -1,0 +1,244 @@
+"""Folders of versions: whole or not there, removed only by whom they belong to."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+import pytest
+
+from pvg.errors import ConfigurationError, MissingRequirementError, StateError
+from pvg.servers.publishing import PublishingSession, WeightLabel
+from pvg.servers.transports.versions import STABLE, VersionFolders
+from pvg.store.atomic import write_synced
+
+FIRST, SECOND = PublishingSession(1000, "aaaaaaaa"), PublishingSession(2000, "bbbbbbbb")
+
+
+def fill(folder: Path) -> dict[str, int]:
+    write_synced(folder / "model.safetensors", b"12345")
+    return {"model.safetensors": 5}
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_version_is_a_folder_with_its_sizes(tmp_path: Path) -> None:
+    folders = VersionFolders(tmp_path / "root", "run", FIRST)
+    label = WeightLabel(FIRST, 12)
+    folders.write(label, fill)
+    assert folders.name(label) == "run/v000012-aaaaaaaa"
+    folder = tmp_path / "root" / folders.name(label)
+    assert names(folder) == {"model.safetensors", STABLE}
+    assert orjson.loads((folder / STABLE).read_bytes()) == {"version": 1, "files": {"model.safetensors": {"bytes": 5}}}
+    with pytest.raises(StateError, match="already staged"):
+        folders.write(label, fill)
+    with pytest.raises(ValueError, match="not a label of the session"):
+        folders.write(WeightLabel(SECOND, 13), fill)
+    folders.close()
+    folders.close()
+    assert names(tmp_path / "root" / "run") == set()
+
+
+def test_everything_is_synced_before_the_rename_and_stable_is_the_last_file(tmp_path: Path, monkeypatch) -> None:
+    folders, seen = VersionFolders(tmp_path, "run", FIRST), []
+    fsync, rename = os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda d: (seen.append(os.readlink(f"/proc/self/fd/{d}")), fsync(d)))
+    monkeypatch.setattr(os, "rename", lambda a, b: (seen.append("rename"), rename(a, b)))
+    folders.write(WeightLabel(FIRST, 1), fill)
+    temporary = Path(seen[0]).parent
+    assert temporary.name.startswith(".tmp-v000001-aaaaaaaa-")
+    assert seen == [
+        str(temporary / "model.safetensors"),
+        str(temporary / STABLE),
+        str(temporary),
+        "rename",
+        str(tmp_path / "run"),
+    ]
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
+    folders = VersionFolders(tmp_path, "run", FIRST)
+
+    def fails(folder: Path) -> dict[str, int]:
+        fill(folder)
+        raise RuntimeError("in the middle")
+
+    before = names(tmp_path / "run")
+    with pytest.raises(RuntimeError):
+        folders.write(WeightLabel(FIRST, 1), fails)
+    assert names(tmp_path / "run") == before
+    folders.write(WeightLabel(FIRST, 1), fill)
+
+
+def test_retiring_keeps_the_newest_and_what_is_in_use(tmp_path: Path) -> None:
+    folders = VersionFolders(tmp_path, "run", FIRST)
+    for version in (1, 2, 3, 5, 8):
+        folders.write(WeightLabel(FIRST, version), fill)
+    assert folders.retire(2, [WeightLabel(FIRST, 2), WeightLabel(SECOND, 3)]) == [1, 3]
+    assert folders.made == (2, 5, 8)
+    assert {name for name in names(tmp_path / "run") if name.startswith("v")} == {
+        "v000002-aaaaaaaa",
+        "v000005-aaaaaaaa",
+        "v000008-aaaaaaaa",
+    }
+
+
+def test_two_sessions_share_a_root_and_leave_each_other_alone(tmp_path: Path) -> None:
+    first, second = VersionFolders(tmp_path, "run", FIRST), VersionFolders(tmp_path, "run", SECOND)
+    other = VersionFolders(tmp_path, "other", SECOND)
+    writing = tmp_path / "run" / ".tmp-v000009-aaaaaaaa-0a1b2c3d"  # the first session is in the middle of it
+    writing.mkdir()
+    for version in (1, 2, 3):
+        first.write(WeightLabel(FIRST, version), fill)
+        second.write(WeightLabel(SECOND, version), fill)
+    other.write(WeightLabel(SECOND, 1), fill)
+    second.retire(1, [])
+    assert writing.is_dir()
+    assert first.made == (1, 2, 3)
+    assert all((tmp_path / first.name(WeightLabel(FIRST, version))).is_dir() for version in first.made)
+    second.close()
+    assert all((tmp_path / first.name(WeightLabel(FIRST, version))).is_dir() for version in first.made)
+    assert (tmp_path / other.name(WeightLabel(SECOND, 1))).is_dir()
+    with pytest.raises(StateError, match="already open"):
+        VersionFolders(tmp_path, "run", FIRST)
+
+
+def test_what_a_dead_session_left_is_removed(tmp_path: Path) -> None:
+    dead = VersionFolders(tmp_path, "run", FIRST)
+    dead.write(WeightLabel(FIRST, 1), fill)
+    os.close(dead._lock)  # what a SIGKILL does
+    dead._lock = None
+    run = tmp_path / "run"
+    (run / ".tmp-v000002-aaaaaaaa-0a1b2c3d").mkdir()
+    (run / ".tmp-v000002-aaaaaaaa-0a1b2c3d" / "model.safetensors").write_bytes(b"half")
+    (run / ".tmp-v000007-cccccccc-0a1b2c3d").mkdir()  # of a session without a lock
+    (run / "notes.txt").touch()
+    (run / "v000009-dddddddd").mkdir()  # somebody's copy: there is no lock of such a session
+    living = VersionFolders(tmp_path, "run", SECOND)
+    living.retire(1, [])
+    assert names(run) == {"v000009-dddddddd", ".session-bbbbbbbb", "notes.txt"}
+
+
+def test_no_link_is_followed(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").touch()
+    root = tmp_path / "root"
+    folders = VersionFolders(root, "run", FIRST)
+    for version in (1, 2):
+        folders.write(WeightLabel(FIRST, version), fill)
+    replaced = root / folders.name(WeightLabel(FIRST, 1))
+    replaced.rename(tmp_path / "moved")
+    replaced.symlink_to(outside)
+    (root / "run" / ".tmp-v000003-dddddddd-0a1b2c3d").symlink_to(outside)
+    (root / "run" / ".session-dddddddd").symlink_to(outside / "precious")
+    folders.retire(1, [])
+    assert (outside / "precious").exists()
+    assert replaced.is_symlink()
+    (root / "linked").symlink_to(outside)
+    with pytest.raises(ConfigurationError, match="link"):
+        VersionFolders(root, "linked", SECOND)
+
+
+@pytest.mark.parametrize("run", ["", "..", ".", "a/b", "/etc", "../other", ".hidden", "a\0b", "a b"])
+def test_a_run_name_leads_nowhere_else(tmp_path: Path, run: str) -> None:
+    with pytest.raises(ConfigurationError, match="cannot name a folder"):
+        VersionFolders(tmp_path / "root", run, FIRST)
+    assert not (tmp_path / "root").exists()
+
+
+def test_a_file_in_the_place_of_the_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "control.key").touch()
+    with pytest.raises(ConfigurationError, match=r"control\.key"):
+        VersionFolders(tmp_path, "control.key", FIRST)
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+import torch
+from pvg.errors import MissingRequirementError
+from pvg.servers.publishing import PublishingSession, WeightLabel
+from pvg.servers.transports.versions import write_tensors
+from pvg.servers.transports.versions import VersionFolders
+
+session = PublishingSession(1, "aaaaaaaa")
+folders = VersionFolders(Path(sys.argv[1]), "run", session)
+def version(number, size):
+    def fill(folder):
+        path = folder / "model.safetensors"
+        return {path.name: write_tensors(path, {"w": torch.ones(size)}, torch.float32)}
+    folders.write(WeightLabel(session, number), fill)
+version(1, 1000)
+before = sorted(folders.folder.rglob("*"))
+if sys.argv[2] == "limit":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+try:
+    version(2, 500_000)
+except MissingRequirementError as error:
+    assert "disk is full while writing" in error.message and "v000002" in error.message, error.message
+else:
+    sys.exit("it fitted")
+assert sorted(folders.folder.rglob("*")) == before
+version(2, 1000)
+print(*folders.made)
+"""
+
+
+def run_full_disk(root: Path, how: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(root), how], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, "1 2\n"), done.stderr
+
+
+def test_a_file_size_limit_is_a_full_disk(tmp_path: Path) -> None:
+    run_full_disk(tmp_path, "limit")
+
+
+def test_a_full_tmpfs_is_a_full_disk(tmp_path: Path) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount a tmpfs")
+    try:
+        run_full_disk(tmp_path, "tmpfs")
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_full_disk_for_the_lock_is_told(tmp_path: Path, monkeypatch) -> None:
+    import errno
+
+    def refuse(path: object, flags: int, *rest: object) -> int:
+        if flags & os.O_EXCL:
+            raise OSError(errno.ENOSPC, "full")
+        return opened(path, flags, *rest)
+
+    opened = os.open
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(MissingRequirementError, match="disk is full"):
+        VersionFolders(tmp_path, "run", FIRST)
+
+
+@pytest.mark.drill
+def test_a_killed_writer_leaves_whole_versions_and_temporaries_alone(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("killed_publisher.py")), str(tmp_path), "16", "1"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.fullmatch(r"whole=(\d+) halves=(\d+)\n", done.stdout)
+    assert found, done.stdout
+    whole, halves = map(int, found.groups())
+    assert whole >= 16
+    assert halves >= 3  # some kills hit in the middle of a version, else this has tested nothing

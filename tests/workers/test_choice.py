@@ -1,0 +1,56 @@
+"""Which experiments get workers, and how many."""
+
+from __future__ import annotations
+
+import pytest
+
+from pvg.config.cluster import AutoCluster, LocalCluster, NoCluster
+from pvg.config.experiment import Experiment
+from pvg.config.load import build_experiment
+from pvg.workers import choice
+from pvg.workers.choice import with_workers
+
+
+@pytest.fixture(autouse=True)
+def four_cores(monkeypatch):
+    monkeypatch.setattr(choice, "usable_cores", lambda: 4)
+    monkeypatch.setattr(choice, "_has_gpu", lambda: False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+def test_the_embedded_game_gets_a_worker_per_core(monkeypatch):
+    assert with_workers(Experiment()).cluster == LocalCluster(workers=4)
+    monkeypatch.setattr(choice, "usable_cores", lambda: 64)
+    assert with_workers(Experiment()).cluster == LocalCluster(workers=choice.MOST_WORKERS)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # the share of a process of a study
+    assert with_workers(Experiment()).cluster == LocalCluster(workers=3)
+    monkeypatch.setattr(choice, "usable_cores", lambda: 1)
+    assert with_workers(Experiment()).cluster == NoCluster()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"models": {"prover": {"source": "hf:some/model"}}},
+        {"models": {"device": "cuda"}},
+        {"cluster": {"kind": "none"}},
+    ],
+)
+def test_others_get_none(settings):
+    assert with_workers(build_experiment(settings)).cluster == NoCluster()
+
+
+def test_a_machine_with_a_gpu_computes_there(monkeypatch):
+    monkeypatch.setattr(choice, "_has_gpu", lambda: True)
+    assert with_workers(Experiment()).cluster == NoCluster()
+    assert with_workers(build_experiment({"models": {"device": "cpu"}})).cluster == LocalCluster(workers=4)
+
+
+def test_a_resumed_run_keeps_its_workers():
+    begun = build_experiment({"cluster": {"kind": "local", "workers": 3}})
+    assert with_workers(Experiment(), begun) == begun
+    assert with_workers(build_experiment({"cluster": "local"}), begun) == begun
+    other = build_experiment({"cluster": {"kind": "local", "workers": 2}})
+    assert with_workers(other, begun) == other
+    before_workers = Experiment()  # a run of an older version has none in its file
+    assert with_workers(Experiment(), before_workers).cluster == AutoCluster()

@@ -1,0 +1,135 @@
+"""Messages between the driver and the workers: what is sent arrives, and damaged bytes are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from pvg.records import Timing, VersionSpan
+from pvg.rollout.engine import Completion, CutShort, GenerationRequest, PartialCompletion, Sampling
+from pvg.training.batch import PolicyBatch
+from pvg.verifier.data import VerifierBatch
+from pvg.workers.frames import MOST_HEADER, PREFIX, Frame, packed, receive, record_arrays, record_of, send
+from pvg.workers.requests import block_of, completion_arrays, completions_of, requests_of
+
+DTYPES = st.sampled_from([np.float32, np.float64, np.int32, np.int64, np.uint8, np.bool_])
+ARRAYS = DTYPES.flatmap(lambda dtype: npst.arrays(dtype, npst.array_shapes(min_dims=0, max_dims=3, min_side=0)))
+
+
+async def through_a_socket(frame: Frame) -> Frame | None:
+    ours, theirs = socket.socketpair()
+    _, writer = await asyncio.open_unix_connection(sock=ours)
+    reader, other = await asyncio.open_unix_connection(sock=theirs)
+    send(writer, frame)
+    received = await receive(reader)
+    writer.close()
+    assert await receive(reader) is None
+    other.close()
+    return received
+
+
+@given(st.dictionaries(st.text(max_size=5), ARRAYS, max_size=4), st.dictionaries(st.text(), st.integers(0, 2**53)))
+def test_a_frame_arrives_as_it_was_sent(arrays, plain):
+    received = asyncio.run(through_a_socket(Frame("kind", plain, arrays)))
+    assert received is not None
+    assert (received.kind, received.fields, received.arrays.keys()) == ("kind", plain, arrays.keys())
+    for name, array in arrays.items():
+        assert received.arrays[name].dtype == array.dtype
+        np.testing.assert_array_equal(received.arrays[name], array)
+        assert received.arrays[name].flags.writeable  # torch warns about others
+
+
+def received_bytes(data: bytes) -> Frame | None:
+    async def read() -> Frame | None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        reader.feed_eof()
+        return await receive(reader)
+
+    return asyncio.run(read())
+
+
+def test_a_frame_that_breaks_off_is_an_end_and_no_frame():
+    whole = b"".join(packed(Frame("kind", {"a": 1}, {"x": np.arange(5)})))
+    for length in range(len(whole)):
+        assert received_bytes(whole[:length]) is None
+    assert received_bytes(whole) is not None
+
+
+def test_a_damaged_length_takes_no_memory():
+    with pytest.raises(ValueError, match="too large"):
+        received_bytes(PREFIX.pack(MOST_HEADER + 1, 0))
+
+
+def same(record, other) -> None:
+    for entry in fields(record):
+        value, found = getattr(record, entry.name), getattr(other, entry.name)
+        if isinstance(value, list):
+            assert len(value) == len(found)
+            for one, another in zip(value, found, strict=True):
+                np.testing.assert_array_equal(one, another)
+        else:
+            np.testing.assert_array_equal(value, found)
+
+
+def test_batches_survive_the_way():
+    policy = PolicyBatch(
+        sequences=[np.arange(4, dtype=np.int32), np.arange(6, dtype=np.int32)],
+        prompt_lengths=np.array([2, 3], np.int32),
+        sampled_logprobs=[np.zeros(2, np.float32), np.ones(2, np.float32)],
+        reference_logprobs=None,
+        advantages_N=np.array([1.0, np.nan], np.float32),
+        role_ids_N=np.array([0, 1], np.int8),
+        group_ids_N=np.array([3, 4], np.int32),
+        versions_N=np.array([1, 1], np.int32),
+        routed_experts=[np.zeros((3, 2, 1), np.uint8), np.ones((5, 2, 1), np.uint8)],
+        sampled_masks=[np.array([True, True]), np.array([True, False, True])],
+    )
+    same(policy, record_of(PolicyBatch, "7.", record_arrays("7.", policy)))
+    pairs = VerifierBatch(
+        sequences=policy.sequences,
+        prompt_lengths_N=np.array([1, 1], np.int32),
+        pairs_M2=np.array([[0, 1]], np.int32),
+        references_N=None,
+        sources_M=np.array([0], np.int16),
+        step=5,
+    )
+    same(pairs, record_of(VerifierBatch, "", record_arrays("", pairs)))
+
+
+def test_requests_and_completions_survive_the_way():
+    begun = PartialCompletion(
+        np.array([5, 6], np.int32), np.array([-1.0, -2.0], np.float32), (VersionSpan(0, 3),), Timing(0.5, 1.5)
+    )
+    requests = [
+        GenerationRequest("a", np.array([1, 2], np.int32), Sampling(9, (2,), 0.7, 0.9, 3), seed=2**64 - 1, group=4),
+        GenerationRequest("b", np.array([3], np.int32), Sampling(4, (2,)), seed=0, begun=begun),
+    ]
+    assert [vars_of(r) for r in requests_of(block_of(requests))] == [vars_of(r) for r in requests]
+    done = Completion(
+        "b",
+        np.array([5, 6, 2], np.int32),
+        np.array([-1, -2, -3], np.float32),
+        (VersionSpan(0, 3),),
+        "stop",
+        Timing(1.0, 2.0),
+    )
+    found = completions_of(Frame("completed", *completion_arrays({1: done, 0: CutShort(None)})), requests)
+    assert vars_of(found[1]) == vars_of(done)
+    assert isinstance(found[0], CutShort)
+    assert found[0].begun is None
+    cut = completions_of(Frame("completed", *completion_arrays({1: CutShort(begun)})), requests)[1]
+    assert isinstance(cut, CutShort)
+    assert vars_of(cut.begun) == vars_of(begun)
+
+
+def vars_of(record) -> str:
+    """Everything in a record; numpy arrays have no plain equality."""
+    return repr(record)

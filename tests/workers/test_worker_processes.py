@@ -1,0 +1,382 @@
+"""Real worker processes: they compute what this process computes, survive real kills, and do not outlive their driver.
+
+One nursery starts in seconds, so each test does several things with its workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pvg.config.experiment import Experiment
+from pvg.config.load import build_experiment
+from pvg.errors import ConfigurationError, WorkerLostError
+from pvg.game.players import Players
+from pvg.game.roles import asked_in
+from pvg.models import open_model
+from pvg.records import Role
+from pvg.rollout.engine import GenerationRequest, Sampling
+from pvg.seeds import seed_for
+from pvg.tasks import open_task
+from pvg.training.batch import PolicyBatch
+from pvg.training.losses import PolicyObjective
+from pvg.training.trainer import OptimizerSettings, Trainer
+from pvg.workers import pool as pool_module
+from pvg.workers.engine import WorkerEngine
+from pvg.workers.frames import Frame, receive, send
+from pvg.workers.local import LocalSupply, Member
+from pvg.workers.pool import WorkerPool
+from pvg.workers.requests import block_of
+from pvg.workers.training import ModelInWorkers, policy_shards
+
+
+class RecordedEvents:
+    def __init__(self) -> None:
+        self.seen: list[dict] = []
+
+    def event(self, tag: str, **fields: object) -> None:
+        self.seen.append({"tag": tag, **fields})
+
+    def of(self, event: str) -> list[dict]:
+        return [seen for seen in self.seen if seen.get("event") == event]
+
+
+def experiment(workers: int) -> Experiment:
+    cluster = {"kind": "local", "workers": workers} if workers else {"kind": "none"}
+    return build_experiment(
+        {
+            "task": {"kind": "modchain", "problems": 64, "test_problems": 8},
+            "models": {"threads": 1},
+            "rollout": {"group_size": 4, "engine": {"max_rows": 64}, "concurrency": 64},
+            "cluster": cluster,
+        }
+    )
+
+
+class OneBatch:
+    def __init__(self, batch: PolicyBatch) -> None:
+        self._batch: PolicyBatch | None = batch
+
+    async def next_batch(self) -> PolicyBatch | None:
+        batch, self._batch = self._batch, None
+        return batch
+
+
+def policy_batch(rollouts) -> PolicyBatch:
+    return PolicyBatch(
+        sequences=[np.concatenate([r.prompt_ids, r.completion_ids]) for r in rollouts],
+        prompt_lengths=np.array([len(r.prompt_ids) for r in rollouts], np.int32),
+        sampled_logprobs=[r.logprobs for r in rollouts],
+        reference_logprobs=None,
+        advantages_N=np.linspace(-1, 1, len(rollouts)).astype(np.float32),
+        role_ids_N=np.array([r.role.number for r in rollouts], np.int8),
+        group_ids_N=np.array([r.group for r in rollouts], np.int32),
+        versions_N=np.zeros(len(rollouts), np.int32),
+    )
+
+
+async def one_step(workers: int) -> dict:
+    """Sample, score, compute reference log-probs and one optimizer step, with so many workers."""
+    chosen = experiment(workers)
+    players = Players(chosen, open_task(chosen.task))
+    try:
+        await players.ready()
+        asked = asked_in(chosen, players.base.tokenizer)
+        problems = list(players.task.problems("train"))[:8]
+        orders = [asked.order(p, tuple(Role)[n % 2], n, 4) for n, p in enumerate(problems)]
+        groups = await players.dispatcher.sample(
+            orders, round_=0, source="base", step=0, seed=seed_for(0, "test"), prefix="t"
+        )
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        verifier = players.open_verifier()
+        for parameter in verifier.parameters():  # an untrained one scores 0
+            parameter.data += 0.01 * torch.sin(torch.arange(parameter.numel()).reshape(parameter.shape))
+        scores_N = await players.scorer(verifier).score(rollouts)
+        learner = players.base.copy()
+        learner.require_gradients()
+        objective = PolicyObjective(chosen.training, chosen.rollout, learner.tokenizer.pad_id)
+        in_workers = players.prover_workers(chosen, learner.module)
+        batch = policy_batch(rollouts)
+        if in_workers is None:
+            reference = objective.recompute(players.base.module, batch)
+        else:
+            reference = await in_workers.logprobs("base", batch)
+        batch.reference_logprobs = reference
+        trainer = Trainer(
+            learner.module,
+            objective,
+            OptimizerSettings(learning_rate=1e-3),
+            OneBatch(batch),
+            executor=players.executor,
+            workers=in_workers,
+        )
+        report = await trainer.step()
+        assert report is not None
+        if in_workers is not None:
+            await in_workers.close()
+        verifier.close()
+        return {
+            "texts": [r.text for r in rollouts],
+            "ids": [r.id for r in rollouts],
+            "scores": scores_N,
+            "reference": np.concatenate(reference),
+            "metrics": report.metrics,
+            "weights": {name: weight.clone() for name, weight in learner.weights().items()},
+            "stats": players.engine.stats,
+        }
+    finally:
+        await players.close()
+
+
+def test_workers_compute_what_this_process_computes():
+    here, two = asyncio.run(one_step(0)), asyncio.run(one_step(2))
+    assert two["texts"] == here["texts"]
+    assert two["ids"] == here["ids"]
+    np.testing.assert_array_equal(two["scores"], here["scores"])  # a score does not depend on its batch
+    np.testing.assert_allclose(two["reference"], here["reference"], atol=1e-5)
+    assert two["metrics"].keys() == here["metrics"].keys()
+    for name, value in here["metrics"].items():
+        if name not in ("micro_batches", "padding"):
+            assert two["metrics"][name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+    for name, weight in here["weights"].items():
+        torch.testing.assert_close(two["weights"][name], weight, atol=2e-5, rtol=0)
+    assert two["stats"].tokens == here["stats"].tokens
+
+
+async def sampled(pool: WorkerPool, number: int) -> list[bytes]:
+    engine = WorkerEngine(pool)
+    requests = [
+        GenerationRequest(f"{number}/{row}", np.array([3, 4, 5, 6], np.int32), Sampling(40, (1,)), row, group=row // 4)
+        for row in range(32)
+    ]
+    done = await asyncio.gather(*(engine.generate(request) for request in requests))
+    return [found.token_ids.tobytes() + found.logprobs.tobytes() for found in done]
+
+
+def workers_of(pool: WorkerPool) -> list[int]:
+    return [place.member.pid for place in pool._places if place.member is not None]
+
+
+async def killed_while_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "PROBE_S", 0.3)
+    events = RecordedEvents()
+    pool = WorkerPool(experiment(2), 2, LocalSupply(), events)
+    await pool.start()
+    try:
+        expected = await sampled(pool, 0)
+        for number, (places, how) in enumerate(
+            [((0,), signal.SIGKILL), ((0, 1), signal.SIGKILL), ((1,), signal.SIGSTOP)], start=1
+        ):
+            pids = workers_of(pool)
+            asked = asyncio.create_task(sampled(pool, number))
+            await asyncio.sleep(0.02)
+            for place in places:
+                os.kill(pids[place], how)
+            assert await asked == expected
+        assert pool.restarts == 4
+        assert [event["why"] for event in events.of("lost")] == ["killed by SIGKILL"] * 4
+        assert len(events.of("hangs")) == 1
+        assert workers_of(pool) != pids
+        await killed_twice_before_it_is_ready(pool, expected)
+        # What a user can fix keeps its type on the way; the worker goes on.
+        impossible = block_of([GenerationRequest("x", np.array([3], np.int32), Sampling(0, (1,)), 0)])
+        with pytest.raises(ConfigurationError, match="max_tokens is 0"):
+            await pool.submit(0, impossible)
+        with pytest.raises(pool_module.WorkerFailedError, match="KeyError"):
+            await pool.submit(0, Frame("close", {"slot": 999}))
+        assert await sampled(pool, 9) == expected
+    finally:
+        await pool.close()
+
+
+async def killed_twice_before_it_is_ready(pool: WorkerPool, expected: list[bytes]) -> None:
+    """The replacement dies too, before it has opened its models. The next one must have the newest policy."""
+    with open_model(pool._experiment.models.prover, torch.device("cpu")) as model:
+        weights = {name: weight + 0.01 for name, weight in model.weights().items()}
+    await pool.load_policy(weights, 7, "trace")
+    newer = await sampled(pool, 20)
+    assert newer != expected
+    restarts = pool.restarts
+    asked = asyncio.create_task(sampled(pool, 21))
+    await asyncio.sleep(0.02)
+    first = workers_of(pool)[0]
+    os.kill(first, signal.SIGKILL)
+    while workers_of(pool)[0] == first:  # noqa: ASYNC110 - nothing tells when the replacement starts
+        await asyncio.sleep(0)
+    os.kill(workers_of(pool)[0], signal.SIGKILL)
+    assert await asked == newer
+    assert await sampled(pool, 22) == newer
+    assert pool.restarts == restarts + 2
+    expected[:] = newer
+
+
+def test_killed_and_hanging_workers_change_no_bit(monkeypatch):
+    asyncio.run(killed_while_sampling(monkeypatch))
+
+
+class DyingSupply:
+    """Workers that end when they get a request of kind `last`, and answer all others."""
+
+    def __init__(self, last: str) -> None:
+        self._last = last
+        self.started = 0
+        self._workers: list[asyncio.Task[None]] = []
+
+    async def start(self) -> Member:
+        self.started += 1
+        ours, theirs = socket.socketpair()
+        self._workers.append(asyncio.create_task(self._work(*await asyncio.open_unix_connection(sock=theirs))))
+        return Member(2**22 + 1, *await asyncio.open_unix_connection(sock=ours))
+
+    async def _work(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while (frame := await receive(reader)) is not None and frame.kind != self._last:
+            send(writer, Frame("done", {"id": frame.fields["id"]}))
+        writer.close()
+
+    async def reason(self, member: Member) -> str:
+        return "exit code 1: no memory"
+
+    async def close(self) -> None:
+        return
+
+    def end(self) -> None:
+        return
+
+
+@pytest.mark.parametrize("last", ["start", "gradient"])
+def test_workers_that_end_again_and_again_are_an_error_that_says_why(last):
+    async def start() -> None:
+        pool = WorkerPool(experiment(1), 1, supply)
+        try:
+            await pool.start()
+            await pool.submit(0, Frame("score"))
+            await pool.submit(0, Frame("gradient"))
+        finally:
+            await pool.close()
+
+    supply = DyingSupply(last)
+    with pytest.raises(WorkerLostError, match="exit code 1: no memory") as raised:
+        asyncio.run(asyncio.wait_for(start(), 30))
+    assert "cluster=none" in raised.value.remedy
+    assert supply.started == pool_module.MOST_ATTEMPTS
+
+
+class FullDisk:
+    def event(self, tag: str, **fields: object) -> None:
+        if fields.get("event") == "lost":
+            raise OSError(28, "No space left on device")
+
+
+def test_an_error_while_a_worker_is_replaced_ends_the_requests():
+    async def start() -> None:
+        pool = WorkerPool(experiment(1), 1, DyingSupply("gradient"), FullDisk())
+        try:
+            await pool.start()
+            await pool.submit(0, Frame("gradient"))
+        finally:
+            await pool.close()
+
+    with pytest.raises(OSError, match="No space left"):
+        asyncio.run(asyncio.wait_for(start(), 30))
+
+
+def test_weights_reach_the_workers_before_the_work_even_if_a_caller_leaves():
+    """Two callers at once, one of whom is cancelled while the weights are on their way."""
+    kinds: list[str] = []
+
+    class SlowSupply(DyingSupply):
+        async def _work(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while (frame := await receive(reader)) is not None:
+                kinds.append(frame.kind)
+                await asyncio.sleep(0.05)
+                arrays = {"logprobs": np.zeros(1, np.float32)}
+                send(writer, Frame("done", {"id": frame.fields["id"]}, arrays))
+
+    async def run() -> None:
+        pool = WorkerPool(experiment(1), 1, SlowSupply(""))
+        await pool.start()
+        try:
+            model = ModelInWorkers(pool, {"what": "policy"}, {"weight": torch.zeros(3)}, policy_shards)
+            batch = policy_batch([])
+            leaving = asyncio.create_task(model.logprobs("base", batch))
+            await asyncio.sleep(0.08)  # while the weights are loaded
+            leaving.cancel()
+            await asyncio.gather(model.prepare(), model.prepare())
+            await pool.submit(0, Frame("gradient"))
+        finally:
+            await pool.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert kinds[:2] == ["start", "open"]
+    assert "load" in kinds[2:-1]
+    assert kinds.count("open") == 1
+    assert kinds[-1] == "gradient"
+
+
+def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one():
+    async def run() -> None:
+        with LocalSupply() as supply:
+            member = await supply.start()
+            supply._patience_s = 0.1
+            os.kill(supply._nursery.pid, signal.SIGSTOP)
+            assert await supply.reason(member) == "its parent process was killed"
+            os.kill(supply._nursery.pid, signal.SIGCONT)
+            other = await supply.start()
+            assert other.pid > 100
+            assert lives(other.pid)
+            other.kill()
+
+    asyncio.run(run())
+
+
+DRIVER = """
+import asyncio, sys
+from pvg.config.load import build_experiment
+from pvg.workers.local import LocalSupply
+from pvg.workers.pool import WorkerPool
+
+async def main():
+    supply = LocalSupply()
+    pool = WorkerPool(build_experiment({"cluster": {"kind": "local", "workers": 2}}), 2, supply)
+    await pool.start()
+    print(supply._nursery.pid, *(place.member.pid for place in pool._places), flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def test_no_worker_outlives_a_killed_driver():
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(DRIVER)], stdout=subprocess.PIPE, cwd=root, text=True
+    ) as driver:
+        assert driver.stdout is not None
+        pids = [int(word) for word in driver.stdout.readline().split()]
+        assert len(pids) == 3
+        assert all(map(lives, pids))
+        os.kill(pids[1], signal.SIGSTOP)  # even one that hangs
+        driver.kill()
+    deadline = time.monotonic() + 30
+    while any(map(lives, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(lives, pids))
+
+
+def lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    except OSError:
+        return False
+    return state != b"Z"
