@@ -147,7 +147,7 @@ def learning_section(summary: RunSummary) -> PageSection:
     charts = [*_prover_charts(summary, prover), *_verifier_charts(verifier)]
     others = [_other_charts(prover), _other_charts(verifier)]
     body = [elements.grid(charts), elements.details("All other metrics of the steps", others)]
-    lead = "Step by step, on the problems in training."
+    lead = "By optimizer step, on training problems."
     if prover.smoothed or verifier.smoothed:
         lead += f" Faint: each point. Strong: the mean over {WINDOW} points."
     return PageSection("learning", "Learning", body, lead if any(charts) else "")

@@ -293,7 +293,10 @@ def settings_section(experiment: Experiment) -> PageSection:
         elements.details("The whole configuration", [elements.toml(experiment.to_toml())]),
     ]
     return PageSection(
-        "settings", "Settings", body, f"Settings with other values than the defaults. Digest {experiment.hash()}."
+        "settings",
+        "Settings",
+        body,
+        f"Settings with other values than the defaults. Digest of the settings: {experiment.hash()}.",
     )
 
 

@@ -73,7 +73,7 @@ FAMILY_COLOURS: dict[str, tuple[str, ...]] = {
     "sampling": ("yellow", "bright_yellow"),
     "scoring": ("cyan", "bright_cyan"),
     "training": ("red", "bright_red"),
-    "keeping": ("blue", "bright_blue"),
+    "bookkeeping": ("blue", "bright_blue"),
     "waiting": ("white",),
     "other": ("bright_white",),
     "unaccounted": (QUIET,),

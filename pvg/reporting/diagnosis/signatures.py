@@ -185,8 +185,8 @@ def starved_trainer(tally: LogTally, limits: LagLimits) -> Looked:
         cost_s=sums["idle_ms"] / 1e3,
         share=_share(tally, sums["idle_ms"]),
         settings=(*(setting for _, setting in ways), "training.minibatches"),
-        remedy=f"Sample faster ({', '.join(way for way, _ in ways)}) or train more on each batch; the time budget of "
-        "`pvg report` says what the steps wait for.",
+        remedy=f"Sample faster ({', '.join(way for way, _ in ways)}) or train more on each batch. The time budget of "
+        "`pvg report` shows what the steps wait for.",
         evidence=_evidence(tally, "step.idle_ms"),
     )
 
