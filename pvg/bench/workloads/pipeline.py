@@ -158,21 +158,21 @@ class ChildEngine(Engine):
         if self._reading is not None:
             await self._reading
 
-    async def _read(self, said: asyncio.StreamReader) -> None:
-        while line := await said.readline():
+    async def _read(self, output: asyncio.StreamReader) -> None:
+        while line := await output.readline():
             answer = orjson.loads(line)
             if "version" in answer:
                 if self._loaded is not None and not self._loaded.done():
                     self._loaded.set_result(None)
             elif (future := self._waiting.get(answer["id"])) is not None and not future.done():
                 future.set_result(answer)
-        gone = StateError("The engine's process has ended.", "Read its output on standard error.")
+        ended = StateError("The engine's process has ended.", "Read its output on standard error.")
         left: list[asyncio.Future[Any]] = [*self._waiting.values()]
         if self._loaded is not None:
             left.append(self._loaded)
         for waiting in left:
             if not waiting.done():
-                waiting.set_exception(gone)
+                waiting.set_exception(ended)
                 waiting.exception()  # marks it as retrieved, because the waiting task may be gone
 
     def _key(self, request_id: str) -> str:

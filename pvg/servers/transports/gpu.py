@@ -296,10 +296,10 @@ class GroupClient:
         if fault := self.faults.get(url):
             return fault
         if url not in self._finished:
-            culprit = next(iter(self.faults), "")
+            failed_url = next(iter(self.faults), "")
             return (
-                ConnectionBroken(url, f"given up, because {culprit} failed")
-                if culprit
+                ConnectionBroken(url, f"given up, because {failed_url} failed")
+                if failed_url
                 else ReplyTimeout(url, timed_out)
             )
         steps = self._steps[url]
