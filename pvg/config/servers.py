@@ -38,8 +38,8 @@ Urls = Annotated[tuple[Url, ...], Field(strict=False), BeforeValidator(_names), 
 
 
 class Serving(Section):
-    """vLLM servers: where they are, how they are asked, and how `pvg serve` starts one. Changes nothing that is
-    computed, so a run may be resumed with other servers."""
+    """vLLM servers: their addresses, how pvg sends requests, and how `pvg serve` starts one. These settings do not
+    change results, so you can resume a run with other servers."""
 
     probe_every_s: ClassVar[float] = 2.0  # between two health checks: a fraction of the time that a restart takes
     retries: ClassVar[int] = 5  # of a request after server failures, with growing pauses: about half a minute
@@ -76,7 +76,7 @@ CHECKSUMS = "When tensors are compared bit by bit: at the first update that chan
 
 
 class FileTransport(Section):
-    """Whole weights travel through a shared folder."""
+    """pvg sends whole weights through a shared folder."""
 
     kind: Literal["filesystem"] = "filesystem"
     checksums: Checksums = Field("first", description=CHECKSUMS)
@@ -84,13 +84,13 @@ class FileTransport(Section):
 
 
 class LoraTransport(Section):
-    """Adapters alone travel through a shared folder. Needs training.adapters."""
+    """pvg sends only adapters, through a shared folder. Requires training.adapters."""
 
     kind: Literal["lora"] = "lora"
 
 
 class DeviceTransport(Section):
-    """EXPERIMENTAL: no GPU has run it. Weights travel from GPU to GPU, by NCCL or by CUDA IPC."""
+    """EXPERIMENTAL: no GPU has run it. pvg sends weights from GPU to GPU, by NCCL or by CUDA IPC."""
 
     kind: Literal["nccl", "ipc"] = "nccl"
     experimental: bool = Field(False, description="Must be true: you know that no GPU has run this transport.")
@@ -110,7 +110,7 @@ TransportSection = Annotated[FileTransport | LoraTransport | DeviceTransport, By
 
 
 class Weights(Section):
-    """How trained weights get to the servers, and how their arrival is proven."""
+    """How pvg sends trained weights to the servers, and checks that they arrived."""
 
     timeout_s: ClassVar[float] = 600.0  # of an update: gigabytes over a slow disk take minutes
 

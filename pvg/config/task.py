@@ -49,7 +49,7 @@ class Gsm8kTask(Section):
         None,
         description='Folder with train and test as .jsonl or .parquet, or a hub dataset such as "hf:openai/gsm8k".',
     )
-    limit: Count | None = Field(None, description="Most problems read per split. Unset: all.")
+    limit: Count | None = Field(None, description="Maximum number of problems that pvg reads per split. Unset: all.")
     max_steps: Count | None = Field(
         None, description="Only problems whose published solution takes at most this many calculations. Unset: all."
     )
@@ -69,14 +69,14 @@ class ReasoningGymTask(Section):
 
 class CodeTask(Section):
     """Programming problems with hidden tests, graded by execution in a sandbox; `path` holds train.jsonl and test.jsonl
-    in the forms of pvg/tasks/code/reading.py. Without it problems are made, some 400 in both splits."""
+    in the forms of pvg/tasks/code/reading.py. Without a `path`, pvg makes about 400 problems."""
 
     kind: Literal["code"] = "code"
     path: Annotated[Folder | None, AfterValidator(_local)] = Field(
         None,
         description="Folder with train.jsonl and test.jsonl (pvg/tasks/code/reading.py). Unset: pvg makes problems.",
     )
-    limit: Count | None = Field(None, description="Most problems read per split. Unset: all.")
+    limit: Count | None = Field(None, description="Maximum number of problems that pvg reads per split. Unset: all.")
     unusable: Literal["refuse", "skip"] = Field(
         "refuse", description="What happens to read problems that have no test, or whose reference fails a test."
     )
@@ -95,7 +95,7 @@ class CodeTask(Section):
 
 
 class CustomTask(Section):
-    """A task in a file of the user's own: `source` names the class, made with `settings` (docs/research.md)."""
+    """A task in a file of your own: `source` names the class, and `settings` are its arguments (docs/research.md)."""
 
     kind: Literal["custom"] = "custom"
     source: Reference = Field("my_task.py:MyTask", description="The class of the task.")
