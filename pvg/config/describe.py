@@ -120,7 +120,7 @@ def commented_toml(experiment: Experiment) -> str:
             meanings = _meanings(experiment)
         key = line.split(" = ")[0]
         comment = meanings.get(key, "")
-        if comment and line.endswith(("[", "{")):  # the value goes on below
+        if comment and line.endswith(("[", "{")):  # the value continues on the next lines
             lines.append(f"# {comment}")
             comment = ""
         lines.append(f"{line}  # {comment}" if comment else line)

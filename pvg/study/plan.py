@@ -51,7 +51,7 @@ def as_evaluated(experiment: Experiment, changes: Mapping[str, Any], path: str) 
         if key.split(".")[0] not in OF_AN_EVALUATION or "." not in key:
             allowed = ", ".join(f"{section}.*" for section in OF_AN_EVALUATION)
             raise ConfigurationError(
-                f"{key} cannot be set here ({where}): only {allowed} can, the rest is how the games are played.",
+                f"{key} cannot be set here ({where}): it is a setting of the games, and only {allowed} are allowed.",
                 "Set it in [common] or in an arm.",
             )
         assign(data, key, value)
@@ -385,7 +385,7 @@ def _resolve(
     for key, hub_id in hub.hub_ids(experiment):
         if not parse(hub_id).is_pinned:
             raise ConfigurationError(
-                f"{key} = {hub_id!r} has no commit, so two cells could differ in it (arm {name!r} of {origin}).",
+                f"{key} = {hub_id!r} has no commit, so two games could use different files (arm {name!r} of {origin}).",
                 f"`pvg train {source} -s {key}={hub_id} --dry-run` prints the id with its commit.",
             )
     evaluated = None if file.evaluate is None else as_evaluated(experiment, file.evaluate.changes, origin)

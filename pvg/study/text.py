@@ -246,8 +246,8 @@ def markdown_text(results: StudyResults) -> str:
 
 
 def means_table(results: StudyResults) -> Table:
-    """The values after the last round. The terminal also shows the means by round, which pages and Markdown show as
-    curves and as a table of their own."""
+    """The values after the last round. The terminal also shows the means by round. The page shows these as curves, and
+    Markdown in a separate table."""
     by_round = Column("by round", style="quiet", on="terminal")
     numbers = (Column("n", "right"), Column("mean", "right", "strong"), Column("95 % interval", "right"))
     table = Table([MEASURE, Column("arm"), *numbers, Column("range", "right"), by_round])

@@ -1,11 +1,11 @@
-"""Steps of the game on a shared machine: beside 0, 1 and 2 busy processes, with many threads or with few.
+"""Steps of the game on a shared machine, with 0, 1 and 2 other busy processes and with different numbers of threads.
 
     pvg bench --profile contention      # one thread per core against the default, in turn
 
-A sample is `steps` optimizer steps of the e2e workload with no busy process, then beside one, then beside two. The
-steps run in a child process (`play`), because two thread pools in one process slow each
-other down. The child sleeps while the other variant is measured. `kept_1` is the throughput beside one busy process
-divided by the idle throughput of the same sample; 1 is ideal.
+A sample is `steps` optimizer steps of the e2e workload with no, one and two other busy processes. The steps run in a
+child process (`play`), because two thread pools in one process slow each other down. The child sleeps while the other
+variant is measured. `kept_1` is the throughput with one other busy process divided by the idle throughput of the same
+sample; 1 is ideal.
 """
 
 from __future__ import annotations
@@ -64,11 +64,15 @@ class ChildFailedError(PvgError):
 
 class Contention:
     measures: Mapping[str, BenchMetric] = {
-        "step_s": BenchMetric("s", "lower", "wall time of one optimizer step with no busy process beside it"),
-        "step_1_s": BenchMetric("s", "lower", "wall time of one optimizer step beside one busy process"),
-        "step_2_s": BenchMetric("s", "lower", "wall time of one optimizer step beside two busy processes"),
-        "kept_1": BenchMetric("1", "higher", "throughput beside one busy process, as a share of the idle throughput"),
-        "kept_2": BenchMetric("1", "higher", "throughput beside two busy processes, as a share of the idle throughput"),
+        "step_s": BenchMetric("s", "lower", "wall time of one optimizer step, no other busy process"),
+        "step_1_s": BenchMetric("s", "lower", "wall time of one optimizer step, one other busy process"),
+        "step_2_s": BenchMetric("s", "lower", "wall time of one optimizer step, two other busy processes"),
+        "kept_1": BenchMetric(
+            "1", "higher", "throughput with one other busy process, as a share of the idle throughput"
+        ),
+        "kept_2": BenchMetric(
+            "1", "higher", "throughput with two other busy processes, as a share of the idle throughput"
+        ),
     }
 
     def __init__(self, experiment: Experiment, own: ContentionSettings) -> None:

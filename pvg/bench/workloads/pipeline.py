@@ -1,4 +1,4 @@
-"""The pipeline: whole steps of the prover's training beside an engine in another process with heavy-tailed latencies.
+"""The pipeline: whole steps of the prover's training, with an engine in another process and heavy-tailed latencies.
 
     pvg bench --profile pipeline                # without rollout.prefetch (synchronous), and 1 and 2 batches ahead
     pvg bench --profile pipeline --interleave   # the same, with samples taken in turn

@@ -165,8 +165,8 @@ class AdapterTransport:
         return await deliver(servers, label, load, has_arrived)
 
     async def retire(self, servers: Sequence[ControlClient], in_use: Sequence[WeightLabel]) -> None:
-        """Unload adapters that are neither among the newest (KEPT) nor `in_use`, and remove their files. A
-        server that cannot be reached now is told next time, and the files stay until then."""
+        """Unload adapters that are neither among the newest (KEPT) nor `in_use`, and remove their files. If a server
+        cannot be reached, the next call unloads its adapter, and the files stay until then."""
         needed = {*in_use, *sorted(self._holders, key=lambda label: label.version)[-KEPT:]}
         unneeded = [label for label in self._holders if label not in needed]
         within_reach = {server.url: server for server in servers}

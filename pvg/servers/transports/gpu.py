@@ -115,7 +115,7 @@ class NcclBackend:
         except ImportError as error:
             raise MissingRequirementError(
                 f"This vLLM has no weight transfer by a shared id: {error}.",
-                'Install vLLM 0.32 or newer beside the trainer, or set weights.transport = "filesystem".',
+                "Install vLLM 0.32 or newer in the trainer's environment, or set weights.transport = 'filesystem'.",
             ) from None
         engine = NCCLTrainerWeightTransferEngine(client=client, source=source)
         unique_id = bytes(NCCLLibrary().ncclGetUniqueId())
@@ -160,7 +160,7 @@ class IpcBackend:
         except ImportError as error:
             raise MissingRequirementError(
                 f"This vLLM has no weight transfer by CUDA IPC: {error}.",
-                'Install vLLM 0.32 or newer beside the trainer, or set weights.transport = "filesystem".',
+                "Install vLLM 0.32 or newer in the trainer's environment, or set weights.transport = 'filesystem'.",
             ) from None
         engine: TrainerEngine = WeightTransferTrainerFactory.trainer_init(
             IPCTrainerInitInfo(rank=0, packed=False), client=client, source=source

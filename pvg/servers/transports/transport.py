@@ -59,7 +59,7 @@ class Transport(Protocol):
         ...
 
     async def retire(self, servers: Sequence[ControlClient], in_use: Sequence[WeightLabel]) -> None:
-        """Drop versions that are neither `in_use` nor among the newest to keep. `servers`: those that can be told."""
+        """Drop versions that are neither `in_use` nor among the newest to keep. `servers`: the reachable ones."""
         ...
 
     async def close(self) -> None:

@@ -258,7 +258,7 @@ class VersionFolders:
                     path.unlink(missing_ok=True)
 
     def _is_removable(self, found: re.Match[str]) -> bool:
-        """A complete version without a lock may be somebody's copy, so it stays."""
+        """A complete version without a lock may be a user's copy, so it stays."""
         return bool(found["half"]) or (self.folder / f"{LOCK_PREFIX}{found['tail']}").is_file()
 
 
@@ -280,8 +280,8 @@ def _take_lock(path: Path) -> int:
 
 @contextmanager
 def _session_ended(lock: Path) -> Iterator[bool]:
-    """Whether no process holds `lock`; nobody can take it inside this context. A session takes its lock before creating
-    its first folder. A link is not a lock and proves nothing."""
+    """Whether no process holds `lock`; no process can take it inside this context. A session takes its lock before it
+    creates its first folder. A link is not a lock and proves nothing."""
     if lock.is_symlink():
         yield False
         return
