@@ -202,7 +202,7 @@ class Pipeline:
         self._error: BaseException | None = None
         self._starved = False
         self._room = asyncio.Event()
-        self._came = asyncio.Event()
+        self._result_arrived = asyncio.Event()
 
     @property
     def waiting(self) -> int:
@@ -243,10 +243,10 @@ class Pipeline:
                 if self._batches is not None:
                     self._batches -= 1
                 return taken
-            self._came.clear()
+            self._result_arrived.clear()
             self._starved = True
             try:
-                await self._came.wait()
+                await self._result_arrived.wait()
             finally:
                 self._starved = False
 
@@ -320,7 +320,7 @@ class Pipeline:
             except ValueError as refused:  # asyncio only logs exceptions of callbacks, so pass it to `take`
                 self._fail(refused)
         self._room.set()
-        self._came.set()
+        self._result_arrived.set()
 
     def _ended(self, producer: asyncio.Task[None]) -> None:
         """The producer ends only by cancellation or with an error."""
@@ -333,7 +333,7 @@ class Pipeline:
             self._error = error
         for task in self._running:
             self._give_up(task)
-        self._came.set()
+        self._result_arrived.set()
 
     def _give_up(self, task: asyncio.Task[Group]) -> None:
         """Cancel once. A second cancellation would interrupt the cleanup after the first."""

@@ -106,24 +106,24 @@ class ChildEngine(Engine):
         assert self._process.stdout is not None
         self._reading = asyncio.create_task(self._read(self._process.stdout))
         known = {self._key(r.id): (r.completion_ids.tolist(), r.logprobs.tolist(), r.finish_reason) for r in rollouts}
-        self._say({"completions": known})
+        self._send({"completions": known})
         assert self._process.stdin is not None
         await self._process.stdin.drain()
 
     def pace(self, median_s: float, sigma: float, longest: int, draw: int = 0) -> None:
         """Set the delays of later requests: `median_s` is the median; `draw` and a request's key select its delay."""
-        self._say({"pace": median_s, "sigma": sigma, "longest": longest, "draw": draw})
+        self._send({"pace": median_s, "sigma": sigma, "longest": longest, "draw": draw})
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Raises StateError if the process has ended."""
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = future
         sent = time.perf_counter()
-        self._say({"ask": self._key(request.id), "id": request.id})
+        self._send({"ask": self._key(request.id), "id": request.id})
         try:
             answer = await future
         except asyncio.CancelledError:
-            self._say({"cancel": request.id})
+            self._send({"cancel": request.id})
             raise
         finally:
             del self._waiting[request.id]
@@ -142,7 +142,7 @@ class ChildEngine(Engine):
         """Sends only the version: the `sync` profile measures updates of weights."""
         began = time.perf_counter()
         self._loaded = asyncio.get_running_loop().create_future()
-        self._say({"version": update.version})
+        self._send({"version": update.version})
         await self._loaded
         self._version = update.version
         wall_ms = (time.perf_counter() - began) * 1e3
@@ -179,7 +179,7 @@ class ChildEngine(Engine):
         _, batch, group, index = request_id.rsplit("/", 3)
         return f"{int(batch) % self._batches:05d}/{group}/{index}"
 
-    def _say(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         if self._process is None or self._process.stdin is None or self._process.stdin.is_closing():
             raise StateError("The engine's process has ended.", "Read its output on standard error.")
         self._process.stdin.write(orjson.dumps(message) + b"\n")

@@ -158,7 +158,7 @@ class RequestStreams:
                 self.target.prompts[stream],
                 self.sampling,
                 request_seed(self.seed, stream, done),
-                self._came if self.streamed else None,
+                self._on_tokens if self.streamed else None,
             )
             self.in_flight += 1
             try:
@@ -171,7 +171,7 @@ class RequestStreams:
             self.versions.update(part.version for part in completion.spans)
             done += 1
 
-    def _came(self, tokens: int) -> None:
+    def _on_tokens(self, tokens: int) -> None:
         self.chunks += 1
 
     def decoded_between(self, start: float, end: float) -> list[tuple[float, float]]:
