@@ -183,9 +183,9 @@ def _on_p_values(results: StudyResults) -> list[str]:
         sentence += f": after Holm's adjustment over {family} comparisons none can reach {LEVEL}"
     else:
         return []
-    needed = f"{seeds_needed(1)} seeds could for one comparison"
+    needed = f"One comparison needs {seeds_needed(1)} seeds"
     if family > 1:
-        needed += f", {seeds_needed(family)} for the {family} of this table"
+        needed += f", all {family} of this table {seeds_needed(family)}"
     return [f"{sentence}. {needed}. Read the differences and the signs."]
 
 
