@@ -44,7 +44,7 @@ class Evaluate(Section):
 class Telemetry(Section):
     """What pvg monitors, and when it raises an alert. These settings do not change results."""
 
-    event_loop: Literal["uvloop", "asyncio"] = Field("uvloop", description="Event loop.")
+    event_loop: Literal["uvloop", "asyncio"] = Field("uvloop", description="The asyncio event loop that pvg uses.")
     stall_s: Positive = Field(600.0, description="Alert when no step has ended for this many seconds.")
     sinks: Annotated[
         tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False), BeforeValidator(_names)
@@ -54,7 +54,7 @@ class Telemetry(Section):
     )
     alert_command: Annotated[tuple[NotEmpty, ...], Field(strict=False)] = Field(
         (),
-        description="Program and arguments for each alert, which is JSON on standard input. Empty: none.",
+        description="Program to run for each alert, with its arguments. It reads the alert as JSON. Empty: none.",
     )
 
 

@@ -15,7 +15,7 @@ class TorchSampling(Section):
     """This process samples, with torch."""
 
     kind: Literal["torch"] = "torch"
-    max_rows: Count = Field(256, description="Rows that are decoded together.")
+    max_rows: Count = Field(256, description="Maximum number of sequences that are decoded together.")
     decoding: Literal["lean", "module"] = Field(
         "lean",
         description='"lean": pvg\'s own decoding step for Llama-like models. "module": the model\'s own forward pass.',

@@ -55,13 +55,13 @@ class Serving(Section):
     connections: Count | None = Field(
         None, description="Connections to all servers. Unset: derived from rollout.concurrency."
     )
-    share_prefix: bool = Field(True, description="Whether prompts with the same beginning share a cache.")
+    share_prefix: bool = Field(True, description="Whether prompts with the same beginning share its KV cache.")
     seeded: bool = Field(True, description="Whether each request has a seed. false: faster on a GPU, not repeatable.")
     probe_timeout_s: Positive = Field(
         15.0, description="Seconds without an answer after which a server counts as down."
     )
     unavailable_s: Positive = Field(120.0, description="Seconds that a request waits for any server.")
-    max_num_seqs: Count = Field(256, description="Rows that the server decodes together.")
+    max_num_seqs: Count = Field(256, description="Maximum number of sequences that the server decodes together.")
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         0.9, description="Share of the GPU's memory that the server takes."
     )
@@ -80,7 +80,7 @@ class FileTransport(Section):
 
     kind: Literal["filesystem"] = "filesystem"
     checksums: Checksums = Field("first", description=CHECKSUMS)
-    keep_kv: bool = Field(False, description="Whether requests in flight keep the old weights' keys and values.")
+    keep_kv: bool = Field(False, description="Whether requests in flight keep the KV cache of the old weights.")
 
 
 class LoraTransport(Section):

@@ -78,7 +78,7 @@ class CodeTask(Section):
     )
     limit: Count | None = Field(None, description="Maximum number of problems that pvg reads per split. Unset: all.")
     unusable: Literal["refuse", "skip"] = Field(
-        "refuse", description="What happens to read problems that have no test, or whose reference fails a test."
+        "refuse", description="What pvg does with a problem that has no test, or whose reference fails a test."
     )
     problems: Count = Field(320, description="Training problems that pvg makes.")
     test_problems: Count = Field(64, description="Test problems that pvg makes.")
@@ -86,7 +86,7 @@ class CodeTask(Section):
     seed: int = Field(0, description="Seed of the problems.")
     sandbox: Literal["full", "reduced"] = Field(
         "full",
-        description='"full": only in a complete sandbox (docs/sandbox.md). "reduced": with what this machine has.',
+        description='"full": only in a complete sandbox (docs/sandbox.md). "reduced": with the available isolation.',
     )
     workers: Count | None = Field(None, description="Programs that run at once. Unset: one per core.")
     cpu_s: Positive = Field(2.0, description="CPU time of a solution in seconds, for all its tests together.")
@@ -98,7 +98,7 @@ class CustomTask(Section):
     """A task in a file of your own: `source` names the class, and `settings` are its arguments (docs/research.md)."""
 
     kind: Literal["custom"] = "custom"
-    source: Reference = Field("my_task.py:MyTask", description="The class of the task.")
+    source: Reference = Field("my_task.py:MyTask", description="The class of the task, as FILE.py:NAME.")
     settings: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the class.")
 
 

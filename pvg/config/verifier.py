@@ -49,7 +49,7 @@ class PenalisedRisk(Section):
 
     kind: Literal["vrex", "irm"] = "vrex"
     strength: Weight = Field(1.0, description="Coefficient of the penalty.")
-    warmup: Annotated[int, Field(ge=0)] = Field(0, description="Steps in which the penalty grows to its strength.")
+    warmup: Annotated[int, Field(ge=0)] = Field(0, description="Steps in which the penalty grows to its full strength.")
 
 
 class WorstCaseRisk(Section):
