@@ -16,7 +16,7 @@ from typing import Literal
 
 import typer
 
-from pvg.errors import EXIT_CHECK_FAILED, SYSTEMS, install_extra
+from pvg.errors import EXIT_CHECK_FAILED, SYSTEMS, counted, install_extra
 from pvg_cli.boundary import DebugOption, JsonOption, RunsOption, emit, guarded
 
 Verdict = Literal["ok", "missing", "notice"]
@@ -115,7 +115,8 @@ def check_packages(runs: Path) -> Iterator[CheckResult]:
         elif package == "torch":
             import torch
 
-            yield CheckResult("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads")
+            threads = counted(torch.get_num_threads(), "thread")
+            yield CheckResult("torch", "ok", f"{torch.__version__}, {threads}")
         else:
             yield CheckResult(package, "ok", metadata.version(package))
 
@@ -198,10 +199,13 @@ def check_runs_folder(runs: Path) -> Iterator[CheckResult]:
             pass
     except OSError as error:
         yield CheckResult(
-            "runs folder", "missing", f"{runs} cannot be written: {error.strerror}", "--set store.root=FOLDER"
+            "runs folder",
+            "missing",
+            f"{runs} is not writable: {error.strerror}",
+            "Choose another folder: --set store.root=FOLDER",
         )
     else:
-        yield CheckResult("runs folder", "ok", f"{runs} can be written")
+        yield CheckResult("runs folder", "ok", f"{runs} is writable")
 
 
 def check_sandbox(runs: Path) -> Iterator[CheckResult]:

@@ -316,8 +316,8 @@ def _roles(experiment: AllSections) -> Iterator[str]:
     if experiment.game.schedule.kind == "simultaneous" and experiment.verifier.ensemble.kind != "none":
         yield (
             f"verifier.ensemble = {experiment.verifier.ensemble.kind!r} trains its members one after another, but "
-            "game.schedule = 'simultaneous' trains one verifier beside the prover; set verifier.ensemble to 'none', or "
-            "game.schedule to 'stackelberg'"
+            "game.schedule = 'simultaneous' trains one verifier while the prover trains; set verifier.ensemble to "
+            "'none', or game.schedule to 'stackelberg'"
         )
 
 
@@ -326,8 +326,8 @@ def _code(experiment: AllSections) -> Iterator[str]:
     reward, protocol = game.reward, game.protocol.kind
     if isinstance(reward, GatedReward) and reward.floor >= -reward.similarity_weight:
         yield (
-            f"game.reward.floor = {reward.floor} is not below every reward of an accepted solution, of which the "
-            f"smallest is -game.reward.similarity_weight = {-reward.similarity_weight}; lower it"
+            f"game.reward.floor = {reward.floor} is not below every reward of an aligned solution: the smallest "
+            f"is -game.reward.similarity_weight = {-reward.similarity_weight}; lower it"
         )
     if isinstance(reward, GatedReward | CompositeReward) and reward.similarity_weight and task != "code":
         yield (

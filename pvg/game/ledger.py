@@ -71,9 +71,9 @@ class Ledger:
         self.state = self._recover(experiment, code_version)
         self._metrics = JsonLines(directory.metrics)
         self._spans = JsonLines(directory.spans)
-        told = self._processes_after(self.state.offsets.get("metrics", 0))
+        records = self._processes_after(self.state.offsets.get("metrics", 0))
         self._metrics.truncate(self.state.offsets.get("metrics", 0))
-        for record in told:
+        for record in records:
             self._metrics.append(record)
         self._spans.truncate(self.state.offsets.get("spans", 0))
         self.steps_before = sum(record.get("kind") == "step" for record in read_json_lines(directory.metrics))

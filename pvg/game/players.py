@@ -103,7 +103,7 @@ class Players:
                 setup = EngineSetup(experiment, self.base, self.executor, events, run, self._canary_prompts)
                 self.engine = (opener or open_engine)(setup)
         except BaseException:  # no request has reached a server yet
-            self._let_go()
+            self._close_base()
             if supply is not None:
                 supply.end()
             raise
@@ -239,7 +239,7 @@ class Players:
     async def close(self) -> None:
         gc.unfreeze()
         async with AsyncExitStack() as rest:  # closes all of them, even if one fails
-            rest.callback(self._let_go)
+            rest.callback(self._close_base)
             for executor in (self.batching, self.grading, self.scoring):
                 if executor is not None:
                     rest.callback(executor.shutdown)
@@ -249,7 +249,7 @@ class Players:
             if self.verifier_serving is not None:
                 await self.verifier_serving.close()
 
-    def _let_go(self) -> None:
+    def _close_base(self) -> None:
         self.base.close()
         if self._owns_executor:
             self.executor.shutdown(wait=True)

@@ -231,9 +231,7 @@ def _lag_chart(readings: list[SamplerReading]) -> Markup:
             ("lag_max_s", "longest", "trouble-1", "dotted"),
         )
     ]
-    return line_chart(
-        "Lag", lines, clock.across(), "seconds", unit="later than asked, logarithmic", log=True, height=200
-    )
+    return line_chart("Lag", lines, clock.across(), "seconds", unit="delay, logarithmic scale", log=True, height=200)
 
 
 def _lag_words(readings: list[SamplerReading]) -> str:

@@ -275,8 +275,8 @@ FIELDS: dict[str, dict[str, type]] = {
 def _known(records: list[dict[str, Any]], run: RunDirectory, notes: list[str]) -> list[dict[str, Any]]:
     """The records of pvg, without foreign lines in the file."""
     known = [record for record in records if _is_known(record)]
-    if strange := len(records) - len(known):
-        notes.append(f"{strange} of the lines of {run.metrics.name} are not records of pvg and were left out.")
+    if foreign := len(records) - len(known):
+        notes.append(f"{foreign} of the lines of {run.metrics.name} are not records of pvg and were left out.")
     return known
 
 

@@ -73,7 +73,7 @@ FAMILY_COLOURS: dict[str, tuple[str, ...]] = {
     "sampling": ("yellow", "bright_yellow"),
     "scoring": ("cyan", "bright_cyan"),
     "training": ("red", "bright_red"),
-    "keeping": ("blue", "bright_blue"),
+    "bookkeeping": ("blue", "bright_blue"),
     "waiting": ("white",),
     "other": ("bright_white",),
     "unaccounted": (QUIET,),
@@ -353,7 +353,7 @@ def examples_list(examples: Sequence[Example]) -> Group:
         if example.solver_text is not None:
             parts.append(Text.assemble(("solver    ", QUIET), example.solver_text))
         parts.append(Text.assemble(("solution  ", QUIET), example.text))
-        parts += [Text.assemble((f"{who:<10}", QUIET), said) for who, said in example.dialogue]
+        parts += [Text.assemble((f"{role:<10}", QUIET), text) for role, text in example.dialogue]
         note = f", {example.note}" if example.note else ""
         verdict = "correct" if example.correct else f"wrong: the answer is {example.reference}"
         found = f"answer {example.answer}" if example.answer is not None else "no answer"

@@ -130,9 +130,9 @@ def prune(directory: Path, keep: set[str]) -> list[Path]:
     for path in sorted(directory.iterdir()):
         if path.is_dir() and NAME.fullmatch(path.name) and path.name not in keep:
             # Rename first, so that a half-removed folder does not look like a checkpoint.
-            doomed = temporary_beside(path)
-            path.rename(doomed)
-            shutil.rmtree(doomed)
+            trash = temporary_beside(path)
+            path.rename(trash)
+            shutil.rmtree(trash)
             removed.append(path)
     if removed:
         sync_directory(directory)

@@ -567,7 +567,7 @@ PROMETHEUS_SUFFIXES = {
     "pairs/s": ("_per_s", "_per_second"),
 }
 TIMES = ("budget", "busy")  # seconds by part; the phase and the part are labels
-PLACES_OF_THEIR_OWN = ("round", "device", "loop")  # they are part of the name; a phase is a label
+PLACES_IN_NAMES = ("round", "device", "loop")  # they are part of the name; a phase is a label
 
 
 def exposed_name(name: str) -> str:
@@ -578,7 +578,7 @@ def exposed_name(name: str) -> str:
     entry = metric(name)
     ending, suffix = PROMETHEUS_SUFFIXES.get(entry.unit if entry is not None else "", ("", ""))
     short = re.sub(r"^gpu(\d+|\{i\})_", "gpu_", short)
-    own_place = f"{place}_" if place in PLACES_OF_THEIR_OWN else ""
+    own_place = f"{place}_" if place in PLACES_IN_NAMES else ""
     return re.sub(r"\W", "_", f"pvg_{own_place}{short.removesuffix(ending)}{suffix}")
 
 

@@ -97,7 +97,7 @@ class Monitoring:
         self._lag = LoopLagMonitor(self.lag_hz)
         self._waits = CoreWaits()  # per window of the lag
         self._crowded = 0  # consecutive samples with shared cores
-        self._crowding_told = False
+        self._crowding_noticed = False
         self._heartbeat = Heartbeat(self.lag_limits, section.stall_s, self._looked)
         self._reporter: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -135,7 +135,7 @@ class Monitoring:
             self._reporter.cancel()
             await asyncio.wait([self._reporter])
             await self._lag.stop()
-            self._tell_lag()
+            self._record_lags()
             await asyncio.sleep(0)  # runs the callbacks that the sampler's thread has scheduled
             if self._board is not None:
                 # In a thread, so that the display updates and Ctrl-C works while a sink uploads its last points.
@@ -235,7 +235,7 @@ class Monitoring:
     async def _report(self) -> None:
         while True:
             await asyncio.sleep(self.device_every_s)
-            self._tell_lag()
+            self._record_lags()
 
     def _looked(self, blocked: Alert | None) -> None:
         """Called from the heartbeat's thread."""
@@ -254,16 +254,16 @@ class Monitoring:
             if alert.name in self._held:
                 return
             self._held.add(alert.name)
-        self._told(self._announce, alert)
-        self._in_loop(self._told, self._alert, alert)
+        self._guarded(self._announce, alert)
+        self._in_loop(self._guarded, self._alert, alert)
 
     def _end(self, name: AlertKind) -> None:
         with self._holding:
             self._held.discard(name)
 
-    def _tell_lag(self) -> None:
+    def _record_lags(self) -> None:
         if (window := self._lag.take()) is not None:
-            self._told(self._record_lag, window, self._waits.take())
+            self._guarded(self._record_lag, window, self._waits.take())
 
     def _record_lag(self, window: LagWindow, cores: CoreTime | None = None) -> None:
         metrics = window.metrics()
@@ -283,7 +283,7 @@ class Monitoring:
 
     def _sampled(self, at: float, metrics: dict[str, float]) -> None:
         """Called from the sampler's thread."""
-        self._in_loop(self._told, self._record_device, at, metrics)
+        self._in_loop(self._guarded, self._record_device, at, metrics)
 
     def _record_device(self, at: float, metrics: dict[str, float]) -> None:
         self._record("device", time=at, metrics=metrics)
@@ -294,13 +294,13 @@ class Monitoring:
         """Gives at most one notice per process; the metric core_wait has the details."""
         message = crowding(metrics)
         self._crowded = 0 if message is None else self._crowded + 1
-        if message is not None and self._crowded >= CROWDED_SAMPLES and not self._crowding_told:
-            self._crowding_told = True
+        if message is not None and self._crowded >= CROWDED_SAMPLES and not self._crowding_noticed:
+            self._crowding_noticed = True
             self._notice(message)
 
     def _noticed(self, message: str) -> None:
         """Called from any thread."""
-        self._in_loop(self._told, self._notice, message)
+        self._in_loop(self._guarded, self._notice, message)
 
     def _in_loop(self, call: Callable[..., None], *args: Any) -> None:
         """Schedule a call on the event loop. Does nothing if the loop is closed."""
@@ -308,7 +308,7 @@ class Monitoring:
         if self._open and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call, *args)
 
-    def _told(self, call: Callable[..., None], *args: Any) -> None:
+    def _guarded(self, call: Callable[..., None], *args: Any) -> None:
         """Call a callback while the block is open, and keep its error for the run."""
         if not self._open or self._failure is not None:
             return

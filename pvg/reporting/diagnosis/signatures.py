@@ -167,15 +167,15 @@ def starved_trainer(tally: LogTally, limits: LagLimits) -> Looked:
         return None
     says = f"In the steps of {phase} the trainer is idle {percent(share)} of the time: it waits for other work."
     longest, batch = tally.sketch("longest_ms"), tally.sketch("dur_ms")
-    ways = [("more requests in flight", "rollout.concurrency")]
+    changes = [("more requests in flight", "rollout.concurrency")]
     if longest.n and batch.n and longest.total > 1.5 * batch.total:
-        ways = [("more rows decoded together", "rollout.engine.max_rows")]
+        changes = [("more rows decoded together", "rollout.engine.max_rows")]
         says += (
             f" Requests wait for a place in the engine's batch: the longest of a batch takes "
             f"{milliseconds(longest.quantile(0.5))}, the batch itself {milliseconds(batch.quantile(0.5))} (medians)."
         )
     if tally.truncated:  # otherwise no completion hit the limit
-        ways.append(("shorter completions", "rollout.max_tokens"))
+        changes.append(("shorter completions", "rollout.max_tokens"))
     return Finding(
         signature="starved-trainer",
         says=says,
@@ -184,9 +184,9 @@ def starved_trainer(tally: LogTally, limits: LagLimits) -> Looked:
         threshold=STARVED_SHARE,
         cost_s=sums["idle_ms"] / 1e3,
         share=_share(tally, sums["idle_ms"]),
-        settings=(*(setting for _, setting in ways), "training.minibatches"),
-        remedy=f"Sample faster ({', '.join(way for way, _ in ways)}) or train more on each batch; the time budget of "
-        "`pvg report` says what the steps wait for.",
+        settings=(*(setting for _, setting in changes), "training.minibatches"),
+        remedy=f"Sample faster ({', '.join(change for change, _ in changes)}) or train more on each batch. The time "
+        "budget of `pvg report` shows what the steps wait for.",
         evidence=_evidence(tally, "step.idle_ms"),
     )
 
