@@ -14,15 +14,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from pvg.errors import StateError
-from pvg.rollout.engine import Completion, CutShort, Engine, EngineStats, GenerationRequest, check_request
+from pvg.rollout.engine import (
+    Completion,
+    CutShort,
+    Engine,
+    EngineStats,
+    GenerationRequest,
+    check_request,
+    gather_requests,
+)
 from pvg.servers.publishing import SyncTiming, WeightUpdate
 from pvg.workers.frames import Frame
 from pvg.workers.pool import WorkerPool
 from pvg.workers.requests import block_of, completions_of
 
-# A block is sent after this many turns of the event loop without a new request, as in the torch engine.
-QUIET_TURNS = 8
-GATHER_TURNS = 256
 # The workers queue what they cannot decode at once.
 MOST_IN_FLIGHT = 10**9
 
@@ -142,13 +147,7 @@ class WorkerEngine(Engine):
     async def _send(self) -> None:
         """Send the waiting requests as soon as no more arrive."""
         while self._waiting:
-            quiet = 0
-            for _ in range(GATHER_TURNS):
-                if quiet == QUIET_TURNS:
-                    break
-                seen = self._arrivals
-                await asyncio.sleep(0)
-                quiet = quiet + 1 if self._arrivals == seen else 0
+            await gather_requests(lambda: self._arrivals)
             waiting, self._waiting = self._waiting, []
             shards: dict[int, _Block] = {}
             for request, future in waiting:
