@@ -29,6 +29,11 @@ class LocalCluster(Section):
     workers: Annotated[int, Field(ge=1, le=256)] | None = Field(
         None, description="Number of worker processes. Unset: one per core, at most 8."
     )
+    trainers: Annotated[int, Field(ge=1, le=255)] | None = Field(
+        None,
+        description="With `rollout.prefetch`: workers that only train while the others sample and score. "
+        "Unset: all do both.",
+    )
 
 
 Cluster = Annotated[AutoCluster | NoCluster | LocalCluster, ByKind("auto")]

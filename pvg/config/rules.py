@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pvg.config.cluster import LocalCluster
 from pvg.config.game import (
     CompositeReward,
     DecoupledProtocol,
@@ -375,7 +376,7 @@ def _translators(experiment: AllSections) -> Iterator[str]:
 
 
 def _workers(experiment: AllSections) -> Iterator[str]:
-    if experiment.cluster.kind != "local":
+    if not isinstance(experiment.cluster, LocalCluster):
         return
     device = experiment.models.device
     if device not in ("auto", "cpu"):
@@ -386,6 +387,22 @@ def _workers(experiment: AllSections) -> Iterator[str]:
     ):
         if engine == "vllm":
             yield f"cluster = 'local' computes with torch, but {key} = 'vllm'; set cluster to 'none'"
+    yield from _trainers(experiment.cluster, experiment)
+
+
+def _trainers(cluster: LocalCluster, experiment: AllSections) -> Iterator[str]:
+    if cluster.trainers is None:
+        return
+    if cluster.workers is None or cluster.workers <= cluster.trainers:
+        yield (
+            f"cluster.trainers = {cluster.trainers} needs more workers than that, because the others sample and score; "
+            f"set cluster.workers to {cluster.trainers + 1} or more"
+        )
+    if experiment.rollout.prefetch.kind == "none":
+        yield (
+            f"cluster.trainers = {cluster.trainers} has an effect only while pvg samples ahead; "
+            "set rollout.prefetch to 'fresh' or 'old', or leave out cluster.trainers"
+        )
 
 
 IMPOSSIBLE = (

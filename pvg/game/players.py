@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -79,7 +79,7 @@ class Players:
                     "Set models.device to cpu, or cluster to none.",
                 )
             supply = supply or LocalSupply()
-            self.workers = WorkerPool(experiment, cluster.workers or usable_cores(), supply, events)
+            self.workers = WorkerPool(experiment, cluster.workers or usable_cores(), supply, events, cluster.trainers)
             self._slots = ScoringSlots(self.workers)
         self._owns_executor = executor is None
         self.executor: Executor = compute_executor(experiment.models.threads) if executor is None else executor
@@ -182,6 +182,11 @@ class Players:
     def verifier_is_on_base(self) -> bool:
         """Whether the verifier is adapters on the base prover's own weights."""
         return verifier_is_on_base(self.experiment)
+
+    def divided_workers(self) -> AbstractContextManager[None]:
+        """Divides the duties of the workers (`cluster.trainers`): for a phase in which the prover trains on rollouts
+        sampled ahead. Open the phase and its models inside."""
+        return nullcontext() if self.workers is None else self.workers.divided()
 
     async def prepare_scoring(self, verifier: ScoringModel) -> None:
         """Open the workers' copies of a verifier before its first score. Does nothing without workers."""
