@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pvg.config.cluster import RayCluster
 from pvg.config.game import (
     CompositeReward,
     DecoupledProtocol,
@@ -375,17 +376,21 @@ def _translators(experiment: AllSections) -> Iterator[str]:
 
 
 def _workers(experiment: AllSections) -> Iterator[str]:
-    if experiment.cluster.kind != "local":
+    kind = experiment.cluster.kind
+    if kind not in ("local", "ray"):
         return
+    cluster = experiment.cluster
+    if isinstance(cluster, RayCluster) and cluster.address is not None and cluster.workers is None:
+        yield "cluster.address needs cluster.workers, because results depend on their number; set it"
     device = experiment.models.device
     if device not in ("auto", "cpu"):
-        yield f"cluster = 'local' computes on the CPU, but models.device = {device!r}; set cluster to 'none'"
+        yield f"cluster = {kind!r} computes on the CPU, but models.device = {device!r}; set cluster to 'none'"
     for key, engine in (
         ("rollout.engine", experiment.rollout.engine.kind),
         ("verifier.engine", experiment.verifier.engine),
     ):
         if engine == "vllm":
-            yield f"cluster = 'local' computes with torch, but {key} = 'vllm'; set cluster to 'none'"
+            yield f"cluster = {kind!r} computes with torch, but {key} = 'vllm'; set cluster to 'none'"
 
 
 IMPOSSIBLE = (

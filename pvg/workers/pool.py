@@ -25,7 +25,7 @@ import pvg.errors
 from pvg.config.experiment import Experiment
 from pvg.errors import PvgError, WorkerLostError
 from pvg.telemetry.events import Events, SilentEvents
-from pvg.workers.frames import Frame, receive, send
+from pvg.workers.frames import Frame, receive
 from pvg.workers.local import Member
 from pvg.workers.shared import SharedTensors
 
@@ -43,11 +43,22 @@ STATE = frozenset({"open", "load", "close", "policy"})
 
 
 class Supply(Protocol):
-    """Starts worker processes, and says why they ended."""
+    """Starts worker processes, says why they ended, and brings them the weights. It reports to `events`, which the
+    pool sets."""
+
+    events: Events
 
     async def start(self) -> Member: ...
 
     async def reason(self, member: Member) -> str: ...
+
+    async def share(self, shared: SharedTensors) -> None:
+        """Bring what is in this memory to all machines with workers. A frame may name its place from now on."""
+        ...
+
+    def withdraw(self, shared: SharedTensors) -> None:
+        """No frame names this memory from now on."""
+        ...
 
     async def close(self) -> None: ...
 
@@ -102,7 +113,8 @@ class _Buffers:
     """Two pieces of shared memory, written in turn. One is written again only after all workers have confirmed what is
     in the other one, so no worker ever reads memory that is being written."""
 
-    def __init__(self) -> None:
+    def __init__(self, supply: Supply) -> None:
+        self._supply = supply
         self._both: list[SharedTensors] = []
 
     async def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -113,10 +125,12 @@ class _Buffers:
             self._both.reverse()
         newest = self._both[-1]
         await asyncio.get_running_loop().run_in_executor(None, newest.write, tensors)
+        await self._supply.share(newest)
         return newest.place
 
     def close(self) -> None:
         for shared in self._both:
+            self._supply.withdraw(shared)
             shared.close()
 
 
@@ -127,10 +141,10 @@ class WorkerPool:
         self.count = count
         self._experiment = experiment
         self._supply = supply
-        self._events = events or SilentEvents()
+        self._events = supply.events = events or SilentEvents()
         self._places = [_Place(number) for number in range(count)]
         self._memory: dict[int, _Buffers] = {}  # by slot
-        self._policy = _Buffers()
+        self._policy = _Buffers(supply)
         # A policy waits for the rows that run, and the other models must not wait for it.
         self._changing = asyncio.Lock()
         self._changing_policy = asyncio.Lock()
@@ -188,7 +202,7 @@ class WorkerPool:
         """Send a frame that has no answer. A worker that is being replaced does not get it."""
         place = self._places[shard]
         if place.sending and place.member is not None:
-            send(place.member.writer, frame)
+            place.member.send(frame)
 
     async def ask_all(self, frame: Frame) -> list[Frame]:
         """The answers of all workers, by place. Cancelling the caller does not cancel the requests."""
@@ -201,7 +215,7 @@ class WorkerPool:
     def _send(self, place: _Place, request: _Request) -> None:
         assert place.member is not None
         request.attempts += 1
-        send(place.member.writer, request.frame)
+        place.member.send(request.frame)
 
     # --- models and weights -------------------------------------------------------------------------------------------
 
@@ -209,7 +223,7 @@ class WorkerPool:
         """Open a model in every worker; returns its slot. Load its weights before its first use."""
         self._numbers += 1
         slot = self._numbers
-        self._memory[slot] = _Buffers()
+        self._memory[slot] = _Buffers(self._supply)
         await self.ask_all(Frame("open", {**fields, "slot": slot}))
         return slot
 
@@ -252,7 +266,7 @@ class WorkerPool:
         place.setup = set()
         for frame in map(self._numbered, known):
             place.setup.add(frame.fields["id"])
-            send(member.writer, frame)
+            member.send(frame)
         for request in place.pending.values():
             self._send(place, request)
         place.sending = True
@@ -278,7 +292,7 @@ class WorkerPool:
         place.deaths += 1
         place.restarts += 1
         self._events.event(
-            "workers", event="lost", worker=place.number, pid=member.pid, why=place.why, requests=len(place.pending)
+            "workers", event="lost", worker=place.number, **member.names, why=place.why, requests=len(place.pending)
         )
         if place.deaths >= MOST_ATTEMPTS:
             raise self._lost(place, "before it was ready")
@@ -352,10 +366,10 @@ class WorkerPool:
                 moved, place.cpu_s = cpu_s is not None and cpu_s > place.cpu_s, cpu_s or 0.0
                 place.missed = 0 if moved else place.missed + 1
                 if place.missed > PROBES_MISSED:
-                    self._events.event("workers", event="hangs", worker=place.number, pid=member.pid)
+                    self._events.event("workers", event="hangs", worker=place.number, **member.names)
                     member.kill()
                 else:
-                    send(member.writer, Frame("ping"))
+                    member.send(Frame("ping"))
 
 
 def _future() -> asyncio.Future[Frame]:

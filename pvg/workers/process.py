@@ -344,7 +344,7 @@ def _micro_batches(trained: TrainedModel, frame: Frame) -> list[Any]:
 
 
 async def _serve(connection: socket.socket) -> None:
-    reader, writer = await asyncio.open_unix_connection(sock=connection)
+    reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 20)
     await Worker(reader, writer).serve()
 
 
