@@ -1,7 +1,7 @@
 """What runs on each node of a cluster: it forks the node's workers, and keeps the weights in memory that they share.
 
-The workers connect to the driver directly. The agent imports neither torch nor Ray's data plane: requests and weights
-come as frames over a TCP connection to the driver, so nothing is unpickled. The weights travel once per node.
+The workers connect to the driver directly. The agent does not import torch. Weights come as frames over a
+TCP connection to the driver, once per node. Nothing is unpickled.
 
 Invariant: no worker outlives the agent, and no agent's connection outlives the driver.
 """
@@ -40,9 +40,9 @@ class DriverAddress:
 class NodeAgent:
     """Serves one driver until it closes the connection."""
 
-    async def serve(self, driver: DriverAddress, key: int, node: str) -> None:
-        """Connect to the driver as the expected connection `key`, and serve it. `node`: "" asks Ray for the node's id.
-        Raises OSError if the driver cannot be reached."""
+    async def serve(self, driver: DriverAddress, key: int) -> None:
+        """Connect to the driver as the expected connection `key`, and serve it. Raises OSError if it cannot be
+        reached."""
         with contextlib.suppress(OSError):
             os.chdir(driver.folder)
         self._driver = driver
@@ -52,7 +52,7 @@ class NodeAgent:
         with LocalSupply() as self._supply:
             connection = await asyncio.to_thread(connect, driver.host, driver.port, driver.secret, key)
             reader, self._writer = await asyncio.open_connection(sock=connection, limit=1 << 20)
-            send(self._writer, Frame("hello", {**_versions(), "node": node or _ray_node()}))
+            send(self._writer, Frame("hello", {**_versions(), "node": _ray_node()}))
             reporting = asyncio.create_task(self._report())
             tasks = {reporting}
             try:
@@ -145,6 +145,7 @@ def processor() -> str:
 
 
 def _ray_node() -> str:
+    """Ray's id of this node."""
     import ray
 
     return str(ray.get_runtime_context().get_node_id())

@@ -14,13 +14,15 @@ import secrets
 import socket
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pvg.errors import MissingRequirementError, UsageError, install_extra
+from pvg.errors import MissingRequirementError, UsageError, install_extra, one_line, shortened
 from pvg.telemetry.waits import usable_cores
 
+LONGEST_LINE = 300
 REACH_S = 10.0  # to connect to the head's port
 OBJECT_STORE_BYTES = 100_000_000  # pvg stores no objects; Ray takes 30 % of the memory by default
 MODE = "RAY_AUTH_MODE"
@@ -45,22 +47,23 @@ class RayConnection:
             self.token_file.unlink(missing_ok=True)
 
 
-def open_cluster(workers: int, address: str | None) -> RayConnection:
+def open_cluster(workers: int, address: str | None, said: Callable[[str], None]) -> RayConnection:
     """Connect to the cluster at `address` (HOST:PORT), or start one on this machine with room for `workers`. Takes
-    seconds. The calling thread must live as long as the cluster: Ray's processes end with it.
+    seconds. The calling thread must live as long as the cluster: Ray's processes end with it. `said` gets the lines
+    that Ray would print to stdout, in any thread.
 
     Raises MissingRequirementError if that fails, and UsageError for what is not an address.
     """
-    return _start(workers) if address is None else _join(address)
+    return _start(workers, said) if address is None else _join(address, said)
 
 
-def _start(workers: int) -> RayConnection:
+def _start(workers: int, said: Callable[[str], None]) -> RayConnection:
     descriptor, name = tempfile.mkstemp(prefix="pvg-ray-token-")  # only its owner can read it
     with open(descriptor, "w") as file:
         file.write(secrets.token_hex(32))
     os.environ.pop(TOKEN, None)
     os.environ.update({**LOOPBACK_ONLY, MODE: "token", TOKEN_FILE: name})
-    ray = _import()
+    ray = _import(said)
     try:
         ray.init(
             "local",
@@ -81,7 +84,7 @@ def _start(workers: int) -> RayConnection:
     return RayConnection(ray, ray.util.get_node_ip_address(), Path(name))
 
 
-def _join(address: str) -> RayConnection:
+def _join(address: str, said: Callable[[str], None]) -> RayConnection:
     host, port = _host_and_port(address)
     _require_token(address)
     try:
@@ -93,7 +96,7 @@ def _join(address: str) -> RayConnection:
         ) from None
     if host in LOOPBACK:
         os.environ.update(LOOPBACK_ONLY)
-    ray = _import()
+    ray = _import(said)
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
@@ -145,15 +148,23 @@ def _cause(error: BaseException) -> str:
     return lines[-1].rstrip(".") if lines else type(error).__name__
 
 
-def _import() -> Any:
+def _import(said: Callable[[str], None]) -> Any:
     if sys.platform == "win32":
         raise MissingRequirementError("Ray workers need Linux or macOS.")
     try:
         import ray
+        import ray._private.worker as printing
         import ray.exceptions
         import ray.util
     except ModuleNotFoundError as error:
         raise MissingRequirementError(
             f"Ray is not installed ({error}).", f"Install it: {install_extra('cluster')}"
         ) from None
+
+    def say(data: dict[str, Any], *_: object, **__: object) -> None:
+        for text in data["lines"]:
+            said(shortened(one_line(text), LONGEST_LINE))
+
+    # Ray has no option for this. stdout may hold a JSON document, and the display is on stderr.
+    printing.print_worker_logs = say
     return ray

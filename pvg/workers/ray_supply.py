@@ -123,7 +123,7 @@ class RaySupply:
         self._workers = workers
         # One thread makes all calls of Ray that block, and lives as long as Ray's processes, which end with it.
         self._thread = ThreadPoolExecutor(1, "pvg-ray")
-        self._connected = self._thread.submit(open_cluster, workers, address)
+        self._connected = self._thread.submit(open_cluster, workers, address, self._said)
         self._opening = asyncio.Lock()
         self._group: Any = None
         self._free = list(range(workers))  # bundles without a worker
@@ -327,7 +327,7 @@ class RaySupply:
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": place}
         actor = ray.remote(NodeAgent).options(**options).remote()
-        return actor, actor.serve.remote(self._driver, key, "")
+        return actor, actor.serve.remote(self._driver, key)
 
     async def _greeted(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, actor: Any, ended: asyncio.Future[None]
@@ -374,10 +374,17 @@ class RaySupply:
             why = f"Node {name} has another processor than this machine, so the last bits of results may differ"
             self.events.event("workers", event="differs", node=name, processor=found["processor"], why=why)
 
+    def _cause(self, error: BaseException | None) -> str:
+        """Why an actor has ended."""
+        if isinstance(error, self._cluster.ray.exceptions.ActorUnavailableError):
+            return "Ray cannot reach it"
+        lines = [line.strip() for line in str(error or "").splitlines() if line.strip()]
+        return lines[-1].rstrip(".") if lines else "it has ended"
+
     def _failure(self, ended: asyncio.Future[None]) -> Exception:
         """Why an actor ended before it has connected: ConnectionError if another attempt may help."""
         exceptions, error = self._cluster.ray.exceptions, ended.exception()
-        text = _last_line(error)
+        text = self._cause(error)
         if isinstance(error, exceptions.RayTaskError):
             remedy = f"Every node must reach the driver at {self._driver.host}, and have pvg with the extra cluster"
             return MissingRequirementError(f"A node of the Ray cluster cannot work: {text}.", remedy)
@@ -402,8 +409,8 @@ class RaySupply:
                     future.set_result(frame)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(asyncio.wait({node.ended})), CAUSE_S)
-        why = f": {_last_line(node.ended.exception())}" if node.ended.done() and node.ended.exception() else ""
-        self._lose(node, f"its node {node.name} was lost{why}")
+        why = self._cause(node.ended.exception()) if node.ended.done() else "its connection broke"
+        self._lose(node, f"its node {node.name} was lost: {why}")
 
     def _lose(self, node: _Node, why: str) -> None:
         """Give a node up: its workers start on other nodes."""
@@ -431,6 +438,10 @@ class RaySupply:
                     self._lose(node, f"its node {node.name} does not answer")
 
     # --- connections and calls ----------------------------------------------------------------------------------------
+
+    def _said(self, line: str) -> None:
+        """Log what Ray would print. Ray calls this from a thread."""
+        self.events.event("workers", event="ray", text=line)
 
     def _expect(self) -> tuple[int, asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]:
         """A key, and the connection that will come with it."""
@@ -463,8 +474,3 @@ class RaySupply:
     async def _call(self, work: Callable[..., T], *arguments: object) -> T:
         """A call of Ray that blocks."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
-
-
-def _last_line(error: BaseException | None) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1].rstrip(".") if lines else type(error).__name__
