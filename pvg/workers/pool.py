@@ -26,6 +26,7 @@ from pvg.config.experiment import Experiment
 from pvg.errors import PvgError, WorkerLostError
 from pvg.telemetry.events import Events, SilentEvents
 from pvg.workers.frames import Frame, receive
+from pvg.workers.load import LoadMeter
 from pvg.workers.local import Member
 from pvg.workers.shared import SharedTensors
 
@@ -152,11 +153,17 @@ class WorkerPool:
         self._closing = False
         self._failed: BaseException | None = None
         self._prober: asyncio.Task[None] | None = None
+        self._meter = LoadMeter(count)
 
     @property
     def restarts(self) -> int:
         """Workers that took the place of one that ended."""
         return sum(place.restarts for place in self._places)
+
+    def measured(self) -> dict[str, float]:
+        """The metrics of the place `workers` (pvg.telemetry.catalogue) since the last call."""
+        up = [place.sending and not place.setup for place in self._places]
+        return self._meter.sample(up, [place.restarts for place in self._places])
 
     async def start(self) -> None:
         """Start all workers. Raises MissingRequirementError if none can be started, and what opening the models raises
@@ -308,6 +315,7 @@ class WorkerPool:
 
     def _take(self, place: _Place, frame: Frame) -> None:
         if frame.kind == "pong":
+            self._meter.report(place.number, frame.fields)
             return
         if frame.kind == "event":
             self._events.event(frame.fields["tag"], **{**frame.fields["event"], "worker": place.number})
