@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from pvg.config.cluster import LocalCluster
+from pvg.config.cluster import LocalCluster, RayCluster
 from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError, counted
 from pvg.game.roles import prompt_renderer
@@ -42,8 +42,8 @@ from pvg.verifier.data import VerifierBatch
 from pvg.verifier.scorer import VerifierScorer
 from pvg.verifier.template import VerifierTemplate
 from pvg.verifier.vllm_backend import VerifierServing, VllmBackend
+from pvg.workers.choice import open_supply
 from pvg.workers.engine import WorkerEngine
-from pvg.workers.local import LocalSupply
 from pvg.workers.pool import Supply, WorkerPool
 from pvg.workers.scoring import ScoringSlots, WorkerBackend
 from pvg.workers.training import ModelInWorkers, pair_fields, pair_shards, policy_fields, policy_shards
@@ -72,13 +72,15 @@ class Players:
         self.task = task
         self.device = pick_device(experiment.models.device)
         cluster, self.workers = experiment.cluster, None
-        if isinstance(cluster, LocalCluster):
+        if isinstance(cluster, LocalCluster | RayCluster):
             if self.device.type != "cpu":
+                device = f"models.device = 'auto' is {self.device.type} here"
                 raise ConfigurationError(
-                    f"cluster = 'local' computes on the CPU, but models.device = 'auto' is {self.device.type} here.",
+                    f"cluster = {cluster.kind!r} computes on the CPU, but {device}.",
                     "Set models.device to cpu, or cluster to none.",
                 )
-            supply = supply or LocalSupply()
+            supply = supply or open_supply(experiment)
+            assert supply is not None
             self.workers = WorkerPool(experiment, cluster.workers or usable_cores(), supply, events, cluster.trainers)
             self._slots = ScoringSlots(self.workers)
         self._owns_executor = executor is None
