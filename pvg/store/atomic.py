@@ -13,7 +13,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pvg.errors import DISK_FULL, MissingRequirementError, StateError
@@ -102,10 +102,17 @@ def _temporaries(directory: Path, name: str) -> list[Path]:
 def _remove(leftovers: list[Path]) -> list[Path]:
     for path in leftovers:
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            remove_tree(path)
         else:
-            path.unlink()
+            path.unlink(missing_ok=True)
     return leftovers
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder that a driver on another host, which has lost the run, may be removing too."""
+    while path.exists():
+        with suppress(FileNotFoundError):
+            shutil.rmtree(path)
 
 
 def make_directory(path: Path) -> None:

@@ -23,6 +23,7 @@ from pvg.store.atomic import (
     disk_full_explained,
     make_directory,
     remove_temporaries,
+    remove_tree,
     sync_directory,
     temporary_beside,
     write_synced,
@@ -131,8 +132,11 @@ def prune(directory: Path, keep: set[str]) -> list[Path]:
         if path.is_dir() and NAME.fullmatch(path.name) and path.name not in keep:
             # Rename first, so that a half-removed folder does not look like a checkpoint.
             trash = temporary_beside(path)
-            path.rename(trash)
-            shutil.rmtree(trash)
+            try:
+                path.rename(trash)
+            except FileNotFoundError:  # a driver on another host, which has lost the run, has just removed it
+                continue
+            remove_tree(trash)
             removed.append(path)
     if removed:
         sync_directory(directory)

@@ -226,7 +226,7 @@ class RolloutShards:
         removed = []
         for path in sorted((self.directory / ROLLOUTS).glob("round-*/*")):
             if path not in kept and (path.suffix in (".arrow", DIGESTS_SUFFIX) or is_temporary(path)):
-                path.unlink()
+                path.unlink(missing_ok=True)
                 removed.append(path)
         for folder in {path.parent for path in removed}:
             sync_directory(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -136,6 +137,31 @@ def test_prune_keeps_what_is_named_and_nothing_else(tmp_path: Path) -> None:
     assert {path.name for path in removed} == {"b", ".tmp-d-0a1b2c3d"}
     assert {path.name for path in tmp_path.iterdir()} == {"a", "c", "notes.txt"}
     assert prune(tmp_path / "absent", set()) == []
+
+
+def test_prune_goes_on_where_another_host_removes_the_same_files(tmp_path: Path, monkeypatch) -> None:
+    """A driver that has lost the run may wake up while it prunes."""
+    for name in ("a", "b", "c"):
+        write_checkpoint(tmp_path, name, {}, {})
+    (tmp_path / ".tmp-d-0a1b2c3d").mkdir()
+    (tmp_path / ".tmp-e-0a1b2c3d").write_bytes(b"half")
+    remove, rename = shutil.rmtree, Path.rename
+
+    def removed_meanwhile(path: Path) -> None:
+        if path.name.startswith(".tmp-d"):
+            remove(path)
+            (tmp_path / ".tmp-e-0a1b2c3d").unlink()
+        remove(path)
+
+    def renamed_meanwhile(path: Path, target: Path) -> Path:
+        if path.name == "b":
+            remove(path)
+        return rename(path, target)
+
+    monkeypatch.setattr(shutil, "rmtree", removed_meanwhile)
+    monkeypatch.setattr(Path, "rename", renamed_meanwhile)
+    prune(tmp_path, {"c"})
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
 def test_a_failure_while_writing_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
