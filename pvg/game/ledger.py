@@ -67,6 +67,7 @@ class Ledger:
         self._store = FileStateStore(directory.state, self._unchanged)
         self._shards = RolloutShards(directory.path, self._unchanged)
         self._pending: list[Rollout] = []
+        self._unchanged()  # recovery removes files
         self._disk = ThreadPoolExecutor(1, "pvg-disk") if disk is None else disk
         self.state = self._recover(experiment, code_version)
         self._metrics = JsonLines(directory.metrics)
@@ -163,7 +164,8 @@ class Ledger:
         return state
 
     def _prune(self) -> None:
-        """Runs in the disk thread, after a commit."""
+        """Runs in the disk thread, after a commit. Another driver that has taken over keeps its checkpoints."""
+        self._unchanged()
         prune(self.directory.checkpoints, checkpoints_of(self._store))
 
     def _write(
@@ -210,6 +212,7 @@ class Ledger:
             metrics=metrics,
             machine=after.machine,
             peak_memory=after.peak_memory,
+            before=self._unchanged,
         )
 
     async def save_weights(self, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ lease with an epoch: the file `lease-000004.json`, which names the driver and co
 - A driver on the host of its predecessor keeps the file: the kernel's lock has told that the predecessor is gone.
 - A driver on another host creates the file of the next epoch, which only one driver can do, and then removes the file
   of the epoch before. A driver that finds its file missing has lost the lease, and commits nothing more.
+- Both first write their own file and then read the other's. So if they start at once, at least one sees the other.
 - A lease of another host is free if it was released, or if it has not beaten for WATCH_S. Clocks of two hosts are never
   compared.
 
@@ -71,11 +72,15 @@ def name_of(driver: Driver) -> str:
     return f"process {driver.get('process', '?')} on {driver.get('host', 'another host')}"
 
 
+_held: dict[Path, Path] = {}  # the leases of this process, by the folder's real path
+
+
 class LeaseCheck:
-    """Raises StateError when another driver has taken the lease that `folder` has now."""
+    """Raises StateError when another driver has taken the lease of `folder` that this process holds. Without one, the
+    lease that `folder` has now counts."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._lease = folder, newest_lease(folder)
+        self._folder, self._lease = folder, _held.get(folder.resolve()) or newest_lease(folder)
 
     def __call__(self) -> None:
         if self._lease is None:
@@ -103,13 +108,15 @@ def leased(folder: Path, journals: Sequence[Path], waiting: Callable[[str], None
     elsewhere = before is not None and driver.get("boot") != this_boot()
     lost = elsewhere and not driver.get("ended")
     if before is not None and lost:
-        _watch(before, driver, waiting)
+        driver = _watch(before, driver, waiting)
     if before is None or elsewhere:
         mine = folder / f"lease-{(0 if before is None else _epoch(before)) + 1:06d}.json"
     else:
         mine = before
     held = _Held(mine, new=mine != before)
     try:
+        _refuse_contest(mine, before, driver)
+        _held[folder.resolve()] = mine
         for older in [path for path in folder.iterdir() if is_lease(path) and _epoch(path) < _epoch(mine)]:
             older.unlink(missing_ok=True)
         if lost:
@@ -118,7 +125,22 @@ def leased(folder: Path, journals: Sequence[Path], waiting: Callable[[str], None
         sync_directory(folder)
         yield
     finally:
+        _held.pop(folder.resolve(), None)
         held.release()
+
+
+def _refuse_contest(mine: Path, before: Path | None, driver: Driver) -> None:
+    """Raise UsageError if another host has taken the lease `mine`, or if the lease `before` is in use again. `driver`:
+    what `before` named last."""
+    newest = newest_lease(mine.parent)
+    if newest != mine:
+        raise _taken_over(mine.parent)
+    if before is None or before == mine:
+        return
+    now = read_driver(before)
+    if now != driver and not now.get("ended"):
+        mine.unlink()
+        raise _driven(mine.parent, now)
 
 
 class _Held:
@@ -153,6 +175,7 @@ class _Held:
     def _write(self) -> None:
         try:
             os.pwrite(self._file, self._line(), 0)
+            os.fsync(self._file)  # otherwise a network file system may show it to other hosts half a minute later
         except OSError:
             # A beat that is missing costs at most the lease, which every commit checks. A disk that cannot be written
             # stops the next commit with its own message.
@@ -163,8 +186,9 @@ class _Held:
         return orjson.dumps(self._driver).ljust(511) + b"\n"
 
 
-def _watch(lease: Path, driver: Driver, waiting: Callable[[str], None]) -> None:
-    """Return when the driver on another host has not beaten for WATCH_S. Raises UsageError if it beats."""
+def _watch(lease: Path, driver: Driver, waiting: Callable[[str], None]) -> Driver:
+    """Return when the driver on another host has not beaten for WATCH_S: what the lease says then. Raises UsageError if
+    it beats."""
     waiting(
         f"This run was driven by {name_of(driver)}, which did not end it. Waiting {WATCH_S:g} s to see that it is gone."
     )
@@ -173,22 +197,32 @@ def _watch(lease: Path, driver: Driver, waiting: Callable[[str], None]) -> None:
         time.sleep(min(1.0, BEAT_S))
         seen = read_driver(lease)
         if seen.get("ended"):
-            return
+            return seen
         if seen.get("beats") != driver.get("beats"):
-            raise UsageError(
-                f"The run in {lease.parent} is being driven by {name_of(driver)}.",
-                "Wait until it is done, or stop it there (Ctrl-C commits first).",
-            )
+            raise _driven(lease.parent, driver)
+    return driver
+
+
+def _driven(folder: Path, driver: Driver) -> UsageError:
+    return UsageError(
+        f"The run in {folder} is being driven by {name_of(driver)}.",
+        "Wait until it is done, or stop it there (Ctrl-C commits first).",
+    )
+
+
+def _taken_over(folder: Path) -> UsageError:
+    return UsageError(
+        f"Another driver has just taken over the run in {folder}.", "Wait until it is done, or stop it there."
+    )
 
 
 def _opened(path: Path, content: bytes, new: bool) -> int:
-    """Write `content` to `path`, which must not exist if it is `new`; returns the open file."""
+    """Write `content` to `path`, which must not exist if it is `new`, and must exist otherwise; returns the open
+    file."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if new else 0), 0o644)
-    except FileExistsError:
-        raise UsageError(
-            f"Another driver has just taken over the run in {path.parent}.", "Wait until it is done, or stop it there."
-        ) from None
+    except (FileExistsError, FileNotFoundError):
+        raise _taken_over(path.parent) from None
     try:
         os.pwrite(file, content, 0)
         os.fsync(file)
@@ -205,6 +239,8 @@ def _replace_by_copy(path: Path) -> None:
     temporary = temporary_beside(path)
     with disk_full_explained(path):
         shutil.copyfile(path, temporary)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
         os.replace(temporary, path)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,9 @@ def write_manifest(
     metrics: Mapping[str, float | None],
     peak_memory: Mapping[str, float],
     machine: str = "",
+    before: Callable[[], None] | None = None,
 ) -> Path:
-    """Write `manifest/round-002-train_prover.json`, atomically.
+    """Write `manifest/round-002-train_prover.json`, atomically. `before` is called just before it gets its name.
 
     If a process was killed between this and the commit, the repeated phase replaces the manifest.
     """
@@ -59,5 +60,5 @@ def write_manifest(
     path = run.manifest / f"round-{round_:03d}-{phase}.json"
     make_directory(run.manifest)
     options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
-    write_atomic(path, orjson.dumps(asdict(manifest), option=options))
+    write_atomic(path, orjson.dumps(asdict(manifest), option=options), before)
     return path

@@ -77,6 +77,7 @@ def commit_for_ever(run: RunDirectory, told: int) -> None:
             state = {"step": step, "shards": shards_so_far, "checkpoint": name, "offset": journal.offset}
             store.save(state)
             os.write(told, f"step {step}\n".encode())
+            unchanged()
             prune(run.checkpoints, {commit["checkpoint"] for commit in store.commits()})
 
 

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from committing_writer import recover
 
 from pvg.config.experiment import Experiment
 from pvg.errors import StateError, UsageError
+from pvg.game.ledger import Ledger
 from pvg.store import FileStateStore, RunDirectory, lease
+from pvg.store.checkpoints import write_checkpoint
 from pvg.store.lease import newest_lease, read_driver
+from pvg.store.state import State
 
 DRIVER = Path(__file__).with_name("driver_on_a_host.py")
 
@@ -139,6 +145,88 @@ def test_a_commit_that_passed_its_check_before_the_run_was_taken_over_is_lost(
         with pytest.raises(StateError, match="has taken over"):
             unchanged()
     assert not run.state.exists()
+
+
+def taken_over(run: RunDirectory) -> None:
+    """What a driver on another host does before its first commit."""
+    newest = newest_lease(run.path)
+    assert newest is not None
+    newest.with_name("lease-000099.json").write_text('{"host": "other", "boot": "other", "process": 7, "ended": false}')
+    newest.unlink()
+
+
+def test_a_driver_that_is_taken_over_before_it_opens_its_ledger_commits_nothing(run: RunDirectory) -> None:
+    with run.lock():
+        taken_over(run)
+        with pytest.raises(StateError, match="process 7 on other"):
+            run.unchanged()()
+        with pytest.raises(StateError, match="process 7 on other"):
+            Ledger(run, Experiment(), "test")
+
+
+def test_a_driver_that_is_taken_over_while_it_starts_is_refused(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_then_taken(path: Path | None) -> lease.Driver:
+        found = read_driver(path)
+        if len(list(run.path.glob("lease-*.json"))) == 1:
+            taken_over(run)
+        return found
+
+    monkeypatch.setattr(lease, "read_driver", read_then_taken)
+    with pytest.raises(UsageError, match="has just taken over"), run.lock():
+        pass
+
+
+def test_a_driver_that_starts_while_another_host_takes_its_lease_keeps_the_run(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = lease._opened
+
+    def opened_after_the_other(path: Path, content: bytes, new: bool) -> int:
+        before = newest_lease(run.path)
+        assert before is not None
+        before.write_text('{"host": "first", "boot": "first", "process": 7, "beats": 0, "ended": false}')
+        return opened(path, content, new)
+
+    monkeypatch.setattr(lease, "_opened", opened_after_the_other)
+    monkeypatch.setattr(lease, "this_boot", lambda: "second")
+    before = newest_lease(run.path)
+    with pytest.raises(UsageError, match="process 7 on first"), run.lock():
+        pass
+    assert newest_lease(run.path) == before
+
+
+def test_a_beat_reaches_the_disk(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network file system shows other hosts only what was synced."""
+    beaten, synced = threading.Event(), os.fsync
+
+    def seen(file: int) -> None:
+        synced(file)
+        if threading.current_thread().name == "pvg-lease":
+            beaten.set()
+
+    monkeypatch.setattr(lease, "BEAT_S", 0.01)
+    monkeypatch.setattr(os, "fsync", seen)
+    with run.lock():
+        assert beaten.wait(20)
+
+
+def test_a_driver_that_is_taken_over_after_its_commit_removes_no_checkpoint(run: RunDirectory) -> None:
+    with run.lock():
+        ledger = Ledger(run, Experiment(), "test")
+        save = ledger._store.save
+
+        def saved_then_taken(state: State) -> None:
+            save(state)
+            taken_over(run)
+            write_checkpoint(run.checkpoints, "of-the-other", {"w": torch.zeros(3)}, {})
+
+        ledger._store.save = saved_then_taken  # type: ignore[method-assign]
+        with pytest.raises(StateError, match="process 7 on other"):
+            asyncio.run(ledger.commit(ledger.state))
+        ledger.close()
+    assert (run.checkpoints / "of-the-other").is_dir()
 
 
 @pytest.mark.drill
