@@ -113,9 +113,10 @@ async def _train_to(
     with span("open_models"):
         learner = await session.players.compute(lambda: open_learner(session.players, session.state.round))
     try:
-        with span("open_models"):
-            phase = ProverPhase(session, info, verifier, threshold, learner, rule)
-        await phase.play()
+        with session.players.divided_workers():
+            with span("open_models"):
+                phase = ProverPhase(session, info, verifier, threshold, learner, rule)
+            await phase.play()
         phase.tell_unfinished()
         meta = {
             "steps": phase.done,

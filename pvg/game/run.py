@@ -183,6 +183,7 @@ def monitoring_of(session: Session, run: RunDirectory) -> Monitoring:
         name=run.name,
         config=session.experiment.plain(),
         first_step=session.ledger.steps_before,
+        load=session.players.workers.measured if session.players.workers is not None else None,
     )
 
 

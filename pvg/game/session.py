@@ -107,7 +107,8 @@ class Session:
             self._record_spans(**place)
             if self.monitoring is not None:
                 self.monitoring.step(info.round, info.phase, done, recorded, budget.exposed, budget.busy, whole=whole)
-            self.observer.progressed(Progress(done, recorded, budget.exposed))
+            workers = self.monitoring.workers if self.monitoring is not None else {}
+            self.observer.progressed(Progress(done, recorded, budget.exposed, workers))
 
     def _log_idle(self, info: PhaseInfo, done: int, budget: StepBudget) -> float:
         """The share of the step's time in which the trainer did not train. Logs it."""

@@ -11,6 +11,7 @@ threads and tasks stop with the block. Nothing here changes what a run computes.
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -56,7 +57,8 @@ class Monitoring:
     `record(kind, **fields)` appends to metrics.jsonl, `log` takes a line of events.log, `notice` takes a sentence for
     the user. Two callbacks handle an alert that begins to hold: `announce` shows it, from any thread, also while the
     loop is blocked; `alert` records it, on the loop. `first_step`: the number of steps in earlier processes of the run,
-    from which the step axis of the sinks continues.
+    from which the step axis of the sinks continues. `load()`: the metrics of the worker processes since its last call;
+    None without workers.
     """
 
     device_every_s = 5.0  # between two samples of GPU, CPU and memory, and two windows of the lag
@@ -77,6 +79,7 @@ class Monitoring:
         name: str,
         config: Mapping[str, Any],
         first_step: int = 0,
+        load: Callable[[], dict[str, float]] | None = None,
     ) -> None:
         self._section = section
         self._record, self._log, self._notice = record, log, notice
@@ -85,6 +88,8 @@ class Monitoring:
         self._opening = SinkContext(run_directory, name, config, first_step > 0, notice)
         self._place = (0, "init")  # round and phase of the newest step
         self._steps = first_step
+        self._load = load
+        self.workers: Mapping[str, float] = {}  # the newest metrics of the worker processes
         self._stepped = time.monotonic()  # when the newest step ended
         self._of_steps: Collection[str] = ()  # names of the newest step's metrics
         self._held: set[str] = set()  # the alerts that hold
@@ -236,6 +241,8 @@ class Monitoring:
         while True:
             await asyncio.sleep(self.device_every_s)
             self._record_lags()
+            if self._load is not None:
+                self._guarded(self._record_workers, self._load())
 
     def _looked(self, blocked: Alert | None) -> None:
         """Called from the heartbeat's thread."""
@@ -280,6 +287,13 @@ class Monitoring:
             self._announce(alert)
             self._alert(alert)
         self._write({f"loop/{name}": value for name, value in metrics.items()})
+
+    def _record_workers(self, metrics: dict[str, float]) -> None:
+        self.workers = metrics
+        self._record("workers", metrics=metrics)
+        together = {name: value for name, value in metrics.items() if not re.match(r"w\d", name)}
+        self._log(format_event("workers", event="sample", **together))
+        self._write({f"workers/{name}": value for name, value in metrics.items()})
 
     def _sampled(self, at: float, metrics: dict[str, float]) -> None:
         """Called from the sampler's thread."""

@@ -175,4 +175,6 @@ def _labels(place: str, short: str, point: MetricPoint) -> dict[str, str]:
         return {"round": str(point.round)}
     if found := re.match(r"gpu(\d+)_", short):
         return {"gpu": found[1]}
+    if place == "workers" and (found := re.match(r"w(\d+)_", short)):
+        return {"worker": found[1]}
     return {} if place in PLACES_IN_NAMES else {"phase": place}

@@ -3,16 +3,19 @@
     pvg bench --profile pipeline                # without rollout.prefetch (synchronous), and 1 and 2 batches ahead
     pvg bench --profile pipeline --interleave   # the same, with samples taken in turn
 
+With `cluster.kind = "local"`, workers score and train; the engine is the child process all the same.
+
 The prover phase, its trainer, the verifier's scorer, the dispatcher and the pipeline are pvg's. The engine
 (`ChildEngine`) is a child process (pvg.bench.workloads.pipeline_child) that returns real completions after artificial
 delays. The untrained prover samples these completions when the workload opens; they serve all versions. So the
 trainer's work and its waits are real.
 
-Useful work is the time that the training of the same steps takes synchronously: log-probs of the reference, packing,
-forward and backward passes, optimizer. Before each sample, `calibration` steps of a synchronous game measure it with an
-engine that answers at once. `trainer_idle` = 1 - useful work / wall time. All other time counts as idle: waiting,
-scores, credit, publishing and bookkeeping. Two parts exist only in a pipeline: recomputed log-probs, and the extra time
-of training that overlaps with other work. `derived` splits the idle time into these parts.
+Useful work is the time that the training of the same steps takes synchronously, in the same number of processes that
+train (`cluster.trainers`): log-probs of the reference, packing, forward and backward passes, optimizer. Before each
+sample, `calibration` steps of a synchronous game measure it with an engine that answers at once. `trainer_idle` = 1 -
+useful work / wall time. All other time counts as idle: waiting, scores, credit, publishing and bookkeeping. Two parts
+exist only in a pipeline: recomputed log-probs, and the extra time of training that overlaps with other work. `derived`
+splits the idle time into these parts.
 
 The engine's pace follows from the same measurement: with `rollout.concurrency` requests at once, it delivers a batch in
 `engine_share` times the useful work of a step. Each sample draws new latencies, so the spread of the samples includes
@@ -233,7 +236,8 @@ class StepClock(SilentObserver):
 @dataclass(frozen=True, slots=True)
 class MeasuredSteps:
     """The measured steps of a phase: their wall time, the seconds of training of each, the seconds of recomputed
-    log-probs within training, and their metrics. All training is in one thread, so these seconds do not overlap."""
+    log-probs within training, and their metrics. The parts of training run one after the other, so these seconds do not
+    overlap."""
 
     wall_s: float
     trained_s: list[float]
@@ -263,6 +267,7 @@ class PipelinedSteps:
             self._synchronous = replace(self._session, experiment=_synchronous(self._experiment))
             players = self._session.players
             await players.ready()
+            stack.enter_context(players.divided_workers())  # also for the synchronous steps: see "useful work"
             self._learner: LanguageModel = stack.enter_context(open_learner(players, round_=0))
             self._verifier: VerifierModel = players.open_verifier()
             stack.callback(self._verifier.close)
