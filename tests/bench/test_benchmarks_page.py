@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from bench_runs import load_profile
 from made_reports import ENVIRONMENT, PROFILE, failed_report, higher, lower, made_report, saved, variant
 
 from benchmarks.pages.make_benchmarks import main
@@ -22,7 +23,6 @@ from benchmarks.pages.other_ladders import later_lines, outdated
 from benchmarks.pages.reference_figures import reference_lines
 from benchmarks.pages.targets import TARGETS
 from pvg.bench.planning import plan_bench
-from pvg.bench.profile import load_profile
 
 DOCS = Path(__file__).parents[2] / "docs"
 
