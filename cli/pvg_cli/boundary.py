@@ -51,6 +51,14 @@ EXIT_STOPPED = 130  # the code that shells report for a program ended by SIGINT
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout. All other text goes to stderr.")
 ]
+ClusterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="none|local|ray|HOST:PORT",
+        help="Where the workers run: nowhere, here, in a Ray cluster on this machine, or in the one at HOST:PORT.",
+    ),
+]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 ExperimentArgument = Annotated[
     str,

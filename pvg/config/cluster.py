@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pvg.config.base import ByKind, Section
+from pvg.config.base import ByKind, NotEmpty, Section
 
 
 class AutoCluster(Section):
@@ -36,4 +36,17 @@ class LocalCluster(Section):
     )
 
 
-Cluster = Annotated[AutoCluster | NoCluster | LocalCluster, ByKind("auto")]
+class RayCluster(Section):
+    """Worker processes on the nodes of a Ray cluster. Results are those of as many local workers."""
+
+    kind: Literal["ray"] = "ray"
+    workers: Annotated[int, Field(ge=1, le=4096)] | None = Field(
+        None, description="As for local workers. Required with an address."
+    )
+    trainers: Annotated[int, Field(ge=1, le=4095)] | None = Field(None, description="As for local workers.")
+    address: NotEmpty | None = Field(
+        None, description="HOST:PORT of a running cluster. Unset: pvg starts one on this machine."
+    )
+
+
+Cluster = Annotated[AutoCluster | NoCluster | LocalCluster | RayCluster, ByKind("auto")]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from pvg.config.cluster import LocalCluster
+from pvg.config.cluster import LocalCluster, RayCluster
 from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError, counted
 from pvg.game.roles import prompt_renderer
@@ -42,8 +42,8 @@ from pvg.verifier.data import VerifierBatch
 from pvg.verifier.scorer import VerifierScorer
 from pvg.verifier.template import VerifierTemplate
 from pvg.verifier.vllm_backend import VerifierServing, VllmBackend
+from pvg.workers.choice import open_supply
 from pvg.workers.engine import WorkerEngine
-from pvg.workers.local import LocalSupply
 from pvg.workers.pool import Supply, WorkerPool
 from pvg.workers.scoring import ScoringSlots, WorkerBackend
 from pvg.workers.training import ModelInWorkers, pair_fields, pair_shards, policy_fields, policy_shards
@@ -72,13 +72,15 @@ class Players:
         self.task = task
         self.device = pick_device(experiment.models.device)
         cluster, self.workers = experiment.cluster, None
-        if isinstance(cluster, LocalCluster):
+        if isinstance(cluster, LocalCluster | RayCluster):
             if self.device.type != "cpu":
+                device = f"models.device = 'auto' is {self.device.type} here"
                 raise ConfigurationError(
-                    f"cluster = 'local' computes on the CPU, but models.device = 'auto' is {self.device.type} here.",
+                    f"cluster = {cluster.kind!r} computes on the CPU, but {device}.",
                     "Set models.device to cpu, or cluster to none.",
                 )
-            supply = supply or LocalSupply()
+            supply = supply or open_supply(experiment)
+            assert supply is not None
             self.workers = WorkerPool(experiment, cluster.workers or usable_cores(), supply, events, cluster.trainers)
             self._slots = ScoringSlots(self.workers)
         self._owns_executor = executor is None
@@ -103,7 +105,7 @@ class Players:
                 setup = EngineSetup(experiment, self.base, self.executor, events, run, self._canary_prompts)
                 self.engine = (opener or open_engine)(setup)
         except BaseException:  # no request has reached a server yet
-            self._let_go()
+            self._close_base()
             if supply is not None:
                 supply.end()
             raise
@@ -244,7 +246,7 @@ class Players:
     async def close(self) -> None:
         gc.unfreeze()
         async with AsyncExitStack() as rest:  # closes all of them, even if one fails
-            rest.callback(self._let_go)
+            rest.callback(self._close_base)
             for executor in (self.batching, self.grading, self.scoring):
                 if executor is not None:
                     rest.callback(executor.shutdown)
@@ -254,7 +256,7 @@ class Players:
             if self.verifier_serving is not None:
                 await self.verifier_serving.close()
 
-    def _let_go(self) -> None:
+    def _close_base(self) -> None:
         self.base.close()
         if self._owns_executor:
             self.executor.shutdown(wait=True)

@@ -28,7 +28,8 @@ import pvg.errors
 from pvg.config.experiment import Experiment
 from pvg.errors import PvgError, WorkerLostError
 from pvg.telemetry.events import Events, SilentEvents
-from pvg.workers.frames import Frame, receive, send
+from pvg.workers.frames import Frame, receive
+from pvg.workers.load import LoadMeter
 from pvg.workers.local import Member
 from pvg.workers.shared import SharedTensors
 
@@ -46,11 +47,22 @@ STATE = frozenset({"open", "load", "close", "policy"})
 
 
 class Supply(Protocol):
-    """Starts worker processes, and says why they ended."""
+    """Starts worker processes, says why they ended, and brings them the weights. It reports to `events`, which the
+    pool sets."""
+
+    events: Events
 
     async def start(self) -> Member: ...
 
     async def reason(self, member: Member) -> str: ...
+
+    async def share(self, shared: SharedTensors) -> None:
+        """Bring what is in this memory to all machines with workers. A frame may name its place from now on."""
+        ...
+
+    def withdraw(self, shared: SharedTensors) -> None:
+        """No frame names this memory from now on."""
+        ...
 
     async def close(self) -> None: ...
 
@@ -105,7 +117,8 @@ class _Buffers:
     """Two pieces of shared memory, written in turn. One is written again only after all workers have confirmed what is
     in the other one, so no worker ever reads memory that is being written."""
 
-    def __init__(self) -> None:
+    def __init__(self, supply: Supply) -> None:
+        self._supply = supply
         self._both: list[SharedTensors] = []
 
     async def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -116,10 +129,12 @@ class _Buffers:
             self._both.reverse()
         newest = self._both[-1]
         await asyncio.get_running_loop().run_in_executor(None, newest.write, tensors)
+        await self._supply.share(newest)
         return newest.place
 
     def close(self) -> None:
         for shared in self._both:
+            self._supply.withdraw(shared)
             shared.close()
 
 
@@ -128,7 +143,7 @@ class _Slot:
     """An open model: the places that have it, and its weights."""
 
     places: range
-    memory: _Buffers = field(default_factory=_Buffers)
+    memory: _Buffers
 
 
 class WorkerPool:
@@ -151,10 +166,10 @@ class WorkerPool:
         self._trainers = trainers
         self._experiment = experiment
         self._supply = supply
-        self._events = events or SilentEvents()
+        self._events = supply.events = events or SilentEvents()
         self._places = [_Place(number) for number in range(count)]
         self._slots: dict[int, _Slot] = {}
-        self._policy = _Buffers()
+        self._policy = _Buffers(supply)
         # A policy waits for the rows that run, and the other models must not wait for it.
         self._changing = asyncio.Lock()
         self._changing_policy = asyncio.Lock()
@@ -162,11 +177,17 @@ class WorkerPool:
         self._closing = False
         self._failed: BaseException | None = None
         self._prober: asyncio.Task[None] | None = None
+        self._meter = LoadMeter(count)
 
     @property
     def restarts(self) -> int:
         """Workers that took the place of one that ended."""
         return sum(place.restarts for place in self._places)
+
+    def measured(self) -> dict[str, float]:
+        """The metrics of the place `workers` (pvg.telemetry.catalogue) since the last call."""
+        up = [place.sending and not place.setup for place in self._places]
+        return self._meter.sample(up, [place.restarts for place in self._places])
 
     async def start(self) -> None:
         """Start all workers. Raises MissingRequirementError if none can be started, and what opening the models raises
@@ -224,7 +245,7 @@ class WorkerPool:
         """Send a frame that has no answer. A worker that is being replaced does not get it."""
         found = self._places[place]
         if found.sending and found.member is not None:
-            send(found.member.writer, frame)
+            found.member.send(frame)
 
     async def ask(self, places: range, frame: Frame) -> list[Frame]:
         """The answers of the workers in these places. Cancelling the caller does not cancel the requests."""
@@ -237,7 +258,7 @@ class WorkerPool:
     def _send(self, place: _Place, request: _Request) -> None:
         assert place.member is not None
         request.attempts += 1
-        send(place.member.writer, request.frame)
+        place.member.send(request.frame)
 
     # --- models and weights -------------------------------------------------------------------------------------------
 
@@ -245,7 +266,8 @@ class WorkerPool:
         """Open a model in the workers of these places, None: in all; returns its slot. Load its weights before its
         first use."""
         self._numbers += 1
-        number, slot = self._numbers, _Slot(range(self.count) if places is None else places)
+        chosen = range(self.count) if places is None else places
+        number, slot = self._numbers, _Slot(chosen, _Buffers(self._supply))
         self._slots[number] = slot
         await self.ask(slot.places, Frame("open", {**fields, "slot": number}))
         return number
@@ -291,7 +313,7 @@ class WorkerPool:
         place.setup = set()
         for frame in map(self._numbered, known):
             place.setup.add(frame.fields["id"])
-            send(member.writer, frame)
+            member.send(frame)
         for request in place.pending.values():
             self._send(place, request)
         place.sending = True
@@ -317,7 +339,7 @@ class WorkerPool:
         place.deaths += 1
         place.restarts += 1
         self._events.event(
-            "workers", event="lost", worker=place.number, pid=member.pid, why=place.why, requests=len(place.pending)
+            "workers", event="lost", worker=place.number, **member.names, why=place.why, requests=len(place.pending)
         )
         if place.deaths >= MOST_ATTEMPTS:
             raise self._lost(place, "before it was ready")
@@ -333,6 +355,7 @@ class WorkerPool:
 
     def _take(self, place: _Place, frame: Frame) -> None:
         if frame.kind == "pong":
+            self._meter.report(place.number, frame.fields)
             return
         if frame.kind == "event":
             self._events.event(frame.fields["tag"], **{**frame.fields["event"], "worker": place.number})
@@ -391,10 +414,10 @@ class WorkerPool:
                 moved, place.cpu_s = cpu_s is not None and cpu_s > place.cpu_s, cpu_s or 0.0
                 place.missed = 0 if moved else place.missed + 1
                 if place.missed > PROBES_MISSED:
-                    self._events.event("workers", event="hangs", worker=place.number, pid=member.pid)
+                    self._events.event("workers", event="hangs", worker=place.number, **member.names)
                     member.kill()
                 else:
-                    send(member.writer, Frame("ping"))
+                    member.send(Frame("ping"))
 
 
 def _future() -> asyncio.Future[Frame]:

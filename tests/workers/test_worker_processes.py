@@ -39,6 +39,7 @@ from pvg.workers.frames import Frame, receive, send
 from pvg.workers.local import LocalSupply, Member
 from pvg.workers.pool import WorkerPool
 from pvg.workers.requests import block_of
+from pvg.workers.shared import SharedTensors
 from pvg.workers.training import ModelInWorkers, policy_shards
 
 
@@ -269,6 +270,12 @@ class DyingSupply:
 
     async def reason(self, member: Member) -> str:
         return "exit code 1: no memory"
+
+    async def share(self, shared: SharedTensors) -> None:
+        return
+
+    def withdraw(self, shared: SharedTensors) -> None:
+        return
 
     async def close(self) -> None:
         return

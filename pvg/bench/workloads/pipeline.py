@@ -1,4 +1,4 @@
-"""The pipeline: whole steps of the prover's training beside an engine in another process with heavy-tailed latencies.
+"""The pipeline: whole steps of the prover's training, with an engine in another process and heavy-tailed latencies.
 
     pvg bench --profile pipeline                # without rollout.prefetch (synchronous), and 1 and 2 batches ahead
     pvg bench --profile pipeline --interleave   # the same, with samples taken in turn
@@ -109,24 +109,24 @@ class ChildEngine(Engine):
         assert self._process.stdout is not None
         self._reading = asyncio.create_task(self._read(self._process.stdout))
         known = {self._key(r.id): (r.completion_ids.tolist(), r.logprobs.tolist(), r.finish_reason) for r in rollouts}
-        self._say({"completions": known})
+        self._send({"completions": known})
         assert self._process.stdin is not None
         await self._process.stdin.drain()
 
     def pace(self, median_s: float, sigma: float, longest: int, draw: int = 0) -> None:
         """Set the delays of later requests: `median_s` is the median; `draw` and a request's key select its delay."""
-        self._say({"pace": median_s, "sigma": sigma, "longest": longest, "draw": draw})
+        self._send({"pace": median_s, "sigma": sigma, "longest": longest, "draw": draw})
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Raises StateError if the process has ended."""
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = future
         sent = time.perf_counter()
-        self._say({"ask": self._key(request.id), "id": request.id})
+        self._send({"ask": self._key(request.id), "id": request.id})
         try:
             answer = await future
         except asyncio.CancelledError:
-            self._say({"cancel": request.id})
+            self._send({"cancel": request.id})
             raise
         finally:
             del self._waiting[request.id]
@@ -145,7 +145,7 @@ class ChildEngine(Engine):
         """Sends only the version: the `sync` profile measures updates of weights."""
         began = time.perf_counter()
         self._loaded = asyncio.get_running_loop().create_future()
-        self._say({"version": update.version})
+        self._send({"version": update.version})
         await self._loaded
         self._version = update.version
         wall_ms = (time.perf_counter() - began) * 1e3
@@ -161,28 +161,28 @@ class ChildEngine(Engine):
         if self._reading is not None:
             await self._reading
 
-    async def _read(self, said: asyncio.StreamReader) -> None:
-        while line := await said.readline():
+    async def _read(self, output: asyncio.StreamReader) -> None:
+        while line := await output.readline():
             answer = orjson.loads(line)
             if "version" in answer:
                 if self._loaded is not None and not self._loaded.done():
                     self._loaded.set_result(None)
             elif (future := self._waiting.get(answer["id"])) is not None and not future.done():
                 future.set_result(answer)
-        gone = StateError("The engine's process has ended.", "Read its output on standard error.")
+        ended = StateError("The engine's process has ended.", "Read its output on standard error.")
         left: list[asyncio.Future[Any]] = [*self._waiting.values()]
         if self._loaded is not None:
             left.append(self._loaded)
         for waiting in left:
             if not waiting.done():
-                waiting.set_exception(gone)
+                waiting.set_exception(ended)
                 waiting.exception()  # marks it as retrieved, because the waiting task may be gone
 
     def _key(self, request_id: str) -> str:
         _, batch, group, index = request_id.rsplit("/", 3)
         return f"{int(batch) % self._batches:05d}/{group}/{index}"
 
-    def _say(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         if self._process is None or self._process.stdin is None or self._process.stdin.is_closing():
             raise StateError("The engine's process has ended.", "Read its output on standard error.")
         self._process.stdin.write(orjson.dumps(message) + b"\n")

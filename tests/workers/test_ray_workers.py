@@ -1,0 +1,123 @@
+"""Workers on a Ray cluster of two simulated nodes compute the same bits as local ones, also when a node is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from test_worker_processes import RecordedEvents, experiment, sampled, workers_of
+
+from pvg.models import open_model
+from pvg.workers import pool as pool_module
+from pvg.workers import ray_supply
+from pvg.workers.local import LocalSupply
+from pvg.workers.pool import Supply, WorkerPool
+from pvg.workers.ray_supply import RaySupply
+
+# A dead node is noticed after three seconds, not fifteen.
+QUICK = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_failure_threshold": 3}
+NODE = {"num_cpus": 1, "node_ip_address": "127.0.0.1"}
+
+
+@contextmanager
+def cluster_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
+    """A head, which is a node too, and a second node."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    from ray.cluster_utils import Cluster
+
+    handler = signal.getsignal(signal.SIGTERM)
+    head = {**NODE, "node_name": "first", "include_dashboard": False, "no_monitor": True, "include_log_monitor": False}
+    cluster = Cluster(initialize_head=True, head_node_args={**head, "_system_config": QUICK})
+    try:
+        second = cluster.add_node(**NODE, node_name="second")
+        yield cluster, second
+    finally:
+        cluster.shutdown()
+        signal.signal(signal.SIGTERM, handler)  # Ray's nodes replace it
+
+
+def nodes_of(pool: WorkerPool) -> list[str]:
+    return sorted(place.member.names["node"] for place in pool._places if place.member is not None)
+
+
+async def results(supply: Supply) -> list[list[bytes]]:
+    """What two workers sample with the first and with other weights."""
+    pool = WorkerPool(experiment(2), 2, supply)
+    await pool.start()
+    try:
+        first = await sampled(pool, 0)
+        await pool.load_policy(other_weights(), 7, "trace")
+        return [first, await sampled(pool, 1)]
+    finally:
+        await pool.close()
+
+
+def other_weights() -> dict[str, torch.Tensor]:
+    with open_model(experiment(2).models.prover, torch.device("cpu")) as model:
+        return {name: weight + 0.01 for name, weight in model.weights().items()}
+
+
+async def on_the_cluster(
+    monkeypatch: pytest.MonkeyPatch, cluster: Any, second: Any, expected: list[list[bytes]]
+) -> None:
+    events = RecordedEvents()
+    pool = WorkerPool(experiment(2), 2, RaySupply(2, cluster.address), events)
+    await pool.start()
+    try:
+        assert nodes_of(pool) == ["first", "second"]
+        assert await sampled(pool, 0) == expected[0]
+        await pool.load_policy(other_weights(), 7, "trace")
+        assert await sampled(pool, 1) == expected[1]
+        for number, how in enumerate([signal.SIGKILL, signal.SIGSTOP], start=2):
+            asked = asyncio.create_task(sampled(pool, number))
+            await asyncio.sleep(0.02)
+            os.kill(workers_of(pool)[0], how)
+            assert await asked == expected[1]
+        assert [lost["why"].partition(",")[0] for lost in events.of("lost")] == ["killed by SIGKILL"] * 2
+        assert {lost["node"] for lost in events.of("lost")} <= {"first", "second"}
+        # A third node has room for the workers of the second one.
+        third = cluster.add_node(**NODE, node_name="third")  # only the main thread may call this
+        assert await sampled_without(pool, cluster, second) == expected[1]
+        assert nodes_of(pool) == ["first", "third"]
+        assert not events.of("shares")
+        monkeypatch.setattr(ray_supply, "GRACE_S", 1.0)
+        # Nothing has room for the workers of the third one, so a node that is left gets them.
+        assert await sampled_without(pool, cluster, third) == expected[1]
+        assert nodes_of(pool) == ["first", "first"]
+        assert len(events.of("shares")) == 1
+        assert [lost["node"] for lost in events.of("node lost")] == ["second", "third"]
+    finally:
+        await pool.close()
+
+
+async def sampled_without(pool: WorkerPool, cluster: Any, node: Any) -> list[bytes]:
+    """What the workers sample while all processes of a node are killed at once."""
+    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+    victims = [raylet, *raylet.children(recursive=True)]
+    asked = asyncio.create_task(sampled(pool, 5))
+    await asyncio.sleep(0.02)
+    for victim in victims:
+        with suppress(psutil.NoSuchProcess):
+            victim.kill()
+    found = await asked
+    cluster.remove_node(node, allow_graceful=False)
+    return found
+
+
+def test_a_cluster_of_two_nodes_computes_the_same_bits(monkeypatch):
+    monkeypatch.setattr(pool_module, "PROBE_S", 0.5)
+    monkeypatch.setattr(ray_supply, "GRACE_S", 100.0)
+    expected = asyncio.run(results(LocalSupply()))
+    assert expected[0] != expected[1]
+    with cluster_of_two(monkeypatch) as (cluster, second):
+        asyncio.run(asyncio.wait_for(on_the_cluster(monkeypatch, cluster, second, expected), 300))
