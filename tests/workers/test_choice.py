@@ -8,7 +8,7 @@ from pvg.config.cluster import AutoCluster, LocalCluster, NoCluster
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.workers import choice
-from pvg.workers.choice import with_workers
+from pvg.workers.choice import cluster_settings, with_workers
 
 
 @pytest.fixture(autouse=True)
@@ -54,3 +54,13 @@ def test_a_resumed_run_keeps_its_workers():
     assert with_workers(other, begun) == other
     before_workers = Experiment()  # a run of an older version has none in its file
     assert with_workers(Experiment(), before_workers).cluster == AutoCluster()
+
+
+def test_another_cluster_keeps_the_numbers_of_workers():
+    divided = LocalCluster(workers=3, trainers=1)
+    numbers = ["cluster.workers=3", "cluster.trainers=1"]
+    assert cluster_settings("ray", divided) == ["cluster=ray", *numbers]
+    assert cluster_settings("10.0.0.1:6379", divided) == ["cluster=ray", "cluster.address=10.0.0.1:6379", *numbers]
+    assert cluster_settings("none", divided) == ["cluster=none"]
+    assert cluster_settings("local", AutoCluster()) == ["cluster=local"]
+    assert cluster_settings(None, divided) == []
