@@ -14,7 +14,7 @@ import secrets
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ MODE = "RAY_AUTH_MODE"
 TOKEN, TOKEN_FILE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 # Ray's name for: nodes use 127.0.0.1. Otherwise Ray replaces a loopback address by the machine's own.
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+QUIET: Mapping[str, Any] = {"log_to_driver": False, "configure_logging": False}
 LOOPBACK = ("127.0.0.1", "localhost")
 
 
@@ -70,8 +71,7 @@ def _start(workers: int, said: Callable[[str], None]) -> RayConnection:
             num_cpus=max(usable_cores(), workers),
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
+            **QUIET,
             _node_name=socket.gethostname(),
             # Ray's workers have a lower priority than other programs by default.
             _system_config={"worker_niceness": 0, "prestart_worker_first_driver": False},
@@ -98,7 +98,7 @@ def _join(address: str, said: Callable[[str], None]) -> RayConnection:
         os.environ.update(LOOPBACK_ONLY)
     ray = _import(said)
     try:
-        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address, **QUIET)
     except Exception as error:
         raise _refusal(ray, address, error) from error
     return RayConnection(ray, ray.util.get_node_ip_address(), None)
@@ -167,4 +167,5 @@ def _import(said: Callable[[str], None]) -> Any:
 
     # Ray has no option for this. stdout may hold a JSON document, and the display is on stderr.
     printing.print_worker_logs = say
+    logging.getLogger("ray").setLevel(logging.ERROR)
     return ray

@@ -267,7 +267,7 @@ class RaySupply:
             if waited >= QUIET_S and quiet:
                 quiet = False
                 why = f"The Ray cluster has no {self._workers} free CPUs yet ({await self._call(self._cpus)})"
-                self.events.event("workers", event="waits", why=f"{why}; pvg waits for at most {ROOM_S:g} s")
+                self.events.event("workers", event="no room", why=f"{why}; pvg waits for at most {ROOM_S:g} s")
             if waited >= ROOM_S:
                 found = await self._call(self._cpus)
                 raise MissingRequirementError(
@@ -317,7 +317,7 @@ class RaySupply:
             raise ConnectionError(f"no agent has started in {patience:g} s")
         node = min(self._nodes.values(), key=lambda node: len(node.members))
         why = f"Ray has no room for worker {bundle}, so it shares node {node.name}"
-        self.events.event("workers", event="shares", node=node.name, why=why)
+        self.events.event("workers", event="node shared", node=node.name, why=why)
         return node
 
     def _create(self, bundle: int, key: int) -> tuple[Any, Any]:
@@ -347,7 +347,7 @@ class RaySupply:
         node = _Node(hello.fields["node"], name, actor, ended, writer)
         self._nodes[node.id] = node
         self._run(self._listen(node, reader))
-        self.events.event("workers", event="node", node=name, processor=hello.fields["processor"])
+        self.events.event("workers", event="node joined", node=name, processor=hello.fields["processor"])
         await asyncio.gather(*(self._give(node, shared) for shared in list(self._shared.values())))
         return node
 
@@ -372,7 +372,7 @@ class RaySupply:
             )
         if found["processor"] != processor():
             why = f"Node {name} has another processor than this machine, so the last bits of results may differ"
-            self.events.event("workers", event="differs", node=name, processor=found["processor"], why=why)
+            self.events.event("workers", event="node differs", node=name, processor=found["processor"], why=why)
 
     def _cause(self, error: BaseException | None) -> str:
         """Why an actor has ended."""

@@ -64,12 +64,12 @@ async def on_the_cluster(monkeypatch, nodes: SimulatedNodes, expected: list[list
         third = nodes.add(1)
         assert await sampled_without(pool, nodes, second) == expected[1]
         assert nodes_of(pool) == ["first", "third"]
-        assert not events.of("shares")
+        assert not events.of("node shared")
         monkeypatch.setattr(ray_supply, "GRACE_S", 1.0)
         # Nothing has room for the worker of the third one, so a node that is left gets it.
         assert await sampled_without(pool, nodes, third) == expected[1]
         assert nodes_of(pool) == ["first", "first"]
-        assert len(events.of("shares")) == 1
+        assert len(events.of("node shared")) == 1
         assert [lost["node"] for lost in events.of("node lost")] == ["second", "third"]
     finally:
         await pool.close()
