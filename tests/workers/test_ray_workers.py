@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from test_worker_processes import RecordedEvents, experiment, sampled, workers_of
 
 from benchmarks.simulated_nodes import SimulatedNodes, simulated_nodes
+from pvg.errors import MissingRequirementError
 from pvg.models import open_model
 from pvg.workers import pool as pool_module
 from pvg.workers import ray_supply
 from pvg.workers.local import LocalSupply
 from pvg.workers.pool import Supply, WorkerPool
+from pvg.workers.ray_cluster import open_cluster
 from pvg.workers.ray_supply import RaySupply
 
 # A dead node is noticed after three seconds, not fifteen.
@@ -90,3 +98,34 @@ def test_a_cluster_of_two_nodes_computes_the_same_bits(monkeypatch):
     assert expected[0] != expected[1]
     with simulated_nodes([1, 1], QUICK) as nodes:
         asyncio.run(asyncio.wait_for(on_the_cluster(monkeypatch, nodes, expected), 300))
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
+        with pytest.raises(MissingRequirementError, match="does not accept the token"):
+            open_cluster(2, nodes.address, print)
+
+
+def weights(run: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in run.rglob("*.safetensors")
+    }
+
+
+@pytest.mark.drill
+def test_a_game_on_a_cluster_has_the_weights_of_a_local_one(tmp_path):
+    """`pvg train --cluster ray` starts a cluster on this machine, and leaves nothing behind."""
+    settings = ["game.rounds=1", "training.steps=2", "verifier.steps=4", "game.mint_problems=16", "cluster.workers=2"]
+    given = [word for text in [*settings, f"store.root={tmp_path}"] for word in ("-s", text)]
+    for cluster in ("local", "ray"):
+        command = [
+            "-c",
+            "from pvg_cli.main import app; app()",
+            "train",
+            "--name",
+            cluster,
+            "--cluster",
+            cluster,
+            *given,
+        ]
+        done = subprocess.run([sys.executable, *command, "--json"], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["status"] == "complete"
+    assert weights(tmp_path / "ray") == weights(tmp_path / "local") != {}
