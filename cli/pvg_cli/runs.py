@@ -139,7 +139,7 @@ def _refuse_unplayable(run: RunDirectory, clean: bool) -> None:
 def _cleaned(run: RunDirectory) -> int:
     from pvg.game.ledger import remove_uncommitted
 
-    with run.lock():
+    with run.lock(waiting=say):
         state = run.load_state().state
         return 0 if state is None else len(remove_uncommitted(run, state))
 

@@ -164,7 +164,7 @@ def _play(plan: RunPlan, as_json: bool) -> GameOutcome:
     if plan.resume:
         board.recall(read_run(run))
     watcher = RunWatcher(board, stderr())
-    with stack, run.lock(discard=lambda: not plan.resume and not run.has_state):
+    with stack, run.lock(discard=lambda: not plan.resume and not run.has_state, waiting=say):
         return drive(work, watcher, last_words(run.name, as_json), experiment.telemetry.event_loop)
 
 
@@ -254,7 +254,7 @@ def rollout(
         return await sample_only(resolved, run, observer=observer, stop=stop, problems=problems, role=role, split=split)
 
     board = RunBoard(resolved.name, run.name, rounds=1, phases=("init",))
-    with run.lock(discard=lambda: not run.has_state):
+    with run.lock(discard=lambda: not run.has_state, waiting=say):
         outcome = drive(
             work,
             RunWatcher(board, stderr()),

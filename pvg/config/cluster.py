@@ -29,6 +29,11 @@ class LocalCluster(Section):
     workers: Annotated[int, Field(ge=1, le=256)] | None = Field(
         None, description="Number of worker processes. Unset: one per core, at most 8."
     )
+    trainers: Annotated[int, Field(ge=1, le=255)] | None = Field(
+        None,
+        description="With `rollout.prefetch`: workers that only train while the others sample and score. "
+        "Unset: all do both.",
+    )
 
 
 class RayCluster(Section):
@@ -38,6 +43,7 @@ class RayCluster(Section):
     workers: Annotated[int, Field(ge=1, le=4096)] | None = Field(
         None, description="As for local workers. Required with an address."
     )
+    trainers: Annotated[int, Field(ge=1, le=4095)] | None = Field(None, description="As for local workers.")
     address: NotEmpty | None = Field(
         None, description="HOST:PORT of a running cluster. Unset: pvg starts one on this machine."
     )

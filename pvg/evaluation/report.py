@@ -302,8 +302,8 @@ def _notes_of_translators(experiment: Experiment) -> list[str]:
         "translator is correct as often as its solver. A wrong translation counts as a flaw whether or not it keeps "
         "the solver's answer. A cgc attacker is rewarded only for those that do not."
     ]
-    if unpaid := [kind for kind in experiment.evaluate.attacks if kind not in attack_kinds(experiment)]:
-        found.append(f"No {', '.join(unpaid)} attackers: a translator cannot earn these rewards.")
+    if without_reward := [kind for kind in experiment.evaluate.attacks if kind not in attack_kinds(experiment)]:
+        found.append(f"No {', '.join(without_reward)} attackers: a translator cannot earn these rewards.")
     return found
 
 

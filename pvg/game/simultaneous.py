@@ -111,7 +111,7 @@ class VerifierUpdates:
         self._fresh = fresh
         self._done = 0
         self._excluded: Mapping[str, str] = {}
-        self._told_excluded = False
+        self._warned_excluded = False
         self._pairs = _NewestPairs()
         section, players = session.experiment.verifier, session.players
         sources = len(sources_for_round(session.state.round)) + 1
@@ -145,7 +145,7 @@ class VerifierUpdates:
             fresh = await self._sample(scorer)
         session.ledger.keep(fresh)
         self._fresh[self._done] = fresh
-        self._let_go()
+        self._drop_old_samples()
         with span("draw_pairs"):
             self._pairs.source = await session.players.compute(self._open_source)
         self._tell_excluded()
@@ -210,8 +210,8 @@ class VerifierUpdates:
 
     def _tell_excluded(self) -> None:
         """Alert once per process: after a role has collapsed, no update has fresh pairs."""
-        if self._excluded and not self._told_excluded:
-            self._told_excluded = True
+        if self._excluded and not self._warned_excluded:
+            self._warned_excluded = True
             self._session.tell_about_excluded_sources(self._excluded)
 
     async def _calibrate(self, scorer: VerifierScorer) -> dict[str, float]:
@@ -227,7 +227,7 @@ class VerifierUpdates:
         self.threshold = found["threshold"]
         return found
 
-    def _let_go(self) -> None:
+    def _drop_old_samples(self) -> None:
         oldest = self._done - WINDOW
         self._fresh = {number: rollouts for number, rollouts in self._fresh.items() if number > oldest}
 
@@ -256,7 +256,7 @@ class VerifierUpdates:
         own = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
         self._trainer.load_state(own, progress["trainer"])
         self._done, self.threshold = progress["done"], progress["threshold"]
-        self._let_go()
+        self._drop_old_samples()
         scorer.set_version(self._verifier.version())
         return {name: tensor for name, tensor in tensors.items() if not name.startswith(PREFIX)}
 

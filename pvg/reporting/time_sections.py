@@ -49,11 +49,11 @@ def _lead(summary: RunSummary, budget: dict[str, float]) -> str:
     words = [
         f"{duration(total)} in steps and phases, {percent(budget.get(UNACCOUNTED, 0.0) / total)} of it unaccounted."
     ]
-    told = [process for process in summary.processes if process.budget]
-    if told:
-        whole = total_budget(process.budget for process in told)
+    with_budget = [process for process in summary.processes if process.budget]
+    if with_budget:
+        whole = total_budget(process.budget for process in with_budget)
         seconds = sum(whole.values())
-        count = "its process" if len(told) == 1 else f"its {len(told)} processes that ended normally"
+        count = "its process" if len(with_budget) == 1 else f"its {len(with_budget)} processes that ended normally"
         words.append(
             f"All time of {count}, with start and end: {duration(seconds)}, "
             f"{percent(whole.get(UNACCOUNTED, 0.0) / seconds)} unaccounted."
