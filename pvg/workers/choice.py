@@ -53,8 +53,8 @@ def cluster_settings(chosen: str | None, before: Cluster) -> list[str]:
         return ["cluster=none"]
     settings = [f"cluster={chosen}"] if chosen in KINDS else ["cluster=ray", f"cluster.address={chosen}"]
     if isinstance(before, LocalCluster | RayCluster):
-        kept = {"workers": before.workers, "trainers": before.trainers}
-        settings += [f"cluster.{key}={value}" for key, value in kept.items() if value is not None]
+        counts = {"workers": before.workers, "trainers": before.trainers}
+        settings += [f"cluster.{key}={count}" for key, count in counts.items() if count is not None]
     return settings
 
 
