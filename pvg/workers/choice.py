@@ -41,8 +41,8 @@ def with_workers(experiment: Experiment, begun: Experiment | None = None) -> Exp
 
 
 def cluster_settings(chosen: str | None, before: Cluster) -> list[str]:
-    """The option `--cluster` as settings: one of KINDS, or the address of a Ray cluster. None: no settings. The number
-    of workers stays that of `before`. Raises UsageError for any other text."""
+    """The option `--cluster` as settings: one of KINDS, or the address of a Ray cluster. None: no settings. The numbers
+    of workers and trainers stay those of `before`. Raises UsageError for any other text."""
     if chosen is None:
         return []
     if chosen not in KINDS and ":" not in chosen:
@@ -52,8 +52,9 @@ def cluster_settings(chosen: str | None, before: Cluster) -> list[str]:
     if chosen == "none":
         return ["cluster=none"]
     settings = [f"cluster={chosen}"] if chosen in KINDS else ["cluster=ray", f"cluster.address={chosen}"]
-    if isinstance(before, LocalCluster | RayCluster) and before.workers is not None:
-        settings.append(f"cluster.workers={before.workers}")
+    if isinstance(before, LocalCluster | RayCluster):
+        counts = {"workers": before.workers, "trainers": before.trainers}
+        settings += [f"cluster.{key}={count}" for key, count in counts.items() if count is not None]
     return settings
 
 

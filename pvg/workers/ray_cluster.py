@@ -8,13 +8,13 @@ This module and pvg.workers.ray_supply are the only ones that import Ray, and on
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import secrets
 import socket
 import sys
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ MODE = "RAY_AUTH_MODE"
 TOKEN, TOKEN_FILE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 # Ray's name for: nodes use 127.0.0.1. Otherwise Ray replaces a loopback address by the machine's own.
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+QUIET: Mapping[str, Any] = {"log_to_driver": False, "configure_logging": False}
 LOOPBACK = ("127.0.0.1", "localhost")
 
 
@@ -38,13 +39,10 @@ class RayConnection:
 
     ray: Any
     host: str
-    token_file: Path | None
 
     def close(self) -> None:
         """Leave the cluster; one that pvg has started ends."""
         self.ray.shutdown()
-        if self.token_file is not None:
-            self.token_file.unlink(missing_ok=True)
 
 
 def open_cluster(workers: int, address: str | None, said: Callable[[str], None]) -> RayConnection:
@@ -58,30 +56,42 @@ def open_cluster(workers: int, address: str | None, said: Callable[[str], None])
 
 
 def _start(workers: int, said: Callable[[str], None]) -> RayConnection:
-    descriptor, name = tempfile.mkstemp(prefix="pvg-ray-token-")  # only its owner can read it
-    with open(descriptor, "w") as file:
-        file.write(secrets.token_hex(32))
-    os.environ.pop(TOKEN, None)
-    os.environ.update({**LOOPBACK_ONLY, MODE: "token", TOKEN_FILE: name})
-    ray = _import(said)
+    before = os.environ.get(TOKEN)
+    # Ray's processes inherit the token, and nothing of it is left when they have ended.
+    os.environ.update({**LOOPBACK_ONLY, MODE: "token", TOKEN: secrets.token_hex(32)})
+    try:
+        ray = _import(said)
+        _init(ray, workers)
+    finally:
+        os.environ.pop(TOKEN)
+        if before is not None:
+            os.environ[TOKEN] = before
+    connection = RayConnection(ray, ray.util.get_node_ip_address())
+    if connection.host not in LOOPBACK:
+        connection.close()
+        raise MissingRequirementError(
+            f"Ray listens at {connection.host}, because this process imported it before pvg could configure it.",
+            "Set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, or join a cluster that you start",
+        )
+    return connection
+
+
+def _init(ray: Any, workers: int) -> None:
     try:
         ray.init(
             "local",
             num_cpus=max(usable_cores(), workers),
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
+            **QUIET,
             _node_name=socket.gethostname(),
             # Ray's workers have a lower priority than other programs by default.
             _system_config={"worker_niceness": 0, "prestart_worker_first_driver": False},
         )
     except Exception as error:
-        Path(name).unlink()
         raise MissingRequirementError(
             f"Ray could not start a cluster on this machine: {_cause(error)}.", "Use local workers: --cluster local"
         ) from error
-    return RayConnection(ray, ray.util.get_node_ip_address(), Path(name))
 
 
 def _join(address: str, said: Callable[[str], None]) -> RayConnection:
@@ -98,10 +108,10 @@ def _join(address: str, said: Callable[[str], None]) -> RayConnection:
         os.environ.update(LOOPBACK_ONLY)
     ray = _import(said)
     try:
-        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address, **QUIET)
     except Exception as error:
         raise _refusal(ray, address, error) from error
-    return RayConnection(ray, ray.util.get_node_ip_address(), None)
+    return RayConnection(ray, ray.util.get_node_ip_address())
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
@@ -167,4 +177,7 @@ def _import(said: Callable[[str], None]) -> Any:
 
     # Ray has no option for this. stdout may hold a JSON document, and the display is on stderr.
     printing.print_worker_logs = say
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    tokens = importlib.import_module("ray._raylet").AuthenticationTokenLoader
+    tokens.instance().reset_cache()  # of an earlier cluster
     return ray

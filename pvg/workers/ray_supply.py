@@ -19,7 +19,7 @@ import contextlib
 import os
 import secrets
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -267,7 +267,7 @@ class RaySupply:
             if waited >= QUIET_S and quiet:
                 quiet = False
                 why = f"The Ray cluster has no {self._workers} free CPUs yet ({await self._call(self._cpus)})"
-                self.events.event("workers", event="waits", why=f"{why}; pvg waits for at most {ROOM_S:g} s")
+                self.events.event("workers", event="no room", why=f"{why}; pvg waits for at most {ROOM_S:g} s")
             if waited >= ROOM_S:
                 found = await self._call(self._cpus)
                 raise MissingRequirementError(
@@ -317,7 +317,7 @@ class RaySupply:
             raise ConnectionError(f"no agent has started in {patience:g} s")
         node = min(self._nodes.values(), key=lambda node: len(node.members))
         why = f"Ray has no room for worker {bundle}, so it shares node {node.name}"
-        self.events.event("workers", event="shares", node=node.name, why=why)
+        self.events.event("workers", event="node shared", node=node.name, why=why)
         return node
 
     def _create(self, bundle: int, key: int) -> tuple[Any, Any]:
@@ -343,11 +343,14 @@ class RaySupply:
             self._dismiss(actor, ended)
             return known
         name = await self._call(self._name, hello.fields["node"])
-        self._check(name, dict(hello.fields))
+        refuse_other_versions(name, hello.fields)
+        if hello.fields["processor"] != processor():
+            why = f"Node {name} has another processor than this machine, so the last bits of results may differ"
+            self.events.event("workers", event="node differs", node=name, why=why)
         node = _Node(hello.fields["node"], name, actor, ended, writer)
         self._nodes[node.id] = node
         self._run(self._listen(node, reader))
-        self.events.event("workers", event="node", node=name, processor=hello.fields["processor"])
+        self.events.event("workers", event="node joined", node=name, processor=hello.fields["processor"])
         await asyncio.gather(*(self._give(node, shared) for shared in list(self._shared.values())))
         return node
 
@@ -356,23 +359,6 @@ class RaySupply:
         names = {node["NodeID"]: node["NodeName"] for node in self._cluster.ray.nodes()}
         own = names.get(id_, id_)
         return f"{own}/{id_[:6]}" if list(names.values()).count(own) > 1 else str(own)
-
-    def _check(self, name: str, found: dict[str, str]) -> None:
-        """Refuse a node whose results would differ, or that any user can command."""
-        for package, own in (("pvg", pvg.__version__), ("torch", metadata.version("torch"))):
-            if found[package] != own:
-                raise MissingRequirementError(
-                    f"Node {name} has {package} {found[package]}, and this process has {own}.",
-                    "Install the same versions on all nodes",
-                )
-        if found["auth"].lower() != "token":
-            raise MissingRequirementError(
-                f"Node {name} does not require a token, so anyone who reaches it can run code there.",
-                "Start all nodes with token authentication: RAY_AUTH_MODE=token ray start ...",
-            )
-        if found["processor"] != processor():
-            why = f"Node {name} has another processor than this machine, so the last bits of results may differ"
-            self.events.event("workers", event="differs", node=name, processor=found["processor"], why=why)
 
     def _cause(self, error: BaseException | None) -> str:
         """Why an actor has ended."""
@@ -474,3 +460,19 @@ class RaySupply:
     async def _call(self, work: Callable[..., T], *arguments: object) -> T:
         """A call of Ray that blocks."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+
+def refuse_other_versions(name: str, found: Mapping[str, str]) -> None:
+    """Raises MissingRequirementError for a node whose results would differ, or on which anyone can run code. `found`:
+    what its agent has reported."""
+    for package, own in (("pvg", pvg.__version__), ("torch", metadata.version("torch"))):
+        if found[package] != own:
+            raise MissingRequirementError(
+                f"Node {name} has {package} {found[package]}, and this process has {own}.",
+                "Install the same versions on all nodes",
+            )
+    if found["auth"].lower() != "token":
+        raise MissingRequirementError(
+            f"Node {name} does not require a token, so anyone who reaches it can run code there.",
+            "Start all nodes with token authentication: RAY_AUTH_MODE=token ray start ...",
+        )

@@ -3,47 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import os
-import secrets
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from test_worker_processes import RecordedEvents, experiment, sampled, workers_of
 
+from benchmarks.simulated_nodes import SimulatedNodes, simulated_nodes
+from pvg.errors import MissingRequirementError
 from pvg.models import open_model
 from pvg.workers import pool as pool_module
 from pvg.workers import ray_supply
 from pvg.workers.local import LocalSupply
 from pvg.workers.pool import Supply, WorkerPool
+from pvg.workers.ray_cluster import open_cluster
 from pvg.workers.ray_supply import RaySupply
 
 # A dead node is noticed after three seconds, not fifteen.
 QUICK = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_failure_threshold": 3}
-NODE = {"num_cpus": 1, "node_ip_address": "127.0.0.1"}
-
-
-@contextmanager
-def cluster_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
-    """A head, which is a node too, and a second node."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    from ray.cluster_utils import Cluster
-
-    handler = signal.getsignal(signal.SIGTERM)
-    head = {**NODE, "node_name": "first", "include_dashboard": False, "no_monitor": True, "include_log_monitor": False}
-    cluster = Cluster(initialize_head=True, head_node_args={**head, "_system_config": QUICK})
-    try:
-        second = cluster.add_node(**NODE, node_name="second")
-        yield cluster, second
-    finally:
-        cluster.shutdown()
-        signal.signal(signal.SIGTERM, handler)  # Ray's nodes replace it
 
 
 def nodes_of(pool: WorkerPool) -> list[str]:
@@ -67,11 +51,9 @@ def other_weights() -> dict[str, torch.Tensor]:
         return {name: weight + 0.01 for name, weight in model.weights().items()}
 
 
-async def on_the_cluster(
-    monkeypatch: pytest.MonkeyPatch, cluster: Any, second: Any, expected: list[list[bytes]]
-) -> None:
+async def on_the_cluster(monkeypatch, nodes: SimulatedNodes, expected: list[list[bytes]]) -> None:
     events = RecordedEvents()
-    pool = WorkerPool(experiment(2), 2, RaySupply(2, cluster.address), events)
+    pool = WorkerPool(experiment(2), 2, RaySupply(2, nodes.address), events)
     await pool.start()
     try:
         assert nodes_of(pool) == ["first", "second"]
@@ -85,33 +67,28 @@ async def on_the_cluster(
             assert await asked == expected[1]
         assert [lost["why"].partition(",")[0] for lost in events.of("lost")] == ["killed by SIGKILL"] * 2
         assert {lost["node"] for lost in events.of("lost")} <= {"first", "second"}
-        # A third node has room for the workers of the second one.
-        third = cluster.add_node(**NODE, node_name="third")  # only the main thread may call this
-        assert await sampled_without(pool, cluster, second) == expected[1]
+        # A third node has room for the worker of the second one.
+        (second,) = nodes.cluster.worker_nodes
+        third = nodes.add(1)
+        assert await sampled_without(pool, nodes, second) == expected[1]
         assert nodes_of(pool) == ["first", "third"]
-        assert not events.of("shares")
+        assert not events.of("node shared")
         monkeypatch.setattr(ray_supply, "GRACE_S", 1.0)
-        # Nothing has room for the workers of the third one, so a node that is left gets them.
-        assert await sampled_without(pool, cluster, third) == expected[1]
+        # Nothing has room for the worker of the third one, so a node that is left gets it.
+        assert await sampled_without(pool, nodes, third) == expected[1]
         assert nodes_of(pool) == ["first", "first"]
-        assert len(events.of("shares")) == 1
+        assert len(events.of("node shared")) == 1
         assert [lost["node"] for lost in events.of("node lost")] == ["second", "third"]
     finally:
         await pool.close()
 
 
-async def sampled_without(pool: WorkerPool, cluster: Any, node: Any) -> list[bytes]:
-    """What the workers sample while all processes of a node are killed at once."""
-    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
-    victims = [raylet, *raylet.children(recursive=True)]
+async def sampled_without(pool: WorkerPool, nodes: SimulatedNodes, node: Any) -> list[bytes]:
+    """What the workers sample while a node is killed."""
     asked = asyncio.create_task(sampled(pool, 5))
     await asyncio.sleep(0.02)
-    for victim in victims:
-        with suppress(psutil.NoSuchProcess):
-            victim.kill()
-    found = await asked
-    cluster.remove_node(node, allow_graceful=False)
-    return found
+    nodes.kill(node)
+    return await asked
 
 
 def test_a_cluster_of_two_nodes_computes_the_same_bits(monkeypatch):
@@ -119,5 +96,36 @@ def test_a_cluster_of_two_nodes_computes_the_same_bits(monkeypatch):
     monkeypatch.setattr(ray_supply, "GRACE_S", 100.0)
     expected = asyncio.run(results(LocalSupply()))
     assert expected[0] != expected[1]
-    with cluster_of_two(monkeypatch) as (cluster, second):
-        asyncio.run(asyncio.wait_for(on_the_cluster(monkeypatch, cluster, second, expected), 300))
+    with simulated_nodes([1, 1], QUICK) as nodes:
+        asyncio.run(asyncio.wait_for(on_the_cluster(monkeypatch, nodes, expected), 300))
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
+        with pytest.raises(MissingRequirementError, match="does not accept the token"):
+            open_cluster(2, nodes.address, print)
+
+
+def weights(run: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in run.rglob("*.safetensors")
+    }
+
+
+@pytest.mark.drill
+def test_a_game_on_a_cluster_has_the_weights_of_a_local_one(tmp_path):
+    """`pvg train --cluster ray` starts a cluster on this machine, and leaves nothing behind."""
+    settings = ["game.rounds=1", "training.steps=2", "verifier.steps=4", "game.mint_problems=16", "cluster.workers=2"]
+    given = [word for text in [*settings, f"store.root={tmp_path}"] for word in ("-s", text)]
+    for cluster in ("local", "ray"):
+        command = [
+            "-c",
+            "from pvg_cli.main import app; app()",
+            "train",
+            "--name",
+            cluster,
+            "--cluster",
+            cluster,
+            *given,
+        ]
+        done = subprocess.run([sys.executable, *command, "--json"], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["status"] == "complete"
+    assert weights(tmp_path / "ray") == weights(tmp_path / "local") != {}
