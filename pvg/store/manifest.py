@@ -49,6 +49,7 @@ def write_manifest(
     metrics: Mapping[str, float | None],
     peak_memory: Mapping[str, float],
     machine: str = "",
+    *,
     before: Callable[[], None] | None = None,
 ) -> Path:
     """Write `manifest/round-002-train_prover.json`, atomically. `before` is called just before it gets its name.

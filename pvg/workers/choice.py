@@ -30,13 +30,16 @@ def with_workers(experiment: Experiment, begun: Experiment | None = None) -> Exp
     bounds the cores, as it bounds torch's threads: a study gives each of its processes a share.
     """
     cluster, before = experiment.cluster, None if begun is None else begun.cluster
-    if before is not None and (isinstance(cluster, AutoCluster) or cluster == LocalCluster()):
+    if before is not None and isinstance(cluster, AutoCluster):
         return experiment.model_copy(update={"cluster": before})
     if isinstance(cluster, AutoCluster):
         cluster = LocalCluster() if _gains(experiment) else NoCluster()
     if isinstance(cluster, LocalCluster | RayCluster) and cluster.workers is None:
-        same = before.workers if isinstance(before, LocalCluster | RayCluster) else None
-        cluster = cluster.model_copy(update={"workers": same or min(_cores(), MOST_WORKERS)})
+        if isinstance(before, LocalCluster | RayCluster) and before.workers is not None:
+            counts = {"workers": before.workers, "trainers": before.trainers}
+        else:
+            counts = {"workers": min(_cores(), MOST_WORKERS)}
+        cluster = cluster.model_copy(update=counts)
     return experiment.model_copy(update={"cluster": cluster})
 
 

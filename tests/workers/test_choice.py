@@ -53,8 +53,21 @@ def test_a_resumed_run_keeps_its_workers():
     assert with_workers(build_experiment({"cluster": "local"}), begun) == begun
     other = build_experiment({"cluster": {"kind": "local", "workers": 2}})
     assert with_workers(other, begun) == other
+    divided = {"cluster": {"kind": "local", "workers": 3, "trainers": 1}, "rollout": {"prefetch": "fresh"}}
+    begun = build_experiment(divided)
+    assert with_workers(build_experiment({**divided, "cluster": "local"}), begun) == begun
+    assert with_workers(build_experiment({**divided, "cluster": "ray"}), begun).cluster == RayCluster(
+        workers=3, trainers=1
+    )
     before_workers = Experiment()  # a run of an older version has none in its file
     assert with_workers(Experiment(), before_workers).cluster == AutoCluster()
+
+
+def test_a_run_resumes_on_the_kind_of_cluster_that_is_given():
+    local = build_experiment({"cluster": "local"})
+    assert with_workers(local, build_experiment({"cluster": "none"})).cluster == LocalCluster(workers=4)
+    ray = {"kind": "ray", "workers": 3, "address": "10.0.0.1:6379"}
+    assert with_workers(local, build_experiment({"cluster": ray})).cluster == LocalCluster(workers=3)
 
 
 def test_another_cluster_keeps_the_numbers_of_workers():
