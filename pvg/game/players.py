@@ -140,7 +140,11 @@ class Players:
     @property
     def machine(self) -> str:
         """What the last bits of results depend on."""
-        workers = "" if self.workers is None else f", {counted(self.workers.count, 'worker')}"
+        cluster, workers = self.experiment.cluster, ""
+        if self.workers is not None:
+            workers = f", {counted(self.workers.count, 'worker')}"
+        if isinstance(cluster, LocalCluster | RayCluster) and cluster.trainers is not None:
+            workers += f", {counted(cluster.trainers, 'trainer')}"
         threads = counted(self.threads, "thread")
         return f"torch {torch.__version__} on {self.device.type}, {threads}{workers}"
 

@@ -152,6 +152,9 @@ def test_a_game_with_workers_that_only_train_survives_kills_of_both_kinds(
     assert outcome.status == "complete"
     assert_recorded_once(run)
     assert len([line for line in run.events.read_text().splitlines() if "event=lost" in line]) == 4
+    state = FileStateStore(run.state).load().state
+    assert state is not None
+    assert state["machine"].endswith(", 2 workers, 1 trainer")  # results depend on both numbers
     for kind, places in (("generate", {0}), ("score", {0}), ("gradient", {1})):
         assert {place for place, asked in kinds if asked == f"{kind} divided"} == places
         assert {place for place, asked in kinds if asked == kind} == {0, 1}  # mint, verifier, evaluation
