@@ -170,6 +170,9 @@ class LocalSupply:
         words = self._last_words()
         return f"exit code {os.WEXITSTATUS(status)}" + (f": {words}" if words else "")
 
+    def check(self) -> None:
+        """Does nothing: `start` replaces a nursery that has ended."""
+
     async def share(self, shared: SharedTensors) -> None:
         """Does nothing: workers on this machine map the driver's memory."""
 

@@ -56,6 +56,10 @@ class Supply(Protocol):
 
     async def reason(self, member: Member) -> str: ...
 
+    def check(self) -> None:
+        """Raises WorkerLostError if it can start no worker any more. Called every PROBE_S."""
+        ...
+
     async def share(self, shared: SharedTensors) -> None:
         """Bring what is in this memory to all machines with workers. A frame may name its place from now on."""
         ...
@@ -403,9 +407,10 @@ class WorkerPool:
                     future.exception()  # marks it as retrieved: its caller may have left
 
     async def _probe(self) -> None:
-        """Kill workers that hang."""
+        """Kill workers that hang. Raises WorkerLostError if no worker can be replaced any more."""
         while True:
             await asyncio.sleep(PROBE_S)
+            self._supply.check()
             for place in self._places:
                 member = place.member
                 if member is None or not place.sending:

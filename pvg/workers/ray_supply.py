@@ -47,6 +47,7 @@ WORKER_S = 60.0
 CAUSE_S = 3.0  # for Ray to say why an agent has ended
 PROBE_S = 2.0
 PROBES_MISSED = 8  # agents report twice as often
+HEAD_MISSED = 7  # at most 28 s; 60 s after the head has ended, Ray ends this process with exit code 1
 
 T = TypeVar("T")
 
@@ -130,6 +131,7 @@ class RaySupply:
         self._nodes: dict[str, _Node] = {}  # those in use, by Ray's id
         self._entering: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by Ray's id of a node
         self._losses = 0
+        self._head_missed = 0  # probes that the cluster's head has not answered
         self._shared: dict[str, SharedTensors] = {}
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._expected: dict[int, asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = {}
@@ -188,6 +190,14 @@ class RaySupply:
         except ConnectionError as error:
             return f"{error}"
         return f"{answer.fields['why']}, on node {node.name}"
+
+    def check(self) -> None:
+        """Raises WorkerLostError if the cluster's head has ended."""
+        if self._head_missed >= HEAD_MISSED:
+            raise WorkerLostError(
+                f"The head of the Ray cluster at {self._head} does not answer.",
+                "Start the cluster again, unless pvg started it, and resume the run",
+            )
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
@@ -252,6 +262,7 @@ class RaySupply:
         port: int = self._server.sockets[0].getsockname()[1]
         self._driver = DriverAddress(cluster.host, port, self._secret, os.getcwd())
         self._cluster: RayConnection = cluster
+        self._head = await self._call(lambda: str(cluster.ray.get_runtime_context().gcs_address))
         self._group = await self._call(self._reserve)
         await self._room()
         self._run(self._probe())
@@ -418,10 +429,22 @@ class RaySupply:
         """Give up nodes that do not report. Counts probes, not seconds: this process may have been stopped too."""
         while True:
             await asyncio.sleep(PROBE_S)
+            await self._probe_head()
             for node in list(self._nodes.values()):
                 node.missed += 1
                 if node.missed > PROBES_MISSED:
                     self._lose(node, f"its node {node.name} does not answer")
+
+    async def _probe_head(self) -> None:
+        host, _, port = self._head.rpartition(":")
+        try:
+            async with asyncio.timeout(PROBE_S):
+                _, writer = await asyncio.open_connection(host, int(port))
+        except (OSError, TimeoutError):
+            self._head_missed += 1
+        else:
+            self._head_missed = 0
+            writer.close()
 
     # --- connections and calls ----------------------------------------------------------------------------------------
 

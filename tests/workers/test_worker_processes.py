@@ -271,6 +271,9 @@ class DyingSupply:
     async def reason(self, member: Member) -> str:
         return "exit code 1: no memory"
 
+    def check(self) -> None:
+        return
+
     async def share(self, shared: SharedTensors) -> None:
         return
 
@@ -300,6 +303,25 @@ def test_workers_that_end_again_and_again_are_an_error_that_says_why(last):
         asyncio.run(asyncio.wait_for(start(), 30))
     assert "cluster=none" in raised.value.remedy
     assert supply.started == pool_module.MOST_ATTEMPTS
+
+
+def test_a_supply_that_can_start_no_more_workers_ends_the_requests(monkeypatch):
+    class LostCluster(DyingSupply):
+        def check(self) -> None:
+            raise WorkerLostError("The head does not answer.", "Resume the run.")
+
+    async def start() -> None:
+        pool = WorkerPool(experiment(1), 1, LostCluster(""))
+        await pool.start()
+        try:
+            await asyncio.sleep(0.3)
+            await pool.submit(0, Frame("gradient"))
+        finally:
+            await pool.close()
+
+    monkeypatch.setattr(pool_module, "PROBE_S", 0.05)
+    with pytest.raises(WorkerLostError, match="The head does not answer"):
+        asyncio.run(asyncio.wait_for(start(), 30))
 
 
 class FullDisk:
