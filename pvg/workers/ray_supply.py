@@ -166,12 +166,13 @@ class RaySupply:
 
     async def _worker_on(self, node: _Node, bundle: int) -> RayMember:
         key, expected = self._expect()
-        pid = (await node.ask(Frame("fork", {"key": key}))).fields["pid"]
         try:
-            async with asyncio.timeout(WORKER_S):
-                reader, writer = await expected
+            pid = (await node.ask(Frame("fork", {"key": key}))).fields["pid"]
+            reader, writer = await asyncio.wait_for(expected, WORKER_S)
         except TimeoutError:
-            raise ConnectionError(f"worker {pid} on node {node.name} has not connected to the driver") from None
+            raise ConnectionError(f"a worker on node {node.name} has not connected to the driver") from None
+        finally:
+            self._expected.pop(key, None)
         member = RayMember(pid, reader, writer, node, bundle)
         node.members.add(member)
         return member
@@ -314,6 +315,8 @@ class RaySupply:
         except BaseException:
             self._dismiss(actor)
             raise
+        finally:
+            self._expected.pop(key, None)
         self._dismiss(actor)
         if not self._nodes or not self._losses:
             raise ConnectionError(f"no agent has started in {patience:g} s")
@@ -335,10 +338,12 @@ class RaySupply:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, actor: Any, ended: asyncio.Future[None]
     ) -> _Node:
         """The node of an agent that has connected."""
-        async with asyncio.timeout(AGENT_S):
-            hello = await receive(reader)
+        try:
+            hello = await asyncio.wait_for(receive(reader), AGENT_S)
+        except TimeoutError:
+            hello = None
         if hello is None:
-            raise ConnectionError("an agent has left at once")
+            raise ConnectionError("an agent has connected and then left")
         known = self._nodes.get(hello.fields["node"])
         if known is not None:  # of another bundle
             writer.close()
