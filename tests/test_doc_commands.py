@@ -12,10 +12,12 @@ import pytest
 import typer
 
 from pvg.bench.profile import find_profile, read_profile
+from pvg.config.cluster import AutoCluster
 from pvg.config.experiment import SECTION_NAMES, TABLES
 from pvg.config.load import find_experiment, load_experiment, valid_keys
 from pvg.errors import PvgError
 from pvg.study.plan import find_study
+from pvg.workers.choice import cluster_settings
 from pvg_cli.main import app
 
 ROOT = Path(__file__).parent.parent
@@ -77,6 +79,7 @@ def complaint(arguments: list[str]) -> str:
     try:
         name, given = parsed(arguments)
         overrides = [text for text in given.get("overrides") or () if not text.startswith("@") and "KEY" not in text]
+        overrides = [*cluster_settings(given.get("cluster"), AutoCluster()), *overrides]
         which = next((given[key] for key in ("name", "experiment") if isinstance(given.get(key), str)), "modchain")
         if name in ("train", "rollout", "serve", "evaluate", "show", "validate", "profile"):
             gsm8k = any(text.startswith("task.path") for text in overrides)

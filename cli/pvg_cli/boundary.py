@@ -56,7 +56,8 @@ ClusterOption = Annotated[
     typer.Option(
         "--cluster",
         metavar="none|local|ray|HOST:PORT",
-        help="Where the workers run: nowhere, here, in a Ray cluster on this machine, or in the one at HOST:PORT.",
+        help="Where workers run. none: no workers. local: this machine. ray: a Ray cluster that pvg starts here. "
+        "HOST:PORT: a running Ray cluster.",
     ),
 ]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

@@ -167,7 +167,8 @@ def check_models(runs: Path) -> Iterator[CheckResult]:
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
         return
     from pvg.config.experiment import Experiment
-    from pvg.models.sources import EMBEDDED, GGUF_READERS, INSTALL, SMOLLM2, embedded_names
+    from pvg.config.load import EMBEDDED, embedded_names
+    from pvg.models.sources import GGUF_READERS, INSTALL, SMOLLM2
 
     present = embedded_names()
     models = Experiment().models

@@ -42,7 +42,7 @@ from pvg.bench.py_spy import SHOWN_FRAMES, CostlyFrame, Format, PySpyError, find
 from pvg.bench.report import TimeBudget
 from pvg.bench.runner import on_loop, total
 from pvg.bench.workloads import WORKLOADS, Workload, WorkloadTable, make_workload
-from pvg.config.load import nearest
+from pvg.config.load import did_you_mean
 from pvg.errors import MissingRequirementError, UsageError, counted
 from pvg.store.atomic import DamagedFileError
 from pvg.store.journal import read_json_lines
@@ -63,10 +63,7 @@ def stage_of(name: str) -> Stage:
     for stage in STAGES:
         if stage == name:
             return stage
-    hint = nearest(name, STAGES)
-    raise UsageError(
-        f"There is no stage {name!r}." + (f" Did you mean {hint!r}?" if hint else ""), f"Known: {', '.join(STAGES)}."
-    )
+    raise UsageError(f"There is no stage {name!r}.{did_you_mean(name, STAGES)}", f"Known: {', '.join(STAGES)}.")
 
 
 def stage_settings(stage: Stage, experiment: str, overrides: Sequence[str]) -> BenchSettings:

@@ -138,7 +138,11 @@ class AdaptiveEntropy(Section):
 
 
 Entropy = Annotated[NoEntropy | ExactEntropy | EntropyBonus | AdaptiveEntropy, ByKind("none")]
-Level = Literal["token", "sequence", "geometric"] | None
+Level = Annotated[
+    Literal["token", "sequence", "geometric"] | None,
+    Field(description="Ratio of the token, the sequence, or its geometric mean. Unset: token; for gspo geometric."),
+]
+TruncationLimit = Annotated[Positive, Field(description="Largest importance weight. A larger one becomes this.")]
 
 
 class NoImportance(Section):
@@ -154,12 +158,9 @@ class DecoupledImportance(Section):
     """Stale rollouts only: the ratio is clipped around the policy at batch start, with truncated importance weights."""
 
     kind: Literal["decoupled"] = "decoupled"
-    high: Positive = Field(5.0, description="Largest importance weight. A larger one becomes this.")
+    high: TruncationLimit = 5.0
     low: ClassVar[float] = 0.0
-    level: Level = Field(
-        None,
-        description="Ratio of the token, the sequence, or its geometric mean. Unset: token; for gspo geometric.",
-    )
+    level: Level = None
 
 
 class UnweightedImportance(Section):
@@ -175,12 +176,9 @@ class TruncatedImportance(Section):
     """All rollouts: the ratio is clipped around the policy at batch start, with truncated importance weights."""
 
     kind: Literal["truncated"] = "truncated"
-    high: Positive = Field(5.0, description="Largest importance weight. A larger one becomes this.")
+    high: TruncationLimit = 5.0
     low: ClassVar[float] = 0.0
-    level: Level = Field(
-        None,
-        description="Ratio of the token, the sequence, or its geometric mean. Unset: token; for gspo geometric.",
-    )
+    level: Level = None
 
 
 class MaskedImportance(Section):
@@ -189,10 +187,7 @@ class MaskedImportance(Section):
     kind: Literal["masked"] = "masked"
     high: Annotated[float, Field(ge=1.0)] = Field(5.0, description="Largest importance weight. A larger one becomes 0.")
     low: Fraction = Field(0.5, description="Smallest importance weight. A smaller one becomes 0.")
-    level: Level = Field(
-        None,
-        description="Ratio of the token, the sequence, or its geometric mean. Unset: token; for gspo geometric.",
-    )
+    level: Level = None
 
     @model_validator(mode="after")
     def _range(self) -> MaskedImportance:
@@ -295,11 +290,6 @@ class Training(Section):
     overlong_buffer: Annotated[int, Field(ge=0)] = Field(
         0, description="Tokens before rollout.max_tokens from which a penalty grows to 1. 0: no penalty."
     )
-
-    @property
-    def has_entropy_bonus(self) -> bool:
-        """Whether entropy is part of the objective, also if its coefficient is 0 at times."""
-        return self.entropy.kind in ("bonus", "adaptive")
 
     @property
     def exact_entropy(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pvg.config.experiment import Experiment
 from pvg.config.game import CgcReward, PlainReward, SrcReward
-from pvg.config.load import build_experiment, nearest
+from pvg.config.load import build_experiment, did_you_mean
 from pvg.config.rules import TRANSLATORS_REWARDS, reward_impossibilities
 from pvg.errors import ConfigurationError, UsageError
 from pvg.seeds import seed_for
@@ -25,9 +25,8 @@ def parse_parts(text: str) -> Sequence[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in PARTS:
-            hint = nearest(name, PARTS)
             raise UsageError(
-                f"There is no part {name!r} of an evaluation." + (f" Did you mean {hint!r}?" if hint else ""),
+                f"There is no part {name!r} of an evaluation.{did_you_mean(name, PARTS)}",
                 f"Known: {', '.join(PARTS)}.",
             )
     if not names:

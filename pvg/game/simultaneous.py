@@ -111,7 +111,7 @@ class VerifierUpdates:
         self._fresh = fresh
         self._done = 0
         self._excluded: Mapping[str, str] = {}
-        self._warned_excluded = False
+        self._told_excluded = False
         self._pairs = _NewestPairs()
         section, players = session.experiment.verifier, session.players
         sources = len(sources_for_round(session.state.round)) + 1
@@ -210,8 +210,8 @@ class VerifierUpdates:
 
     def _tell_excluded(self) -> None:
         """Alert once per process: after a role has collapsed, no update has fresh pairs."""
-        if self._excluded and not self._warned_excluded:
-            self._warned_excluded = True
+        if self._excluded and not self._told_excluded:
+            self._told_excluded = True
             self._session.tell_about_excluded_sources(self._excluded)
 
     async def _calibrate(self, scorer: VerifierScorer) -> dict[str, float]:

@@ -98,8 +98,9 @@ def parts_table(budget: dict[str, float], busy: dict[str, float], steps: dict[st
         bar = TableCell(style=part.style, bar=exposed / largest if largest > 0 else 0.0)
         add(TableCell(part.label, key=box_key(part)), bar, exposed, over.get(part.name, 0.0))
     add(TableCell("all"), TableCell(), total, hidden)
+    table.caption = "Exposed: the time that the run waited for a part."
     if len(titles) > 3:
-        table.caption = "Exposed: the run waited for it. Hidden: it overlapped with other work. Busy: the sum of both."
+        table.caption += " Hidden: the part overlapped with other work. Busy: the sum of both."
     return table
 
 

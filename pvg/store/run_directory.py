@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pvg.config.experiment import Experiment
-from pvg.config.load import load_experiment, nearest
+from pvg.config.load import did_you_mean, load_experiment
 from pvg.errors import MissingRequirementError, PvgError, StateError, UsageError, system_module, user_paths
 from pvg.store.atomic import (
     DamagedFileError,
@@ -281,9 +281,8 @@ class RunDirectory:
                 return run
         name = Path(path_or_name).name
         known = runs_in(root)
-        hint = nearest(name, known)
         raise UsageError(
-            f"There is no run {str(path_or_name)!r} in {root}." + (f" Did you mean {hint!r}?" if hint else ""),
+            f"There is no run {str(path_or_name)!r} in {root}.{did_you_mean(name, known)}",
             f"Known runs: {', '.join(known)}." if known else "Start one with: pvg train",
         )
 

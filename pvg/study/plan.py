@@ -25,10 +25,10 @@ from pvg.config.hub_ids import parse
 from pvg.config.load import (
     assign,
     build_experiment,
+    did_you_mean,
     find_experiment,
     find_named,
     leaves,
-    nearest,
     read_override,
     read_toml,
     shipped_directories,
@@ -71,9 +71,8 @@ def refuse_unmeasured(
             )
         return
     if unknown := next((part for part in parts if part not in PARTS), None):
-        hint = nearest(unknown, PARTS)
         raise ConfigurationError(
-            f"There is no part {unknown!r} of an evaluation ({path})." + (f" Did you mean {hint!r}?" if hint else ""),
+            f"There is no part {unknown!r} of an evaluation ({path}).{did_you_mean(unknown, PARTS)}",
             f"Known: {', '.join(PARTS)}.",
         )
     for name, experiment in arms.items():
@@ -297,11 +296,11 @@ def load_study(
     path = find_study(name_or_file)
     file = read_study(path)
     arms = resolve_arms(file, str(path), overrides)
-    if file.reference is not None and file.reference not in [arm.name for arm in arms]:
-        hint = nearest(file.reference, [arm.name for arm in arms])
+    names = [arm.name for arm in arms]
+    if file.reference is not None and file.reference not in names:
         raise ConfigurationError(
-            f"reference = {file.reference!r} is not an arm of {path}." + (f" Did you mean {hint!r}?" if hint else ""),
-            f"Arms: {', '.join(arm.name for arm in arms)}.",
+            f"reference = {file.reference!r} is not an arm of {path}.{did_you_mean(file.reference, names)}",
+            f"Arms: {', '.join(names)}.",
         )
     measures = measures_named(file.measures)
     asked = None if file.evaluate is None else file.evaluate.parts

@@ -42,7 +42,7 @@ def with_workers(experiment: Experiment, begun: Experiment | None = None) -> Exp
 
 def cluster_settings(chosen: str | None, before: Cluster) -> list[str]:
     """The option `--cluster` as settings: one of KINDS, or the address of a Ray cluster. None: no settings. The numbers
-    of workers stay those of `before`. Raises UsageError for any other text."""
+    of workers and trainers stay those of `before`. Raises UsageError for any other text."""
     if chosen is None:
         return []
     if chosen not in KINDS and ":" not in chosen:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +11,9 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from bench_runs import load_profile, run_variant
 
 from pvg.bench.planning import plan_bench
-from pvg.bench.profile import load_profile
-from pvg.bench.runner import run_variant
 from pvg.bench.workloads import WORKLOADS
 from pvg.bench.workloads.pipeline import ChildEngine, MeasuredSteps
 from pvg.bench.workloads.pipeline_child import drawn_time
@@ -36,15 +34,6 @@ TINY = (
     "rollout.max_tokens=32",
     "models.threads=1",
 )
-
-
-@pytest.fixture(autouse=True)
-def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary folders go."""
-    folder = tmp_path / "scratch"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
 
 
 def ran(*overrides: str) -> tuple[Any, dict[str, Any]]:

@@ -57,6 +57,16 @@ def test_a_resumed_run_keeps_its_workers():
     assert with_workers(Experiment(), before_workers).cluster == AutoCluster()
 
 
+def test_another_cluster_keeps_the_numbers_of_workers():
+    divided = LocalCluster(workers=3, trainers=1)
+    numbers = ["cluster.workers=3", "cluster.trainers=1"]
+    assert cluster_settings("ray", divided) == ["cluster=ray", *numbers]
+    assert cluster_settings("10.0.0.1:6379", divided) == ["cluster=ray", "cluster.address=10.0.0.1:6379", *numbers]
+    assert cluster_settings("none", divided) == ["cluster=none"]
+    assert cluster_settings("local", AutoCluster()) == ["cluster=local"]
+    assert cluster_settings(None, divided) == []
+
+
 def test_a_resumed_run_keeps_its_number_of_workers_on_another_cluster():
     begun = build_experiment({"cluster": {"kind": "local", "workers": 3}})
     assert with_workers(build_experiment({"cluster": "ray"}), begun).cluster == RayCluster(workers=3)
