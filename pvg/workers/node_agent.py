@@ -108,7 +108,7 @@ class NodeAgent:
         memory = self._memory.get(path)
         if memory is None:
             memory = self._memory[path] = SharedMemory(data.nbytes)
-        memory.view[:] = data.tobytes()
+        memory.view[:] = data.data
         return {"path": memory.path}
 
     async def _forget(self, frame: Frame) -> dict[str, Any]:

@@ -168,12 +168,13 @@ class RaySupply:
 
     async def _worker_on(self, node: _Node, bundle: int) -> RayMember:
         key, expected = self._expect()
-        pid = (await node.ask(Frame("fork", {"key": key}))).fields["pid"]
         try:
-            async with asyncio.timeout(WORKER_S):
-                reader, writer = await expected
+            pid = (await node.ask(Frame("fork", {"key": key}))).fields["pid"]
+            reader, writer = await asyncio.wait_for(expected, WORKER_S)
         except TimeoutError:
-            raise ConnectionError(f"worker {pid} on node {node.name} has not connected to the driver") from None
+            raise ConnectionError(f"a worker on node {node.name} has not connected to the driver") from None
+        finally:
+            self._expected.pop(key, None)
         member = RayMember(pid, reader, writer, node, bundle)
         node.members.add(member)
         return member
@@ -232,6 +233,7 @@ class RaySupply:
         for node in self._nodes.values():
             node.lost = "the run has ended"
             node.writer.close()
+            self._dismiss(node.actor)
         self._nodes.clear()
         await asyncio.get_running_loop().run_in_executor(None, self.end)
 
@@ -313,6 +315,7 @@ class RaySupply:
         key, expected = self._expect()
         actor, reference = await self._call(self._create, bundle, key)
         ended = asyncio.wrap_future(reference.future())
+        ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # its end may concern no one
         patience = GRACE_S if self._losses and self._nodes else AGENT_S
         try:
             await asyncio.wait({expected, ended}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
@@ -321,9 +324,11 @@ class RaySupply:
             if ended.done():
                 raise self._failure(ended)
         except BaseException:
-            self._dismiss(actor, ended)
+            self._dismiss(actor)
             raise
-        self._dismiss(actor, ended)
+        finally:
+            self._expected.pop(key, None)
+        self._dismiss(actor)
         if not self._nodes or not self._losses:
             raise ConnectionError(f"no agent has started in {patience:g} s")
         node = min(self._nodes.values(), key=lambda node: len(node.members))
@@ -344,14 +349,16 @@ class RaySupply:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, actor: Any, ended: asyncio.Future[None]
     ) -> _Node:
         """The node of an agent that has connected."""
-        async with asyncio.timeout(AGENT_S):
-            hello = await receive(reader)
+        try:
+            hello = await asyncio.wait_for(receive(reader), AGENT_S)
+        except TimeoutError:
+            hello = None
         if hello is None:
-            raise ConnectionError("an agent has left at once")
+            raise ConnectionError("an agent has connected and then left")
         known = self._nodes.get(hello.fields["node"])
         if known is not None:  # of another bundle
             writer.close()
-            self._dismiss(actor, ended)
+            self._dismiss(actor)
             return known
         name = await self._call(self._name, hello.fields["node"])
         refuse_other_versions(name, hello.fields)
@@ -423,7 +430,7 @@ class RaySupply:
                 future.set_exception(ConnectionError(why))
         for member in node.members:
             member.writer.transport.abort()
-        self._dismiss(node.actor, node.ended)
+        self._dismiss(node.actor)
 
     async def _probe(self) -> None:
         """Give up nodes that do not report. Counts probes, not seconds: this process may have been stopped too."""
@@ -469,9 +476,8 @@ class RaySupply:
         else:
             expected.set_result((reader, writer))
 
-    def _dismiss(self, actor: Any, ended: asyncio.Future[None]) -> None:
-        """Kill an actor, whose end then concerns no one."""
-        ended.add_done_callback(lambda done: done.cancelled() or done.exception())
+    def _dismiss(self, actor: Any) -> None:
+        """Kill an actor."""
         if not self._closed:
             self._thread.submit(self._cluster.ray.kill, actor)
 

@@ -12,7 +12,7 @@ from calling import pvg_process
 
 from pvg import __version__
 
-HEAVY = ("torch", "transformers", "pyarrow", "numpy", "pydantic", "safetensors")
+HEAVY = ("torch", "ray", "transformers", "pyarrow", "numpy", "pydantic", "safetensors")
 
 
 def test_the_console_script_is_the_app() -> None:

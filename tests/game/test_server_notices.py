@@ -35,3 +35,12 @@ def test_the_last_server_of_its_kind_has_nobody_to_stand_in() -> None:
         events.event("gen", event="server.away", server=server, why="no reply")
     rest = [line.rpartition("; ")[2] for line in told]
     assert rest == ["its requests wait for it.", "the others take its requests.", "its requests wait for it."]
+
+
+def test_what_happens_to_nodes_of_a_cluster_is_told() -> None:
+    told: list[str] = []
+    events = ServerNotices(Kept(), told.append, [])
+    events.event("workers", event="no room", why="The Ray cluster has no 3 free CPUs yet")
+    events.event("workers", event="node joined", node="n1")
+    events.event("workers", event="node shared", node="n1", why="Ray has no room for worker 2, so it shares node n1")
+    assert told == ["The Ray cluster has no 3 free CPUs yet.", "Ray has no room for worker 2, so it shares node n1."]
