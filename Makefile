@@ -40,6 +40,7 @@ install: $(STAMP)  ## make .venv and install pvg with its development tools
 
 train: $(STAMP)  ## play the embedded game: 3 rounds, 2 to 5 minutes on 2 cores
 	$(BIN)/pvg train
+	@echo "These commands need the environment: . $(VENV)/bin/activate"
 
 check: $(STAMP)  ## lint, type check and the fast tests in parallel (less than a minute on 2 cores)
 	@$(MAKE) --no-print-directory -j 2 lint types fast-tests

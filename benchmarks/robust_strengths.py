@@ -1,9 +1,9 @@
-"""What strengths of the robust losses do, on the mints of a finished game: python benchmarks/robust_strengths.py RUN
+"""Compares strengths of the robust losses on the mints of a finished game: python benchmarks/robust_strengths.py RUN
 
-For each round after the first, verifiers are trained anew on the round's mint, two draws of pairs for each setting, and
-asked about held-out solutions of each writer, and about the fresh solutions of the prover that came out of the
-round, which they have not learnt from. Prints one JSON line for each round and setting: AUCs, means of the two draws.
-This is what docs/robust.md chose its strengths by:
+For each round after the first and for each setting, the program trains two new verifiers on the round's mint, with two
+draws of pairs. They score the held-out solutions of each writer, and new solutions of the round's prover, from which
+they did not learn. The program prints one JSON line for each round and setting: AUCs, means of the two draws. The
+strengths of docs/robust.md were chosen with it:
 
     pvg train modchain --name strengths -s models.threads=1
     python benchmarks/robust_strengths.py runs/strengths

@@ -275,8 +275,8 @@ def _earlier(path: Path, report: BenchReport) -> Path | None:
     from pvg.bench.report import read_report, work_of
     from pvg.errors import UsageError
 
-    beside = [other for other in path.parent.glob(f"{report.name}-*.json") if other.resolve() != path.resolve()]
-    for other in sorted(beside, key=lambda found: found.stat().st_mtime, reverse=True)[:MOST_READ]:
+    others = [other for other in path.parent.glob(f"{report.name}-*.json") if other.resolve() != path.resolve()]
+    for other in sorted(others, key=lambda found: found.stat().st_mtime, reverse=True)[:MOST_READ]:
         try:
             found = read_report(other)
         except UsageError:  # not a report, or a report of another version

@@ -28,7 +28,7 @@ def diagnose(
         list[str] | None,
         typer.Option(
             "--fail-on",
-            metavar="SIGNATURE",
+            metavar="CAUSE",
             help="Exit with code 1 if this cause is found. 'any': if any cause is found. Repeatable.",
         ),
     ] = None,

@@ -192,10 +192,10 @@ async def py_spy_pass(workload: Workload, steps: int, py_spy: Path, output: Path
     return SamplingPass(f"py-spy, {form}", walls_s)
 
 
-async def _timed(workload: Workload, goes_on: Callable[[int, float], bool]) -> tuple[float, ...]:
-    """Sample while `goes_on(samples so far, their total seconds)`; returns the seconds of each sample."""
+async def _timed(workload: Workload, keep_going: Callable[[int, float], bool]) -> tuple[float, ...]:
+    """Sample while `keep_going(samples so far, their total seconds)`; returns the seconds of each sample."""
     walls_s: list[float] = []
-    while goes_on(len(walls_s), sum(walls_s)):
+    while keep_going(len(walls_s), sum(walls_s)):
         started = time.perf_counter()
         await workload.sample(len(walls_s))
         walls_s.append(time.perf_counter() - started)
@@ -270,7 +270,7 @@ def profile_stage(
     *,
     steps: int,
     py_spy: bool | None = None,
-    on_pass: OnPass = lambda told: None,
+    on_pass: OnPass = lambda found: None,
     workloads: WorkloadTable = WORKLOADS,
 ) -> ProfileResult:
     """Run the stage's work under each profiler and write everything into the new `folder`.

@@ -277,7 +277,7 @@ def run_plan(
         command=command,
         config=plan.base.plain()
         | ({} if plan.kind == "bench" else {"interleave": plan.interleave})
-        | ({"servers": servers.told(infos)} if infos else {}),
+        | ({"servers": servers.described(infos)} if infos else {}),
         work=common_work(works),
         environment=environment.model_copy(
             update={

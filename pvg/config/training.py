@@ -36,7 +36,7 @@ class CappedLoss(Section):
 
 
 class UnclippedLoss(Section):
-    """RLOO: plain REINFORCE without a ratio."""
+    """RLOO: REINFORCE with a leave-one-out baseline, without a probability ratio."""
 
     kind: Literal["rloo"] = "rloo"
     clip_low: ClassVar[Clip] = None
@@ -204,7 +204,7 @@ Importance = Annotated[
 
 
 class AllProblems(Section):
-    """All problems in turn."""
+    """All problems, one after the other."""
 
     kind: Literal["none"] = "none"
 
@@ -244,8 +244,8 @@ CurriculumSection = Annotated[AllProblems | BucketCurriculum | PrioritisedCurric
 
 
 class Training(Section):
-    """Prover training: one step is one optimizer step over a batch of groups. A loss may be FILE.py:NAME, code of the
-    user's own."""
+    """Prover training: one step is one optimizer step over a batch of groups. FILE.py:NAME names a loss
+    of your own."""
 
     loss: Loss = ClippedLoss()
     kl: Kl = FixedKl()
@@ -262,7 +262,7 @@ class Training(Section):
         description="MB of a forward and backward pass; pvg measures how many tokens fit. 0: no limit.",
     )
     micro_batch_rollouts: Count | None = Field(
-        None, description="Most rollouts per micro-batch. Unset: as many as the tokens allow."
+        None, description="Maximum number of rollouts per micro-batch. Unset: as many as the tokens allow."
     )
     shared_prompts: bool = Field(
         True, description="Whether equal prompts and equal rows of a micro-batch are computed once."
@@ -272,7 +272,7 @@ class Training(Section):
         "float32", description="Precision of the forward and backward pass."
     )
     fused_layers: bool = Field(
-        True, description="Whether norms and rotary embeddings of Llama and Qwen2 take few passes."
+        True, description="Whether norms and rotary embeddings of Llama and Qwen2 use pvg's fused code."
     )
     blocked_layers: bool | None = Field(
         None,
@@ -285,7 +285,7 @@ class Training(Section):
         False, description="Mixtures of experts: whether the trainer uses the experts that the sampler used."
     )
     dynamic_sampling: Annotated[int, Field(ge=0)] = Field(
-        0, description="Rounds of further groups that replace groups with equal rewards. 0: such groups stay."
+        0, description="Additional sampling rounds that replace groups with equal rewards. 0: pvg keeps these groups."
     )
     overlong_buffer: Annotated[int, Field(ge=0)] = Field(
         0, description="Tokens before rollout.max_tokens from which a penalty grows to 1. 0: no penalty."
@@ -297,5 +297,5 @@ class Training(Section):
 
     @property
     def groupless(self) -> bool:
-        """Whether the loss takes no statistics of groups: a group of one teaches as much as any."""
+        """Whether the loss takes no statistics of groups: groups of one solution work too."""
         return self.loss.kind in ("spo", "rae")

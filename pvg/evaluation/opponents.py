@@ -49,7 +49,7 @@ def parse_rounds(text: str | None) -> Sequence[int] | None:
 KINDS = ("src", "cgc", "goodhart")
 
 
-def course_experiment(
+def policy_experiment(
     experiment: Experiment,
     role: Literal["helpful", "sneaky"],
     reward: SrcReward | CgcReward | PlainReward,
@@ -84,7 +84,7 @@ def attacker_experiment(experiment: Experiment, kind: str, place: str, cgc_floor
         "steps": section.attack_steps,
         "groups": section.attack_groups,
     }
-    return course_experiment(experiment, "sneaky", reward, training, place)
+    return policy_experiment(experiment, "sneaky", reward, training, place)
 
 
 def _reward(experiment: Experiment, kind: str, cgc_floor: float | None) -> SrcReward | CgcReward | PlainReward:
@@ -107,8 +107,8 @@ def default_parts(experiment: Experiment) -> Sequence[str]:
 def attack_kinds(experiment: Experiment) -> list[str]:
     """The kinds of `evaluate.attacks` in standard order. In a decoupled game without those whose reward a translator
     cannot earn (the report's notes name them)."""
-    payable = TRANSLATORS_REWARDS if experiment.game.protocol.kind == "decoupled" else KINDS
-    return [kind for kind in KINDS if kind in experiment.evaluate.attacks and kind in payable]
+    usable = TRANSLATORS_REWARDS if experiment.game.protocol.kind == "decoupled" else KINDS
+    return [kind for kind in KINDS if kind in experiment.evaluate.attacks and kind in usable]
 
 
 def check_protocol(experiment: Experiment, parts: Sequence[str]) -> None:

@@ -171,7 +171,7 @@ class UnpairedStream(PairStream):
         return Pairs(singles.rows_N[0::2], singles.rows_N[1::2], singles.sources_N[0::2])
 
     def problems_for(self, pairs: int, solutions: int) -> int:
-        """The number of pairs: no problem has pairs of its own."""
+        """The number of pairs: no problem has both correct and incorrect solutions."""
         return pairs
 
     def draw_problems(self, step: int, problems: int, solutions: int) -> Pairs:

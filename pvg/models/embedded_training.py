@@ -310,8 +310,8 @@ def dialogue_figures(model: LanguageModel, recipe: EmbeddedModelRecipe) -> dict[
 def figures_of(recipe: EmbeddedModelRecipe, model: LanguageModel) -> dict[str, Any]:
     if "H" not in recipe.flawed:
         return verifier_figures(model)
-    talks = {"dialogues": dialogue_figures(model, recipe)} if recipe.dialogues else {}
-    return {**prover_figures(model), **talks}
+    dialogues = {"dialogues": dialogue_figures(model, recipe)} if recipe.dialogues else {}
+    return {**prover_figures(model), **dialogues}
 
 
 def flaw_kind(note: str) -> str:

@@ -204,8 +204,8 @@ def _of_evaluated_rounds(value: Callable[[Mapping[str, Any]], MeasuredValue | No
     """In the order of the run's rounds; None if the evaluation does not have the round."""
 
     def read(facts: RunFacts) -> Series:
-        told = facts.evaluation.get("rounds", []) if isinstance(facts.evaluation, Mapping) else []
-        by_number = {row.get("round"): row for row in told if isinstance(row, Mapping)}
+        rows = facts.evaluation.get("rounds", []) if isinstance(facts.evaluation, Mapping) else []
+        by_number = {row.get("round"): row for row in rows if isinstance(row, Mapping)}
         return [value(by_number[n]) if n in by_number else None for n in sorted(facts.summary.rounds)]
 
     return read

@@ -46,16 +46,16 @@ OF_AN_EVALUATION = ("evaluate", "serving", "telemetry")  # sections that `pvg ev
 def as_evaluated(experiment: Experiment, changes: Mapping[str, Any], path: str) -> Experiment:
     """The settings for evaluating an arm's games. Raises ConfigurationError."""
     where, data = f"[evaluate] set of {path}", experiment.plain()
-    said = dict(leaves(dict(changes)))
-    for key, value in said.items():
+    flat = dict(leaves(dict(changes)))
+    for key, value in flat.items():
         if key.split(".")[0] not in OF_AN_EVALUATION or "." not in key:
             allowed = ", ".join(f"{section}.*" for section in OF_AN_EVALUATION)
             raise ConfigurationError(
-                f"{key} cannot be set here ({where}): only {allowed} can, the rest is how the games are played.",
+                f"{key} cannot be set here ({where}): it is a setting of the games, and only {allowed} are allowed.",
                 "Set it in [common] or in an arm.",
             )
         assign(data, key, value)
-    return build_experiment(data, where, dict.fromkeys(said, where))
+    return build_experiment(data, where, dict.fromkeys(flat, where))
 
 
 def refuse_unmeasured(
@@ -70,9 +70,9 @@ def refuse_unmeasured(
                 "Set evaluate = true, or leave the measure out.",
             )
         return
-    if strange := next((part for part in parts if part not in PARTS), None):
+    if unknown := next((part for part in parts if part not in PARTS), None):
         raise ConfigurationError(
-            f"There is no part {strange!r} of an evaluation ({path}).{did_you_mean(strange, PARTS)}",
+            f"There is no part {unknown!r} of an evaluation ({path}).{did_you_mean(unknown, PARTS)}",
             f"Known: {', '.join(PARTS)}.",
         )
     for name, experiment in arms.items():
@@ -372,19 +372,19 @@ def _resolve(
     source = entry.experiment if entry and entry.experiment else file.experiment
     data = read_toml(find_experiment(source), "experiment")
     settings = {**dict(leaves(entry.changes if entry else {})), **point}
-    said = [(key, value, f"[common] of {origin}") for key, value in leaves(file.common)]
-    said += [(key, value, f"arm {name!r} of {origin}") for key, value in settings.items()]
-    said += [setting for override in overrides for setting in read_override(override)]
-    for key, value, where in said:
+    given = [(key, value, f"[common] of {origin}") for key, value in leaves(file.common)]
+    given += [(key, value, f"arm {name!r} of {origin}") for key, value in settings.items()]
+    given += [setting for override in overrides for setting in read_override(override)]
+    for key, value, where in given:
         if key in RESERVED:
             raise ConfigurationError(f"{key} cannot be set here ({where}): use {RESERVED[key]}.")
         assign(data, key, value)
-    origins = {key: where for key, _, where in said}
+    origins = {key: where for key, _, where in given}
     experiment = build_experiment(data, f"arm {name!r} of {origin}", origins)
     for key, hub_id in hub.hub_ids(experiment):
         if not parse(hub_id).is_pinned:
             raise ConfigurationError(
-                f"{key} = {hub_id!r} has no commit, so two cells could differ in it (arm {name!r} of {origin}).",
+                f"{key} = {hub_id!r} has no commit, so two games could use different files (arm {name!r} of {origin}).",
                 f"`pvg train {source} -s {key}={hub_id} --dry-run` prints the id with its commit.",
             )
     evaluated = None if file.evaluate is None else as_evaluated(experiment, file.evaluate.changes, origin)

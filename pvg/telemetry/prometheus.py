@@ -25,7 +25,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 
 from pvg.errors import MissingRequirementError
 from pvg.telemetry.alerts import AlertKind
-from pvg.telemetry.catalogue import PLACES_OF_THEIR_OWN, TIMES, exposed_name, metric
+from pvg.telemetry.catalogue import PLACES_IN_NAMES, TIMES, exposed_name, metric
 from pvg.telemetry.sinks import AlertPoint, MetricPoint, MetricSink
 
 Series = tuple[str, tuple[str, ...]]  # a gauge's name and its label values
@@ -178,4 +178,6 @@ def _labels(place: str, short: str, point: MetricPoint) -> dict[str, str]:
         return {"round": str(point.round)}
     if found := re.match(r"gpu(\d+)_", short):
         return {"gpu": found[1]}
-    return {} if place in PLACES_OF_THEIR_OWN else {"phase": place}
+    if place == "workers" and (found := re.match(r"w(\d+)_", short)):
+        return {"worker": found[1]}
+    return {} if place in PLACES_IN_NAMES else {"phase": place}

@@ -314,7 +314,9 @@ def test_a_report_with_the_names_of_before_is_of_the_same_ladder_or_sweep_and_sa
         {"label": "rollout.prefetch=2", "set": {"rollout.prefetch": 2}},
         {"label": "rollout.prefetch=1, old", "set": {"rollout.prefetch": 1, "rollout.prefer": "old"}},
     ]
-    others = [*steps[:-1], steps[-1] | {"set": {"rollout.prefetch": 2, "rollout.prefer": "old"}}]
+    since = load_profile("pipeline").plain()["profile"]["sweep"][len(steps) :]  # which have the names of today
+    others = [*steps[:-1], steps[-1] | {"set": {"rollout.prefetch": 2, "rollout.prefer": "old"}}, *since]
+    steps += since
     ladder = of_its_profile("loop", "ablation", ladder=before)
     sweep = of_its_profile("pipeline", "sweep", sweep=steps)
     other = of_its_profile("pipeline", "sweep", sweep=others)
