@@ -31,6 +31,7 @@ settings.register_profile(
 
 SLOW_TESTS = Path(__file__).with_name("slow_tests.txt")
 SLOW_S = 0.1  # CPU seconds of one test, with its share of fixtures
+SLOW_TOGETHER_S = 0.5  # CPU seconds of one function with all its parameters
 LONG_WAIT_S = 0.5  # seconds that one test waits, such as for a timeout
 # The checks of the whole repository run in every `make check`, whatever they take.
 NEVER_SLOW = ("tests/test_structure.py", "tests/test_links.py", "tests/test_settings_page.py")
@@ -81,6 +82,7 @@ class TestTimes:
 
     def __init__(self) -> None:
         self._by_test: dict[str, float] = defaultdict(float)
+        self._together: dict[str, float] = defaultdict(float)
         self._waits: dict[str, float] = defaultdict(float)
         self._fixtures: dict[str, float] = {}
         self._shared_s = 0.0  # of the fixtures that were set up since the test began
@@ -109,6 +111,7 @@ class TestTimes:
         shared_s = sum(self._fixtures.get(place, 0.0) for place in places)
         function = function_of(item.nodeid)
         self._by_test[function] = max(self._by_test[function], own_s + shared_s)
+        self._together[function] += own_s
         self._waits[function] = max(self._waits[function], slept)
         return result
 
@@ -117,8 +120,15 @@ class TestTimes:
         ran = {function.partition("::")[0] for function in self._by_test}
         kept = [line for line in SLOW_TESTS.read_text().splitlines() if line.split("::")[0].split()[0] not in ran]
         found = [
-            f"{function} {max(took, self._waits[function]):.1f}"
+            f"{function} {max(took, self._together[function], self._waits[function]):.1f}"
             for function, took in self._by_test.items()
-            if (took > SLOW_S or self._waits[function] > LONG_WAIT_S) and not function.startswith(NEVER_SLOW)
+            if self._is_slow(function) and not function.startswith(NEVER_SLOW)
         ]
         SLOW_TESTS.write_text("\n".join(sorted(kept + found)) + "\n")
+
+    def _is_slow(self, function: str) -> bool:
+        return (
+            self._by_test[function] > SLOW_S
+            or self._together[function] > SLOW_TOGETHER_S
+            or self._waits[function] > LONG_WAIT_S
+        )

@@ -106,7 +106,7 @@ def test_doctor_names_the_command_for_a_missing_extra(monkeypatch: pytest.Monkey
 
 
 def test_doctor_misses_embedded_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pvg.models.sources.embedded_names", lambda: ["modchain-prover"])
+    monkeypatch.setattr("pvg.config.load.embedded_names", lambda: ["modchain-prover"])
     verdicts = {finding.name: finding.verdict for finding in check_models(Path("runs"))}
     assert (verdicts["model modchain-prover"], verdicts["model modchain-verifier"]) == ("ok", "missing")
 

@@ -41,7 +41,7 @@ def test_requests_in_flight_go_on_under_new_weights_and_each_token_knows_its_ver
         assert d.events.named("retry") == []
         assert sum(sum(server.aborted.values()) for server in d.servers) == 0
 
-    run(use, tmp_path, token_ms=4.0)
+    run(use, tmp_path, token_ms=8.0)  # 0.6 s, so that both updates find tokens to come
 
 
 def test_an_update_that_takes_longer_than_a_probe_keeps_server_and_requests(tmp_path: Path) -> None:
