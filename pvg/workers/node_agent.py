@@ -13,7 +13,7 @@ import contextlib
 import os
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
@@ -33,7 +33,7 @@ class DriverAddress:
 
     host: str
     port: int
-    secret: bytes
+    secret: bytes = field(repr=False)
     folder: str
 
 

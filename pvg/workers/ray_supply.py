@@ -89,6 +89,7 @@ class _Node:
     actor: Any
     ended: asyncio.Future[None]  # Ray's word on the actor: its result or why it ended
     writer: asyncio.StreamWriter
+    has_weights: asyncio.Event = field(default_factory=asyncio.Event)  # all that existed when it joined
     memory: dict[str, str] = field(default_factory=dict)  # the driver's path of shared memory -> the node's
     cpu_s: dict[str, float | None] = field(default_factory=dict)  # by the worker's process id
     members: set[RayMember] = field(default_factory=set)
@@ -167,6 +168,7 @@ class RaySupply:
             raise
 
     async def _worker_on(self, node: _Node, bundle: int) -> RayMember:
+        await node.has_weights.wait()
         key, expected = self._expect()
         try:
             pid = (await node.ask(Frame("fork", {"key": key}))).fields["pid"]
@@ -212,7 +214,10 @@ class RaySupply:
         data = np.frombuffer(shared.memory.view, np.uint8)
         with contextlib.suppress(ConnectionError):  # its workers will start on other nodes
             answer = await node.ask(Frame("weights", {"path": path}, {"bytes": data}))
-            node.memory[path] = answer.fields["path"]
+            if self._shared.get(path) is shared:
+                node.memory[path] = answer.fields["path"]
+            else:  # withdrawn meanwhile
+                node.tell(Frame("forget", {"path": path}))
 
     def withdraw(self, shared: SharedTensors) -> None:
         path = shared.memory.path
@@ -369,7 +374,10 @@ class RaySupply:
         self._nodes[node.id] = node
         self._run(self._listen(node, reader))
         self.events.event("workers", event="node joined", node=name, processor=hello.fields["processor"])
-        await asyncio.gather(*(self._give(node, shared) for shared in list(self._shared.values())))
+        try:
+            await asyncio.gather(*(self._give(node, shared) for shared in list(self._shared.values())))
+        finally:
+            node.has_weights.set()
         return node
 
     def _name(self, id_: str) -> str:
