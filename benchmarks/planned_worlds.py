@@ -36,14 +36,14 @@ LONGEST = 2048
 TURNS = 20  # of the event loop between two steps, in which the requests that follow on a reply join the next step
 
 
-def _lengths(helpful: float, sneaky: float, sigma: float) -> dict[Role, Lengths]:
+def lengths_of(helpful: float, sneaky: float, sigma: float) -> dict[Role, Lengths]:
     return {
         Role.HELPFUL: lognormal_lengths(helpful, sigma, LONGEST),
         Role.SNEAKY: lognormal_lengths(sneaky, sigma, LONGEST),
     }
 
 
-EVEN = _lengths(100, 100, 1.0)
+EVEN = lengths_of(100, 100, 1.0)
 # What each world is about -> the world.
 WORLDS: dict[str, World] = {
     "sampling and training balanced, one batch ahead, freshest first": World(
@@ -102,7 +102,7 @@ WORLDS: dict[str, World] = {
     "sneaky solutions twice as long, at most one version behind, long updates": World(
         groups=24,
         group_size=4,
-        lengths=_lengths(60, 120, 0.8),
+        lengths=lengths_of(60, 120, 0.8),
         workers=4,
         slots=16,
         concurrency=64,
@@ -114,7 +114,7 @@ WORLDS: dict[str, World] = {
         score_s=0.5,
         ahead=AheadLimits(1, 1),
     ),
-    "workers fail every 30 steps, and groups are cut at a deadline": World(
+    "each worker fails every 10 minutes; groups are cut at a deadline": World(
         groups=16,
         group_size=8,
         lengths=EVEN,

@@ -17,7 +17,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from pvg.planning.world import World
+from pvg.records import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +65,19 @@ def bounds_of(world: World) -> StepBounds:
 
 
 def _longest_of_batch(world: World) -> float:
-    """The expected longest of a batch's rollouts, alone in its worker: with F the distribution of one length, the
-    maximum of k of them has the distribution F^k."""
-    expected = 0.0
-    share = {role: (world.sneaky_share if role.value == "sneaky" else 1 - world.sneaky_share) for role in world.roles}
-    for role in world.roles:
-        lengths = sorted(world.lengths[role].tolist())
-        count, below = max(1.0, world.rollouts * share[role]), 0.0
-        longest = 0.0
-        for place, length in enumerate(lengths, 1):
-            chance = (place / len(lengths)) ** count
-            longest, below = longest + length * (chance - below), chance
-        expected = max(expected, longest)
+    """The expected seconds of a batch's longest rollout, alone in its worker. With F_r the distribution of a role's
+    lengths, the longest of k_r rollouts of each role has the distribution prod_r F_r^k_r. A batch has one of two
+    numbers of sneaky groups, because a share is rounded at random to whole groups."""
+    exact = world.groups * world.sneaky_share
+    up = exact - math.floor(exact)
+    values = np.unique(np.concatenate([world.lengths[role] for role in world.roles]))
+    below = {role: np.searchsorted(np.sort(pool), values, "right") / len(pool) for role, pool in world.lengths.items()}
+    chances = np.zeros(len(values))
+    for sneaky, share in ((math.floor(exact), 1 - up), (math.ceil(exact), up)):
+        counts = {Role.SNEAKY: sneaky, Role.HELPFUL: world.groups - sneaky}
+        product = np.ones(len(values))
+        for role in world.roles:
+            product *= below[role] ** (counts[role] * world.group_size)
+        chances += share * product
+    expected = float(values @ np.diff(chances, prepend=0.0))
     return expected * world.decoding_s(1) + world.request_s

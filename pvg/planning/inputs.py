@@ -14,6 +14,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from pvg.config.cluster import LocalCluster
 from pvg.config.experiment import Experiment
 from pvg.config.load import nearest
@@ -101,7 +103,7 @@ class Inputs:
         """Estimates from the models' sizes and the machine's speed."""
         rollout, training = experiment.rollout, experiment.training
         number = BYTES[experiment.models.prover.dtype if rollout.dtype == "model" else rollout.dtype]
-        mean, prompt = rollout.max_tokens / 2, max(1.0, min(256.0, rollout.max_tokens))
+        mean, prompt = max(1.0, rollout.max_tokens / 2), max(1.0, min(256.0, rollout.max_tokens))
         per_s = machine.bytes_per_s * DECODING_SHARE
         # A multiply and an add per weight: forward 2, backward 4, recomputed activations 2, the reference 2.
         operations = 6.0 + 2.0 * training.gradient_checkpointing + 2.0 * (training.kl.kind != "none")
@@ -152,7 +154,7 @@ def world_of(
     """The world of the experiment. `workers`, `concurrency`: replace those of the experiment."""
     rollout, training = experiment.rollout, experiment.training
     configured, slots = workers_of(experiment)
-    lengths = dict(inputs.lengths)
+    lengths = {role: np.minimum(pool, rollout.max_tokens) for role, pool in inputs.lengths.items()}
     if not lengths:
         pool = lognormal_lengths(inputs["mean_tokens"], inputs["sigma"], rollout.max_tokens)
         lengths = dict.fromkeys(Role, pool)

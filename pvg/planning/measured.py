@@ -30,7 +30,7 @@ MOST_ROLLOUTS = 20_000  # of the newest shards
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredSteps:
+class RunFigures:
     """Means over the counted batches of a run. `dropped`: rollouts dropped as too stale per rollout sampled."""
 
     batches: int
@@ -40,7 +40,7 @@ class MeasuredSteps:
     dropped: float
 
 
-def measured_in(run: RunDirectory) -> tuple[Inputs, MeasuredSteps]:
+def measured_in(run: RunDirectory) -> tuple[Inputs, RunFigures]:
     """Lengths of completions and times from the run's prover phases. Raises UsageError if it has too few batches."""
     summary = read_run(run)
     batches = _batches(summary)
@@ -71,7 +71,7 @@ def measured_in(run: RunDirectory) -> tuple[Inputs, MeasuredSteps]:
         inputs.values["request_s"] = PlanInput(0.0, source)
     lost = sum(b[0].metrics.get("dropped_stale", 0.0) for b in batches)
     kept = sum(b[0].metrics["rollouts"] for b in batches)
-    measured = MeasuredSteps(
+    measured = RunFigures(
         len(batches),
         float(np.mean(walls)),
         1.0 - sum(trained) / sum(walls),

@@ -48,7 +48,7 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainedModel:
+class ModelInTraining:
     """A model in training. `trained`: parameters with a gradient. `dtype`: of the weights; `precision`: of the
     passes."""
 
@@ -65,7 +65,7 @@ class TrainedModel:
         return "bfloat16" in (self.dtype, self.precision)
 
 
-def layer_bytes(model: TrainedModel) -> float:
+def layer_bytes(model: ModelInTraining) -> float:
     """Bytes that autograd saves per position of a layer."""
     shape = model.shape
     numbers = (4 if model.fused else 6) * shape.width + 5 * shape.queries + 4 * shape.inner
@@ -74,7 +74,7 @@ def layer_bytes(model: TrainedModel) -> float:
     return 2 * (numbers - 2 * shape.width) + FLOAT32 * 3.6 * shape.width
 
 
-def training_parts(model: TrainedModel, positions: int) -> dict[str, float]:
+def training_parts(model: ModelInTraining, positions: int) -> dict[str, float]:
     """The peak of an optimizer step whose micro-batches have `positions` positions, without the frozen weights."""
     shape = model.shape
     logits = min(LOGITS_CHUNK, positions * shape.vocabulary)
@@ -144,9 +144,9 @@ def _stages(
         yield MemoryPlan("sample", "server", parts, slots, kv_row / share)
 
 
-def _policy(experiment: Experiment, shape: ModelShape) -> TrainedModel:
+def _policy(experiment: Experiment, shape: ModelShape) -> ModelInTraining:
     training, adapters = experiment.training, experiment.training.adapters
-    return TrainedModel(
+    return ModelInTraining(
         shape,
         shape.adapter_parameters(adapters.rank) if adapters.rank else shape.parameters,
         bool(adapters.rank),
@@ -157,11 +157,11 @@ def _policy(experiment: Experiment, shape: ModelShape) -> TrainedModel:
     )
 
 
-def _judge(experiment: Experiment, shape: ModelShape) -> TrainedModel:
+def _judge(experiment: Experiment, shape: ModelShape) -> ModelInTraining:
     section = experiment.verifier
     trained = shape.adapter_parameters(section.adapters.rank) if section.adapters.rank else shape.parameters
     rank = bool(section.adapters.rank)
-    return TrainedModel(shape, trained, rank, experiment.models.verifier.dtype, section.precision, fused=False)
+    return ModelInTraining(shape, trained, rank, experiment.models.verifier.dtype, section.precision, fused=False)
 
 
 def _on_base(experiment: Experiment) -> bool:
@@ -169,7 +169,7 @@ def _on_base(experiment: Experiment) -> bool:
     return bool(experiment.verifier.adapters.rank) and experiment.models.verifier == experiment.models.prover
 
 
-def _frozen_verifier_bytes(experiment: Experiment, judge: TrainedModel) -> float:
+def _frozen_verifier_bytes(experiment: Experiment, judge: ModelInTraining) -> float:
     """What training the verifier needs besides the trained weights: under adapters the frozen model, for the implicit
     head the initial weights, which give the reference."""
     weights = float(judge.shape.parameters * BYTES[judge.dtype])
@@ -178,7 +178,7 @@ def _frozen_verifier_bytes(experiment: Experiment, judge: TrainedModel) -> float
     return weights if experiment.verifier.head.kind == "implicit" else 0.0
 
 
-def _scoring_bytes(experiment: Experiment, judge: TrainedModel) -> float:
+def _scoring_bytes(experiment: Experiment, judge: ModelInTraining) -> float:
     """The frozen verifiers of a prover phase, with what their scores need."""
     own = float(FLOAT32 * judge.trained if judge.adapters else judge.shape.parameters * BYTES[judge.dtype])
     return experiment.verifier.ensemble.size * own + _frozen_verifier_bytes(experiment, judge)

@@ -12,7 +12,7 @@ from pvg.config.rollout import TorchSampling
 from pvg.errors import counted
 from pvg.planning.bounds import StepBounds, bounds_of
 from pvg.planning.inputs import INPUTS, Inputs, lost_to_trainer_failures, not_modelled, world_of
-from pvg.planning.measured import MeasuredSteps
+from pvg.planning.measured import RunFigures
 from pvg.planning.memory import MemoryPlan, memory_of
 from pvg.planning.shapes import ModelShape
 from pvg.planning.simulation import BATCHES, Outcome, simulate
@@ -47,7 +47,7 @@ class ExperimentPlan:
     world: World
     outcome: Outcome
     bounds: StepBounds
-    measured: MeasuredSteps | None
+    measured: RunFigures | None
     table: list[PlannedWorkers]
     advice: list[str]
     notes: list[str]
@@ -119,7 +119,7 @@ def plan_of(
     *,
     workers: int | None = None,
     gpu_gb: float | None = None,
-    measured: MeasuredSteps | None = None,
+    measured: RunFigures | None = None,
     batches: int = BATCHES,
     seed: int = 0,
 ) -> ExperimentPlan:

@@ -191,7 +191,7 @@ def _of_gguf(package: str) -> ModelShape:
         field("feed_forward_length"),
         heads * head,
         field("attention.head_count_kv", heads) * head,
-        max(tensors["token_embd.weight"]),
+        prod(tensors["token_embd.weight"]) // width,
         "output.weight" not in tensors,
         sum(prod(shape) for shape in tensors.values()),
         "its GGUF file",

@@ -23,8 +23,8 @@ from pvg.planning.groups import SimulatedGroups
 from pvg.planning.world import World
 
 BATCHES = 40
-# Sampling that never ends (workers fail faster than rollouts finish) ends the model after so many failures per batch.
-MOST_FAILURES = 100_000
+# Failures during one batch after which the model ends: workers fail faster than rollouts finish.
+MOST_FAILURES = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,7 @@ class _Run:
         self._before = (0, 0, 0, 0, 0.0)  # lost on arrival, waiting, cancelled; sampled tokens; row seconds
         self._waits_since: float | None = None
         self._done = 0
+        self._failures = 0  # during this batch
         self._chance = np.random.default_rng([seed, 4])
         if math.isfinite(world.mtbf_s):
             for number in range(world.workers):
@@ -179,6 +180,7 @@ class _Run:
         self._workers.resume(version)
         self._groups.published(version)
         self._done += 1
+        self._failures = 0
         if self._done == self._fill:
             self._start_counting()
         if self._done < self._fill + self._batches:
@@ -188,7 +190,8 @@ class _Run:
 
     def _fail(self, number: int) -> None:
         self._totals.failures += 1
-        if self._totals.failures > MOST_FAILURES:
+        self._failures += 1
+        if self._failures > MOST_FAILURES:
             raise ConfigurationError(
                 f"Workers fail every {self._world.mtbf_s:g} s (mtbf_s), so rollouts hardly ever end.",
                 "Raise mtbf_s, or shorten the rollouts.",

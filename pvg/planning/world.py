@@ -148,7 +148,10 @@ def lognormal_lengths(mean: float, sigma: float, longest: int) -> Lengths:
     for a mean that these lengths cannot have.
     """
     if not 1 <= mean <= longest:
-        raise ConfigurationError(f"The mean length is {mean:g}, but must be between 1 and the longest, {longest}.")
+        raise ConfigurationError(
+            f"The mean length is {mean:g}, but must be between 1 and the longest, {longest}.",
+            "Change mean_tokens, or rollout.max_tokens.",
+        )
     if not 0 <= sigma <= 4:
         raise ConfigurationError(f"sigma is {sigma:g}, but must be between 0 and 4.")
     from statistics import NormalDist
