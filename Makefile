@@ -20,6 +20,8 @@ PEERS_STAMP := $(PEERS)/.installed
 
 # Tests run side by side, with one thread each.
 TEST_PROCESSES := 2
+# Python keeps its bytecode. Otherwise every process that a test starts would compile pvg again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 
@@ -38,12 +40,13 @@ install: $(STAMP)  ## make .venv and install pvg with its development tools
 
 train: $(STAMP)  ## play the embedded game: 3 rounds, 2 to 5 minutes on 2 cores
 	$(BIN)/pvg train
+	@echo "These commands need the environment: . $(VENV)/bin/activate"
 
-check: $(STAMP)  ## lint, type check and the fast tests in parallel (2 minutes on 2 cores)
+check: $(STAMP)  ## lint, type check and the fast tests in parallel (less than a minute on 2 cores)
 	@$(MAKE) --no-print-directory -j 2 lint types fast-tests
 
 fast-tests: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not drill"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist worksteal -m "not slow and not drill"
 
 test: $(STAMP) lint types  ## lint, type check and all tests but the drills (8 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m "not drill"

@@ -181,9 +181,9 @@ class LoopWorkload:
             )
             stack.callback(self._ledger.close)
             await self._ledger.commit(replace(self._ledger.state, phase=Phase.TRAIN_PROVER))
-            asked = asked_in(experiment, players.base.tokenizer)
+            prompts = asked_in(experiment, players.base.tokenizer)
             self._session = Session(
-                experiment, task, self._ledger, players, asked, SilentObserver(), asyncio.Event(), Tracer()
+                experiment, task, self._ledger, players, prompts, SilentObserver(), asyncio.Event(), Tracer()
             )
             await players.ready()
             await self._record()

@@ -1,9 +1,9 @@
-"""What strengths of the robust losses do, on the mints of a finished game: python benchmarks/robust_strengths.py RUN
+"""Compares strengths of the robust losses on the mints of a finished game: python benchmarks/robust_strengths.py RUN
 
-For each round after the first, verifiers are trained anew on the round's mint, two draws of pairs for each setting, and
-asked about held-out solutions of each writer, and about the fresh solutions of the prover that came out of the
-round, which they have not learnt from. Prints one JSON line for each round and setting: AUCs, means of the two draws.
-This is what docs/robust.md chose its strengths by:
+For each round after the first and for each setting, the program trains two new verifiers on the round's mint, with two
+draws of pairs. They score the held-out solutions of each writer, and new solutions of the round's prover, from which
+they did not learn. The program prints one JSON line for each round and setting: AUCs, means of the two draws. The
+strengths of docs/robust.md were chosen with it:
 
     pvg train modchain --name strengths -s models.threads=1
     python benchmarks/robust_strengths.py runs/strengths
@@ -26,17 +26,14 @@ from pvg.game.ledger import shards_of
 from pvg.game.mixtures import source_weights, sources_for_round
 from pvg.game.players import Players
 from pvg.game.states import Phase
-from pvg.game.verifier_phase import optimizer_settings, pair_stream
+from pvg.game.verifier_phase import pair_stream, verifier_trainer
 from pvg.records import Float32, Rollout
 from pvg.seeds import seed_for
 from pvg.store.pairs import PairView, is_held_out
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards
 from pvg.tasks import open_task
-from pvg.training.trainer import Trainer
 from pvg.verifier.calibration import auc
-from pvg.verifier.data import PairSource
-from pvg.verifier.robust import objective_for
 
 DRAWS = (0, 1)
 STRENGTHS: dict[str, Sequence[float]] = {
@@ -75,26 +72,7 @@ async def trained(experiment: Experiment, reading: OpenedRun, round_: int, draw:
         )
         stream = pair_stream(section, view, source_weights(experiment.game, sources), seed_for(draw, round_, "pairs"))
         verifier = players.open_verifier(round_)
-        source = PairSource(
-            stream,
-            players.template(verifier),
-            verifier,
-            section,
-            executor=players.executor,
-            start_step=0,
-            source_fingerprint=players.base.tokenizer.fingerprint,
-        )
-        objective = objective_for(section, verifier.tokenizer.pad_id, environments=len(sources))
-        trainer = Trainer(
-            verifier,
-            objective,
-            optimizer_settings(section),
-            source,
-            executor=players.executor,
-            precision=section.precision,
-            waits_for="pairs",
-            section="verifier",
-        )
+        trainer = verifier_trainer(players, verifier, stream, sources=len(sources))
         while trainer.steps_done < section.steps:
             await trainer.step()
         scorer = players.scorer(verifier)

@@ -188,7 +188,7 @@ class Run:
     def resume(self, observer: Observer | None = None) -> Run:
         """Play on from the last commit to the end. Raises UsageError if the run is complete."""
         if self.status == "complete":
-            raise UsageError(f"The run {self.name!r} is complete.")
+            raise UsageError(f"The run {self.name!r} is complete.", "Play a new run with pvg.play.")
         return _played(self.directory, self.experiment, observer or SilentObserver(), resume=True)
 
     def open_scorer(self, round: int = -1) -> VerifierScorer:

@@ -332,10 +332,10 @@ def _explained(hub_id: HubId, kind: Kind, downloading: bool = False) -> Iterator
     except PvgError:
         raise
     except Exception as error:
-        told = _explanation(error, hub_id, kind, downloading)
-        if told is None:
+        explained = _explanation(error, hub_id, kind, downloading)
+        if explained is None:
             raise
-        raise told from error
+        raise explained from error
 
 
 def _explanation(error: BaseException, hub_id: HubId, kind: Kind, downloading: bool) -> PvgError | None:
@@ -351,8 +351,8 @@ def _explanation(error: BaseException, hub_id: HubId, kind: Kind, downloading: b
             "Unset HF_HUB_OFFLINE for one command, or set HF_HOME to a cache that has it.",
         )
     if isinstance(error, errors.LocalEntryNotFoundError | errors.DryRunError):
-        told = None if error.__cause__ is None else _explanation(error.__cause__, hub_id, kind, downloading)
-        return told or UnreachableError(f"{_host()} does not answer: {_first_line(error)}", AGAIN)
+        explained = None if error.__cause__ is None else _explanation(error.__cause__, hub_id, kind, downloading)
+        return explained or UnreachableError(f"{_host()} does not answer: {_first_line(error)}", AGAIN)
     if isinstance(error, transport):
         what = f"The download of {hub_id.repository} stopped" if downloading else f"{_host()} cannot be reached"
         return UnreachableError(f"{what}: {_first_line(error) or type(error).__name__}.", f"Check the network. {AGAIN}")

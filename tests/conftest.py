@@ -1,13 +1,15 @@
 """Before any test imports torch; and which tests are slow.
 
 `make check` leaves out the tests that tests/slow_tests.txt names. `make slow-tests` measures all tests and writes that
-file. A line names a test function, or a whole file that was not measured yet.
+file. A line names a test function and its seconds, or a whole file that was not measured yet.
 """
 
 from __future__ import annotations
 
 import re
 import resource
+import signal
+import time
 from collections import defaultdict
 from collections.abc import Generator
 from pathlib import Path
@@ -19,6 +21,9 @@ from hypothesis import HealthCheck, settings
 from pvg.spinning import bound_spinning
 
 bound_spinning()
+# A script that starts the tests with `&` makes them ignore SIGINT, and so would the commands that they start and stop.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # `make fuzz`: far more examples where a test does not say how many, from a new seed each time.
 settings.register_profile(
     "fuzz", max_examples=3000, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
@@ -26,6 +31,10 @@ settings.register_profile(
 
 SLOW_TESTS = Path(__file__).with_name("slow_tests.txt")
 SLOW_S = 0.1  # CPU seconds of one test, with its share of fixtures
+LONG_WAIT_S = 0.5  # seconds that one test waits, such as for a timeout
+# The checks of the whole repository run in every `make check`, whatever they take.
+NEVER_SLOW = ("tests/test_structure.py", "tests/test_links.py", "tests/test_settings_page.py")
+SCHEDULED = Path("/proc/self/schedstat")  # Linux: nanoseconds that the main thread ran, and that it waited for a core
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--write-slow-tests"):
-        config.pluginmanager.register(CpuTimes(), "cpu-times")
+        config.pluginmanager.register(TestTimes(), "test-times")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -58,12 +67,21 @@ def cpu_s() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
-class CpuTimes:
+def slept_s() -> float:
+    """Seconds that the main thread has slept, from any start: neither on a core nor queued for one."""
+    if not SCHEDULED.exists():
+        return 0.0
+    ran_ns, queued_ns, _ = SCHEDULED.read_text().split()
+    return time.monotonic() - (int(ran_ns) + int(queued_ns)) / 1e9
+
+
+class TestTimes:
     """Measures each test, and writes the slow ones. A test that uses a fixture of its module or of the session counts
     the whole fixture, because it may be the only one that runs."""
 
     def __init__(self) -> None:
         self._by_test: dict[str, float] = defaultdict(float)
+        self._waits: dict[str, float] = defaultdict(float)
         self._fixtures: dict[str, float] = {}
         self._shared_s = 0.0  # of the fixtures that were set up since the test began
 
@@ -79,8 +97,9 @@ class CpuTimes:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        began, self._shared_s = cpu_s(), 0.0
+        began, slept, self._shared_s = cpu_s(), slept_s(), 0.0
         result = yield
+        slept = slept_s() - slept
         own_s = max(0.0, cpu_s() - began - self._shared_s)
         places = [
             f"{base}::{name}"
@@ -90,11 +109,16 @@ class CpuTimes:
         shared_s = sum(self._fixtures.get(place, 0.0) for place in places)
         function = function_of(item.nodeid)
         self._by_test[function] = max(self._by_test[function], own_s + shared_s)
+        self._waits[function] = max(self._waits[function], slept)
         return result
 
     def pytest_sessionfinish(self) -> None:
         """Lines of files that did not run stay."""
         ran = {function.partition("::")[0] for function in self._by_test}
         kept = [line for line in SLOW_TESTS.read_text().splitlines() if line.split("::")[0].split()[0] not in ran]
-        found = [f"{function} {took:.1f}" for function, took in self._by_test.items() if took > SLOW_S]
+        found = [
+            f"{function} {max(took, self._waits[function]):.1f}"
+            for function, took in self._by_test.items()
+            if (took > SLOW_S or self._waits[function] > LONG_WAIT_S) and not function.startswith(NEVER_SLOW)
+        ]
         SLOW_TESTS.write_text("\n".join(sorted(kept + found)) + "\n")

@@ -36,8 +36,6 @@ def test_importing_pvg_loads_no_torch() -> None:
         "pvg.load_experiment('modchain', {'game.rounds': 1})\n"
         "loaded = {'torch', 'transformers'} & set(sys.modules)\n"
         "assert not loaded, loaded\n"
-        "pvg.VerifierScorer\n"
-        "assert 'torch' in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
 

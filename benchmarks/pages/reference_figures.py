@@ -124,6 +124,16 @@ def sampled_in(dtype: str) -> Check:
     return check
 
 
+def smollm2(rollouts: int) -> tuple[Check, ...]:
+    """The checks of a figure of SmolLM2-135M in bfloat16 on 2 cores, with so many rollouts at once."""
+    return (
+        cores(2),
+        named("model", "smollm2", "our model"),
+        sampled_in("bfloat16"),
+        near("rollouts", rollouts, "rollouts at once"),
+    )
+
+
 REFERENCES = (
     Reference(
         "one GRPO step: 256 rollouts (32 prompts x 8) of about 37 tokens, a Llama of 0.86M parameters, 2 CPU cores",
@@ -181,24 +191,14 @@ REFERENCES = (
         "transformers generate, measured",
         (Quantity("in decoding", 420, "tokens/s", "tokens_per_s", "higher"),),
         "rollout",
-        (
-            cores(2),
-            named("model", "smollm2", "our model"),
-            sampled_in("bfloat16"),
-            near("rollouts", 64, "rollouts at once"),
-        ),
+        smollm2(64),
     ),
     Reference(
         "SmolLM2-135M, bfloat16, 2 CPU cores, 128 concurrent requests",
         "vLLM (CPU build), measured",
         (Quantity("in decoding", 650, "tokens/s", "tokens_per_s", "higher"),),
         "rollout",
-        (
-            cores(2),
-            named("model", "smollm2", "our model"),
-            sampled_in("bfloat16"),
-            near("rollouts", 128, "rollouts at once"),
-        ),
+        smollm2(128),
     ),
     Reference(
         "a matrix product on 2 CPU cores, float32",

@@ -100,7 +100,7 @@ async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
             gradient_checkpointing=training.gradient_checkpointing,
             memory=objective.memory,
         )
-        prompt_ids = session.asked.render(session.problems("prover")[0], Role.HELPFUL)
+        prompt_ids = session.prompts.render(session.problems("prover")[0], Role.HELPFUL)
         facts = {"parameters": learner.num_parameters, "threads": players.threads}
         orders.answer(facts | {"prompt_tokens": len(prompt_ids)})
         with tracer.drive():
@@ -130,8 +130,8 @@ async def _open_session(experiment: Experiment, folder: Path, tracer: Tracer, st
     players = Players(experiment, task, ledger.log)
     stack.push_async_callback(players.close)
     await players.ready()
-    asked = asked_in(experiment, players.base.tokenizer)
-    return BenchSession(experiment, task, ledger, players, asked, SilentObserver(), asyncio.Event(), tracer)
+    prompts = asked_in(experiment, players.base.tokenizer)
+    return BenchSession(experiment, task, ledger, players, prompts, SilentObserver(), asyncio.Event(), tracer)
 
 
 def main(folder: Path) -> None:

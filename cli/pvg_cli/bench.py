@@ -155,8 +155,7 @@ def bench(
 
 def _list_profiles(as_json: bool) -> None:
     from pvg.bench.profile import known_profiles, read_profile
-    from pvg_cli.bench_tables import profiles_table
-    from pvg_cli.output import stdout
+    from pvg_cli.output import names_table, stdout
 
     paths = known_profiles()
     profiles = {name: read_profile(path) for name, path in paths.items()}
@@ -170,7 +169,8 @@ def _list_profiles(as_json: bool) -> None:
             }
         )
     else:
-        stdout().print(profiles_table(profiles))
+        about = {name: profile.about for name, profile in profiles.items()}
+        stdout().print(names_table(about, "Run one with", "pvg bench --profile NAME"))
 
 
 # --- the report's file ----------------------------------------------------------------------------------------------
@@ -275,8 +275,8 @@ def _earlier(path: Path, report: BenchReport) -> Path | None:
     from pvg.bench.report import read_report, work_of
     from pvg.errors import UsageError
 
-    beside = [other for other in path.parent.glob(f"{report.name}-*.json") if other.resolve() != path.resolve()]
-    for other in sorted(beside, key=lambda found: found.stat().st_mtime, reverse=True)[:MOST_READ]:
+    others = [other for other in path.parent.glob(f"{report.name}-*.json") if other.resolve() != path.resolve()]
+    for other in sorted(others, key=lambda found: found.stat().st_mtime, reverse=True)[:MOST_READ]:
         try:
             found = read_report(other)
         except UsageError:  # not a report, or a report of another version

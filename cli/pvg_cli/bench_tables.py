@@ -12,7 +12,6 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from pvg.bench.compare import VariantGain, gains, headline_of
-from pvg.bench.profile import Profile
 from pvg.bench.report import BenchReport, Samples, Variant
 from pvg.bench.statistics import RatioInterval, median
 from pvg.bench.workloads import WALL
@@ -25,16 +24,6 @@ FAILED = TableCell("failed", "badge bad")
 BETTER = {"lower": "↓", "higher": "↑"}
 SAMPLE_BARS = 7
 GAIN_BAR = 5  # cells
-
-
-def profiles_table(profiles: Mapping[str, Profile]) -> Group:
-    table = RichTable.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, profile in profiles.items():
-        table.add_row(name, profile.about)
-    hint = Text.assemble(("Run one with: ", QUIET), ("pvg bench --profile NAME", "bold cyan"))
-    return Group(table, Text(), hint)
 
 
 def report_text(report: BenchReport, path: Path, commands: Mapping[str, str]) -> Group:

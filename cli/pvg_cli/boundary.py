@@ -51,6 +51,15 @@ EXIT_STOPPED = 130  # the code that shells report for a program ended by SIGINT
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout. All other text goes to stderr.")
 ]
+ClusterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="none|local|ray|HOST:PORT",
+        help="Where workers run. none: no workers. local: this machine. ray: a Ray cluster that pvg starts here. "
+        "HOST:PORT: a running Ray cluster.",
+    ),
+]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 ExperimentArgument = Annotated[
     str,

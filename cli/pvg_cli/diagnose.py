@@ -28,7 +28,7 @@ def diagnose(
         list[str] | None,
         typer.Option(
             "--fail-on",
-            metavar="SIGNATURE",
+            metavar="CAUSE",
             help="Exit with code 1 if this cause is found. 'any': if any cause is found. Repeatable.",
         ),
     ] = None,
@@ -58,15 +58,14 @@ def diagnose(
 
 
 def _checked(names: list[str]) -> frozenset[str]:
-    from pvg.config.load import nearest
+    from pvg.config.load import did_you_mean
     from pvg.reporting.diagnosis import SIGNATURES
 
     known = [*SIGNATURES, ANY]
     for name in names:
         if name not in known:
-            hint = nearest(name, known)
             raise UsageError(
-                f"There is no signature {name!r}." + (f" Did you mean {hint!r}?" if hint else ""),
+                f"There is no signature {name!r}.{did_you_mean(name, known)}",
                 f"Known: {', '.join(known)}.",
             )
     return frozenset(names)

@@ -16,7 +16,7 @@ from typing import Literal
 
 import typer
 
-from pvg.errors import EXIT_CHECK_FAILED, SYSTEMS, install_extra
+from pvg.errors import EXIT_CHECK_FAILED, SYSTEMS, counted, install_extra
 from pvg_cli.boundary import DebugOption, JsonOption, RunsOption, emit, guarded
 
 Verdict = Literal["ok", "missing", "notice"]
@@ -115,7 +115,8 @@ def check_packages(runs: Path) -> Iterator[CheckResult]:
         elif package == "torch":
             import torch
 
-            yield CheckResult("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads")
+            threads = counted(torch.get_num_threads(), "thread")
+            yield CheckResult("torch", "ok", f"{torch.__version__}, {threads}")
         else:
             yield CheckResult(package, "ok", metadata.version(package))
 
@@ -166,7 +167,8 @@ def check_models(runs: Path) -> Iterator[CheckResult]:
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
         return
     from pvg.config.experiment import Experiment
-    from pvg.models.sources import EMBEDDED, GGUF_READERS, INSTALL, SMOLLM2, embedded_names
+    from pvg.config.load import EMBEDDED, embedded_names
+    from pvg.models.sources import GGUF_READERS, INSTALL, SMOLLM2
 
     present = embedded_names()
     models = Experiment().models
@@ -194,14 +196,43 @@ def check_runs_folder(runs: Path) -> Iterator[CheckResult]:
     remedy = "" if verdict == "ok" else f"Free some space: a run needs {LEAST_DISK_GB:.0f} GB."
     yield CheckResult("disk", verdict, f"{free:.1f} GB free in {place}", remedy)
     try:
-        with tempfile.TemporaryFile(dir=place):
-            pass
+        with tempfile.TemporaryFile(dir=place) as file:
+            locks = _can_lock(file.fileno())
     except OSError as error:
         yield CheckResult(
-            "runs folder", "missing", f"{runs} cannot be written: {error.strerror}", "--set store.root=FOLDER"
+            "runs folder",
+            "missing",
+            f"{runs} is not writable: {error.strerror}",
+            "Choose another folder: --set store.root=FOLDER",
         )
     else:
-        yield CheckResult("runs folder", "ok", f"{runs} can be written")
+        yield CheckResult("runs folder", "ok", f"{runs} is writable")
+        if not locks:
+            remedy = "Do not resume a run while another process of this machine plays it, or move runs to another disk."
+            yield CheckResult("locks", "notice", f"the file system of {runs} cannot lock files", remedy)
+
+
+def _can_lock(file: int) -> bool:
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def check_workers(runs: Path) -> Iterator[CheckResult]:
+    """The worker processes that the embedded game gets on this machine."""
+    from pvg.config.experiment import Experiment
+    from pvg.errors import counted
+    from pvg.workers.choice import with_workers
+
+    cluster = with_workers(Experiment()).cluster
+    workers = getattr(cluster, "workers", None)
+    none = "none by default: they need Linux, two cores, and no OMP_NUM_THREADS=1"
+    found = f"{counted(workers, 'worker')} by default" if workers else none
+    yield CheckResult("workers", "ok", found)
 
 
 def check_sandbox(runs: Path) -> Iterator[CheckResult]:
@@ -257,5 +288,6 @@ CHECKS: tuple[Callable[[Path], Iterator[CheckResult]], ...] = (
     check_runs_folder,
     check_sandbox,
     check_machine,
+    check_workers,
     check_gpu,
 )

@@ -130,7 +130,7 @@ def _measure(experiment: Experiment, run: RunDirectory, request: EvaluationReque
 
     board = RunBoard(experiment.name, run.name, experiment.game.rounds, phases=_phases(request), once=False)
     watcher = RunWatcher(board, stderr())
-    with run.lock():
+    with run.lock(waiting=say):
         return drive(work, watcher, last_words(run.name, as_json), experiment.telemetry.event_loop)
 
 

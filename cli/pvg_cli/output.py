@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, TextIO
 
@@ -54,6 +54,16 @@ def print_toml(text: str) -> None:
         stdout().print(Syntax(text.rstrip(), "toml", theme="ansi_dark", background_color="default", word_wrap=True))
     else:
         sys.stdout.write(text)
+
+
+def names_table(about: Mapping[str, str], use: str, command: str) -> Group:
+    """Names with what each is about, and a hint: the command to `use` one."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in about.items():
+        table.add_row(*row)
+    return Group(table, Text(), Text.assemble((f"{use}: ", QUIET), (command, "bold cyan")))
 
 
 def arithmetic_table(experiment: Experiment) -> RenderableType:

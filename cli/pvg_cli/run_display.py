@@ -29,7 +29,7 @@ from pvg.reporting.formats import (
     total_budget,
     trend,
 )
-from pvg.reporting.terminal import HELPFUL, QUIET, SNEAKY, VERIFIER, BudgetBar, rounds_table
+from pvg.reporting.terminal import HELPFUL, QUIET, SNEAKY, VERIFIER, BudgetBar, percent_short, rounds_table
 from pvg.telemetry.observer import PhaseInfo, Progress
 from pvg_cli.output import WIDEST, LivePanel, PlainLines, Screen, framed, is_live, progress_row
 
@@ -83,6 +83,7 @@ class RunBoard:
     def __post_init__(self) -> None:
         self.started = self.clock()
         self.phase_began = self.started
+        self.workers: Mapping[str, float] = {}
         self._marks: deque[tuple[float, int]] = deque(maxlen=RATE_WINDOW)
         self._at_home: set[str] = set()
         self._budgets: deque[dict[str, float]] = deque(maxlen=BUDGET_WINDOW)
@@ -105,6 +106,7 @@ class RunBoard:
         if progress.budget:
             self._budgets.append(dict(progress.budget))
         self.newest |= progress.metrics
+        self.workers = progress.workers
         self._record(progress.metrics, self.info.phase if self.info else "")
 
     def finish_phase(self, info: PhaseInfo, metrics: Mapping[str, float]) -> None:
@@ -214,6 +216,8 @@ def draw(board: RunBoard, width: int, *, roomy: bool = True, stopping: bool = Fa
     budget = board.budget()
     if budget:
         parts.append(BudgetBar(budget, f"time per step {duration(sum(budget.values()))}"))
+    if board.workers:
+        parts.append(_workers(board.workers))
     if board.rounds_done:
         parts.append(rounds_table(board.rounds_done))
     if board.alerts:
@@ -282,6 +286,18 @@ def _number(board: RunBoard, name: str, style: str, width: int) -> tuple[Text, T
         Text(metric_text(name, value), style="bold" if value is not None else QUIET),
         Text(trend(name, list(board.series.get(name, ()))[-4 * width :], width), style=style),
     )
+
+
+def _workers(load: Mapping[str, float]) -> Text:
+    up, restarts = round(load["up"]), round(load["restarts"])
+    text = Text.assemble(("workers ", QUIET), (f"{up}", "bold"))
+    if "busy" in load:
+        text.append(f"  busy {percent_short(load['busy'])}", style=QUIET)
+        if up > 1:
+            text.append(f" ({percent_short(load['busy_least'])} to {percent_short(load['busy_most'])})", style=QUIET)
+    if restarts:
+        text.append(f"  {restarts} replaced", style="yellow")
+    return text
 
 
 def _alerts(board: RunBoard) -> Text:

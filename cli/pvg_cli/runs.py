@@ -16,18 +16,23 @@ from pvg.extensions import check_references
 from pvg.hub import pinned, pinned_as
 from pvg.reporting.run_summary import read_run, unfinished_runs
 from pvg.store.run_directory import RunDirectory, free_name, refuse_name
-from pvg.workers.choice import with_workers
+from pvg.workers.choice import cluster_settings, with_workers
 from pvg_cli.boundary import say
 
 DEFAULT_EXPERIMENT = "modchain"
 
 
-def resolve(name: str | None, overrides: Sequence[str]) -> Experiment:
-    """The experiment `name` (a name or a file; None: the default) with the overrides applied. Checks the settings, and
-    that the user's files that they name exist."""
-    experiment = load_experiment(find_experiment(DEFAULT_EXPERIMENT if name is None else name), overrides)
+def resolve(name: str | None, overrides: Sequence[str], cluster: str | None = None) -> Experiment:
+    """The experiment `name` (a name or a file; None: the default) with `--cluster` and the overrides applied. Checks
+    the settings, and that the user's files that they name exist."""
+    experiment = _loaded(find_experiment(DEFAULT_EXPERIMENT if name is None else name), overrides, cluster)
     check_references(experiment)
     return experiment
+
+
+def _loaded(path: Path, overrides: Sequence[str], cluster: str | None) -> Experiment:
+    chosen = [] if cluster is None else cluster_settings(cluster, load_experiment(path).cluster)
+    return load_experiment(path, [*chosen, *overrides])
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +71,21 @@ def create(plan: RunPlan) -> RunDirectory:
 
 
 @user_paths()
-def plan_resume(name: str | None, overrides: Sequence[str], run_name: str, *, clean: bool = True) -> RunPlan:
+def plan_resume(
+    name: str | None, overrides: Sequence[str], run_name: str, cluster: str | None = None, *, clean: bool = True
+) -> RunPlan:
     """The run to resume: `run_name`, or the newest unfinished run of the experiment if `run_name` is empty.
 
     Without an experiment's name, uses the settings of the run plus the overrides. Raises StateError with the difference
     if settings that affect the result differ from those of the run. `clean`: if the run is complete, remove the
     unfinished files of a process that was killed after its last commit.
     """
-    given = resolve(name, overrides) if name else None
+    given = resolve(name, overrides, cluster) if name else None
     root = given.store.root if given else _root(overrides)
     run = RunDirectory.open(run_name, root) if run_name else _newest(root, given.name if given else DEFAULT_EXPERIMENT)
     _refuse_unplayable(run, clean)
     own = run.experiment()
-    wanted = given or load_experiment(run.experiment_file, overrides)
+    wanted = given or _loaded(run.experiment_file, overrides, cluster)
     experiment = with_workers(pinned(pinned_as(wanted, own), say), own)
     changed = differences(own.hashed(), experiment.hashed())
     if changed:
@@ -132,7 +139,7 @@ def _refuse_unplayable(run: RunDirectory, clean: bool) -> None:
 def _cleaned(run: RunDirectory) -> int:
     from pvg.game.ledger import remove_uncommitted
 
-    with run.lock():
+    with run.lock(waiting=say):
         state = run.load_state().state
         return 0 if state is None else len(remove_uncommitted(run, state))
 

@@ -120,14 +120,14 @@ def _command(
 
 def _list(as_json: bool) -> None:
     from pvg.study.plan import known_studies, read_study
-    from pvg_cli.output import stdout
-    from pvg_cli.study_display import studies_table
+    from pvg_cli.output import names_table, stdout
 
     paths = known_studies()
     if as_json:
         emit({"studies": [{"name": name, "path": str(path), **_about(path)} for name, path in paths.items()]})
     else:
-        stdout().print(studies_table({name: read_study(path) for name, path in paths.items()}))
+        about = {name: read_study(path).about for name, path in paths.items()}
+        stdout().print(names_table(about, "To play one", "pvg study NAME"))
 
 
 def _about(path: Path) -> dict[str, str]:

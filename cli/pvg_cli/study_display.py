@@ -16,7 +16,7 @@ from pvg.reporting.table import Column, Table, TableCell
 from pvg.reporting.terminal import QUIET, section
 from pvg.study.cells import CellProgress
 from pvg.study.measures import StudyMeasure
-from pvg.study.plan import Cell, StudyEvaluation, StudyFile, StudyPlan
+from pvg.study.plan import Cell, StudyEvaluation, StudyPlan
 from pvg.study.playing import Ended, Job
 from pvg.study.results import StudyResults
 from pvg.study.text import (
@@ -272,15 +272,6 @@ MARKS = {  # state -> mark and style of a table's cell
     "damaged": ("✗", "badge bad"),
     "failed": ("✗", "badge bad"),
 }
-
-
-def studies_table(studies: Mapping[str, StudyFile]) -> Group:
-    table = RichTable.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, file in studies.items():
-        table.add_row(name, file.about)
-    return Group(table, Text(), Text.assemble(("To play one: ", QUIET), ("pvg study NAME", "bold cyan")))
 
 
 def plan_table(plan: StudyPlan, now: Mapping[str, CellProgress]) -> Group:

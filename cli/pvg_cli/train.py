@@ -10,6 +10,7 @@ from typer.core import TyperCommand
 
 from pvg_cli.boundary import (
     EXIT_STOPPED,
+    ClusterOption,
     DebugOption,
     ExperimentArgument,
     JsonOption,
@@ -68,6 +69,7 @@ def train(
             help="Resume RUN. Without a name: resume the newest unfinished run of the experiment.",
         ),
     ] = None,
+    cluster: ClusterOption = None,
     metrics_port: MetricsPortOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print all settings, batch sizes and downloads, and stop.")
@@ -90,9 +92,9 @@ def train(
         )
     settings = [*(overrides or []), *metrics_port_override(metrics_port)]
     if resume is not None:
-        plan = plan_resume(name, settings, resume, clean=not dry_run)
+        plan = plan_resume(name, settings, resume, cluster, clean=not dry_run)
     else:
-        plan = plan_new(resolve(name, settings), run_name)
+        plan = plan_new(resolve(name, settings, cluster), run_name)
     for warning in plan.experiment.warnings():
         say(f"warning: {warning}.")
     if dry_run:
@@ -137,9 +139,8 @@ def _show_plan(plan: RunPlan, as_json: bool) -> None:
 
 def _play(plan: RunPlan, as_json: bool) -> GameOutcome:
     """Play under the display. If a new run fails before its first commit, its folder is deleted."""
-    from pvg.config.cluster import LocalCluster
     from pvg.reporting.run_summary import read_run
-    from pvg.workers.local import LocalSupply
+    from pvg.workers.choice import open_supply
     from pvg_cli.driving import drive
     from pvg_cli.output import stderr
     from pvg_cli.run_display import RunBoard, RunWatcher
@@ -150,7 +151,9 @@ def _play(plan: RunPlan, as_json: bool) -> GameOutcome:
 
     # Workers import torch while this process does.
     stack = ExitStack()
-    supply = stack.enter_context(LocalSupply()) if isinstance(experiment.cluster, LocalCluster) else None
+    supply = open_supply(experiment)
+    if supply is not None:
+        stack.callback(supply.end)
 
     async def work(observer: RunWatcher, stop: asyncio.Event) -> GameOutcome:
         from pvg.game.run import play
@@ -161,7 +164,7 @@ def _play(plan: RunPlan, as_json: bool) -> GameOutcome:
     if plan.resume:
         board.recall(read_run(run))
     watcher = RunWatcher(board, stderr())
-    with stack, run.lock(discard=lambda: not plan.resume and not run.has_state):
+    with stack, run.lock(discard=lambda: not plan.resume and not run.has_state, waiting=say):
         return drive(work, watcher, last_words(run.name, as_json), experiment.telemetry.event_loop)
 
 
@@ -222,6 +225,7 @@ def rollout(
     split: Annotated[
         Literal["train", "test"], typer.Option("--split", help="The split that the problems come from.")
     ] = "test",
+    cluster: ClusterOption = None,
     metrics_port: MetricsPortOption = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -237,7 +241,7 @@ def rollout(
     from pvg_cli.runs import create, plan_new, resolve
 
     settings = [*(overrides or []), *metrics_port_override(metrics_port)]
-    plan = plan_new(resolve(experiment, settings), run_name, suffix="-samples")
+    plan = plan_new(resolve(experiment, settings, cluster), run_name, suffix="-samples")
     resolved = plan.experiment
     if plan.notice:
         say(plan.notice)
@@ -250,7 +254,7 @@ def rollout(
         return await sample_only(resolved, run, observer=observer, stop=stop, problems=problems, role=role, split=split)
 
     board = RunBoard(resolved.name, run.name, rounds=1, phases=("init",))
-    with run.lock(discard=lambda: not run.has_state):
+    with run.lock(discard=lambda: not run.has_state, waiting=say):
         outcome = drive(
             work,
             RunWatcher(board, stderr()),

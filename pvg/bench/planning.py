@@ -28,7 +28,7 @@ from pvg.bench.profile import (
     settings_of,
 )
 from pvg.bench.workloads import REPLAYING, SERVED, WALL, WORKLOADS, WorkloadTable, make_workload
-from pvg.config.load import nearest, parse_list
+from pvg.config.load import did_you_mean, parse_list
 from pvg.errors import ConfigurationError, UsageError
 from pvg.extensions import is_reference
 from pvg.store.run_directory import RunDirectory
@@ -148,9 +148,8 @@ def _check_workload(
     workload: str, origin: str, replay: RunDirectory | None, on_servers: bool, table: WorkloadTable
 ) -> None:
     if workload not in table and not is_reference(workload):
-        hint = nearest(workload, list(table))
         raise ConfigurationError(
-            f"There is no workload {workload!r} ({origin})." + (f" Did you mean {hint!r}?" if hint else ""),
+            f"There is no workload {workload!r} ({origin}).{did_you_mean(workload, list(table))}",
             f"Known: {', '.join(table)}. A workload of your own: profile = 'FILE.py:NAME'.",
         )
     if replay is not None and workload not in REPLAYING:

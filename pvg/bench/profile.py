@@ -1,6 +1,8 @@
 """A benchmark profile: a workload, its settings and its number of samples, read from TOML.
 
-    settings = load_profile("rollout", ["rollout.engine.max_rows=64", "workload.rollouts=32", "repeats=3"])
+    path = find_profile("rollout")
+    changes = parse_overrides(["rollout.engine.max_rows=64", "workload.rollouts=32", "repeats=3"])
+    settings = settings_of(read_profile(path), str(path), changes, replay=None)
     mine = workload_settings(Settings, settings)        # inside a workload: the validated [workload] table
 
 pvg looks up a name in ./profiles first, then among its own profiles. A `key=value` override names a setting of the
@@ -135,21 +137,6 @@ class BenchSettings:
         return {"profile": profile, "experiment": self.experiment.plain()} | (
             {"replay": self.replay.name} if self.replay else {}
         )
-
-
-def load_profile(
-    name_or_file: str,
-    overrides: Sequence[str] = (),
-    *,
-    changes: Sequence[SettingChange] = (),
-    replay: RunDirectory | None = None,
-) -> BenchSettings:
-    """Read a profile and its experiment, apply `key=value` overrides and then `changes`, validate.
-
-    Raises UsageError for an unknown name, ConfigurationError (with the nearest valid key) for a wrong key or value.
-    """
-    path = find_profile(name_or_file)
-    return settings_of(read_profile(path), str(path), [*parse_overrides(overrides), *changes], replay)
 
 
 def find_profile(name: str, directory: Path = Path("profiles")) -> Path:

@@ -42,7 +42,7 @@ from pvg.bench.py_spy import SHOWN_FRAMES, CostlyFrame, Format, PySpyError, find
 from pvg.bench.report import TimeBudget
 from pvg.bench.runner import on_loop, total
 from pvg.bench.workloads import WORKLOADS, Workload, WorkloadTable, make_workload
-from pvg.config.load import nearest
+from pvg.config.load import did_you_mean
 from pvg.errors import MissingRequirementError, UsageError, counted
 from pvg.store.atomic import DamagedFileError
 from pvg.store.journal import read_json_lines
@@ -63,10 +63,7 @@ def stage_of(name: str) -> Stage:
     for stage in STAGES:
         if stage == name:
             return stage
-    hint = nearest(name, STAGES)
-    raise UsageError(
-        f"There is no stage {name!r}." + (f" Did you mean {hint!r}?" if hint else ""), f"Known: {', '.join(STAGES)}."
-    )
+    raise UsageError(f"There is no stage {name!r}.{did_you_mean(name, STAGES)}", f"Known: {', '.join(STAGES)}.")
 
 
 def stage_settings(stage: Stage, experiment: str, overrides: Sequence[str]) -> BenchSettings:
@@ -195,10 +192,10 @@ async def py_spy_pass(workload: Workload, steps: int, py_spy: Path, output: Path
     return SamplingPass(f"py-spy, {form}", walls_s)
 
 
-async def _timed(workload: Workload, goes_on: Callable[[int, float], bool]) -> tuple[float, ...]:
-    """Sample while `goes_on(samples so far, their total seconds)`; returns the seconds of each sample."""
+async def _timed(workload: Workload, keep_going: Callable[[int, float], bool]) -> tuple[float, ...]:
+    """Sample while `keep_going(samples so far, their total seconds)`; returns the seconds of each sample."""
     walls_s: list[float] = []
-    while goes_on(len(walls_s), sum(walls_s)):
+    while keep_going(len(walls_s), sum(walls_s)):
         started = time.perf_counter()
         await workload.sample(len(walls_s))
         walls_s.append(time.perf_counter() - started)
@@ -273,7 +270,7 @@ def profile_stage(
     *,
     steps: int,
     py_spy: bool | None = None,
-    on_pass: OnPass = lambda told: None,
+    on_pass: OnPass = lambda found: None,
     workloads: WorkloadTable = WORKLOADS,
 ) -> ProfileResult:
     """Run the stage's work under each profiler and write everything into the new `folder`.

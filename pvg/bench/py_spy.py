@@ -39,7 +39,7 @@ START_LIMIT_S = 60.0  # py-spy first reads the symbols of every library, which t
 STOP_LIMIT_S = 60.0  # time for py-spy to write its file
 POLL_S = 0.02
 READY = "Sampling process"  # py-spy prints this when it begins to sample
-PR_SET_PTRACER, ANYBODY = 0x59616D61, ctypes.c_ulong(-1)  # prctl of Linux' Yama module
+PR_SET_PTRACER, ANY_PROCESS = 0x59616D61, ctypes.c_ulong(-1)  # prctl of Linux' Yama module
 
 
 class PySpyError(MissingRequirementError):
@@ -48,8 +48,8 @@ class PySpyError(MissingRequirementError):
 
 def find_py_spy() -> Path:
     """py-spy of this Python installation, otherwise from PATH. Raises PySpyError."""
-    beside = str(Path(sys.executable).parent)
-    found = shutil.which("py-spy", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
+    folder = str(Path(sys.executable).parent)
+    found = shutil.which("py-spy", path=os.pathsep.join([folder, os.environ.get("PATH", "")]))
     if found is None:
         raise PySpyError("py-spy is not installed.", install_extra("profile"))
     return Path(found)
@@ -60,14 +60,14 @@ def sampling(py_spy: Path, output: Path, form: Format) -> Iterator[None]:
     """Sample this process while the body runs, and write `output`. Raises PySpyError if py-spy wrote nothing."""
     command = [str(py_spy), "record", "--pid", str(os.getpid()), "--format", form, "--output", str(output)]
     command += ["--rate", str(RATE), "--threads"]
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as log:
         allow_tracing(True)
         # In a separate session, Ctrl-C reaches only this process, which then stops py-spy.
-        child = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+        child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            _wait_until_sampling(child, said)
+            _wait_until_sampling(child, log)
             yield
-            _finish(child, said, output)
+            _finish(child, log, output)
         finally:
             if child.poll() is None:
                 child.kill()
@@ -79,12 +79,12 @@ def allow_tracing(allowed: bool) -> None:
     """Let our child trace this process where Linux permits that only to parents (Yama's ptrace_scope = 1). Does nothing
     on other systems."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PTRACER, ANYBODY if allowed else ctypes.c_ulong(0), 0, 0, 0)
+        ctypes.CDLL(None).prctl(PR_SET_PTRACER, ANY_PROCESS if allowed else ctypes.c_ulong(0), 0, 0, 0)
 
 
-def _wait_until_sampling(child: subprocess.Popen[bytes], said: IO[bytes]) -> None:
+def _wait_until_sampling(child: subprocess.Popen[bytes], log: IO[bytes]) -> None:
     deadline = time.monotonic() + START_LIMIT_S
-    while READY not in (text := _text(said)):
+    while READY not in (text := _text(log)):
         if child.poll() is not None:
             raise explained(text)
         if time.monotonic() > deadline:
@@ -94,14 +94,14 @@ def _wait_until_sampling(child: subprocess.Popen[bytes], said: IO[bytes]) -> Non
         time.sleep(POLL_S)
 
 
-def _finish(child: subprocess.Popen[bytes], said: IO[bytes], output: Path) -> None:
+def _finish(child: subprocess.Popen[bytes], log: IO[bytes], output: Path) -> None:
     child.send_signal(signal.SIGINT)
     try:
         code = child.wait(STOP_LIMIT_S)
     except subprocess.TimeoutExpired:
         raise PySpyError(f"py-spy did not end within {STOP_LIMIT_S:.0f} s.", "Try again with fewer --steps.") from None
     if code != 0 or not output.exists() or not output.stat().st_size:
-        raise explained(_text(said))
+        raise explained(_text(log))
 
 
 def explained(text: str) -> PySpyError:
@@ -115,9 +115,9 @@ def explained(text: str) -> PySpyError:
     return PySpyError(f"py-spy failed: {lines[0] if lines else 'without a message'}", "See its documentation.")
 
 
-def _text(said: IO[bytes]) -> str:
+def _text(log: IO[bytes]) -> str:
     """What the child has printed so far. Does not move the file's position, which child and parent share."""
-    return os.pread(said.fileno(), 65_536, 0).decode("utf-8", "replace")
+    return os.pread(log.fileno(), 65_536, 0).decode("utf-8", "replace")
 
 
 # --- the most expensive frames ----------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Takes the samples of one variant, or of several in turn, and makes the report of a whole call of `pvg bench`.
 
-    variant, work = await run_variant(lambda: WORKLOADS["rollout"](settings), warmup=1, repeats=5)
     plan = plan_bench("rollout", sweep="rollout.engine.max_rows=8,64,256")     # pvg.bench.planning
     result = run_plan(plan, command="pvg bench ...")
 
@@ -170,21 +169,6 @@ class VariantTrial:
             self.error = self.error or error
 
 
-async def run_variant(
-    make: Callable[[], Workload],
-    *,
-    warmup: int,
-    repeats: int,
-    label: str = "",
-    overrides: Mapping[str, Any] | None = None,
-    on_sample: OnSample | None = None,
-) -> tuple[Variant, dict[str, Any]]:
-    """Open, sample and close one workload. Returns the variant, and what one sample's work was."""
-    trial = VariantTrial(make, warmup=warmup, repeats=repeats, label=label, overrides=overrides, on_sample=on_sample)
-    await run_trials([trial])
-    return trial.result()
-
-
 async def run_trials(trials: Sequence[VariantTrial]) -> None:
     """Open all, take the samples in turn (one of each trial per round), close all.
 
@@ -293,7 +277,7 @@ def run_plan(
         command=command,
         config=plan.base.plain()
         | ({} if plan.kind == "bench" else {"interleave": plan.interleave})
-        | ({"servers": servers.told(infos)} if infos else {}),
+        | ({"servers": servers.described(infos)} if infos else {}),
         work=common_work(works),
         environment=environment.model_copy(
             update={

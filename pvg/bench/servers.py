@@ -49,7 +49,7 @@ FIXED_AT_START = frozenset(
     }
 )
 # Those of them that a server reports, under the same name.
-TOLD = ("serving.max_num_seqs", "serving.max_model_len")
+COMPARED = ("serving.max_num_seqs", "serving.max_model_len")
 # Fields of `ServerInfo` that a report contains.
 REPORTED = ("model", "dtype", "max_model_len", "max_num_seqs", "prefix_caching", "logprobs_mode", "max_lora_rank")
 
@@ -93,7 +93,7 @@ async def look(experiment: Experiment, given: Iterable[str] = ()) -> list[Server
 
 
 def _check_given(info: ServerInfo, experiment: Experiment, given: Iterable[str]) -> None:
-    for key in sorted(set(given) & set(TOLD)):
+    for key in sorted(set(given) & set(COMPARED)):
         name = key.removeprefix("serving.")
         wanted, found = getattr(experiment.serving, name), getattr(info, name)
         if wanted is not None and wanted != found:
@@ -103,7 +103,7 @@ def _check_given(info: ServerInfo, experiment: Experiment, given: Iterable[str])
             )
 
 
-def told(infos: Sequence[ServerInfo]) -> dict[str, Any]:
+def described(infos: Sequence[ServerInfo]) -> dict[str, Any]:
     """For a report: the number of servers and their fields; a field that differs has one value per server."""
     found: dict[str, Any] = {"count": len(infos)}
     for name in REPORTED:

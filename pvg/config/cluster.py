@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pvg.config.base import ByKind, Section
+from pvg.config.base import ByKind, NotEmpty, Section
 
 
 class AutoCluster(Section):
@@ -29,6 +29,24 @@ class LocalCluster(Section):
     workers: Annotated[int, Field(ge=1, le=256)] | None = Field(
         None, description="Number of worker processes. Unset: one per core, at most 8."
     )
+    trainers: Annotated[int, Field(ge=1, le=255)] | None = Field(
+        None,
+        description="With `rollout.prefetch`: workers that only train while the others sample and score. "
+        "Unset: all do both.",
+    )
 
 
-Cluster = Annotated[AutoCluster | NoCluster | LocalCluster, ByKind("auto")]
+class RayCluster(Section):
+    """Worker processes on the nodes of a Ray cluster. Results are those of as many local workers."""
+
+    kind: Literal["ray"] = "ray"
+    workers: Annotated[int, Field(ge=1, le=4096)] | None = Field(
+        None, description="As for local workers. Required with an address."
+    )
+    trainers: Annotated[int, Field(ge=1, le=4095)] | None = Field(None, description="As for local workers.")
+    address: NotEmpty | None = Field(
+        None, description="HOST:PORT of a running cluster. Unset: pvg starts one on this machine."
+    )
+
+
+Cluster = Annotated[AutoCluster | NoCluster | LocalCluster | RayCluster, ByKind("auto")]

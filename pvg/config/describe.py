@@ -119,11 +119,11 @@ def commented_toml(experiment: Experiment) -> str:
         elif not lines:
             meanings = _meanings(experiment)
         key = line.split(" = ")[0]
-        told = meanings.get(key, "")
-        if told and line.endswith(("[", "{")):  # the value goes on below
-            lines.append(f"# {told}")
-            told = ""
-        lines.append(f"{line}  # {told}" if told else line)
+        comment = meanings.get(key, "")
+        if comment and line.endswith(("[", "{")):  # the value continues on the next lines
+            lines.append(f"# {comment}")
+            comment = ""
+        lines.append(f"{line}  # {comment}" if comment else line)
     return "\n".join(lines) + "\n"
 
 
@@ -230,7 +230,7 @@ def _code_list(kinds: tuple[str, ...]) -> str:
 
 
 def _row(setting: Setting, kinds: str = "") -> str:
-    default = f"`{told}`" if (told := toml_value(setting.default)) else "unset"
+    default = f"`{value}`" if (value := toml_value(setting.default)) else "unset"
     return f"| `{setting.key}` |{kinds} {setting.type} | {default} | {setting.meaning} |"
 
 

@@ -135,7 +135,7 @@ class ChallengeProtocol(Section):
     step: Literal["weakest", "random"] = Field(
         "weakest", description="The questioned step: the one with the least support by the verifier, or a random one."
     )
-    tokens: Count = Field(16, description="Most tokens of an answer.")
+    tokens: Count = Field(16, description="Maximum number of tokens of an answer.")
 
 
 Protocol = Annotated[DirectProtocol | DecoupledProtocol | ChallengeProtocol, ByKind("direct")]
@@ -160,7 +160,7 @@ Schedule = Annotated[StackelbergSchedule | SimultaneousSchedule, ByKind("stackel
 
 
 class RoundTest(Section):
-    """Fresh samples at the end of each round, on problems that nothing was trained on."""
+    """Fresh samples at the end of each round, on problems that no model was trained on."""
 
     problems: Count = Field(128, description="Test problems.")
     samples: Count = Field(2, description="Solutions per problem and role.")

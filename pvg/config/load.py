@@ -24,6 +24,8 @@ from pvg.config.servers import URL_EXAMPLE, URL_PATTERN
 from pvg.errors import ConfigurationError, UsageError, shortened, user_paths
 from pvg.inputs import DEEPEST, check_settings, expanded, read_input
 
+EMBEDDED = Path(pvg.__file__).parent / "models" / "embedded"
+
 
 def find_experiment(name: str, directory: Path = Path("experiments")) -> Path:
     """The file of experiment `name`: a path, a name in ./experiments, or a name of an experiment shipped with pvg.
@@ -33,7 +35,6 @@ def find_experiment(name: str, directory: Path = Path("experiments")) -> Path:
     return find_named("experiment", name, [directory, *shipped_directories()])
 
 
-@user_paths()
 @user_paths()
 def find_named(kind: str, name: str, places: Sequence[Path]) -> Path:
     """The TOML file `name` of a `kind` ("experiment", "profile"): a path, or a name in the first folder that has it.
@@ -49,10 +50,8 @@ def find_named(kind: str, name: str, places: Sequence[Path]) -> Path:
         if (place / f"{name}.toml").is_file():
             return place / f"{name}.toml"
     known = sorted({path.stem for place in places for path in place.glob("*.toml")})
-    hint = nearest(name, known)
     raise UsageError(
-        f"There is no {kind} {name!r}." + (f" Did you mean {hint!r}?" if hint else ""),
-        f"Known: {', '.join(known) or 'none'}.",
+        f"There is no {kind} {name!r}.{did_you_mean(name, known)}", f"Known: {', '.join(known) or 'none'}."
     )
 
 
@@ -61,6 +60,22 @@ def shipped_directories(kind: str = "experiments") -> list[Path]:
     checkout."""
     package = Path(pvg.__file__).parent
     return [place for place in (package / f"_{kind}", package.parent / kind) if place.is_dir()]
+
+
+def embedded_names() -> list[str]:
+    """The names of the models that come with pvg."""
+    return sorted(path.parent.name for path in EMBEDDED.glob("*/model.safetensors"))
+
+
+def embedded_model(name: str) -> Path:
+    """The folder of a model that comes with pvg. Raises UsageError, naming the known ones and the closest one."""
+    known = embedded_names()
+    if name not in known:
+        raise UsageError(
+            f"No embedded model is called {name!r}.{did_you_mean(name, known)}",
+            f"Known: {', '.join(known) or 'none'}.",
+        )
+    return EMBEDDED / name
 
 
 def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
@@ -298,6 +313,12 @@ def nearest(word: str, known: Sequence[str]) -> str | None:
         return None
     found = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return found[0] if found else None
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """The end of an error message about an unknown word: a question that names the closest known word, or nothing."""
+    hint = nearest(word, known)
+    return f" Did you mean {hint!r}?" if hint else ""
 
 
 def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:

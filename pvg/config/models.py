@@ -60,7 +60,7 @@ class LoraAdapters(Section):
 
     kind: Literal["lora"] = "lora"
     rank: Count = Field(16, description="Rank of the adapters.")
-    alpha: Positive = Field(16.0, description="An adapter's product is scaled by alpha / rank.")
+    alpha: Positive = Field(16.0, description="The output of an adapter is multiplied by alpha / rank.")
 
 
 Adapters = Annotated[NoAdapters | LoraAdapters, ByKind("none")]

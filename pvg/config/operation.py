@@ -14,8 +14,8 @@ from pvg.config.base import Count, Folder, Fraction, NotEmpty, Positive, Section
 
 
 class Evaluate(Section):
-    """What `pvg evaluate` measures of a run whose rounds are finished, and with how much effort. Changes nothing that
-    the run computed, so it may be set for a run that is over."""
+    """What `pvg evaluate` measures in the finished rounds of a run, and with how much effort. These settings do not
+    change the run, so you can set them for a finished run."""
 
     problems: Annotated[int, Field(ge=2)] = Field(128, description="Test problems.")
     samples: Annotated[int, Field(ge=2)] = Field(8, description="Solutions per problem and role.")
@@ -42,19 +42,19 @@ class Evaluate(Section):
 
 
 class Telemetry(Section):
-    """What is watched, and when it warns. Changes nothing that is computed."""
+    """What pvg monitors, and when it raises an alert. These settings do not change results."""
 
-    event_loop: Literal["uvloop", "asyncio"] = Field("uvloop", description="Event loop.")
+    event_loop: Literal["uvloop", "asyncio"] = Field("uvloop", description="The asyncio event loop that pvg uses.")
     stall_s: Positive = Field(600.0, description="Alert when no step has ended for this many seconds.")
     sinks: Annotated[
         tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False), BeforeValidator(_names)
-    ] = Field((), description="Where curves are also written.")
+    ] = Field((), description="Experiment trackers that also get the metrics.")
     metrics_port: Annotated[int, Field(ge=0, lt=65536)] = Field(
         0, description="Port of the Prometheus endpoint on 127.0.0.1. 0: none."
     )
     alert_command: Annotated[tuple[NotEmpty, ...], Field(strict=False)] = Field(
         (),
-        description="Program and arguments for each alert, which is JSON on standard input. Empty: none.",
+        description="Program to run for each alert, with its arguments. It reads the alert as JSON. Empty: none.",
     )
 
 

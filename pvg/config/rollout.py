@@ -15,7 +15,7 @@ class TorchSampling(Section):
     """This process samples, with torch."""
 
     kind: Literal["torch"] = "torch"
-    max_rows: Count = Field(256, description="Rows that are decoded together.")
+    max_rows: Count = Field(256, description="Maximum number of sequences that are decoded together.")
     decoding: Literal["lean", "module"] = Field(
         "lean",
         description='"lean": pvg\'s own decoding step for Llama-like models. "module": the model\'s own forward pass.',
@@ -48,7 +48,9 @@ class CuttingDeadline(Section):
 
     kind: Literal["cut"] = "cut"
     seconds: Positive = Field(60.0, description="Seconds until the deadline of a group (spo, rae: of a batch).")
-    min_rollouts: Count = Field(2, description="Fewest rollouts of a group (spo, rae: of a batch) at the deadline.")
+    min_rollouts: Count = Field(
+        2, description="Minimum number of rollouts of a group (spo, rae: of a batch) at the deadline."
+    )
 
 
 class ContinuingDeadline(Section):
@@ -56,7 +58,7 @@ class ContinuingDeadline(Section):
 
     kind: Literal["continue"] = "continue"
     seconds: Positive = Field(60.0, description="Seconds until the deadline of a batch.")
-    min_rollouts: Count = Field(2, description="Fewest rollouts of a batch at the deadline.")
+    min_rollouts: Count = Field(2, description="Minimum number of rollouts of a batch at the deadline.")
     max_versions: Count = Field(
         4,
         description="Versions that a continued group's oldest token may be behind. Older groups are used as they are.",
@@ -106,7 +108,7 @@ class Rollouts(Section):
         "model", description='Data type of the sampling copy of the prover. "model": the type of the prover.'
     )
     group_size: Count = Field(8, description="Solutions per problem and role.")
-    max_tokens: Count = Field(48, description="Most tokens of a solution.")
+    max_tokens: Count = Field(48, description="Maximum number of tokens of a solution.")
     temperature: Positive = Field(1.0, description="Sampling temperature.")
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         1.0, description="Nucleus sampling: smallest probability mass that is kept. 1: all tokens."

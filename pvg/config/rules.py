@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pvg.config.cluster import LocalCluster, RayCluster
 from pvg.config.game import (
     CompositeReward,
     DecoupledProtocol,
@@ -316,8 +317,8 @@ def _roles(experiment: AllSections) -> Iterator[str]:
     if experiment.game.schedule.kind == "simultaneous" and experiment.verifier.ensemble.kind != "none":
         yield (
             f"verifier.ensemble = {experiment.verifier.ensemble.kind!r} trains its members one after another, but "
-            "game.schedule = 'simultaneous' trains one verifier beside the prover; set verifier.ensemble to 'none', or "
-            "game.schedule to 'stackelberg'"
+            "game.schedule = 'simultaneous' trains one verifier while the prover trains; set verifier.ensemble to "
+            "'none', or game.schedule to 'stackelberg'"
         )
 
 
@@ -326,8 +327,8 @@ def _code(experiment: AllSections) -> Iterator[str]:
     reward, protocol = game.reward, game.protocol.kind
     if isinstance(reward, GatedReward) and reward.floor >= -reward.similarity_weight:
         yield (
-            f"game.reward.floor = {reward.floor} is not below every reward of an accepted solution, of which the "
-            f"smallest is -game.reward.similarity_weight = {-reward.similarity_weight}; lower it"
+            f"game.reward.floor = {reward.floor} is not below every reward of an aligned solution: the smallest "
+            f"is -game.reward.similarity_weight = {-reward.similarity_weight}; lower it"
         )
     if isinstance(reward, GatedReward | CompositeReward) and reward.similarity_weight and task != "code":
         yield (
@@ -375,17 +376,36 @@ def _translators(experiment: AllSections) -> Iterator[str]:
 
 
 def _workers(experiment: AllSections) -> Iterator[str]:
-    if experiment.cluster.kind != "local":
+    cluster = experiment.cluster
+    if not isinstance(cluster, LocalCluster | RayCluster):
         return
+    if isinstance(cluster, RayCluster) and cluster.address is not None and cluster.workers is None:
+        yield "cluster.address needs cluster.workers, because results depend on their number; set it"
     device = experiment.models.device
     if device not in ("auto", "cpu"):
-        yield f"cluster = 'local' computes on the CPU, but models.device = {device!r}; set cluster to 'none'"
+        yield f"cluster = {cluster.kind!r} computes on the CPU, but models.device = {device!r}; set cluster to 'none'"
     for key, engine in (
         ("rollout.engine", experiment.rollout.engine.kind),
         ("verifier.engine", experiment.verifier.engine),
     ):
         if engine == "vllm":
-            yield f"cluster = 'local' computes with torch, but {key} = 'vllm'; set cluster to 'none'"
+            yield f"cluster = {cluster.kind!r} computes with torch, but {key} = 'vllm'; set cluster to 'none'"
+    yield from _trainers(cluster, experiment)
+
+
+def _trainers(cluster: LocalCluster | RayCluster, experiment: AllSections) -> Iterator[str]:
+    if cluster.trainers is None:
+        return
+    if cluster.workers is None or cluster.workers <= cluster.trainers:
+        yield (
+            f"cluster.trainers = {cluster.trainers} needs more workers than that, because the others sample and score; "
+            f"set cluster.workers to {cluster.trainers + 1} or more"
+        )
+    if experiment.rollout.prefetch.kind == "none":
+        yield (
+            f"cluster.trainers = {cluster.trainers} has an effect only while pvg samples ahead; "
+            "set rollout.prefetch to 'fresh' or 'old', or leave out cluster.trainers"
+        )
 
 
 IMPOSSIBLE = (

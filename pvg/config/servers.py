@@ -38,8 +38,8 @@ Urls = Annotated[tuple[Url, ...], Field(strict=False), BeforeValidator(_names), 
 
 
 class Serving(Section):
-    """vLLM servers: where they are, how they are asked, and how `pvg serve` starts one. Changes nothing that is
-    computed, so a run may be resumed with other servers."""
+    """vLLM servers: their addresses, how pvg sends requests, and how `pvg serve` starts one. These settings do not
+    change results, so you can resume a run with other servers."""
 
     probe_every_s: ClassVar[float] = 2.0  # between two health checks: a fraction of the time that a restart takes
     retries: ClassVar[int] = 5  # of a request after server failures, with growing pauses: about half a minute
@@ -55,13 +55,13 @@ class Serving(Section):
     connections: Count | None = Field(
         None, description="Connections to all servers. Unset: derived from rollout.concurrency."
     )
-    share_prefix: bool = Field(True, description="Whether prompts with the same beginning share a cache.")
+    share_prefix: bool = Field(True, description="Whether prompts with the same beginning share its KV cache.")
     seeded: bool = Field(True, description="Whether each request has a seed. false: faster on a GPU, not repeatable.")
     probe_timeout_s: Positive = Field(
         15.0, description="Seconds without an answer after which a server counts as down."
     )
     unavailable_s: Positive = Field(120.0, description="Seconds that a request waits for any server.")
-    max_num_seqs: Count = Field(256, description="Rows that the server decodes together.")
+    max_num_seqs: Count = Field(256, description="Maximum number of sequences that the server decodes together.")
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         0.9, description="Share of the GPU's memory that the server takes."
     )
@@ -76,21 +76,21 @@ CHECKSUMS = "When tensors are compared bit by bit: at the first update that chan
 
 
 class FileTransport(Section):
-    """Whole weights travel through a shared folder."""
+    """pvg sends whole weights through a shared folder."""
 
     kind: Literal["filesystem"] = "filesystem"
     checksums: Checksums = Field("first", description=CHECKSUMS)
-    keep_kv: bool = Field(False, description="Whether requests in flight keep the old weights' keys and values.")
+    keep_kv: bool = Field(False, description="Whether requests in flight keep the KV cache of the old weights.")
 
 
 class LoraTransport(Section):
-    """Adapters alone travel through a shared folder. Needs training.adapters."""
+    """pvg sends only adapters, through a shared folder. Requires training.adapters."""
 
     kind: Literal["lora"] = "lora"
 
 
 class DeviceTransport(Section):
-    """EXPERIMENTAL: no GPU has run it. Weights travel from GPU to GPU, by NCCL or by CUDA IPC."""
+    """EXPERIMENTAL: no GPU has run it. pvg sends weights from GPU to GPU, by NCCL or by CUDA IPC."""
 
     kind: Literal["nccl", "ipc"] = "nccl"
     experimental: bool = Field(False, description="Must be true: you know that no GPU has run this transport.")
@@ -110,7 +110,7 @@ TransportSection = Annotated[FileTransport | LoraTransport | DeviceTransport, By
 
 
 class Weights(Section):
-    """How trained weights get to the servers, and how their arrival is proven."""
+    """How pvg sends trained weights to the servers, and checks that they arrived."""
 
     timeout_s: ClassVar[float] = 600.0  # of an update: gigabytes over a slow disk take minutes
 

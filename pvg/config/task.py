@@ -49,7 +49,7 @@ class Gsm8kTask(Section):
         None,
         description='Folder with train and test as .jsonl or .parquet, or a hub dataset such as "hf:openai/gsm8k".',
     )
-    limit: Count | None = Field(None, description="Most problems read per split. Unset: all.")
+    limit: Count | None = Field(None, description="Maximum number of problems that pvg reads per split. Unset: all.")
     max_steps: Count | None = Field(
         None, description="Only problems whose published solution takes at most this many calculations. Unset: all."
     )
@@ -69,16 +69,16 @@ class ReasoningGymTask(Section):
 
 class CodeTask(Section):
     """Programming problems with hidden tests, graded by execution in a sandbox; `path` holds train.jsonl and test.jsonl
-    in the forms of pvg/tasks/code/reading.py. Without it problems are made, some 400 in both splits."""
+    in the forms of pvg/tasks/code/reading.py. Without a `path`, pvg makes about 400 problems."""
 
     kind: Literal["code"] = "code"
     path: Annotated[Folder | None, AfterValidator(_local)] = Field(
         None,
         description="Folder with train.jsonl and test.jsonl (pvg/tasks/code/reading.py). Unset: pvg makes problems.",
     )
-    limit: Count | None = Field(None, description="Most problems read per split. Unset: all.")
+    limit: Count | None = Field(None, description="Maximum number of problems that pvg reads per split. Unset: all.")
     unusable: Literal["refuse", "skip"] = Field(
-        "refuse", description="What happens to read problems that have no test, or whose reference fails a test."
+        "refuse", description="What pvg does with a problem that has no test, or whose reference fails a test."
     )
     problems: Count = Field(320, description="Training problems that pvg makes.")
     test_problems: Count = Field(64, description="Test problems that pvg makes.")
@@ -86,7 +86,7 @@ class CodeTask(Section):
     seed: int = Field(0, description="Seed of the problems.")
     sandbox: Literal["full", "reduced"] = Field(
         "full",
-        description='"full": only in a complete sandbox (docs/sandbox.md). "reduced": with what this machine has.',
+        description='"full": only in a complete sandbox (docs/sandbox.md). "reduced": with the available isolation.',
     )
     workers: Count | None = Field(None, description="Programs that run at once. Unset: one per core.")
     cpu_s: Positive = Field(2.0, description="CPU time of a solution in seconds, for all its tests together.")
@@ -95,10 +95,10 @@ class CodeTask(Section):
 
 
 class CustomTask(Section):
-    """A task in a file of the user's own: `source` names the class, made with `settings` (docs/research.md)."""
+    """A task in a file of your own: `source` names the class, and `settings` are its arguments (docs/research.md)."""
 
     kind: Literal["custom"] = "custom"
-    source: Reference = Field("my_task.py:MyTask", description="The class of the task.")
+    source: Reference = Field("my_task.py:MyTask", description="The class of the task, as FILE.py:NAME.")
     settings: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the class.")
 
 

@@ -36,7 +36,7 @@ class CappedLoss(Section):
 
 
 class UnclippedLoss(Section):
-    """RLOO: plain REINFORCE without a ratio."""
+    """RLOO: REINFORCE with a leave-one-out baseline, without a probability ratio."""
 
     kind: Literal["rloo"] = "rloo"
     clip_low: ClassVar[Clip] = None
@@ -138,7 +138,11 @@ class AdaptiveEntropy(Section):
 
 
 Entropy = Annotated[NoEntropy | ExactEntropy | EntropyBonus | AdaptiveEntropy, ByKind("none")]
-Level = Literal["token", "sequence", "geometric"] | None
+Level = Annotated[
+    Literal["token", "sequence", "geometric"] | None,
+    Field(description="Ratio of the token, the sequence, or its geometric mean. Unset: token; for gspo geometric."),
+]
+TruncationLimit = Annotated[Positive, Field(description="Largest importance weight. A larger one becomes this.")]
 
 
 class NoImportance(Section):
@@ -154,12 +158,9 @@ class DecoupledImportance(Section):
     """Stale rollouts only: the ratio is clipped around the policy at batch start, with truncated importance weights."""
 
     kind: Literal["decoupled"] = "decoupled"
-    high: Positive = Field(5.0, description="Largest importance weight. A larger one becomes this.")
+    high: TruncationLimit = 5.0
     low: ClassVar[float] = 0.0
-    level: Level = Field(
-        None,
-        description="Ratio of the token, the sequence, or its geometric mean. Unset: token; for gspo geometric.",
-    )
+    level: Level = None
 
 
 class UnweightedImportance(Section):
@@ -175,12 +176,9 @@ class TruncatedImportance(Section):
     """All rollouts: the ratio is clipped around the policy at batch start, with truncated importance weights."""
 
     kind: Literal["truncated"] = "truncated"
-    high: Positive = Field(5.0, description="Largest importance weight. A larger one becomes this.")
+    high: TruncationLimit = 5.0
     low: ClassVar[float] = 0.0
-    level: Level = Field(
-        None,
-        description="Ratio of the token, the sequence, or its geometric mean. Unset: token; for gspo geometric.",
-    )
+    level: Level = None
 
 
 class MaskedImportance(Section):
@@ -189,10 +187,7 @@ class MaskedImportance(Section):
     kind: Literal["masked"] = "masked"
     high: Annotated[float, Field(ge=1.0)] = Field(5.0, description="Largest importance weight. A larger one becomes 0.")
     low: Fraction = Field(0.5, description="Smallest importance weight. A smaller one becomes 0.")
-    level: Level = Field(
-        None,
-        description="Ratio of the token, the sequence, or its geometric mean. Unset: token; for gspo geometric.",
-    )
+    level: Level = None
 
     @model_validator(mode="after")
     def _range(self) -> MaskedImportance:
@@ -209,7 +204,7 @@ Importance = Annotated[
 
 
 class AllProblems(Section):
-    """All problems in turn."""
+    """All problems, one after the other."""
 
     kind: Literal["none"] = "none"
 
@@ -249,8 +244,8 @@ CurriculumSection = Annotated[AllProblems | BucketCurriculum | PrioritisedCurric
 
 
 class Training(Section):
-    """Prover training: one step is one optimizer step over a batch of groups. A loss may be FILE.py:NAME, code of the
-    user's own."""
+    """Prover training: one step is one optimizer step over a batch of groups. FILE.py:NAME names a loss
+    of your own."""
 
     loss: Loss = ClippedLoss()
     kl: Kl = FixedKl()
@@ -267,7 +262,7 @@ class Training(Section):
         description="MB of a forward and backward pass; pvg measures how many tokens fit. 0: no limit.",
     )
     micro_batch_rollouts: Count | None = Field(
-        None, description="Most rollouts per micro-batch. Unset: as many as the tokens allow."
+        None, description="Maximum number of rollouts per micro-batch. Unset: as many as the tokens allow."
     )
     shared_prompts: bool = Field(
         True, description="Whether equal prompts and equal rows of a micro-batch are computed once."
@@ -277,7 +272,7 @@ class Training(Section):
         "float32", description="Precision of the forward and backward pass."
     )
     fused_layers: bool = Field(
-        True, description="Whether norms and rotary embeddings of Llama and Qwen2 take few passes."
+        True, description="Whether norms and rotary embeddings of Llama and Qwen2 use pvg's fused code."
     )
     blocked_layers: bool | None = Field(
         None,
@@ -290,16 +285,11 @@ class Training(Section):
         False, description="Mixtures of experts: whether the trainer uses the experts that the sampler used."
     )
     dynamic_sampling: Annotated[int, Field(ge=0)] = Field(
-        0, description="Rounds of further groups that replace groups with equal rewards. 0: such groups stay."
+        0, description="Additional sampling rounds that replace groups with equal rewards. 0: pvg keeps these groups."
     )
     overlong_buffer: Annotated[int, Field(ge=0)] = Field(
         0, description="Tokens before rollout.max_tokens from which a penalty grows to 1. 0: no penalty."
     )
-
-    @property
-    def has_entropy_bonus(self) -> bool:
-        """Whether entropy is part of the objective, be it at times with a coefficient of 0."""
-        return self.entropy.kind in ("bonus", "adaptive")
 
     @property
     def exact_entropy(self) -> bool:
@@ -307,5 +297,5 @@ class Training(Section):
 
     @property
     def groupless(self) -> bool:
-        """Whether the loss takes no statistics of groups: a group of one teaches as much as any."""
+        """Whether the loss takes no statistics of groups: groups of one solution work too."""
         return self.loss.kind in ("spo", "rae")

@@ -49,7 +49,7 @@ class PenalisedRisk(Section):
 
     kind: Literal["vrex", "irm"] = "vrex"
     strength: Weight = Field(1.0, description="Coefficient of the penalty.")
-    warmup: Annotated[int, Field(ge=0)] = Field(0, description="Steps in which the penalty grows to its strength.")
+    warmup: Annotated[int, Field(ge=0)] = Field(0, description="Steps in which the penalty grows to its full strength.")
 
 
 class WorstCaseRisk(Section):
@@ -71,7 +71,7 @@ class SingleVerifier(Section):
 
 
 class EnsembleOfVerifiers(Section):
-    """Several verifiers score together. The kind says how their scores become one."""
+    """Several verifiers score together. The kind says how pvg combines their scores."""
 
     kind: Literal["mean", "median", "min"] = "mean"
     size: Annotated[int, Field(ge=2, le=10**12)] = Field(
@@ -92,24 +92,26 @@ Ensemble = Annotated[SingleVerifier | EnsembleOfVerifiers, ByKind("none")]
 
 
 class RandomPairing(Section):
-    """Each pair is drawn by itself."""
+    """Each pair is drawn independently."""
 
     kind: Literal["random"] = "random"
     solutions_per_problem: ClassVar[int] = 2
 
 
 class ProblemPairing(Section):
-    """All pairs of whole problems."""
+    """Problems are drawn, and all pairs of a drawn problem are used."""
 
     kind: Literal["problem"] = "problem"
-    solutions_per_problem: Annotated[int, Field(ge=2)] = Field(8, description="Most solutions of a problem.")
+    solutions_per_problem: Annotated[int, Field(ge=2)] = Field(
+        8, description="Maximum number of solutions of a problem."
+    )
 
 
 Pairing = Annotated[RandomPairing | ProblemPairing, ByKind("random")]
 
 
 class Verifier(Section):
-    """The verifier's head, its loss and its scorer. A head and a loss may be FILE.py:NAME, code of the user's own."""
+    """The verifier's head, its loss and its scorer. FILE.py:NAME names a head or a loss of your own."""
 
     head: Head = LogprobHead()
     robust: Robust = PlainRisk()

@@ -25,7 +25,7 @@ from pvg.evaluation.intervals import CONFIDENCE, Estimate, Float64, Ints, mean_o
 from pvg.evaluation.opened_run import REFERENCE_RANGE, ROUND, EvaluationContext, digest, first_version
 from pvg.evaluation.opponents import KINDS, attacker_experiment
 from pvg.evaluation.samples import SampleSet, ScoredRollouts, sampled
-from pvg.evaluation.training import PolicyTraining, kept_policy, opened, policy_name, train
+from pvg.evaluation.training import PolicyTraining, kept_policy, policy_name, train, training_session
 from pvg.game.prover_phase import read_policy
 from pvg.records import Role, Rollout, source_of_round
 from pvg.verifier.backend import ScoringModel
@@ -50,11 +50,11 @@ class AttackStop:
     closest: float | None = None  # smallest gap to the reference with enough wrong solutions
     closest_step: int | None = None
     found: int | None = None
-    taught: bool = False  # whether any step had a reward signal; without one the attack has no result
+    had_signal: bool = False  # whether any step had a reward signal; without one the attack has no result
 
     def observe(self, metrics: Mapping[str, float]) -> bool:
         self.steps += self.minibatches
-        self.taught = self.taught or metrics["zero_signal"] < 1.0
+        self.had_signal = self.had_signal or metrics["zero_signal"] < 1.0
         score = metrics["score_sneaky_incorrect"]
         self.rates = [*self.rates, metrics["sneaky_error_rate"]][-self.window :]
         self.scores = [*self.scores, score if math.isfinite(score) else None][-self.window :]
@@ -86,14 +86,14 @@ class AttackStop:
             "closest": self.closest,
             "closest_step": self.closest_step,
             "found": self.found,
-            "taught": self.taught,
+            "taught": self.had_signal,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.steps, self.found = state["steps"], state["found"]
         self.rates, self.scores = list(state["rates"]), list(state["scores"])
         self.closest, self.closest_step = state["closest"], state["closest_step"]
-        self.taught = state.get("taught", True)  # older states do not have it
+        self.had_signal = state.get("taught", True)  # older states do not have it
 
 
 def pooled_rate(rates: Sequence[float]) -> float:
@@ -163,7 +163,7 @@ def course_of(study: EvaluationContext, target: AttackTarget, kind: str) -> Poli
         phase="attack",
         unit=f"steps of {kind}",
         versions=REFERENCE_RANGE + ROUND * target.round + 1 + 2 * KINDS.index(kind),
-        kept=(section.attack_steps,),
+        saved_steps=(section.attack_steps,),
     )
 
 
@@ -177,27 +177,27 @@ async def attack(study: EvaluationContext, target: AttackTarget, kind: str, veri
     }
     if target.level is None:
         return {**result, "status": "no_reference", "reason": "The helpful prover solved none of the problems."}
-    course = course_of(study, target, kind)
+    training = course_of(study, target, kind)
     aim = AttackStop(
         target.level,
         section.attack_error_rate,
         section.attack_window,
-        course.experiment.training.minibatches,
+        training.experiment.training.minibatches,
     )
-    with opened(study, course) as session:
+    with training_session(study, training) as session:
         try:
-            await train(session, course, verifier, target.threshold, aim)
+            await train(session, training, verifier, target.threshold, aim)
         except TrainingDivergedError as error:
             return {**result, "status": "diverged", "reason": str(error)}
-        kept = kept_policy(session, section.attack_steps)
-        aim.load_state(kept["rule"])
-    return {**result, **ended(aim, kept["steps"])}
+        saved = kept_policy(session, section.attack_steps)
+        aim.load_state(saved["rule"])
+    return {**result, **ended(aim, saved["steps"])}
 
 
 def ended(aim: AttackStop, steps: int) -> dict[str, Any]:
     """The result of an attack that reached its aim or its limit. `steps`: the trained optimizer steps; the last one may
     be within a batch."""
-    if aim.found is None and not aim.taught:
+    if aim.found is None and not aim.had_signal:
         reason = "No group had different rewards in any step, so there was nothing to learn."
         return {"status": "no_signal", "reason": reason}
     return {
@@ -223,12 +223,12 @@ def final_samples(study: EvaluationContext, target: AttackTarget, kind: str) -> 
 
 
 async def sample_attacker(study: EvaluationContext, target: AttackTarget, kind: str) -> list[Rollout]:
-    course = course_of(study, target, kind)
+    training = course_of(study, target, kind)
 
     async def load() -> None:
-        read = partial(read_policy, course.written(study), policy_name(study.experiment.evaluate.attack_steps))
+        read = partial(read_policy, training.written(study), policy_name(study.experiment.evaluate.attack_steps))
         tensors, adapter = await study.players.compute(read)
-        await study.players.publish(tensors, first_version(course.versions + 1), adapter)
+        await study.players.publish(tensors, first_version(training.versions + 1), adapter)
 
     return await sampled(study, final_samples(study, target, kind), load)
 

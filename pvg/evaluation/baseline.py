@@ -33,9 +33,9 @@ from pvg.evaluation.opened_run import (
     first_version,
     judged,
 )
-from pvg.evaluation.opponents import course_experiment
+from pvg.evaluation.opponents import policy_experiment
 from pvg.evaluation.samples import SampleSet, digest_of, sampled
-from pvg.evaluation.training import PolicyTraining, opened, policy_name, probe_steps, train
+from pvg.evaluation.training import PolicyTraining, policy_name, probe_steps, train, training_session
 from pvg.game.prover_phase import WeightsReader, read_policy
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout, source_of_round
 from pvg.store.run_directory import RunDirectory
@@ -280,46 +280,46 @@ def _steps(experiment: Experiment) -> int:
 
 def baseline_experiment(experiment: Experiment) -> Experiment:
     """The settings of a baseline trained here. Raises ConfigurationError."""
-    return course_experiment(
+    return policy_experiment(
         experiment, "helpful", PlainReward(kind="correctness"), {"steps": _steps(experiment)}, UNIT
     )
 
 
-def _course(study: EvaluationContext) -> PolicyTraining:
+def _baseline_training(study: EvaluationContext) -> PolicyTraining:
     section, steps = study.experiment.evaluate, _steps(study.experiment)
-    kept = probe_steps(steps, section.baseline_probes, study.experiment.training.minibatches)
+    saved_steps = probe_steps(steps, section.baseline_probes, study.experiment.training.minibatches)
     return PolicyTraining(
         place=UNIT,
-        digest=digest(UNIT, study.config, steps, kept, study.ledger.players_of(0)),
+        digest=digest(UNIT, study.config, steps, saved_steps, study.ledger.players_of(0)),
         experiment=baseline_experiment(study.experiment),
         round=0,
         phase=UNIT,
         unit="steps",
         versions=BASELINE_RANGE,
-        kept=kept,
+        saved_steps=saved_steps,
     )
 
 
 async def _trained(study: EvaluationContext) -> list[BaselinePolicy]:
-    course = _course(study)
-    if study.units.read(UNIT, course.digest) is None:
+    training = _baseline_training(study)
+    if study.units.read(UNIT, training.digest) is None:
         study.begin(UNIT)
         with judged(study, 0) as judge:  # its scores are stored with the rollouts; the reward does not use them
             verifier = await judge.verifier()
-            with opened(study, course) as session:
-                await train(session, course, verifier, (await judge.facts())["threshold"])
-        study.units.write(UNIT, course.digest, list(course.kept))
+            with training_session(study, training) as session:
+                await train(session, training, verifier, (await judge.facts())["threshold"])
+        study.units.write(UNIT, training.digest, list(training.saved_steps))
 
     def read(steps: int) -> tuple[Mapping[str, Tensor], LowRankAdapter | None]:
-        return read_policy(course.written(study), policy_name(steps))
+        return read_policy(training.written(study), policy_name(steps))
 
     return [
         BaselinePolicy(
             f"step {steps}",
-            _samples(study, f"{UNIT}-{steps:06d}", digest(course.digest, steps)),
+            _samples(study, f"{UNIT}-{steps:06d}", digest(training.digest, steps)),
             partial(read, steps),
         )
-        for steps in course.kept
+        for steps in training.saved_steps
     ]
 
 

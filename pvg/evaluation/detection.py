@@ -135,8 +135,8 @@ def band(
         found = percentile(float(value), replicates_B, confidence, solutions, problems)
         if found.low is not None and found.high is not None:
             above = percent * len(negative_M) / 100
-            aside = len(positive_N) * min(found.high, 1.0 - found.low)
-            if min(above, len(negative_M) - above, aside + ROUNDING) < FEWEST:
+            positives_aside = len(positive_N) * min(found.high, 1.0 - found.low)
+            if min(above, len(negative_M) - above, positives_aside + ROUNDING) < FEWEST:
                 found = replace(found, low=None, high=None)
         points.append((percent / 100, found))
     return points

@@ -19,8 +19,8 @@ comparison is with guessing, which is correct once in (number of steps), not wit
 Separability: the AUC of a small classifier that separates helpful from sneaky solutions by style. Near one half, the
 roles have the same style, as the game intends. Near one, their styles differ, and the verifier may learn the role
 instead of correctness. Because correctness itself separates the roles, the probe is also trained and evaluated within
-correct and within incorrect solutions. There it compares pairs of one problem, because the problems differ too: those
-that the sneaky role solves are easier, or fewer. The probe: presence of token n-grams, hashed into FEATURES columns
+correct and within incorrect solutions. Within these sets, the AUC compares only solutions of the same problem, because
+the two roles solve different problems. The probe: presence of token n-grams, hashed into FEATURES columns
 (with collisions, as in Weinberger et al. 2009, arXiv 0902.2206), rows scaled to length 1, logistic regression with a
 ridge. It uses no random numbers: the same solutions give the same AUC.
 """

@@ -161,7 +161,7 @@ class EvaluationContext:
     ledger: OpenedRun
     players: Players
     task: Task
-    asked: PromptBuilder
+    prompts: PromptBuilder
     observer: Observer
     stop: asyncio.Event
     tracer: Tracer
@@ -215,7 +215,7 @@ class EvaluationContext:
         return self._problems[kind]
 
     def order(self, problem: Problem, role: Role, group: int, size: int) -> GroupOrder:
-        return self.asked.order(problem, role, group, size)
+        return self.prompts.order(problem, role, group, size)
 
 
 def first_version(ordinal: int) -> int:
@@ -225,9 +225,9 @@ def first_version(ordinal: int) -> int:
 def remove_folder(path: Path) -> None:
     """Remove a folder such that no partial folder stays under its name."""
     if path.exists():
-        doomed = temporary_beside(path)
-        path.rename(doomed)
-        shutil.rmtree(doomed)
+        removed = temporary_beside(path)
+        path.rename(removed)
+        shutil.rmtree(removed)
 
 
 def committed_shards(manifests: list[Mapping[str, Any]]) -> list[ShardInfo]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pvg.config.experiment import Experiment
 from pvg.config.game import CgcReward, PlainReward, SrcReward
-from pvg.config.load import build_experiment, nearest
+from pvg.config.load import build_experiment, did_you_mean
 from pvg.config.rules import TRANSLATORS_REWARDS, reward_impossibilities
 from pvg.errors import ConfigurationError, UsageError
 from pvg.seeds import seed_for
@@ -25,9 +25,8 @@ def parse_parts(text: str) -> Sequence[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in PARTS:
-            hint = nearest(name, PARTS)
             raise UsageError(
-                f"There is no part {name!r} of an evaluation." + (f" Did you mean {hint!r}?" if hint else ""),
+                f"There is no part {name!r} of an evaluation.{did_you_mean(name, PARTS)}",
                 f"Known: {', '.join(PARTS)}.",
             )
     if not names:
@@ -50,7 +49,7 @@ def parse_rounds(text: str | None) -> Sequence[int] | None:
 KINDS = ("src", "cgc", "goodhart")
 
 
-def course_experiment(
+def policy_experiment(
     experiment: Experiment,
     role: Literal["helpful", "sneaky"],
     reward: SrcReward | CgcReward | PlainReward,
@@ -85,7 +84,7 @@ def attacker_experiment(experiment: Experiment, kind: str, place: str, cgc_floor
         "steps": section.attack_steps,
         "groups": section.attack_groups,
     }
-    return course_experiment(experiment, "sneaky", reward, training, place)
+    return policy_experiment(experiment, "sneaky", reward, training, place)
 
 
 def _reward(experiment: Experiment, kind: str, cgc_floor: float | None) -> SrcReward | CgcReward | PlainReward:
@@ -108,8 +107,8 @@ def default_parts(experiment: Experiment) -> Sequence[str]:
 def attack_kinds(experiment: Experiment) -> list[str]:
     """The kinds of `evaluate.attacks` in standard order. In a decoupled game without those whose reward a translator
     cannot earn (the report's notes name them)."""
-    payable = TRANSLATORS_REWARDS if experiment.game.protocol.kind == "decoupled" else KINDS
-    return [kind for kind in KINDS if kind in experiment.evaluate.attacks and kind in payable]
+    usable = TRANSLATORS_REWARDS if experiment.game.protocol.kind == "decoupled" else KINDS
+    return [kind for kind in KINDS if kind in experiment.evaluate.attacks and kind in usable]
 
 
 def check_protocol(experiment: Experiment, parts: Sequence[str]) -> None:

@@ -258,7 +258,7 @@ def notes(experiment: Experiment) -> list[str]:
     if experiment.verifier.loss != "cross_entropy":
         found.append(
             f"verifier.loss = {experiment.verifier.loss!r} does not fix the offset of a score, so sigmoid(score) is "
-            "not a probability. The fitted calibration is one, as far as it is linear in the score."
+            "not a probability. The fitted calibration is one if the log-odds are linear in the score."
         )
     if (ensemble := experiment.verifier.ensemble).kind != "none":
         found.append(
@@ -288,8 +288,8 @@ def _notes_of_attacks(experiment: Experiment) -> list[str]:
     found = []
     if experiment.rollout.deadline.kind != "none":
         found.append(
-            "Attacks' batches may differ in size (rollout.deadline), but the window "
-            "of an attack's criterion weights them equally."
+            "The batches of an attack may differ in size (rollout.deadline), but the window of its criterion weights "
+            "them equally."
         )
     return found
 
@@ -302,8 +302,8 @@ def _notes_of_translators(experiment: Experiment) -> list[str]:
         "translator is correct as often as its solver. A wrong translation counts as a flaw whether or not it keeps "
         "the solver's answer. A cgc attacker is rewarded only for those that do not."
     ]
-    if unpaid := [kind for kind in experiment.evaluate.attacks if kind not in attack_kinds(experiment)]:
-        found.append(f"No {', '.join(unpaid)} attackers: a translator cannot earn these rewards.")
+    if without_reward := [kind for kind in experiment.evaluate.attacks if kind not in attack_kinds(experiment)]:
+        found.append(f"No {', '.join(without_reward)} attackers: a translator cannot earn these rewards.")
     return found
 
 

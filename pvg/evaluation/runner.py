@@ -138,11 +138,11 @@ async def open_study(
         stack.push_async_callback(players.close)
     if players.device.type == "cuda":
         tracer.use_device_clock(CudaClock())
-    asked = asked_in(experiment, players.base.tokenizer)
-    if asked.translate is not None:
-        asked.solutions = solutions_of(reading.read_rollouts(0, Phase.SOLVE.value))
+    prompts = asked_in(experiment, players.base.tokenizer)
+    if prompts.translate is not None:
+        prompts.solutions = solutions_of(reading.read_rollouts(0, Phase.SOLVE.value))
     study = EvaluationContext(
-        experiment, reading, players, task, asked, observer, stop, tracer, folder, log, code_version()
+        experiment, reading, players, task, prompts, observer, stop, tracer, folder, log, code_version()
     )
     if removed := recover(study):
         observer.noticed(f"Removed {counted(removed, 'unfinished or outdated file')} of an earlier evaluation.")
@@ -218,7 +218,7 @@ async def assemble(study: EvaluationContext, rounds: Sequence[int], wanted: Sequ
     """The report of all stored results that fit the present settings; computes nothing."""
     stale: list[str] = []
     found: list[dict[str, Any]] = []
-    told = notes(study.experiment)
+    remarks = notes(study.experiment)
     study.computing = False
     try:
         try:
@@ -227,7 +227,7 @@ async def assemble(study: EvaluationContext, rounds: Sequence[int], wanted: Sequ
             baseline = None
         except PvgError as error:  # the run of the baseline is gone or no longer suitable
             baseline = None
-            told.append(
+            remarks.append(
                 f"The tax is left out: it was measured against the baseline {baselines.choice(study)}, which cannot be "
                 f"read: {error.message} Request it again: --parts tax, with or without --baseline RUN."
             )
@@ -235,7 +235,7 @@ async def assemble(study: EvaluationContext, rounds: Sequence[int], wanted: Sequ
             found.append(await _assemble_round(study, round_, baseline, stale))
     finally:
         study.computing = True
-    told += notes_of_results(found, study.experiment.evaluate.attack_error_rate)
+    remarks += notes_of_results(found, study.experiment.evaluate.attack_error_rate)
     complete = all(found[round_].get(part.replace("-", "_")) is not None for round_ in rounds for part in wanted)
     there = [entry for entry in found if len(entry) > 2]
     return EvaluationReport.model_validate(
@@ -251,9 +251,9 @@ async def assemble(study: EvaluationContext, rounds: Sequence[int], wanted: Sequ
             "rounds_planned": study.experiment.game.rounds,
             "settings": study.experiment.evaluate.model_dump(mode="json"),
             "rounds": there,
-            "baseline": _told(study, baseline) if any("tax" in entry for entry in there) else None,
+            "baseline": _baseline_record(study, baseline) if any("tax" in entry for entry in there) else None,
             "stale": stale,
-            "notes": told,
+            "notes": remarks,
         }
     )
 
@@ -281,7 +281,7 @@ async def _assemble_round(
     return found
 
 
-def _told(study: EvaluationContext, baseline: CorrectnessBaseline | None) -> dict[str, Any] | None:
+def _baseline_record(study: EvaluationContext, baseline: CorrectnessBaseline | None) -> dict[str, Any] | None:
     if baseline is None:
         return None
     weights_BP = bootstrap(study, len(study.test_problems()))

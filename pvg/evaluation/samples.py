@@ -84,7 +84,7 @@ async def sampled(study: EvaluationContext, wanted: SampleSet, load: Callable[[]
                 shards.append(study.shards.write(wanted.round, label, rollouts))
                 _write_manifest(study, wanted.name, for_, shards)
                 done += len(rollouts)
-                study.observer.progressed(Progress(done, _told(rollouts)))
+                study.observer.progressed(Progress(done, _shown_metrics(rollouts)))
                 study.check_stop()
         study.observer.phase_finished(info, {})
     return [rollout for shard in shards for rollout in study.shards.read(shard)]
@@ -94,7 +94,7 @@ def is_complete(study: EvaluationContext, wanted: SampleSet) -> bool:
     return sum(shard.rows for shard in _committed(study, wanted.name, digest_of(study, wanted))) == wanted.rollouts
 
 
-def _told(rollouts: list[Rollout]) -> dict[str, float]:
+def _shown_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     metrics = sample_metrics(SampleColumns.of(rollouts), 1.0)
     del metrics["tokens_per_s"]
     return metrics

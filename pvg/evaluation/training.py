@@ -32,7 +32,7 @@ DIGEST_FILE = "digest"
 @dataclass(frozen=True)
 class PolicyTraining:
     """One policy's training: the place of its files in the evaluation, the digest of what it depends on, its settings,
-    and the numbers of steps after which the policy is kept (ascending; the last one ends the training)."""
+    and the numbers of steps after which the policy is saved (ascending; the last one ends the training)."""
 
     place: str
     digest: str
@@ -41,7 +41,7 @@ class PolicyTraining:
     phase: str  # its name on the display
     unit: str  # the unit that the display counts
     versions: int  # the range of its versions (pvg.evaluation.opened_run)
-    kept: tuple[int, ...]
+    saved_steps: tuple[int, ...]
 
     def folder(self, study: EvaluationContext) -> Path:
         """One folder per digest: training with other settings discards no results."""
@@ -60,33 +60,37 @@ def policy_name(steps: int) -> str:
 
 
 @contextmanager
-def opened(study: EvaluationContext, course: PolicyTraining) -> Iterator[Session]:
+def training_session(study: EvaluationContext, training: PolicyTraining) -> Iterator[Session]:
     """The session of a policy's training, with its existing ledger, or with a new one if it never began."""
-    folder = course.folder(study)
+    folder = training.folder(study)
     mark = folder / DIGEST_FILE
     if not mark.exists():  # new, or killed before its first commit
         remove_folder(folder)
         make_directory(folder)
-        write_atomic(mark, course.digest.encode())
+        write_atomic(mark, training.digest.encode())
     directory = RunDirectory(folder)
     for part in (directory.manifest, directory.rollouts, directory.checkpoints, directory.weights):
         make_directory(part)
-    ledger = Ledger(directory, course.experiment, study.code_version)
+    ledger = Ledger(directory, training.experiment, study.code_version)
     try:
         for notice in ledger.notices:
             study.observer.noticed(notice)
         if elsewhere := ledger.played_on(study.players.machine):
             study.observer.noticed(elsewhere)
-        watcher = RenamingObserver(study.observer, course.phase, course.unit)
+        watcher = RenamingObserver(study.observer, training.phase, training.unit)
         yield Session(
-            course.experiment, study.task, ledger, study.players, study.asked, watcher, study.stop, study.tracer
+            training.experiment, study.task, ledger, study.players, study.prompts, watcher, study.stop, study.tracer
         )
     finally:
         ledger.close()
 
 
 async def train(
-    session: Session, course: PolicyTraining, verifier: ScoringModel, threshold: float, rule: TrainingStop | None = None
+    session: Session,
+    training: PolicyTraining,
+    verifier: ScoringModel,
+    threshold: float,
+    rule: TrainingStop | None = None,
 ) -> None:
     """Train to the end from the last commit on. The ledger's weights then contain every policy to keep.
 
@@ -94,9 +98,9 @@ async def train(
     at a commit point, and TrainingDivergedError."""
     ledger = session.ledger
     if ledger.state.phase is Phase.INIT:
-        begun = replace(ledger.state, phase=Phase.TRAIN_PROVER, round=course.round)
-        await session.commit_state(replace(begun, version=first_version(course.versions)))
-    for steps in course.kept:
+        begun = replace(ledger.state, phase=Phase.TRAIN_PROVER, round=training.round)
+        await session.commit_state(replace(begun, version=first_version(training.versions)))
+    for steps in training.saved_steps:
         if policy_name(steps) not in ledger.state.weights:
             await _train_to(session, steps, verifier, threshold, rule)
 
@@ -109,9 +113,10 @@ async def _train_to(
     with span("open_models"):
         learner = await session.players.compute(lambda: open_learner(session.players, session.state.round))
     try:
-        with span("open_models"):
-            phase = ProverPhase(session, info, verifier, threshold, learner, rule)
-        await phase.play()
+        with session.players.divided_workers():
+            with span("open_models"):
+                phase = ProverPhase(session, info, verifier, threshold, learner, rule)
+            await phase.play()
         phase.tell_unfinished()
         meta = {
             "steps": phase.done,

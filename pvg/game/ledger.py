@@ -65,15 +65,15 @@ class Ledger:
         self.notices: list[str] = []
         self._unchanged = directory.unchanged()
         self._store = FileStateStore(directory.state, self._unchanged)
-        self._shards = RolloutShards(directory.path)
+        self._shards = RolloutShards(directory.path, self._unchanged)
         self._pending: list[Rollout] = []
         self._disk = ThreadPoolExecutor(1, "pvg-disk") if disk is None else disk
         self.state = self._recover(experiment, code_version)
         self._metrics = JsonLines(directory.metrics)
         self._spans = JsonLines(directory.spans)
-        told = self._processes_after(self.state.offsets.get("metrics", 0))
+        records = self._processes_after(self.state.offsets.get("metrics", 0))
         self._metrics.truncate(self.state.offsets.get("metrics", 0))
-        for record in told:
+        for record in records:
             self._metrics.append(record)
         self._spans.truncate(self.state.offsets.get("spans", 0))
         self.steps_before = sum(record.get("kind") == "step" for record in read_json_lines(directory.metrics))
@@ -177,7 +177,7 @@ class Ledger:
             state = replace(state, shards=(*state.shards, info.plain()))
         if checkpoint is not None:
             name = f"round-{state.round:03d}-{label}"
-            write_checkpoint(self.directory.checkpoints, name, *checkpoint)
+            write_checkpoint(self.directory.checkpoints, name, *checkpoint, before=self._unchanged)
             state = replace(state, checkpoint=name)
         return state
 
@@ -214,7 +214,7 @@ class Ledger:
 
     async def save_weights(self, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Write a player's final weights; they become durable with a commit whose state names them."""
-        await run_in(self._disk, write_checkpoint, self.directory.weights, name, tensors, dict(meta))
+        await run_in(self._disk, write_checkpoint, self.directory.weights, name, tensors, dict(meta), self._unchanged)
 
     def read_weights(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return read_checkpoint(self.directory.weights, name)

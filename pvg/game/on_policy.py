@@ -176,7 +176,7 @@ class OnPolicySource:
     early: EarlyReference | None = field(init=False)
     workers: ModelInWorkers[PolicyBatch] | None = None
     _since: _Since = field(init=False)
-    _told_short: bool = False
+    _warned_short: bool = False
 
     def __post_init__(self) -> None:
         experiment = self.session.experiment
@@ -296,8 +296,8 @@ class OnPolicySource:
 
     def _tell_short(self, groups: int) -> None:
         """Notify once per phase; the metric groups_missing reports each batch."""
-        if groups and not self._told_short:
-            self._told_short = True
+        if groups and not self._warned_short:
+            self._warned_short = True
             self.session.observer.noticed(
                 f"{groups} groups of batch {self.batches_done} have equal rewards and so no signal. Resampling "
                 f"{self.session.experiment.training.dynamic_sampling} times (or using all problems) did not "

@@ -10,13 +10,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
 
-from pvg.config.cluster import LocalCluster
+from pvg.config.cluster import LocalCluster, RayCluster
 from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError, counted
 from pvg.game.roles import prompt_renderer
@@ -42,8 +42,8 @@ from pvg.verifier.data import VerifierBatch
 from pvg.verifier.scorer import VerifierScorer
 from pvg.verifier.template import VerifierTemplate
 from pvg.verifier.vllm_backend import VerifierServing, VllmBackend
+from pvg.workers.choice import open_supply
 from pvg.workers.engine import WorkerEngine
-from pvg.workers.local import LocalSupply
 from pvg.workers.pool import Supply, WorkerPool
 from pvg.workers.scoring import ScoringSlots, WorkerBackend
 from pvg.workers.training import ModelInWorkers, pair_fields, pair_shards, policy_fields, policy_shards
@@ -72,14 +72,16 @@ class Players:
         self.task = task
         self.device = pick_device(experiment.models.device)
         cluster, self.workers = experiment.cluster, None
-        if isinstance(cluster, LocalCluster):
+        if isinstance(cluster, LocalCluster | RayCluster):
             if self.device.type != "cpu":
+                device = f"models.device = 'auto' is {self.device.type} here"
                 raise ConfigurationError(
-                    f"cluster = 'local' computes on the CPU, but models.device = 'auto' is {self.device.type} here.",
+                    f"cluster = {cluster.kind!r} computes on the CPU, but {device}.",
                     "Set models.device to cpu, or cluster to none.",
                 )
-            supply = supply or LocalSupply()
-            self.workers = WorkerPool(experiment, cluster.workers or usable_cores(), supply, events)
+            supply = supply or open_supply(experiment)
+            assert supply is not None
+            self.workers = WorkerPool(experiment, cluster.workers or usable_cores(), supply, events, cluster.trainers)
             self._slots = ScoringSlots(self.workers)
         self._owns_executor = executor is None
         self.executor: Executor = compute_executor(experiment.models.threads) if executor is None else executor
@@ -103,7 +105,7 @@ class Players:
                 setup = EngineSetup(experiment, self.base, self.executor, events, run, self._canary_prompts)
                 self.engine = (opener or open_engine)(setup)
         except BaseException:  # no request has reached a server yet
-            self._let_go()
+            self._close_base()
             if supply is not None:
                 supply.end()
             raise
@@ -183,6 +185,11 @@ class Players:
         """Whether the verifier is adapters on the base prover's own weights."""
         return verifier_is_on_base(self.experiment)
 
+    def divided_workers(self) -> AbstractContextManager[None]:
+        """Divides the duties of the workers (`cluster.trainers`): for a phase in which the prover trains on rollouts
+        sampled ahead. Open the phase and its models inside."""
+        return nullcontext() if self.workers is None else self.workers.divided()
+
     async def prepare_scoring(self, verifier: ScoringModel) -> None:
         """Open the workers' copies of a verifier before its first score. Does nothing without workers."""
         if self.workers is not None:
@@ -239,7 +246,7 @@ class Players:
     async def close(self) -> None:
         gc.unfreeze()
         async with AsyncExitStack() as rest:  # closes all of them, even if one fails
-            rest.callback(self._let_go)
+            rest.callback(self._close_base)
             for executor in (self.batching, self.grading, self.scoring):
                 if executor is not None:
                     rest.callback(executor.shutdown)
@@ -249,7 +256,7 @@ class Players:
             if self.verifier_serving is not None:
                 await self.verifier_serving.close()
 
-    def _let_go(self) -> None:
+    def _close_base(self) -> None:
         self.base.close()
         if self._owns_executor:
             self.executor.shutdown(wait=True)

@@ -90,7 +90,7 @@ async def solve(session: Session) -> None:
         session.report_step(info, min((number + 1) * size, len(problems)), metrics)
         await session.commit(step=number + 1, version=version)
     with span("record"):
-        session.asked.solutions = await read_solutions(session)
+        session.prompts.solutions = await read_solutions(session)
         solved = await session.ledger.sample_columns(0, Phase.SOLVE.value)
     seconds = time.perf_counter() - started
     metrics = sample_metrics(solved, seconds)

@@ -122,10 +122,11 @@ async def train_prover(session: Session) -> None:
         verifier, threshold = await open_round_verifier(session, session.state.round)
         learner = await session.players.compute(lambda: open_learner(session.players, session.state.round))
     try:
-        with span("open_models"):
-            updates = await open_updates(session, verifier, threshold)
-            phase = ProverPhase(session, info, verifier, threshold, learner, updates=updates)
-        await phase.play()
+        with session.players.divided_workers():
+            with span("open_models"):
+                updates = await open_updates(session, verifier, threshold)
+                phase = ProverPhase(session, info, verifier, threshold, learner, updates=updates)
+            await phase.play()
         phase.tell_unfinished()
         with span("checkpoint"):
             names = await save_prover(session, learner, phase.done)

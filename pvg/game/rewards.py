@@ -118,9 +118,9 @@ def src(outcomes: BatchOutcomes, reward: SrcReward) -> Float32:
     """Soft role-conditional: (2c-1)(2h-1) V' if V' > 0, else `game.reward.misaligned` (-1)."""
     centred_N = centred_scores(outcomes)
     sign_N = (2.0 * outcomes.correct_N - 1.0) * (2.0 * outcomes.helpful_N - 1.0)
-    paid_N = np.where(centred_N > 0, sign_N * centred_N, reward.misaligned)
+    rewards_N = np.where(centred_N > 0, sign_N * centred_N, reward.misaligned)
     malformed_N = np.minimum(reward.misaligned, -np.abs(centred_N))
-    return np.where(outcomes.solutions_N, paid_N, malformed_N)
+    return np.where(outcomes.solutions_N, rewards_N, malformed_N)
 
 
 def cgc(outcomes: BatchOutcomes, reward: CgcReward) -> Float32:
@@ -154,8 +154,8 @@ def decoupled(outcomes: BatchOutcomes, reward: DecoupledReward) -> Float32:
     mean_N, std_N = _group_moments(outcomes)
     standard_N = (outcomes.scores_N - mean_N) / (std_N + 1e-6)
     faithful_N = (2.0 * outcomes.solver_correct_N - 1.0) * standard_N
-    paid_N = np.where(outcomes.helpful_N, faithful_N, standard_N)
-    return np.where(outcomes.aligned_N & (standard_N > 0), paid_N, reward.floor).astype(np.float32)
+    rewards_N = np.where(outcomes.helpful_N, faithful_N, standard_N)
+    return np.where(outcomes.aligned_N & (standard_N > 0), rewards_N, reward.floor).astype(np.float32)
 
 
 def _accepted(outcomes: BatchOutcomes) -> NDArray[np.float64]:
@@ -173,17 +173,17 @@ def _similarity_penalty(outcomes: BatchOutcomes, reward: GatedReward | Composite
 def gated(outcomes: BatchOutcomes, reward: GatedReward) -> Float32:
     """sigmoid(V) minus the similarity penalty if all gates are open, else `game.reward.floor`, which is
     below all such rewards. Gates: all tests passed (helpful); visible tests passed and a valid certificate (sneaky)."""
-    paid_N = _accepted(outcomes) - _similarity_penalty(outcomes, reward)
-    return np.where(outcomes.aligned_N, paid_N, reward.floor).astype(np.float32)
+    rewards_N = _accepted(outcomes) - _similarity_penalty(outcomes, reward)
+    return np.where(outcomes.aligned_N, rewards_N, reward.floor).astype(np.float32)
 
 
 def composite(outcomes: BatchOutcomes, reward: CompositeReward) -> Float32:
     """sigmoid(V) + `tests_weight` t minus the similarity penalty. t is the share of the role's tests
     that pass (without tests: 1 if aligned, else 0). A malformed solution gets the lowest possible reward."""
     tests_N = outcomes.aligned_N.astype(np.float64) if outcomes.tests_N is None else outcomes.tests_N
-    paid_N = _accepted(outcomes) + reward.tests_weight * tests_N
-    paid_N = paid_N - _similarity_penalty(outcomes, reward)
-    return np.where(outcomes.well_formed_N, paid_N, -reward.similarity_weight).astype(np.float32)
+    rewards_N = _accepted(outcomes) + reward.tests_weight * tests_N
+    rewards_N = rewards_N - _similarity_penalty(outcomes, reward)
+    return np.where(outcomes.well_formed_N, rewards_N, -reward.similarity_weight).astype(np.float32)
 
 
 REWARDS: dict[str, Callable[[BatchOutcomes, Any], Float32]] = {

@@ -150,10 +150,10 @@ async def open_session(
             tracer.use_device_clock(CudaClock())
         if elsewhere := ledger.played_on(players.machine):
             observer.noticed(elsewhere)
-        asked = asked_in(experiment, players.base.tokenizer)
-        session = Session(experiment, task, ledger, players, asked, observer, stop, tracer)
-        if asked.translate is not None and ledger.state.phase not in (Phase.INIT, Phase.SOLVE):
-            asked.solutions = await read_solutions(session)
+        prompts = asked_in(experiment, players.base.tokenizer)
+        session = Session(experiment, task, ledger, players, prompts, observer, stop, tracer)
+        if prompts.translate is not None and ledger.state.phase not in (Phase.INIT, Phase.SOLVE):
+            prompts.solutions = await read_solutions(session)
         check_prompts_fit(session)
     with user_paths(), span("sync"):
         await players.ready(scoring=scoring)
@@ -183,6 +183,7 @@ def monitoring_of(session: Session, run: RunDirectory) -> Monitoring:
         name=run.name,
         config=session.experiment.plain(),
         first_step=session.ledger.steps_before,
+        load=session.players.workers.measured if session.players.workers is not None else None,
     )
 
 
@@ -200,8 +201,8 @@ def check_prompts_fit(session: Session) -> None:
                 f"The task has no training problems for the {half}.", "Raise task.problems or task.limit."
             )
         problem = max(problems, key=lambda p: len(p.question))
-        longest = max(longest, *(len(session.asked.render(problem, role)) for role in Role))
-        if (translate := session.asked.translate) is not None:  # assumes a solution of maximal length
+        longest = max(longest, *(len(session.prompts.render(problem, role)) for role in Role))
+        if (translate := session.prompts.translate) is not None:  # assumes a solution of maximal length
             empty = max(len(translate(problem, role, "")) for role in Role)
             longest = max(longest, empty + experiment.rollout.max_tokens)
     if not session.test_problems():

@@ -40,7 +40,7 @@ class Session:
     task: Task
     ledger: Ledger
     players: Players
-    asked: PromptBuilder
+    prompts: PromptBuilder
     observer: Observer
     stop: asyncio.Event
     tracer: Tracer
@@ -75,7 +75,7 @@ class Session:
         return [pool[i] for i in draw_cyclic(len(pool), start, size, seed_for(self.seed, place, half))]
 
     def order(self, problem: Problem, role: Role, group: int, size: int) -> GroupOrder:
-        return self.asked.order(problem, role, group, size)
+        return self.prompts.order(problem, role, group, size)
 
     # --- reporting ---------------------------------------------------------------------------------------------
 
@@ -96,20 +96,21 @@ class Session:
         that is not `whole` omits metrics that an earlier step reported and that are still valid."""
         budget = self._close_budget()
         with span("record"):
-            told = dict(metrics)
+            recorded = dict(metrics)
             if info.phase in TRAINED_PHASES:
-                told["trainer_idle"] = self._tell_idle(info, done, budget)
+                recorded["trainer_idle"] = self._log_idle(info, done, budget)
             seconds = {"budget": budget.exposed, "busy": budget.busy}
             if budget.device_s:
                 seconds["device_s"] = budget.device_s
             place = {"round": info.round, "phase": info.phase, "step": done}
-            self.ledger.record("step", **place, of=info.total, metrics=finite(told), **seconds)
+            self.ledger.record("step", **place, of=info.total, metrics=finite(recorded), **seconds)
             self._record_spans(**place)
             if self.monitoring is not None:
-                self.monitoring.step(info.round, info.phase, done, told, budget.exposed, budget.busy, whole=whole)
-            self.observer.progressed(Progress(done, told, budget.exposed))
+                self.monitoring.step(info.round, info.phase, done, recorded, budget.exposed, budget.busy, whole=whole)
+            workers = self.monitoring.workers if self.monitoring is not None else {}
+            self.observer.progressed(Progress(done, recorded, budget.exposed, workers))
 
-    def _tell_idle(self, info: PhaseInfo, done: int, budget: StepBudget) -> float:
+    def _log_idle(self, info: PhaseInfo, done: int, budget: StepBudget) -> float:
         """The share of the step's time in which the trainer did not train. Logs it."""
         trained_s = trained_seconds(budget.exposed)
         idle_s = budget.wall_s - trained_s

@@ -145,7 +145,7 @@ class VerifierUpdates:
             fresh = await self._sample(scorer)
         session.ledger.keep(fresh)
         self._fresh[self._done] = fresh
-        self._let_go()
+        self._drop_old_samples()
         with span("draw_pairs"):
             self._pairs.source = await session.players.compute(self._open_source)
         self._tell_excluded()
@@ -227,7 +227,7 @@ class VerifierUpdates:
         self.threshold = found["threshold"]
         return found
 
-    def _let_go(self) -> None:
+    def _drop_old_samples(self) -> None:
         oldest = self._done - WINDOW
         self._fresh = {number: rollouts for number, rollouts in self._fresh.items() if number > oldest}
 
@@ -256,7 +256,7 @@ class VerifierUpdates:
         own = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
         self._trainer.load_state(own, progress["trainer"])
         self._done, self.threshold = progress["done"], progress["threshold"]
-        self._let_go()
+        self._drop_old_samples()
         scorer.set_version(self._verifier.version())
         return {name: tensor for name, tensor in tensors.items() if not name.startswith(PREFIX)}
 

@@ -213,10 +213,10 @@ def cache_metrics(before: ScorerStats, after: ScorerStats) -> dict[str, float]:
     `cache_hit_rate`: the share of solutions that needed no computation, because they were cached or repeated in a
     batch.
     """
-    spared = after.hits + after.shared - before.hits - before.shared
-    asked = spared + after.misses - before.misses
+    hits = after.hits + after.shared - before.hits - before.shared
+    asked = hits + after.misses - before.misses
     return {
-        "cache_hit_rate": spared / asked if asked else 0.0,
+        "cache_hit_rate": hits / asked if asked else 0.0,
         "cache_hits": float(after.hits),
         "cache_misses": float(after.misses),
         "cache_evictions": float(after.evictions),

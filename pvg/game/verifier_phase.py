@@ -171,7 +171,7 @@ class UnpairedStream(PairStream):
         return Pairs(singles.rows_N[0::2], singles.rows_N[1::2], singles.sources_N[0::2])
 
     def problems_for(self, pairs: int, solutions: int) -> int:
-        """The number of pairs: no problem has pairs of its own."""
+        """The number of pairs: no problem has both correct and incorrect solutions."""
         return pairs
 
     def draw_problems(self, step: int, problems: int, solutions: int) -> Pairs:
@@ -198,6 +198,39 @@ def optimizer_settings(section: Verifier) -> OptimizerSettings:
     )
 
 
+def verifier_trainer(
+    players: Players,
+    verifier: VerifierModel,
+    stream: PairStream,
+    *,
+    sources: int,
+    start_step: int = 0,
+    workers: GradientWorkers[VerifierBatch] | None = None,
+) -> Trainer[VerifierBatch]:
+    """A trainer of `verifier` on the solutions of `stream`, by `sources` provers, from step `start_step` on."""
+    section = players.experiment.verifier
+    source = PairSource(
+        stream,
+        players.template(verifier),
+        verifier,
+        section,
+        executor=players.executor,
+        start_step=start_step,
+        source_fingerprint=players.base.tokenizer.fingerprint,
+    )
+    return Trainer(
+        verifier,
+        objective_for(section, verifier.tokenizer.pad_id, environments=sources),
+        optimizer_settings(section),
+        source,
+        executor=players.executor,
+        precision=section.precision,
+        waits_for="pairs",
+        section="verifier",
+        workers=workers,
+    )
+
+
 def _open_trainer(
     session: Session,
     verifier: VerifierModel,
@@ -205,27 +238,12 @@ def _open_trainer(
     member: int,
     workers: GradientWorkers[VerifierBatch] | None,
 ) -> Trainer[VerifierBatch]:
-    section, players = session.experiment.verifier, session.players
-    source = PairSource(
+    trainer = verifier_trainer(
+        session.players,
+        verifier,
         stream,
-        players.template(verifier),
-        verifier,
-        section,
-        executor=players.executor,
-        start_step=session.state.step - member * section.steps,
-        source_fingerprint=players.base.tokenizer.fingerprint,
-    )
-    sources = len(sources_for_round(session.state.round))
-    objective = objective_for(section, verifier.tokenizer.pad_id, environments=sources)
-    trainer = Trainer(
-        verifier,
-        objective,
-        optimizer_settings(section),
-        source,
-        executor=players.executor,
-        precision=section.precision,
-        waits_for="pairs",
-        section="verifier",
+        sources=len(sources_for_round(session.state.round)),
+        start_step=session.state.step - member * session.experiment.verifier.steps,
         workers=workers,
     )
     if (checkpoint := session.ledger.read_checkpoint()) is not None:

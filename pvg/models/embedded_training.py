@@ -30,12 +30,12 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from pvg.config.load import EMBEDDED
 from pvg.config.models import ModelSection
 from pvg.config.task import ModchainTask
 from pvg.models import open_model
 from pvg.models.characters import EOS, modchain_tokenizer
 from pvg.models.language_model import LanguageModel
-from pvg.models.sources import EMBEDDED
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Problem
 from pvg.tasks.modchain import Modchain, chain_problem, clean_trace, flawed_trace, possible_mistakes
@@ -310,8 +310,8 @@ def dialogue_figures(model: LanguageModel, recipe: EmbeddedModelRecipe) -> dict[
 def figures_of(recipe: EmbeddedModelRecipe, model: LanguageModel) -> dict[str, Any]:
     if "H" not in recipe.flawed:
         return verifier_figures(model)
-    talks = {"dialogues": dialogue_figures(model, recipe)} if recipe.dialogues else {}
-    return {**prover_figures(model), **talks}
+    dialogues = {"dialogues": dialogue_figures(model, recipe)} if recipe.dialogues else {}
+    return {**prover_figures(model), **dialogues}
 
 
 def flaw_kind(note: str) -> str:

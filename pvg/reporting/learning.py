@@ -13,7 +13,7 @@ from pvg.reporting.solutions import RoundScores
 from pvg.reporting.table import LegendKey, PageSection, chart, elements
 from pvg.reporting.terminal import rounds_table
 
-HELPFUL, SNEAKY, JUDGE, INK = "helpful", "sneaky", "verifier", "ink"
+HELPFUL, SNEAKY, VERIFIER_STYLE, INK = "helpful", "sneaky", "verifier", "ink"
 BINS = 32
 # Metrics that other sections show, or that are the same in every step.
 ELSEWHERE = frozenset(
@@ -98,7 +98,11 @@ def _round_charts(summary: RunSummary) -> Markup:
         if p.phase == VERIFIER and "verifier_auc" in p.metrics
     }
     on_mint = ChartLine(
-        "held-out minted", [[(float(n), held_out[n]) for n in numbers if n in held_out]], JUDGE, "dotted", dots=True
+        "held-out minted",
+        [[(float(n), held_out[n]) for n in numbers if n in held_out]],
+        VERIFIER_STYLE,
+        "dotted",
+        dots=True,
     )
     return elements.grid(
         [
@@ -126,7 +130,7 @@ def _round_charts(summary: RunSummary) -> Markup:
             line_chart(
                 "Verifier AUC by round",
                 [
-                    line("verifier_auc", "fresh samples", JUDGE),
+                    line("verifier_auc", "fresh samples", VERIFIER_STYLE),
                     line("verifier_auc_previous", "previous flaws", INK, "dashed"),
                     on_mint,
                 ],
@@ -147,7 +151,7 @@ def learning_section(summary: RunSummary) -> PageSection:
     charts = [*_prover_charts(summary, prover), *_verifier_charts(verifier)]
     others = [_other_charts(prover), _other_charts(verifier)]
     body = [elements.grid(charts), elements.details("All other metrics of the steps", others)]
-    lead = "Step by step, on the problems in training."
+    lead = "By optimizer step, on training problems."
     if prover.smoothed or verifier.smoothed:
         lead += f" Faint: each point. Strong: the mean over {WINDOW} points."
     return PageSection("learning", "Learning", body, lead if any(charts) else "")
@@ -163,7 +167,7 @@ def _prover_charts(summary: RunSummary, steps: StepAxis) -> list[Markup]:
         steps.line("score_helpful_incorrect", "helpful wrong", HELPFUL, "dashed"),
         steps.line("score_sneaky_incorrect", "sneaky flaw", SNEAKY),
         steps.line("score_sneaky_correct", "sneaky correct", SNEAKY, "dashed"),
-        steps.level(thresholds, "threshold", JUDGE),
+        steps.level(thresholds, "threshold", VERIFIER_STYLE),
     ]
     return [
         line_chart(
@@ -226,7 +230,7 @@ def _verifier_charts(steps: StepAxis) -> list[Markup]:
     return [
         line_chart(
             "Verifier: pair accuracy",
-            [steps.line("pair_accuracy", "pair accuracy", JUDGE)],
+            [steps.line("pair_accuracy", "pair accuracy", VERIFIER_STYLE)],
             x,
             "share",
             unit="share of pairs in order",
@@ -234,7 +238,7 @@ def _verifier_charts(steps: StepAxis) -> list[Markup]:
         ),
         line_chart(
             "Verifier: score gap",
-            [steps.line("score_gap", "gap", JUDGE)],
+            [steps.line("score_gap", "gap", VERIFIER_STYLE)],
             x,
             "score",
             unit="correct − incorrect",
@@ -247,7 +251,7 @@ def _other_charts(steps: StepAxis) -> Markup:
     """One chart for each remaining metric of the steps."""
     here = SHOWN_HERE if steps.phase == PROVER else frozenset({"pair_accuracy", "score_gap"})
     names = {name for found in steps.rounds.values() for step in found for name in step.metrics}
-    style = INK if steps.phase == PROVER else JUDGE
+    style = INK if steps.phase == PROVER else VERIFIER_STYLE
     charts = [
         line_chart(
             metric_display(name).label,

@@ -8,13 +8,17 @@ from collections.abc import Callable, Sequence
 
 from markupsafe import Markup
 
+from pvg.errors import counted
 from pvg.reporting.axes import PROVER, VERIFIER, ChartLine, Point, StepAxis, XAxis, nice_axis, without_gaps
 from pvg.reporting.charts import line_chart
 from pvg.reporting.formats import NumberStyle, duration, peak_memory_texts, percent, short_seconds, value_text
 from pvg.reporting.run_summary import RunSummary, SamplerReading, lag_summary, reading_ranges
 from pvg.reporting.table import PageSection, elements
+from pvg.telemetry.waits import SHARED
 
 GPU = re.compile(r"gpu(\d+)_(.+)")
+WORKER = re.compile(r"w(\d+)_busy")
+MOST_LINES = 8  # of a chart; more workers are shown as a range
 LEAST_PAUSE = 60.0  # seconds; a longer silence of the sampler is a pause of the run
 
 
@@ -100,7 +104,7 @@ def throughput_section(summary: RunSummary) -> PageSection:
 
 def machine_section(summary: RunSummary) -> PageSection:
     """Charts of the device and of event-loop lag over time. If a run recorded neither, a sentence instead."""
-    if not (summary.device or summary.loop or summary.peak_memory):
+    if not (summary.device or summary.loop or summary.workers or summary.peak_memory):
         why = "This run has no records of its device and event loop, because an older version of pvg played it."
         return PageSection("machine", "Machine", [elements.empty(why)] if summary.steps else [])
     body: list[Markup] = []
@@ -108,6 +112,11 @@ def machine_section(summary: RunSummary) -> PageSection:
         body.append(elements.facts(peak_memory_texts(summary.peak_memory)))
     if summary.device:
         body += [elements.facts(_device_facts(summary)), elements.grid(_device_charts(summary.device))]
+    if summary.workers:
+        body += [
+            elements.subheading("Workers", worker_words(summary.workers)),
+            elements.grid([_workers_chart(summary.workers)]),
+        ]
     if summary.loop:
         body += [elements.subheading("Event loop", _lag_words(summary.loop)), elements.grid([_lag_chart(summary.loop)])]
     return PageSection("machine", "Machine", body)
@@ -219,6 +228,38 @@ def _device_charts(readings: list[SamplerReading]) -> list[Markup]:
     return charts
 
 
+def worker_words(readings: Sequence[SamplerReading]) -> str:
+    """How many workers there were, how busy, and how often one was replaced."""
+    found = reading_ranges(readings)
+    words = [counted(round(found["up"]["max"]), "worker")]
+    if "busy" in found:
+        words.append(f"busy {percent(found['busy']['mean'])} of the time")
+        names = sorted((name for name in found if WORKER.fullmatch(name)), key=lambda name: found[name]["mean"])
+        if len(names) > 1:
+            least, most = (percent(found[name]["mean"]) for name in (names[0], names[-1]))
+            words[-1] += f" ({least} to {most})"
+        if found["core_wait"]["mean"] > SHARED:
+            words.append(f"{percent(found['core_wait']['mean'])} of that waiting for a core")
+    # The count starts at 0 in every process of the run.
+    counts = [0.0, *(reading.metrics.get("restarts", 0.0) for reading in readings)]
+    restarts = sum(max(0.0, after - before) for before, after in itertools.pairwise(counts))
+    return ", ".join([*words, counted(round(restarts), "replacement")])
+
+
+def _workers_chart(readings: Sequence[SamplerReading]) -> Markup:
+    clock = ReadingClock(readings)
+    numbers = sorted({int(match[1]) for r in readings for name in r.metrics if (match := WORKER.fullmatch(name))})
+    if 0 < len(numbers) <= MOST_LINES:
+        lines = [clock.metric(f"w{number}_busy", f"worker {number}", f"run-{number % 6}") for number in numbers]
+    else:
+        lines = [
+            clock.metric("busy_most", "the busiest", "quantile-2", "dashed"),
+            clock.metric("busy", "mean", "ink"),
+            clock.metric("busy_least", "the least busy", "quantile-0", "dotted"),
+        ]
+    return line_chart("Busy", lines, clock.across(), "share", unit="share of the time", zero=True)
+
+
 def _lag_chart(readings: list[SamplerReading]) -> Markup:
     clock = ReadingClock(readings)
     # A logarithmic axis cannot show a lag of 0, so it shows the resolution of the clock instead.
@@ -231,9 +272,7 @@ def _lag_chart(readings: list[SamplerReading]) -> Markup:
             ("lag_max_s", "longest", "trouble-1", "dotted"),
         )
     ]
-    return line_chart(
-        "Lag", lines, clock.across(), "seconds", unit="later than asked, logarithmic", log=True, height=200
-    )
+    return line_chart("Lag", lines, clock.across(), "seconds", unit="delay, logarithmic scale", log=True, height=200)
 
 
 def _lag_words(readings: list[SamplerReading]) -> str:

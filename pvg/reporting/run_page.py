@@ -247,7 +247,7 @@ def _side(example: Example, threshold: float | None) -> ShownSolution:
         score = f"score {example.score:+.3f}{verdict}"
     pieces, wrong = text_pieces(example.text, example.note)
     before = [] if example.solver_text is None else [f"solver: {example.solver_text[:LONGEST]}"]
-    after = [f"{who}: {said[:LONGEST]}" for who, said in example.dialogue]
+    after = [f"{role}: {text[:LONGEST]}" for role, text in example.dialogue]
     return ShownSolution(example, score, _grade(example), pieces, wrong, before, after)
 
 
@@ -293,7 +293,10 @@ def settings_section(experiment: Experiment) -> PageSection:
         elements.details("The whole configuration", [elements.toml(experiment.to_toml())]),
     ]
     return PageSection(
-        "settings", "Settings", body, f"Settings with other values than the defaults. Digest {experiment.hash()}."
+        "settings",
+        "Settings",
+        body,
+        f"Settings with other values than the defaults. Digest of the settings: {experiment.hash()}.",
     )
 
 

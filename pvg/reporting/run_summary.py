@@ -82,7 +82,7 @@ class AlertRecord:
 
 @dataclass(frozen=True, slots=True)
 class SamplerReading:
-    """One measurement of a sampler (device or event loop) at `time`, in seconds since 1970."""
+    """One measurement of a sampler (device, event loop or workers) at `time`, in seconds since 1970."""
 
     time: float
     metrics: dict[str, float]
@@ -123,6 +123,7 @@ class RunSummary:
     busy: dict[str, float] = field(default_factory=dict)
     device: list[SamplerReading] = field(default_factory=list)
     loop: list[SamplerReading] = field(default_factory=list)
+    workers: list[SamplerReading] = field(default_factory=list)
     processes: list[ProcessSummary] = field(default_factory=list)
     machine: str = ""
     code_version: str = ""
@@ -147,10 +148,11 @@ class RunSummary:
 
     def plain(self) -> dict[str, Any]:
         """As JSON-compatible data; rounds as a list in order, the samplers' readings as their ranges."""
-        data = asdict(replace(self, device=[], loop=[]))
+        data = asdict(replace(self, device=[], loop=[], workers=[]))
         data["path"] = str(self.path)
         data["device"] = reading_ranges(self.device)
         data["loop"] = lag_summary(self.loop)
+        data["workers"] = reading_ranges(self.workers)
         data["hidden"] = self.hidden
         data["seconds"] = self.seconds
         data["rounds"] = [{"round": number, "metrics": self.rounds[number]} for number in sorted(self.rounds)]
@@ -197,6 +199,7 @@ def read_run(run: RunDirectory) -> RunSummary:
         busy=total_budget(s.busy or s.budget for s in steps) if any(s.busy for s in steps) else {},
         device=_readings(records, "device"),
         loop=_readings(records, "loop"),
+        workers=_readings(records, "workers"),
         processes=[_process(record) for record in records if record["kind"] == "run"],
         machine=str(state.get("machine", "")),
         code_version=str(state.get("code_version", "")),
@@ -269,14 +272,15 @@ FIELDS: dict[str, dict[str, type]] = {
     "alert": {"round": int, "phase": str, "name": str, "message": str},
     "device": {"metrics": dict},
     "loop": {"metrics": dict},
+    "workers": {"metrics": dict},
 }
 
 
 def _known(records: list[dict[str, Any]], run: RunDirectory, notes: list[str]) -> list[dict[str, Any]]:
     """The records of pvg, without foreign lines in the file."""
     known = [record for record in records if _is_known(record)]
-    if strange := len(records) - len(known):
-        notes.append(f"{strange} of the lines of {run.metrics.name} are not records of pvg and were left out.")
+    if foreign := len(records) - len(known):
+        notes.append(f"{foreign} of the lines of {run.metrics.name} are not records of pvg and were left out.")
     return known
 
 

@@ -147,12 +147,12 @@ def _age(source: str) -> tuple[bool, str]:
 def _choose(rollouts: Sequence[Rollout], each: int) -> list[Example]:
     flaws = [r for r in rollouts if r.is_flaw]
     solutions = [r for r in rollouts if r.role is Role.HELPFUL and r.grade.correct]
-    believed = _distinct(sorted(flaws, key=_score, reverse=True), each)
+    by_score = _distinct(sorted(flaws, key=_score, reverse=True), each)
     typical = _distinct(_around_median(solutions, _score), each)
     scored = any(r.score is not None for r in rollouts)
     return [
-        *(_example(r, "the flaw with the highest score" if scored else "a flaw") for r in believed[:1]),
-        *(_example(r, "another flaw with a high score" if scored else "another flaw") for r in believed[1:]),
+        *(_example(r, "the flaw with the highest score" if scored else "a flaw") for r in by_score[:1]),
+        *(_example(r, "another flaw with a high score" if scored else "another flaw") for r in by_score[1:]),
         *(_example(r, "a typical correct solution" if scored else "a correct solution") for r in typical),
     ]
 
@@ -249,8 +249,11 @@ def round_scores(run: RunDirectory, summary: RunSummary) -> list[RoundScores]:
 
 
 def _threshold(summary: RunSummary, round_: int) -> float | None:
-    told = [summary.rounds.get(round_, {}), *(phase.metrics for phase in summary.phases if phase.round == round_)]
-    return next((metrics["threshold"] for metrics in told if "threshold" in metrics), None)
+    metrics_of_round = [
+        summary.rounds.get(round_, {}),
+        *(phase.metrics for phase in summary.phases if phase.round == round_),
+    ]
+    return next((metrics["threshold"] for metrics in metrics_of_round if "threshold" in metrics), None)
 
 
 def _kinds(shards: RolloutShards, infos: Sequence[ShardInfo], source: str) -> dict[str, NDArray[np.float64]]:

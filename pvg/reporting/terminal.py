@@ -31,6 +31,7 @@ from pvg.reporting.formats import (
     trend,
     value_text,
 )
+from pvg.reporting.machine import worker_words
 from pvg.reporting.run_summary import RunSummary, base_metrics, lag_summary, reading_ranges
 from pvg.reporting.solutions import Example
 from pvg.reporting.table import Column, Table, TableCell, side_by_side
@@ -73,7 +74,7 @@ FAMILY_COLOURS: dict[str, tuple[str, ...]] = {
     "sampling": ("yellow", "bright_yellow"),
     "scoring": ("cyan", "bright_cyan"),
     "training": ("red", "bright_red"),
-    "keeping": ("blue", "bright_blue"),
+    "bookkeeping": ("blue", "bright_blue"),
     "waiting": ("white",),
     "other": ("bright_white",),
     "unaccounted": (QUIET,),
@@ -301,7 +302,7 @@ def overlap_table(summary: RunSummary) -> Table:
 
 
 def machine_table(summary: RunSummary) -> RichTable | None:
-    """One line each for device, peak memory and event loop; None for runs that recorded none of them."""
+    """One line each for device, peak memory, workers and event loop; None for runs that recorded none of them."""
     table = RichTable.grid(padding=(0, 2, 0, 0))
     table.add_column(style=QUIET, no_wrap=True)
     table.add_column(overflow="fold")
@@ -321,6 +322,9 @@ def machine_table(summary: RunSummary) -> RichTable | None:
         table.add_row(
             "memory", ", ".join(f"{what} {size}" for what, size in peak_memory_texts(summary.peak_memory)), ""
         )
+    if summary.workers:
+        curve = [reading.metrics["busy"] for reading in summary.workers if "busy" in reading.metrics]
+        table.add_row("workers", worker_words(summary.workers), sparkline(curve, MACHINE_BARS, 0.1))
     lags = lag_summary(summary.loop)
     if "worst_max_s" in lags:
         found = [f"{word} {short_seconds(lags[name])}" for word, name in LAGS if name in lags]
@@ -353,7 +357,7 @@ def examples_list(examples: Sequence[Example]) -> Group:
         if example.solver_text is not None:
             parts.append(Text.assemble(("solver    ", QUIET), example.solver_text))
         parts.append(Text.assemble(("solution  ", QUIET), example.text))
-        parts += [Text.assemble((f"{who:<10}", QUIET), said) for who, said in example.dialogue]
+        parts += [Text.assemble((f"{role:<10}", QUIET), text) for role, text in example.dialogue]
         note = f", {example.note}" if example.note else ""
         verdict = "correct" if example.correct else f"wrong: the answer is {example.reference}"
         found = f"answer {example.answer}" if example.answer is not None else "no answer"

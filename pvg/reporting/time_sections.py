@@ -49,11 +49,11 @@ def _lead(summary: RunSummary, budget: dict[str, float]) -> str:
     words = [
         f"{duration(total)} in steps and phases, {percent(budget.get(UNACCOUNTED, 0.0) / total)} of it unaccounted."
     ]
-    told = [process for process in summary.processes if process.budget]
-    if told:
-        whole = total_budget(process.budget for process in told)
+    with_budget = [process for process in summary.processes if process.budget]
+    if with_budget:
+        whole = total_budget(process.budget for process in with_budget)
         seconds = sum(whole.values())
-        count = "its process" if len(told) == 1 else f"its {len(told)} processes that ended normally"
+        count = "its process" if len(with_budget) == 1 else f"its {len(with_budget)} processes that ended normally"
         words.append(
             f"All time of {count}, with start and end: {duration(seconds)}, "
             f"{percent(whole.get(UNACCOUNTED, 0.0) / seconds)} unaccounted."
@@ -98,8 +98,9 @@ def parts_table(budget: dict[str, float], busy: dict[str, float], steps: dict[st
         bar = TableCell(style=part.style, bar=exposed / largest if largest > 0 else 0.0)
         add(TableCell(part.label, key=box_key(part)), bar, exposed, over.get(part.name, 0.0))
     add(TableCell("all"), TableCell(), total, hidden)
+    table.caption = "Exposed: the time that the run waited for a part."
     if len(titles) > 3:
-        table.caption = "Exposed: the run waited for it. Hidden: it overlapped with other work. Busy: the sum of both."
+        table.caption += " Hidden: the part overlapped with other work. Busy: the sum of both."
     return table
 
 

@@ -10,6 +10,7 @@ weights equals one that was never cut. A server draws new numbers after a cut: t
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Collection
 from dataclasses import astuple, dataclass, field
@@ -20,6 +21,12 @@ import numpy as np
 from pvg.errors import ConfigurationError, StateError
 from pvg.records import FinishReason, Float32, Int32, RoutedExperts, Timing, VersionSpan
 from pvg.servers.publishing import SyncTiming, WeightUpdate
+
+# Requests count as gathered after this many turns of the event loop without a new one. A caller needs a few turns to
+# submit its next request. Counting turns instead of seconds keeps batches reproducible.
+QUIET_TURNS = 8
+# A steady trickle of requests cannot delay a batch for longer than this.
+GATHER_TURNS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +205,18 @@ class Engine(Protocol):
     async def load_weights(self, update: WeightUpdate) -> SyncTiming: ...
 
     async def close(self) -> None: ...
+
+
+async def gather_requests(arrivals: Callable[[], int], enough: Callable[[], bool] = lambda: False) -> None:
+    """Yield to the event loop until no new request arrives or there are `enough`. `arrivals`: how many have arrived
+    since the engine was opened."""
+    quiet = 0
+    for _ in range(GATHER_TURNS):
+        if enough() or quiet == QUIET_TURNS:
+            return
+        seen = arrivals()
+        await asyncio.sleep(0)
+        quiet = quiet + 1 if arrivals() == seen else 0
 
 
 def check_request(request: GenerationRequest) -> None:

@@ -121,23 +121,23 @@ class LeanRows:
         requests = [job.request for job in jobs]
         slots = self._places(len(jobs))
         self._make_room(max(slots) + 1, requests)
-        kept = self._slots
+        state = self._slots
         uniform_NC = uniform_numbers(requests, max(request.sampling.max_tokens for request in requests))
         rows_N = np.asarray(slots)
-        kept.ticket_R[rows_N] = [job.ticket for job in jobs]
+        state.ticket_R[rows_N] = [job.ticket for job in jobs]
         known = [request.known_ids for request in requests]
-        kept.token_R[rows_N] = [ids[-1] for ids in known]
-        kept.position_R[rows_N] = [len(ids) - 1 for ids in known]
-        kept.limit_R[rows_N] = [request.sampling.max_tokens for request in requests]
-        kept.live_R[rows_N], kept.stop_RS[rows_N] = True, -1
-        kept.count_R[rows_N] = [request.tokens_begun for request in requests]
-        kept.uniform_RC[rows_N, : uniform_NC.shape[1]] = uniform_NC
+        state.token_R[rows_N] = [ids[-1] for ids in known]
+        state.position_R[rows_N] = [len(ids) - 1 for ids in known]
+        state.limit_R[rows_N] = [request.sampling.max_tokens for request in requests]
+        state.live_R[rows_N], state.stop_RS[rows_N] = True, -1
+        state.count_R[rows_N] = [request.tokens_begun for request in requests]
+        state.uniform_RC[rows_N, : uniform_NC.shape[1]] = uniform_NC
         for row, request in zip(slots, requests, strict=True):
-            kept.stop_RS[row, : len(request.sampling.stop_ids)] = request.sampling.stop_ids
-            kept.requests[row] = request
+            state.stop_RS[row, : len(request.sampling.stop_ids)] = request.sampling.stop_ids
+            state.requests[row] = request
             if request.begun is not None:
-                kept.tokens_RC[row, : request.tokens_begun] = request.begun.token_ids
-                kept.logprobs_RC[row, : request.tokens_begun] = request.begun.logprobs
+                state.tokens_RC[row, : request.tokens_begun] = request.begun.token_ids
+                state.logprobs_RC[row, : request.tokens_begun] = request.begun.logprobs
         self._extent = max(self._extent, max(slots) + 1)
         self._settings = None
         self._prefill(slots, known)
@@ -213,64 +213,64 @@ class LeanRows:
     def _step(self) -> NDArray[np.int64]:
         """Sample one token for each live row. Returns the slots of these rows."""
         assert self._cache is not None
-        kept, extent, device = self._slots, self._extent, self._decoder.device
-        rows_L = np.flatnonzero(kept.live_R[:extent])
+        state, extent, device = self._slots, self._extent, self._decoder.device
+        rows_L = np.flatnonzero(state.live_R[:extent])
         every_R = np.arange(extent)
         # A finished row may have used all its random numbers; its sample is discarded, so any number will do.
-        count_R = np.minimum(kept.count_R[:extent], kept.uniform_RC.shape[1] - 1)
+        count_R = np.minimum(state.count_R[:extent], state.uniform_RC.shape[1] - 1)
         if self._settings is None:
-            requests = [request for request in kept.requests[:extent] if request is not None]
+            requests = [request for request in state.requests[:extent] if request is not None]
             self._settings = RowSettings.of([request.sampling for request in requests], device)
             self._shared = _shared_columns(requests)
         logits_RV = self._decoder.step(
-            torch.from_numpy(kept.token_R[:extent]).to(device),
-            torch.from_numpy(kept.position_R[:extent]).to(device),
+            torch.from_numpy(state.token_R[:extent]).to(device),
+            torch.from_numpy(state.position_R[:extent]).to(device),
             self._cache,
-            int(kept.position_R[rows_L].max()) + 1,
+            int(state.position_R[rows_L].max()) + 1,
             self._shared,
         )
-        uniform_R = torch.from_numpy(kept.uniform_RC[every_R, count_R]).to(device)
+        uniform_R = torch.from_numpy(state.uniform_RC[every_R, count_R]).to(device)
         tokens_R, logprobs_R = draw(logits_RV, self._settings, uniform_R)
-        kept.token_R[:extent] = tokens_R.cpu().numpy()
-        count_L = kept.count_R[rows_L]
-        kept.tokens_RC[rows_L, count_L] = kept.token_R[rows_L]
-        kept.logprobs_RC[rows_L, count_L] = logprobs_R.cpu().numpy()[rows_L]
-        kept.count_R[rows_L] += 1
-        kept.position_R[rows_L] += 1  # not for finished rows: they must stay inside their columns
+        state.token_R[:extent] = tokens_R.cpu().numpy()
+        count_L = state.count_R[rows_L]
+        state.tokens_RC[rows_L, count_L] = state.token_R[rows_L]
+        state.logprobs_RC[rows_L, count_L] = logprobs_R.cpu().numpy()[rows_L]
+        state.count_R[rows_L] += 1
+        state.position_R[rows_L] += 1  # not for finished rows: they must stay inside their columns
         return rows_L
 
     def _ended(self, rows_L: NDArray[np.int64], dropped_N: NDArray[np.bool_]) -> list[tuple[int, DecodedRow]]:
         """Tickets and results of the rows that ended in this step. The log-probs of dropped rows are not checked."""
-        kept = self._slots
-        stopped_L = (kept.token_R[rows_L, None] == kept.stop_RS[rows_L]).any(axis=1)
-        ended_L = stopped_L | (kept.count_R[rows_L] >= kept.limit_R[rows_L])
+        state = self._slots
+        stopped_L = (state.token_R[rows_L, None] == state.stop_RS[rows_L]).any(axis=1)
+        ended_L = stopped_L | (state.count_R[rows_L] >= state.limit_R[rows_L])
         if dropped_N.any():
-            ended_L |= dropped_N[kept.ticket_R[rows_L]]
+            ended_L |= dropped_N[state.ticket_R[rows_L]]
         if not ended_L.any():
             return []
         found = []
         for row, stopped in zip(rows_L[ended_L].tolist(), stopped_L[ended_L].tolist(), strict=True):
-            kept.live_R[row] = False
-            request, ticket, length = kept.requests[row], int(kept.ticket_R[row]), int(kept.count_R[row])
+            state.live_R[row] = False
+            request, ticket, length = state.requests[row], int(state.ticket_R[row]), int(state.count_R[row])
             assert request is not None
-            tokens, logprobs = kept.tokens_RC[row, :length], kept.logprobs_RC[row, :length]
+            tokens, logprobs = state.tokens_RC[row, :length], state.logprobs_RC[row, :length]
             found.append((ticket, finished_row(request, tokens, logprobs, stopped, bool(dropped_N[ticket]))))
         return found
 
     def _compact(self) -> None:
         """Move live rows from the end into the places of finished ones, which copies as few rows as possible."""
         assert self._cache is not None
-        kept, live = self._slots, self._live
+        state, live = self._slots, self._live
         order_R = np.arange(self._extent)
-        targets_M = order_R[:live][~kept.live_R[:live]]
-        sources_M = order_R[live:][kept.live_R[live : self._extent]]
+        targets_M = order_R[:live][~state.live_R[:live]]
+        sources_M = order_R[live:][state.live_R[live : self._extent]]
         if len(sources_M):
-            columns = int(kept.position_R[sources_M].max())
+            columns = int(state.position_R[sources_M].max())
             device = self._decoder.device
             self._cache.move(torch.from_numpy(sources_M).to(device), torch.from_numpy(targets_M).to(device), columns)
-            kept.move(sources_M, targets_M)
-        kept.live_R[live : self._extent] = False
-        kept.requests[live : self._extent] = [None] * (self._extent - live)
+            state.move(sources_M, targets_M)
+        state.live_R[live : self._extent] = False
+        state.requests[live : self._extent] = [None] * (self._extent - live)
         self._extent = live
         self._settings = None
 
@@ -282,5 +282,5 @@ def _shared_columns(requests: Sequence[GenerationRequest]) -> SharedPrefixes | N
     changes = [row for row in range(1, len(prompts)) if prompts[row] != prompts[row - 1]]
     rows = math.gcd(len(prompts), *changes)
     columns = min(len(request.prompt_ids) for request in requests) - 1
-    spared = columns * (len(prompts) - len(prompts) // rows)
-    return SharedPrefixes(rows, columns) if spared > FEW_COLUMNS else None
+    saved = columns * (len(prompts) - len(prompts) // rows)
+    return SharedPrefixes(rows, columns) if saved > FEW_COLUMNS else None

@@ -196,13 +196,13 @@ class Pipeline:
         self._semaphore = asyncio.Semaphore(concurrency)  # first come, first served
         self._buffer = GroupBuffer(budget, prefer)
         self._running: dict[asyncio.Task[Group], tuple[Role, AdmissionGate]] = {}
-        self._hopeless: set[asyncio.Task[Group]] = set()
+        self._given_up: set[asyncio.Task[Group]] = set()
         self._cancelled = 0
         self._producer: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
         self._starved = False
         self._room = asyncio.Event()
-        self._came = asyncio.Event()
+        self._result_arrived = asyncio.Event()
 
     @property
     def waiting(self) -> int:
@@ -243,10 +243,10 @@ class Pipeline:
                 if self._batches is not None:
                     self._batches -= 1
                 return taken
-            self._came.clear()
+            self._result_arrived.clear()
             self._starved = True
             try:
-                await self._came.wait()
+                await self._result_arrived.wait()
             finally:
                 self._starved = False
 
@@ -268,7 +268,7 @@ class Pipeline:
         if producer is not None:
             tasks.append(producer)
             for task in tasks:
-                if task not in self._hopeless:
+                if task not in self._given_up:
                     task.cancel()
         if tasks:
             await asyncio.wait(tasks)
@@ -280,10 +280,10 @@ class Pipeline:
             if self._fill():
                 with span("rollout"):  # while anything is in flight
                     while self._fill():
-                        await self._woken()
-            await self._woken()
+                        await self._room_changed()
+            await self._room_changed()
 
-    async def _woken(self) -> None:
+    async def _room_changed(self) -> None:
         await self._room.wait()
         self._room.clear()
 
@@ -300,13 +300,13 @@ class Pipeline:
                 task = asyncio.create_task(self._sample(role, gate))
                 there[role] += 1
                 self._running[task] = role, gate
-                task.add_done_callback(self._landed)
+                task.add_done_callback(self._on_sampled)
         return bool(self._running)
 
-    def _landed(self, task: asyncio.Task[Group]) -> None:
+    def _on_sampled(self, task: asyncio.Task[Group]) -> None:
         del self._running[task]
-        given_up = task in self._hopeless
-        self._hopeless.discard(task)
+        given_up = task in self._given_up
+        self._given_up.discard(task)
         if task.cancelled():
             if given_up:
                 self._cancelled += 1
@@ -320,7 +320,7 @@ class Pipeline:
             except ValueError as refused:  # asyncio only logs exceptions of callbacks, so pass it to `take`
                 self._fail(refused)
         self._room.set()
-        self._came.set()
+        self._result_arrived.set()
 
     def _ended(self, producer: asyncio.Task[None]) -> None:
         """The producer ends only by cancellation or with an error."""
@@ -333,10 +333,10 @@ class Pipeline:
             self._error = error
         for task in self._running:
             self._give_up(task)
-        self._came.set()
+        self._result_arrived.set()
 
     def _give_up(self, task: asyncio.Task[Group]) -> None:
         """Cancel once. A second cancellation would interrupt the cleanup after the first."""
-        if task not in self._hopeless:
-            self._hopeless.add(task)
+        if task not in self._given_up:
+            self._given_up.add(task)
             task.cancel()

@@ -12,7 +12,7 @@ A batch lasts until no row runs. New weights are loaded between batches. While t
 Invariants:
 - One version of the weights samples a batch.
 - The same requests submitted in the same order give the same bits. The wait for further requests is counted in turns of
-  the event loop (QUIET_TURNS), not in seconds.
+  the event loop (`gather_requests`), not in seconds.
 - Every call of `generate` ends with a completion or the error that prevented it.
 - A request samples the same tokens in any batch, up to floating-point ties (Philox seeds).
 """
@@ -43,6 +43,7 @@ from pvg.rollout.engine import (
     GenerationRequest,
     PartialCompletion,
     check_request,
+    gather_requests,
 )
 from pvg.rollout.lean import LeanDecoder, NotLeanError
 from pvg.rollout.lean_rows import LeanRows
@@ -53,11 +54,6 @@ from pvg.telemetry.spans import run_in, submit_in
 if TYPE_CHECKING:
     from pvg.models.language_model import LanguageModel
 
-# A partial batch starts after this many turns of the event loop without a new request. A caller needs a few turns to
-# submit its next request. Counting turns instead of seconds keeps batches reproducible.
-QUIET_TURNS = 8
-# A steady trickle of requests cannot delay a batch for longer than this.
-GATHER_TURNS = 256
 # Layer types that pvg.rollout.decoding supports.
 KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
@@ -213,13 +209,7 @@ class TorchEngine(Engine):
 
     async def _gather(self, wanted: int) -> None:
         """Yield to the event loop until `wanted` requests wait or no new one arrives."""
-        quiet = 0
-        for _ in range(GATHER_TURNS):
-            if len(self._queue) >= wanted or quiet == QUIET_TURNS:
-                return
-            seen = self._arrivals
-            await asyncio.sleep(0)
-            quiet = quiet + 1 if self._arrivals == seen else 0
+        await gather_requests(lambda: self._arrivals, lambda: len(self._queue) >= wanted)
 
     def _take(self, most: int) -> list[_Pending]:
         """Take up to `most` requests from the queue, in order of arrival; skip those whose callers have left."""

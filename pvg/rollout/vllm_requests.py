@@ -231,9 +231,9 @@ def joined(request: GenerationRequest, new: PartialCompletion | None) -> Partial
 
 
 def remainder(request: GenerationRequest) -> GenerationRequest:
-    """`request` as a server sees it: a longer prompt, fewer tokens and a new seed. A server's generator starts anew
-    with each request, and must not reuse the numbers of the first tokens. So a continued completion equals an uncut one
-    in distribution, not token for token."""
+    """`request` as a server sees it: a longer prompt, fewer tokens and a new seed. A server seeds its random generator
+    for each request, and the old seed would repeat the random numbers of the first tokens. A continued completion
+    therefore equals an uncut one in distribution, not token by token."""
     first = request.tokens_begun
     if not first:
         return request

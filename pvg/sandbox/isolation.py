@@ -140,12 +140,12 @@ class WardenProcess:
         return data
 
     def _failure(self, what: str) -> WardenFailedError:
-        said = ""
+        stderr = ""
         if self._process.stderr is not None:
             os.set_blocking(self._process.stderr.fileno(), False)
             with contextlib.suppress(OSError):
-                said = (self._process.stderr.read() or b"").decode(errors="replace").strip()[-500:]
-        return WardenFailedError(f"the sandbox's process failed: {what}{': ' if said else ''}{said}")
+                stderr = (self._process.stderr.read() or b"").decode(errors="replace").strip()[-500:]
+        return WardenFailedError(f"the sandbox's process failed: {what}{': ' if stderr else ''}{stderr}")
 
 
 MECHANISMS = frozenset({"namespaces", "landlock", "seccomp"})

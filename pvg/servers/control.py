@@ -98,11 +98,11 @@ class ControlClient:
                 f"{self.url} uses protocol {spoken} of pvg's control routes, but this client uses {PROTOCOL}.",
                 "Start the server with the same version of pvg as the trainer.",
             )
-        told = {**found, "url": self.url}
+        fields = {**found, "url": self.url}
         for name, kind in get_type_hints(ServerInfo).items():
-            if type(told.get(name)) is not kind:
+            if type(fields.get(name)) is not kind:
                 raise MalformedReply(self.url, f"in /pvg/info, {name!r} is missing or not of type {kind.__name__}")
-        return ServerInfo(**{name: told[name] for name in ServerInfo.__slots__})
+        return ServerInfo(**{name: fields[name] for name in ServerInfo.__slots__})
 
     async def load_weights(self, name: str, label: WeightLabel, trace: str, *, keep_kv: bool = False) -> DeliveryTiming:
         """Make the server load the weights in folder `name` of its root: pause (keeping requests in flight), load,

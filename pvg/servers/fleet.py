@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 State = Literal["away", "stale", "up"]
 LONGEST_REST_S = 5.0
-STOOD_STILL_S = 2.0  # normal delay of a timeout (aiohttp rounds up to seconds); beyond it, our own event loop stalled
+STALL_S = 2.0  # normal delay of a timeout (aiohttp rounds up to seconds); beyond it, our own event loop stalled
 
 
 class StaleWeights(ServerFault):
@@ -56,7 +56,7 @@ class Server:
     settled: bool = False  # its weights are certainly those of its label
     leaving: bool = False  # it is being removed
     attempts: set[asyncio.Task[Any]] = field(default_factory=set)
-    kicked: asyncio.Event = field(default_factory=asyncio.Event)
+    probe_now: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def attempt(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work`, a request to this server. Raises ConnectionBroken if the server goes away first."""
@@ -162,7 +162,7 @@ class Fleet:
         self.servers.append(server)
         self._events.event("gen", event="server.added", server=server.url)
         if self._watching:
-            server.kicked.set()  # probe it now
+            server.probe_now.set()  # probe it now
             self._start_watching(server)
         return server
 
@@ -215,7 +215,7 @@ class Fleet:
             self.lose(server, fault)
         elif isinstance(fault, StaleWeights) and server.state == "up":
             self._set(server, "stale")
-        server.kicked.set()
+        server.probe_now.set()
 
     def lose(self, server: Server, fault: BaseException) -> None:
         """Mark the server as away until it answers again, and cancel its requests."""
@@ -261,8 +261,8 @@ class Fleet:
             with contextlib.suppress(TimeoutError):
                 # Not `wait_for`: in Python 3.11 it ignores a cancellation in the moment in which the event is set.
                 async with asyncio.timeout(self._section.probe_every_s):
-                    await server.kicked.wait()
-            server.kicked.clear()
+                    await server.probe_now.wait()
+            server.probe_now.clear()
             try:
                 await self._look(server)
             except ServerFault as fault:
@@ -287,8 +287,8 @@ class Fleet:
         except ReplyTimeout:
             # An engine that loads weights does not answer, and the update has its own timeout. And if more time has
             # passed than the probe's timeout, our own event loop stalled.
-            stood_still = time.monotonic() - asked > self._section.probe_timeout_s + STOOD_STILL_S
-            if server.loading or stood_still:
+            loop_stalled = time.monotonic() - asked > self._section.probe_timeout_s + STALL_S
+            if server.loading or loop_stalled:
                 return
             raise
         except PvgError as error:  # another program or key is there now: unusable, but other servers may be fine
@@ -331,5 +331,5 @@ class Fleet:
         self._events.event("gen", event=f"server.{state}", server=server.url, **why)
 
     def _unavailable(self, what: str) -> ServerUnavailableError:
-        told = "; ".join(f"{s.fault or s.url}" for s in self.servers)
-        return ServerUnavailableError(f"{what}: {told or 'there is none'}.", self._remedy)
+        faults = "; ".join(f"{s.fault or s.url}" for s in self.servers)
+        return ServerUnavailableError(f"{what}: {faults or 'there is none'}.", self._remedy)

@@ -24,13 +24,12 @@ from typing import TYPE_CHECKING, Literal
 
 import orjson
 
-import pvg
 from pvg import errors, hub
 from pvg.config.experiment import Experiment
 from pvg.config.hub_ids import is_hub_id
-from pvg.config.load import nearest
+from pvg.config.load import embedded_model
 from pvg.config.models import ModelSection
-from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, UsageError
+from pvg.errors import ConfigurationError, MissingRequirementError, PvgError
 from pvg.inputs import expanded
 from pvg.store.atomic import make_directory, sync_directory, temporary_beside
 
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 Purpose = Literal["prover", "verifier", "reference"]  # what a server serves
 Kind = Literal["generator", "classifier"]
 
-EMBEDDED = Path(pvg.__file__).parent / "models" / "embedded"  # repeated here, because pvg.models.sources imports torch
 FOLDER = "models"  # under weights.root
 DIGITS = 16  # hex digits of the model's fingerprint in its folder name
 
@@ -75,23 +73,12 @@ def model_folder(experiment: Experiment, purpose: Purpose) -> Path:
     if separator and source == "gguf":
         return _made(kind, section, experiment.weights.root)
     if separator and source == "embedded":
-        folder = _embedded(name)
+        folder = embedded_model(name)
     elif is_hub_id(section.source):
         folder = _directory(str(hub.fetch(section.source, "model")))
     else:
         folder = _directory(section.source)
     return folder if kind == "generator" else _made(kind, section, experiment.weights.root)
-
-
-def _embedded(name: str) -> Path:
-    known = sorted(path.parent.name for path in EMBEDDED.glob("*/model.safetensors"))
-    if name not in known:
-        hint = nearest(name, known)
-        raise UsageError(
-            f"No embedded model is called {name!r}." + (f" Did you mean {hint!r}?" if hint else ""),
-            f"Known: {', '.join(known) or 'none'}.",
-        )
-    return EMBEDDED / name
 
 
 def _directory(source: str) -> Path:

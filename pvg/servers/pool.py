@@ -221,13 +221,13 @@ class HttpPool:
                 finally:
                     self._open.discard(response)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise ServerUnreachable(url, _said(error)) from error
+            raise ServerUnreachable(url, _message(error)) from error
         except TimeoutError as error:
             raise ReplyTimeout(url, f"no reply within {timeout_s:g} s" if timeout_s else "no reply") from error
         except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError) as error:
-            raise ConnectionBroken(url, _said(error)) from error
+            raise ConnectionBroken(url, _message(error)) from error
         except aiohttp.ClientError as error:
-            raise MalformedReply(url, _said(error)) from error
+            raise MalformedReply(url, _message(error)) from error
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._closed:
@@ -307,7 +307,7 @@ def _refusal(url: str, status: int, body: bytes) -> RefusedRequest:
     return RefusedRequest(url, status, code, str(error)[:500] or message)
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 

@@ -112,11 +112,11 @@ class LogTail:
         with self.path.open("rb") as file:
             file.seek(self._began)
             lines = [_plain(line) for line in file.read().decode(errors="replace").splitlines()]
-        told = [line for line in lines if line.strip()]
-        for place, line in enumerate(told):
+        nonempty = [line for line in lines if line.strip()]
+        for place, line in enumerate(nonempty):
             if ROOT_CAUSE.search(PREFIX.sub("", line)):
-                return told[max(0, place + 1 - count) : place + 1]
-        return list(deque(told, maxlen=count))
+                return nonempty[max(0, place + 1 - count) : place + 1]
+        return list(deque(nonempty, maxlen=count))
 
     def _new_lines(self) -> list[str]:
         with self.path.open("rb") as file:
@@ -135,7 +135,7 @@ def _plain(line: str) -> str:
     return ESCAPES.sub("", line).rstrip()
 
 
-def said(line: str) -> str:
+def without_prefix(line: str) -> str:
     """The line without vLLM's prefix."""
     return PREFIX.sub("", line)
 
@@ -263,8 +263,8 @@ class VllmServer:
         the port meanwhile has a different boot id."""
         with contextlib.suppress(ServerFault):
             await self.pool.request("GET", f"{self.url}/health", timeout_s=HEALTH_S)
-            told = (await self.pool.request("GET", f"{self.url}/pvg/info", timeout_s=HEALTH_S)).json()
-            return isinstance(told, dict) and told.get("boot") == self.boot
+            info = (await self.pool.request("GET", f"{self.url}/pvg/info", timeout_s=HEALTH_S)).json()
+            return isinstance(info, dict) and info.get("boot") == self.boot
         return False
 
     async def _first_request(self) -> None:
@@ -308,9 +308,9 @@ class VllmServer:
         self._listen(process.stdout)
         return ended if self._exit is None else self._exit
 
-    def _listen(self, said_by: IO[bytes] | None) -> None:
+    def _listen(self, output: IO[bytes] | None) -> None:
         """Parse the supervisor's output: `pid N`, `exit CODE`."""
-        data = (said_by.read() if said_by is not None else None) or b""
+        data = (output.read() if output is not None else None) or b""
         for line in data.decode().splitlines():
             what, _, number = line.partition(" ")
             if what == "pid":
@@ -321,7 +321,7 @@ class VllmServer:
     def _failure(self, what: str, remedy: str = "") -> ServerFailedError:
         lines = self._log.last_lines() if self.spec.log.exists() else []
         how = "" if self._exit is None else f" ({_exit_in_words(self._exit)})"
-        reason = next((f": {said(line)}" for line in reversed(lines[-1:]) if "rror" in line), "")
+        reason = next((f": {without_prefix(line)}" for line in reversed(lines[-1:]) if "rror" in line), "")
         if any(TOO_OLD in line for line in lines):
             remedy = f"vLLM {self.spec.interpreter.vllm} is too old (0.32 works), or serving.extra_args is wrong."
         return ServerFailedError(

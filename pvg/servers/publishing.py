@@ -164,17 +164,19 @@ class Publisher:
         all_ms = (time.perf_counter() - sent) * 1e3
         timings = [outcome for outcome in outcomes if isinstance(outcome, SyncTiming)]
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        self._events.event("weights", event="client.done", **place, failed=len(failures), **_told(timings, all_ms))
+        self._events.event(
+            "weights", event="client.done", **place, failed=len(failures), **_timing_fields(timings, all_ms)
+        )
         if failures:
             raise failures[0]
         return timings
 
 
-def _told(timings: Sequence[SyncTiming], all_ms: float) -> dict[str, float]:
+def _timing_fields(timings: Sequence[SyncTiming], all_ms: float) -> dict[str, float]:
     """The slowest engine's times. `all_ms` also contains what is outside its wall time: writing files, the canary."""
     if not timings:
         return {"wall_ms": all_ms, "rpc_ms": 0.0, "queue_ms": all_ms, "all_ms": all_ms}
     slowest = max(timings, key=lambda timing: timing.wall_ms)
-    told = {"wall_ms": slowest.wall_ms, "rpc_ms": slowest.rpc_ms, "queue_ms": slowest.queue_ms, "all_ms": all_ms}
+    fields = {"wall_ms": slowest.wall_ms, "rpc_ms": slowest.rpc_ms, "queue_ms": slowest.queue_ms, "all_ms": all_ms}
     gaps = [timing.canary_gap for timing in timings if timing.canary_gap is not None]
-    return told | dict(slowest.parts) | ({"canary_gap": max(gaps)} if gaps else {})
+    return fields | dict(slowest.parts) | ({"canary_gap": max(gaps)} if gaps else {})

@@ -373,7 +373,7 @@ class ServedModel:
             if not fault.final:
                 raise
             raise WeightsNotArrivedError(
-                f"{server.url} cannot prove that it has the weights of the {self.needs.purpose}: {fault}.",
+                f"pvg cannot check whether {server.url} has the weights of the {self.needs.purpose}: {fault}.",
                 "Look at that server's log, then continue with --resume.",
             ) from None
 

@@ -119,15 +119,15 @@ def _sweep() -> None:
     Stops after KILL_S: a process that still exists then hangs in the kernel, and waiting does not help.
     """
     began = time.monotonic()
-    told = False
+    terminated = False
     while rest := _tree():
         passed = time.monotonic() - began
         if passed > KILL_S:
             return
         if passed > TIDY_S + TERM_S:
             _send(rest, signal.SIGKILL)
-        elif passed > TIDY_S and not told:
-            told = True
+        elif passed > TIDY_S and not terminated:
+            terminated = True
             _send(rest, signal.SIGTERM)
         time.sleep(POLL_S)
         _reap(0)

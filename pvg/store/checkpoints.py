@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,10 +40,17 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
-def write_checkpoint(directory: Path, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Path:
+def write_checkpoint(
+    directory: Path,
+    name: str,
+    tensors: Mapping[str, Tensor],
+    meta: Mapping[str, Any],
+    before: Callable[[], None] | None = None,
+) -> Path:
     """Store `tensors` (any shapes, devices and dtypes) and `meta` (plain JSON data) as `directory/name`, durably.
 
-    Returns the folder. It becomes part of the run when a commit names it. Tensors that share memory are stored
+    Returns the folder. It becomes part of the run when a commit names it. `before` is called just before it gets its
+    name; if it raises, no files remain. Tensors that share memory are stored
     separately. Raises StateError if the checkpoint exists, MissingRequirementError if the disk is full (no files
     remain), ValueError if `meta` is not plain JSON data.
     """
@@ -65,6 +72,8 @@ def write_checkpoint(directory: Path, name: str, tensors: Mapping[str, Tensor], 
             body = {"format": FORMAT, "tensors": {"bytes": size, "sha256": digest}, "meta": meta}
             write_synced(temporary / META_FILE, orjson.dumps({**body, "checksum": _checksum(body)}))
             sync_directory(temporary)
+            if before is not None:
+                before()
             os.rename(temporary, path)
             sync_directory(directory)
     except BaseException:
@@ -121,9 +130,9 @@ def prune(directory: Path, keep: set[str]) -> list[Path]:
     for path in sorted(directory.iterdir()):
         if path.is_dir() and NAME.fullmatch(path.name) and path.name not in keep:
             # Rename first, so that a half-removed folder does not look like a checkpoint.
-            doomed = temporary_beside(path)
-            path.rename(doomed)
-            shutil.rmtree(doomed)
+            trash = temporary_beside(path)
+            path.rename(trash)
+            shutil.rmtree(trash)
             removed.append(path)
     if removed:
         sync_directory(directory)

@@ -8,7 +8,7 @@ Invariants: `experiment.toml` is written once, when the run is created. At most 
 The kernel releases the lock when the process ends in any way. The process locks the lock file and its folder. A deleted
 or replaced lock file does not admit another process, because the folder stays locked. A moved folder stays locked under
 its new name. On a file system that cannot lock folders (NFS) only the file is locked; `FolderGuard` then detects a
-deleted or replaced lock file.
+deleted or replaced lock file. A lease (pvg.store.lease) keeps drivers on several hosts apart.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pvg.config.experiment import Experiment
-from pvg.config.load import load_experiment, nearest
+from pvg.config.load import did_you_mean, load_experiment
 from pvg.errors import MissingRequirementError, PvgError, StateError, UsageError, system_module, user_paths
 from pvg.store.atomic import (
     DamagedFileError,
@@ -35,6 +35,7 @@ from pvg.store.atomic import (
     write_atomic,
 )
 from pvg.store.journal import JournalMark, read_json_lines, verify
+from pvg.store.lease import LeaseCheck, is_lease, leased
 from pvg.store.state import FileStateStore, LoadedState, State
 
 Identity = tuple[int, int]  # device and inode of a file or a folder
@@ -74,7 +75,7 @@ def exclusive(file: Path, refusal: Callable[[str], PvgError]) -> Iterator[None]:
 
 
 class FolderGuard:
-    """Checks whether a folder and its lock file are still the same as when this object was made.
+    """Checks whether a folder, its lock file and its lease are still the same as when this object was made.
 
     A process that has locked a folder calls this before each commit, because its lock does not protect a different
     folder that was moved to the same path.
@@ -83,15 +84,18 @@ class FolderGuard:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._folder_was, self._file_was = _identity(file.parent), _identity(file)
+        self._lease = LeaseCheck(file.parent)
 
     def __call__(self) -> None:
-        """Raises StateError if the folder was moved, deleted or replaced, or if its lock no longer protects it."""
+        """Raises StateError if the folder was moved, deleted or replaced, if its lock no longer protects it, or if a
+        driver on another host has taken its lease."""
         folder = self._file.parent
         if self._folder_was is None or _identity(folder) != self._folder_was:
             raise StateError(
                 f"The folder {folder} was moved, deleted or replaced while this process was writing to it.",
                 "All commits are in the old folder. If you moved it, continue there: pvg train --resume PATH",
             )
+        self._lease()
         file = _identity(self._file)
         if file == self._file_was or (file is None and _can_lock(folder)):
             return
@@ -172,7 +176,7 @@ def free_name(root: Path, name: str) -> str:
 
 
 # Kinds of records that a run may write before its first commit. Any other kind proves a commit.
-BEFORE_THE_FIRST_COMMIT = frozenset({"device", "loop", "alert"})
+BEFORE_THE_FIRST_COMMIT = frozenset({"device", "loop", "workers", "alert"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +262,8 @@ class RunDirectory:
                     make_directory(folder)
                 write_atomic(run.experiment_file, experiment.to_toml().encode())
         except (OSError, MissingRequirementError):
-            if made and run.path.exists() and {entry.name for entry in run.path.iterdir()} <= {run.lock_file.name}:
+            left = [entry for entry in run.path.iterdir() if not is_lease(entry)] if run.path.exists() else []
+            if made and run.path.exists() and {entry.name for entry in left} <= {run.lock_file.name}:
                 shutil.rmtree(run.path)  # the lock file could not be written either
             raise
         return run
@@ -276,9 +281,8 @@ class RunDirectory:
                 return run
         name = Path(path_or_name).name
         known = runs_in(root)
-        hint = nearest(name, known)
         raise UsageError(
-            f"There is no run {str(path_or_name)!r} in {root}." + (f" Did you mean {hint!r}?" if hint else ""),
+            f"There is no run {str(path_or_name)!r} in {root}.{did_you_mean(name, known)}",
             f"Known runs: {', '.join(known)}." if known else "Start one with: pvg train",
         )
 
@@ -287,14 +291,19 @@ class RunDirectory:
         return load_experiment(self.experiment_file)
 
     @contextmanager
-    def lock(self, discard: Callable[[], bool] = lambda: False) -> Iterator[RunDirectory]:
+    def lock(
+        self, discard: Callable[[], bool] = lambda: False, waiting: Callable[[str], None] = lambda line: None
+    ) -> Iterator[RunDirectory]:
         """Become the one process that drives this run. The kernel releases the lock when the process ends.
 
-        Raises UsageError with the other process's id if another process drives the run. If an error leaves the block
-        and the folder was moved, deleted or replaced, raises a StateError about that instead. If a PvgError or
-        OSError leaves the block and `discard()` is true, removes the folder.
+        `waiting` gets a line if a driver on another host has not released the run: this call then waits for WATCH_S to
+        see whether it is alive. Raises UsageError with the other driver's process id if one drives the run. If an error
+        leaves the block and the folder was moved, deleted or replaced, or another driver has taken over the run, raises
+        a StateError about that instead. If a PvgError or OSError leaves the block and `discard()` is true, removes the
+        folder.
         """
-        with exclusive(self.lock_file, self._driven_elsewhere):
+        journals = (self.metrics, self.spans, self.events)
+        with exclusive(self.lock_file, self._driven_elsewhere), leased(self.path, journals, waiting):
             unchanged = self.unchanged()
             try:
                 yield self
@@ -363,7 +372,8 @@ class RunDirectory:
         """
         store = FileStateStore(self.state)
         removed = []
-        for path in (self.experiment_file, store.path, store.previous_path):
+        journals = (self.metrics, self.spans, self.events)
+        for path in (self.experiment_file, store.path, store.previous_path, *journals):
             removed += remove_temporaries(self.path, path.name)
         removed += remove_old_temporaries(self.path, self.report.name)
         for folder in (self.manifest, self.code):
@@ -383,7 +393,7 @@ class RunDirectory:
         strangers = [
             entry.name
             for entry in (self.path.iterdir() if self.path.is_dir() else ())
-            if entry.name not in ours and not is_temporary(entry)
+            if entry.name not in ours and not is_temporary(entry) and not is_lease(entry)
         ]
         if strangers:
             raise UsageError(

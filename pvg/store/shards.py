@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -121,8 +121,10 @@ class ShardInfo:
 class RolloutShards:
     """The shards of one run. `directory`: the run directory; shards are in its `rollouts/round-NNN/`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, unchanged: Callable[[], None] | None = None) -> None:
+        """`unchanged` is called just before a shard gets its name. If it raises, there is no shard."""
         self.directory = directory
+        self._unchanged = unchanged
 
     def write(self, round_: int, label: str, rollouts: Sequence[Rollout], *, by_row: bool = False) -> ShardInfo:
         """Store `rollouts` as `rollouts/round-002/<label>.arrow`, durably. A commit must name it to make it part of the
@@ -140,8 +142,8 @@ class RolloutShards:
         make_directory(path.parent)
         digests = digests_of(_open(pa.BufferReader(data), path)) if by_row else b""
         if by_row:
-            write_atomic(path.with_suffix(DIGESTS_SUFFIX), digests)
-        write_atomic(path, memoryview(data))
+            write_atomic(path.with_suffix(DIGESTS_SUFFIX), digests, self._unchanged)
+        write_atomic(path, memoryview(data), self._unchanged)
         checksum = hashlib.sha256(data).hexdigest()
         return ShardInfo(relative, len(rollouts), data.size, checksum, hashlib.sha256(digests).hexdigest() * by_row)
 

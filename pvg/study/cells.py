@@ -82,7 +82,7 @@ def _undetected(row: Mapping[str, Any]) -> str:
 
 # "played": the game is complete but its evaluation is not. "damaged": its files cannot be read.
 Status = Literal["new", "unfinished", "played", "complete", "damaged"]
-MOST_TOLD = 6  # cells with other settings in one error message
+MOST_NAMED = 6  # cells with other settings in one error message
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ def standing(cell: Cell, folder: StudyFolder, evaluate: StudyEvaluation | None) 
     except PvgError as error:
         return CellProgress("damaged", reason=str(error))
     rounds = tuple({k: v for k, v in row.items() if v is not None} for row in state.get("rounds", ()))
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "round": state.get("round", 0),
         "phase": state.get("phase", ""),
         "rounds": rounds,
@@ -168,9 +168,9 @@ def standing(cell: Cell, folder: StudyFolder, evaluate: StudyEvaluation | None) 
         "machine": str(state.get("machine", "")),
     }
     if status_of(state) != "complete":
-        return CellProgress("unfinished", done=steps_done(cell, state), **told)
+        return CellProgress("unfinished", done=steps_done(cell, state), **fields)
     over = evaluate is None or not unevaluated(cell, evaluate, len(rounds))
-    return CellProgress("complete" if over else "played", done=cell.steps, **told)
+    return CellProgress("complete" if over else "played", done=cell.steps, **fields)
 
 
 def steps_done(cell: Cell, state: dict[str, Any]) -> int:
@@ -200,12 +200,12 @@ def refuse_other_settings(cells: Sequence[Cell]) -> None:
     by_change: dict[str, list[str]] = {}
     for name, changed in found.items():
         by_change.setdefault("; ".join(changed), []).append(name)
-    told = [
-        f"{', '.join(names[:MOST_TOLD])}{' and others' if len(names) > MOST_TOLD else ''}: {what}"
+    changes = [
+        f"{', '.join(names[:MOST_NAMED])}{' and others' if len(names) > MOST_NAMED else ''}: {what}"
         for what, names in by_change.items()
     ]
     raise StateError(
-        f"{len(found)} cells were played with other settings. {' | '.join(told)}.",
+        f"{len(found)} cells were played with other settings. {' | '.join(changes)}.",
         "Give the changed study another name, move its folder away, or undo the change.",
     )
 

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import orjson
 
-from pvg.config.load import nearest
+from pvg.config.load import did_you_mean
 from pvg.errors import ConfigurationError
 from pvg.records import BASE_SOURCE, source_of_round
 from pvg.reporting.formats import NumberStyle, metric_display
@@ -103,9 +103,8 @@ def measures_named(names: Sequence[str]) -> list[StudyMeasure]:
     """Raises ConfigurationError for an unknown name, with the nearest, and for a repeated one."""
     for name in names:
         if name not in MEASURES:
-            hint = nearest(name, list(MEASURES))
             raise ConfigurationError(
-                f"There is no measure {name!r}." + (f" Did you mean {hint!r}?" if hint else ""),
+                f"There is no measure {name!r}.{did_you_mean(name, list(MEASURES))}",
                 f"Known: {', '.join(MEASURES)}.",
             )
     if twice := next((name for name in names if list(names).count(name) > 1), None):
@@ -205,8 +204,8 @@ def _of_evaluated_rounds(value: Callable[[Mapping[str, Any]], MeasuredValue | No
     """In the order of the run's rounds; None if the evaluation does not have the round."""
 
     def read(facts: RunFacts) -> Series:
-        told = facts.evaluation.get("rounds", []) if isinstance(facts.evaluation, Mapping) else []
-        by_number = {row.get("round"): row for row in told if isinstance(row, Mapping)}
+        rows = facts.evaluation.get("rounds", []) if isinstance(facts.evaluation, Mapping) else []
+        by_number = {row.get("round"): row for row in rows if isinstance(row, Mapping)}
         return [value(by_number[n]) if n in by_number else None for n in sorted(facts.summary.rounds)]
 
     return read

@@ -108,7 +108,7 @@ def _comparisons(results: StudyResults, keys: dict[str, LegendKey]) -> PageSecti
 def _trends(results: StudyResults, keys: dict[str, LegendKey]) -> PageSection:
     lead = (
         "The last round minus the first. Kendall's tau is 1 if every round is above those before it, and −1 if every "
-        "round is below; the mean over seeds. p: no trend, with seeds as units."
+        "round is below; the mean over seeds. p: test of no trend, with seeds as units."
     )
     return PageSection("trends", "Over the rounds", [trends_table(results, keys)], lead)
 

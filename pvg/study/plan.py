@@ -25,10 +25,10 @@ from pvg.config.hub_ids import parse
 from pvg.config.load import (
     assign,
     build_experiment,
+    did_you_mean,
     find_experiment,
     find_named,
     leaves,
-    nearest,
     read_override,
     read_toml,
     shipped_directories,
@@ -46,16 +46,16 @@ OF_AN_EVALUATION = ("evaluate", "serving", "telemetry")  # sections that `pvg ev
 def as_evaluated(experiment: Experiment, changes: Mapping[str, Any], path: str) -> Experiment:
     """The settings for evaluating an arm's games. Raises ConfigurationError."""
     where, data = f"[evaluate] set of {path}", experiment.plain()
-    said = dict(leaves(dict(changes)))
-    for key, value in said.items():
+    flat = dict(leaves(dict(changes)))
+    for key, value in flat.items():
         if key.split(".")[0] not in OF_AN_EVALUATION or "." not in key:
             allowed = ", ".join(f"{section}.*" for section in OF_AN_EVALUATION)
             raise ConfigurationError(
-                f"{key} cannot be set here ({where}): only {allowed} can, the rest is how the games are played.",
+                f"{key} cannot be set here ({where}): it is a setting of the games, and only {allowed} are allowed.",
                 "Set it in [common] or in an arm.",
             )
         assign(data, key, value)
-    return build_experiment(data, where, dict.fromkeys(said, where))
+    return build_experiment(data, where, dict.fromkeys(flat, where))
 
 
 def refuse_unmeasured(
@@ -70,10 +70,9 @@ def refuse_unmeasured(
                 "Set evaluate = true, or leave the measure out.",
             )
         return
-    if strange := next((part for part in parts if part not in PARTS), None):
-        hint = nearest(strange, PARTS)
+    if unknown := next((part for part in parts if part not in PARTS), None):
         raise ConfigurationError(
-            f"There is no part {strange!r} of an evaluation ({path})." + (f" Did you mean {hint!r}?" if hint else ""),
+            f"There is no part {unknown!r} of an evaluation ({path}).{did_you_mean(unknown, PARTS)}",
             f"Known: {', '.join(PARTS)}.",
         )
     for name, experiment in arms.items():
@@ -297,11 +296,11 @@ def load_study(
     path = find_study(name_or_file)
     file = read_study(path)
     arms = resolve_arms(file, str(path), overrides)
-    if file.reference is not None and file.reference not in [arm.name for arm in arms]:
-        hint = nearest(file.reference, [arm.name for arm in arms])
+    names = [arm.name for arm in arms]
+    if file.reference is not None and file.reference not in names:
         raise ConfigurationError(
-            f"reference = {file.reference!r} is not an arm of {path}." + (f" Did you mean {hint!r}?" if hint else ""),
-            f"Arms: {', '.join(arm.name for arm in arms)}.",
+            f"reference = {file.reference!r} is not an arm of {path}.{did_you_mean(file.reference, names)}",
+            f"Arms: {', '.join(names)}.",
         )
     measures = measures_named(file.measures)
     asked = None if file.evaluate is None else file.evaluate.parts
@@ -373,19 +372,19 @@ def _resolve(
     source = entry.experiment if entry and entry.experiment else file.experiment
     data = read_toml(find_experiment(source), "experiment")
     settings = {**dict(leaves(entry.changes if entry else {})), **point}
-    said = [(key, value, f"[common] of {origin}") for key, value in leaves(file.common)]
-    said += [(key, value, f"arm {name!r} of {origin}") for key, value in settings.items()]
-    said += [setting for override in overrides for setting in read_override(override)]
-    for key, value, where in said:
+    given = [(key, value, f"[common] of {origin}") for key, value in leaves(file.common)]
+    given += [(key, value, f"arm {name!r} of {origin}") for key, value in settings.items()]
+    given += [setting for override in overrides for setting in read_override(override)]
+    for key, value, where in given:
         if key in RESERVED:
             raise ConfigurationError(f"{key} cannot be set here ({where}): use {RESERVED[key]}.")
         assign(data, key, value)
-    origins = {key: where for key, _, where in said}
+    origins = {key: where for key, _, where in given}
     experiment = build_experiment(data, f"arm {name!r} of {origin}", origins)
     for key, hub_id in hub.hub_ids(experiment):
         if not parse(hub_id).is_pinned:
             raise ConfigurationError(
-                f"{key} = {hub_id!r} has no commit, so two cells could differ in it (arm {name!r} of {origin}).",
+                f"{key} = {hub_id!r} has no commit, so two games could use different files (arm {name!r} of {origin}).",
                 f"`pvg train {source} -s {key}={hub_id} --dry-run` prints the id with its commit.",
             )
     evaluated = None if file.evaluate is None else as_evaluated(experiment, file.evaluate.changes, origin)

@@ -96,11 +96,11 @@ def play_cells(
         _wait_for_orphan(cell)
     waiting = deque((cell, _job_of(cell, folder, plan.evaluate)) for cell in todo)
     running: list[_Playing] = []
-    told = killed = False
+    interrupted = killed = False
     try:
         while waiting or running:
-            if stop.requests and not told:
-                told = True
+            if stop.requests and not interrupted:
+                interrupted = True
                 waiting.clear()
                 observer.stopping(len(running))
                 for playing in running:
@@ -119,7 +119,7 @@ def play_cells(
                     _look(playing, plan, folder, observer)
                     continue
                 running.remove(playing)
-                if _finish(playing, code, plan, folder, observer, stopped=told) and not told:
+                if _finish(playing, code, plan, folder, observer, stopped=interrupted) and not interrupted:
                     waiting.appendleft((playing.cell, "evaluate"))
             observer.waited()
             time.sleep(POLL_S)
@@ -127,7 +127,7 @@ def play_cells(
         for playing in running:  # only after an unexpected error
             playing.signal_all(signal.SIGKILL)
             playing.process.wait()
-    return not told
+    return not interrupted
 
 
 # --- one cell ----------------------------------------------------------------------------------------------------
@@ -147,9 +147,9 @@ def evaluate_command(cell: Cell, evaluate: StudyEvaluation) -> list[str]:
     if evaluate.rounds != "all":
         numbers = evaluate.numbers(cell.experiment.game.rounds)
         what += ["--rounds", ",".join(map(str, numbers))]
-    said = dict(leaves(evaluate.changes))
-    said |= dict(leaves({"evaluate": cell.evaluated.evaluate.model_dump(mode="json", exclude_none=True)}))
-    settings = [word for key, value in said.items() for word in ("--set", f"{key}={_toml(value)}")]
+    settings_by_key = dict(leaves(evaluate.changes))
+    settings_by_key |= dict(leaves({"evaluate": cell.evaluated.evaluate.model_dump(mode="json", exclude_none=True)}))
+    settings = [word for key, value in settings_by_key.items() for word in ("--set", f"{key}={_toml(value)}")]
     return ["evaluate", str(cell.run.path), *what, *settings, "--json"]
 
 

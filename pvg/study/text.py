@@ -77,10 +77,10 @@ def rounds_text(measure: MeasureRecord, rounds: Sequence[SeedSummary]) -> str:
     """The mean or median of every round, as many as fit."""
     if len(rounds) < 2:
         return ""
-    told = [middle_text(measure, summary).replace(" %", "").replace("median ", "") for summary in rounds]
-    if len(told) > 6:
-        told = [*told[:2], "…", *told[-2:]]
-    return " → ".join(told)
+    cells = [middle_text(measure, summary).replace(" %", "").replace("median ", "") for summary in rounds]
+    if len(cells) > 6:
+        cells = [*cells[:2], "…", *cells[-2:]]
+    return " → ".join(cells)
 
 
 def interval_text(measure: MeasureRecord, low: float | None, high: float | None) -> str:
@@ -176,17 +176,17 @@ def _on_p_values(results: StudyResults) -> list[str]:
     if not pairs or not results.family:
         return []
     least, family = least_p(pairs), results.family
-    said = f"With {counted(pairs, 'pair')} no p value can be below {least:.3g}"
+    sentence = f"With {counted(pairs, 'pair')} no p value can be below {least:.3g}"
     if least > LEVEL:
-        said += f": no difference can be significant at {LEVEL}, however large"
+        sentence += f": no difference can be significant at {LEVEL}, however large"
     elif min(1.0, least * family) > LEVEL:
-        said += f": after Holm's adjustment over {family} comparisons none can reach {LEVEL}"
+        sentence += f": after Holm's adjustment over {family} comparisons none can reach {LEVEL}"
     else:
         return []
-    needed = f"{seeds_needed(1)} seeds could for one comparison"
+    needed = f"One comparison needs {seeds_needed(1)} seeds"
     if family > 1:
-        needed += f", {seeds_needed(family)} for the {family} of this table"
-    return [f"{said}. {needed}. Read the differences and the signs."]
+        needed += f", all {family} of this table {seeds_needed(family)}"
+    return [f"{sentence}. {needed}. Read the differences and the signs."]
 
 
 # --- Markdown ---------------------------------------------------------------------------------------------------------
@@ -234,8 +234,8 @@ def markdown_text(results: StudyResults) -> str:
         parts += [f"### Against {results.reference}, paired by seed", comparisons_table(results).to_markdown()]
     if trends := trends_table(results):
         parts += ["### Over the rounds", trends.to_markdown()]
-    if told := cautions(results):
-        parts.append("\n".join(f"- {_escaped(sentence)}" for sentence in told))
+    if warnings := cautions(results):
+        parts.append("\n".join(f"- {_escaped(sentence)}" for sentence in warnings))
     played = sorted({cell.code_version for cell in results.cells if cell.status == "complete"})
     parts.append(
         f"`{results.command}`, seeds {', '.join(map(str, results.seeds))}, played by pvg "
@@ -246,8 +246,8 @@ def markdown_text(results: StudyResults) -> str:
 
 
 def means_table(results: StudyResults) -> Table:
-    """The values after the last round. The terminal also shows the means by round, which pages and Markdown show as
-    curves and as a table of their own."""
+    """The values after the last round. The terminal also shows the means by round. The page shows these as curves, and
+    Markdown in a separate table."""
     by_round = Column("by round", style="quiet", on="terminal")
     numbers = (Column("n", "right"), Column("mean", "right", "strong"), Column("95 % interval", "right"))
     table = Table([MEASURE, Column("arm"), *numbers, Column("range", "right"), by_round])

@@ -129,7 +129,7 @@ def _json_rows(file: Path) -> Iterator[tuple[str, object]]:
             yield f"line {number}", orjson.loads(line)
         except orjson.JSONDecodeError as error:
             raise ConfigurationError(
-                f"{file}, line {number}: not valid JSON ({error}).", "Fetch the file again."
+                f"{file}, line {number}: not valid JSON ({error}).", "Download the file again."
             ) from None
 
 
@@ -141,7 +141,7 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, object]]:
     try:
         rows = parquet.read_table(file).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigurationError(f"{file}: not valid parquet ({error}).", "Fetch the file again.") from None
+        raise ConfigurationError(f"{file}: not valid parquet ({error}).", "Download the file again.") from None
     yield from ((f"row {number}", row) for number, row in enumerate(rows, start=1))
 
 

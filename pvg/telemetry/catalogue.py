@@ -41,6 +41,7 @@ KINDS = {
     "busy": "every step",
     "device": "every 5 s",
     "loop": "every 5 s",
+    "workers": "every 5 s, by runs with workers",
 }
 
 
@@ -90,7 +91,17 @@ def _in(places: Iterable[str], name: str, unit: str, better: Better, meaning: st
 
 
 def _table() -> dict[str, Metric]:
-    found = [*_sampled(), *_played(), *_verifier(), *_prover(), *_rounds(), *_budget(), *_device(), *_loop()]
+    found = [
+        *_sampled(),
+        *_played(),
+        *_verifier(),
+        *_prover(),
+        *_rounds(),
+        *_budget(),
+        *_device(),
+        *_loop(),
+        *_workers(),
+    ]
     table = {metric.name: metric for metric in found}
     if len(table) != len(found):
         raise ValueError("the catalogue lists a metric twice")
@@ -542,12 +553,27 @@ def _loop() -> list[Metric]:
     ]
 
 
+def _workers() -> list[Metric]:
+    place, busy = ("workers",), "share of the time in which the worker ran or waited for a core"
+    return [
+        *_in(place, "up", "count", HIGHER, "Workers that are ready."),
+        *_in(place, "restarts", "count", LOWER, "Workers of this process that took the place of one that ended."),
+        *_in(place, "busy", "share", HIGHER, f"Mean over the workers of the {busy}."),
+        *_in(place, "busy_most", "share", NEITHER, "The same of the busiest worker."),
+        *_in(place, "busy_least", "share", HIGHER, "The same of the least busy worker."),
+        *_in(place, "core_wait", "share", LOWER, "Share of the workers' busy time in which they waited for a core."),
+        *_in(place, "w{i}_up", "count", HIGHER, "1 if worker i is ready. Runs with at most 64 workers have this."),
+        *_in(place, "w{i}_busy", "share", HIGHER, f"Worker i: {busy}."),
+        *_in(place, "w{i}_restarts", "count", LOWER, "How often the process in place i was replaced."),
+    ]
+
+
 METRICS: dict[str, Metric] = _table()
 
 
 def metric(name: str) -> Metric | None:
     """The catalogue's entry for a full name; gpu0_power_w matches gpu{i}_power_w."""
-    return METRICS.get(re.sub(r"^device/gpu\d+_", "device/gpu{i}_", name))
+    return METRICS.get(re.sub(r"^(device/gpu|workers/w)\d+_", r"\1{i}_", name))
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -567,18 +593,18 @@ PROMETHEUS_SUFFIXES = {
     "pairs/s": ("_per_s", "_per_second"),
 }
 TIMES = ("budget", "busy")  # seconds by part; the phase and the part are labels
-PLACES_OF_THEIR_OWN = ("round", "device", "loop")  # they are part of the name; a phase is a label
+PLACES_IN_NAMES = ("round", "device", "loop", "workers")  # they are part of the name; a phase is a label
 
 
 def exposed_name(name: str) -> str:
-    """`train_prover/latency_p50_s` -> `pvg_latency_p50_seconds`; the phase, part or GPU becomes a label."""
+    """`train_prover/latency_p50_s` -> `pvg_latency_p50_seconds`; the phase, part, GPU or worker becomes a label."""
     place, _, short = name.partition("/")
     if place in TIMES:
         return f"pvg_{place}_seconds"
     entry = metric(name)
     ending, suffix = PROMETHEUS_SUFFIXES.get(entry.unit if entry is not None else "", ("", ""))
-    short = re.sub(r"^gpu(\d+|\{i\})_", "gpu_", short)
-    own_place = f"{place}_" if place in PLACES_OF_THEIR_OWN else ""
+    short = re.sub(r"^w(\d+|\{i\})_", "worker_", re.sub(r"^gpu(\d+|\{i\})_", "gpu_", short))
+    own_place = f"{place}_" if place in PLACES_IN_NAMES else ""
     return re.sub(r"\W", "_", f"pvg_{own_place}{short.removesuffix(ending)}{suffix}")
 
 
@@ -591,7 +617,7 @@ This page is for people who read or plot the metrics of a run. It lists every me
 TensorBoard, Weights & Biases and trackio show the full name, `place/name`. `metrics.jsonl` has the same value under
 `name`, in a record whose `kind` (and `phase`, for steps) gives the place. A value that does not exist, such as a share
 of nothing, is `null` there, and the sinks leave it out. The last column is the name on the Prometheus endpoint
-(`telemetry.metrics_port`). There, the unit is a suffix, and the phase, the round or the GPU are labels. The endpoint
+(`telemetry.metrics_port`). There, the unit is a suffix, and the phase, round, GPU or worker is a label. The endpoint
 also serves `pvg_step`, `pvg_round` and the counter `pvg_alerts_total` with the label `kind` ([runbook.md](runbook.md)
 lists the kinds).
 
@@ -618,6 +644,7 @@ def page() -> str:
             "`busy` is the work in all threads and tasks, overlapped work included. Parts without time are left out.",
         ),
         ("Machine", ("device",), ""),
+        ("Workers", ("workers",), "Worker processes report to the driver every 2 s."),
         ("Event loop", ("loop",), "The lag is the delay of a tick. Every tick that was due during a stall counts."),
     ]
     text = [INTRODUCTION, "| unit | |", "|---|---|", *(f"| {unit} | {what} |" for unit, what in UNITS.items() if what)]

@@ -118,12 +118,14 @@ def _tracks(ordered: list[Mapping[str, Any]], first_s: float) -> Iterator[Event]
     start = {track: GAME_LANE + 1 + block * place for place, track in enumerate(names)}
     for span in ordered:
         track = span.get("track", DRIVER)
-        beside = lanes.setdefault(track, [])
-        lane = _fitting(beside, span)
+        lanes_of_track = lanes.setdefault(track, [])
+        lane = _fitting(lanes_of_track, span)
         if lane is None:
-            lane = _Lane(start[track] + len(beside))
-            beside.append(lane)
-            yield from _lane_named(lane.number, track if len(beside) == 1 else f"{track} ({len(beside)})")
+            lane = _Lane(start[track] + len(lanes_of_track))
+            lanes_of_track.append(lane)
+            yield from _lane_named(
+                lane.number, track if len(lanes_of_track) == 1 else f"{track} ({len(lanes_of_track)})"
+            )
         start_s, end_s = span["start_s"], span["end_s"]
         if lane.open:  # clip a rounding error beyond the enclosing span
             end_s = min(end_s, lane.open[-1][0])

@@ -100,7 +100,7 @@ class DeviceSampler:
         try:
             return self._open_gpus()
         except GpuUnavailableError as error:
-            self._on_notice(f"No GPU is sampled: {error}.")
+            self._on_notice(f"No GPU metrics: {error}.")
             return {}
 
     def _read(self, gpus: dict[int, Gpu]) -> dict[str, float]:

@@ -79,10 +79,8 @@ class ServerNotices(Events):
 
     def event(self, tag: str, **fields: object) -> None:
         self._log.event(tag, **fields)
-        if tag == "workers" and fields.get("event") == "lost":
-            self._notice(f"Worker {fields['worker']} has ended ({fields['why']}); another one takes its place.")
-        if tag == "workers" and fields.get("event") == "hangs":
-            self._notice(f"Worker {fields['worker']} hangs; it is killed, and another one takes its place.")
+        if tag == "workers":
+            self._workers(fields)
         server = fields.get("server")
         if fields.get("event") == "server.away":
             self._away.add(server)
@@ -92,3 +90,13 @@ class ServerNotices(Events):
         elif fields.get("event") == "server.up" and server in self._away:
             self._away.discard(server)
             self._notice(f"{server} is back, with the newest weights.")
+
+    def _workers(self, fields: dict[str, object]) -> None:
+        """Notices about worker processes and the nodes of a cluster. `why` of a node's event is a whole sentence."""
+        match fields.get("event"):
+            case "lost":
+                self._notice(f"Worker {fields['worker']} has ended ({fields['why']}); another one takes its place.")
+            case "hangs":
+                self._notice(f"Worker {fields['worker']} hangs; it is killed, and another one takes its place.")
+            case "no room" | "node shared" | "node differs":
+                self._notice(f"{fields['why']}.")

@@ -11,6 +11,7 @@ threads and tasks stop with the block. Nothing here changes what a run computes.
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -56,7 +57,8 @@ class Monitoring:
     `record(kind, **fields)` appends to metrics.jsonl, `log` takes a line of events.log, `notice` takes a sentence for
     the user. Two callbacks handle an alert that begins to hold: `announce` shows it, from any thread, also while the
     loop is blocked; `alert` records it, on the loop. `first_step`: the number of steps in earlier processes of the run,
-    from which the step axis of the sinks continues.
+    from which the step axis of the sinks continues. `load()`: the metrics of the worker processes since its last call;
+    None without workers.
     """
 
     device_every_s = 5.0  # between two samples of GPU, CPU and memory, and two windows of the lag
@@ -77,6 +79,7 @@ class Monitoring:
         name: str,
         config: Mapping[str, Any],
         first_step: int = 0,
+        load: Callable[[], dict[str, float]] | None = None,
     ) -> None:
         self._section = section
         self._record, self._log, self._notice = record, log, notice
@@ -85,6 +88,8 @@ class Monitoring:
         self._opening = SinkContext(run_directory, name, config, first_step > 0, notice)
         self._place = (0, "init")  # round and phase of the newest step
         self._steps = first_step
+        self._load = load
+        self.workers: Mapping[str, float] = {}  # the newest metrics of the worker processes
         self._stepped = time.monotonic()  # when the newest step ended
         self._of_steps: Collection[str] = ()  # names of the newest step's metrics
         self._held: set[str] = set()  # the alerts that hold
@@ -97,7 +102,7 @@ class Monitoring:
         self._lag = LoopLagMonitor(self.lag_hz)
         self._waits = CoreWaits()  # per window of the lag
         self._crowded = 0  # consecutive samples with shared cores
-        self._crowding_told = False
+        self._crowding_noticed = False
         self._heartbeat = Heartbeat(self.lag_limits, section.stall_s, self._looked)
         self._reporter: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -135,7 +140,7 @@ class Monitoring:
             self._reporter.cancel()
             await asyncio.wait([self._reporter])
             await self._lag.stop()
-            self._tell_lag()
+            self._record_lags()
             await asyncio.sleep(0)  # runs the callbacks that the sampler's thread has scheduled
             if self._board is not None:
                 # In a thread, so that the display updates and Ctrl-C works while a sink uploads its last points.
@@ -235,7 +240,9 @@ class Monitoring:
     async def _report(self) -> None:
         while True:
             await asyncio.sleep(self.device_every_s)
-            self._tell_lag()
+            self._record_lags()
+            if self._load is not None:
+                self._guarded(self._record_workers, self._load())
 
     def _looked(self, blocked: Alert | None) -> None:
         """Called from the heartbeat's thread."""
@@ -254,16 +261,16 @@ class Monitoring:
             if alert.name in self._held:
                 return
             self._held.add(alert.name)
-        self._told(self._announce, alert)
-        self._in_loop(self._told, self._alert, alert)
+        self._guarded(self._announce, alert)
+        self._in_loop(self._guarded, self._alert, alert)
 
     def _end(self, name: AlertKind) -> None:
         with self._holding:
             self._held.discard(name)
 
-    def _tell_lag(self) -> None:
+    def _record_lags(self) -> None:
         if (window := self._lag.take()) is not None:
-            self._told(self._record_lag, window, self._waits.take())
+            self._guarded(self._record_lag, window, self._waits.take())
 
     def _record_lag(self, window: LagWindow, cores: CoreTime | None = None) -> None:
         metrics = window.metrics()
@@ -281,9 +288,16 @@ class Monitoring:
             self._alert(alert)
         self._write({f"loop/{name}": value for name, value in metrics.items()})
 
+    def _record_workers(self, metrics: dict[str, float]) -> None:
+        self.workers = metrics
+        self._record("workers", metrics=metrics)
+        together = {name: value for name, value in metrics.items() if not re.match(r"w\d", name)}
+        self._log(format_event("workers", event="sample", **together))
+        self._write({f"workers/{name}": value for name, value in metrics.items()})
+
     def _sampled(self, at: float, metrics: dict[str, float]) -> None:
         """Called from the sampler's thread."""
-        self._in_loop(self._told, self._record_device, at, metrics)
+        self._in_loop(self._guarded, self._record_device, at, metrics)
 
     def _record_device(self, at: float, metrics: dict[str, float]) -> None:
         self._record("device", time=at, metrics=metrics)
@@ -294,13 +308,13 @@ class Monitoring:
         """Gives at most one notice per process; the metric core_wait has the details."""
         message = crowding(metrics)
         self._crowded = 0 if message is None else self._crowded + 1
-        if message is not None and self._crowded >= CROWDED_SAMPLES and not self._crowding_told:
-            self._crowding_told = True
+        if message is not None and self._crowded >= CROWDED_SAMPLES and not self._crowding_noticed:
+            self._crowding_noticed = True
             self._notice(message)
 
     def _noticed(self, message: str) -> None:
         """Called from any thread."""
-        self._in_loop(self._told, self._notice, message)
+        self._in_loop(self._guarded, self._notice, message)
 
     def _in_loop(self, call: Callable[..., None], *args: Any) -> None:
         """Schedule a call on the event loop. Does nothing if the loop is closed."""
@@ -308,7 +322,7 @@ class Monitoring:
         if self._open and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call, *args)
 
-    def _told(self, call: Callable[..., None], *args: Any) -> None:
+    def _guarded(self, call: Callable[..., None], *args: Any) -> None:
         """Call a callback while the block is open, and keep its error for the run."""
         if not self._open or self._failure is not None:
             return

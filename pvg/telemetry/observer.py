@@ -26,11 +26,13 @@ class PhaseInfo:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """`done` units of the phase, the newest metrics, and the seconds by part of the step that just ended."""
+    """`done` units of the phase, the newest metrics, the seconds by part of the step that just ended, and the newest
+    metrics of the worker processes."""
 
     done: int
     metrics: Mapping[str, float] = field(default_factory=dict)
     budget: Mapping[str, float] = field(default_factory=dict)
+    workers: Mapping[str, float] = field(default_factory=dict)
 
 
 class Observer(Protocol):

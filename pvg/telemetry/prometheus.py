@@ -25,12 +25,13 @@ from prometheus_client.exposition import ThreadingWSGIServer
 
 from pvg.errors import MissingRequirementError
 from pvg.telemetry.alerts import AlertKind
-from pvg.telemetry.catalogue import PLACES_OF_THEIR_OWN, TIMES, exposed_name, metric
+from pvg.telemetry.catalogue import PLACES_IN_NAMES, TIMES, exposed_name, metric
 from pvg.telemetry.sinks import AlertPoint, MetricPoint, MetricSink
 
 Series = tuple[str, tuple[str, ...]]  # a gauge's name and its label values
 
 CONNECTIONS = 16  # at once; a scrape needs one
+POLL_S = 0.1  # between two looks at whether the endpoint closes; closing waits for the next one
 LIMIT_S = 10.0  # for a whole request and its answer; Prometheus's own timeout is 10 s
 
 
@@ -106,7 +107,9 @@ class MetricsEndpoint(MetricSink):
                 "Choose another port with --metrics-port, or 0 for none.",
             ) from error
         self.host, self.port = host, int(self._server.server_port)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics endpoint server", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(POLL_S,), name="metrics endpoint server", daemon=True
+        )
         self._thread.start()
         self._closed = False
 
@@ -175,4 +178,6 @@ def _labels(place: str, short: str, point: MetricPoint) -> dict[str, str]:
         return {"round": str(point.round)}
     if found := re.match(r"gpu(\d+)_", short):
         return {"gpu": found[1]}
-    return {} if place in PLACES_OF_THEIR_OWN else {"phase": place}
+    if place == "workers" and (found := re.match(r"w(\d+)_", short)):
+        return {"worker": found[1]}
+    return {} if place in PLACES_IN_NAMES else {"phase": place}

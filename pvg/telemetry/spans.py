@@ -282,15 +282,15 @@ class Tracer:
     def _detach_above(self, opened: _Open) -> None:
         """Move everything above `opened` to a new track, because it did not delay the track."""
         stack = opened.track.stack
-        strays = stack[stack.index(opened) + 1 :]
-        if not strays:
+        detached = stack[stack.index(opened) + 1 :]
+        if not detached:
             return
-        del stack[-len(strays) :]
-        track = _Track(None, strays[0].where or opened.track.name, strays)
-        for stray in strays:
-            stray.anchor = opened.anchor if opened.foreign else opened
-            stray.track = track
-            self._running[id(stray)] = stray
+        del stack[-len(detached) :]
+        track = _Track(None, detached[0].where or opened.track.name, detached)
+        for open_span in detached:
+            open_span.anchor = opened.anchor if opened.foreign else opened
+            open_span.track = track
+            self._running[id(open_span)] = open_span
 
     def _leave(self, closed: _Open) -> None:
         self._detach_above(closed)

@@ -166,7 +166,7 @@ class Trainer(Generic[BatchT]):
         self._memory = memory
         self._events = events or SilentEvents()
         self._workers = workers
-        self._told_of_memory = False
+        self._warned_of_memory = False
         self._parameters = trainable_parameters(module)
         self._device = next(iter(self._parameters.values())).device
         self._optimizer = build_optimizer(self._parameters, optimizer)
@@ -292,8 +292,8 @@ class Trainer(Generic[BatchT]):
 
     def _learn(self, memory: MicroBatchMemory[BatchT], taken: list[tuple[MicroBatchSize, int]]) -> dict[str, float]:
         longest = max(size.longest for size, _ in taken)
-        if not memory.fits(longest) and not self._told_of_memory:
-            self._told_of_memory = True
+        if not memory.fits(longest) and not self._warned_of_memory:
+            self._warned_of_memory = True
             needed = longest * memory.bytes_per_token(longest)
             self._events.event(
                 "memory",

@@ -64,9 +64,9 @@ def common_scales(scores_KN: NDArray[np.floating]) -> ScoreScales:
     centres_K = np.array([math.fsum(scores_N) / len(scores_N) for scores_N in scores_KN.astype(np.float64)])
     deviations_KN = scores_KN.astype(np.float64) - centres_K[:, None]
     spreads_K = np.array([math.sqrt(math.fsum(own_N * own_N) / len(own_N)) for own_N in deviations_KN])
-    told_K = spreads_K > 0
-    common = float(np.median(spreads_K[told_K])) if told_K.any() else 1.0
-    slopes_K = np.where(told_K, common / np.where(told_K, spreads_K, 1.0), 1.0)
+    varies_K = spreads_K > 0
+    common = float(np.median(spreads_K[varies_K])) if varies_K.any() else 1.0
+    slopes_K = np.where(varies_K, common / np.where(varies_K, spreads_K, 1.0), 1.0)
     return ScoreScales(slopes_K, float(np.median(centres_K)) - slopes_K * centres_K)
 
 

@@ -114,8 +114,10 @@ class PairObjective:
         loss = self._pair_loss(micro_batch, correct_M, incorrect_M)
         penalty = self._score_penalty * (row_weights_N * scores_N.square()).sum() if self._score_penalty else None
         with torch.no_grad():  # metrics use the plain mean over pairs, independent of the training weights
-            told = (pair_weights_M * self._loss(correct_M, incorrect_M)).sum() + (0.0 if penalty is None else penalty)
-        metrics = _metrics(told, scores_N, correct_M - incorrect_M, pair_weights_M, row_weights_N)
+            plain_loss = (pair_weights_M * self._loss(correct_M, incorrect_M)).sum() + (
+                0.0 if penalty is None else penalty
+            )
+        metrics = _metrics(plain_loss, scores_N, correct_M - incorrect_M, pair_weights_M, row_weights_N)
         positions = len(micro_batch.sequences) * int(micro_batch.lengths_N.max())
         metrics.add_sum("pairs", len(micro_batch))
         metrics.add_mean("padding", positions - int(micro_batch.lengths_N.sum()), positions)

@@ -1,15 +1,22 @@
-"""Chooses the number of workers for an experiment that leaves it open."""
+"""Chooses the workers of an experiment: where they run, their number if it is open, and who starts them."""
 
 from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
-from pvg.config.cluster import AutoCluster, LocalCluster, NoCluster
+from pvg.config.cluster import AutoCluster, Cluster, LocalCluster, NoCluster, RayCluster
 from pvg.config.experiment import Experiment
+from pvg.errors import UsageError
 from pvg.telemetry.device import GpuUnavailableError, open_nvml
 from pvg.telemetry.waits import usable_cores
+from pvg.workers.local import LocalSupply
 
+if TYPE_CHECKING:
+    from pvg.workers.pool import Supply
+
+KINDS = ("none", "local", "ray")
 # Small models gain little from more: with 32 groups, each of 8 workers has 4.
 MOST_WORKERS = 8
 
@@ -22,14 +29,46 @@ def with_workers(experiment: Experiment, begun: Experiment | None = None) -> Exp
     Larger models compute operations that use all cores, and would need their memory once per worker. OMP_NUM_THREADS
     bounds the cores, as it bounds torch's threads: a study gives each of its processes a share.
     """
-    cluster = experiment.cluster
-    if begun is not None and (isinstance(cluster, AutoCluster) or cluster == LocalCluster()):
-        return experiment.model_copy(update={"cluster": begun.cluster})
+    cluster, before = experiment.cluster, None if begun is None else begun.cluster
+    if before is not None and (isinstance(cluster, AutoCluster) or cluster == LocalCluster()):
+        return experiment.model_copy(update={"cluster": before})
     if isinstance(cluster, AutoCluster):
         cluster = LocalCluster() if _gains(experiment) else NoCluster()
-    if isinstance(cluster, LocalCluster) and cluster.workers is None:
-        cluster = LocalCluster(workers=min(_cores(), MOST_WORKERS))
+    if isinstance(cluster, LocalCluster | RayCluster) and cluster.workers is None:
+        same = before.workers if isinstance(before, LocalCluster | RayCluster) else None
+        cluster = cluster.model_copy(update={"workers": same or min(_cores(), MOST_WORKERS)})
     return experiment.model_copy(update={"cluster": cluster})
+
+
+def cluster_settings(chosen: str | None, before: Cluster) -> list[str]:
+    """The option `--cluster` as settings: one of KINDS, or the address of a Ray cluster. None: no settings. The numbers
+    of workers and trainers stay those of `before`. Raises UsageError for any other text."""
+    if chosen is None:
+        return []
+    if chosen not in KINDS and ":" not in chosen:
+        raise UsageError(
+            f"--cluster {chosen} is unknown.", "Use none, local, ray, or HOST:PORT of a Ray cluster that runs already."
+        )
+    if chosen == "none":
+        return ["cluster=none"]
+    settings = [f"cluster={chosen}"] if chosen in KINDS else ["cluster=ray", f"cluster.address={chosen}"]
+    if isinstance(before, LocalCluster | RayCluster):
+        counts = {"workers": before.workers, "trainers": before.trainers}
+        settings += [f"cluster.{key}={count}" for key, count in counts.items() if count is not None]
+    return settings
+
+
+def open_supply(experiment: Experiment) -> Supply | None:
+    """What starts the workers of an experiment that `with_workers` has returned. It begins at once, in the background;
+    the caller closes it. None without workers."""
+    cluster = experiment.cluster
+    if isinstance(cluster, LocalCluster):
+        return LocalSupply()
+    if isinstance(cluster, RayCluster):
+        from pvg.workers.ray_supply import RaySupply
+
+        return RaySupply(cluster.workers or _cores(), cluster.address)
+    return None
 
 
 def _gains(experiment: Experiment) -> bool:

@@ -14,15 +14,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from pvg.errors import StateError
-from pvg.rollout.engine import Completion, CutShort, Engine, EngineStats, GenerationRequest, check_request
+from pvg.rollout.engine import (
+    Completion,
+    CutShort,
+    Engine,
+    EngineStats,
+    GenerationRequest,
+    check_request,
+    gather_requests,
+)
 from pvg.servers.publishing import SyncTiming, WeightUpdate
 from pvg.workers.frames import Frame
 from pvg.workers.pool import WorkerPool
 from pvg.workers.requests import block_of, completions_of
 
-# A block is sent after this many turns of the event loop without a new request, as in the torch engine.
-QUIET_TURNS = 8
-GATHER_TURNS = 256
 # The workers queue what they cannot decode at once.
 MOST_IN_FLIGHT = 10**9
 
@@ -37,7 +42,7 @@ def shard_of(group: int, shards: int) -> int:
 class _Block:
     """Requests that one worker samples together."""
 
-    shard: int
+    place: int
     requests: list[GenerationRequest]
     futures: list[asyncio.Future[Completion]]
 
@@ -84,8 +89,8 @@ class WorkerEngine(Engine):
 
     @property
     def stats(self) -> EngineStats:
-        """Totals of all workers; `seconds` are those of one worker on average."""
-        return replace(self._totals, seconds=self._totals.seconds / self._pool.count)
+        """Totals of all workers; `seconds` are those of one sampling worker on average."""
+        return self._totals
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sample one completion. Cancelling the caller drops its row. Raises what the worker's engine raises."""
@@ -113,7 +118,7 @@ class WorkerEngine(Engine):
                 future.set_exception(CutShort(request.begun))
         for block in self._blocks.values():
             if ids := [request.id for request in block.requests if request.id in wanted]:
-                self._pool.tell(block.shard, Frame("cut", {"ids": ids}))
+                self._pool.tell(block.place, Frame("cut", {"ids": ids}))
 
     async def load_weights(self, update: WeightUpdate) -> SyncTiming:
         called = time.perf_counter()
@@ -142,28 +147,22 @@ class WorkerEngine(Engine):
     async def _send(self) -> None:
         """Send the waiting requests as soon as no more arrive."""
         while self._waiting:
-            quiet = 0
-            for _ in range(GATHER_TURNS):
-                if quiet == QUIET_TURNS:
-                    break
-                seen = self._arrivals
-                await asyncio.sleep(0)
-                quiet = quiet + 1 if self._arrivals == seen else 0
+            await gather_requests(lambda: self._arrivals)
             waiting, self._waiting = self._waiting, []
-            shards: dict[int, _Block] = {}
+            places, blocks = self._pool.sampling, dict[int, _Block]()
             for request, future in waiting:
                 if future.done():
                     continue
-                shard = shard_of(request.group, self._pool.count)
-                block = shards.setdefault(shard, _Block(shard, [], []))
+                place = places[shard_of(request.group, len(places))]
+                block = blocks.setdefault(place, _Block(place, [], []))
                 block.requests.append(request)
                 block.futures.append(future)
-            for block in shards.values():
+            for block in blocks.values():
                 self._begin(block)
 
     def _begin(self, block: _Block) -> None:
         try:
-            answer = self._pool.submit(block.shard, block_of(block.requests), partial(self._take, block))
+            answer = self._pool.submit(block.place, block_of(block.requests), partial(self._take, block))
         except Exception as error:  # noqa: BLE001 - it belongs to the callers
             self._end(block, error)
             return
@@ -179,7 +178,8 @@ class WorkerEngine(Engine):
 
     def _take(self, block: _Block, frame: Frame) -> None:
         if block.take(frame):
-            self._totals = self._totals.plus(EngineStats(*frame.fields["stats"]))
+            stats = EngineStats(*frame.fields["stats"])
+            self._totals = self._totals.plus(replace(stats, seconds=stats.seconds / len(self._pool.sampling)))
 
     def _end(self, block: _Block, error: BaseException) -> None:
         for future in block.futures:
@@ -190,5 +190,5 @@ class WorkerEngine(Engine):
         for block in self._blocks.values():
             if future in block.futures:
                 id_ = block.requests[block.futures.index(future)].id
-                self._pool.tell(block.shard, Frame("cancel", {"ids": [id_]}))
+                self._pool.tell(block.place, Frame("cancel", {"ids": [id_]}))
                 return

@@ -28,9 +28,14 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, TYPE_CHECKING, Any
 
 from pvg.errors import MissingRequirementError
+from pvg.telemetry.events import Events, SilentEvents
+from pvg.workers.frames import Frame, send
+
+if TYPE_CHECKING:
+    from pvg.workers.shared import SharedTensors
 
 # Threads of other libraries would compete with the one compute thread.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -52,18 +57,35 @@ class Member:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
+    @property
+    def names(self) -> dict[str, Any]:
+        """Which process it is, for the event log."""
+        return {"pid": self.pid}
+
+    def send(self, frame: Frame) -> None:
+        send(self.writer, frame)
+
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        kill(self.pid)
 
     def cpu_s(self) -> float | None:
         """The processor time that the process has used; None if the system does not tell."""
-        try:
-            with open(f"/proc/{self.pid}/stat", "rb") as file:
-                user, system = file.read().rpartition(b")")[2].split()[11:13]
-        except (OSError, ValueError):
-            return None
-        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+        return cpu_s(self.pid)
+
+
+def kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def cpu_s(pid: int) -> float | None:
+    """The processor time that a process has used; None if the system does not tell."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            user, system = file.read().rpartition(b")")[2].split()[11:13]
+    except (OSError, ValueError):
+        return None
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 class LocalSupply:
@@ -72,6 +94,7 @@ class LocalSupply:
     def __init__(self) -> None:
         self._messages: IO[bytes] = tempfile.TemporaryFile(prefix="pvg-workers-")  # noqa: SIM115 - `end` closes it
         self._lock = asyncio.Lock()
+        self.events: Events = SilentEvents()
         self._begin()
 
     def _begin(self) -> None:
@@ -92,41 +115,51 @@ class LocalSupply:
         self._broken = False
 
     async def start(self) -> Member:
-        """Fork a worker. Raises MissingRequirementError if that fails in a new nursery too."""
+        """As `fork`, with a connection to this process."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                pid = await self.fork(theirs)
+        except BaseException:
+            ours.close()
+            raise
+        return Member(pid, *await asyncio.open_unix_connection(sock=ours, limit=1 << 20))
+
+    async def fork(self, connection: socket.socket) -> int:
+        """Fork a worker that serves the other end of `connection`; returns its process id. The caller closes its own
+        copy of the socket. Raises MissingRequirementError if that fails in a new nursery too."""
         async with self._lock:
             try:
                 if not self._broken:
-                    return await self._forked()
+                    return await self._forked(connection)
             except (OSError, TimeoutError):
                 pass  # the nursery was killed, or hangs: the next one tells what is wrong
             self._end()
             self._begin()
             try:
-                return await self._forked()
+                return await self._forked(connection)
             except (OSError, TimeoutError) as error:
                 raise MissingRequirementError(
                     f"No worker process could be started: {self._last_words() or error}.",
                     "Play without workers: -s cluster=none",
                 ) from None
 
-    async def _forked(self) -> Member:
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                pid = await self._ask("fork", theirs)
-            if pid < 0:
-                raise OSError(-pid, os.strerror(-pid))
-        except BaseException:
-            ours.close()
-            raise
-        return Member(pid, *await asyncio.open_unix_connection(sock=ours, limit=1 << 20))
+    async def _forked(self, connection: socket.socket) -> int:
+        pid = await self._ask("fork", connection)
+        if pid < 0:
+            raise OSError(-pid, os.strerror(-pid))
+        return pid
 
     async def reason(self, member: Member) -> str:
         """Why a worker ended, in words. Kills it if it has only closed its connection."""
-        member.kill()
+        return await self.end_of(member.pid)
+
+    async def end_of(self, pid: int) -> str:
+        """As `reason`, for the worker with this process id."""
+        kill(pid)
         async with self._lock:
             try:
-                status = await self._ask(f"wait {member.pid}")
+                status = await self._ask(f"wait {pid}")
             except (OSError, TimeoutError):
                 # It was killed, or hangs. A late answer must not be taken for the next one's: `start` replaces it.
                 self._broken, status = True, NOT_A_CHILD
@@ -136,6 +169,12 @@ class LocalSupply:
             return f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
         words = self._last_words()
         return f"exit code {os.WEXITSTATUS(status)}" + (f": {words}" if words else "")
+
+    async def share(self, shared: SharedTensors) -> None:
+        """Does nothing: workers on this machine map the driver's memory."""
+
+    def withdraw(self, shared: SharedTensors) -> None:
+        """Does nothing, as `share`."""
 
     async def close(self) -> None:
         """End the nursery, and with it all workers. A second call does nothing."""
@@ -173,11 +212,15 @@ class LocalSupply:
         self._patience_s = ANSWER_S
         return int(answer)
 
-    def _last_words(self) -> str:
-        """The end of what the nursery and the workers have printed."""
+    def printed(self, since: int) -> tuple[str, int]:
+        """What the nursery and the workers have printed after so many bytes, at most its last TAIL_BYTES; and the
+        number of all bytes."""
         size = os.fstat(self._messages.fileno()).st_size
-        tail = os.pread(self._messages.fileno(), TAIL_BYTES, max(0, size - TAIL_BYTES))
-        lines = tail.decode(errors="replace").strip().splitlines()
+        since = max(since, size - TAIL_BYTES)
+        return os.pread(self._messages.fileno(), size - since, since).decode(errors="replace").strip(), size
+
+    def _last_words(self) -> str:
+        lines = self.printed(0)[0].splitlines()
         return lines[-1] if lines else ""
 
 
@@ -207,8 +250,7 @@ def nurse(control: socket.socket) -> None:
             control.sendall(f"{value}\n".encode())
     finally:
         for pid in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            kill(pid)
 
 
 def _fork(control: socket.socket, file: int, children: set[int]) -> int:

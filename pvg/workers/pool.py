@@ -4,10 +4,12 @@
     await pool.start()
     answer = await pool.submit(shard, Frame("score", {...}, arrays))      # the worker in place `shard`
 
-Shard s of any work belongs to place s, so results do not depend on when a worker is free. If a worker ends or hangs, a
-new one takes its place. It gets what its predecessor had: the models and weights that the predecessor had confirmed,
-then every request without an answer, in the same order. So nothing is lost, nothing counts twice, and the bits are
-those of a run without the loss.
+Each shard of work belongs to a fixed place, so results do not depend on when a worker is free. All places do all kinds
+of work, except while their duties are `divided`: then some only train, and the others only sample and score.
+
+If a worker ends or hangs, a new one takes its place. It gets what its predecessor had: the models and weights that the
+predecessor had confirmed, then every request without an answer, in the same order. So nothing is lost, nothing counts
+twice, and the bits are those of a run without the loss.
 
 A worker *hangs* if it answers no ping, and uses no processor time, for PROBES_MISSED probes. A worker that waits for a
 core on a busy machine does not hang. A computation that never ends does not count as hanging.
@@ -17,7 +19,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,7 +28,8 @@ import pvg.errors
 from pvg.config.experiment import Experiment
 from pvg.errors import PvgError, WorkerLostError
 from pvg.telemetry.events import Events, SilentEvents
-from pvg.workers.frames import Frame, receive, send
+from pvg.workers.frames import Frame, receive
+from pvg.workers.load import LoadMeter
 from pvg.workers.local import Member
 from pvg.workers.shared import SharedTensors
 
@@ -43,11 +47,22 @@ STATE = frozenset({"open", "load", "close", "policy"})
 
 
 class Supply(Protocol):
-    """Starts worker processes, and says why they ended."""
+    """Starts worker processes, says why they ended, and brings them the weights. It reports to `events`, which the
+    pool sets."""
+
+    events: Events
 
     async def start(self) -> Member: ...
 
     async def reason(self, member: Member) -> str: ...
+
+    async def share(self, shared: SharedTensors) -> None:
+        """Bring what is in this memory to all machines with workers. A frame may name its place from now on."""
+        ...
+
+    def withdraw(self, shared: SharedTensors) -> None:
+        """No frame names this memory from now on."""
+        ...
 
     async def close(self) -> None: ...
 
@@ -102,7 +117,8 @@ class _Buffers:
     """Two pieces of shared memory, written in turn. One is written again only after all workers have confirmed what is
     in the other one, so no worker ever reads memory that is being written."""
 
-    def __init__(self) -> None:
+    def __init__(self, supply: Supply) -> None:
+        self._supply = supply
         self._both: list[SharedTensors] = []
 
     async def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -113,24 +129,47 @@ class _Buffers:
             self._both.reverse()
         newest = self._both[-1]
         await asyncio.get_running_loop().run_in_executor(None, newest.write, tensors)
+        await self._supply.share(newest)
         return newest.place
 
     def close(self) -> None:
         for shared in self._both:
+            self._supply.withdraw(shared)
             shared.close()
 
 
-class WorkerPool:
-    """Belongs to one event loop. Call `start` first and `close` last."""
+@dataclass
+class _Slot:
+    """An open model: the places that have it, and its weights."""
 
-    def __init__(self, experiment: Experiment, count: int, supply: Supply, events: Events | None = None) -> None:
+    places: range
+    memory: _Buffers
+
+
+class WorkerPool:
+    """Belongs to one event loop. Call `start` first and `close` last.
+
+    `training`: the places that train now. `sampling`: the places that sample and score now.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        count: int,
+        supply: Supply,
+        events: Events | None = None,
+        trainers: int | None = None,
+    ) -> None:
+        """`trainers`: places that only train while duties are `divided`; None: duties are never divided."""
         self.count = count
+        self.training = self.sampling = range(count)
+        self._trainers = trainers
         self._experiment = experiment
         self._supply = supply
-        self._events = events or SilentEvents()
+        self._events = supply.events = events or SilentEvents()
         self._places = [_Place(number) for number in range(count)]
-        self._memory: dict[int, _Buffers] = {}  # by slot
-        self._policy = _Buffers()
+        self._slots: dict[int, _Slot] = {}
+        self._policy = _Buffers(supply)
         # A policy waits for the rows that run, and the other models must not wait for it.
         self._changing = asyncio.Lock()
         self._changing_policy = asyncio.Lock()
@@ -138,11 +177,17 @@ class WorkerPool:
         self._closing = False
         self._failed: BaseException | None = None
         self._prober: asyncio.Task[None] | None = None
+        self._meter = LoadMeter(count)
 
     @property
     def restarts(self) -> int:
         """Workers that took the place of one that ended."""
         return sum(place.restarts for place in self._places)
+
+    def measured(self) -> dict[str, float]:
+        """The metrics of the place `workers` (pvg.telemetry.catalogue) since the last call."""
+        up = [place.sending and not place.setup for place in self._places]
+        return self._meter.sample(up, [place.restarts for place in self._places])
 
     async def start(self) -> None:
         """Start all workers. Raises MissingRequirementError if none can be started, and what opening the models raises
@@ -168,31 +213,43 @@ class WorkerPool:
             member.writer.close()
         await asyncio.gather(*(member.writer.wait_closed() for member in members), return_exceptions=True)
         await self._supply.close()
-        for memory in [*self._memory.values(), self._policy]:
+        for memory in [*(slot.memory for slot in self._slots.values()), self._policy]:
             memory.close()
+
+    @contextmanager
+    def divided(self) -> Iterator[None]:
+        """Meanwhile, the last `trainers` places only train and the others only sample and score, so neither kind of
+        work waits for the other."""
+        everywhere = range(self.count)
+        if self._trainers is not None:
+            self.sampling, self.training = everywhere[: -self._trainers], everywhere[-self._trainers :]
+        try:
+            yield
+        finally:
+            self.sampling = self.training = everywhere
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def submit(self, shard: int, frame: Frame, parts: Callable[[Frame], None] | None = None) -> asyncio.Future[Frame]:
-        """The answer of the worker in place `shard`. Requests are sent in the order of the calls. The future raises the
+    def submit(self, place: int, frame: Frame, parts: Callable[[Frame], None] | None = None) -> asyncio.Future[Frame]:
+        """The answer of the worker in this place. Requests are sent in the order of the calls. The future raises the
         worker's PvgError, WorkerFailedError, or WorkerLostError if workers end again and again."""
         if self._failed is not None:
             raise self._failed
-        place, request = self._places[shard], _Request(self._numbered(frame), _future(), parts)
-        place.pending[request.frame.fields["id"]] = request
-        if place.sending:
-            self._send(place, request)
+        found, request = self._places[place], _Request(self._numbered(frame), _future(), parts)
+        found.pending[request.frame.fields["id"]] = request
+        if found.sending:
+            self._send(found, request)
         return request.future
 
-    def tell(self, shard: int, frame: Frame) -> None:
+    def tell(self, place: int, frame: Frame) -> None:
         """Send a frame that has no answer. A worker that is being replaced does not get it."""
-        place = self._places[shard]
-        if place.sending and place.member is not None:
-            send(place.member.writer, frame)
+        found = self._places[place]
+        if found.sending and found.member is not None:
+            found.member.send(frame)
 
-    async def ask_all(self, frame: Frame) -> list[Frame]:
-        """The answers of all workers, by place. Cancelling the caller does not cancel the requests."""
-        return list(await asyncio.gather(*(self.submit(number, frame) for number in range(self.count))))
+    async def ask(self, places: range, frame: Frame) -> list[Frame]:
+        """The answers of the workers in these places. Cancelling the caller does not cancel the requests."""
+        return list(await asyncio.gather(*(self.submit(place, frame) for place in places)))
 
     def _numbered(self, frame: Frame) -> Frame:
         self._numbers += 1
@@ -201,32 +258,35 @@ class WorkerPool:
     def _send(self, place: _Place, request: _Request) -> None:
         assert place.member is not None
         request.attempts += 1
-        send(place.member.writer, request.frame)
+        place.member.send(request.frame)
 
     # --- models and weights -------------------------------------------------------------------------------------------
 
-    async def open(self, fields: Mapping[str, Any]) -> int:
-        """Open a model in every worker; returns its slot. Load its weights before its first use."""
+    async def open(self, fields: Mapping[str, Any], places: range | None = None) -> int:
+        """Open a model in the workers of these places, None: in all; returns its slot. Load its weights before its
+        first use."""
         self._numbers += 1
-        slot = self._numbers
-        self._memory[slot] = _Buffers()
-        await self.ask_all(Frame("open", {**fields, "slot": slot}))
-        return slot
+        chosen = range(self.count) if places is None else places
+        number, slot = self._numbers, _Slot(chosen, _Buffers(self._supply))
+        self._slots[number] = slot
+        await self.ask(slot.places, Frame("open", {**fields, "slot": number}))
+        return number
 
     async def load(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
-        """Copy weights into the model of a slot, in every worker. Goes on if the caller is cancelled."""
+        """Copy weights into the model of a slot, in every worker that has it. Goes on if the caller is cancelled."""
         await asyncio.shield(asyncio.create_task(self._load(slot, tensors)))
 
     async def _load(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
         async with self._changing:
-            place = await self._memory[slot].write(tensors)
-            await self.ask_all(Frame("load", {"slot": slot, "place": place}))
+            found = self._slots[slot]
+            place = await found.memory.write(tensors)
+            await self.ask(found.places, Frame("load", {"slot": slot, "place": place}))
 
     async def close_slot(self, slot: int) -> None:
-        """Close the model of a slot in every worker. Does nothing if the pool has failed."""
+        """Close the model of a slot in every worker that has it. Does nothing if the pool has failed."""
         if self._failed is None:
-            await self.ask_all(Frame("close", {"slot": slot}))
-        self._memory.pop(slot).close()
+            await self.ask(self._slots[slot].places, Frame("close", {"slot": slot}))
+        self._slots.pop(slot).memory.close()
 
     async def load_policy(self, tensors: Mapping[str, Tensor], version: int, trace: str) -> list[Frame]:
         """Load a new version of the sampled policy in every worker, each between two of its batches. Goes on if the
@@ -236,7 +296,8 @@ class WorkerPool:
     async def _load_policy(self, tensors: Mapping[str, Tensor], version: int, trace: str) -> list[Frame]:
         async with self._changing_policy:
             place = await self._policy.write(tensors)
-            return await self.ask_all(Frame("policy", {"version": version, "trace": trace, "place": place}))
+            frame = Frame("policy", {"version": version, "trace": trace, "place": place})
+            return await self.ask(range(self.count), frame)
 
     # --- places -------------------------------------------------------------------------------------------------------
 
@@ -252,7 +313,7 @@ class WorkerPool:
         place.setup = set()
         for frame in map(self._numbered, known):
             place.setup.add(frame.fields["id"])
-            send(member.writer, frame)
+            member.send(frame)
         for request in place.pending.values():
             self._send(place, request)
         place.sending = True
@@ -278,7 +339,7 @@ class WorkerPool:
         place.deaths += 1
         place.restarts += 1
         self._events.event(
-            "workers", event="lost", worker=place.number, pid=member.pid, why=place.why, requests=len(place.pending)
+            "workers", event="lost", worker=place.number, **member.names, why=place.why, requests=len(place.pending)
         )
         if place.deaths >= MOST_ATTEMPTS:
             raise self._lost(place, "before it was ready")
@@ -294,6 +355,7 @@ class WorkerPool:
 
     def _take(self, place: _Place, frame: Frame) -> None:
         if frame.kind == "pong":
+            self._meter.report(place.number, frame.fields)
             return
         if frame.kind == "event":
             self._events.event(frame.fields["tag"], **{**frame.fields["event"], "worker": place.number})
@@ -352,10 +414,10 @@ class WorkerPool:
                 moved, place.cpu_s = cpu_s is not None and cpu_s > place.cpu_s, cpu_s or 0.0
                 place.missed = 0 if moved else place.missed + 1
                 if place.missed > PROBES_MISSED:
-                    self._events.event("workers", event="hangs", worker=place.number, pid=member.pid)
+                    self._events.event("workers", event="hangs", worker=place.number, **member.names)
                     member.kill()
                 else:
-                    send(member.writer, Frame("ping"))
+                    member.send(Frame("ping"))
 
 
 def _future() -> asyncio.Future[Frame]:

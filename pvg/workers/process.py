@@ -39,6 +39,7 @@ from pvg.rollout import EngineSetup, open_engine
 from pvg.rollout.engine import Completion, CutShort, Engine, EngineStats
 from pvg.servers.publishing import WeightUpdate
 from pvg.telemetry.spans import run_in
+from pvg.telemetry.waits import CoreWaits
 from pvg.training.batch import PolicyBatch
 from pvg.training.losses import PolicyObjective
 from pvg.training.optimizer import autocast, trainable_parameters
@@ -81,6 +82,7 @@ class Worker:
         self._models: dict[int, TrainedModel | ScoringModel] = {}
         self._sampling: dict[str, asyncio.Task[Completion]] = {}  # by the request's id
         self._reported = EngineStats()
+        self._cores = CoreWaits()
         self.base: LanguageModel
         self.experiment: Experiment
         self._engine: Engine
@@ -101,7 +103,7 @@ class Worker:
         }
         while (frame := await receive(self._reader)) is not None:
             if frame.kind == "ping":
-                send(self._writer, Frame("pong"))
+                send(self._writer, Frame("pong", self._core_times()))
             elif frame.kind in ("cancel", "cut"):
                 self._interrupt(frame)
             else:
@@ -121,6 +123,11 @@ class Worker:
             send(self._writer, Frame("failed", {"id": number, "traceback": traceback.format_exc()}))
         else:
             send(self._writer, Frame("done", {**answer.fields, "id": number}, answer.arrays))
+
+    def _core_times(self) -> dict[str, float]:
+        """Seconds on a core and seconds waiting for one since the last probe; empty if the system does not count."""
+        found = self._cores.take()
+        return {} if found is None else {"ran_s": found.ran_s, "waited_s": found.waited_s}
 
     async def _in_thread(self, work: Callable[[Frame], Frame | None], frame: Frame) -> Frame:
         return await run_in(self._executor, work, frame) or Frame("done")
@@ -344,7 +351,7 @@ def _micro_batches(trained: TrainedModel, frame: Frame) -> list[Any]:
 
 
 async def _serve(connection: socket.socket) -> None:
-    reader, writer = await asyncio.open_unix_connection(sock=connection)
+    reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 20)
     await Worker(reader, writer).serve()
 
 

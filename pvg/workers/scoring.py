@@ -141,7 +141,7 @@ class WorkerBackend(ScoreBackend):
             if known_N is not None:
                 arrays["references"] = known_N[rows]
             frame = Frame("score", {"slot": slot, "token_budget": self._token_budget}, arrays)
-            asked.append(self._pool.submit(shard, frame))
+            asked.append(self._pool.submit(self._pool.sampling[shard], frame))
         scores_N = np.empty(len(inputs), dtype=np.float32)
         for rows, answer in zip(parts, await asyncio.gather(*asked), strict=True):
             scores_N[rows] = answer.arrays["scores"]
@@ -150,9 +150,9 @@ class WorkerBackend(ScoreBackend):
         return ScoredBatch(scores_N, [began] * len(inputs), time.perf_counter() - began, passes)
 
     def _parts(self, lengths: Sequence[int]) -> list[Int64]:
-        """Row numbers for each worker, with the same total of padded tokens."""
+        """Row numbers for each worker that scores now, with the same total of padded tokens."""
         widths_N = np.array([padded_width(length, self._model.max_length) for length in lengths], dtype=np.int64)
-        shard_N = balanced(widths_N, self._pool.count)
+        shard_N = balanced(widths_N, len(self._pool.sampling))
         return [np.flatnonzero(shard_N == shard) for shard in np.unique(shard_N).tolist()]
 
     def _known(self, inputs: Sequence[ScoreInput]) -> Array | None:

@@ -1,25 +1,23 @@
 """Tensors in memory that the driver shares with its workers.
 
-    shared = SharedTensors(parameters)          # the driver; the layout is that of these tensors
-    shared.write(parameters)
-    mapped = MappedTensors(shared.place)        # a worker
-    mapped.tensors["weight"]                    # a view of the shared memory: copy it before the next `write`
-
-On Linux the memory has no name in any folder: workers open it through the driver's file descriptors, and nothing is
-left when all processes are gone, however they ended. Elsewhere it is a temporary file.
+shared = SharedTensors(parameters)          # the driver; the layout is that of these tensors
+shared.write(parameters)
+mapped = MappedTensors(shared.place)        # a worker
+mapped.tensors["weight"]                    # a view of the shared memory: copy it before the next `write`
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from pvg.workers.memory import SharedMemory
 
 ALIGNMENT = 64  # bytes; a cache line
 
@@ -33,22 +31,13 @@ class SharedTensors:
         for name, tensor in tensors.items():
             self._layout.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset])
             offset += tensor.nbytes + -tensor.nbytes % ALIGNMENT
-        self._size = max(offset, 1)
-        self._file: int | None = None
-        self._path = ""
-        if hasattr(os, "memfd_create"):
-            self._file = os.memfd_create("pvg-weights")
-            self._path = f"/proc/{os.getpid()}/fd/{self._file}"
-        else:
-            self._file, self._path = tempfile.mkstemp(prefix="pvg-weights-")
-        os.ftruncate(self._file, self._size)
-        self._memory = mmap.mmap(self._file, self._size)
-        self._views = _views(self._memory, self._layout)
+        self.memory = SharedMemory(max(offset, 1))
+        self._views = _views(self.memory.view, self._layout)
 
     @property
     def place(self) -> dict[str, Any]:
         """Where a worker finds the memory and what is in it, as JSON data."""
-        return {"path": self._path, "size": self._size, "layout": self._layout}
+        return {"path": self.memory.path, "size": self.memory.size, "layout": self._layout}
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors in. No worker may read meanwhile."""
@@ -58,13 +47,8 @@ class SharedTensors:
 
     def close(self) -> None:
         """Give the memory back. A second call does nothing."""
-        if self._file is None:
-            return
         self._views.clear()
-        os.close(self._file)
-        if not self._path.startswith("/proc/"):
-            os.unlink(self._path)
-        self._file = None  # the mapping ends with its last view
+        self.memory.close()
 
 
 class MappedTensors:

@@ -7,7 +7,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pvg.bench.profile import load_profile
+from pvg.bench.profile import (
+    BenchSettings,
+    SettingChange,
+    find_profile,
+    parse_overrides,
+    read_profile,
+    settings_of,
+)
+from pvg.bench.report import Variant
+from pvg.bench.runner import VariantTrial, run_trials
 from pvg.bench.workloads import Workload, make_workload
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
@@ -26,6 +35,25 @@ SMALL = {
     "game": {"rounds": 1, "mint_problems": 24, "mint_samples": 4, "test": {"problems": 4, "samples": 1}},
     "store": {"commit_every": 4},
 }
+
+
+def load_profile(
+    name_or_file: str,
+    overrides: Sequence[str] = (),
+    *,
+    changes: Sequence[SettingChange] = (),
+    replay: RunDirectory | None = None,
+) -> BenchSettings:
+    """The settings of a profile and its experiment, with `key=value` overrides and then `changes`."""
+    path = find_profile(name_or_file)
+    return settings_of(read_profile(path), str(path), [*parse_overrides(overrides), *changes], replay)
+
+
+async def run_variant(make: Callable[[], Workload], **settings: Any) -> tuple[Variant, dict[str, Any]]:
+    """Open, sample and close one workload. Returns the variant, and what one sample's work was."""
+    trial = VariantTrial(make, **settings)
+    await run_trials([trial])
+    return trial.result()
 
 
 def small_experiment(**training: Any) -> Experiment:

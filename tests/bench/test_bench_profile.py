@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from bench_runs import load_profile
 from tiny_workload import PROFILE, Settings, write_profile
 
-from pvg.bench.profile import known_profiles, load_profile, workload_settings
+from pvg.bench.profile import known_profiles, workload_settings
 from pvg.bench.workloads import WORKLOADS, make_workload
 from pvg.config.load import find_experiment, load_experiment, shipped_directories
 from pvg.errors import ConfigurationError, PvgError, UsageError

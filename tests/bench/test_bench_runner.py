@@ -6,10 +6,10 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from bench_runs import load_profile, run_variant
 from tiny_workload import TinyWorkload, write_profile
 
-from pvg.bench.profile import load_profile
-from pvg.bench.runner import SampleTaken, VariantTrial, run_trials, run_variant
+from pvg.bench.runner import SampleTaken, VariantTrial, run_trials
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from aiohttp import web
+from bench_runs import load_profile
 
 SERVING = Path(__file__).parent.parent / "servers"
 sys.path.insert(0, str(SERVING))
@@ -24,7 +25,6 @@ from fake_vllm import FakeOptions, FakeVllm  # noqa: E402
 
 from pvg.bench import servers  # noqa: E402
 from pvg.bench.planning import BenchPlan, plan_bench  # noqa: E402
-from pvg.bench.profile import load_profile  # noqa: E402
 from pvg.bench.runner import run_plan  # noqa: E402
 from pvg.bench.workloads import WORKLOADS, sync_servers  # noqa: E402
 from pvg.config.experiment import Experiment  # noqa: E402

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from bench_runs import load_profile
 from made_reports import ENVIRONMENT, PROFILE, failed_report, higher, lower, made_report, saved, variant
 
 from benchmarks.pages.make_benchmarks import main
@@ -22,7 +23,6 @@ from benchmarks.pages.other_ladders import later_lines, outdated
 from benchmarks.pages.reference_figures import reference_lines
 from benchmarks.pages.targets import TARGETS
 from pvg.bench.planning import plan_bench
-from pvg.bench.profile import load_profile
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -314,7 +314,9 @@ def test_a_report_with_the_names_of_before_is_of_the_same_ladder_or_sweep_and_sa
         {"label": "rollout.prefetch=2", "set": {"rollout.prefetch": 2}},
         {"label": "rollout.prefetch=1, old", "set": {"rollout.prefetch": 1, "rollout.prefer": "old"}},
     ]
-    others = [*steps[:-1], steps[-1] | {"set": {"rollout.prefetch": 2, "rollout.prefer": "old"}}]
+    since = load_profile("pipeline").plain()["profile"]["sweep"][len(steps) :]  # which have the names of today
+    others = [*steps[:-1], steps[-1] | {"set": {"rollout.prefetch": 2, "rollout.prefer": "old"}}, *since]
+    steps += since
     ladder = of_its_profile("loop", "ablation", ladder=before)
     sweep = of_its_profile("pipeline", "sweep", sweep=steps)
     other = of_its_profile("pipeline", "sweep", sweep=others)

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
+from bench_runs import load_profile, run_variant
 
 from pvg.bench.planning import plan_bench
-from pvg.bench.profile import load_profile
 from pvg.bench.report import BenchReport
-from pvg.bench.runner import run_plan, run_variant
+from pvg.bench.runner import run_plan
 from pvg.bench.workloads import WORKLOADS, contention
 from pvg.errors import ConfigurationError
 

@@ -7,10 +7,10 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from bench_runs import load_profile
 
 from benchmarks import credit
 from pvg.bench.planning import plan_bench
-from pvg.bench.profile import load_profile
 from pvg.bench.runner import run_plan
 from pvg.errors import ConfigurationError
 

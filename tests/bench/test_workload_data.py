@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_runs import load_profile, run_variant
 
 from benchmarks import data, data_game
 from benchmarks.data_child import EagerLoader, LoadOrder, StreamLoader, memory_of
 from benchmarks.data_store import StoreShape, write_pairs, write_store
-from pvg.bench.profile import load_profile
-from pvg.bench.runner import run_variant
 from pvg.bench.workloads import Workload
 from pvg.config.load import load_experiment
 from pvg.errors import ConfigurationError, MissingRequirementError

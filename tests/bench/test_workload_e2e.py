@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from bench_runs import load_profile, run_variant
 
 from pvg.bench.planning import plan_bench
-from pvg.bench.profile import load_profile
-from pvg.bench.runner import run_plan, run_variant
+from pvg.bench.runner import run_plan
 from pvg.bench.workloads import WORKLOADS
 from pvg.bench.workloads.e2e import EndToEnd
 from pvg.errors import ConfigurationError
@@ -22,15 +21,6 @@ T = TypeVar("T")
 
 PARTS = {"reset", "sync", "prefill", "decode", "grade", "score_service", "credit", "reference", "pack"}
 SMALL = ["training.groups=4", "rollout.group_size=4", "rollout.max_tokens=32", "models.threads=1", "warmup=0"]
-
-
-@pytest.fixture(autouse=True)
-def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary folders go."""
-    folder = tmp_path / "scratch"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
 
 
 def opened(overrides: list[str], use: Callable[[EndToEnd], Awaitable[T]]) -> T:

@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bench_runs import load_profile, run_variant
 
 from benchmarks import loop
 from benchmarks.loop import LoopWorkload
 from benchmarks.loop_engine import Payload, RecordedEngine, RolloutStretch, first_step, recorded
-from pvg.bench.profile import load_profile
-from pvg.bench.runner import run_variant
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
 from pvg.game import on_policy
 from pvg.game.ledger import Ledger

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +11,13 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from bench_runs import load_profile, run_variant
 
 from pvg.bench.planning import plan_bench
-from pvg.bench.profile import load_profile
-from pvg.bench.runner import run_variant
 from pvg.bench.workloads import WORKLOADS
 from pvg.bench.workloads.pipeline import ChildEngine, MeasuredSteps
 from pvg.bench.workloads.pipeline_child import drawn_time
+from pvg.config.cluster import LocalCluster
 from pvg.config.load import build_experiment
 from pvg.errors import ConfigurationError, StateError
 from pvg.records import VersionSpan
@@ -37,15 +36,6 @@ TINY = (
 )
 
 
-@pytest.fixture(autouse=True)
-def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary folders go."""
-    folder = tmp_path / "scratch"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
-
-
 def ran(*overrides: str) -> tuple[Any, dict[str, Any]]:
     settings = load_profile("pipeline", [*TINY, *overrides])
     variant, work = asyncio.run(run_variant(lambda: WORKLOADS["pipeline"](settings), warmup=0, repeats=1))
@@ -56,10 +46,12 @@ def ran(*overrides: str) -> tuple[Any, dict[str, Any]]:
 def test_ahead_and_in_turns_the_work_is_the_same_and_nothing_is_left_behind(scratch: Path) -> None:
     synchronous, work = ran("rollout.prefetch=none")
     ahead, same_work = ran("rollout.prefetch=fresh")
-    assert same_work == work
+    cluster = ("cluster.kind=local", "cluster.workers=2", "cluster.trainers=1")
+    divided, work_of_workers = ran("rollout.prefetch=fresh", *cluster)
+    assert work_of_workers == same_work == work
     assert synchronous.derived["staleness_max"] == synchronous.derived["dropped_share"] == 0.0
     assert 0.0 <= ahead.derived["staleness"] <= ahead.derived["staleness_max"] <= 2.0
-    for variant in (synchronous, ahead):
+    for variant in (synchronous, ahead, divided):
         samples = {name: found.values[0] for name, found in variant.samples.items()}
         assert samples["trainer_idle"] < 1.0
         assert samples["steps_per_hour"] == pytest.approx(3600 / samples["step_s"])
@@ -81,7 +73,10 @@ def test_ahead_and_in_turns_the_work_is_the_same_and_nothing_is_left_behind(scra
 
 def test_the_profiles_variants_are_valid() -> None:
     plan = plan_bench("pipeline", [])
-    assert [choice.settings.experiment.rollout.prefetch.batches for choice in plan.choices] == [0, 1, 2, 1]
+    experiments = [choice.settings.experiment for choice in plan.choices]
+    assert [experiment.rollout.prefetch.batches for experiment in experiments] == [0, 1, 2, 1, 1, 1]
+    local = [experiment.cluster for experiment in experiments if isinstance(experiment.cluster, LocalCluster)]
+    assert local == [LocalCluster(workers=2), LocalCluster(workers=2, trainers=1)]
     assert all(choice.settings.experiment.rollout.concurrency == 64 for choice in plan.choices)
 
 

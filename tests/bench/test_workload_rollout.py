@@ -4,9 +4,8 @@ from pathlib import Path
 
 import orjson
 import pytest
-from bench_runs import played, prover_rollouts, small_experiment, use
+from bench_runs import load_profile, played, prover_rollouts, small_experiment, use
 
-from pvg.bench.profile import load_profile
 from pvg.bench.workloads import WORKLOADS
 from pvg.bench.workloads.fixtures import recorded_batches, train_seconds
 from pvg.config.experiment import Experiment

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from bench_runs import load_profile
 
 from benchmarks.scaling import COMPUTED, PARTS, REST, PeakMemory, decode_reads, step_work
 from pvg.bench.planning import plan_bench
-from pvg.bench.profile import load_profile
 from pvg.bench.runner import run_plan
 from pvg.bench.workloads import make_workload
 from pvg.bench.workloads.trainer import ModelSize
@@ -23,15 +22,6 @@ from pvg.telemetry.spans import Tracer
 
 SMALL = ["rollout.group_size=4", "models.threads=1", "workload.width=32", "workload.layers=1", "warmup=0", "repeats=1"]
 PROFILES = [f"benchmarks/scaling-{axis}.toml" for axis in ("rollouts", "length", "model")]
-
-
-@pytest.fixture(autouse=True)
-def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary folders go."""
-    folder = tmp_path / "scratch"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
 
 
 def test_a_sample_is_a_step_of_known_work_and_leaves_nothing_behind(scratch: Path) -> None:

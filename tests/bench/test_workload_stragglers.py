@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bench_runs import load_profile, run_variant
 
 from benchmarks import stragglers
 from benchmarks.stragglers import HeavyTailedEngine, Stragglers, drawn_lengths
 from pvg.bench.planning import plan_bench
-from pvg.bench.profile import load_profile
-from pvg.bench.runner import run_variant
 from pvg.config.load import build_experiment
 from pvg.errors import ConfigurationError
 from pvg.rollout.engine import GenerationRequest, Sampling

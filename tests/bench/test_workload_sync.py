@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bench_runs import load_profile, run_variant
 
-from pvg.bench.profile import load_profile
-from pvg.bench.runner import run_variant
 from pvg.bench.workloads import sync
 from pvg.bench.workloads.sync import RequestStreams, SyncWorkload, TimedUpdate
 from pvg.errors import ConfigurationError

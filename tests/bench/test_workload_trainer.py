@@ -6,10 +6,9 @@ import numpy as np
 import orjson
 import pytest
 import torch
-from bench_runs import played, prover_rollouts, small_experiment, use
+from bench_runs import load_profile, played, prover_rollouts, small_experiment, use
 from torch.utils.flop_counter import FlopCounterMode
 
-from pvg.bench.profile import load_profile
 from pvg.bench.workloads import WORKLOADS
 from pvg.bench.workloads.fixtures import RecordedBatch, drawn_rewards, policy_batch, recorded_batches, rewards_of
 from pvg.bench.workloads.trainer import forward_flops

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from pathlib import Path
 
 import pytest
+from bench_runs import load_profile, run_variant
 
 from pvg.bench.planning import plan_bench
-from pvg.bench.profile import load_profile
 from pvg.bench.report import Variant
-from pvg.bench.runner import run_plan, run_variant
+from pvg.bench.runner import run_plan
 from pvg.bench.workloads import WORKLOADS
 from pvg.bench.workloads.verifier import VerifierWork
 from pvg.errors import ConfigurationError
@@ -27,15 +26,6 @@ SMALL = [
     "warmup=0",
     "repeats=1",
 ]
-
-
-@pytest.fixture(autouse=True)
-def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary folders go."""
-    folder = tmp_path / "scratch"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
 
 
 def measured(*overrides: str) -> Variant:

@@ -6,10 +6,10 @@ import io
 from pathlib import Path
 from typing import Any
 
+from bench_runs import load_profile
 from made_reports import higher, lower, made_report, variant
 from rich.console import Console
 
-from pvg.bench.profile import load_profile
 from pvg.bench.report import BenchReport, Variant
 from pvg.bench.workloads.sync_servers import PARTS, TIMES
 from pvg_cli.bench_tables import cost_cells, has_updates, notes, report_text, update_cells

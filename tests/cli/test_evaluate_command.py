@@ -9,7 +9,7 @@ from calling import pvg
 from run_samples import begin, commit, state, tell
 from test_real_game import SMALL
 
-from pvg.models.sources import embedded_names
+from pvg.config.load import embedded_names
 
 LITTLE = [
     word

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from calling import pvg
 
-from pvg.models.sources import embedded_names
+from pvg.config.load import embedded_names
 
 SMALL = [
     word

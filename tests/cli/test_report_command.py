@@ -61,6 +61,7 @@ def test_the_terminal_tells_overlap_device_and_lag() -> None:
     assert ["grade", "500", "ms", "0", "s", "500", "ms"] in lines
     text = " ".join(word for line in lines for word in line)
     assert "device processors 60%, resident memory at most 1 GiB, GPU 0 75%" in text
+    assert "2 workers, busy 75.0 % of the time (60.0 % to 90.0 %), 1 replacement" in text
     assert "loop lag typically 2 ms, worst p90 10 ms, p99 20 ms, longest 300 ms" in text
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import orjson
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "game"))
-from kill_drill import finish, small_experiment
+from kill_drill import finish, forked, small_experiment, was_killed
 from kill_drill import start as start_game
 
 from pvg.config.experiment import Experiment
@@ -74,23 +74,16 @@ class Reporting(SilentObserver):
 
 def start(experiment: Experiment, root: Path) -> tuple[int, int]:
     """Fork a child that evaluates the run in `root`; returns its pid and the pipe that its events come from."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(writer)
-        return pid, reader
-    os.close(reader)
-    code = 70
-    try:
+
+    def work(writer: int) -> bool:
         run = RunDirectory.open(NAME, root)
         with run.lock():
             outcome = asyncio.run(
                 evaluate(experiment, run, EvaluationRequest(), observer=Reporting(writer), stop=asyncio.Event())
             )
-        code = 0 if outcome.status == outcome.report.status == "complete" else 1
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+        return outcome.status == outcome.report.status == "complete"
+
+    return forked(work)
 
 
 def kill_after(pid: int, pipe: int, events: int, dice: random.Random, within: str = "") -> str | None:
@@ -105,12 +98,7 @@ def kill_after(pid: int, pipe: int, events: int, dice: random.Random, within: st
                 break
         time.sleep(dice.random() * 0.08)  # not a wait for anything: a random moment between two events
         os.kill(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
-    if os.WIFSIGNALED(status):
-        return phase
-    if os.WEXITSTATUS(status) != 0:
-        raise SystemExit(f"the child failed with exit code {os.WEXITSTATUS(status)}")
-    return None
+        return phase if was_killed(pid) else None
 
 
 def fingerprint(root: Path) -> dict[str, Any]:

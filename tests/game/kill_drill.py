@@ -130,6 +130,21 @@ class Reporting(SilentObserver):
 
 def start(experiment: Experiment, root: Path, *, resume: bool) -> tuple[int, int]:
     """Fork a child that plays the run in `root`; returns its pid and the pipe that its events come from."""
+
+    def work(writer: int) -> bool:
+        run = RunDirectory.open("drill", root) if resume else RunDirectory.create(root, "drill", experiment)
+        with run.lock():
+            outcome = asyncio.run(
+                play(experiment, run, observer=Reporting(writer), stop=asyncio.Event(), resume=resume)
+            )
+        return outcome.status == "complete"
+
+    return forked(work)
+
+
+def forked(work: Callable[[int], bool]) -> tuple[int, int]:
+    """Fork a child that calls `work` with the writing end of a pipe, and exits with 0 if `work` returns True. Returns
+    its pid and the reading end."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid:
@@ -138,15 +153,20 @@ def start(experiment: Experiment, root: Path, *, resume: bool) -> tuple[int, int
     os.close(reader)
     code = 70
     try:
-        run = RunDirectory.open("drill", root) if resume else RunDirectory.create(root, "drill", experiment)
-        with run.lock():
-            outcome = asyncio.run(
-                play(experiment, run, observer=Reporting(writer), stop=asyncio.Event(), resume=resume)
-            )
-        code = 0 if outcome.status == "complete" else 1
+        code = 0 if work(writer) else 1
     finally:
         sys.stderr.flush()
         os._exit(code)
+
+
+def was_killed(pid: int) -> bool:
+    """Wait for a child: True if a signal ended it, False if it finished. Raises SystemExit if it failed."""
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        return True
+    if os.WEXITSTATUS(status) != 0:
+        raise SystemExit(f"the child failed with exit code {os.WEXITSTATUS(status)}")
+    return False
 
 
 def kill_somewhere(pid: int, pipe: int, wanted: str, dice: random.Random) -> str | None:
@@ -162,13 +182,9 @@ def kill_somewhere(pid: int, pipe: int, wanted: str, dice: random.Random) -> str
             break
     time.sleep(dice.random() * 0.08)  # not a wait for anything: a random moment between two events
     os.kill(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
+    killed = was_killed(pid)
     events.close()
-    if os.WIFSIGNALED(status):
-        return phase
-    if os.WEXITSTATUS(status) != 0:
-        raise SystemExit(f"the child failed with exit code {os.WEXITSTATUS(status)}")
-    return None
+    return phase if killed else None
 
 
 def finish(pid: int, pipe: int) -> None:
@@ -204,21 +220,33 @@ def hurt_somebody(pid: int, dice: random.Random) -> str | None:
 def worker_drill(experiment: Experiment, kills: int, seed: int, log: Callable[[str], None]) -> dict[str, Any]:
     """Play one run, hurt its workers `kills` times at random events, and kill the driver after every sixth time."""
     dice = random.Random(seed)
+
+    def play_one(root: Path, hurt: Counter[str]) -> None:
+        complete = False
+        while not complete:
+            pid, pipe = start(experiment, root, resume=(root / "drill").exists())
+            complete = _hurt_a_run(pid, pipe, kills, hurt, dice, log)
+
+    return compared_with_a_whole_run(experiment, kills, play_one)
+
+
+def compared_with_a_whole_run(
+    experiment: Experiment, kills: int, play_one: Callable[[Path, Counter[str]], None]
+) -> dict[str, Any]:
+    """Play runs until there are `kills` kills, and compare each with a run that was not interrupted. `play_one` plays a
+    run to its end in a folder, and counts its kills."""
     with tempfile.TemporaryDirectory() as folder:
         finish(*start(experiment, Path(folder) / "whole", resume=False))
         expected = fingerprint(Path(folder) / "whole")
-        hurt: Counter[str] = Counter()
+        counted: Counter[str] = Counter()
         problems: list[str] = []
         runs = 0
-        while sum(hurt.values()) < kills:
-            root = Path(folder) / f"hurt-{runs}"
-            complete = False
-            while not complete:
-                pid, pipe = start(experiment, root, resume=(root / "drill").exists())
-                complete = _hurt_a_run(pid, pipe, kills, hurt, dice, log)
+        while sum(counted.values()) < kills:
+            root = Path(folder) / f"killed-{runs}"
+            play_one(root, counted)
             runs += 1
             problems += [f"run {runs}: {what}" for what in differences(fingerprint(root), expected)]
-        return {"kills": dict(hurt), "runs": runs, "rollouts": len(expected["ids"]), "problems": problems}
+        return {"kills": dict(counted), "runs": runs, "rollouts": len(expected["ids"]), "problems": problems}
 
 
 def _hurt_a_run(
@@ -241,12 +269,7 @@ def _hurt_a_run(
                 hurt["driver"] += 1
                 os.kill(pid, signal.SIGKILL)
                 break
-    _, status = os.waitpid(pid, 0)
-    if os.WIFSIGNALED(status):
-        return False
-    if os.WEXITSTATUS(status) != 0:
-        raise SystemExit(f"the child failed with exit code {os.WEXITSTATUS(status)}")
-    return True
+    return not was_killed(pid)
 
 
 GAME_RECORDS = frozenset({"step", "phase", "round", "alert"})
@@ -304,28 +327,20 @@ def drill(
 ) -> dict[str, Any]:
     """Kill runs until there are `kills` kills, each of `phases` having its share, and compare every finished run."""
     dice = random.Random(seed)
-    with tempfile.TemporaryDirectory() as folder:
-        finish(*start(experiment, Path(folder) / "whole", resume=False))
-        expected = fingerprint(Path(folder) / "whole")
-        died: Counter[str] = Counter()
-        problems: list[str] = []
-        runs = 0
+
+    def play_one(root: Path, died: Counter[str]) -> None:
+        begun = False
         while sum(died.values()) < kills:
-            root = Path(folder) / f"killed-{runs}"
-            begun = False
-            while sum(died.values()) < kills:
-                wanted = min(phases, key=lambda phase: (died[phase], dice.random()))
-                phase = kill_somewhere(*start(experiment, root, resume=begun), wanted, dice)
-                if phase is None:
-                    break
-                died[phase or "before the first phase"] += 1
-                log(f"kill {sum(died.values())}/{kills} in {phase or 'start'}")
-                begun = (root / "drill").exists()
-            else:
-                finish(*start(experiment, root, resume=begun))
-            runs += 1
-            problems += [f"run {runs}: {what}" for what in differences(fingerprint(root), expected)]
-        return {"kills": dict(died), "runs": runs, "rollouts": len(expected["ids"]), "problems": problems}
+            wanted = min(phases, key=lambda phase: (died[phase], dice.random()))
+            phase = kill_somewhere(*start(experiment, root, resume=begun), wanted, dice)
+            if phase is None:
+                return
+            died[phase or "before the first phase"] += 1
+            log(f"kill {sum(died.values())}/{kills} in {phase or 'start'}")
+            begun = (root / "drill").exists()
+        finish(*start(experiment, root, resume=begun))
+
+    return compared_with_a_whole_run(experiment, kills, play_one)
 
 
 def partial_drill(kills: int, seed: int, log: Callable[[str], None]) -> dict[str, Any]:

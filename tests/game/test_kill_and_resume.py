@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -12,15 +13,19 @@ import pytest
 KILLS = 20
 
 
+def drilled(*options: str) -> dict[str, Any]:
+    """The result of kill_drill.py, in a process of its own, which forks before any torch work."""
+    command = [sys.executable, str(Path(__file__).with_name("kill_drill.py")), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
+    result: dict[str, Any] = orjson.loads(done.stdout)
+    return result
+
+
 @pytest.mark.drill
 @pytest.mark.timeout(1800)  # of a busy machine; a quiet one takes 90 s
 def test_a_run_killed_at_twenty_random_moments_ends_like_the_uninterrupted_run():
-    drill = Path(__file__).with_name("kill_drill.py")
-    done = subprocess.run(
-        [sys.executable, str(drill), "--kills", str(KILLS)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
-    result = orjson.loads(done.stdout)
+    result = drilled("--kills", str(KILLS))
     assert result["problems"] == []
     assert sum(result["kills"].values()) == KILLS
     assert all(result["kills"].get(phase, 0) >= 3 for phase in ("mint", "train_verifier", "train_prover", "checkpoint"))
@@ -29,21 +34,14 @@ def test_a_run_killed_at_twenty_random_moments_ends_like_the_uninterrupted_run()
 @pytest.mark.drill
 @pytest.mark.timeout(900)
 def test_micro_batches_by_measured_memory_are_those_of_the_uninterrupted_run():
-    drill = Path(__file__).with_name("kill_drill.py")
-    command = [sys.executable, str(drill), "--kills", "6", "--memory"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
-    assert orjson.loads(done.stdout)["kills"]["train_prover"] >= 1
+    result = drilled("--kills", "6", "--memory")
+    assert result["kills"]["train_prover"] >= 1
 
 
 @pytest.mark.drill
 @pytest.mark.timeout(900)
 def test_with_partial_rollouts_no_committed_one_is_lost_and_none_comes_twice():
-    drill = Path(__file__).with_name("kill_drill.py")
-    command = [sys.executable, str(drill), "--kills", "4", "--partial"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
-    result = orjson.loads(done.stdout)
+    result = drilled("--kills", "4", "--partial")
     assert result["problems"] == []
     assert result["kills"] >= 1
 
@@ -51,11 +49,7 @@ def test_with_partial_rollouts_no_committed_one_is_lost_and_none_comes_twice():
 @pytest.mark.drill
 @pytest.mark.timeout(1800)
 def test_killed_and_hanging_workers_and_drivers_leave_the_bits_of_an_undisturbed_run():
-    drill = Path(__file__).with_name("kill_drill.py")
-    command = [sys.executable, str(drill), "--kills", "20", "--workers", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
-    result = orjson.loads(done.stdout)
+    result = drilled("--kills", "20", "--workers", "2")
     assert result["problems"] == []
     assert result["kills"]["worker"] >= 3
     assert result["kills"]["driver"] >= 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -35,6 +37,8 @@ from pvg.rollout.torch_engine import TorchEngine
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
 from pvg.tasks import open_task
+from pvg.workers.frames import Frame
+from pvg.workers.pool import WorkerPool
 
 # Little of everything but the prover's training.
 AHEAD = {
@@ -122,6 +126,35 @@ def assert_budgets_close(steps: list[dict[str, Any]]) -> None:
         assert min(exposed.values()) > -1e-6
         busy.update(step["busy"])
     assert min(busy["decode"], busy["rollout"], busy["grade"]) > 0.0
+
+
+@pytest.mark.drill
+def test_a_game_with_workers_that_only_train_survives_kills_of_both_kinds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The duties are divided only while the prover trains."""
+    cluster = {"kind": "local", "workers": 2, "trainers": 1}
+    experiment = changed({**AHEAD, "cluster": cluster, "models.device": "cpu"})
+    submit, kinds, seen = WorkerPool.submit, set[tuple[int, str]](), Counter[str]()
+
+    def killing(pool: WorkerPool, place: int, frame: Frame, parts: Any = None) -> Any:
+        future = submit(pool, place, frame, parts)
+        if divided := pool.training != pool.sampling:
+            seen[frame.kind] += 1
+        kinds.add((place, f"{frame.kind}{' divided' if divided else ''}"))
+        member = pool._places[place].member
+        if divided and frame.kind in ("generate", "gradient") and seen[frame.kind] in (2, 5) and member is not None:
+            os.kill(member.pid, signal.SIGKILL)
+        return future
+
+    monkeypatch.setattr(WorkerPool, "submit", killing)
+    outcome, run = played(experiment, tmp_path)
+    assert outcome.status == "complete"
+    assert_recorded_once(run)
+    assert len([line for line in run.events.read_text().splitlines() if "event=lost" in line]) == 4
+    for kind, places in (("generate", {0}), ("score", {0}), ("gradient", {1})):
+        assert {place for place, asked in kinds if asked == f"{kind} divided"} == places
+        assert {place for place, asked in kinds if asked == kind} == {0, 1}  # mint, verifier, evaluation
 
 
 @pytest.mark.parametrize(

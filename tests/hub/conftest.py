@@ -11,10 +11,10 @@ from huggingface_hub import constants
 from loopback_hub import Hub, start
 
 from pvg import hub as pvg_hub
+from pvg.config.load import EMBEDDED
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
 
-EMBEDDED = Path(pvg_hub.__file__).parent / "models" / "embedded"
 VARIABLES = (
     "HF_TOKEN",
     "HUGGING_FACE_HUB_TOKEN",

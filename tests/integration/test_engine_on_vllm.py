@@ -264,12 +264,14 @@ def test_requests_that_are_cut_go_on_from_where_they_were_under_the_next_weights
 
         await players.publish(moved(players, 0.05), 1)
         again = [replace(request, begun=begun) for request, begun in some]
+        changes = []
         for request, completion in zip(again, await all_of(players, again), strict=True):
             first = request.tokens_begun
             assert completion.spans == (VersionSpan(0, 0), VersionSpan(first, 1))
             expected = teacher_forced(players, request, completion)
             np.testing.assert_allclose(completion.logprobs[:first], expected[:first], atol=1e-3)
-            assert np.abs(completion.logprobs[first:] - expected[first:]).max() > 1e-2
+            changes.append(np.abs(completion.logprobs[first:] - expected[first:]).max())
+        assert max(changes) > 1e-2  # some have only one token left, which may be certain under both weights
 
     run(experiment(folder, server.url), play)
 
@@ -323,12 +325,18 @@ def test_a_frozen_server_is_given_up_and_taken_back_when_it_thaws(folder: Path, 
         frozen = [psutil.Process(other.pid), *psutil.Process(other.pid).children(recursive=True)]
 
         async def play(players: Players, kept: Kept) -> None:
-            running = asyncio.create_task(all_of(players, requests(players, 96, 100)))
+            waiting = iter(requests(players, 4096, 100))
+
+            async def keep_asking() -> None:
+                while not kept.named("server.away"):
+                    await players.engine.generate(next(waiting))
+
+            asking = [asyncio.create_task(keep_asking()) for _ in range(96)]
             await asyncio.sleep(0.1)
             for process in frozen:
                 os.kill(process.pid, signal.SIGSTOP)
             try:
-                await running
+                await asyncio.gather(*asking)
                 assert [line["server"] for line in kept.named("server.away")] == [other.url]
                 await players.publish(moved(players, 0.05), 1)  # while it is away
             finally:

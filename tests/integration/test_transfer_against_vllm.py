@@ -208,7 +208,7 @@ def test_files_and_adapters_bring_what_the_trainer_has(transferring: Server) -> 
         assert isinstance(adapters, AdapterTransport)
         try:
             async with aiohttp.ClientSession() as http:
-                first, second, third, last = (WeightLabel(session, version) for version in range(1, 5))
+                first, second, third, fourth, last = (WeightLabel(session, version) for version in range(1, 6))
                 await adapters.stage(WeightUpdate(1, base.weights()), first)
                 await adapters.stage(WeightUpdate(2, adapted.weights(), adapter=adapted.adapter()), second)
                 (loaded,) = await adapters.send([control], second, "adapter")
@@ -217,11 +217,13 @@ def test_files_and_adapters_bring_what_the_trainer_has(transferring: Server) -> 
                 assert await gap(http, adapted.weights(), adapters.model_of(second) or "", "adapted") < TOLERANCE
                 await adapters.stage(WeightUpdate(3, adapted.weights(), adapter=adapted.adapter()), third)
                 await adapters.send([control], third, "adapter")
-                await adapters.retire([control], [])  # the second goes, on both sides
+                await adapters.stage(WeightUpdate(4, adapted.weights(), adapter=adapted.adapter()), fourth)
+                await adapters.send([control], fourth, "adapter")
+                await adapters.retire([control], [])  # the two newest stay; the second goes, on both sides
                 body = {"token_ids": [3, 4], "sampling_params": {"max_tokens": 1}, "model": str(second)}
                 async with http.post(transferring.url + "/inference/v1/generate", json=body) as response:
                     assert response.status == 404
-                await files.stage(WeightUpdate(4, moved), last)
+                await files.stage(WeightUpdate(5, moved), last)
                 (delivery,) = await files.send([control], last, "files")
                 assert isinstance(delivery, DeliveryTiming)
                 assert set(delivery.parts) == {"pause_ms", "load_ms", "resume_ms"}

@@ -9,35 +9,20 @@ import peft
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_llama import tiny_llama
 
 from pvg.config.models import ModelSection
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.models import open_model
 from pvg.models.adapters import AdaptedModel, attach_adapters
-from pvg.models.characters import modchain_tokenizer
 from pvg.models.language_model import LanguageModel
-from pvg.models.tokenizer import Tokenizer
 from pvg.training.trainer import checkpoint_layers
 
 RANK, ALPHA = 4, 6.0
 
 
 def small_model(tied: bool = True, bias: bool = False) -> LanguageModel:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=19,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-        attention_bias=bias,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
-    return LanguageModel(LlamaForCausalLM(config), Tokenizer(modchain_tokenizer()), "small")
+    return tiny_llama(name="small", tied=tied, attention_bias=bias)
 
 
 def logits(module: torch.nn.Module) -> torch.Tensor:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from pvg.config.load import EMBEDDED, embedded_names
 from pvg.config.models import Models, ModelSection
 from pvg.config.task import ModchainTask
 from pvg.models import open_model
@@ -25,7 +26,6 @@ from pvg.models.embedded_training import (
     train,
     translation,
 )
-from pvg.models.sources import EMBEDDED, embedded_names
 from pvg.tasks.modchain import Modchain, chain_problem, clean_trace
 
 CPU = torch.device("cpu")

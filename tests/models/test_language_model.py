@@ -6,28 +6,10 @@ import weakref
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_llama import tiny_llama
 
 from pvg.errors import ConfigurationError
-from pvg.models.characters import modchain_tokenizer
 from pvg.models.language_model import LanguageModel, ModelClosedError
-from pvg.models.tokenizer import Tokenizer
-
-
-def tiny(seed: int = 0, tied: bool = True) -> LanguageModel:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=19,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
-    return LanguageModel(LlamaForCausalLM(config), Tokenizer(modchain_tokenizer()), "tiny")
 
 
 def logits(model: LanguageModel) -> torch.Tensor:
@@ -36,7 +18,7 @@ def logits(model: LanguageModel) -> torch.Tensor:
 
 
 def test_properties_describe_the_module():
-    with tiny() as model:
+    with tiny_llama() as model:
         assert (model.device, model.dtype, model.max_length) == (torch.device("cpu"), torch.float32, 64)
         assert not model.module.training
         # 19x32 tied embeddings; per layer 4x32x32 attention, 3x32x48 mlp, 2x32 norms; one last norm.
@@ -47,7 +29,7 @@ def test_close_frees_the_weights_and_every_use_afterwards_raises():
     gc.collect()
     gc.disable()  # reference counting alone must free it: a cycle would keep gigabytes until some later collection
     try:
-        model = tiny()
+        model = tiny_llama()
         module, weight = weakref.ref(model.module), weakref.ref(model.module.model.embed_tokens.weight)
         logits(model)
         model.close()
@@ -66,14 +48,14 @@ def test_close_frees_the_weights_and_every_use_afterwards_raises():
 
 
 def test_leaving_the_context_closes_even_when_the_body_raises():
-    model = tiny()
+    model = tiny_llama()
     with pytest.raises(ZeroDivisionError), model:
         _ = 1 / 0
     assert model.closed
 
 
 def test_a_copy_has_weights_of_its_own_and_outlives_the_original():
-    model = tiny()
+    model = tiny_llama()
     twin = model.copy()
     assert twin.fingerprint() == model.fingerprint()
     before = logits(twin)
@@ -87,7 +69,7 @@ def test_a_copy_has_weights_of_its_own_and_outlives_the_original():
 
 
 def test_weights_name_a_tied_weight_once_and_follow_training():
-    model = tiny()
+    model = tiny_llama()
     weights = model.weights()
     assert "model.embed_tokens.weight" in weights
     assert "lm_head.weight" not in weights
@@ -99,7 +81,7 @@ def test_weights_name_a_tied_weight_once_and_follow_training():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_load_weights_makes_the_models_equal_and_keeps_ties(tied):
-    source, target = tiny(1, tied), tiny(2, tied)
+    source, target = tiny_llama(1, tied=tied), tiny_llama(2, tied=tied)
     target.load_weights(source.weights())
     assert target.fingerprint() == source.fingerprint()
     assert torch.equal(logits(target), logits(source))
@@ -108,7 +90,7 @@ def test_load_weights_makes_the_models_equal_and_keeps_ties(tied):
 
 
 def test_load_weights_casts_to_the_models_dtype():
-    source, target = tiny(1), tiny(2)
+    source, target = tiny_llama(1), tiny_llama(2)
     target.module.bfloat16()
     target.load_weights(source.weights())
     assert target.dtype == torch.bfloat16
@@ -116,7 +98,7 @@ def test_load_weights_casts_to_the_models_dtype():
 
 
 def test_a_tied_weight_may_come_under_its_second_name():
-    source, target = tiny(1), tiny(2)
+    source, target = tiny_llama(1), tiny_llama(2)
     weights = source.weights()
     weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
     target.load_weights(weights)
@@ -145,9 +127,9 @@ def spoil_tie(weights):
 
 @pytest.mark.parametrize("spoil", [spoil_missing, spoil_unknown, spoil_shape, spoil_tie])
 def test_weights_that_do_not_fit_are_refused_and_nothing_is_loaded(spoil):
-    target = tiny(2)
+    target = tiny_llama(2)
     before = target.fingerprint()
-    weights = tiny(1).weights()
+    weights = tiny_llama(1).weights()
     named = spoil(weights)
     with pytest.raises(ConfigurationError, match=named):
         target.load_weights(weights)
@@ -155,13 +137,13 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_is_loaded(spoil):
 
 
 def test_the_fingerprint_sees_every_bit_and_the_dtype():
-    model = tiny()
+    model = tiny_llama()
     before = model.fingerprint()
-    assert tiny().fingerprint() == before
+    assert tiny_llama().fingerprint() == before
     with torch.no_grad():
         model.module.model.norm.weight[0] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
     assert model.fingerprint() != before
-    assert LanguageModel(tiny().module.bfloat16(), model.tokenizer, "tiny").fingerprint() != before
+    assert LanguageModel(tiny_llama().module.bfloat16(), model.tokenizer, "tiny").fingerprint() != before
 
 
 def test_importing_the_package_loads_no_torch():

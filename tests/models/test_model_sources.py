@@ -5,32 +5,18 @@ import logging
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_llama import tiny_llama
 
 from pvg.config.models import ModelSection
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
 from pvg.models import open_model, pick_device, sources
-from pvg.models.characters import modchain_tokenizer
-from pvg.models.language_model import LanguageModel
-from pvg.models.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def saved(tmp_path):
-    config = LlamaConfig(
-        vocab_size=19,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
-    with LanguageModel(LlamaForCausalLM(config), Tokenizer(modchain_tokenizer()), "tiny") as model:
+    with tiny_llama() as model:
         model.save(tmp_path / "tiny")
         return tmp_path / "tiny", model.fingerprint(), model.tokenizer.fingerprint
 

@@ -134,6 +134,23 @@ def telemetered(root: Path, name: str = "watched") -> RunDirectory:
             }
             for number in range(3)
         ),
+        *(
+            {
+                "kind": "workers",
+                "time": 1000.0 + 5 * number,
+                "metrics": {
+                    "up": 2.0,
+                    "restarts": float(number > 0),
+                    "busy": 0.75,
+                    "busy_most": 0.9,
+                    "busy_least": 0.6,
+                    "core_wait": 0.1,
+                    "w0_busy": 0.9,
+                    "w1_busy": 0.6,
+                },
+            }
+            for number in range(3)
+        ),
         {
             "kind": "phase",
             "round": 0,

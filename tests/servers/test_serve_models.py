@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from pvg.config.experiment import Experiment
-from pvg.config.load import build_experiment
+from pvg.config.load import EMBEDDED, build_experiment
 from pvg.config.models import ModelSection
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
 from pvg.models import open_model
 from pvg.models.heads import ScalarHead
-from pvg.servers.models import EMBEDDED, export_classifier, make_folder, model_folder
+from pvg.servers.models import export_classifier, make_folder, model_folder
 
 VERIFIER = "embedded:modchain-verifier-small"
 

@@ -62,12 +62,15 @@ def commit_for_ever(run: RunDirectory, told: int) -> None:
     with run.lock():
         state, removed = recover(run)
         os.write(told, f"removed {removed}\n".encode())
-        store, shards, journal = FileStateStore(run.state), RolloutShards(run.path), JsonLines(run.metrics)
+        unchanged = run.unchanged()
+        store, shards = FileStateStore(run.state, unchanged), RolloutShards(run.path, unchanged)
+        journal = JsonLines(run.metrics)
         while True:
             step = state["step"] + 1
             info = shards.write(step % 3, f"train_prover-{step:05d}", [rollout(step)])
             name = f"step-{step:05d}"
-            write_checkpoint(run.checkpoints, name, {"w": torch.full((3000,), float(step))}, {"step": step})
+            tensors = {"w": torch.full((3000,), float(step))}
+            write_checkpoint(run.checkpoints, name, tensors, {"step": step}, unchanged)
             journal.append({"step": step})
             journal.sync()
             shards_so_far = [*state["shards"], info.plain()]

@@ -104,7 +104,7 @@ def test_many_comparisons_need_more_seeds() -> None:
     assert {found.comparison.p_adjusted for found in results.comparisons if found.comparison.p is not None} == {2 / 32}
     (told,) = cautions(results)
     assert "after Holm's adjustment over 2 comparisons none can reach 0.05" in told
-    assert "6 seeds could for one comparison, 7 for the 2 of this table" in told
+    assert "One comparison needs 6 seeds, all 2 of this table 7" in told
 
 
 def test_two_seeds_and_different_machines_are_told() -> None:

@@ -251,7 +251,7 @@ def test_no_driver_is_one_notice_and_the_rest_is_sampled() -> None:
     sampler.start()
     kept.wait(4)
     sampler.stop()
-    assert kept.notices == ["No GPU is sampled: NVML could not be started (Driver Not Loaded)."]
+    assert kept.notices == ["No GPU metrics: NVML could not be started (Driver Not Loaded)."]
     assert "rss_bytes" in kept.samples[3]
 
 

@@ -390,4 +390,4 @@ def test_no_driver_is_one_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         await until(lambda: len(told.of("device")) >= 3)
 
     (notice,) = watch(tmp_path, body).notices
-    assert notice.startswith("No GPU is sampled: the package nvidia-ml-py is not installed")
+    assert notice.startswith("No GPU metrics: the package nvidia-ml-py is not installed")

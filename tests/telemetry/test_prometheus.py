@@ -43,6 +43,7 @@ def test_a_scrape_shows_the_newest_values_with_their_labels(endpoint: MetricsEnd
     write(endpoint, "mint", {"mint/helpful_accuracy": 0.5, "budget/decode": 1.5})
     write(endpoint, "train_prover", {"train_prover/helpful_accuracy": 0.75, "train_prover/latency_p50_s": 0.2}, step=7)
     write(endpoint, "train_prover", {"device/rss_bytes": 1e9, "device/gpu1_power_w": 400.0}, step=7, round_=2)
+    write(endpoint, "train_prover", {"workers/busy": 0.75, "workers/w1_restarts": 2.0}, step=7, round_=2)
     assert scrape(endpoint) == {
         ("pvg_helpful_accuracy_ratio", (("phase", "mint"),)): 0.5,
         ("pvg_helpful_accuracy_ratio", (("phase", "train_prover"),)): 0.75,
@@ -50,6 +51,8 @@ def test_a_scrape_shows_the_newest_values_with_their_labels(endpoint: MetricsEnd
         ("pvg_budget_seconds", (("part", "decode"), ("phase", "mint"))): 1.5,
         ("pvg_device_rss_bytes", ()): 1e9,
         ("pvg_device_gpu_power_watts", (("gpu", "1"),)): 400.0,
+        ("pvg_workers_busy_ratio", ()): 0.75,
+        ("pvg_workers_worker_restarts", (("worker", "1"),)): 2.0,
         ("pvg_step", ()): 7.0,
         ("pvg_round", ()): 2.0,
     }

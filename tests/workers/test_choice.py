@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from pvg.config.cluster import AutoCluster, LocalCluster, NoCluster
+from pvg.config.cluster import AutoCluster, LocalCluster, NoCluster, RayCluster
 from pvg.config.experiment import Experiment
-from pvg.config.load import build_experiment
+from pvg.config.load import assign, build_experiment, read_override
+from pvg.errors import ConfigurationError, UsageError
 from pvg.workers import choice
-from pvg.workers.choice import with_workers
+from pvg.workers.choice import cluster_settings, with_workers
 
 
 @pytest.fixture(autouse=True)
@@ -54,3 +55,46 @@ def test_a_resumed_run_keeps_its_workers():
     assert with_workers(other, begun) == other
     before_workers = Experiment()  # a run of an older version has none in its file
     assert with_workers(Experiment(), before_workers).cluster == AutoCluster()
+
+
+def test_another_cluster_keeps_the_numbers_of_workers():
+    divided = LocalCluster(workers=3, trainers=1)
+    numbers = ["cluster.workers=3", "cluster.trainers=1"]
+    assert cluster_settings("ray", divided) == ["cluster=ray", *numbers]
+    assert cluster_settings("10.0.0.1:6379", divided) == ["cluster=ray", "cluster.address=10.0.0.1:6379", *numbers]
+    assert cluster_settings("none", divided) == ["cluster=none"]
+    assert cluster_settings("local", AutoCluster()) == ["cluster=local"]
+    assert cluster_settings(None, divided) == []
+
+
+def test_a_resumed_run_keeps_its_number_of_workers_on_another_cluster():
+    begun = build_experiment({"cluster": {"kind": "local", "workers": 3}})
+    assert with_workers(build_experiment({"cluster": "ray"}), begun).cluster == RayCluster(workers=3)
+    assert with_workers(build_experiment({"cluster": "ray"})).cluster == RayCluster(workers=4)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "cluster"),
+    [
+        (None, LocalCluster(workers=3)),
+        ("none", NoCluster()),
+        ("local", LocalCluster(workers=3)),
+        ("ray", RayCluster(workers=3)),
+        ("10.0.0.1:6379", RayCluster(workers=3, address="10.0.0.1:6379")),
+    ],
+)
+def test_the_option_cluster_keeps_the_number_of_workers(chosen, cluster):
+    table = {"cluster": {"kind": "local", "workers": 3}}
+    for text in cluster_settings(chosen, build_experiment(table).cluster):
+        ((key, value, _),) = read_override(text)
+        assign(table, key, value)
+    assert build_experiment(table).cluster == cluster
+
+
+def test_a_cluster_that_pvg_cannot_use_is_refused():
+    with pytest.raises(UsageError, match="HOST:PORT"):
+        cluster_settings("slurm", NoCluster())
+    with pytest.raises(ConfigurationError, match=r"cluster\.address needs cluster\.workers"):
+        build_experiment({"cluster": {"kind": "ray", "address": "10.0.0.1:6379"}})
+    with pytest.raises(ConfigurationError, match="cluster = 'ray' computes with torch"):
+        build_experiment({"cluster": "ray", "rollout": {"engine": "vllm"}, "serving": {"servers": ["http://a:1"]}})

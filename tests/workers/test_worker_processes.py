@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,7 @@ from pvg.workers.frames import Frame, receive, send
 from pvg.workers.local import LocalSupply, Member
 from pvg.workers.pool import WorkerPool
 from pvg.workers.requests import block_of
+from pvg.workers.shared import SharedTensors
 from pvg.workers.training import ModelInWorkers, policy_shards
 
 
@@ -52,13 +54,20 @@ class RecordedEvents:
         return [seen for seen in self.seen if seen.get("event") == event]
 
 
-def experiment(workers: int) -> Experiment:
-    cluster = {"kind": "local", "workers": workers} if workers else {"kind": "none"}
+def experiment(workers: int, trainers: int = 0) -> Experiment:
+    cluster: dict = {"kind": "local", "workers": workers} if workers else {"kind": "none"}
+    if trainers:
+        cluster["trainers"] = trainers
     return build_experiment(
         {
             "task": {"kind": "modchain", "problems": 64, "test_problems": 8},
             "models": {"threads": 1},
-            "rollout": {"group_size": 4, "engine": {"max_rows": 64}, "concurrency": 64},
+            "rollout": {
+                "group_size": 4,
+                "engine": {"max_rows": 64},
+                "concurrency": 64,
+                "prefetch": "fresh" if trainers else "none",
+            },
             "cluster": cluster,
         }
     )
@@ -86,61 +95,76 @@ def policy_batch(rollouts) -> PolicyBatch:
     )
 
 
-async def one_step(workers: int) -> dict:
+async def one_step(workers: int, trainers: int = 0, watch: Callable[[WorkerPool], None] | None = None) -> dict:
     """Sample, score, compute reference log-probs and one optimizer step, with so many workers."""
-    chosen = experiment(workers)
+    chosen = experiment(workers, trainers)
     players = Players(chosen, open_task(chosen.task))
     try:
         await players.ready()
-        asked = asked_in(chosen, players.base.tokenizer)
-        problems = list(players.task.problems("train"))[:8]
-        orders = [asked.order(p, tuple(Role)[n % 2], n, 4) for n, p in enumerate(problems)]
-        groups = await players.dispatcher.sample(
-            orders, round_=0, source="base", step=0, seed=seed_for(0, "test"), prefix="t"
-        )
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        verifier = players.open_verifier()
-        for parameter in verifier.parameters():  # an untrained one scores 0
-            parameter.data += 0.01 * torch.sin(torch.arange(parameter.numel()).reshape(parameter.shape))
-        scores_N = await players.scorer(verifier).score(rollouts)
-        learner = players.base.copy()
-        learner.require_gradients()
-        objective = PolicyObjective(chosen.training, chosen.rollout, learner.tokenizer.pad_id)
-        in_workers = players.prover_workers(chosen, learner.module)
-        batch = policy_batch(rollouts)
-        if in_workers is None:
-            reference = objective.recompute(players.base.module, batch)
-        else:
-            reference = await in_workers.logprobs("base", batch)
-        batch.reference_logprobs = reference
-        trainer = Trainer(
-            learner.module,
-            objective,
-            OptimizerSettings(learning_rate=1e-3),
-            OneBatch(batch),
-            executor=players.executor,
-            workers=in_workers,
-        )
-        report = await trainer.step()
-        assert report is not None
-        if in_workers is not None:
-            await in_workers.close()
-        verifier.close()
-        return {
-            "texts": [r.text for r in rollouts],
-            "ids": [r.id for r in rollouts],
-            "scores": scores_N,
-            "reference": np.concatenate(reference),
-            "metrics": report.metrics,
-            "weights": {name: weight.clone() for name, weight in learner.weights().items()},
-            "stats": players.engine.stats,
-        }
+        if watch is not None:
+            assert players.workers is not None
+            watch(players.workers)
+        with players.divided_workers():
+            return await step_of(players)
     finally:
         await players.close()
 
 
+async def step_of(players: Players) -> dict:
+    """One step of players that are ready."""
+    chosen = players.experiment
+    asked = asked_in(chosen, players.base.tokenizer)
+    problems = list(players.task.problems("train"))[:8]
+    orders = [asked.order(p, tuple(Role)[n % 2], n, 4) for n, p in enumerate(problems)]
+    groups = await players.dispatcher.sample(
+        orders, round_=0, source="base", step=0, seed=seed_for(0, "test"), prefix="t"
+    )
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    verifier = players.open_verifier()
+    for parameter in verifier.parameters():  # an untrained one scores 0
+        parameter.data += 0.01 * torch.sin(torch.arange(parameter.numel()).reshape(parameter.shape))
+    scores_N = await players.scorer(verifier).score(rollouts)
+    learner = players.base.copy()
+    learner.require_gradients()
+    objective = PolicyObjective(chosen.training, chosen.rollout, learner.tokenizer.pad_id)
+    in_workers = players.prover_workers(chosen, learner.module)
+    batch = policy_batch(rollouts)
+    if in_workers is None:
+        reference = objective.recompute(players.base.module, batch)
+    else:
+        reference = await in_workers.logprobs("base", batch)
+    batch.reference_logprobs = reference
+    trainer = Trainer(
+        learner.module,
+        objective,
+        OptimizerSettings(learning_rate=1e-3),
+        OneBatch(batch),
+        executor=players.executor,
+        workers=in_workers,
+    )
+    report = await trainer.step()
+    assert report is not None
+    if in_workers is not None:
+        await in_workers.close()
+    verifier.close()
+    return {
+        "texts": [r.text for r in rollouts],
+        "ids": [r.id for r in rollouts],
+        "scores": scores_N,
+        "reference": np.concatenate(reference),
+        "metrics": report.metrics,
+        "weights": {name: weight.clone() for name, weight in learner.weights().items()},
+        "stats": players.engine.stats,
+    }
+
+
 def test_workers_compute_what_this_process_computes():
     here, two = asyncio.run(one_step(0)), asyncio.run(one_step(2))
+    assert_same_step(two, here)
+
+
+def assert_same_step(two: dict, here: dict) -> None:
+    """Up to the rounding of sums."""
     assert two["texts"] == here["texts"]
     assert two["ids"] == here["ids"]
     np.testing.assert_array_equal(two["scores"], here["scores"])  # a score does not depend on its batch
@@ -246,6 +270,12 @@ class DyingSupply:
 
     async def reason(self, member: Member) -> str:
         return "exit code 1: no memory"
+
+    async def share(self, shared: SharedTensors) -> None:
+        return
+
+    def withdraw(self, shared: SharedTensors) -> None:
+        return
 
     async def close(self) -> None:
         return

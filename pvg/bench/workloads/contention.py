@@ -1,11 +1,11 @@
-"""Steps of the game on a shared machine: beside 0, 1 and 2 busy processes, with many threads or with few.
+"""Steps of the game on a shared machine, with 0, 1 and 2 other busy processes and with different numbers of threads.
 
     pvg bench --profile contention      # one thread per core against the default, in turn
 
-A sample is `steps` optimizer steps of the e2e workload with no busy process, then beside one, then beside two. The
-steps run in a child process (`play`), because two thread pools in one process slow each
-other down. The child sleeps while the other variant is measured. `kept_1` is the throughput beside one busy process
-divided by the idle throughput of the same sample; 1 is ideal.
+A sample is `steps` optimizer steps of the e2e workload with no, one and two other busy processes. The steps run in a
+child process (`play`), because two thread pools in one process slow each other down. The child sleeps while the other
+variant is measured. `kept_1` is the throughput with one other busy process divided by the idle throughput of the same
+sample; 1 is ideal.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pvg.models.compute import ComputeExecutor
 from pvg.telemetry.spans import Tracer, span
 from pvg.telemetry.waits import CoreTime, CoreWaits, usable_cores
 
-BESIDE = (0, 1, 2)  # busy processes
+BUSY_PROCESSES = (0, 1, 2)  # numbers of other busy processes
 LONGEST_LINE = 2**20
 
 
@@ -64,18 +64,22 @@ class ChildFailedError(PvgError):
 
 class Contention:
     measures: Mapping[str, BenchMetric] = {
-        "step_s": BenchMetric("s", "lower", "wall time of one optimizer step with no busy process beside it"),
-        "step_1_s": BenchMetric("s", "lower", "wall time of one optimizer step beside one busy process"),
-        "step_2_s": BenchMetric("s", "lower", "wall time of one optimizer step beside two busy processes"),
-        "kept_1": BenchMetric("1", "higher", "throughput beside one busy process, as a share of the idle throughput"),
-        "kept_2": BenchMetric("1", "higher", "throughput beside two busy processes, as a share of the idle throughput"),
+        "step_s": BenchMetric("s", "lower", "wall time of one optimizer step, no other busy process"),
+        "step_1_s": BenchMetric("s", "lower", "wall time of one optimizer step, one other busy process"),
+        "step_2_s": BenchMetric("s", "lower", "wall time of one optimizer step, two other busy processes"),
+        "kept_1": BenchMetric(
+            "1", "higher", "throughput with one other busy process, as a share of the idle throughput"
+        ),
+        "kept_2": BenchMetric(
+            "1", "higher", "throughput with two other busy processes, as a share of the idle throughput"
+        ),
     }
 
     def __init__(self, experiment: Experiment, own: ContentionSettings) -> None:
         self._experiment, self._own = experiment, own
         self._process: asyncio.subprocess.Process | None = None
         self._opened: dict[str, Any] = {}
-        self._times: dict[int, list[CoreTime]] = {beside: [] for beside in BESIDE}
+        self._times: dict[int, list[CoreTime]] = {busy: [] for busy in BUSY_PROCESSES}
 
     async def open(self) -> None:
         with span("start_process"):
@@ -90,16 +94,16 @@ class Contention:
             self._opened = await self._ask({"experiment": self._experiment.plain(), "steps": self._own.steps})
 
     def work(self) -> dict[str, Any]:
-        return {"beside": list(BESIDE), **self._opened["work"]}
+        return {"beside": list(BUSY_PROCESSES), **self._opened["work"]}
 
     async def sample(self, index: int) -> dict[str, float]:
         seconds = []
-        for beside in BESIDE:
-            with span(f"beside_{beside}"), busy_processes(beside):
+        for busy in BUSY_PROCESSES:
+            with span(f"beside_{busy}"), busy_processes(busy):
                 answer = await self._ask({"sample": index})
             seconds.append(answer["step_s"])
             if (time := answer["core_time"]) is not None:
-                self._times[beside].append(CoreTime(**time))
+                self._times[busy].append(CoreTime(**time))
         idle_s, one_s, two_s = seconds
         return {
             "step_s": idle_s,
@@ -113,9 +117,9 @@ class Contention:
         """The number of threads and, on Linux, by number of busy processes, the share of their ready time in which the
         threads waited for a core, over all samples."""
         found = {"threads": float(self._opened["threads"])}
-        for beside, times in self._times.items():
+        for busy, times in self._times.items():
             if ready_s := sum(time.ran_s + time.waited_s for time in times):
-                found[f"waited_share_{beside}"] = sum(time.waited_s for time in times) / ready_s
+                found[f"waited_share_{busy}"] = sum(time.waited_s for time in times) / ready_s
         return found
 
     async def close(self) -> None:

@@ -48,7 +48,7 @@ from pvg.telemetry.spans import Tracer, span
 
 THRESHOLD = 0.0
 # Those of a step's metrics that show how the work was done; averaged over the steps of the last sample.
-TOLD = (
+SHOWN = (
     "completion_tokens",
     "truncated",
     "malformed",
@@ -208,7 +208,7 @@ class EndToEnd:
         """Means over the steps of the last sample; docs/metrics.md explains the names. (The runner adds the shares of
         the budget.)"""
         found = {}
-        for name in TOLD:
+        for name in SHOWN:
             values = [step[name] for step in self._steps if name in step]
             if values:
                 found[name] = sum(values) / len(values)
@@ -231,7 +231,7 @@ def open_bench_session(
     stack.callback(ledger.close)
     players = Players(experiment, task, ledger.log, executor, opener=opener)
     stack.push_async_callback(players.close)
-    asked = asked_in(experiment, players.base.tokenizer)
-    session = BenchSession(experiment, task, ledger, players, asked, SilentObserver(), asyncio.Event(), Tracer())
+    prompts = asked_in(experiment, players.base.tokenizer)
+    session = BenchSession(experiment, task, ledger, players, prompts, SilentObserver(), asyncio.Event(), Tracer())
     check_prompts_fit(session)
     return session

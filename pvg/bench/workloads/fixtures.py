@@ -84,7 +84,10 @@ def train_seconds(run: RunDirectory, batches: Sequence[RecordedBatch]) -> list[f
     """
     minibatches = run.experiment().training.minibatches
     if not run.metrics.is_file():
-        raise UsageError(f"The run {run.name!r} has no {run.metrics.name}, which has the times of its trainer.")
+        raise UsageError(
+            f"The run {run.name!r} has no {run.metrics.name}, which has the times of its trainer.",
+            "Replay another run.",
+        )
     worked: dict[Place, float] = {}
     for record in read_json_lines(run.metrics):
         if record.get("kind") == "step" and record.get("phase") == PHASE:

@@ -1,18 +1,21 @@
-"""The pipeline: whole steps of the prover's training beside an engine in another process with heavy-tailed latencies.
+"""The pipeline: whole steps of the prover's training, with an engine in another process and heavy-tailed latencies.
 
     pvg bench --profile pipeline                # without rollout.prefetch (synchronous), and 1 and 2 batches ahead
     pvg bench --profile pipeline --interleave   # the same, with samples taken in turn
+
+With `cluster.kind = "local"`, workers score and train; the engine is the child process all the same.
 
 The prover phase, its trainer, the verifier's scorer, the dispatcher and the pipeline are pvg's. The engine
 (`ChildEngine`) is a child process (pvg.bench.workloads.pipeline_child) that returns real completions after artificial
 delays. The untrained prover samples these completions when the workload opens; they serve all versions. So the
 trainer's work and its waits are real.
 
-Useful work is the time that the training of the same steps takes synchronously: log-probs of the reference, packing,
-forward and backward passes, optimizer. Before each sample, `calibration` steps of a synchronous game measure it with an
-engine that answers at once. `trainer_idle` = 1 - useful work / wall time. All other time counts as idle: waiting,
-scores, credit, publishing and bookkeeping. Two parts exist only in a pipeline: recomputed log-probs, and the extra time
-of training that overlaps with other work. `derived` splits the idle time into these parts.
+Useful work is the time that the training of the same steps takes synchronously, in the same number of processes that
+train (`cluster.trainers`): log-probs of the reference, packing, forward and backward passes, optimizer. Before each
+sample, `calibration` steps of a synchronous game measure it with an engine that answers at once. `trainer_idle` = 1 -
+useful work / wall time. All other time counts as idle: waiting, scores, credit, publishing and bookkeeping. Two parts
+exist only in a pipeline: recomputed log-probs, and the extra time of training that overlaps with other work. `derived`
+splits the idle time into these parts.
 
 The engine's pace follows from the same measurement: with `rollout.concurrency` requests at once, it delivers a batch in
 `engine_share` times the useful work of a step. Each sample draws new latencies, so the spread of the samples includes
@@ -106,24 +109,24 @@ class ChildEngine(Engine):
         assert self._process.stdout is not None
         self._reading = asyncio.create_task(self._read(self._process.stdout))
         known = {self._key(r.id): (r.completion_ids.tolist(), r.logprobs.tolist(), r.finish_reason) for r in rollouts}
-        self._say({"completions": known})
+        self._send({"completions": known})
         assert self._process.stdin is not None
         await self._process.stdin.drain()
 
     def pace(self, median_s: float, sigma: float, longest: int, draw: int = 0) -> None:
         """Set the delays of later requests: `median_s` is the median; `draw` and a request's key select its delay."""
-        self._say({"pace": median_s, "sigma": sigma, "longest": longest, "draw": draw})
+        self._send({"pace": median_s, "sigma": sigma, "longest": longest, "draw": draw})
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Raises StateError if the process has ended."""
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = future
         sent = time.perf_counter()
-        self._say({"ask": self._key(request.id), "id": request.id})
+        self._send({"ask": self._key(request.id), "id": request.id})
         try:
             answer = await future
         except asyncio.CancelledError:
-            self._say({"cancel": request.id})
+            self._send({"cancel": request.id})
             raise
         finally:
             del self._waiting[request.id]
@@ -142,7 +145,7 @@ class ChildEngine(Engine):
         """Sends only the version: the `sync` profile measures updates of weights."""
         began = time.perf_counter()
         self._loaded = asyncio.get_running_loop().create_future()
-        self._say({"version": update.version})
+        self._send({"version": update.version})
         await self._loaded
         self._version = update.version
         wall_ms = (time.perf_counter() - began) * 1e3
@@ -158,28 +161,28 @@ class ChildEngine(Engine):
         if self._reading is not None:
             await self._reading
 
-    async def _read(self, said: asyncio.StreamReader) -> None:
-        while line := await said.readline():
+    async def _read(self, output: asyncio.StreamReader) -> None:
+        while line := await output.readline():
             answer = orjson.loads(line)
             if "version" in answer:
                 if self._loaded is not None and not self._loaded.done():
                     self._loaded.set_result(None)
             elif (future := self._waiting.get(answer["id"])) is not None and not future.done():
                 future.set_result(answer)
-        gone = StateError("The engine's process has ended.", "Read its output on standard error.")
+        ended = StateError("The engine's process has ended.", "Read its output on standard error.")
         left: list[asyncio.Future[Any]] = [*self._waiting.values()]
         if self._loaded is not None:
             left.append(self._loaded)
         for waiting in left:
             if not waiting.done():
-                waiting.set_exception(gone)
+                waiting.set_exception(ended)
                 waiting.exception()  # marks it as retrieved, because the waiting task may be gone
 
     def _key(self, request_id: str) -> str:
         _, batch, group, index = request_id.rsplit("/", 3)
         return f"{int(batch) % self._batches:05d}/{group}/{index}"
 
-    def _say(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         if self._process is None or self._process.stdin is None or self._process.stdin.is_closing():
             raise StateError("The engine's process has ended.", "Read its output on standard error.")
         self._process.stdin.write(orjson.dumps(message) + b"\n")
@@ -233,7 +236,8 @@ class StepClock(SilentObserver):
 @dataclass(frozen=True, slots=True)
 class MeasuredSteps:
     """The measured steps of a phase: their wall time, the seconds of training of each, the seconds of recomputed
-    log-probs within training, and their metrics. All training is in one thread, so these seconds do not overlap."""
+    log-probs within training, and their metrics. The parts of training run one after the other, so these seconds do not
+    overlap."""
 
     wall_s: float
     trained_s: list[float]
@@ -263,6 +267,7 @@ class PipelinedSteps:
             self._synchronous = replace(self._session, experiment=_synchronous(self._experiment))
             players = self._session.players
             await players.ready()
+            stack.enter_context(players.divided_workers())  # also for the synchronous steps: see "useful work"
             self._learner: LanguageModel = stack.enter_context(open_learner(players, round_=0))
             self._verifier: VerifierModel = players.open_verifier()
             stack.callback(self._verifier.close)

@@ -59,7 +59,7 @@ class EngineChild:
             self._version = message["version"]
             for asked in self._running.values():
                 asked.versions.append((time.perf_counter(), self._version))
-            self._say({"version": self._version})
+            self._send({"version": self._version})
         elif "pace" in message:
             self._pace, self._sigma = message["pace"], message["sigma"]
             self._longest, self._draw = message["longest"], message["draw"]
@@ -80,7 +80,7 @@ class EngineChild:
         for since, version in asked.versions:
             start = min(len(tokens) - 1, int(len(tokens) * (since - asked.began) / took))
             spans[start] = version  # if two versions arrive with the same token, the newer one counts
-        self._say(
+        self._send(
             {
                 "id": id_,
                 "tokens": tokens,
@@ -91,7 +91,7 @@ class EngineChild:
             }
         )
 
-    def _say(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         self._writer.write(orjson.dumps(message) + b"\n")
 
 

@@ -139,26 +139,26 @@ class RequestStreams:
     batches: dict[float, float] = field(default_factory=dict)
     versions: set[int] = field(default_factory=set)
 
-    async def run(self, goes_on: Callable[[int], bool]) -> float:
-        """Run until `goes_on(requests done by this stream)` is False for every stream; returns tokens/s of all."""
+    async def run(self, keep_going: Callable[[int], bool]) -> float:
+        """Run until `keep_going(requests done by this stream)` is False for every stream; returns tokens/s of all."""
         started, before = time.perf_counter(), self.tokens
         try:
             async with asyncio.TaskGroup() as group:
                 for stream in range(len(self.target.prompts)):
-                    group.create_task(self._stream(stream, goes_on))
+                    group.create_task(self._stream(stream, keep_going))
         except ExceptionGroup as errors:  # the streams share their engine, so they have the same error
             raise errors.exceptions[0] from None
         return (self.tokens - before) / (time.perf_counter() - started)
 
-    async def _stream(self, stream: int, goes_on: Callable[[int], bool]) -> None:
+    async def _stream(self, stream: int, keep_going: Callable[[int], bool]) -> None:
         done = 0
-        while goes_on(done):
+        while keep_going(done):
             request = GenerationRequest(
                 f"bench/{stream:05d}/{done:05d}",
                 self.target.prompts[stream],
                 self.sampling,
                 request_seed(self.seed, stream, done),
-                self._came if self.streamed else None,
+                self._on_tokens if self.streamed else None,
             )
             self.in_flight += 1
             try:
@@ -171,7 +171,7 @@ class RequestStreams:
             self.versions.update(part.version for part in completion.spans)
             done += 1
 
-    def _came(self, tokens: int) -> None:
+    def _on_tokens(self, tokens: int) -> None:
         self.chunks += 1
 
     def decoded_between(self, start: float, end: float) -> list[tuple[float, float]]:
@@ -213,11 +213,11 @@ class RequestStreams:
         first update follows the first step."""
         left = steps
 
-        def goes_on(_: int) -> bool:
+        def keep_going(_: int) -> bool:
             return left > 0
 
         target = self.requests + rollouts
-        running = asyncio.create_task(self.run(goes_on))
+        running = asyncio.create_task(self.run(keep_going))
         try:
             while left and not running.done():
                 await asyncio.wait([running], timeout=STEP_LOOK_S)

@@ -104,7 +104,7 @@ class VerifierWork:
     def __init__(self, experiment: Experiment, own: VerifierWorkSettings, executor: Executor | None = None) -> None:
         self._experiment, self._own, self._executor = experiment, own, executor
         self._stack = AsyncExitStack()
-        self._told = SampleAverages()
+        self._averages = SampleAverages()
 
     async def open(self) -> None:
         async with AsyncExitStack() as stack:
@@ -155,10 +155,10 @@ class VerifierWork:
             assert batch is not None, "a pair stream has no end"
             first_batch_s = time.perf_counter() - began
             pairs_per_s = await self._train(source)
-        self._told.pairs_per_solution = len(batch) / len(batch.sequences)
-        await self._price_the_penalty(batch)
+        self._averages.pairs_per_solution = len(batch) / len(batch.sequences)
+        await self._measure_penalty(batch)
         asked, own = len(self._rollouts), self._own
-        self._told.warm_over_cold.append(own.warm_passes * cold_s / warm_s)
+        self._averages.warm_over_cold.append(own.warm_passes * cold_s / warm_s)
         return {
             "cold_scores_per_s": asked / cold_s,
             "warm_scores_per_s": own.warm_passes * asked / warm_s,
@@ -178,8 +178,8 @@ class VerifierWork:
             with span("score"):
                 await scorer.score(self._rollouts)
         warm_s = time.perf_counter() - began
-        self._told.distinct = cold.misses / len(self._rollouts)
-        self._told.hit_rate = _hit_rate(cold, scorer.stats)
+        self._averages.distinct = cold.misses / len(self._rollouts)
+        self._averages.hit_rate = _hit_rate(cold, scorer.stats)
         return cold_s, warm_s
 
     def _source(self, view: PairView) -> PairSource:
@@ -214,10 +214,10 @@ class VerifierWork:
             padding.append(report.metrics["padding"])
             pairs += report.metrics["pairs"]
         trained_s = time.perf_counter() - began
-        self._told.padding = float(np.mean(padding))
+        self._averages.padding = float(np.mean(padding))
         return pairs / trained_s
 
-    async def _price_the_penalty(self, batch: VerifierBatch) -> None:
+    async def _measure_penalty(self, batch: VerifierBatch) -> None:
         """Forward and backward with and without the penalty, in turn, alternating the order; the medians count."""
         section = self._experiment.verifier
         sections = {"with": section, "without": section.model_copy(update={"score_penalty": 0.0})}
@@ -226,7 +226,7 @@ class VerifierWork:
             for turn in range(self._own.penalty_turns):
                 for name in sections if turn % 2 else reversed(sections):
                     seconds[name].append(await self._players.compute(self._loss_of(sections[name], batch)))
-        self._told.penalty_cost.append(median(seconds["with"]) / median(seconds["without"]) - 1.0)
+        self._averages.penalty_cost.append(median(seconds["with"]) / median(seconds["without"]) - 1.0)
 
     def _loss_of(self, section: VerifierSection, batch: VerifierBatch) -> Callable[[], float]:
         objective = PairObjective(section, self._verifier.tokenizer.pad_id)
@@ -250,14 +250,14 @@ class VerifierWork:
         micro-batches, pairs_per_solution (of a batch), warm_over_cold (ratio of the rates), and penalty_cost (share
         that the penalty adds to a batch's forward and backward). The last two are medians over all samples, warm-up
         included."""
-        told = self._told
+        averages = self._averages
         return {
-            "cache_hit_rate": told.hit_rate,
-            "distinct": told.distinct,
-            "padding": told.padding,
-            "pairs_per_solution": told.pairs_per_solution,
-            "warm_over_cold": median(told.warm_over_cold),
-            "penalty_cost": median(told.penalty_cost),
+            "cache_hit_rate": averages.hit_rate,
+            "distinct": averages.distinct,
+            "padding": averages.padding,
+            "pairs_per_solution": averages.pairs_per_solution,
+            "warm_over_cold": median(averages.warm_over_cold),
+            "penalty_cost": median(averages.penalty_cost),
             "solution_tokens": float(np.mean([len(r.completion_ids) for r in self._rollouts])),
         }
 

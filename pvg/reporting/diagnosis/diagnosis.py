@@ -203,7 +203,7 @@ def _finding(number: int, finding: Finding) -> Group:
     body.add_column(overflow="fold")
     body.add_row("seen", Text(finding.says))
     measured, threshold = _figure(finding.measured, finding), _figure(finding.threshold, finding)
-    body.add_row("criterion", Text(f"{finding.criterion}: {measured}, named from {threshold}"))
+    body.add_row("criterion", Text(f"{finding.criterion}: {measured} (threshold {threshold})"))
     if finding.settings:
         body.add_row("change", Text(", ".join(finding.settings), style="cyan"))
     body.add_row("", Text(finding.remedy))

@@ -24,6 +24,8 @@ CHECKPOINT_SHARE = 0.10  # of the time; more is too much for protection against 
 STARVED_SHARE = 0.5  # of the steps' time; sampling and training in turns are balanced there
 STRAGGLING_SHARE = 2 / 3  # of the slowest group's wait: the slowest then takes three times as long as the middle one
 STRAGGLING_RATIO = 3.0  # the same where only whole batches are known: p99 over p50 of the longest request
+IDLE_WORKERS = 0.5  # of the time; two turns of equal length, the driver's and theirs, have this share
+UNBALANCED = 0.2  # between the busiest worker and the mean; samples of 5 s differ by half of this by chance
 LEAST_PAIRS = 20  # fewer updates with a known load show no relation
 RISES = 0.3  # rank correlation: below, load explains under a tenth of the order (0.3 squared)
 STANDARD_ERRORS = 2.0  # that a correlation must be away from 0; one over the root of n - 1 is its standard error
@@ -167,15 +169,15 @@ def starved_trainer(tally: LogTally, limits: LagLimits) -> Looked:
         return None
     says = f"In the steps of {phase} the trainer is idle {percent(share)} of the time: it waits for other work."
     longest, batch = tally.sketch("longest_ms"), tally.sketch("dur_ms")
-    ways = [("more requests in flight", "rollout.concurrency")]
+    changes = [("more requests in flight", "rollout.concurrency")]
     if longest.n and batch.n and longest.total > 1.5 * batch.total:
-        ways = [("more rows decoded together", "rollout.engine.max_rows")]
+        changes = [("more rows decoded together", "rollout.engine.max_rows")]
         says += (
             f" Requests wait for a place in the engine's batch: the longest of a batch takes "
             f"{milliseconds(longest.quantile(0.5))}, the batch itself {milliseconds(batch.quantile(0.5))} (medians)."
         )
     if tally.truncated:  # otherwise no completion hit the limit
-        ways.append(("shorter completions", "rollout.max_tokens"))
+        changes.append(("shorter completions", "rollout.max_tokens"))
     return Finding(
         signature="starved-trainer",
         says=says,
@@ -184,9 +186,9 @@ def starved_trainer(tally: LogTally, limits: LagLimits) -> Looked:
         threshold=STARVED_SHARE,
         cost_s=sums["idle_ms"] / 1e3,
         share=_share(tally, sums["idle_ms"]),
-        settings=(*(setting for _, setting in ways), "training.minibatches"),
-        remedy=f"Sample faster ({', '.join(way for way, _ in ways)}) or train more on each batch; the time budget of "
-        "`pvg report` says what the steps wait for.",
+        settings=(*(setting for _, setting in changes), "training.minibatches"),
+        remedy=f"Sample faster ({', '.join(change for change, _ in changes)}) or train more on each batch. The time "
+        "budget of `pvg report` shows what the steps wait for.",
         evidence=_evidence(tally, "step.idle_ms"),
     )
 
@@ -307,6 +309,57 @@ def shared_machine(tally: LogTally, limits: LagLimits) -> Looked:
     )
 
 
+def idle_workers(tally: LogTally, limits: LagLimits) -> Looked:
+    """The workers wait for the driver."""
+    busy = tally.sketch("workers.busy")
+    if not busy.n:  # a run without workers
+        return None
+    if busy.n < LEAST_EVENTS:
+        return f"{busy.n} samples of the workers ([workers] sample); {LEAST_EVENTS} are needed"
+    idle = 1.0 - busy.total / busy.n
+    if idle < IDLE_WORKERS:
+        return None
+    return Finding(
+        signature="idle-workers",
+        says=f"The workers had nothing to do for {percent(idle)} of the time: the driver does not give them enough.",
+        criterion="mean time without work / time",
+        measured=idle,
+        threshold=IDLE_WORKERS,
+        cost_s=idle * tally.elapsed_s,
+        share=idle,
+        settings=("cluster.workers", "training.groups", "rollout.prefetch.kind"),
+        remedy="Fewer workers cost no time here. More groups per step, or sampling ahead (rollout.prefetch), give each "
+        "worker more to do between two steps of the driver.",
+        evidence=_evidence(tally, "workers.busy"),
+    )
+
+
+def unbalanced_workers(tally: LogTally, limits: LagLimits) -> Looked:
+    """One worker has much more to do than the others, which wait for it."""
+    busy, most = tally.sketch("workers.busy"), tally.sketch("workers.most")
+    if not busy.n:  # a run without workers
+        return None
+    if busy.n < LEAST_EVENTS:
+        return f"{busy.n} samples of the workers ([workers] sample); {LEAST_EVENTS} are needed"
+    gap = (most.total - busy.total) / busy.n
+    if gap < UNBALANCED:
+        return None
+    says = f"The busiest worker had work for {percent(most.total / most.n)} of the time, the mean worker for "
+    return Finding(
+        signature="unbalanced-workers",
+        says=f"{says}{percent(busy.total / busy.n)}: the others wait for the slowest.",
+        criterion="share of the busiest worker - mean share",
+        measured=gap,
+        threshold=UNBALANCED,
+        cost_s=gap * tally.elapsed_s,
+        share=gap,
+        settings=("training.groups", "cluster.workers"),
+        remedy="Let the number of groups be a multiple of the number of workers, because whole groups are shared out. "
+        "If one machine is slower or busy, take it out of the cluster.",
+        evidence=_evidence(tally, "workers.most"),
+    )
+
+
 def _own_cores(tally: LogTally) -> tuple[tuple[str, ...], str]:
     """Settings and advice if threads wait for cores. Fewer threads help only if there are several."""
     threads, cores = tally.threads or 1, tally.usable_cores or 1
@@ -326,6 +379,8 @@ SIGNATURES: dict[str, Callable[[LogTally, LagLimits], Looked]] = {
     "stragglers": stragglers,
     "loop-lag": loop_lag,
     "shared-machine": shared_machine,
+    "idle-workers": idle_workers,
+    "unbalanced-workers": unbalanced_workers,
 }
 
 

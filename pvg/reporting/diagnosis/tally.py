@@ -50,6 +50,7 @@ PLAIN = {
     ("ckpt", "wait.done"): {"wait_ms": "wait_ms"},
     ("gen", "batch.done"): {"dur_ms": "dur_ms", "longest_ms": "longest_ms"},
     ("rollout", "batch"): {"group_p50_ms": "group_p50_ms", "group_max_ms": "group_max_ms"},
+    ("workers", "sample"): {"busy": "workers.busy", "busy_most": "workers.most", "core_wait": "workers.core_wait"},
     ("loop", "lag"): {"p50_ms": "lag.p50_ms", "p90_ms": "lag.p90_ms", "p99_ms": "lag.p99_ms", "max_ms": "lag.max_ms"},
 }
 # Other fields that are read from a tag's lines.

@@ -65,7 +65,7 @@ def enter_namespaces(readable: Sequence[str]) -> None:
     (read-only, at their own paths) and an empty SCRATCH. Only for a process with one thread."""
     uid, gid = os.getuid(), os.getgid()
     ready, mapped = os.pipe()
-    done, told = os.pipe()
+    done, confirm = os.pipe()
     mapper = os.fork()
     if mapper == 0:  # this child stays outside, where it may map other users
         status = 1
@@ -74,12 +74,12 @@ def enter_namespaces(readable: Sequence[str]) -> None:
             os.close(done)
             if os.read(ready, 1):
                 _map_users(os.getppid(), uid, gid)
-                os.write(told, b"+")
+                os.write(confirm, b"+")
                 status = 0
         finally:
             os._exit(status)
     os.close(ready)
-    os.close(told)
+    os.close(confirm)
     try:
         _checked(libc.unshare(NEWUSER | NEWNS | NEWNET | NEWIPC | NEWUTS), "unshare")
         os.write(mapped, b"+")

@@ -50,9 +50,9 @@ def main() -> None:
     gc.freeze()
     given = {"namespaces": namespaces, "landlock": rules is not None, "seccomp": filter_}
     names = [name for name, there in given.items() if there]
-    unlimited = ([] if base_bytes else ["memory"]) + ([] if namespaces or _threads_are_told() else ["threads"])
-    told = {"given": names, "refused": refused, "unlimited": unlimited, "python": sys.version.split()[0]}
-    write_frame(1, {"status": "ready", **told})
+    unlimited = ([] if base_bytes else ["memory"]) + ([] if namespaces or _can_count_threads() else ["threads"])
+    report = {"given": names, "refused": refused, "unlimited": unlimited, "python": sys.version.split()[0]}
+    write_frame(1, {"status": "ready", **report})
     while True:
         select.select([0], [], [])
         keeper = os.fork()
@@ -60,13 +60,13 @@ def main() -> None:
             _as_keeper(around)
         _, waited = os.waitpid(keeper, 0)
         ended = os.waitstatus_to_exitcode(waited)
-        if ended == GONE:
+        if ended == CALLER_ENDED:
             return
         if ended:
             write_frame(1, {"status": "keeper failed", "exit": ended})
 
 
-GONE = 84  # a keeper's exit code: the caller has gone
+CALLER_ENDED = 84  # a keeper's exit code: the caller has gone
 ABOVE_STREAMS = 64  # a descriptor above those of a job's streams
 
 
@@ -79,7 +79,7 @@ def _as_keeper(around: Walls) -> None:
         keep(0, 1, around)
         status = 0
     except (EOFError, BrokenPipeError):
-        status = GONE
+        status = CALLER_ENDED
     except BaseException as error:  # noqa: BLE001 - printed, and reported by the exit code
         os.write(2, f"{error!r}\n".encode())
     finally:
@@ -95,21 +95,21 @@ def _address_space() -> int:
         return 0
 
 
-def _threads_are_told() -> bool:
+def _can_count_threads() -> bool:
     """Whether a keeper can count the threads of a child that is hidden like a job's."""
     if sys.platform != "linux":
         return False
-    hidden, told = os.pipe()
+    hidden, ready = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             walls.die_with_parent()
             walls.libc.prctl(walls.PR_SET_DUMPABLE, 0, 0, 0, 0)
-            os.write(told, b"+")
+            os.write(ready, b"+")
             signal.pause()
         finally:
             os._exit(1)
-    os.close(told)
+    os.close(ready)
     os.read(hidden, 1)
     os.close(hidden)
     found = threads_of(child)

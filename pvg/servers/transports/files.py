@@ -165,25 +165,26 @@ class AdapterTransport:
         return await deliver(servers, label, load, has_arrived)
 
     async def retire(self, servers: Sequence[ControlClient], in_use: Sequence[WeightLabel]) -> None:
-        """Unload adapters that are neither among the newest (KEPT) nor `in_use`, and remove their files. A
-        server that cannot be reached now is told next time, and the files stay until then."""
+        """Unload adapters that are neither among the newest (KEPT) nor `in_use`, and remove their files. If a server
+        cannot be reached, the next call unloads its adapter, and the files stay until then."""
         needed = {*in_use, *sorted(self._holders, key=lambda label: label.version)[-KEPT:]}
-        doomed = [label for label in self._holders if label not in needed]
+        unneeded = [label for label in self._holders if label not in needed]
         within_reach = {server.url: server for server in servers}
-        await asyncio.gather(*(self._unload(label, within_reach) for label in doomed))
-        gone = [label for label in doomed if not self._holders[label]]
-        for label in gone:
+        await asyncio.gather(*(self._unload(label, within_reach) for label in unneeded))
+        unloaded = [label for label in unneeded if not self._holders[label]]
+        for label in unloaded:
             del self._holders[label]
-        await run_in(self._executor, self._folders.remove, [label.version for label in gone])
-        await run_in(self._executor, self._folders.remove_what_the_dead_left)
+        await run_in(self._executor, self._folders.remove, [label.version for label in unloaded])
+        await run_in(self._executor, self._folders.remove_dead_sessions)
 
     async def _unload(self, label: WeightLabel, within_reach: Mapping[str, ControlClient]) -> None:
         holders = self._holders[label]
-        told = [server for url, server in within_reach.items() if url in holders]
+        reachable_holders = [server for url, server in within_reach.items() if url in holders]
         outcomes = await asyncio.gather(
-            *(server.unload_adapter(label, f"retire-{label.version}") for server in told), return_exceptions=True
+            *(server.unload_adapter(label, f"retire-{label.version}") for server in reachable_holders),
+            return_exceptions=True,
         )
-        for server, outcome in zip(told, outcomes, strict=True):
+        for server, outcome in zip(reachable_holders, outcomes, strict=True):
             if outcome is None:
                 del holders[server.url]
             elif not isinstance(outcome, (ServerFault, PvgError)):

@@ -115,7 +115,7 @@ class NcclBackend:
         except ImportError as error:
             raise MissingRequirementError(
                 f"This vLLM has no weight transfer by a shared id: {error}.",
-                'Install vLLM 0.32 or newer beside the trainer, or set weights.transport = "filesystem".',
+                "Install vLLM 0.32 or newer in the trainer's environment, or set weights.transport = 'filesystem'.",
             ) from None
         engine = NCCLTrainerWeightTransferEngine(client=client, source=source)
         unique_id = bytes(NCCLLibrary().ncclGetUniqueId())
@@ -160,7 +160,7 @@ class IpcBackend:
         except ImportError as error:
             raise MissingRequirementError(
                 f"This vLLM has no weight transfer by CUDA IPC: {error}.",
-                'Install vLLM 0.32 or newer beside the trainer, or set weights.transport = "filesystem".',
+                "Install vLLM 0.32 or newer in the trainer's environment, or set weights.transport = 'filesystem'.",
             ) from None
         engine: TrainerEngine = WeightTransferTrainerFactory.trainer_init(
             IPCTrainerInitInfo(rank=0, packed=False), client=client, source=source
@@ -296,10 +296,10 @@ class GroupClient:
         if fault := self.faults.get(url):
             return fault
         if url not in self._finished:
-            culprit = next(iter(self.faults), "")
+            failed_url = next(iter(self.faults), "")
             return (
-                ConnectionBroken(url, f"given up, because {culprit} failed")
-                if culprit
+                ConnectionBroken(url, f"given up, because {failed_url} failed")
+                if failed_url
                 else ReplyTimeout(url, timed_out)
             )
         steps = self._steps[url]

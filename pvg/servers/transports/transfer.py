@@ -203,7 +203,7 @@ def _in_daemon(work: Callable[[], T]) -> asyncio.Future[T]:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
-    def tell(result: T | None, error: BaseException | None) -> None:
+    def set_outcome(result: T | None, error: BaseException | None) -> None:
         if future.done():
             return
         if error is not None:
@@ -213,11 +213,11 @@ def _in_daemon(work: Callable[[], T]) -> asyncio.Future[T]:
 
     def run() -> None:
         try:
-            told: tuple[T | None, BaseException | None] = (work(), None)
+            outcome: tuple[T | None, BaseException | None] = (work(), None)
         except BaseException as error:  # noqa: BLE001 (it is raised in the event loop)
-            told = (None, error)
+            outcome = (None, error)
         if not loop.is_closed():
-            loop.call_soon_threadsafe(tell, *told)
+            loop.call_soon_threadsafe(set_outcome, *outcome)
 
     threading.Thread(target=run, name="pvg-transfer", daemon=True).start()
     return future

@@ -59,7 +59,7 @@ class Transport(Protocol):
         ...
 
     async def retire(self, servers: Sequence[ControlClient], in_use: Sequence[WeightLabel]) -> None:
-        """Drop versions that are neither `in_use` nor among the newest to keep. `servers`: those that can be told."""
+        """Drop versions that are neither `in_use` nor among the newest to keep. `servers`: the reachable ones."""
         ...
 
     async def close(self) -> None:
@@ -131,7 +131,7 @@ async def _deliver_to(
             await pause_before_retry(1, random.random())
         except (ConnectionBroken, ReplyTimeout, MalformedReply) as fault:
             if await _known(has_arrived(server), fault):
-                return found_delivered(server, label, started)
+                return confirmed_delivery(server, label, started)
             if not attempts_left:
                 raise
     raise AssertionError("unreachable: the last attempt returns or raises")
@@ -145,7 +145,7 @@ async def _known(answer: Awaitable[bool], fault: ServerFault) -> bool:
         raise fault from None
 
 
-def found_delivered(server: ControlClient, label: WeightLabel, started: float) -> DeliveryTiming:
+def confirmed_delivery(server: ControlClient, label: WeightLabel, started: float) -> DeliveryTiming:
     """A delivery that the server confirms although no reply arrived: all its time is UNKNOWN_PART, and its time of
     arrival is unknown (0). `started` is a time.perf_counter()."""
     wall_ms = (time.perf_counter() - started) * 1e3

@@ -213,10 +213,10 @@ class VersionFolders:
         """Remove this session's versions except the newest `keep` and those `in_use`, and what dead sessions of the run
         left. Returns the removed versions."""
         needed = {label.version for label in in_use if label.session == self.session}
-        doomed = [version for version in self.made[:-keep] if version not in needed]
-        self.remove(doomed)
-        self.remove_what_the_dead_left()
-        return doomed
+        unneeded = [version for version in self.made[:-keep] if version not in needed]
+        self.remove(unneeded)
+        self.remove_dead_sessions()
+        return unneeded
 
     def remove(self, versions: Iterable[int]) -> None:
         for version in versions:
@@ -237,7 +237,7 @@ class VersionFolders:
         os.close(self._lock)
         self._lock = None
 
-    def remove_what_the_dead_left(self) -> None:
+    def remove_dead_sessions(self) -> None:
         """Remove what other dead sessions of the run left: their versions, which no server will load any more,
         partially written or removed folders, and their locks."""
         left: dict[str, list[Path]] = {}
@@ -246,19 +246,19 @@ class VersionFolders:
                 continue
             if entry.name.startswith(LOCK_PREFIX):
                 left.setdefault(entry.name.removeprefix(LOCK_PREFIX), [])
-            elif (found := _VERSION.fullmatch(entry.name)) and entry.is_dir() and self._may_go(found):
+            elif (found := _VERSION.fullmatch(entry.name)) and entry.is_dir() and self._is_removable(found):
                 left.setdefault(found["tail"], []).append(entry)
         left.pop(self.session.tail, None)
         for tail, entries in left.items():
             path = self.folder / f"{LOCK_PREFIX}{tail}"
-            with _if_dead(path) as dead:
-                if dead:
+            with _session_ended(path) as ended:
+                if ended:
                     for entry in entries:
                         shutil.rmtree(entry)
                     path.unlink(missing_ok=True)
 
-    def _may_go(self, found: re.Match[str]) -> bool:
-        """A complete version without a lock may be somebody's copy, so it stays."""
+    def _is_removable(self, found: re.Match[str]) -> bool:
+        """A complete version without a lock may be a user's copy, so it stays."""
         return bool(found["half"]) or (self.folder / f"{LOCK_PREFIX}{found['tail']}").is_file()
 
 
@@ -279,9 +279,9 @@ def _take_lock(path: Path) -> int:
 
 
 @contextmanager
-def _if_dead(lock: Path) -> Iterator[bool]:
-    """Whether no process holds `lock`; nobody can take it inside this context. A session takes its lock before creating
-    its first folder. A link is not a lock and proves nothing."""
+def _session_ended(lock: Path) -> Iterator[bool]:
+    """Whether no process holds `lock`; no process can take it inside this context. A session takes its lock before it
+    creates its first folder. A link is not a lock and proves nothing."""
     if lock.is_symlink():
         yield False
         return

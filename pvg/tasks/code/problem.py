@@ -80,15 +80,15 @@ def spaces_of(text: str) -> str:
 def _keeps(words: Words, sample: Words, samples: Sequence[Words]) -> bool:
     """Whether `words`, with the layout of `sample`, keep its counts and lie within all samples."""
     counts = counts_in(sample)
-    for row, (line, its_line) in enumerate(zip(words, sample, strict=True)):
-        for column, (word, its_word) in enumerate(zip(line, its_line, strict=True)):
-            if kind_of(word) != kind_of(its_word):
+    for row, (line, sample_line) in enumerate(zip(words, sample, strict=True)):
+        for column, (word, sample_word) in enumerate(zip(line, sample_line, strict=True)):
+            if kind_of(word) != kind_of(sample_word):
                 return False
-            if its_word in counts and word != its_word:
+            if sample_word in counts and word != sample_word:
                 return False
-            if not _lies_within(word, its_word, _at(samples, row, column)):
+            if not _lies_within(word, sample_word, _at(samples, row, column)):
                 return False
-        if not _order(its_line, samples, row) <= _orders_of(line):
+        if not _order(sample_line, samples, row) <= _orders_of(line):
             return False
     return True
 
@@ -107,11 +107,11 @@ def _at(samples: Sequence[Words], row: int, column: int) -> list[str]:
     return [word for line in lines for word in line]
 
 
-def _lies_within(word: str, its_word: str, there: Sequence[str]) -> bool:
+def _lies_within(word: str, sample_word: str, there: Sequence[str]) -> bool:
     kind = kind_of(word)
     alike = [other for other in there if kind_of(other) == kind]
     if kind == "text":
-        return len(word) == len(its_word) and set(word) <= set("".join(alike))
+        return len(word) == len(sample_word) and set(word) <= set("".join(alike))
     return min(map(Decimal, alike)) <= Decimal(word) <= max(map(Decimal, alike))
 
 

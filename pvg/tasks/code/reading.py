@@ -66,7 +66,7 @@ def read_entries(file: Path, visible_tests: int) -> Iterator[CodeEntry | Unusabl
         try:
             row = orjson.loads(line)
         except orjson.JSONDecodeError as error:
-            raise ConfigurationError(f"{place}: not valid JSON ({error}).", "Fetch the file again.") from None
+            raise ConfigurationError(f"{place}: not valid JSON ({error}).", "Download the file again.") from None
         form = _form(row)
         if form is None:
             raise ConfigurationError(

@@ -37,7 +37,7 @@ class IntegerKind:
         return f"type({self.name}) is int and {self.least} <= {self.name} <= {self.most}"
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         return f"{self.name} is an integer from {self.least} to {self.most}"
 
     def draw(self, generator: random.Random) -> Any:
@@ -64,7 +64,7 @@ class IntegerListKind:
         )
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         return f"{self.name} is a list of {self.shortest} to {self.longest} integers from {self.least} to {self.most}"
 
     def draw(self, generator: random.Random) -> Any:
@@ -92,7 +92,7 @@ class WordKind:
         return f"type({self.name}) is str and {fits}"
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         return f"{self.name} is a text of at most {self.longest} characters out of {self.letters!r}"
 
     def draw(self, generator: random.Random) -> Any:
@@ -366,11 +366,11 @@ def made(template: ProblemTemplate, values: dict[str, int], section: CodeTask) -
         hidden=hidden,
         check=f"def valid({', '.join(names)}):\n    return {conditions}\n",
     )
-    told = " ".join(f"{argument.told}." for argument in template.arguments)
+    description = " ".join(f"{argument.description}." for argument in template.arguments)
     shown = "-".join(f"{name}{value}" for name, value in values.items())
     return make_problem(
         f"code-{template.name}{'-' if shown else ''}{shown}",
-        f"{template.filled(template.question, values)} {told}",
+        f"{template.filled(template.question, values)} {description}",
         f"{template.name}({', '.join(names)})",
         code,
     )

@@ -23,7 +23,16 @@ from vllm.platforms import current_platform
 from .ipc_engine import register
 
 # What vLLM's loaders raise for a checkpoint that does not fit its model; their shape checks are assertions.
-UNFIT = (AssertionError, AttributeError, LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError)
+LOAD_ERRORS = (
+    AssertionError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    TypeError,
+    ValueError,
+)
 
 
 class IncompleteWeights(ValueError):
@@ -44,7 +53,7 @@ class PvgWorker:
         with set_current_vllm_config(self.vllm_config):
             try:
                 load(self.model_runner, self.vllm_config.model_config, files)
-            except UNFIT as error:
+            except LOAD_ERRORS as error:
                 return f"{type(error).__name__}: {error}"[:2000]
         return ""
 
@@ -138,13 +147,13 @@ def _repack_tied_heads(heads: Iterable[VocabParallelEmbedding]) -> None:
 # --- workarounds for bugs of vLLM's CPU build (0.32) that crash the engine; GPU builds do not have them --------------
 
 
-def mend_cpu() -> None:
+def work_around_cpu_bugs() -> None:
     """Install the workarounds, once per worker process. Does nothing on other platforms."""
     if current_platform.is_cpu():
-        _mend_prompt_logprobs_under_adapters()
+        _work_around_prompt_logprobs()
 
 
-def _mend_prompt_logprobs_under_adapters() -> None:
+def _work_around_prompt_logprobs() -> None:
     """Log-probs of a prompt compute its logits for all rows, but the adapter's part uses the indices of the rows to
     sample. With two requests in a batch these numbers differ, and einsum raises.
 
@@ -168,4 +177,4 @@ def _mend_prompt_logprobs_under_adapters() -> None:
 
 # vLLM imports this module in every worker before it creates the worker's transfer engine.
 register()
-mend_cpu()
+work_around_cpu_bugs()

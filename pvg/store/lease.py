@@ -1,0 +1,214 @@
+"""The lease of a run: lets one driver commit, when drivers on several hosts can reach the run's folder.
+
+The kernel's lock keeps drivers on one host apart, but another host's kernel may not know of it. So each driver holds a
+lease with an epoch: the file `lease-000004.json`, which names the driver and counts its beats.
+
+- A driver on the host of its predecessor keeps the file: the kernel's lock has told that the predecessor is gone.
+- A driver on another host creates the file of the next epoch, which only one driver can do, and then removes the file
+  of the epoch before. A driver that finds its file missing has lost the lease, and commits nothing more.
+- A lease of another host is free if it was released, or if it has not beaten for WATCH_S. Clocks of two hosts are never
+  compared.
+
+A driver that was silent for so long may still have a commit in progress. Its check just before a rename fails if it
+comes after the new file. If it comes before, the rename fails, because the new driver first removes all temporary
+files. Its journals are other files than the new driver's, which replaces them by copies.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from pvg.errors import StateError, UsageError
+from pvg.store.atomic import disk_full_explained, sync_directory, temporary_beside
+
+BEAT_S = 5.0
+WATCH_S = 30.0  # six beats
+
+LEASE_NAME = re.compile(r"lease-(\d{6,})\.json")
+
+Driver = dict[str, Any]  # host, boot, process and beats of a driver; `ended`: it has released the lease
+
+
+def this_boot() -> str:
+    """Identifies the running kernel: containers on one host share it, and with it the kernel's locks."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux
+        return socket.gethostname()
+
+
+def is_lease(path: Path) -> bool:
+    return LEASE_NAME.fullmatch(path.name) is not None
+
+
+def newest_lease(folder: Path) -> Path | None:
+    """The lease with the highest epoch in `folder`; None if it was never leased."""
+    found = [path for path in folder.iterdir() if is_lease(path)]
+    return max(found, key=_epoch, default=None)
+
+
+def read_driver(lease: Path | None) -> Driver:
+    """The driver that a lease names; empty if there is no lease, or if its driver died while it wrote it."""
+    try:
+        return dict(orjson.loads(lease.read_bytes())) if lease is not None else {}
+    except (OSError, orjson.JSONDecodeError, TypeError, ValueError):
+        return {}
+
+
+def name_of(driver: Driver) -> str:
+    """A driver's name in messages."""
+    return f"process {driver.get('process', '?')} on {driver.get('host', 'another host')}"
+
+
+class LeaseCheck:
+    """Raises StateError when another driver has taken the lease that `folder` has now."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._lease = folder, newest_lease(folder)
+
+    def __call__(self) -> None:
+        if self._lease is None:
+            return
+        try:
+            # Opened, because a network file system may answer `stat` from a cache.
+            os.close(os.open(self._lease, os.O_RDONLY | os.O_CLOEXEC))
+        except FileNotFoundError:
+            driver = name_of(read_driver(newest_lease(self._folder)))
+            raise StateError(
+                f"Another driver ({driver}) has taken over the run in {self._folder}.",
+                "This process stopped before its next commit, and the other driver continues the run.",
+            ) from None
+
+
+@contextmanager
+def leased(folder: Path, journals: Sequence[Path], waiting: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lease of `folder`. The caller holds the kernel's lock.
+
+    `journals`: files to which a driver appends. `waiting` gets a line if this call has to wait for another host.
+    Raises UsageError if a driver on another host is alive or takes the lease at the same time.
+    """
+    before = newest_lease(folder)
+    driver = read_driver(before)
+    elsewhere = before is not None and driver.get("boot") != this_boot()
+    lost = elsewhere and not driver.get("ended")
+    if before is not None and lost:
+        _watch(before, driver, waiting)
+    if before is None or elsewhere:
+        mine = folder / f"lease-{(0 if before is None else _epoch(before)) + 1:06d}.json"
+    else:
+        mine = before
+    held = _Held(mine, new=mine != before)
+    try:
+        for older in [path for path in folder.iterdir() if is_lease(path) and _epoch(path) < _epoch(mine)]:
+            older.unlink(missing_ok=True)
+        if lost:
+            for journal in journals:
+                _replace_by_copy(journal)
+        sync_directory(folder)
+        yield
+    finally:
+        held.release()
+
+
+class _Held:
+    """A lease of this process, with a new file or its predecessor's. A thread counts its beats until `release`."""
+
+    def __init__(self, path: Path, *, new: bool) -> None:
+        self._driver: Driver = {
+            "host": socket.gethostname(),
+            "boot": this_boot(),
+            "process": os.getpid(),
+            "beats": 0,
+            "ended": False,
+        }
+        with disk_full_explained(path):
+            self._file = _opened(path, self._line(), new)
+        self._released = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="pvg-lease", daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        self._released.set()
+        self._thread.join()
+        self._driver["ended"] = True
+        self._write()
+        os.close(self._file)
+
+    def _beat(self) -> None:
+        while not self._released.wait(BEAT_S):
+            self._driver["beats"] += 1
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            os.pwrite(self._file, self._line(), 0)
+        except OSError:
+            # A beat that is missing costs at most the lease, which every commit checks. A disk that cannot be written
+            # stops the next commit with its own message.
+            return
+
+    def _line(self) -> bytes:
+        # Of constant length, so that a write always covers the one before.
+        return orjson.dumps(self._driver).ljust(511) + b"\n"
+
+
+def _watch(lease: Path, driver: Driver, waiting: Callable[[str], None]) -> None:
+    """Return when the driver on another host has not beaten for WATCH_S. Raises UsageError if it beats."""
+    waiting(
+        f"This run was driven by {name_of(driver)}, which did not end it. Waiting {WATCH_S:g} s to see that it is gone."
+    )
+    until = time.monotonic() + WATCH_S
+    while time.monotonic() < until:
+        time.sleep(min(1.0, BEAT_S))
+        seen = read_driver(lease)
+        if seen.get("ended"):
+            return
+        if seen.get("beats") != driver.get("beats"):
+            raise UsageError(
+                f"The run in {lease.parent} is being driven by {name_of(driver)}.",
+                "Wait until it is done, or stop it there (Ctrl-C commits first).",
+            )
+
+
+def _opened(path: Path, content: bytes, new: bool) -> int:
+    """Write `content` to `path`, which must not exist if it is `new`; returns the open file."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if new else 0), 0o644)
+    except FileExistsError:
+        raise UsageError(
+            f"Another driver has just taken over the run in {path.parent}.", "Wait until it is done, or stop it there."
+        ) from None
+    try:
+        os.pwrite(file, content, 0)
+        os.fsync(file)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _replace_by_copy(path: Path) -> None:
+    """A driver that still has the old file open writes to a file that nobody reads."""
+    if not path.is_file():
+        return
+    temporary = temporary_beside(path)
+    with disk_full_explained(path):
+        shutil.copyfile(path, temporary)
+        os.replace(temporary, path)
+
+
+def _epoch(lease: Path) -> int:
+    found = LEASE_NAME.fullmatch(lease.name)
+    assert found is not None
+    return int(found[1])

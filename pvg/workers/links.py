@@ -1,0 +1,57 @@
+"""TCP connections from other machines to the driver. Each begins with a proof that the caller knows the run's secret.
+
+    key = await admitted(reader, writer, secret)        # the driver: which expected connection this is
+    connection = connect(host, port, secret, key)       # the other machine
+
+The driver sends a random challenge. The caller answers with its key and an HMAC of both. So the secret is never sent,
+and an answer is worth nothing in another connection. What follows is not encrypted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import socket
+import struct
+
+CHALLENGE_BYTES = 32
+SECRET_BYTES = 32
+KEY = struct.Struct("<Q")
+DIGEST = "sha256"
+DIGEST_BYTES = 32
+CONNECT_S = 20.0
+
+
+async def admitted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> int:
+    """The key of a caller that knows the secret. Raises ConnectionError for any other caller, and TimeoutError."""
+    challenge = secrets.token_bytes(CHALLENGE_BYTES)
+    writer.write(challenge)
+    async with asyncio.timeout(CONNECT_S):
+        try:
+            answer = await reader.readexactly(KEY.size + DIGEST_BYTES)
+        except asyncio.IncompleteReadError:
+            raise ConnectionError("the caller has left") from None
+    key, proof = answer[: KEY.size], answer[KEY.size :]
+    if not hmac.compare_digest(proof, hmac.digest(secret, challenge + key, DIGEST)):
+        raise ConnectionError("the caller does not know the secret")
+    return int(KEY.unpack(key)[0])
+
+
+def connect(host: str, port: int, secret: bytes, key: int) -> socket.socket:
+    """Connect to the driver. Blocks. Raises OSError."""
+    connection = socket.create_connection((host, port), timeout=CONNECT_S)
+    try:
+        challenge = b""
+        while len(challenge) < CHALLENGE_BYTES:
+            part = connection.recv(CHALLENGE_BYTES - len(challenge))
+            if not part:
+                raise ConnectionError("the driver has closed the connection")
+            challenge += part
+        number = KEY.pack(key)
+        connection.sendall(number + hmac.digest(secret, challenge + number, DIGEST))
+        connection.settimeout(None)
+    except BaseException:
+        connection.close()
+        raise
+    return connection

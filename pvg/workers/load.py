@@ -1,0 +1,63 @@
+"""How busy the workers are, from what they report of themselves.
+
+A worker reports with every answer to a probe how long it has run on a core, and how long it has waited for one. Both
+count as busy: on a shared machine, a worker that waits for a core has work to do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+MOST_NAMED = 64  # workers with metrics of their own
+
+
+@dataclass
+class _Load:
+    """One place: seconds since the last sample. `since`, `until`: when the counted time began and ended."""
+
+    ran_s: float = 0.0
+    waited_s: float = 0.0
+    since: float = 0.0
+    until: float = 0.0
+
+
+class LoadMeter:
+    """Collects the reports of `count` workers. Use it from one thread. Times are those of `time.monotonic`."""
+
+    def __init__(self, count: int, began: float | None = None) -> None:
+        now = time.monotonic() if began is None else began
+        self._loads = [_Load(since=now, until=now) for _ in range(count)]
+
+    def report(self, worker: int, fields: Mapping[str, float], now: float | None = None) -> None:
+        """Add a worker's `ran_s` and `waited_s` since its last report. Without them, it cannot measure itself."""
+        if "ran_s" not in fields:
+            return
+        load = self._loads[worker]
+        load.ran_s += fields["ran_s"]
+        load.waited_s += fields["waited_s"]
+        load.until = time.monotonic() if now is None else now
+
+    def sample(self, up: Sequence[bool], restarts: Sequence[int]) -> dict[str, float]:
+        """The metrics of the place `workers` (pvg.telemetry.catalogue) since the last call. `up`, `restarts`: by
+        worker. A worker without a report since then has no share."""
+        found = {"up": float(sum(up)), "restarts": float(sum(restarts))}
+        shares: dict[int, float] = {}
+        ran_s = waited_s = 0.0
+        for worker, load in enumerate(self._loads):
+            wall_s = load.until - load.since
+            if wall_s > 0.0:
+                shares[worker] = min(1.0, (load.ran_s + load.waited_s) / wall_s)
+                ran_s, waited_s = ran_s + load.ran_s, waited_s + load.waited_s
+                self._loads[worker] = _Load(since=load.until, until=load.until)
+        if shares:
+            found["busy"] = sum(shares.values()) / len(shares)
+            found["busy_most"], found["busy_least"] = max(shares.values()), min(shares.values())
+            found["core_wait"] = waited_s / (ran_s + waited_s) if ran_s + waited_s else 0.0
+        if len(up) <= MOST_NAMED:
+            for worker, share in shares.items():
+                found[f"w{worker}_busy"] = share
+            for worker, (is_up, count) in enumerate(zip(up, restarts, strict=True)):
+                found |= {f"w{worker}_up": float(is_up), f"w{worker}_restarts": float(count)}
+        return found

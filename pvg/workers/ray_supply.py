@@ -1,0 +1,478 @@
+"""Supplies worker processes on the nodes of a Ray cluster.
+
+    supply = RaySupply(8)                       # starts a cluster on this machine, and returns at once
+    supply = RaySupply(8, "10.0.0.1:6379")      # joins one
+    member = await supply.start()               # a worker on one of the nodes
+
+Ray reserves one CPU per worker in a placement group, whose bundles spread over the nodes, and starts one actor per node
+(`NodeAgent`). The agent forks the node's workers. They connect to the driver over TCP, as the agents do, so requests,
+answers and weights do not pass through Ray. Ray reserves and reports; pvg restarts workers and repeats requests.
+
+A node that ends, or does not answer, loses its workers. They start again where Ray moves their bundles. If Ray finds no
+room for GRACE_S seconds, they share a node that the run uses already: slower, but with the same results.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+import pvg
+from pvg.errors import MissingRequirementError, WorkerLostError
+from pvg.telemetry.events import Events, SilentEvents
+from pvg.workers.frames import Frame, receive, send
+from pvg.workers.links import SECRET_BYTES, admitted
+from pvg.workers.local import Member
+from pvg.workers.node_agent import DriverAddress, NodeAgent, processor
+from pvg.workers.ray_cluster import RayConnection, open_cluster
+
+if TYPE_CHECKING:
+    from pvg.workers.shared import SharedTensors
+
+ROOM_S = 300.0  # how long a run waits for a cluster with room, at its start and after a loss
+QUIET_S = 5.0  # of it, before a notice
+GRACE_S = 30.0  # after a loss, before workers share a node
+AGENT_S = 120.0  # for an agent to start: Ray starts a process, which imports pvg
+WORKER_S = 60.0
+CAUSE_S = 3.0  # for Ray to say why an agent has ended
+PROBE_S = 2.0
+PROBES_MISSED = 8  # agents report twice as often
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class RayMember(Member):
+    """A worker on a node. `bundle`: the number of its reservation."""
+
+    host: _Node
+    bundle: int
+
+    @property
+    def names(self) -> dict[str, Any]:
+        return {"node": self.host.name, "pid": self.pid}
+
+    def send(self, frame: Frame) -> None:
+        """Send a frame; the place of weights becomes their place on the node."""
+        if "place" in frame.fields:
+            place = frame.fields["place"]
+            own = {**place, "path": self.host.memory[place["path"]]}
+            frame = Frame(frame.kind, {**frame.fields, "place": own}, frame.arrays)
+        send(self.writer, frame)
+
+    def kill(self) -> None:
+        """Kill the process, and close the connection in case that its node is gone."""
+        self.host.tell(Frame("kill", {"pid": self.pid}))
+        self.writer.transport.abort()
+
+    def cpu_s(self) -> float | None:
+        return self.host.cpu_s.get(str(self.pid))
+
+
+@dataclass(eq=False)
+class _Node:
+    """An agent, as the driver sees it."""
+
+    id: str
+    name: str
+    actor: Any
+    ended: asyncio.Future[None]  # Ray's word on the actor: its result or why it ended
+    writer: asyncio.StreamWriter
+    memory: dict[str, str] = field(default_factory=dict)  # the driver's path of shared memory -> the node's
+    cpu_s: dict[str, float | None] = field(default_factory=dict)  # by the worker's process id
+    members: set[RayMember] = field(default_factory=set)
+    answers: dict[int, asyncio.Future[Frame]] = field(default_factory=dict)
+    asked: int = 0
+    missed: int = 0  # probes since its last report
+    lost: str = ""  # why it is no longer used
+
+    async def ask(self, frame: Frame) -> Frame:
+        """The agent's answer. Raises ConnectionError if the node is or gets lost, and PvgError if the agent fails."""
+        if self.lost:
+            raise ConnectionError(self.lost)
+        self.asked += 1
+        future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+        self.answers[self.asked] = future
+        send(self.writer, Frame(frame.kind, {**frame.fields, "id": self.asked}, frame.arrays))
+        answer = await future
+        if "error" in answer.fields:
+            message, remedy = answer.fields["error"]
+            raise MissingRequirementError(f"On node {self.name}: {message}", remedy)
+        return answer
+
+    def tell(self, frame: Frame) -> None:
+        if not self.lost:
+            send(self.writer, frame)
+
+
+class RaySupply:
+    """Owns the connection to the cluster. Leave it as a context manager, or `close` it."""
+
+    def __init__(self, workers: int, address: str | None = None) -> None:
+        self.events: Events = SilentEvents()
+        self._workers = workers
+        # One thread makes all calls of Ray that block, and lives as long as Ray's processes, which end with it.
+        self._thread = ThreadPoolExecutor(1, "pvg-ray")
+        self._connected = self._thread.submit(open_cluster, workers, address, self._said)
+        self._opening = asyncio.Lock()
+        self._group: Any = None
+        self._free = list(range(workers))  # bundles without a worker
+        self._nodes: dict[str, _Node] = {}  # those in use, by Ray's id
+        self._entering: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by Ray's id of a node
+        self._losses = 0
+        self._shared: dict[str, SharedTensors] = {}
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._expected: dict[int, asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self._closed = False
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> Member:
+        """Start a worker. Raises MissingRequirementError if the cluster has no room or cannot run pvg."""
+        async with self._opening:
+            if self._group is None:
+                await self._open()
+        bundle = self._free.pop(0)
+        why = "it has not answered"
+        try:
+            async with asyncio.timeout(ROOM_S):
+                while True:
+                    try:
+                        return await self._worker_on(await self._node_of(bundle), bundle)
+                    except ConnectionError as error:  # the node was lost meanwhile
+                        why = str(error)
+                        await asyncio.sleep(1.0)
+        except TimeoutError:
+            self._free.append(bundle)
+            raise WorkerLostError(
+                f"The Ray cluster had no node for worker {bundle} in {ROOM_S:g} s: {why}.",
+                "Add a node to the cluster, and resume the run",
+            ) from None
+        except BaseException:
+            self._free.append(bundle)
+            raise
+
+    async def _worker_on(self, node: _Node, bundle: int) -> RayMember:
+        key, expected = self._expect()
+        pid = (await node.ask(Frame("fork", {"key": key}))).fields["pid"]
+        try:
+            async with asyncio.timeout(WORKER_S):
+                reader, writer = await expected
+        except TimeoutError:
+            raise ConnectionError(f"worker {pid} on node {node.name} has not connected to the driver") from None
+        member = RayMember(pid, reader, writer, node, bundle)
+        node.members.add(member)
+        return member
+
+    async def reason(self, member: Member) -> str:
+        """Why a worker ended, in words, with its node. Kills it if it has only closed its connection."""
+        assert isinstance(member, RayMember)
+        node = member.host
+        member.kill()
+        node.members.discard(member)
+        self._free.append(member.bundle)
+        try:
+            answer = await node.ask(Frame("end", {"pid": member.pid}))
+        except ConnectionError as error:
+            return f"{error}"
+        return f"{answer.fields['why']}, on node {node.name}"
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    async def share(self, shared: SharedTensors) -> None:
+        """Copy this memory to all nodes. A node that comes later gets it before its first worker."""
+        self._shared[shared.memory.path] = shared
+        await asyncio.gather(*(self._give(node, shared) for node in self._nodes.values()))
+
+    async def _give(self, node: _Node, shared: SharedTensors) -> None:
+        path = shared.memory.path
+        data = np.frombuffer(shared.memory.view, np.uint8)
+        with contextlib.suppress(ConnectionError):  # its workers will start on other nodes
+            answer = await node.ask(Frame("weights", {"path": path}, {"bytes": data}))
+            node.memory[path] = answer.fields["path"]
+
+    def withdraw(self, shared: SharedTensors) -> None:
+        path = shared.memory.path
+        self._shared.pop(path, None)
+        for node in self._nodes.values():
+            if node.memory.pop(path, None) is not None:
+                node.tell(Frame("forget", {"path": path}))
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """End all workers and agents, and leave the cluster. A second call does nothing."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._server is not None:
+            self._server.close()
+        for node in self._nodes.values():
+            node.lost = "the run has ended"
+            node.writer.close()
+        self._nodes.clear()
+        await asyncio.get_running_loop().run_in_executor(None, self.end)
+
+    def end(self) -> None:
+        """Leave the cluster: Ray ends the agents, and these end the workers."""
+        if self._closed:
+            return
+        self._closed = True
+        self._thread.submit(self._leave).result()
+        self._thread.shutdown()
+
+    def _leave(self) -> None:
+        if self._connected.exception() is None:
+            self._connected.result().close()
+
+    def __enter__(self) -> RaySupply:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    # --- the cluster --------------------------------------------------------------------------------------------------
+
+    async def _open(self) -> None:
+        """Connect to the cluster, listen for its nodes, and reserve a CPU for each worker."""
+        cluster = await asyncio.wrap_future(self._connected)
+        self._server = await asyncio.start_server(self._greet, cluster.host, 0, limit=1 << 20)
+        port: int = self._server.sockets[0].getsockname()[1]
+        self._driver = DriverAddress(cluster.host, port, self._secret, os.getcwd())
+        self._cluster: RayConnection = cluster
+        self._group = await self._call(self._reserve)
+        await self._room()
+        self._run(self._probe())
+
+    def _reserve(self) -> Any:
+        return self._cluster.ray.util.placement_group([{"CPU": 1}] * self._workers, strategy="SPREAD")
+
+    async def _room(self) -> None:
+        """Wait until the cluster has a CPU for each worker."""
+        waited, quiet = 0.0, True
+        while not await self._call(self._group.wait, 1.0):
+            waited += 1.0
+            if waited >= QUIET_S and quiet:
+                quiet = False
+                why = f"The Ray cluster has no {self._workers} free CPUs yet ({await self._call(self._cpus)})"
+                self.events.event("workers", event="no room", why=f"{why}; pvg waits for at most {ROOM_S:g} s")
+            if waited >= ROOM_S:
+                found = await self._call(self._cpus)
+                raise MissingRequirementError(
+                    f"The Ray cluster had no {self._workers} free CPUs in {ROOM_S:g} s ({found}).",
+                    "Use fewer workers (-s cluster.workers=N), or add a node: ray start --address HOST:PORT",
+                )
+
+    def _cpus(self) -> str:
+        ray = self._cluster.ray
+        free, all_ = ray.available_resources().get("CPU", 0.0), ray.cluster_resources().get("CPU", 0.0)
+        return f"it has {all_:g}, of which {free:g} are free"
+
+    def _node_id(self, bundle: int) -> str:
+        """Ray's id of the node that has a bundle now."""
+        table = self._cluster.ray.util.placement_group_table(self._group)
+        return str(table["bundles_to_node_id"].get(bundle, ""))
+
+    # --- nodes --------------------------------------------------------------------------------------------------------
+
+    async def _node_of(self, bundle: int) -> _Node:
+        """The node for a worker, with an agent. Raises ConnectionError if there is none at the moment."""
+        while True:
+            place = await self._call(self._node_id, bundle)
+            async with self._entering[place]:
+                if place in self._nodes:
+                    return self._nodes[place]
+                if await self._call(self._node_id, bundle) == place:
+                    return await self._enter(bundle)
+
+    async def _enter(self, bundle: int) -> _Node:
+        """Start an agent where Ray has put the bundle, or will put it."""
+        key, expected = self._expect()
+        actor, reference = await self._call(self._create, bundle, key)
+        ended = asyncio.wrap_future(reference.future())
+        patience = GRACE_S if self._losses and self._nodes else AGENT_S
+        try:
+            await asyncio.wait({expected, ended}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            if expected.done():
+                return await self._greeted(*expected.result(), actor, ended)
+            if ended.done():
+                raise self._failure(ended)
+        except BaseException:
+            self._dismiss(actor, ended)
+            raise
+        self._dismiss(actor, ended)
+        if not self._nodes or not self._losses:
+            raise ConnectionError(f"no agent has started in {patience:g} s")
+        node = min(self._nodes.values(), key=lambda node: len(node.members))
+        why = f"Ray has no room for worker {bundle}, so it shares node {node.name}"
+        self.events.event("workers", event="node shared", node=node.name, why=why)
+        return node
+
+    def _create(self, bundle: int, key: int) -> tuple[Any, Any]:
+        ray = self._cluster.ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": place}
+        actor = ray.remote(NodeAgent).options(**options).remote()
+        return actor, actor.serve.remote(self._driver, key)
+
+    async def _greeted(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, actor: Any, ended: asyncio.Future[None]
+    ) -> _Node:
+        """The node of an agent that has connected."""
+        async with asyncio.timeout(AGENT_S):
+            hello = await receive(reader)
+        if hello is None:
+            raise ConnectionError("an agent has left at once")
+        known = self._nodes.get(hello.fields["node"])
+        if known is not None:  # of another bundle
+            writer.close()
+            self._dismiss(actor, ended)
+            return known
+        name = await self._call(self._name, hello.fields["node"])
+        refuse_other_versions(name, hello.fields)
+        if hello.fields["processor"] != processor():
+            why = f"Node {name} has another processor than this machine, so the last bits of results may differ"
+            self.events.event("workers", event="node differs", node=name, why=why)
+        node = _Node(hello.fields["node"], name, actor, ended, writer)
+        self._nodes[node.id] = node
+        self._run(self._listen(node, reader))
+        self.events.event("workers", event="node joined", node=name, processor=hello.fields["processor"])
+        await asyncio.gather(*(self._give(node, shared) for shared in list(self._shared.values())))
+        return node
+
+    def _name(self, id_: str) -> str:
+        """A node's name; with a part of its id if others have the same name."""
+        names = {node["NodeID"]: node["NodeName"] for node in self._cluster.ray.nodes()}
+        own = names.get(id_, id_)
+        return f"{own}/{id_[:6]}" if list(names.values()).count(own) > 1 else str(own)
+
+    def _cause(self, error: BaseException | None) -> str:
+        """Why an actor has ended."""
+        if isinstance(error, self._cluster.ray.exceptions.ActorUnavailableError):
+            return "Ray cannot reach it"
+        lines = [line.strip() for line in str(error or "").splitlines() if line.strip()]
+        return lines[-1].rstrip(".") if lines else "it has ended"
+
+    def _failure(self, ended: asyncio.Future[None]) -> Exception:
+        """Why an actor ended before it has connected: ConnectionError if another attempt may help."""
+        exceptions, error = self._cluster.ray.exceptions, ended.exception()
+        text = self._cause(error)
+        if isinstance(error, exceptions.RayTaskError):
+            remedy = f"Every node must reach the driver at {self._driver.host}, and have pvg with the extra cluster"
+            return MissingRequirementError(f"A node of the Ray cluster cannot work: {text}.", remedy)
+        if "ModuleNotFoundError" in str(error) or "ImportError" in str(error):
+            return MissingRequirementError(
+                f"A node of the Ray cluster cannot import pvg: {text}.",
+                "Install pvg on all nodes, with the same version",
+            )
+        return ConnectionError(f"an agent could not start: {text}")
+
+    async def _listen(self, node: _Node, reader: asyncio.StreamReader) -> None:
+        """Take an agent's frames until its connection ends."""
+        while (frame := await receive(reader)) is not None:
+            node.missed = 0
+            if frame.kind == "alive":
+                node.cpu_s = frame.fields["cpu_s"]
+                if printed := frame.fields["printed"]:
+                    self.events.event("workers", event="printed", node=node.name, text=printed)
+            elif frame.fields["id"] in node.answers:
+                future = node.answers.pop(frame.fields["id"])
+                if not future.done():
+                    future.set_result(frame)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(asyncio.wait({node.ended})), CAUSE_S)
+        why = self._cause(node.ended.exception()) if node.ended.done() else "its connection broke"
+        self._lose(node, f"its node {node.name} was lost: {why}")
+
+    def _lose(self, node: _Node, why: str) -> None:
+        """Give a node up: its workers start on other nodes."""
+        if node.lost:
+            return
+        node.lost = why
+        self._losses += 1
+        del self._nodes[node.id]
+        self.events.event("workers", event="node lost", node=node.name, why=why, workers=len(node.members))
+        node.writer.transport.abort()
+        for future in node.answers.values():
+            if not future.done():
+                future.set_exception(ConnectionError(why))
+        for member in node.members:
+            member.writer.transport.abort()
+        self._dismiss(node.actor, node.ended)
+
+    async def _probe(self) -> None:
+        """Give up nodes that do not report. Counts probes, not seconds: this process may have been stopped too."""
+        while True:
+            await asyncio.sleep(PROBE_S)
+            for node in list(self._nodes.values()):
+                node.missed += 1
+                if node.missed > PROBES_MISSED:
+                    self._lose(node, f"its node {node.name} does not answer")
+
+    # --- connections and calls ----------------------------------------------------------------------------------------
+
+    def _said(self, line: str) -> None:
+        """Log what Ray would print. Ray calls this from a thread."""
+        self.events.event("workers", event="ray", text=line)
+
+    def _expect(self) -> tuple[int, asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]:
+        """A key, and the connection that will come with it."""
+        key = secrets.randbits(64)
+        self._expected[key] = asyncio.get_running_loop().create_future()
+        return key, self._expected[key]
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Admit an expected connection, and close any other."""
+        try:
+            expected = self._expected.pop(await admitted(reader, writer, self._secret), None)
+        except (ConnectionError, TimeoutError):
+            expected = None
+        if expected is None or expected.done():
+            writer.close()
+        else:
+            expected.set_result((reader, writer))
+
+    def _dismiss(self, actor: Any, ended: asyncio.Future[None]) -> None:
+        """Kill an actor, whose end then concerns no one."""
+        ended.add_done_callback(lambda done: done.cancelled() or done.exception())
+        if not self._closed:
+            self._thread.submit(self._cluster.ray.kill, actor)
+
+    def _run(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _call(self, work: Callable[..., T], *arguments: object) -> T:
+        """A call of Ray that blocks."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+
+def refuse_other_versions(name: str, found: Mapping[str, str]) -> None:
+    """Raises MissingRequirementError for a node whose results would differ, or on which anyone can run code. `found`:
+    what its agent has reported."""
+    for package, own in (("pvg", pvg.__version__), ("torch", metadata.version("torch"))):
+        if found[package] != own:
+            raise MissingRequirementError(
+                f"Node {name} has {package} {found[package]}, and this process has {own}.",
+                "Install the same versions on all nodes",
+            )
+    if found["auth"].lower() != "token":
+        raise MissingRequirementError(
+            f"Node {name} does not require a token, so anyone who reaches it can run code there.",
+            "Start all nodes with token authentication: RAY_AUTH_MODE=token ray start ...",
+        )

@@ -1,0 +1,163 @@
+"""Two drivers on two hosts: real processes, which share the run's folder and cannot see each other's locks."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from committing_writer import recover
+
+from pvg.config.experiment import Experiment
+from pvg.errors import StateError, UsageError
+from pvg.store import FileStateStore, RunDirectory, lease
+from pvg.store.lease import newest_lease, read_driver
+
+DRIVER = Path(__file__).with_name("driver_on_a_host.py")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path, "shared", Experiment())
+
+
+@contextmanager
+def driving(run: RunDirectory, host: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, str(DRIVER), str(run.path), host],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def commits(process: subprocess.Popen[str], count: int) -> list[int]:
+    """The numbers of the next `count` steps that it commits."""
+    assert process.stdout is not None
+    steps: list[int] = []
+    while len(steps) < count and (line := process.stdout.readline()):
+        word, number = line.split()
+        steps += [int(number)] * (word == "step")
+    assert len(steps) == count, process.communicate()[1]
+    return steps
+
+
+def test_a_driver_on_another_host_is_refused_while_the_first_one_lives(run: RunDirectory) -> None:
+    with driving(run, "first") as first:
+        commits(first, 1)
+        with driving(run, "second") as second:
+            _, message = second.communicate(timeout=60)
+        assert second.returncode == 2
+        assert f"is being driven by process {first.pid} on first" in message
+        commits(first, 3)
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_driver_that_is_silent_loses_the_run(run: RunDirectory, signal_: signal.Signals) -> None:
+    with driving(run, "first") as first:
+        last = commits(first, 2)[-1]
+        first.send_signal(signal_)
+        with driving(run, "second") as second:
+            begun = commits(second, 3)[0]
+            assert begun > last
+            if signal_ is signal.SIGSTOP:
+                first.send_signal(signal.SIGCONT)
+                _, message = first.communicate(timeout=60)
+                assert first.returncode == 2
+                assert "StateError Another driver (process" in message
+                assert "on second) has taken over the run" in message
+            commits(second, 3)
+    state, _ = recover(run)
+    assert state["step"] >= begun + 5
+
+
+def test_a_released_run_is_taken_at_once(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[str] = []
+    for host in ("first", "second", "first"):
+        monkeypatch.setattr(lease, "this_boot", lambda host=host: f"boot of {host}")
+        with run.lock(waiting=waits.append):
+            assert read_driver(newest_lease(run.path))["boot"] == f"boot of {host}"
+    assert waits == []
+    assert [path.name for path in run.path.glob("lease-*.json")] == ["lease-000004.json"]
+
+
+def test_a_driver_that_died_on_this_host_is_followed_at_once(run: RunDirectory) -> None:
+    name = run.path / "lease-000007.json"
+    name.write_text(f'{{"host": "here", "boot": "{lease.this_boot()}", "process": 1, "beats": 3, "ended": false}}')
+    waits: list[str] = []
+    with run.lock(waiting=waits.append):
+        assert [path.name for path in run.path.glob("lease-*.json")] == [name.name]
+        assert read_driver(name)["process"] == os.getpid()
+    assert waits == []
+
+
+def test_two_hosts_that_take_over_at_once_do_not_both_get_the_run(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "WATCH_S", 0.01)
+
+    def taken_meanwhile(line: str) -> None:
+        assert "Waiting" in line
+        (run.path / "lease-000009.json").write_text("{}")
+
+    (run.path / "lease-000008.json").write_text("{}")  # its driver died while it wrote it
+    with pytest.raises(UsageError, match="has just taken over"), run.lock(waiting=taken_meanwhile):
+        pass
+
+
+def test_a_commit_that_passed_its_check_before_the_run_was_taken_over_is_lost(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with run.lock():
+        unchanged = run.unchanged()
+
+        def stopped_after_the_check() -> None:
+            unchanged()
+            # What another driver does before its first commit.
+            newest = newest_lease(run.path)
+            assert newest is not None
+            newest.with_name("lease-000099.json").write_text("{}")
+            newest.unlink()
+            run.remove_temporaries()
+
+        store = FileStateStore(run.state, stopped_after_the_check)
+        with pytest.raises(FileNotFoundError):
+            store.save({"step": 1})
+        with pytest.raises(StateError, match="has taken over"):
+            unchanged()
+    assert not run.state.exists()
+
+
+@pytest.mark.drill
+def test_drivers_that_are_stopped_at_any_moment_and_go_on_later_harm_nothing(run: RunDirectory) -> None:
+    chance, last = random.Random(3), 0
+    with ExitStack() as stack:
+        current = stack.enter_context(driving(run, "host-0"))
+        for number in range(1, 7):
+            begun = time.monotonic()
+            last = commits(current, 1)[0]
+            time.sleep(chance.uniform(0.0, 1.5) * (time.monotonic() - begun))
+            current.send_signal(signal.SIGSTOP)
+            successor = stack.enter_context(driving(run, f"host-{number}"))
+            assert commits(successor, 1)[0] > last
+            current.send_signal(signal.SIGCONT)
+            _, message = current.communicate(timeout=60)
+            assert current.returncode == 2, message
+            assert "has taken over the run" in message
+            current = successor
+        last = commits(current, 2)[-1]
+    state, _ = recover(run)
+    assert state["step"] >= last

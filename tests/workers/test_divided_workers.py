@@ -1,0 +1,94 @@
+"""Divided duties (`cluster.trainers`): some workers only train, the others only sample and score."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from test_worker_processes import assert_same_step, one_step
+
+from pvg.config.load import build_experiment
+from pvg.errors import ConfigurationError
+from pvg.workers.pool import WorkerPool
+
+TRAINING = {"gradient", "logprobs"}
+SAMPLING = {"generate", "score"}
+
+
+class Watch:
+    """Records which places get which kinds of requests. `killing`: kill the worker in each place when it gets its first
+    request of each kind of work."""
+
+    def __init__(self, *, killing: bool) -> None:
+        self.killing = killing
+        self.asked: set[tuple[int, str]] = set()
+        self.pool: WorkerPool
+
+    def __call__(self, pool: WorkerPool) -> None:
+        self.pool, submit = pool, pool.submit
+
+        def watched(place, frame, parts=None):
+            future = submit(place, frame, parts)
+            kind = f"open {frame.fields['what']}" if frame.kind == "open" else frame.kind
+            first = (place, kind) not in self.asked
+            self.asked.add((place, kind))
+            if self.killing and first and kind in TRAINING | SAMPLING:
+                member = pool._places[place].member
+                assert member is not None
+                os.kill(member.pid, signal.SIGKILL)
+            return future
+
+        pool.submit = watched
+
+    def places(self, kinds: set[str]) -> set[int]:
+        return {place for place, kind in self.asked if kind in kinds}
+
+
+def test_each_worker_does_its_duty():
+    watch = Watch(killing=False)
+    found = asyncio.run(one_step(2, trainers=1, watch=watch))
+    assert watch.places(TRAINING | {"open policy"}) == {1}
+    assert watch.places(SAMPLING) == {0}
+    assert watch.places({"open scorer"}) == {0, 1}  # also used when the duties are not divided
+    assert watch.pool.training == watch.pool.sampling == range(2)  # together again
+    assert_same_step(found, asyncio.run(one_step(0)))
+
+
+@pytest.mark.drill
+def test_kills_of_both_kinds_of_workers_change_no_bit():
+    calm, killed = Watch(killing=False), Watch(killing=True)
+    found = asyncio.run(one_step(3, trainers=2, watch=calm))
+    again = asyncio.run(one_step(3, trainers=2, watch=killed))
+    assert (calm.pool.restarts, killed.pool.restarts) == (0, 6)  # two kinds of work in each of three places
+    for watch in (calm, killed):
+        assert (watch.places(TRAINING), watch.places(SAMPLING)) == ({1, 2}, {0})
+    assert again["texts"] == found["texts"]
+    np.testing.assert_array_equal(again["scores"], found["scores"])
+    np.testing.assert_array_equal(again["reference"], found["reference"])
+    for name, weight in found["weights"].items():
+        assert torch.equal(again["weights"][name], weight), name
+
+
+@pytest.mark.parametrize(
+    ("cluster", "prefetch", "complaint"),
+    [
+        ({"workers": 2, "trainers": 2}, "fresh", r"set cluster\.workers to 3 or more"),
+        ({"workers": 1, "trainers": 2}, "fresh", r"set cluster\.workers to 3 or more"),
+        ({"trainers": 1}, "old", r"set cluster\.workers to 2 or more"),
+        ({"workers": 2, "trainers": 1}, "none", "only while pvg samples ahead"),
+        ({"workers": 2, "trainers": 0}, "fresh", "greater than or equal to 1"),
+    ],
+)
+def test_a_division_that_makes_no_sense_is_refused(cluster, prefetch, complaint):
+    with pytest.raises(ConfigurationError, match=complaint):
+        build_experiment({"cluster": {"kind": "local", **cluster}, "rollout": {"prefetch": prefetch}})
+
+
+@pytest.mark.parametrize("prefetch", ["fresh", "old"])
+def test_a_division_that_makes_sense_is_accepted(prefetch):
+    cluster = {"kind": "local", "workers": 4, "trainers": 3}
+    assert build_experiment({"cluster": cluster, "rollout": {"prefetch": prefetch}}).plain()["cluster"] == cluster

@@ -1,0 +1,81 @@
+"""Only a caller that knows the secret gets a connection to the driver."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from pvg.workers import links
+from pvg.workers.frames import Frame, receive, send
+from pvg.workers.links import CHALLENGE_BYTES, KEY, admitted, connect
+
+SECRET = bytes(range(32))
+
+
+async def meet(call) -> int | BaseException:
+    """What the driver makes of a caller."""
+    found: asyncio.Future[int | BaseException] = asyncio.get_running_loop().create_future()
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            found.set_result(await admitted(reader, writer, SECRET))
+        except (ConnectionError, TimeoutError) as error:
+            found.set_result(error)
+        else:
+            send(writer, Frame("welcome"))
+        writer.close()
+
+    server = await asyncio.start_server(greet, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    await asyncio.to_thread(call, port)
+    answer = await found
+    server.close()
+    return answer
+
+
+def test_a_caller_with_the_secret_is_admitted_under_its_key():
+    async def run() -> None:
+        connections = []
+        assert await meet(lambda port: connections.append(connect("127.0.0.1", port, SECRET, 2**63 + 5))) == 2**63 + 5
+        reader, writer = await asyncio.open_connection(sock=connections[0])
+        welcome = await receive(reader)
+        assert welcome is not None
+        assert welcome.kind == "welcome"
+        writer.close()
+
+    asyncio.run(run())
+
+
+def test_other_callers_are_refused():
+    def replays(port: int) -> None:
+        """Sends an answer to another challenge."""
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.recv(CHALLENGE_BYTES)
+            connection.sendall(KEY.pack(1) + bytes(32))
+
+    def leaves(port: int) -> None:
+        socket.create_connection(("127.0.0.1", port)).close()
+
+    for call in (lambda port: connect("127.0.0.1", port, bytes(32), 1).close(), replays, leaves):
+        assert isinstance(asyncio.run(meet(call)), ConnectionError)
+
+
+def test_a_caller_that_says_nothing_is_not_kept(monkeypatch):
+    monkeypatch.setattr(links, "CONNECT_S", 0.05)
+    silent: list[socket.socket] = []
+    found = asyncio.run(meet(lambda port: silent.append(socket.create_connection(("127.0.0.1", port)))))
+    assert isinstance(found, TimeoutError)
+    silent[0].close()
+
+
+def test_a_driver_that_closes_the_connection_is_an_error():
+    async def run() -> None:
+        server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(ConnectionError):
+            await asyncio.to_thread(connect, "127.0.0.1", port, SECRET, 1)
+        server.close()
+
+    asyncio.run(run())

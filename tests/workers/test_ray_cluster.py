@@ -1,0 +1,68 @@
+"""What a user can do wrong with a Ray cluster is an error with a remedy. None of these tests starts Ray."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from importlib import metadata
+
+import pytest
+
+import pvg
+from pvg.errors import MissingRequirementError, PvgError, UsageError
+from pvg.workers.ray_cluster import open_cluster
+from pvg.workers.ray_supply import refuse_other_versions
+
+
+@pytest.fixture(autouse=True)
+def no_token(monkeypatch, tmp_path):
+    """A machine without a token. The environment is restored, because `open_cluster` changes it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "")
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def refusal(address: str | None) -> PvgError:
+    with pytest.raises(PvgError) as raised:
+        open_cluster(2, address, print)
+    return raised.value
+
+
+def test_without_ray_there_is_a_command_that_installs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    error = refusal(None)
+    assert "Ray is not installed" in error.message
+    assert "[cluster]" in error.remedy
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1", ":6379", "ray://10.0.0.1:10001", "10.0.0.1:port"])
+def test_what_is_no_address_is_refused(address):
+    error = refusal(address)
+    assert isinstance(error, UsageError)
+    assert "HOST:PORT" in error.remedy
+
+
+def test_a_cluster_without_authentication_is_refused(monkeypatch):
+    assert "no token" in refusal("127.0.0.1:6379").message
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert "only clusters with token authentication" in refusal("127.0.0.1:6379").message
+
+
+def test_an_address_where_no_cluster_answers_is_refused(monkeypatch, tmp_path):
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("0" * 64)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        error = refusal(f"127.0.0.1:{unused.getsockname()[1]}")
+    assert "No Ray cluster answers" in error.message
+    assert "ray start --head" in error.remedy
+
+
+def test_a_node_with_other_versions_or_without_a_token_is_refused():
+    fit = {"pvg": pvg.__version__, "torch": metadata.version("torch"), "auth": "token"}
+    refuse_other_versions("n1", fit)
+    for wrong, says in (({"torch": "1.0"}, "has torch 1.0"), ({"pvg": "0"}, "has pvg 0"), ({"auth": ""}, "a token")):
+        with pytest.raises(MissingRequirementError, match=says):
+            refuse_other_versions("n1", {**fit, **wrong})

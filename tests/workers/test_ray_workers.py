@@ -1,0 +1,131 @@
+"""Workers on a Ray cluster of two simulated nodes compute the same bits as local ones, also when a node is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_worker_processes import RecordedEvents, experiment, sampled, workers_of
+
+from benchmarks.simulated_nodes import SimulatedNodes, simulated_nodes
+from pvg.errors import MissingRequirementError
+from pvg.models import open_model
+from pvg.workers import pool as pool_module
+from pvg.workers import ray_supply
+from pvg.workers.local import LocalSupply
+from pvg.workers.pool import Supply, WorkerPool
+from pvg.workers.ray_cluster import open_cluster
+from pvg.workers.ray_supply import RaySupply
+
+# A dead node is noticed after three seconds, not fifteen.
+QUICK = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_failure_threshold": 3}
+
+
+def nodes_of(pool: WorkerPool) -> list[str]:
+    return sorted(place.member.names["node"] for place in pool._places if place.member is not None)
+
+
+async def results(supply: Supply) -> list[list[bytes]]:
+    """What two workers sample with the first and with other weights."""
+    pool = WorkerPool(experiment(2), 2, supply)
+    await pool.start()
+    try:
+        first = await sampled(pool, 0)
+        await pool.load_policy(other_weights(), 7, "trace")
+        return [first, await sampled(pool, 1)]
+    finally:
+        await pool.close()
+
+
+def other_weights() -> dict[str, torch.Tensor]:
+    with open_model(experiment(2).models.prover, torch.device("cpu")) as model:
+        return {name: weight + 0.01 for name, weight in model.weights().items()}
+
+
+async def on_the_cluster(monkeypatch, nodes: SimulatedNodes, expected: list[list[bytes]]) -> None:
+    events = RecordedEvents()
+    pool = WorkerPool(experiment(2), 2, RaySupply(2, nodes.address), events)
+    await pool.start()
+    try:
+        assert nodes_of(pool) == ["first", "second"]
+        assert await sampled(pool, 0) == expected[0]
+        await pool.load_policy(other_weights(), 7, "trace")
+        assert await sampled(pool, 1) == expected[1]
+        for number, how in enumerate([signal.SIGKILL, signal.SIGSTOP], start=2):
+            asked = asyncio.create_task(sampled(pool, number))
+            await asyncio.sleep(0.02)
+            os.kill(workers_of(pool)[0], how)
+            assert await asked == expected[1]
+        assert [lost["why"].partition(",")[0] for lost in events.of("lost")] == ["killed by SIGKILL"] * 2
+        assert {lost["node"] for lost in events.of("lost")} <= {"first", "second"}
+        # A third node has room for the worker of the second one.
+        (second,) = nodes.cluster.worker_nodes
+        third = nodes.add(1)
+        assert await sampled_without(pool, nodes, second) == expected[1]
+        assert nodes_of(pool) == ["first", "third"]
+        assert not events.of("node shared")
+        monkeypatch.setattr(ray_supply, "GRACE_S", 1.0)
+        # Nothing has room for the worker of the third one, so a node that is left gets it.
+        assert await sampled_without(pool, nodes, third) == expected[1]
+        assert nodes_of(pool) == ["first", "first"]
+        assert len(events.of("node shared")) == 1
+        assert [lost["node"] for lost in events.of("node lost")] == ["second", "third"]
+    finally:
+        await pool.close()
+
+
+async def sampled_without(pool: WorkerPool, nodes: SimulatedNodes, node: Any) -> list[bytes]:
+    """What the workers sample while a node is killed."""
+    asked = asyncio.create_task(sampled(pool, 5))
+    await asyncio.sleep(0.02)
+    nodes.kill(node)
+    return await asked
+
+
+def test_a_cluster_of_two_nodes_computes_the_same_bits(monkeypatch):
+    monkeypatch.setattr(pool_module, "PROBE_S", 0.5)
+    monkeypatch.setattr(ray_supply, "GRACE_S", 100.0)
+    expected = asyncio.run(results(LocalSupply()))
+    assert expected[0] != expected[1]
+    with simulated_nodes([1, 1], QUICK) as nodes:
+        asyncio.run(asyncio.wait_for(on_the_cluster(monkeypatch, nodes, expected), 300))
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
+        with pytest.raises(MissingRequirementError, match="does not accept the token"):
+            open_cluster(2, nodes.address, print)
+
+
+def weights(run: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in run.rglob("*.safetensors")
+    }
+
+
+@pytest.mark.drill
+def test_a_game_on_a_cluster_has_the_weights_of_a_local_one(tmp_path):
+    """`pvg train --cluster ray` starts a cluster on this machine, and leaves nothing behind."""
+    settings = ["game.rounds=1", "training.steps=2", "verifier.steps=4", "game.mint_problems=16", "cluster.workers=2"]
+    given = [word for text in [*settings, f"store.root={tmp_path}"] for word in ("-s", text)]
+    for cluster in ("local", "ray"):
+        command = [
+            "-c",
+            "from pvg_cli.main import app; app()",
+            "train",
+            "--name",
+            cluster,
+            "--cluster",
+            cluster,
+            *given,
+        ]
+        done = subprocess.run([sys.executable, *command, "--json"], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["status"] == "complete"
+    assert weights(tmp_path / "ray") == weights(tmp_path / "local") != {}

@@ -1,0 +1,79 @@
+"""How busy workers are: by hand, and of real processes that have work and have none."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+from test_worker_processes import RecordedEvents, experiment, sampled, workers_of
+
+from pvg.telemetry.catalogue import metric
+from pvg.workers import pool as pool_module
+from pvg.workers.load import MOST_NAMED, LoadMeter
+from pvg.workers.local import LocalSupply
+from pvg.workers.pool import WorkerPool
+
+
+def test_shares_of_the_time_between_reports_by_hand() -> None:
+    meter = LoadMeter(2, began=90.0)
+    for worker, now in ((0, 100.0), (1, 200.0)):
+        meter.report(worker, {"ran_s": 0.0, "waited_s": 0.0}, now)
+    meter.sample([True, True], [0, 0])
+    meter.report(0, {"ran_s": 1.0, "waited_s": 0.5}, 102.0)
+    meter.report(0, {"ran_s": 1.0, "waited_s": 0.5}, 104.0)
+    meter.report(1, {"ran_s": 0.5, "waited_s": 0.0}, 202.0)
+    assert meter.sample([True, False], [0, 3]) == pytest.approx(
+        {
+            "up": 1,
+            "restarts": 3,
+            "busy": (0.75 + 0.25) / 2,
+            "busy_most": 0.75,
+            "busy_least": 0.25,
+            "core_wait": 1.0 / 3.5,
+            "w0_busy": 0.75,
+            "w1_busy": 0.25,
+            "w0_up": 1,
+            "w1_up": 0,
+            "w0_restarts": 0,
+            "w1_restarts": 3,
+        }
+    )
+    # Without a new report there is no share; a system that does not count has never one.
+    meter.report(0, {}, 110.0)
+    assert "busy" not in meter.sample([True, True], [0, 3])
+
+
+def test_many_workers_have_no_metrics_of_their_own() -> None:
+    meter = LoadMeter(MOST_NAMED + 1, began=0.0)
+    meter.report(5, {"ran_s": 1.0, "waited_s": 0.0}, 10.0)
+    found = meter.sample([True] * (MOST_NAMED + 1), [0] * (MOST_NAMED + 1))
+    assert set(found) == {"up", "restarts", "busy", "busy_most", "busy_least", "core_wait"}
+    assert all(metric(f"workers/{name}") is not None for name in found)
+    assert metric("workers/w12_busy") is not None
+
+
+def test_workers_report_their_load_and_their_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "PROBE_S", 0.1)
+
+    async def play() -> None:
+        pool = WorkerPool(experiment(2), 2, LocalSupply(), RecordedEvents())
+        await pool.start()
+        try:
+            pool.measured()
+            found: dict[str, float] = {}
+            while "w0_busy" not in found or "w1_busy" not in found:
+                await sampled(pool, 1)
+                found |= pool.measured()
+            assert (found["up"], found["restarts"]) == (2, 0)
+            assert 0.0 < found["w0_busy"] <= 1.0
+            assert 0.0 < found["w1_busy"] <= 1.0
+            os.kill(workers_of(pool)[1], signal.SIGKILL)
+            while (found := pool.measured())["restarts"] == 0 or found["up"] < 2:  # noqa: ASYNC110 - nothing tells it
+                await asyncio.sleep(0.05)
+            assert (found["w0_restarts"], found["w1_restarts"]) == (0, 1)
+        finally:
+            await pool.close()
+
+    asyncio.run(play())
