@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +16,13 @@ from pvg.planning.inputs import Inputs, lost_to_trainer_failures, not_modelled, 
 from pvg.planning.machines import GPU_HOURS_BETWEEN_FAILURES, MACHINES
 from pvg.planning.measured import measured_in
 from pvg.planning.shapes import ModelShape
-from pvg.records import Role
+from pvg.records import Role, Timing
 from pvg.store.run_directory import RunDirectory
+from pvg.store.shards import RolloutShards
 from pvg.store.state import FileStateStore
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "rollout"))
+from made_groups import made_group
 
 BILLION = ModelShape("one", 10, 1000, 4000, 1000, 500, 1000, True, 10**9, "its sizes")
 SERVED = {"name": "served", "rollout": {"engine": "vllm", "concurrency": 512, "max_tokens": 1000}}
@@ -132,6 +138,25 @@ def test_what_a_run_measured(tmp_path: Path) -> None:
     assert seen.batch_s == pytest.approx(7.0)
     assert seen.idle == pytest.approx(3 / 7)
     assert seen.dropped == pytest.approx(64 / 320)
+
+
+def test_lengths_and_the_time_of_a_token_come_from_the_stored_rollouts(tmp_path: Path) -> None:
+    run = run_with([STEP, STEP, STEP, STEP], tmp_path)
+    rollouts = [
+        replace(rollout, prompt_ids=np.zeros(20, np.int32), timing=Timing(9.0, 2.0 + 0.1 * tokens))
+        for role, tokens in ((Role.HELPFUL, 10), (Role.HELPFUL, 30), (Role.SNEAKY, 50))
+        for rollout in made_group(f"{role.value}-{tokens}", [[0]], tokens=tokens, role=role).rollouts
+    ]
+    info = RolloutShards(run.path).write(0, "train_prover-00000", rollouts)
+    FileStateStore(run.state).save({"shards": [info.plain()]})
+    inputs, _ = measured_in(run)
+    assert {role: sorted(found) for role, found in inputs.lengths.items()} == {
+        Role.HELPFUL: [10, 30],
+        Role.SNEAKY: [50],
+    }
+    assert inputs["token_s"] == pytest.approx(0.1)  # without the time in a queue
+    assert inputs["request_s"] == pytest.approx(2.0)
+    assert inputs["prompt_tokens"] == 20
 
 
 def test_a_run_with_few_batches_is_refused(tmp_path: Path) -> None:
