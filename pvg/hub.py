@@ -203,6 +203,16 @@ def fetch(source: str, kind: Kind, say: Say = _to_stderr) -> Path:
         )
 
 
+def fetch_config(source: str, say: Say = _to_stderr) -> Path:
+    """The config.json of a model, without its weights: from the cache, or downloaded. Raises the errors of `resolve`
+    and `fetch`."""
+    from huggingface_hub import hf_hub_download
+
+    hub_id = resolve(parse(source), "model", say)
+    with _explained(hub_id, "model", downloading=True):
+        return Path(hf_hub_download(hub_id.repository, "config.json", revision=hub_id.revision))
+
+
 def _cached(hub_id: HubId, kind: Kind) -> Path | None:
     """The folder of a revision in the cache; None if files are missing. huggingface_hub knows the files of a revision
     unless an old version filled the cache; the folder is then used without this check."""

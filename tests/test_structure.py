@@ -28,7 +28,7 @@ LAYERS = (
         "store",
     ),
     *("sandbox", "tasks", "models", "servers", "rollout", "verifier", "training", "workers", "game", "evaluation"),
-    *("bench", "reporting", "study", "api"),
+    *("bench", "reporting", "planning", "study", "api"),
 )
 # These run in other processes, where pvg cannot be imported.
 SERVER_SIDE, BEHIND_WALLS = "pvg.servers.server_side", "pvg.sandbox.inside"

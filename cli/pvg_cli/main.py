@@ -14,7 +14,7 @@ import typer
 
 from pvg import __version__
 from pvg.spinning import bound_spinning
-from pvg_cli import bench, compare, config, diagnose, doctor, evaluate, profile, report, serve, study, train
+from pvg_cli import bench, compare, config, diagnose, doctor, evaluate, plan, profile, report, serve, study, train
 from pvg_cli.boundary import Commands
 
 # Otherwise transformers draws progress bars into the live display while it loads weights.
@@ -57,3 +57,4 @@ config.register(app)
 doctor.register(app)
 diagnose.register(app)
 profile.register(app)
+plan.register(app)

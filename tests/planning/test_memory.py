@@ -1,0 +1,186 @@
+"""The memory table: parameters of known models, and the peak of real training steps in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_child import batch_of
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pvg.config.load import build_experiment, find_experiment, load_experiment
+from pvg.config.rollout import Rollouts
+from pvg.config.training import Training
+from pvg.planning.memory import ModelInTraining, layer_bytes, memory_of, training_parts
+from pvg.planning.shapes import ModelShape, read_shape, shape_of
+from pvg.training.losses import PolicyObjective
+from pvg.training.memory import SavedTensors
+
+ROOT = Path(__file__).parent.parent.parent
+CHILD = Path(__file__).with_name("training_child.py")
+QWEN_7B = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+QWEN3_600M = {
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+
+
+def shape(config: dict[str, Any], folder: Path) -> ModelShape:
+    return shape_of(config, folder / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    # The numbers that the models' pages give, counted by transformers.
+    [(QWEN_7B, 7_615_616_512), (LLAMA_8B, 8_030_261_248), (QWEN3_600M, 596_049_920)],
+)
+def test_parameters_follow_from_the_sizes(config: dict[str, Any], parameters: int, tmp_path: Path) -> None:
+    assert shape(config, tmp_path).parameters == parameters
+
+
+def test_the_kv_cache_of_a_token(tmp_path: Path) -> None:
+    assert shape(LLAMA_8B, tmp_path).kv_bytes(2) == 2 * 32 * 8 * 128 * 2  # 128 KiB
+
+
+def test_an_embedded_model_is_counted_from_its_weights() -> None:
+    found = read_shape("embedded:modchain-prover", print)
+    weights = ROOT / "pvg" / "models" / "embedded" / "modchain-prover"
+    config = json.loads((weights / "config.json").read_text())
+    assert found.counted == "its weights file"
+    assert found.parameters == shape(config, Path("/nowhere")).parameters
+
+
+def test_adapters_on_every_linear_layer(tmp_path: Path) -> None:
+    # Per layer, rank 2: q and o 4096 -> 4096, k and v 4096 -> 1024, three MLP matrices 4096 <-> 14336.
+    each = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336)
+    assert shape(LLAMA_8B, tmp_path).adapter_parameters(2) == 32 * 2 * each
+
+
+def test_full_training_of_8b_takes_four_numbers_per_weight(tmp_path: Path) -> None:
+    found = shape(LLAMA_8B, tmp_path)
+    parts = training_parts(ModelInTraining(found, found.parameters, False, "float32", "float32"), 16)
+    assert parts["trained weights"] + parts["gradients, at the peak"] + parts["optimizer"] == 16 * found.parameters
+
+
+def test_stages_of_an_experiment() -> None:
+    experiment = load_experiment(find_experiment("modchain"))
+    prover = read_shape("embedded:modchain-prover", print)
+    plans = memory_of(experiment, prover, prover, prompt_tokens=16, slots=256, gpu=False)
+    assert [plan.stage for plan in plans] == ["train the prover", "train the verifier", "sample"]
+    assert all(plan.place == "trainer" for plan in plans)
+    cache = plans[2].parts["KV cache"]
+    assert cache == 256 * (16 + experiment.rollout.max_tokens) * prover.kv_bytes(4)
+
+
+def test_adapters_on_the_base_share_its_weights(tmp_path: Path) -> None:
+    found = shape(QWEN_7B, tmp_path)
+    model = {"source": "hf:a/b", "dtype": "bfloat16"}
+    lora = {"kind": "lora", "rank": 16}
+    data = {
+        "name": "shared",
+        "models": {"prover": model, "verifier": model},
+        "verifier": {"head": "yes_token", "adapters": lora},
+        "training": {"adapters": lora},
+        "rollout": {"engine": "vllm"},
+    }
+    plans = memory_of(build_experiment(data), found, found, prompt_tokens=256, slots=64, gpu=True)
+    assert plans[0].parts["base prover"] == 2 * found.parameters
+    assert plans[0].parts["verifier"] == 4 * found.adapter_parameters(16)
+    assert plans[1].parts["verifier's initial weights"] == 0
+    assert (plans[2].place, plans[2].rows) == ("server", 64)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_autograd_saves_for_a_layer(fused: bool) -> None:
+    """Two depths, so that their difference is that of the layers alone."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 160}
+    rows, length = 8, 64
+    saved = []
+    for layers in (1, 3):
+        module = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=50, eos_token_id=1))
+        module.requires_grad_(True)
+        objective = PolicyObjective(Training(fused_layers=fused, blocked_layers=False), Rollouts(max_tokens=length), 0)
+        (part,) = objective.split(objective.prepare(batch_of(rows, length, 50)))
+        meter = SavedTensors(module, 0)
+        with meter.forward():
+            objective(module, part)
+        saved.append(meter.bytes_taken)
+    found = shape_of({**sizes, "num_hidden_layers": 1, "vocab_size": 50, "model_type": "llama"}, Path("/nowhere/c"))
+    model = ModelInTraining(found, found.parameters, False, "float32", "float32", fused=fused)
+    assert (saved[1] - saved[0]) / 2 == pytest.approx(layer_bytes(model) * rows * length, rel=0.1)
+
+
+SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+# A shape that the formula's constants do not come from.
+OTHER = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 2}
+WIDE = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+@pytest.mark.drill
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's count of resident memory")
+@pytest.mark.parametrize(
+    ("sizes", "rows", "precision", "checkpointing"),
+    [
+        (SMALL, 16, "float32", False),  # activations are most of it
+        (WIDE, 8, "float32", False),
+        (WIDE, 2, "float32", False),  # weights, gradients and moments are most of it
+        (WIDE, 8, "float32", True),
+        (WIDE, 8, "bfloat16", False),
+        (OTHER, 12, "float32", False),
+    ],
+)
+def test_the_peak_of_a_training_step(sizes: dict[str, int], rows: int, precision: str, checkpointing: bool) -> None:
+    length, vocabulary = 128, 1000
+    config = {
+        **sizes,
+        "intermediate_size": sizes["hidden_size"] * 21 // 8,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": True,
+    }
+    found = shape({**config, "model_type": "llama"}, Path("/nowhere"))
+    model = ModelInTraining(found, found.parameters, False, "float32", precision, checkpointing)
+    planned = sum(training_parts(model, rows * length).values())
+    case = {"rows": rows, "length": length, "precision": precision, "checkpointing": checkpointing}
+    # Freed memory goes back to the system at once, so that the resident size is what is in use.
+    allocator = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    done = subprocess.run(
+        [sys.executable, str(CHILD), json.dumps(config), json.dumps(case)],
+        env={**os.environ, **allocator, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    measured = int(done.stdout.splitlines()[-1])
+    assert planned == pytest.approx(measured, rel=0.12)
