@@ -25,6 +25,14 @@ def test_every_setting_has_a_short_meaning() -> None:
     assert {setting.key for setting in settings()} == set(valid_keys())
 
 
+def test_there_are_no_more_settings_than_one_can_know() -> None:
+    """A new setting has to take the place of another one, or to be argued for here."""
+    outside_tasks = {key for key in valid_keys() if not key.startswith("task.") and not key.endswith(".kind")}
+    of_clusters = {key for key in outside_tasks if key.startswith("cluster.")}
+    assert len(outside_tasks - of_clusters) <= 130
+    assert of_clusters == {"cluster.workers", "cluster.trainers", "cluster.address"}
+
+
 @pytest.mark.parametrize("name", ["modchain", "code", "qwen-gsm8k-lora", "smollm2-gsm8k"])
 def test_the_commented_experiment_reads_back_as_the_same_one(name: str) -> None:
     experiment = load_experiment(find_experiment(name))
