@@ -1,7 +1,7 @@
 """Connects this process to a Ray cluster: one that pvg starts on this machine, or one that runs already.
 
-Ray runs code that its processes send each other, so anyone who reaches a cluster can run anything on its nodes. pvg uses
-only clusters with token authentication, and those that it starts listen on 127.0.0.1 alone.
+Ray runs code that its processes send each other, so anyone who reaches a cluster can run anything on its nodes. pvg
+uses only clusters with token authentication, and those that it starts listen on 127.0.0.1 alone.
 
 This module and pvg.workers.ray_supply are the only ones that import Ray, and only when they are called.
 """
