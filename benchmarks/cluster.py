@@ -32,23 +32,25 @@ class ClusterSettings(Section):
 
 
 def make(settings: BenchSettings) -> Workload:
-    own = workload_settings(ClusterSettings, settings)
-    check(settings.experiment, own.steps)
-    experiment = settings.experiment.model_copy(update={"cluster": LocalCluster(workers=own.workers)})
-    return ClusterSteps(experiment, own)
+    workload = workload_settings(ClusterSettings, settings)
+    check(settings.experiment, workload.steps)
+    experiment = settings.experiment.model_copy(update={"cluster": LocalCluster(workers=workload.workers)})
+    return ClusterSteps(experiment, workload)
 
 
 class ClusterSteps(EndToEnd):
-    def __init__(self, experiment: Experiment, own: ClusterSettings) -> None:
-        super().__init__(experiment, EndToEndSettings(steps=own.steps))
-        self._cluster = own
+    def __init__(self, experiment: Experiment, workload: ClusterSettings) -> None:
+        super().__init__(experiment, EndToEndSettings(steps=workload.steps))
+        self._cluster = workload
         self._nodes = ExitStack()
 
     async def open(self) -> None:
-        own = self._cluster
-        if own.nodes:
-            cpus = [-(-own.workers // own.nodes)] * own.nodes
-            cluster = RayCluster(workers=own.workers, address=self._nodes.enter_context(simulated_nodes(cpus)).address)
+        workload = self._cluster
+        if workload.nodes:
+            cpus = [-(-workload.workers // workload.nodes)] * workload.nodes
+            cluster = RayCluster(
+                workers=workload.workers, address=self._nodes.enter_context(simulated_nodes(cpus)).address
+            )
             self._experiment = self._experiment.model_copy(update={"cluster": cluster})
         await super().open()
 

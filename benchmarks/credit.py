@@ -71,18 +71,18 @@ class CreditWork:
         "irm_ms": BenchMetric("ms", "lower", "IRMv1 of the batch's pairs, forward and backward to the scores"),
     }
 
-    def __init__(self, own: CreditSettings) -> None:
-        self._own = own
+    def __init__(self, workload: CreditSettings) -> None:
+        self._workload = workload
 
     async def open(self) -> None:
-        own, rng = self._own, np.random.default_rng(self._own.seed)
-        self._rewards_N = rng.normal(size=own.rollouts)
+        workload, rng = self._workload, np.random.default_rng(self._workload.seed)
+        self._rewards_N = rng.normal(size=workload.rollouts)
         # In arrival order, the rows of a group are not adjacent.
-        rows_N = rng.permutation(own.rollouts)
-        self._groups_N, self._roles_N = rows_N // own.group_size, rows_N % 2
-        generator = torch.Generator().manual_seed(own.seed)
-        self._scores_M2 = torch.randn(own.pairs, 2, generator=generator)
-        self._environments_M = torch.randint(own.environments, (own.pairs,), generator=generator)
+        rows_N = rng.permutation(workload.rollouts)
+        self._groups_N, self._roles_N = rows_N // workload.group_size, rows_N % 2
+        generator = torch.Generator().manual_seed(workload.seed)
+        self._scores_M2 = torch.randn(workload.pairs, 2, generator=generator)
+        self._environments_M = torch.randint(workload.environments, (workload.pairs,), generator=generator)
         self._check()
 
     def _check(self) -> None:
@@ -95,27 +95,27 @@ class CreditWork:
             torch.testing.assert_close(gradient_M2, expected_M2, rtol=1e-3, atol=1e-8)
 
     def work(self) -> dict[str, Any]:
-        own = self._own
-        return own.model_dump(exclude={"credit", "vrex", "irm"})
+        workload = self._workload
+        return workload.model_dump(exclude={"credit", "vrex", "irm"})
 
     async def sample(self, index: int) -> dict[str, float]:
-        own = self._own
+        workload = self._workload
         jobs: dict[str, Callable[[], object]] = {
-            "credit": lambda: CREDIT[own.credit](self._rewards_N, self._groups_N, self._roles_N),
-            "vrex": lambda: self._gradient(VREX[own.vrex]),
-            "irm": lambda: self._gradient(IRM[own.irm]),
+            "credit": lambda: CREDIT[workload.credit](self._rewards_N, self._groups_N, self._roles_N),
+            "vrex": lambda: self._gradient(VREX[workload.vrex]),
+            "irm": lambda: self._gradient(IRM[workload.irm]),
         }
         found = {}
         for name, job in jobs.items():
             with span(name):
-                found[f"{name}_ms"] = 1e3 * median(_seconds(job) for _ in range(own.turns))
+                found[f"{name}_ms"] = 1e3 * median(_seconds(job) for _ in range(workload.turns))
             await asyncio.sleep(0)  # so that Ctrl-C can end it
         return found
 
     def _gradient(self, penalty: Penalty) -> tuple[float, Tensor]:
         """The penalty and its gradient, float32 [M, 2]."""
         scores_M2 = self._scores_M2.detach().requires_grad_()
-        value = penalty(scores_M2, self._environments_M, self._own.environments)
+        value = penalty(scores_M2, self._environments_M, self._workload.environments)
         (gradient_M2,) = torch.autograd.grad(value, scores_M2)
         return value.item(), gradient_M2
 

@@ -60,7 +60,7 @@ from pvg.game.ledger import Ledger
 from pvg.game.on_policy import OnPolicySource
 from pvg.game.orders import ProverOrders
 from pvg.game.players import Players
-from pvg.game.roles import asked_in
+from pvg.game.roles import prompt_builder
 from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.records import Group, Problem, Rollout
@@ -116,9 +116,9 @@ class LoopSettings(Section):
 
 def make(settings: BenchSettings) -> Workload:
     """Raises ConfigurationError if the rollouts are not whole groups."""
-    own, profile = workload_settings(LoopSettings, settings), settings.profile
-    check_work(settings.experiment, None, own.rollouts)
-    return LoopWorkload(settings.experiment, own, profile.warmup + profile.repeats, settings.executor)
+    workload, profile = workload_settings(LoopSettings, settings), settings.profile
+    check_work(settings.experiment, None, workload.rollouts)
+    return LoopWorkload(settings.experiment, workload, profile.warmup + profile.repeats, settings.executor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ class LoopWorkload:
             )
             stack.callback(self._ledger.close)
             await self._ledger.commit(replace(self._ledger.state, phase=Phase.TRAIN_PROVER))
-            prompts = asked_in(experiment, players.base.tokenizer)
+            prompts = prompt_builder(experiment, players.base.tokenizer)
             self._session = Session(
                 experiment, task, self._ledger, players, prompts, SilentObserver(), asyncio.Event(), Tracer()
             )

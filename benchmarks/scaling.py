@@ -127,16 +127,16 @@ class ScalingSettings(e2e.EndToEndSettings):
 
 
 def make(settings: BenchSettings) -> Workload:
-    own, experiment = workload_settings(ScalingSettings, settings), settings.experiment
-    if own.width % HEAD:
-        raise ConfigurationError(f"workload.width = {own.width} is not a multiple of {HEAD}, the width of a head.")
+    workload, experiment = workload_settings(ScalingSettings, settings), settings.experiment
+    if workload.width % HEAD:
+        raise ConfigurationError(f"workload.width = {workload.width} is not a multiple of {HEAD}, the width of a head.")
     if experiment.task.kind != "modchain":
         raise ConfigurationError(
             f"The scaling workload's models know only modchain's alphabet, not that of task.kind = "
             f"{experiment.task.kind!r}.",
             "Use an experiment whose task.kind is 'modchain'.",
         )
-    return Scaling(experiment, own, settings.executor)
+    return Scaling(experiment, workload, settings.executor)
 
 
 @dataclass
@@ -153,23 +153,23 @@ class BudgetWatcher(e2e.StepWatcher):
 class Scaling(e2e.EndToEnd):
     measures: Mapping[str, BenchMetric] = MEASURES
 
-    def __init__(self, experiment: Experiment, own: ScalingSettings, executor: Executor | None = None) -> None:
-        super().__init__(experiment, own, executor)
-        self._scaling = own
+    def __init__(self, experiment: Experiment, workload: ScalingSettings, executor: Executor | None = None) -> None:
+        super().__init__(experiment, workload, executor)
+        self._scaling = workload
 
     async def open(self) -> None:
-        own = self._scaling
+        workload = self._scaling
         with ExitStack() as stack:
             if self._executor is None:  # already here, because the models must be made in the compute thread too
                 self._executor = stack.enter_context(compute_executor(self._experiment.models.threads))
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-")))
-            sizes = {"width": own.width, "layers": own.layers, "context": own.context}
-            source = await run_in(self._executor, partial(random_llama, folder, **sizes, seed=own.seed))
+            sizes = {"width": workload.width, "layers": workload.layers, "context": workload.context}
+            source = await run_in(self._executor, partial(random_llama, folder, **sizes, seed=workload.seed))
             self._experiment = with_models(self._experiment, source)
             await super().open()
             self._made = stack.pop_all()
         players = self._session.players
-        await players.compute(lambda: shift_weights(self._verifier, own.seed))
+        await players.compute(lambda: shift_weights(self._verifier, workload.seed))
         players.dispatcher = dispatcher(players, players.engine, fixed_length=True)
 
     async def close(self) -> None:
@@ -182,7 +182,7 @@ class Scaling(e2e.EndToEnd):
         return super().work() | {"verifier": name, "fixed_length": True, "weights": self._scaling.seed}
 
     async def sample(self, index: int) -> dict[str, float]:
-        session, steps = self._session, self._own.steps
+        session, steps = self._session, self._workload.steps
         session.tracer = tracer = Tracer()
         session.observer = watcher = BudgetWatcher()
         with span("reset"):
@@ -205,7 +205,7 @@ class Scaling(e2e.EndToEnd):
     def derived(self) -> dict[str, float]:
         """The three axes, then the work of one step: `flops` in all, and the work of each part (see the module)."""
         experiment, ledger, base = self._experiment, self._session.ledger, self._session.players.base
-        steps, completion = self._own.steps, experiment.rollout.max_tokens
+        steps, completion = self._workload.steps, experiment.rollout.max_tokens
         rollouts, prompt = ledger.rollouts / steps, ledger.prompt_tokens / ledger.rollouts
         work = step_work(
             ModelSize.of(base),

@@ -57,7 +57,7 @@ class StandInEngine(Engine):
         self._stats = EngineStats(
             batches=stats.batches + 1,
             rows=stats.rows + 1,
-            tokens=stats.tokens + length - request.tokens_begun,
+            tokens=stats.tokens + length - request.tokens_resumed,
             seconds=stats.seconds + service_s,
             prompt_tokens=stats.prompt_tokens + known,
             prompt_tokens_computed=stats.prompt_tokens_computed + known,

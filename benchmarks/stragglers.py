@@ -73,7 +73,7 @@ class HeavyTailedEngine(StandInEngine):
         loop, length = asyncio.get_running_loop(), self._length(request)
         started = loop.time()
         end = self._running[request.id] = loop.create_future()
-        timer = loop.call_later((length - request.tokens_begun) / self._tokens_per_s, _resolve, end, True)
+        timer = loop.call_later((length - request.tokens_resumed) / self._tokens_per_s, _resolve, end, True)
         try:
             whole = await end
         except asyncio.CancelledError:
@@ -103,7 +103,7 @@ class HeavyTailedEngine(StandInEngine):
 
     def _tokens(self, request: GenerationRequest, seconds: float) -> int:
         """Tokens of the completion after `seconds`, without the last one, which would end it."""
-        return min(self._length(request) - 1, request.tokens_begun + int(seconds * self._tokens_per_s))
+        return min(self._length(request) - 1, request.tokens_resumed + int(seconds * self._tokens_per_s))
 
 
 def _resolve(end: asyncio.Future[bool], whole: bool) -> None:
@@ -156,27 +156,27 @@ class Stragglers:
 
     measures: Mapping[str, BenchMetric] = MEASURES
 
-    def __init__(self, experiment: Experiment, own: StragglersSettings) -> None:
-        self._experiment, self._own = experiment, own
+    def __init__(self, experiment: Experiment, workload: StragglersSettings) -> None:
+        self._experiment, self._workload = experiment, workload
         self._rollouts = experiment.training.groups * experiment.rollout.group_size
         self._lengths: list[NDArray[np.int64]] = []  # [batches x rollouts] per sample
         self._played = self._kept_rollouts = self._kept_tokens = 0  # samples; totals of what was trained on
         self._oldest = 0.0  # maximum staleness of any of them, in versions
 
     async def open(self) -> None:
-        experiment, own = self._experiment, self._own
+        experiment, workload = self._experiment, self._workload
         rollout = experiment.rollout
         task, tokenizer = open_task(experiment.task), Tokenizer(modchain_tokenizer())
         self._engine = HeavyTailedEngine(
             self._drawn(0),
-            own.median_tokens / own.median_s,
+            workload.median_tokens / workload.median_s,
             rollout.group_size,
             rollout.concurrency,
         )
-        sampling = Sampling(own.median_tokens * own.longest, (tokenizer.eos_id,))
+        sampling = Sampling(workload.median_tokens * workload.longest, (tokenizer.eos_id,))
         self._dispatcher = Dispatcher(self._engine, task, tokenizer, sampling, rollout.concurrency)
         render = prompt_renderer("tag", tokenizer)
-        self._orders = fixed_orders(experiment, task, render, self._rollouts, own.seed)
+        self._orders = fixed_orders(experiment, task, render, self._rollouts, workload.seed)
         self._partial = partial_sampling(experiment, self._dispatcher)
 
     def _drawn(self, index: int) -> NDArray[np.int64]:
@@ -187,11 +187,13 @@ class Stragglers:
         with partial rollouts read the sequence in order, each from its current position. No variant skips a rollout
         that the others had to wait for, or repeats one.
         """
-        own = self._own
+        workload = self._workload
         for sample in range(len(self._lengths), index + 1):
-            seeds = [seed_for(own.seed, "bench", "lengths", sample, batch) for batch in range(own.batches)]
-            longest = own.median_tokens * own.longest
-            drawn = [drawn_lengths(self._rollouts, own.median_tokens, own.sigma, longest, seed) for seed in seeds]
+            seeds = [seed_for(workload.seed, "bench", "lengths", sample, batch) for batch in range(workload.batches)]
+            longest = workload.median_tokens * workload.longest
+            drawn = [
+                drawn_lengths(self._rollouts, workload.median_tokens, workload.sigma, longest, seed) for seed in seeds
+            ]
             self._lengths.append(np.concatenate(drawn))
         return np.concatenate(self._lengths[: index + 1])
 
@@ -199,7 +201,7 @@ class Stragglers:
         """`longest_over_median` is that of sample 0, so it does not depend on the number of samples."""
         lengths = self._drawn(0)
         return {
-            **self._own.model_dump(mode="json"),
+            **self._workload.model_dump(mode="json"),
             "rollouts_ordered": self._rollouts,
             "concurrency": self._experiment.rollout.concurrency,
             "longest_over_median": float(lengths.max() / np.median(lengths)),
@@ -209,7 +211,7 @@ class Stragglers:
         self._engine.lengths_N = self._drawn(index)
         started, sampled_s, batches = time.perf_counter(), 0.0, []
         trained_s, behind = 0.0, 0.0
-        for number in range(index * self._own.batches, (index + 1) * self._own.batches):
+        for number in range(index * self._workload.batches, (index + 1) * self._workload.batches):
             with span("rollout"):
                 groups, seconds = await self._sampled(number)
             sampled_s += seconds
@@ -231,8 +233,8 @@ class Stragglers:
             "rollouts_per_s": count / wall_s,
             "tokens_per_s": kept / wall_s,
             "trainer_idle": 1.0 - trained_s / wall_s,
-            "batch_s": sampled_s / self._own.batches,
-            "batch_rollouts": count / self._own.batches,
+            "batch_s": sampled_s / self._workload.batches,
+            "batch_rollouts": count / self._workload.batches,
             "tokens_lost": lost / (lost + kept),
             "staleness": behind / count,
         }
@@ -258,14 +260,14 @@ class Stragglers:
         """The orders of a batch; batches are numbered through all samples."""
         first = number * len(self._orders)
         orders = [replace(order, group=first + place) for place, order in enumerate(self._orders)]
-        return orders, SampleCall(0, BASE_SOURCE, number, self._own.seed, f"{number:05d}")
+        return orders, SampleCall(0, BASE_SOURCE, number, self._workload.seed, f"{number:05d}")
 
     async def _train(self, rollouts: list[Rollout]) -> float:
         """Compute credit as in the game, sleep as long as a trainer would work, and publish the next version. Returns
         the time slept."""
         with span("credit"):
-            policy_batch(rollouts, drawn_rewards(rollouts, self._own.seed), self._experiment.training.loss.kind)
-        seconds = self._own.train_s * len(rollouts) / self._rollouts
+            policy_batch(rollouts, drawn_rewards(rollouts, self._workload.seed), self._experiment.training.loss.kind)
+        seconds = self._workload.train_s * len(rollouts) / self._rollouts
         with span("forward_backward"):
             await asyncio.sleep(seconds)
         await self._engine.load_weights(WeightUpdate(self._engine.version + 1, {}))
@@ -278,7 +280,7 @@ class Stragglers:
 
     def _ordered(self) -> float:
         """Mean length of everything ordered so far."""
-        count = self._played * self._own.batches * self._rollouts
+        count = self._played * self._workload.batches * self._rollouts
         if self._partial is not None:
             count = self._partial.state()["ordered"] * self._experiment.rollout.group_size
         return float(self._drawn(self._played - 1)[:count].mean())

@@ -51,9 +51,9 @@ class TelemetryCost(e2e.EndToEnd):
         "overhead": BenchMetric("1", "lower", "telemetry_s / step_s"),
     }
 
-    def __init__(self, experiment: Experiment, own: TelemetrySettings, executor: Executor | None = None) -> None:
-        super().__init__(experiment, own, executor)
-        self._telemetry = own
+    def __init__(self, experiment: Experiment, workload: TelemetrySettings, executor: Executor | None = None) -> None:
+        super().__init__(experiment, workload, executor)
+        self._telemetry = workload
         self._spans: list[Span] = []
         self._monitoring_cpu = 0.0
 
@@ -75,17 +75,17 @@ class TelemetryCost(e2e.EndToEnd):
                     await phase.play()
             else:  # in a separate context, otherwise the spans would go to the tracer of the benchmark
                 await asyncio.create_task(phase.play(), context=contextvars.Context())
-        step_s = (time.perf_counter() - session.began) / self._own.steps
+        step_s = (time.perf_counter() - session.began) / self._workload.steps
         self._steps = watcher.steps
         self._spans = tracer.kept
         with span("replay"):
-            telemetry_s = await self._replay() / self._own.steps
+            telemetry_s = await self._replay() / self._workload.steps
         return {"step_s": step_s, "telemetry_s": telemetry_s, "overhead": telemetry_s / step_s}
 
     def derived(self) -> dict[str, float]:
         return {
             **super().derived(),
-            "spans_per_step": len(self._spans) / self._own.steps,
+            "spans_per_step": len(self._spans) / self._workload.steps,
             "monitoring_cpu": self._monitoring_cpu,
         }
 

@@ -24,7 +24,7 @@ from benchmarks.pages.other_ladders import later_lines, outdated
 from benchmarks.pages.peer_tables import NAME as PEERS
 from benchmarks.pages.peer_tables import peer_lines
 from benchmarks.pages.readme_ladder import FILE as LADDER
-from benchmarks.pages.readme_ladder import bought, dirty_text, label_of, told_apart_text, with_ladder
+from benchmarks.pages.readme_ladder import ratio_text, dirty_text, label_of, significance_text, with_ladder
 from benchmarks.pages.reference_figures import reference_lines
 from benchmarks.pages.scaling_tables import PROFILE as SCALING
 from benchmarks.pages.scaling_tables import scaling_lines
@@ -80,7 +80,7 @@ def report_lines(report: BenchReport, machine: str | None) -> Iterator[str]:
         yield f"`{headline_of(report)}`{unit_of(report, headline_of(report))} of a sample, against the first client."
         yield ""
         rows = [
-            (client_of(report, gain.variant), headline_figure(gain, headline_of(report)), bought(gain.whole))
+            (client_of(report, gain.variant), headline_figure(gain, headline_of(report)), ratio_text(gain.whole))
             for gain in gains(report)
         ]
         yield from markdown_rows(("client", headline_of(report), "against the first"), "lrr", rows)
@@ -118,7 +118,7 @@ def measure_lines(variant: Variant) -> Iterator[str]:
         ("measure", "median", "lowest – highest", "unit", "better"),
         "lrrll",
         [
-            (name, *figures(samples), "" if samples.unit == "1" else samples.unit, samples.better)
+            (name, *median_and_range(samples), "" if samples.unit == "1" else samples.unit, samples.better)
             for name, samples in variant.samples.items()
         ],
     )
@@ -140,7 +140,7 @@ def measure_lines(variant: Variant) -> Iterator[str]:
         )
 
 
-def figures(samples: Samples) -> tuple[str, str]:
+def median_and_range(samples: Samples) -> tuple[str, str]:
     """The median, and the range."""
     return number(median(samples.values)), f"{number(min(samples.values))} – {number(max(samples.values))}"
 
@@ -155,13 +155,13 @@ def ladder_lines(report: BenchReport) -> Iterator[str]:
             label_of(gain),
             gain.says,
             headline_figure(gain, headline),
-            bought(gain.step, gain.told_apart),
-            bought(gain.whole),
+            ratio_text(gain.step, gain.excludes_one),
+            ratio_text(gain.whole),
         )
         for gain in found
     ]
     yield from markdown_rows(("switch", "what it does", "median", "gain", "gain in all"), "llrrr", rows)
-    yield from ("", told_apart_text(found))
+    yield from ("", significance_text(found))
     yield from later_lines(report)
 
 
@@ -174,7 +174,7 @@ def sweep_lines(report: BenchReport) -> Iterator[str]:
         (
             gain.variant.label.partition("=")[2] or gain.variant.label,
             headline_figure(gain, headline),
-            bought(gain.whole),
+            ratio_text(gain.whole),
             *(
                 number(median(gain.variant.samples[name].values)) if name in gain.variant.samples else ""
                 for name in others

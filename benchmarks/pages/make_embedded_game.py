@@ -42,17 +42,17 @@ COLUMNS = [
 
 
 def run_seed(seed: int, root: Path, overrides: Sequence[str], *, quiet: bool = False) -> None:
-    """Play seed `seed` to the end: nothing to do where it is complete, resumed where it has begun. A quiet one, beside
+    """Play seed `seed` to the end: nothing to do where it is complete, resumed where it has started. A quiet one, beside
     others, shows what it wrote only where it fails."""
     run = root / run_name(seed)
-    begun = (run / "state.json").exists()
-    if begun and state_of(seed, root)["phase"] == "complete":
+    started = (run / "state.json").exists()
+    if started and state_of(seed, root)["phase"] == "complete":
         return
-    if run.exists() and not begun:
+    if run.exists() and not started:
         shutil.rmtree(run)  # killed before its first commit: there is nothing in it
     settings = [f"seed={seed}", f"store.root={root}", *overrides]
     command = [str(Path(sys.executable).with_name("pvg")), "train", EXPERIMENT]
-    command += ["--resume", run.name] if begun else ["--name", run.name]
+    command += ["--resume", run.name] if started else ["--name", run.name]
     for setting in settings:
         command += ["--set", setting]
     print("+", " ".join(command), file=sys.stderr)

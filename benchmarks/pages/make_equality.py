@@ -114,7 +114,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def cells(row: Row) -> Iterator[str]:
-    yield from (row.round, row.title, told(row.slow), told(row.fast))
+    yield from (row.round, row.title, values_text(row.slow), values_text(row.fast))
     found = row.found
     if found is None:
         yield from ("", "", "too few")
@@ -124,7 +124,7 @@ def cells(row: Row) -> Iterator[str]:
     yield "within the spread" if found.p >= SIGNIFICANT else "**beyond it**"
 
 
-def told(values: Sequence[float | None]) -> str:
+def values_text(values: Sequence[float | None]) -> str:
     """Mean, standard deviation, range."""
     there = known(values)
     if not there:

@@ -30,7 +30,7 @@ def peer_lines(reports: Sequence[BenchReport], machine: Callable[[MachineInfo], 
     yield from markdown_rows(HEADER, "llrrr", [row for report in reports for row in rows_of(report)])
     yield ""
     for report in reports:
-        yield f"- {work_of(report)}: `{report.command}`, {report.created[:10]}, {how(report)}" + (
+        yield f"- {work_of(report)}: `{report.command}`, {report.created[:10]}, {method_text(report)}" + (
             f" {machine(report.environment)}" if machine else ""
         )
     yield ""
@@ -73,7 +73,7 @@ def work_of(report: BenchReport) -> str:
     )
 
 
-def how(report: BenchReport) -> str:
+def method_text(report: BenchReport) -> str:
     """Samples, versions, and what the two sides counted. The peer's settings are in the report."""
     theirs, ours = report.variants
     peer = report.config["peer"]

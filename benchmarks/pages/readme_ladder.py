@@ -42,13 +42,13 @@ def ladder_lines(report: BenchReport) -> Iterator[str]:
                 label_of(gain),
                 gain.says,
                 number(median(gain.variant.samples[MEASURE].values)),
-                bought(gain.step, gain.told_apart),
-                bought(gain.whole),
+                ratio_text(gain.step, gain.excludes_one),
+                ratio_text(gain.whole),
             )
             for gain in found
         ],
     )
-    yield from ("", told_apart_text(found))
+    yield from ("", significance_text(found))
     yield from later_lines(report)
 
 
@@ -57,7 +57,7 @@ def label_of(gain: VariantGain) -> str:
     return f"`{label}`" if "=" in label else label
 
 
-def bought(ratio: RatioInterval | None, marked: bool = False) -> str:
+def ratio_text(ratio: RatioInterval | None, marked: bool = False) -> str:
     """A ratio with its interval; in bold if it is `marked`."""
     if ratio is None:
         return ""
@@ -65,11 +65,11 @@ def bought(ratio: RatioInterval | None, marked: bool = False) -> str:
     return f"{f'**{times}**' if marked else times} ({interval(ratio)})"
 
 
-def told_apart_text(found: Sequence[VariantGain]) -> str:
+def significance_text(found: Sequence[VariantGain]) -> str:
     """Which rungs are faster or slower than the one before, and which do not differ significantly from it."""
     rungs = [gain for gain in found if gain.step is not None]
-    unclear = [label_of(gain) for gain in rungs if not gain.told_apart]
-    slower = [label_of(gain) for gain in rungs if gain.told_apart and gain.step is not None and gain.step.high < 1]
+    unclear = [label_of(gain) for gain in rungs if not gain.excludes_one]
+    slower = [label_of(gain) for gain in rungs if gain.excludes_one and gain.step is not None and gain.step.high < 1]
     text = "Intervals are at 95 %."
     if len(unclear) < len(rungs):
         text += " In bold: a gain whose interval excludes 1."

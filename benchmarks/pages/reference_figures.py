@@ -30,10 +30,10 @@ class Quantity:
     metric: str
     better: str
     checks: tuple[Check, ...] = ()
-    told: str = ""  # as its source writes it, where that is not the value and the unit
+    published_as: str = ""  # as its source writes it, where that is not the value and the unit
 
     def __str__(self) -> str:
-        return self.told or f"{number(self.value)} {self.unit}"
+        return self.published_as or f"{number(self.value)} {self.unit}"
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ REFERENCES = (
         "TRL 1.16, RewardTrainer, measured on the same kind of machine",
         (
             Quantity("before the first batch", 25.7, "s", "first_batch_s_200k", "lower"),
-            Quantity("of memory", 1700, "MB", "peak_memory_mb_200k", "lower", told="1.7 GB"),
+            Quantity("of memory", 1700, "MB", "peak_memory_mb_200k", "lower", published_as="1.7 GB"),
         ),
         "data",
         (cores(2), near("pairs", 200_000, "pairs"), near("mean_tokens", 45, "tokens per solution")),
@@ -180,7 +180,7 @@ REFERENCES = (
         "the eager loader that the pair stream replaces, measured",
         (
             Quantity("before the first batch", 13.1, "s", "first_batch_s_500k", "lower"),
-            Quantity("of memory", 2500, "MB", "peak_memory_mb_500k", "lower", told="2.5 GB"),
+            Quantity("of memory", 2500, "MB", "peak_memory_mb_500k", "lower", published_as="2.5 GB"),
         ),
         "data",
         (cores(2), near("pairs", 500_000, "pairs"), near("mean_tokens", 450, "tokens per solution")),
@@ -212,7 +212,7 @@ REFERENCES = (
         "a weight update while rollouts stream",
         "prime-rl's own figures",
         (
-            Quantity("through a shared client", 8580, "ms", "loaded_wall_p50_ms", "lower", told="8.58 s"),
+            Quantity("through a shared client", 8580, "ms", "loaded_wall_p50_ms", "lower", published_as="8.58 s"),
             Quantity("through a dedicated one", 55, "ms", "loaded_wall_p50_ms", "lower"),
         ),
         "sync",
@@ -243,7 +243,7 @@ def reference_lines(reports: Sequence[BenchReport]) -> list[str]:
             if report is None:
                 reasons.setdefault(why, []).append(quantity)
             else:
-                rows.append(beside(reference, quantity, report))
+                rows.append(comparison_row(reference, quantity, report))
         for why, quantities in reasons.items():
             told = ", ".join(f"{quantity} {quantity.name}" for quantity in quantities)
             apart.append(f"- **{reference.work}**: {told} ({reference.source}). {why}")
@@ -254,7 +254,7 @@ def reference_lines(reports: Sequence[BenchReport]) -> list[str]:
     return lines
 
 
-def beside(reference: Reference, quantity: Quantity, report: BenchReport) -> tuple[str, ...]:
+def comparison_row(reference: Reference, quantity: Quantity, report: BenchReport) -> tuple[str, ...]:
     ours = our_value(report, quantity.metric)
     assert ours is not None
     ratio = ours / quantity.value if quantity.better == "higher" else quantity.value / ours

@@ -103,7 +103,7 @@ def growths(report: BenchReport) -> list[Growth]:
         for part in parts_of(report)
         if all(min(variant.samples[f"{part}_s"].values) > 0 for variant in chosen)
     ]
-    return [whole(sizes, chosen, parts), *parts]
+    return [whole_step(sizes, chosen, parts), *parts]
 
 
 def growth_of(part: str, sizes: Sequence[float], chosen: Sequence[Variant]) -> Growth:
@@ -115,7 +115,7 @@ def growth_of(part: str, sizes: Sequence[float], chosen: Sequence[Variant]) -> G
     return Growth(part, *share_and_time(f"{part}_s", sizes, chosen), work, most)
 
 
-def whole(sizes: Sequence[float], chosen: Sequence[Variant], parts: Sequence[Growth]) -> Growth:
+def whole_step(sizes: Sequence[float], chosen: Sequence[Variant], parts: Sequence[Growth]) -> Growth:
     """Its work is what the step would take if each part grew as its work does, from the smallest size on."""
     seconds = [median(chosen[0].samples[f"{growth.part}_s"].values) for growth in parts]
     amounts = [

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from pvg.bench.compare import better_by, headline_of, taken_in_turn
+from pvg.bench.compare import better_by, headline_of, interleaved
 from pvg.bench.report import BenchReport, Samples, Variant
 from pvg.bench.statistics import median
 from pvg.errors import UsageError
@@ -29,7 +29,7 @@ class Figure:
     interval; of any other figure, whose samples are not the value's uncertainty, they are the value."""
 
     value: float
-    told: str
+    text: str
     low: float
     high: float
     place: int
@@ -43,7 +43,7 @@ class Figure:
 @dataclass(frozen=True, slots=True)
 class Target:
     """One row: of `file`, `read` gives the figure, which must be at least `least`, or at most `most`. Where it is not
-    reached, the page says `bound`, what stands in the way, with both sides' figures (measures or derived) `beside`."""
+    reached, the page says `bound`, what stands in the way, with both sides' figures (measures or derived) `also_show`."""
 
     what: str
     goal: str
@@ -52,7 +52,7 @@ class Target:
     bound: str
     least: float | None = None
     most: float | None = None
-    beside: tuple[str, ...] = ()
+    also_show: tuple[str, ...] = ()
 
     def holds(self, value: float) -> bool:
         return value >= self.least if self.least is not None else self.most is not None and value <= self.most
@@ -68,11 +68,11 @@ def times_better(measure: str = "", label: str = "", than: int = 0) -> Callable[
         name = measure or headline_of(report)
         place = place_of(report, label) if label else len(report.variants) - 1
         slow, fast = samples_of(report, than, name), samples_of(report, place, name)
-        ratio = better_by(slow, fast, in_turn=taken_in_turn(report))
+        ratio = better_by(slow, fast, in_turn=interleaved(report))
         if ratio is None:
             raise UsageError(f"The report of {report.command!r} gives no ratio of {name}.")
-        told = f"{ratio.ratio:.2f}x ({interval(ratio)})"
-        return Figure(ratio.ratio, told, ratio.low, ratio.high, place)
+        text = f"{ratio.ratio:.2f}x ({interval(ratio)})"
+        return Figure(ratio.ratio, text, ratio.low, ratio.high, place)
 
     return read
 
@@ -87,10 +87,10 @@ def times_more_rollouts(label: str) -> Callable[[BenchReport], Figure]:
         if "length_kept" not in variant.derived:
             raise UsageError(f"The report of {report.command!r} does not say what {label!r} has kept (`length_kept`).")
         kept = f"{100 * variant.derived['length_kept']:.0f} %"
-        told = f"{figure.told}, `{label}`: its rollouts are {kept} as long as those ordered"
+        text = f"{figure.text}, `{label}`: its rollouts are {kept} as long as those ordered"
         if "tokens_per_s" in variant.samples:
-            told += f", {times_better('tokens_per_s', label)(report).told} in tokens/s"
-        return replace(figure, told=told)
+            text += f", {times_better('tokens_per_s', label)(report).text} in tokens/s"
+        return replace(figure, text=text)
 
     return read
 
@@ -117,7 +117,7 @@ def idle_share(report: BenchReport) -> Figure:
     headline = headline_of(report)
     synchronous, *ahead = (figure_of(report, place, headline, "%", 100) for place in range(len(report.variants)))
     best = min(ahead, key=lambda figure: figure.value)
-    return replace(best, told=f"{best.told}, `{report.variants[best.place].label}`; synchronous {synchronous.told}")
+    return replace(best, text=f"{best.text}, `{report.variants[best.place].label}`; synchronous {synchronous.text}")
 
 
 def place_of(report: BenchReport, label: str) -> int:
@@ -155,7 +155,7 @@ TARGETS = (
         "These gained nothing: micro-batches of other sizes, attention by batched products, a transposed key cache, "
         "oneDNN in decoding, and torch.compile of the decoding step (a fifth slower).",
         least=2.0,
-        beside=("rollout_s", "train_s"),
+        also_show=("rollout_s", "train_s"),
     ),
     Target(
         "verifier pairs/s against TRL's RewardTrainer, pairs drawn independently",
@@ -164,7 +164,7 @@ TARGETS = (
         times_better("pairs_per_s"),
         "Both sides compute nearly two solutions per pair. pvg computes a solution of several pairs once.",
         least=4.0,
-        beside=("solutions_forwarded", "first_batch_s"),
+        also_show=("solutions_forwarded", "first_batch_s"),
     ),
     Target(
         "verifier pairs/s against TRL's RewardTrainer, all pairs of whole problems",
@@ -173,7 +173,7 @@ TARGETS = (
         times_better("pairs_per_s"),
         "pvg computes a solution once for all of its pairs. The remaining time is the passes themselves.",
         least=4.0,
-        beside=("solutions_forwarded", "first_batch_s"),
+        also_show=("solutions_forwarded", "first_batch_s"),
     ),
     Target(
         "tokens/s of the torch engine against transformers' generate, embedded model",
@@ -199,7 +199,7 @@ TARGETS = (
         plain("peak_memory_mb_500k", "MB"),
         "The report also has resident memory, with the mapped pages of the shards. The kernel can free those pages.",
         most=300.0,
-        beside=("peak_resident_mb_500k",),
+        also_show=("peak_resident_mb_500k",),
     ),
     Target(
         "500k pairs, pair stream alone: growth of the process's peak memory",
@@ -241,7 +241,7 @@ TARGETS = (
         plain("kept_1", "%", 100, "threads=default"),
         "With more busy processes than free cores, each program gets only its share of the cores.",
         least=50.0,
-        beside=("step_s", "step_1_s"),
+        also_show=("step_s", "step_1_s"),
     ),
     *(
         Target(
@@ -251,7 +251,7 @@ TARGETS = (
             times_better(measure, "cluster.kind=local"),
             "Each part of a step waits for the slower worker, and the driver works alone between the parts.",
             least=least,
-            beside=("step_s", "step_1_s", "step_2_s"),
+            also_show=("step_s", "step_1_s", "step_2_s"),
         )
         for measure, where, least in (
             ("step_s", "on an idle machine", 1.5),
@@ -339,7 +339,7 @@ def target_lines(reports: Mapping[str, BenchReport]) -> list[str]:
             (
                 target.what,
                 target.goal,
-                figure.told,
+                figure.text,
                 figure.verdict(target),
                 f"`{report.command}`",
                 f"[{target.file}](benchmarks/{target.file})",
@@ -357,8 +357,8 @@ def beside_it(target: Target, report: BenchReport, figure: Figure) -> str:
 
 def both_sides(target: Target, *variants: Variant) -> str:
     slow, fast = ({**variant.derived, **medians(variant)} for variant in variants)
-    told = [f"`{name}` {number(fast[name])} against {number(slow[name])}" for name in target.beside]
-    return f" pvg against the other: {', '.join(told)}." if told else ""
+    entries = [f"`{name}` {number(fast[name])} against {number(slow[name])}" for name in target.also_show]
+    return f" pvg against the other: {', '.join(entries)}." if entries else ""
 
 
 def medians(variant: Variant) -> dict[str, float]:
@@ -372,5 +372,5 @@ def time_of(fast: Variant) -> str:
         return ""
     parts = {name: seconds for name, seconds in budget.exposed.items() if name not in NO_PARTS}
     largest = sorted(parts.items(), key=lambda entry: -entry[1])[:SHOWN_PARTS]
-    told = [f"{name.replace('_', ' ')} {100 * seconds / budget.wall_s:.0f} %" for name, seconds in largest]
-    return f" pvg's time by part: {', '.join(told)}." if told else ""
+    entries = [f"{name.replace('_', ' ')} {100 * seconds / budget.wall_s:.0f} %" for name, seconds in largest]
+    return f" pvg's time by part: {', '.join(entries)}." if entries else ""

@@ -28,7 +28,7 @@ from pvg.config.load import build_experiment
 from pvg.game.on_policy import OnPolicySource
 from pvg.game.players import Players
 from pvg.game.prover_phase import policy_of
-from pvg.game.roles import asked_in
+from pvg.game.roles import prompt_builder
 from pvg.models.starts import open_learner
 from pvg.records import Float32, Grade, Problem, Role, Rollout, Split
 from pvg.store.run_directory import RunDirectory
@@ -130,7 +130,7 @@ async def _open_session(experiment: Experiment, folder: Path, tracer: Tracer, st
     players = Players(experiment, task, ledger.log)
     stack.push_async_callback(players.close)
     await players.ready()
-    prompts = asked_in(experiment, players.base.tokenizer)
+    prompts = prompt_builder(experiment, players.base.tokenizer)
     return BenchSession(experiment, task, ledger, players, prompts, SilentObserver(), asyncio.Event(), tracer)
 
 

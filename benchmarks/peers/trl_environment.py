@@ -35,7 +35,7 @@ def arguments(folder: Path) -> dict[str, Any]:
     }
 
 
-def told(parameters: int, settings: dict[str, Any]) -> dict[str, Any]:
+def worker_description(parameters: int, settings: dict[str, Any]) -> dict[str, Any]:
     """For the report; `settings`: the arguments that were given, less what is of this machine."""
     return {
         "parameters": parameters,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from protocol import Orders
-from trl_environment import arguments, told
+from trl_environment import arguments, worker_description
 from work import model_folder, read_work, reward
 
 # First, so that nothing the imports below print is taken for an answer.
@@ -97,7 +97,7 @@ def main(folder: Path) -> None:
     turns.trainer = trainer
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     prompt_ids = trainer.processing_class(work["prompts"][0])["input_ids"]
-    ORDERS.answer(told(parameters, settings) | {"prompt_tokens": len(prompt_ids)})
+    ORDERS.answer(worker_description(parameters, settings) | {"prompt_tokens": len(prompt_ids)})
     trainer.train()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from protocol import Orders
-from trl_environment import arguments, told
+from trl_environment import arguments, worker_description
 from work import model_folder, pairs_of, read_work
 
 # First, so that nothing the imports below print is taken for an answer.
@@ -57,7 +57,7 @@ def main(folder: Path) -> None:
         "max_length": None,  # nothing to filter
         **work["trl"],
     }
-    ORDERS.answer(told(parameters, settings) | {"solution_tokens": sum(lengths) / len(lengths)})
+    ORDERS.answer(worker_description(parameters, settings) | {"solution_tokens": sum(lengths) / len(lengths)})
     gc.collect()
     gc.freeze()  # as on our side
     while ORDERS.wait():

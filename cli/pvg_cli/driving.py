@@ -28,16 +28,16 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def drive(
     work: Callable[[RunWatcher, asyncio.Event], Coroutine[Any, Any, Result]],
     watcher: RunWatcher,
-    last_words: bytes = b"",
+    killed_document: bytes = b"",
     event_loop: Literal["uvloop", "asyncio"] = "uvloop",
 ) -> Result:
     """Run `work(observer, stop)` to its end under the watcher.
 
-    If a second Ctrl-C ends the process, it writes `last_words` to stdout: with --json, the one document.
+    If a second Ctrl-C ends the process, it writes `killed_document` to stdout: with --json, the one document.
     """
     with ExitStack() as stack:
         stack.enter_context(watcher)
-        switch = stack.enter_context(StopSwitch(watcher, last_words))
+        switch = stack.enter_context(StopSwitch(watcher, killed_document))
         loop, notice = runner(event_loop)
         if notice:
             watcher.noticed(notice)
@@ -52,10 +52,10 @@ class StopSwitch:
     So the handler draws nothing; the event loop does.
     """
 
-    def __init__(self, watcher: RunWatcher, last_words: bytes = b"") -> None:
+    def __init__(self, watcher: RunWatcher, killed_document: bytes = b"") -> None:
         self.requested = False
         self._watcher = watcher
-        self._last_words = last_words
+        self._killed_document = killed_document
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._before: dict[signal.Signals, Any] = {}
@@ -91,8 +91,8 @@ class StopSwitch:
             self._watcher.stop_requested()
 
     def _quit(self) -> None:
-        if self._last_words:
-            os.write(1, self._last_words)
+        if self._killed_document:
+            os.write(1, self._killed_document)
         if sys.stderr.isatty():
             os.write(2, SHOW_CURSOR)
         os._exit(EXIT_STOPPED)

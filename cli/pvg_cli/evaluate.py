@@ -121,7 +121,7 @@ def _measure(experiment: Experiment, run: RunDirectory, request: EvaluationReque
     from pvg_cli.driving import drive
     from pvg_cli.output import stderr
     from pvg_cli.run_display import RunBoard, RunWatcher
-    from pvg_cli.train import last_words
+    from pvg_cli.train import killed_document
 
     async def work(observer: RunWatcher, stop: asyncio.Event) -> EvaluationOutcome:
         from pvg.evaluation.runner import evaluate as measure
@@ -131,7 +131,7 @@ def _measure(experiment: Experiment, run: RunDirectory, request: EvaluationReque
     board = RunBoard(experiment.name, run.name, experiment.game.rounds, phases=_phases(request), once=False)
     watcher = RunWatcher(board, stderr())
     with run.lock(waiting=say):
-        return drive(work, watcher, last_words(run.name, as_json), experiment.telemetry.event_loop)
+        return drive(work, watcher, killed_document(run.name, as_json), experiment.telemetry.event_loop)
 
 
 def _phases(request: EvaluationRequest) -> tuple[str, ...]:

@@ -88,7 +88,7 @@ def plan(
     if run is not None:
         from_run, found = measured_in(run)
         values.update(from_run)
-    values.give(inputs or [])
+    values.assign(inputs or [])
     made = plan_of(
         resolved,
         values,

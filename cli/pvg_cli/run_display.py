@@ -341,19 +341,19 @@ class RunWatcher:
     def progressed(self, progress: Progress) -> None:
         with self._lock:
             self.board.progress(progress)
-        self._screen.tick(self._progress_words)
+        self._screen.tick(self._progress_text)
 
     def phase_finished(self, info: PhaseInfo, metrics: Mapping[str, float]) -> None:
         with self._lock:
             self.board.finish_phase(info, metrics)
         took = duration(self.board.phase_seconds[info.round, info.phase])
-        self._screen.line("  ".join([f"{self._place()} done in {took}", *_metric_words(metrics, LINE_METRICS)]))
+        self._screen.line("  ".join([f"{self._place()} done in {took}", *_metric_texts(metrics, LINE_METRICS)]))
 
     def round_finished(self, round_: int, metrics: Mapping[str, float]) -> None:
         with self._lock:
             self.board.finish_round(round_, metrics)
         done = f"round {round_} done ({round_ + 1} of {self.board.rounds})"
-        self._screen.line("  ".join([done, *_metric_words(metrics, ROUND_METRICS)]))
+        self._screen.line("  ".join([done, *_metric_texts(metrics, ROUND_METRICS)]))
 
     def alerted(self, name: str, message: str) -> None:
         with self._lock:
@@ -373,7 +373,7 @@ class RunWatcher:
             roomy = self._console.height >= COMFORTABLE_HEIGHT + len(self.board.rounds_done)
             return draw(self.board, width, roomy=roomy, stopping=self.stopping)
 
-    def _progress_words(self) -> str:
+    def _progress_text(self) -> str:
         board = self.board
         total = f"/{compact(board.info.total)} {board.info.unit}" if board.info else ""
         parts = [f"{self._place()} {compact(board.done)}{total}"]
@@ -381,7 +381,7 @@ class RunWatcher:
             parts.append(f"{compact(rate)}/s")
         if (eta := board.phase_eta()) is not None:
             parts.append(f"{duration(eta)} left")
-        return "  ".join(parts + _metric_words(board.newest, LINE_METRICS))
+        return "  ".join(parts + _metric_texts(board.newest, LINE_METRICS))
 
     def _place(self) -> str:
         info = self.board.info
@@ -391,6 +391,6 @@ class RunWatcher:
         return label if len(self.board.phases) == 1 else f"round {info.round} {label}"
 
 
-def _metric_words(metrics: Mapping[str, float], names: tuple[str, ...]) -> list[str]:
+def _metric_texts(metrics: Mapping[str, float], names: tuple[str, ...]) -> list[str]:
     """`name=value` for each of the names that has a value; values without blanks."""
     return [f"{name}={metric_text(name, metrics[name]).replace(' ', '')}" for name in names if name in metrics]

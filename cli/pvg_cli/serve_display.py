@@ -125,7 +125,7 @@ class ServeWatcher:
 
 async def _look(server: VllmServer) -> ServerLoad | str:
     try:
-        return await server.figures()
+        return await server.current_load()
     except ServerFault as fault:
         return fault.what
 
@@ -165,11 +165,11 @@ def stages_table(shown: ServeWatcher) -> Table:
     table.add_column(no_wrap=True, min_width=30)
     table.add_column(no_wrap=True, justify="right", min_width=6)
     table.add_column(style=QUIET, overflow="ellipsis")
-    begun = {stage.name: (stage, began) for stage, began in shown.stages}
+    started = {stage.name: (stage, began) for stage, began in shown.stages}
     order = [began for _, began in shown.stages] + [shown.elapsed]
     for name in ALL_STAGES[:-1]:
-        if name in begun:
-            stage, began = begun[name]
+        if name in started:
+            stage, began = started[name]
             place = [stage.name for stage, _ in shown.stages].index(name)
             is_now = place == len(shown.stages) - 1
             mark, style = ("●", "bold cyan") if is_now else ("✓", "green")

@@ -78,7 +78,7 @@ def study(  # noqa: PLR0917  (each is an option)
 
     Ctrl-C stops the games at commit points. The same command resumes the study, and keeps complete games.
     """
-    from pvg.study.cells import StudyFolder, refuse_other_settings, standing
+    from pvg.study.cells import StudyFolder, progress_of, refuse_other_settings
     from pvg.study.plan import load_study
 
     if only_table and dry_run:
@@ -90,7 +90,7 @@ def study(  # noqa: PLR0917  (each is an option)
     plan = load_study(name, overrides or [], runs=runs, seeds=seeds, processes=processes, threads=threads)
     refuse_other_settings(plan.cells)
     folder = StudyFolder(plan.folder)
-    now = {cell.name: standing(cell, folder, plan.evaluate) for cell in plan.cells}
+    now = {cell.name: progress_of(cell, folder, plan.evaluate) for cell in plan.cells}
     if dry_run:
         _show_plan(plan, now, as_json)
         return

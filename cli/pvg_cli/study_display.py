@@ -62,8 +62,8 @@ class StudyBoard:
         self._evaluated_s: list[float] = []
         self._from_the_start: set[str] = set()  # cells whose whole evaluation happens in this process
 
-    def update(self, cell: Cell, standing: CellProgress, state: str | None = None) -> None:
-        self.now[cell.name] = standing
+    def update(self, cell: Cell, progress: CellProgress, state: str | None = None) -> None:
+        self.now[cell.name] = progress
         if state is None:
             return
         before, self.state[cell.name] = self.state[cell.name], state
@@ -162,19 +162,19 @@ class StudyWatcher:
     def __exit__(self, *_: object) -> None:
         self._screen.__exit__()
 
-    def began(self, cell: Cell, job: Job, standing: CellProgress) -> None:
-        self.board.update(cell, standing, "playing" if job == "train" else "evaluating")
-        what = {"train": "resumes" if standing.status == "unfinished" else "starts", "evaluate": "is evaluated"}[job]
+    def began(self, cell: Cell, job: Job, progress: CellProgress) -> None:
+        self.board.update(cell, progress, "playing" if job == "train" else "evaluating")
+        what = {"train": "resumes" if progress.status == "unfinished" else "starts", "evaluate": "is evaluated"}[job]
         self._screen.line(f"{cell.name} {what}")
 
-    def progressed(self, cell: Cell, standing: CellProgress) -> None:
-        self.board.update(cell, standing)
+    def progressed(self, cell: Cell, progress: CellProgress) -> None:
+        self.board.update(cell, progress)
 
-    def ended(self, cell: Cell, how: Ended, standing: CellProgress, seconds: float) -> None:
+    def ended(self, cell: Cell, how: Ended, progress: CellProgress, seconds: float) -> None:
         board = self.board
-        board.update(cell, standing, how)
+        board.update(cell, progress, how)
         if how == "failed":
-            self._screen.note(f"{cell.name} failed: {standing.reason}", "✗", "red")
+            self._screen.note(f"{cell.name} failed: {progress.reason}", "✗", "red")
         elif how == "complete":
             numbers = [f"{m.name}={board.number(cell, m).replace(' ', '')}" for m in board.numbers()]
             self._screen.line("  ".join([f"{cell.name} complete after {duration(seconds)}", *numbers]))
@@ -287,7 +287,7 @@ def plan_table(plan: StudyPlan, now: Mapping[str, CellProgress]) -> Group:
         table.add(arm.name, *marks, f"{cells[0].steps:,}", settings)
     threads = threads_each(plan.threads)
     left = sum(cell.steps - now[cell.name].done for cell in plan.cells)
-    complete = sum(standing.status == "complete" for standing in now.values())
+    complete = sum(progress.status == "complete" for progress in now.values())
     counts = ((len(plan.arms), "arm"), (len(plan.seeds), "seed"), (len(plan.cells), "game"))
     return Group(
         headline(plan.name, "{} x {} = {}".format(*(counted(*count) for count in counts))),
@@ -310,8 +310,8 @@ def _evaluation(evaluate: StudyEvaluation | None) -> str:
     return ", each game evaluated afterwards" + (" (its last round)" if evaluate.rounds == "last" else "")
 
 
-def _state_of(standing: CellProgress) -> str:
-    return "failed" if standing.reason else standing.status
+def _state_of(progress: CellProgress) -> str:
+    return "failed" if progress.reason else progress.status
 
 
 def headline(name: str, rest: str) -> Text:

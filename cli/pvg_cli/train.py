@@ -165,10 +165,10 @@ def _play(plan: RunPlan, as_json: bool) -> GameOutcome:
         board.recall(read_run(run))
     watcher = RunWatcher(board, stderr())
     with stack, run.lock(discard=lambda: not plan.resume and not run.has_state, waiting=say):
-        return drive(work, watcher, last_words(run.name, as_json), experiment.telemetry.event_loop)
+        return drive(work, watcher, killed_document(run.name, as_json), experiment.telemetry.event_loop)
 
 
-def last_words(run: str, as_json: bool) -> bytes:
+def killed_document(run: str, as_json: bool) -> bytes:
     """The JSON document of a command that a second Ctrl-C ends."""
     import orjson
 
@@ -258,7 +258,7 @@ def rollout(
         outcome = drive(
             work,
             RunWatcher(board, stderr()),
-            last_words(run.name, as_json),
+            killed_document(run.name, as_json),
             resolved.telemetry.event_loop,
         )
     _print_samples(outcome, as_json)

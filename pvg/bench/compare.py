@@ -46,11 +46,11 @@ class VariantGain:
     says: str = ""
 
     @property
-    def told_apart(self) -> bool:
+    def excludes_one(self) -> bool:
         return self.step is not None and not self.step.low <= 1.0 <= self.step.high
 
 
-def taken_in_turn(report: BenchReport) -> bool:
+def interleaved(report: BenchReport) -> bool:
     """Whether sample i of every variant was taken in the same round."""
     return bool(report.config.get("interleave"))
 
@@ -62,7 +62,7 @@ def headline_of(report: BenchReport) -> str:
 def gains(report: BenchReport) -> list[VariantGain]:
     """One gain per variant of a sweep or an ablation, in the report's order."""
     headline = headline_of(report)
-    alike, in_turn = "by_variant" not in report.work, taken_in_turn(report)
+    alike, in_turn = "by_variant" not in report.work, interleaved(report)
     says = {f"{rung['switch']}={_word(rung['fast'])}": str(rung["says"]) for rung in report.config["profile"]["ladder"]}
     found: list[VariantGain] = []
     first = before = None
@@ -81,7 +81,7 @@ def gains(report: BenchReport) -> list[VariantGain]:
 
 
 def better_by(before: Samples | None, after: Samples | None, *, in_turn: bool = False) -> RatioInterval | None:
-    """How many times better `after` is than `before`, with its 95 % interval. `in_turn`: see `taken_in_turn`."""
+    """How many times better `after` is than `before`, with its 95 % interval. `in_turn`: see `interleaved`."""
     if before is None or after is None or min(*before.values, *after.values) <= 0:
         return None
     ratio = ratio_of_pairs if in_turn else ratio_of_medians

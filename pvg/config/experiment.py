@@ -19,7 +19,7 @@ import tomli_w
 from pydantic import BaseModel, model_validator
 
 from pvg.config.base import ByKind
-from pvg.config.rules import impossibilities, oddities
+from pvg.config.rules import conflicts, warnings_about
 from pvg.config.sections import AllSections
 
 # Sections that do not change results, so a resumed run may have other values.
@@ -31,7 +31,7 @@ class Experiment(AllSections):
 
     @model_validator(mode="after")
     def _can_work(self) -> Experiment:
-        for complaint in impossibilities(self):
+        for complaint in conflicts(self):
             raise ValueError(complaint)
         return self
 
@@ -60,7 +60,7 @@ class Experiment(AllSections):
 
     def warnings(self) -> list[str]:
         """Settings that are valid but probably not intended: one sentence each."""
-        return oddities(self)
+        return warnings_about(self)
 
     def hash(self) -> str:
         """A digest of all settings that change results."""

@@ -1,6 +1,6 @@
 """Settings that are valid one by one, but cannot work together, or are probably not intended together.
 
-`pvg.config.experiment` calls `impossibilities` and `oddities`. Each sentence says what is wrong, then what to set.
+`pvg.config.experiment` calls `conflicts` and `warnings_about`. Each sentence says what is wrong, then what to set.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ TWO_ROLE_REWARDS = ("src", "cgc", "decoupled", "gated", "composite")
 TRANSLATORS_REWARDS = ("decoupled", "cgc", "goodhart")
 
 
-def impossibilities(experiment: AllSections) -> Iterator[str]:
+def conflicts(experiment: AllSections) -> Iterator[str]:
     """Combinations that cannot work: one sentence each, with the keys and a remedy."""
     for rule in IMPOSSIBLE:
         yield from rule(experiment)
 
 
-def oddities(experiment: AllSections) -> list[str]:
+def warnings_about(experiment: AllSections) -> list[str]:
     """Combinations that work, but are probably not intended: one sentence each."""
     return [sentence for rule in ODD for sentence in rule(experiment)]
 
 
-def reward_impossibilities(experiment: AllSections) -> list[str]:
+def reward_conflicts(experiment: AllSections) -> list[str]:
     """The impossible combinations of one reward and the rollouts that it compares. `pvg evaluate` checks its attackers
     with these alone, because an attacker has one role."""
     return list(_deadline(experiment))
@@ -417,7 +417,7 @@ IMPOSSIBLE = (
 # --- probably not intended -------------------------------------------------------------------------------------------
 
 
-def _odd_rewards(experiment: AllSections) -> Iterator[str]:
+def _reward_warnings(experiment: AllSections) -> Iterator[str]:
     """Rewards that prefer a misaligned solution (pvg/game/rewards.py)."""
     reward = experiment.game.reward
     if isinstance(reward, SrcReward):
@@ -440,7 +440,7 @@ def _odd_rewards(experiment: AllSections) -> Iterator[str]:
         )
 
 
-def _odd_switches(experiment: AllSections) -> Iterator[str]:
+def _switch_warnings(experiment: AllSections) -> Iterator[str]:
     training, engine = experiment.training, experiment.rollout.engine
     if isinstance(engine, TorchSampling) and engine.decoding == "module" and "batching" in engine.model_fields_set:
         yield (
@@ -470,7 +470,7 @@ def _odd_switches(experiment: AllSections) -> Iterator[str]:
         )
 
 
-def _odd_servers(experiment: AllSections) -> Iterator[str]:
+def _server_warnings(experiment: AllSections) -> Iterator[str]:
     serving, verifier, models = experiment.serving, experiment.verifier, experiment.models
     if verifier.engine == "torch":
         for key in ("verifier_servers", "reference_servers"):
@@ -486,7 +486,7 @@ def _odd_servers(experiment: AllSections) -> Iterator[str]:
         )
 
 
-def _odd_staleness(experiment: AllSections) -> Iterator[str]:
+def _staleness_warnings(experiment: AllSections) -> Iterator[str]:
     training, rollout, prefetch = experiment.training, experiment.rollout, experiment.rollout.prefetch
     if isinstance(prefetch, SamplingAhead):
         if rollout.engine.kind == "torch":
@@ -517,7 +517,7 @@ def _odd_staleness(experiment: AllSections) -> Iterator[str]:
         yield f"rollout.deadline has no effect: rollout.deadline.min_rollouts is the whole {whole}"
 
 
-def _odd_protocols(experiment: AllSections) -> Iterator[str]:
+def _protocol_warnings(experiment: AllSections) -> Iterator[str]:
     game, training = experiment.game, experiment.training
     if game.protocol.kind == "decoupled" and experiment.models.prover.source == "embedded:modchain-prover":
         yield (
@@ -532,4 +532,4 @@ def _odd_protocols(experiment: AllSections) -> Iterator[str]:
         )
 
 
-ODD = (_odd_rewards, _odd_switches, _odd_servers, _odd_staleness, _odd_protocols)
+ODD = (_reward_warnings, _switch_warnings, _server_warnings, _staleness_warnings, _protocol_warnings)

@@ -153,7 +153,7 @@ def _floor(study: EvaluationContext, target: AttackTarget) -> float:
     return target.cgc_floor if given is None else given
 
 
-def course_of(study: EvaluationContext, target: AttackTarget, kind: str) -> PolicyTraining:
+def attack_training(study: EvaluationContext, target: AttackTarget, kind: str) -> PolicyTraining:
     section, place = study.experiment.evaluate, f"attacks/{source_of_round(target.round)}-{kind}"
     return PolicyTraining(
         place=place,
@@ -177,7 +177,7 @@ async def attack(study: EvaluationContext, target: AttackTarget, kind: str, veri
     }
     if target.level is None:
         return {**result, "status": "no_reference", "reason": "The helpful prover solved none of the problems."}
-    training = course_of(study, target, kind)
+    training = attack_training(study, target, kind)
     aim = AttackStop(
         target.level,
         section.attack_error_rate,
@@ -223,10 +223,10 @@ def final_samples(study: EvaluationContext, target: AttackTarget, kind: str) -> 
 
 
 async def sample_attacker(study: EvaluationContext, target: AttackTarget, kind: str) -> list[Rollout]:
-    training = course_of(study, target, kind)
+    training = attack_training(study, target, kind)
 
     async def load() -> None:
-        read = partial(read_policy, training.written(study), policy_name(study.experiment.evaluate.attack_steps))
+        read = partial(read_policy, training.opened_run(study), policy_name(study.experiment.evaluate.attack_steps))
         tensors, adapter = await study.players.compute(read)
         await study.players.publish(tensors, first_version(training.versions + 1), adapter)
 

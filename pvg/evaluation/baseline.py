@@ -31,7 +31,7 @@ from pvg.evaluation.opened_run import (
     OpenedRun,
     digest,
     first_version,
-    judged,
+    open_frozen_verifier,
 )
 from pvg.evaluation.opponents import policy_experiment
 from pvg.evaluation.samples import SampleSet, digest_of, sampled
@@ -196,22 +196,22 @@ def distance(name: str, found: PolicyTotals, weights_BP: Float64, confidence: fl
     }
 
 
-def remember(study: EvaluationContext, run: RunDirectory | None) -> None:
+def store_choice(study: EvaluationContext, run: RunDirectory | None) -> None:
     """Store which baseline was requested, so that a later call without the tax finds it."""
     path = None if run is None else str(run.path.resolve())
     if not study.units.exists(CHOICE) or study.units.read(CHOICE, digest(CHOICE)) != path:
         study.units.write(CHOICE, digest(CHOICE), path)
 
 
-def choice(study: EvaluationContext) -> str | None:
+def chosen_path(study: EvaluationContext) -> str | None:
     """The path of the requested run; None if there is none, or if the baseline was trained here."""
     path: str | None = study.units.read(CHOICE, digest(CHOICE))
     return path
 
 
-def remembered(study: EvaluationContext) -> RunDirectory | None:
+def chosen_baseline(study: EvaluationContext) -> RunDirectory | None:
     """The run of `choice`. Raises UsageError if it no longer exists."""
-    path = choice(study)
+    path = chosen_path(study)
     return None if path is None else RunDirectory.open(path, study.folder)
 
 
@@ -304,14 +304,14 @@ async def _trained(study: EvaluationContext) -> list[BaselinePolicy]:
     training = _baseline_training(study)
     if study.units.read(UNIT, training.digest) is None:
         study.begin(UNIT)
-        with judged(study, 0) as judge:  # its scores are stored with the rollouts; the reward does not use them
-            verifier = await judge.verifier()
+        with open_frozen_verifier(study, 0) as frozen:  # scores are stored, but the reward ignores them
+            verifier = await frozen.verifier()
             with training_session(study, training) as session:
-                await train(session, training, verifier, (await judge.facts())["threshold"])
+                await train(session, training, verifier, (await frozen.facts())["threshold"])
         study.units.write(UNIT, training.digest, list(training.saved_steps))
 
     def read(steps: int) -> tuple[Mapping[str, Tensor], LowRankAdapter | None]:
-        return read_policy(training.written(study), policy_name(steps))
+        return read_policy(training.opened_run(study), policy_name(steps))
 
     return [
         BaselinePolicy(

@@ -171,7 +171,7 @@ class EvaluationContext:
     computing: bool = True  # False: a result that is not on disk is MissingResult
     units: ResultFiles = field(init=False)
     shards: RolloutShards = field(init=False)
-    judges: dict[int, FrozenVerifier] = field(default_factory=dict)  # the open ones, by round
+    verifiers: dict[int, FrozenVerifier] = field(default_factory=dict)  # the open ones, by round
     _problems: dict[str, list[Problem]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -290,17 +290,17 @@ class FrozenVerifier:
 
 
 @contextmanager
-def judged(study: EvaluationContext, round_: int) -> Iterator[FrozenVerifier]:
+def open_frozen_verifier(study: EvaluationContext, round_: int) -> Iterator[FrozenVerifier]:
     """A round's verifier: the open one if there is one, otherwise one that is closed at the end."""
-    if (judge := study.judges.get(round_)) is not None:
-        yield judge
+    if (frozen := study.verifiers.get(round_)) is not None:
+        yield frozen
         return
-    judge = study.judges[round_] = FrozenVerifier(study, round_)
+    frozen = study.verifiers[round_] = FrozenVerifier(study, round_)
     try:
-        yield judge
+        yield frozen
     finally:
-        del study.judges[round_]
-        judge.close()
+        del study.verifiers[round_]
+        frozen.close()
 
 
 def verifier_asks(experiment: Experiment) -> bool:

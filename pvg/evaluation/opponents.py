@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pvg.config.experiment import Experiment
 from pvg.config.game import CgcReward, PlainReward, SrcReward
 from pvg.config.load import build_experiment, did_you_mean
-from pvg.config.rules import TRANSLATORS_REWARDS, reward_impossibilities
+from pvg.config.rules import TRANSLATORS_REWARDS, reward_conflicts
 from pvg.errors import ConfigurationError, UsageError
 from pvg.seeds import seed_for
 
@@ -68,7 +68,7 @@ def policy_experiment(
     plain["seed"] = seed_for(experiment.seed, "evaluate", place)
     valid = build_experiment(plain, "evaluate")
     final = valid.model_copy(update={"game": valid.game.model_copy(update={"reward": reward})})
-    if impossible := reward_impossibilities(final):
+    if impossible := reward_conflicts(final):
         raise ConfigurationError(
             f"No policy with reward {final.game.reward.kind!r} can be trained with these settings: {impossible[0]}.",
             "Remove it from evaluate.attacks, for example: -s 'evaluate.attacks=[\"goodhart\"]'.",

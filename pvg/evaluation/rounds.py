@@ -81,11 +81,11 @@ class RoundParts:
     """The parts of one round. Each returns plain data in the report's form. Raises MissingResult if something is not
     stored and computing is not allowed, InterruptedByUser if a stop was requested."""
 
-    def __init__(self, study: EvaluationContext, judge: FrozenVerifier) -> None:
+    def __init__(self, study: EvaluationContext, frozen: FrozenVerifier) -> None:
         self.study = study
-        self.judge = judge
-        self.round = judge.round
-        self.source = source_of_round(judge.round)
+        self.frozen = frozen
+        self.round = frozen.round
+        self.source = source_of_round(frozen.round)
         self.section = study.experiment.evaluate
         self._statistics = [CONFIDENCE, RESAMPLES]
 
@@ -100,7 +100,7 @@ class RoundParts:
     # --- samples ---------------------------------------------------------------------------------------------------
 
     async def _scored(self, wanted: SampleSet, rollouts: Sequence[Rollout], pool: Sequence[Problem]) -> ScoredRollouts:
-        scores_N = await self.judge.scores(wanted.name, rollouts, digest_of(self.study, wanted))
+        scores_N = await self.frozen.scores(wanted.name, rollouts, digest_of(self.study, wanted))
         return ScoredRollouts(rollouts, scores_N, pool)
 
     async def base(self) -> ScoredRollouts:
@@ -117,7 +117,7 @@ class RoundParts:
     def _reference_set(self) -> SampleSet:
         pool, size = self.study.prover_problems(), self.section.samples
         name, round_ = f"reference-{self.source}", self.round
-        return SampleSet(name, round_, pool, (Role.HELPFUL,), size, self.judge.digest, round_)
+        return SampleSet(name, round_, pool, (Role.HELPFUL,), size, self.frozen.digest, round_)
 
     async def _reference(self) -> ScoredRollouts:
         wanted = self._reference_set()
@@ -131,7 +131,7 @@ class RoundParts:
 
     def _of(self, *sets: SampleSet) -> list[str]:
         """The digests on which a part depends that reads these sets with this round's verifier."""
-        return [self.judge.digest, *(digest_of(self.study, wanted) for wanted in sets)]
+        return [self.frozen.digest, *(digest_of(self.study, wanted) for wanted in sets)]
 
     async def _unit(
         self, name: str, inputs: Sequence[Any], work: Callable[[], Awaitable[Any]], newest: str | None = None
@@ -172,7 +172,7 @@ class RoundParts:
         found = self.study.units.read(name, for_)
         if found is None:
             self.study.begin(name)
-            found = await attack(self.study, target, kind, await self.judge.verifier())
+            found = await attack(self.study, target, kind, await self.frozen.verifier())
             self.study.units.write(name, for_, found)
         return dict(found)
 
@@ -183,10 +183,10 @@ class RoundParts:
     async def target(self) -> AttackTarget:
         """The target of this round's attacks, from samples of the round itself."""
         study = self.study
-        facts = await self.judge.facts()
+        facts = await self.frozen.facts()
         inputs = self._of(round_set(study, self.round), base_set(study), self._reference_set())
         found = await self._unit("reference", inputs, self._read_target)
-        return AttackTarget(self.round, self.judge.digest, facts["threshold"], **found)
+        return AttackTarget(self.round, self.frozen.digest, facts["threshold"], **found)
 
     async def _read_target(self) -> dict[str, Any]:
         own, base, reference = await self.own(), await self.base(), await self._reference()
@@ -209,7 +209,7 @@ class RoundParts:
         """Each source of flaws is a separate unit, so a new attacker does not make other results stale. Attackers that
         were trained after the last request for detection are left out until the next request."""
         study, own = self.study, round_set(self.study, self.round)
-        threshold = (await self.judge.facts())["threshold"]
+        threshold = (await self.frozen.facts())["threshold"]
 
         async def work() -> Any:
             samples = await self.own()
@@ -289,7 +289,7 @@ class RoundParts:
             for end in (0, *task.cuts(text))
         ]
         limits = digest(digest_of(self.study, round_set(self.study, self.round)), len(chosen))
-        scores_N = await self.judge.scores(f"prefixes-{self.source}", prefixes, limits)
+        scores_N = await self.frozen.scores(f"prefixes-{self.source}", prefixes, limits)
         lengths = [1 + len(task.cuts(rollout.solution)) for rollout, _, _ in chosen]
         split = [part.tolist() for part in np.split(scores_N, np.cumsum(lengths)[:-1])] if chosen else []
         flaws, places = [flaw for _, flaw, _ in chosen], [place for _, _, place in chosen]

@@ -22,7 +22,7 @@ from pvg.errors import PvgError, TrainingDivergedError, UsageError, counted, use
 from pvg.evaluation import baseline as baselines
 from pvg.evaluation.baseline import CorrectnessBaseline, baseline_of, distance
 from pvg.evaluation.intervals import CONFIDENCE
-from pvg.evaluation.opened_run import MOST_ROUNDS, EvaluationContext, MissingResult, OpenedRun, judged
+from pvg.evaluation.opened_run import MOST_ROUNDS, EvaluationContext, MissingResult, OpenedRun, open_frozen_verifier
 from pvg.evaluation.opponents import PARTS, check_attacks, check_protocol
 from pvg.evaluation.report import REPORT_FILE, EvaluationReport, notes, notes_of_results, write_report
 from pvg.evaluation.rounds import RoundParts, base_samples, base_set, bootstrap, round_samples
@@ -30,7 +30,7 @@ from pvg.evaluation.samples import recover
 from pvg.game.ledger import check_same_code
 from pvg.game.players import Players
 from pvg.game.protocols import solutions_of
-from pvg.game.roles import asked_in
+from pvg.game.roles import prompt_builder
 from pvg.game.session import InterruptedByUser
 from pvg.game.states import Phase
 from pvg.store.atomic import make_directory, remove_temporaries
@@ -138,7 +138,7 @@ async def open_study(
         stack.push_async_callback(players.close)
     if players.device.type == "cuda":
         tracer.use_device_clock(CudaClock())
-    prompts = asked_in(experiment, players.base.tokenizer)
+    prompts = prompt_builder(experiment, players.base.tokenizer)
     if prompts.translate is not None:
         prompts.solutions = solutions_of(reading.read_rollouts(0, Phase.SOLVE.value))
     study = EvaluationContext(
@@ -161,7 +161,7 @@ async def _compute(study: EvaluationContext, rounds: Sequence[int], request: Eva
     for round_ in range(max(rounds) + 1) if "detection" in request.parts else rounds:
         await round_samples(study, round_)
     if "tax" in request.parts:
-        baselines.remember(study, request.baseline)
+        baselines.store_choice(study, request.baseline)
         try:
             baseline = await _baseline(study, request.baseline)
         except TrainingDivergedError as error:  # the other parts do not need the baseline
@@ -203,8 +203,8 @@ def _work(parts: RoundParts, part: str) -> Callable[[], Awaitable[Any]]:
 
 @contextmanager
 def _judged(study: EvaluationContext, round_: int) -> Iterator[RoundParts]:
-    with judged(study, round_) as judge:
-        yield RoundParts(study, judge)
+    with open_frozen_verifier(study, round_) as frozen:
+        yield RoundParts(study, frozen)
 
 
 async def _baseline(study: EvaluationContext, run: RunDirectory | None) -> CorrectnessBaseline:
@@ -222,13 +222,13 @@ async def assemble(study: EvaluationContext, rounds: Sequence[int], wanted: Sequ
     study.computing = False
     try:
         try:
-            baseline = await _baseline(study, baselines.remembered(study))
+            baseline = await _baseline(study, baselines.chosen_baseline(study))
         except MissingResult:
             baseline = None
         except PvgError as error:  # the run of the baseline is gone or no longer suitable
             baseline = None
             remarks.append(
-                f"The tax is left out: it was measured against the baseline {baselines.choice(study)}, which cannot be "
+                f"The tax is left out: it was measured against the baseline {baselines.chosen_path(study)}, which cannot be "
                 f"read: {error.message} Request it again: --parts tax, with or without --baseline RUN."
             )
         for round_ in range(study.ledger.rounds):
@@ -264,7 +264,7 @@ async def _assemble_round(
     found: dict[str, Any] = {"round": round_}
     with _judged(study, round_) as parts:
         try:
-            found["verifier_version"] = (await parts.judge.facts())["version"]
+            found["verifier_version"] = (await parts.frozen.facts())["version"]
         except MissingResult:
             found["verifier_version"] = None
         for part in PARTS:

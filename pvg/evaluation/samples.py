@@ -19,7 +19,7 @@ from pvg.evaluation.opened_run import (
     EvaluationContext,
     committed_shards,
     digest,
-    judged,
+    open_frozen_verifier,
     questions,
     read_json,
     verifier_asks,
@@ -76,7 +76,7 @@ async def sampled(study: EvaluationContext, wanted: SampleSet, load: Callable[[]
         info = PhaseInfo(wanted.round, study.experiment.game.rounds, "samples", "rollouts", wanted.rollouts, done)
         study.observer.phase_started(info)
         await load()
-        with judged(study, wanted.asking) as asking:
+        with open_frozen_verifier(study, wanted.asking) as asking:
             environment = await questions(study, asking)
             for number in range(len(shards), len(chunks)):
                 rollouts = await _sample(study, wanted, number, chunks[number], environment)

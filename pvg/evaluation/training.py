@@ -51,7 +51,7 @@ class PolicyTraining:
             return older
         return older.with_name(f"{older.name}-{self.digest[:12]}")
 
-    def written(self, study: EvaluationContext) -> OpenedRun:
+    def opened_run(self, study: EvaluationContext) -> OpenedRun:
         return OpenedRun.open(RunDirectory(self.folder(study)))
 
 
@@ -75,7 +75,7 @@ def training_session(study: EvaluationContext, training: PolicyTraining) -> Iter
     try:
         for notice in ledger.notices:
             study.observer.noticed(notice)
-        if elsewhere := ledger.played_on(study.players.machine):
+        if elsewhere := ledger.record_machine(study.players.machine):
             study.observer.noticed(elsewhere)
         watcher = RenamingObserver(study.observer, training.phase, training.unit)
         yield Session(
@@ -98,8 +98,8 @@ async def train(
     at a commit point, and TrainingDivergedError."""
     ledger = session.ledger
     if ledger.state.phase is Phase.INIT:
-        begun = replace(ledger.state, phase=Phase.TRAIN_PROVER, round=training.round)
-        await session.commit_state(replace(begun, version=first_version(training.versions)))
+        state = replace(ledger.state, phase=Phase.TRAIN_PROVER, round=training.round)
+        await session.commit_state(replace(state, version=first_version(training.versions)))
     for steps in training.saved_steps:
         if policy_name(steps) not in ledger.state.weights:
             await _train_to(session, steps, verifier, threshold, rule)

@@ -101,16 +101,16 @@ class ScoredGroups:
 
 
 async def refilled(
-    played: ScoredGroups, number: int, orders: ProverOrders, play: Callable[[Sequence[Group]], Awaitable[ScoredGroups]]
+    scored: ScoredGroups, number: int, orders: ProverOrders, play: Callable[[Sequence[Group]], Awaitable[ScoredGroups]]
 ) -> tuple[ScoredGroups, float, dict[str, float]]:
-    """Sample further groups for batch `number` until it has enough live ones. Returns all groups (`played` first, with
+    """Sample further groups for batch `number` until it has enough live ones. Returns all groups (`scored` first, with
     the rows to train on), the seconds spent on sampling, and metrics."""
     session = orders.session
-    wanted = Counter(group.role for group in played.groups)
+    wanted = Counter(group.role for group in scored.groups)
     ordered, seconds, rounds = orders.batch(number), 0.0, 0
     while rounds < session.experiment.training.dynamic_sampling:
-        seen = Counter(group.role for group in played.groups)
-        live = Counter(group.role for group, is_live in zip(played.groups, played.live_G, strict=True) if is_live)
+        seen = Counter(group.role for group in scored.groups)
+        live = Counter(group.role for group, is_live in zip(scored.groups, scored.live_G, strict=True) if is_live)
         more = orders.refill(number, rounds, refill_counts(wanted, seen, live), ordered)
         if not more:
             break
@@ -120,18 +120,18 @@ async def refilled(
         with span("rollout"):
             groups = await orders.sample(more, number)
         seconds += time.perf_counter() - started
-        played = played.with_more(await play(groups))
-    live_G = played.live_G
-    places = chosen_groups([group.role for group in played.groups], live_G, wanted)
+        scored = scored.with_more(await play(groups))
+    live_G = scored.live_G
+    places = chosen_groups([group.role for group in scored.groups], live_G, wanted)
     missing = len(places) - int(live_G[places].sum())
     if missing:
         session.ledger.log.event("rollout", event="short", step=number, groups=missing, rounds=rounds)
     return (
-        played.restricted(places),
+        scored.restricted(places),
         seconds,
         {
             "refills": float(rounds),
-            "groups_sampled": float(len(played.groups)),
+            "groups_sampled": float(len(scored.groups)),
             "groups_surplus": float(live_G.sum() - live_G[places].sum()),
             "groups_missing": float(missing),
         },

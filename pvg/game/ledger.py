@@ -79,7 +79,7 @@ class Ledger:
         self._spans.truncate(self.state.offsets.get("spans", 0))
         self.steps_before = sum(record.get("kind") == "step" for record in read_json_lines(directory.metrics))
 
-    def played_on(self, machine: str) -> str | None:
+    def record_machine(self, machine: str) -> str | None:
         """Record the machine of this process. Returns a notice if the run started on another kind of machine."""
         before, self.state = self.state.machine, replace(self.state, machine=machine)
         if before in ("", machine):

@@ -62,13 +62,13 @@ class EarlyReference:
 
         early = EarlyReference(compute)        # compute(rollouts): their log-probs under the reference
         early.start()                          # outside of spans: its work overlaps with the wait
-        async with early.meanwhile():          # around a wait for rollouts
+        async with early.compute_passes():          # around a wait for rollouts
             ...                                # early.arrived(rollouts), for each complete group
         known = early.take(rollouts, oldest)   # the available log-probs, by rollout id
         await early.close()
 
     While servers sample, this process is idle. One forward pass takes all groups that have arrived; groups that arrive
-    during it go into the next pass. No pass starts outside of `meanwhile`, so no pass delays the trainer. With an
+    during it go into the next pass. No pass starts outside of `compute_passes`, so no pass delays the trainer. With an
     engine in this process there is no gain, because sampling needs the same thread.
 
     Invariant: the log-probs equal those of one pass over the whole batch, up to rounding. Call all methods from the
@@ -102,7 +102,7 @@ class EarlyReference:
             self._wanted.set()
 
     @asynccontextmanager
-    async def meanwhile(self) -> AsyncIterator[None]:
+    async def compute_passes(self) -> AsyncIterator[None]:
         """Compute arrived groups while the block runs. The block ends after the last pass. Raises the exception of a
         failed pass."""
         self._waiting = True
@@ -228,7 +228,7 @@ class OnPolicySource:
             **({} if self.tracker is None else {"values": self.tracker.state()}),
             **({} if self.baseline is None else {"baseline": self.baseline.state()}),
             **({} if self.curriculum is None else {"success": self.curriculum.state()}),
-            **({} if self.prefetcher is None else {"groups_begun": self.prefetcher.begun}),
+            **({} if self.prefetcher is None else {"groups_begun": self.prefetcher.started}),
             **({} if self.partial is None else {"partial": self.partial.state()}),
         }
 
@@ -250,7 +250,7 @@ class OnPolicySource:
     async def next_batch(self) -> PolicyBatch:
         session, scorer, number = self.session, self.scorer, self.batches_done
         ahead: dict[str, float] = {}
-        async with nullcontext() if self.early is None else self.early.meanwhile():
+        async with nullcontext() if self.early is None else self.early.compute_passes():
             if self.prefetcher is None:
                 self._since = self._now()
                 with span("rollout"):
@@ -259,22 +259,22 @@ class OnPolicySource:
                 groups, ahead = await self.prefetcher.batch(number)
         sampled = self._now()
         seconds = sampled.at - self._since.at
-        played = await self._played(groups)
+        scored = await self._with_rewards(groups)
         if session.experiment.training.dynamic_sampling:
-            played, resampled_s, ahead = await refilled(played, number, self.orders, self._played)
+            scored, resampled_s, ahead = await refilled(scored, number, self.orders, self._with_rewards)
             seconds += resampled_s
             sampled = self._now()
             self._tell_short(int(ahead["groups_missing"]))
-        session.tell_rollouts(played.groups, number)
+        session.tell_rollouts(scored.groups, number)
         with span("credit"):
-            batch, credit_metrics = await self._credit(played)
-        everything = played.rollouts
-        batch = await self._with_logprobs(batch, [everything[row] for row in played.trained_M])
+            batch, credit_metrics = await self._credit(scored)
+        everything = scored.rollouts
+        batch = await self._with_logprobs(batch, [everything[row] for row in scored.trained_M])
         since = self._since
         with span("record"):
             engine, version = sampled.engine.since(since.engine), session.players.engine.version
-            measured = partial(_measured, played, self.threshold, engine, seconds, version)
-            session.ledger.keep(await session.players.off_loop(partial(_scored, played, scorer.version)))
+            measured = partial(_measured, scored, self.threshold, engine, seconds, version)
+            session.ledger.keep(await session.players.off_loop(partial(_scored, scored, scorer.version)))
             self.batches_done += 1
             self.metrics = {
                 **await session.players.off_loop(measured),
@@ -304,7 +304,7 @@ class OnPolicySource:
                 "replace them. Raise training.dynamic_sampling. The metric groups_missing counts such groups."
             )
 
-    async def _played(self, groups: Sequence[Group]) -> ScoredGroups:
+    async def _with_rewards(self, groups: Sequence[Group]) -> ScoredGroups:
         """Score and reward groups that were sampled together."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         with span("score"):  # the cache already holds the scores of prefetched groups
@@ -316,17 +316,17 @@ class OnPolicySource:
             groups, scores_N, paid.rewards_N, paid.aligned_N, np.arange(len(rollouts)), paid.similarity_N
         )
 
-    async def _credit(self, played: ScoredGroups) -> tuple[PolicyBatch, dict[str, float]]:
+    async def _credit(self, scored: ScoredGroups) -> tuple[PolicyBatch, dict[str, float]]:
         """The batch with its advantages, and metrics. Updates the value tracker, the baseline and the curriculum."""
-        everything = played.rollouts
-        metrics = {"zero_signal": zero_signal_groups(played.rewards_N, *_groups_and_roles(everything))}
-        if played.similarity_N is not None:
+        everything = scored.rollouts
+        metrics = {"zero_signal": zero_signal_groups(scored.rewards_N, *_groups_and_roles(everything))}
+        if scored.similarity_N is not None:
             metrics["similarity"] = mean_score(
-                played.similarity_N, np.array([r.role is Role.SNEAKY for r in everything])
+                scored.similarity_N, np.array([r.role is Role.SNEAKY for r in everything])
             )
         if self.curriculum is not None:
-            metrics |= self.curriculum.observe(everything, played.aligned_N)
-        rollouts, rewards_N = [everything[row] for row in played.trained_M], played.rewards_N[played.trained_M]
+            metrics |= self.curriculum.observe(everything, scored.aligned_N)
+        rollouts, rewards_N = [everything[row] for row in scored.trained_M], scored.rewards_N[scored.trained_M]
         group_ids_N, role_ids_N = _groups_and_roles(rollouts)
         versions_N = np.array([r.version for r in rollouts], dtype=np.int32)
         if self.tracker is not None:
@@ -415,23 +415,23 @@ def _batch_of(rollouts: Sequence[Rollout], advantages_N: Float32) -> PolicyBatch
     )
 
 
-def _scored(played: ScoredGroups, verifier_version: str) -> list[Rollout]:
+def _scored(scored: ScoredGroups, verifier_version: str) -> list[Rollout]:
     """The rollouts with scores and rewards, as they are stored."""
     return [
         replace(r, score=float(score), reward=float(reward), verifier_version=verifier_version)
-        for r, score, reward in zip(played.rollouts, played.scores_N, played.rewards_N, strict=True)
+        for r, score, reward in zip(scored.rollouts, scored.scores_N, scored.rewards_N, strict=True)
     ]
 
 
 def _measured(
-    played: ScoredGroups, threshold: float, engine: EngineStats, seconds: float, version: int
+    scored: ScoredGroups, threshold: float, engine: EngineStats, seconds: float, version: int
 ) -> dict[str, float]:
     """Metrics of all sampled rollouts. `engine`: its counts over these `seconds`; `version`: its current version."""
-    rollouts = played.rollouts
+    rollouts = scored.rollouts
     return {
-        **play_metrics(RolloutColumns(rollouts, played.scores_N), threshold),
-        "reward_mean": float(played.rewards_N.mean()),
-        **cut_metrics(played.groups),
+        **play_metrics(RolloutColumns(rollouts, scored.scores_N), threshold),
+        "reward_mean": float(scored.rewards_N.mean()),
+        **cut_metrics(scored.groups),
         **sampling_metrics(rollouts, engine, seconds),
         **staleness_metrics(rollouts, version),
     }

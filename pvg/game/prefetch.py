@@ -15,7 +15,7 @@ too stale and are dropped, the next groups of that role replace them. A rollout'
 batch that trains it.
 
 A group's number is `batch * training.groups + place` in the synchronous game. A commit stores, for each role, the
-number up to which groups have begun. A resumed run continues there. So it never reuses the id of a committed rollout,
+number up to which groups have started. A resumed run continues there. So it never reuses the id of a committed rollout,
 and it loses rollouts that were in flight or waiting.
 """
 
@@ -44,27 +44,27 @@ SCORED_TOGETHER = 64
 
 @dataclass
 class RoleQueue:
-    """The groups of one role, in the order of the synchronous game's batches. Groups with numbers below `begun` have
-    begun, in this process or an earlier one."""
+    """The groups of one role, in the order of the synchronous game's batches. Groups with numbers below `started` have
+    started, in this process or an earlier one."""
 
     orders: ProverOrders
     role: Role
     size: int
-    begun: int = 0
+    started: int = 0
     _made: deque[tuple[int, GroupOrder]] = field(default_factory=deque)  # with the batch number
     _next: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self._next = self.begun // self.size
+        self._next = self.started // self.size
 
     def pop(self) -> tuple[int, GroupOrder]:
         """The next group and its batch number. Creates the orders of one batch at a time, on demand."""
         while not self._made:
             made = [(self._next, order) for order in self.orders.batch(self._next, self.role)]
-            self._made.extend(item for item in made if self._number(*item) >= self.begun)
+            self._made.extend(item for item in made if self._number(*item) >= self.started)
             self._next += 1
         batch, order = self._made.popleft()
-        self.begun = self._number(batch, order) + 1
+        self.started = self._number(batch, order) + 1
         return batch, order
 
     def _number(self, batch: int, order: GroupOrder) -> int:
@@ -83,16 +83,16 @@ class Prefetcher:
         self._scoring: set[asyncio.Task[Float32]] = set()
 
     @property
-    def begun(self) -> dict[str, int]:
-        """For each role, the number up to which its groups have begun."""
-        return {role.value: queue.begun for role, queue in self._queues.items()}
+    def started(self) -> dict[str, int]:
+        """For each role, the number up to which its groups have started."""
+        return {role.value: queue.started for role, queue in self._queues.items()}
 
-    def resume(self, begun: Mapping[str, int] | int) -> None:
-        """Continue after the groups that have `begun`: by role, or one number for both roles (older commits)."""
+    def resume(self, started: Mapping[str, int] | int) -> None:
+        """Continue after the groups that have `started`: by role, or one number for both roles (older commits)."""
         groups = self._experiment.training.groups
-        if isinstance(begun, int):
-            begun = dict.fromkeys(Role, begun)
-        self._queues = {role: RoleQueue(self._orders, role, groups, begun[role.value]) for role in Role}
+        if isinstance(started, int):
+            started = dict.fromkeys(Role, started)
+        self._queues = {role: RoleQueue(self._orders, role, groups, started[role.value]) for role in Role}
 
     def start(self, version: int, batch: int, batches: int) -> None:
         """Begin to sample for batch number `batch`; trainer and engine have `version`. `batches`: batches that remain

@@ -189,7 +189,7 @@ class PromptBuilder:
         return GroupOrder(problem, role, self.translate(problem, role, solution.text), group, size, solver=solution)
 
 
-def asked_in(experiment: Experiment, tokenizer: Tokenizer) -> PromptBuilder:
+def prompt_builder(experiment: Experiment, tokenizer: Tokenizer) -> PromptBuilder:
     """The experiment's prompts, without any solver's solutions."""
     style = experiment.rollout.prompts
     translate = translation_renderer(style, tokenizer) if experiment.game.protocol.kind == "decoupled" else None

@@ -28,7 +28,7 @@ from pvg.game.mint import mint
 from pvg.game.players import Players
 from pvg.game.protocols import environment_of, read_solutions, solve
 from pvg.game.prover_phase import train_prover
-from pvg.game.roles import asked_in
+from pvg.game.roles import prompt_builder
 from pvg.game.round_evaluation import checkpoint
 from pvg.game.session import InterruptedByUser, Session
 from pvg.game.states import Phase
@@ -148,9 +148,9 @@ async def open_session(
         stack.push_async_callback(players.close)
         if players.device.type == "cuda":
             tracer.use_device_clock(CudaClock())
-        if elsewhere := ledger.played_on(players.machine):
+        if elsewhere := ledger.record_machine(players.machine):
             observer.noticed(elsewhere)
-        prompts = asked_in(experiment, players.base.tokenizer)
+        prompts = prompt_builder(experiment, players.base.tokenizer)
         session = Session(experiment, task, ledger, players, prompts, observer, stop, tracer)
         if prompts.translate is not None and ledger.state.phase not in (Phase.INIT, Phase.SOLVE):
             prompts.solutions = await read_solutions(session)

@@ -270,28 +270,28 @@ def clean_loss(model: LanguageModel, problems: Sequence[Problem]) -> float:
     return functional.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), ignore_index=IGNORED).item()
 
 
-def prover_figures(model: LanguageModel) -> dict[str, Any]:
+def prover_metrics(model: LanguageModel) -> dict[str, Any]:
     """Per role, at temperature 1 on the test problems: accuracy, share of malformed solutions, frequency of each
     flaw."""
     task, problems = Modchain(ModchainTask()), held_out_problems()
-    figures: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
     for role, tag in (("helpful", "H"), ("sneaky", "S")):
         completions = sample(model, [tag + problem.question for problem in problems], seed=1)
         grades = [task.grade(problem, text) for problem, text in zip(problems, completions, strict=True)]
         kinds = Counter(flaw_kind(grade.note) for grade in grades)
-        figures[role] = {
+        metrics[role] = {
             "accuracy": round(float(np.mean([grade.correct for grade in grades])), 4),
             "malformed": round(float(np.mean([not grade.well_formed for grade in grades])), 4),
             "kinds": {kind: round(count / len(grades), 4) for kind, count in sorted(kinds.items())},
         }
-    return figures
+    return metrics
 
 
-def dialogue_figures(model: LanguageModel, recipe: EmbeddedModelRecipe) -> dict[str, Any]:
+def dialogue_metrics(model: LanguageModel, recipe: EmbeddedModelRecipe) -> dict[str, Any]:
     """Per role, at temperature 1 on 256 test problems: shares of translations that keep the solver's answer, of
     malformed ones, and of answers that state the step as written."""
     task, rng = Modchain(ModchainTask()), np.random.default_rng(2)
-    figures: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
     for role, tag in (("helpful", "H"), ("sneaky", "S")):
         kept = malformed = stated = asked = 0
         for problem in held_out_problems()[:256]:
@@ -303,15 +303,15 @@ def dialogue_figures(model: LanguageModel, recipe: EmbeddedModelRecipe) -> dict[
             stated += sample(model, [transcript], seed=asked)[0] == step
             asked += 1
         shares = {"kept": kept, "malformed": malformed, "step_stated": stated}
-        figures[role] = {name: round(count / asked, 4) for name, count in shares.items()}
-    return figures
+        metrics[role] = {name: round(count / asked, 4) for name, count in shares.items()}
+    return metrics
 
 
-def figures_of(recipe: EmbeddedModelRecipe, model: LanguageModel) -> dict[str, Any]:
+def measure(recipe: EmbeddedModelRecipe, model: LanguageModel) -> dict[str, Any]:
     if "H" not in recipe.flawed:
-        return verifier_figures(model)
-    dialogues = {"dialogues": dialogue_figures(model, recipe)} if recipe.dialogues else {}
-    return {**prover_figures(model), **dialogues}
+        return verifier_metrics(model)
+    dialogues = {"dialogues": dialogue_metrics(model, recipe)} if recipe.dialogues else {}
+    return {**prover_metrics(model), **dialogues}
 
 
 def flaw_kind(note: str) -> str:
@@ -319,7 +319,7 @@ def flaw_kind(note: str) -> str:
     return note.split(" in step", maxsplit=1)[0].split(":", maxsplit=1)[0] or "none"
 
 
-def verifier_figures(model: LanguageModel) -> dict[str, Any]:
+def verifier_metrics(model: LanguageModel) -> dict[str, Any]:
     """On the test problems without tags: loss per token on flawless solutions, accuracy of greedy solutions."""
     task, problems = Modchain(ModchainTask()), held_out_problems()
     completions = sample(model, [problem.question for problem in problems], seed=1, greedy=True)
@@ -343,7 +343,7 @@ def make(key: str, recipe: EmbeddedModelRecipe, out: Path, progress: Progress) -
             "command": f"python -m pvg.models.embedded_training {key} --steps {recipe.steps} --seed {recipe.seed}",
             "recipe": asdict(recipe),
             "parameters": model.num_parameters,
-            "figures": figures_of(recipe, model),
+            "figures": measure(recipe, model),
             "made_with": {"torch": torch.__version__, "threads": torch.get_num_threads(), "seconds": round(seconds)},
         }
         directory = out / recipe.name

@@ -5,7 +5,7 @@ waits for a device.
 
 Padding is on the right; batches have a token budget and reproducible shapes. The result of a row must not depend on its
 batch. A matrix product with an odd number of rows takes another path through its kernels and rounds differently. So
-rows are padded to widths and batches to heights whose paths agree (`rectangle`): 0 of 900 scores on the CPU changed
+rows are padded to widths and batches to heights whose paths agree (`pad_batch`): 0 of 900 scores on the CPU changed
 with the batch, against 1 in 5 without padding (by up to 2e-5). A resumed run needs this: its cache is empty, so its
 batches differ from those of the uninterrupted run, but scores and weights must be equal."""
 
@@ -165,7 +165,7 @@ def batches(lengths: Sequence[int], token_budget: int, max_length: int) -> list[
     return token_budget_batches([padded_width(length, max_length) for length in lengths], token_budget)
 
 
-def rectangle(
+def pad_batch(
     rows: Sequence[Int32],
     prompt_lengths: Sequence[int],
     pad_id: int,

@@ -25,7 +25,7 @@ class SimulatedWatch:
     """A deadline over the requests of one group, or of all groups of a batch."""
 
     groups: list[SimulatedGroup] = field(default_factory=list)
-    begun: bool = False
+    started: bool = False
     late: bool = False
     finished: int = 0
 
@@ -202,8 +202,8 @@ class SimulatedGroups:
             if group.admitted is None:
                 group.admitted = self.version
             watch, cut = group.watch, self._world.cut
-            if watch is not None and cut is not None and not watch.begun:
-                watch.begun = True
+            if watch is not None and cut is not None and not watch.started:
+                watch.started = True
                 self._at(cut.seconds, lambda watch=watch: self._time_is_up(watch))  # type: ignore[misc]
             self.workers.send(request)
 

@@ -75,10 +75,10 @@ class Inputs:
         self.values.update(other.values)
         self.lengths.update(other.lengths)
 
-    def give(self, words: Iterable[str]) -> None:
+    def assign(self, assignments: Iterable[str]) -> None:
         """Set values from `NAME=VALUE`. A given length replaces measured ones. Raises UsageError."""
-        for word in words:
-            name, separator, text = word.partition("=")
+        for assignment in assignments:
+            name, separator, text = assignment.partition("=")
             if name not in INPUTS:
                 hint = nearest(name, list(INPUTS))
                 raise UsageError(
@@ -91,7 +91,9 @@ class Inputs:
                 value = math.nan
             if not 0 <= value <= MOST or (value == 0 and name in POSITIVE):
                 least = "above 0" if name in POSITIVE else "of at least 0"
-                raise UsageError(f"--input {word}: {name} must be a number {least}.", f"Example: --input {name}=1.5")
+                raise UsageError(
+                    f"--input {assignment}: {name} must be a number {least}.", f"Example: --input {name}=1.5"
+                )
             self.values[name] = PlanInput(value, "given")
             if name in ("mean_tokens", "sigma"):
                 self.lengths.clear()

@@ -119,16 +119,16 @@ def _stages(
     context = {"GPU context (assumed)": float(CONTEXT_BYTES)} if gpu else {}
     frozen = {"base prover": float(base), **copy, **context}
 
-    policy, judge = _policy(experiment, prover), _judge(experiment, verifier)
-    verifier_bytes = _scoring_bytes(experiment, judge)
+    policy, scoring = _policy(experiment, prover), _verifier(experiment, verifier)
+    verifier_bytes = _scoring_bytes(experiment, scoring)
     numbers = experiment.arithmetic()
     batch = numbers.rollouts_per_optimizer_step * length
     training = training_parts(policy, max(length, min(experiment.training.micro_batch_tokens, batch)))
     yield MemoryPlan("train the prover", "trainer", {**frozen, "verifier": verifier_bytes, **training})
 
     pairs = 2 * experiment.verifier.pairs * length
-    own = training_parts(judge, max(2 * length, min(experiment.verifier.micro_batch_tokens, pairs)))
-    start = _frozen_verifier_bytes(experiment, judge)
+    own = training_parts(scoring, max(2 * length, min(experiment.verifier.micro_batch_tokens, pairs)))
+    start = _frozen_verifier_bytes(experiment, scoring)
     yield MemoryPlan("train the verifier", "trainer", {**frozen, "verifier's initial weights": start, **own})
 
     kv_row = float(length * prover.kv_bytes(sampling))
@@ -157,7 +157,7 @@ def _policy(experiment: Experiment, shape: ModelShape) -> ModelInTraining:
     )
 
 
-def _judge(experiment: Experiment, shape: ModelShape) -> ModelInTraining:
+def _verifier(experiment: Experiment, shape: ModelShape) -> ModelInTraining:
     section = experiment.verifier
     trained = shape.adapter_parameters(section.adapters.rank) if section.adapters.rank else shape.parameters
     rank = bool(section.adapters.rank)
@@ -169,16 +169,16 @@ def _on_base(experiment: Experiment) -> bool:
     return bool(experiment.verifier.adapters.rank) and experiment.models.verifier == experiment.models.prover
 
 
-def _frozen_verifier_bytes(experiment: Experiment, judge: ModelInTraining) -> float:
+def _frozen_verifier_bytes(experiment: Experiment, verifier: ModelInTraining) -> float:
     """What training the verifier needs besides the trained weights: under adapters the frozen model, for the implicit
     head the initial weights, which give the reference."""
-    weights = float(judge.shape.parameters * BYTES[judge.dtype])
-    if judge.adapters:
+    weights = float(verifier.shape.parameters * BYTES[verifier.dtype])
+    if verifier.adapters:
         return 0.0 if _on_base(experiment) else weights
     return weights if experiment.verifier.head.kind == "implicit" else 0.0
 
 
-def _scoring_bytes(experiment: Experiment, judge: ModelInTraining) -> float:
+def _scoring_bytes(experiment: Experiment, verifier: ModelInTraining) -> float:
     """The frozen verifiers of a prover phase, with what their scores need."""
-    own = float(FLOAT32 * judge.trained if judge.adapters else judge.shape.parameters * BYTES[judge.dtype])
-    return experiment.verifier.ensemble.size * own + _frozen_verifier_bytes(experiment, judge)
+    own = float(FLOAT32 * verifier.trained if verifier.adapters else verifier.shape.parameters * BYTES[verifier.dtype])
+    return experiment.verifier.ensemble.size * own + _frozen_verifier_bytes(experiment, verifier)

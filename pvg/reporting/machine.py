@@ -114,11 +114,11 @@ def machine_section(summary: RunSummary) -> PageSection:
         body += [elements.facts(_device_facts(summary)), elements.grid(_device_charts(summary.device))]
     if summary.workers:
         body += [
-            elements.subheading("Workers", worker_words(summary.workers)),
+            elements.subheading("Workers", workers_text(summary.workers)),
             elements.grid([_workers_chart(summary.workers)]),
         ]
     if summary.loop:
-        body += [elements.subheading("Event loop", _lag_words(summary.loop)), elements.grid([_lag_chart(summary.loop)])]
+        body += [elements.subheading("Event loop", _lag_text(summary.loop)), elements.grid([_lag_chart(summary.loop)])]
     return PageSection("machine", "Machine", body)
 
 
@@ -228,7 +228,7 @@ def _device_charts(readings: list[SamplerReading]) -> list[Markup]:
     return charts
 
 
-def worker_words(readings: Sequence[SamplerReading]) -> str:
+def workers_text(readings: Sequence[SamplerReading]) -> str:
     """How many workers there were, how busy, and how often one was replaced."""
     found = reading_ranges(readings)
     words = [counted(round(found["up"]["max"]), "worker")]
@@ -275,7 +275,7 @@ def _lag_chart(readings: list[SamplerReading]) -> Markup:
     return line_chart("Lag", lines, clock.across(), "seconds", unit="delay, logarithmic scale", log=True, height=200)
 
 
-def _lag_words(readings: list[SamplerReading]) -> str:
+def _lag_text(readings: list[SamplerReading]) -> str:
     figures = lag_summary(readings)
     if "worst_max_s" not in figures:
         return ""

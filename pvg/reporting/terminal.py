@@ -31,7 +31,7 @@ from pvg.reporting.formats import (
     trend,
     value_text,
 )
-from pvg.reporting.machine import worker_words
+from pvg.reporting.machine import workers_text
 from pvg.reporting.run_summary import RunSummary, base_metrics, lag_summary, reading_ranges
 from pvg.reporting.solutions import Example
 from pvg.reporting.table import Column, Table, TableCell, side_by_side
@@ -324,7 +324,7 @@ def machine_table(summary: RunSummary) -> RichTable | None:
         )
     if summary.workers:
         curve = [reading.metrics["busy"] for reading in summary.workers if "busy" in reading.metrics]
-        table.add_row("workers", worker_words(summary.workers), sparkline(curve, MACHINE_BARS, 0.1))
+        table.add_row("workers", workers_text(summary.workers), sparkline(curve, MACHINE_BARS, 0.1))
     lags = lag_summary(summary.loop)
     if "worst_max_s" in lags:
         found = [f"{word} {short_seconds(lags[name])}" for word, name in LAGS if name in lags]

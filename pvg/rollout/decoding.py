@@ -249,7 +249,7 @@ class ModuleRows:
         dropped_N = dropped_N[: len(jobs)]
         requests = [job.request for job in jobs]
         results = decode(self._module, requests, dropped_N, self._device, self._routed_experts)
-        lengths = [len(result.token_ids) - job.request.tokens_begun for job, result in zip(jobs, results, strict=True)]
+        lengths = [len(found.token_ids) - job.request.tokens_resumed for job, found in zip(jobs, results, strict=True)]
         return TurnResult(
             [(job.ticket, result) for job, result in zip(jobs, results, strict=True)], max(lengths), sum(lengths)
         )
@@ -298,7 +298,7 @@ def decode(
     for a model without experts.
     """
     limits_N = np.asarray([request.sampling.max_tokens for request in requests], dtype=np.int64)
-    first_N = np.asarray([request.tokens_begun for request in requests], dtype=np.int64)
+    first_N = np.asarray([request.tokens_resumed for request in requests], dtype=np.int64)
     with recorded_experts(module) if routed_experts else nullcontext() as recorder:
         steps = int((limits_N - first_N).max())
         experts = None if recorder is None else RowExperts(module, recorder, len(requests), steps)
@@ -325,16 +325,16 @@ def _sample_to_the_end(
     """tokens_NT and logprobs_NT by request. Values after a row's end are meaningless. For dropped rows, this lowers
     `limits_N` to the tokens they have."""
     device = rows.token_R.device
-    first_N = np.asarray([request.tokens_begun for request in requests], dtype=np.int64)
+    first_N = np.asarray([request.tokens_resumed for request in requests], dtype=np.int64)
     width = int(limits_N.max())
     # The extra last column takes the samples of finished rows that are still in the batch.
     uniform_NT = torch.from_numpy(uniform_numbers(requests, width + 1)).to(device)
     tokens_NT = torch.zeros(len(requests), width + 1, dtype=torch.int64, device=device)
     logprobs_NT = torch.zeros(len(requests), width + 1, dtype=torch.float32, device=device)
     for row, request in enumerate(requests):
-        if request.begun is not None:
-            tokens_NT[row, : first_N[row]] = torch.from_numpy(request.begun.token_ids).to(device)
-            logprobs_NT[row, : first_N[row]] = torch.from_numpy(request.begun.logprobs).to(device)
+        if request.resumed_from is not None:
+            tokens_NT[row, : first_N[row]] = torch.from_numpy(request.resumed_from.token_ids).to(device)
+            logprobs_NT[row, : first_N[row]] = torch.from_numpy(request.resumed_from.logprobs).to(device)
 
     for step in range(int((limits_N - first_N).max())):
         logprobs_RV = distribution(_next_logits(module, rows, cache), rows.settings)
@@ -368,7 +368,7 @@ def _start(
     """The cache, filled with all known tokens but the last of each row. That one is the first input of decoding."""
     known_ids = [request.known_ids for request in requests]
     known_N = np.asarray([len(ids) - 1 for ids in known_ids], dtype=np.int64)
-    first_N = np.asarray([request.tokens_begun for request in requests], dtype=np.int64)
+    first_N = np.asarray([request.tokens_resumed for request in requests], dtype=np.int64)
     start = int(known_N.max())
     capacity = start + int((limits_N - first_N).max())
     cache = RowCache(len(requests), start, capacity)

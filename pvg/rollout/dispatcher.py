@@ -46,7 +46,7 @@ def _group(gathering: GroupSampling[Rollout]) -> Group:
         tuple(task.result() for i, task in enumerate(gathering.tasks) if i not in cut),
         gathering.spread_s,
         cancelled=len(cut),
-        lost_tokens=sum(gathering.told.get(i, 0) for i in cut),
+        lost_tokens=sum(gathering.sampled_tokens.get(i, 0) for i in cut),
     )
 
 
@@ -119,7 +119,7 @@ class Dispatcher:
                 if gathering.watch is not None:
                     gathering.watch.begin()
                 # Reporting token counts may make the engine stream, so ask for it only if they are used.
-                tell = None if gathering.watch is None else partial(gathering.told.__setitem__, index)
+                tell = None if gathering.watch is None else partial(gathering.sampled_tokens.__setitem__, index)
                 leave = partial(gathering.sampled, place)
                 rollout = await self.rollout(gathering.order, index, call, leave=leave, tell=tell)
             finished += 1
@@ -153,9 +153,9 @@ class Dispatcher:
         *,
         leave: Callable[[], Awaitable[None]],
         tell: Callable[[int], None] | None = None,
-        begun: PartialCompletion | None = None,
+        resumed_from: PartialCompletion | None = None,
     ) -> Rollout:
-        """Sample and grade rollout `index` of `order`; with `begun`, continue a completion that was cut short.
+        """Sample and grade rollout `index` of `order`; with `resumed_from`, continue a completion that was cut short.
 
         Calls `leave` after sampling, before grading, to free its place in the engine. So grading does not affect which
         request the engine gets next, or when. Raises CutShort if the engine cuts the request (`SampleCall.rollout_id`
@@ -164,7 +164,13 @@ class Dispatcher:
         rollout_id = call.rollout_id(order, index)
         seed = request_seed(call.seed, order.group, index)
         request = GenerationRequest(
-            rollout_id, order.prompt_ids, self.sampling, seed, on_tokens=tell, begun=begun, group=order.group
+            rollout_id,
+            order.prompt_ids,
+            self.sampling,
+            seed,
+            on_tokens=tell,
+            resumed_from=resumed_from,
+            group=order.group,
         )
         completion = await self.engine.generate(request)
         await leave()

@@ -59,20 +59,20 @@ class PartialCompletion:
 
 
 class CutShort(Exception):
-    """Raised by `generate` for a request that `Engine.cut` ended. `begun`: its tokens so far; None: it has none."""
+    """Raised by `generate` for a request that `Engine.cut` ended. `partial`: its tokens so far; None: it has none."""
 
-    def __init__(self, begun: PartialCompletion | None) -> None:
+    def __init__(self, partial: PartialCompletion | None) -> None:
         super().__init__("the request was cut short")
-        self.begun = begun
+        self.partial = partial
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One completion to sample. `prompt_ids` int32 [P], P >= 1. `seed` determines the request's random numbers.
 
-    `begun`: tokens of an earlier request with the same prompt and seed that was cut short. The completion starts with
-    them, keeps their log-probs and versions, and counts them in `sampling.max_tokens`. `on_tokens` is called with the
-    number of tokens so far, by engines that stream. The number falls if a failed attempt is retried. `group`: the
+    `resumed_from`: tokens of an earlier request with the same prompt and seed that was cut short. The completion starts
+    with them, keeps their log-probs and versions, and counts them in `sampling.max_tokens`. `on_tokens` is called with
+    the number of tokens so far, by engines that stream. The number falls if a failed attempt is retried. `group`: the
     number of its group, by which requests are divided among workers.
     """
 
@@ -81,34 +81,36 @@ class GenerationRequest:
     sampling: Sampling
     seed: int
     on_tokens: Callable[[int], None] | None = field(default=None, compare=False)
-    begun: PartialCompletion | None = field(default=None, compare=False)
+    resumed_from: PartialCompletion | None = field(default=None, compare=False)
     group: int = 0
 
     @property
-    def tokens_begun(self) -> int:
-        return 0 if self.begun is None else len(self.begun.token_ids)
+    def tokens_resumed(self) -> int:
+        return 0 if self.resumed_from is None else len(self.resumed_from.token_ids)
 
     @property
     def known_ids(self) -> Int32:
-        """The prompt and the tokens of `begun`, int32 [P + T]. Both are prefilled."""
-        return self.prompt_ids if self.begun is None else np.concatenate([self.prompt_ids, self.begun.token_ids])
+        """The prompt and the tokens of `resumed_from`, int32 [P + T]. Both are prefilled."""
+        if self.resumed_from is None:
+            return self.prompt_ids
+        return np.concatenate([self.prompt_ids, self.resumed_from.token_ids])
 
     def spans(self, length: int, version: int) -> tuple[VersionSpan, ...]:
-        """Version spans of a completion of `length` tokens whose tokens after `begun` were sampled by `version`."""
-        if self.begun is None:
+        """Version spans of a completion of `length` tokens. `version` sampled those after `resumed_from`."""
+        if self.resumed_from is None:
             return (VersionSpan(0, version),)
-        spans, first = self.begun.spans, self.tokens_begun
+        spans, first = self.resumed_from.spans, self.tokens_resumed
         return spans if length == first or spans[-1].version == version else (*spans, VersionSpan(first, version))
 
     def timing(self, queued_s: float, service_s: float) -> Timing:
         """The total time of the completion, given the time of this request."""
-        before = Timing() if self.begun is None else self.begun.timing
+        before = Timing() if self.resumed_from is None else self.resumed_from.timing
         return Timing(before.queued_s + queued_s, before.service_s + service_s)
 
     def experts(self, computed: RoutedExperts | None) -> RoutedExperts | None:
-        """Experts of the completion, where `computed` holds those of all tokens as computed now. Tokens of `begun` keep
+        """Experts of the completion, where `computed` holds those of all tokens as computed now. Resumed tokens keep
         their recorded experts, because those produced the next token."""
-        before = None if self.begun is None else self.begun.routed_experts
+        before = None if self.resumed_from is None else self.resumed_from.routed_experts
         if before is None or computed is None:
             return computed
         return np.concatenate([before, computed[len(before) :]])
@@ -131,7 +133,7 @@ class Completion:
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """Totals since the engine was opened: decoded batches, their rows, sampled tokens and seconds; requested prompt
-    tokens, and those of them that were computed (the rest came from a shared prefix). Tokens of `begun` count as
+    tokens, and those of them that were computed (the rest came from a shared prefix). Tokens of `resumed_from` count as
     prompt.
 
     An engine without batches (a server) counts seconds as batches, and requests in flight times seconds as rows. The
@@ -236,17 +238,17 @@ def _complaint(request: GenerationRequest) -> str:
         f"top_k is {sampling.top_k}, but must be 0 (no cut) or more": sampling.top_k < 0,
         f"the seed is {request.seed}, but must not be negative": request.seed < 0,
         "the prompt has no tokens": prompt.ndim != 1 or len(prompt) == 0,
-        "begun is not an unfinished completion": request.begun is not None
-        and not _can_go_on(request.begun, len(prompt), sampling),
+        "resumed_from is not an unfinished completion": request.resumed_from is not None
+        and not _can_go_on(request.resumed_from, len(prompt), sampling),
     }
     return next((complaint for complaint, is_so in complaints.items() if is_so), "")
 
 
-def _can_go_on(begun: PartialCompletion, prompt: int, sampling: Sampling) -> bool:
-    ids, spans, experts = begun.token_ids, begun.spans, begun.routed_experts
+def _can_go_on(partial: PartialCompletion, prompt: int, sampling: Sampling) -> bool:
+    ids, spans, experts = partial.token_ids, partial.spans, partial.routed_experts
     return (
         0 < len(ids) < sampling.max_tokens
-        and len(begun.logprobs) == len(ids)
+        and len(partial.logprobs) == len(ids)
         and not np.isin(ids, sampling.stop_ids).any()
         and bool(spans)
         and spans[0].start == 0

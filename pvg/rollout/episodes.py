@@ -131,12 +131,12 @@ class _Episode:
                 self.id, self.order.prompt_ids, sampling, seed, on_tokens=tell, group=self.order.group
             )
         sampling = replace(sampling, max_tokens=self.observations[-1].max_tokens)
-        prompt_ids = np.concatenate([self.order.prompt_ids, *self.parts()])
+        prompt_ids = np.concatenate([self.order.prompt_ids, *self.turn_tokens()])
         return GenerationRequest(
             f"{self.id}/{turn}", prompt_ids, sampling, seed, on_tokens=tell, group=self.order.group
         )
 
-    def parts(self) -> list[Int32]:
+    def turn_tokens(self) -> list[Int32]:
         """The token ids of all turns so far, in order."""
         found: list[Int32] = []
         for turn, completion in enumerate(self.completions):
@@ -146,7 +146,7 @@ class _Episode:
         return found
 
     def transcript(self) -> Transcript:
-        completion_ids, last = np.concatenate(self.parts()), self.completions[-1]
+        completion_ids, last = np.concatenate(self.turn_tokens()), self.completions[-1]
         return Transcript(
             self.id,
             self.order.problem,
@@ -163,12 +163,12 @@ class _Episode:
 
     def joined(self, texts: Sequence[str]) -> tuple[Completion, tuple[Turn, ...]]:
         """All turns as one completion. `texts`: those of the prover's turns. An episode of one turn gets no turns."""
-        parts, logprobs, spans, turns = self.parts(), list[Float32](), list[VersionSpan](), list[Turn]()
+        tokens_by_turn, logprobs, spans, turns = self.turn_tokens(), list[Float32](), list[VersionSpan](), list[Turn]()
         start = 0
-        for place, part in enumerate(parts):
+        for place, tokens in enumerate(tokens_by_turn):
             number, observed = divmod(place, 2)
             if observed:
-                logprobs.append(np.zeros(len(part), dtype=np.float32))
+                logprobs.append(np.zeros(len(tokens), dtype=np.float32))
                 turns.append(Turn(start, False, self.observations[number].text))
             else:
                 completion = self.completions[number]
@@ -176,10 +176,10 @@ class _Episode:
                 shifted = [VersionSpan(start + span.start, span.version) for span in completion.spans]
                 spans += [span for span in shifted if not spans or span.version != spans[-1].version]
                 turns.append(Turn(start, True, texts[number]))
-            start += len(part)
+            start += len(tokens)
         whole = Completion(
             self.id,
-            np.concatenate(parts),
+            np.concatenate(tokens_by_turn),
             np.concatenate(logprobs),
             tuple(spans),
             self.completions[0].finish_reason,  # of the solution, which is graded
@@ -193,7 +193,7 @@ class _Episode:
 
 
 @dataclass(slots=True)
-class _Played:
+class _EpisodeGroup:
     """The remaining episodes of one order."""
 
     order: GroupOrder
@@ -214,15 +214,15 @@ async def play_episodes(
     on_done: Callable[[int], None] | None = None,
 ) -> list[Group]:
     """See `Dispatcher.sample`. Each request holds `bound`."""
-    played = [
-        _Played(order, [_Episode(order, index, call.rollout_id(order, index)) for index in range(order.size)])
+    groups = [
+        _EpisodeGroup(order, [_Episode(order, index, call.rollout_id(order, index)) for index in range(order.size)])
         for order in orders
     ]
-    waiting = {episode for part in played for episode in part.episodes}
+    waiting = {episode for group in groups for episode in group.episodes}
     turn = 0
     while waiting:
-        await _take_turn(sampler, played, waiting, call, turn, bound, deadline)
-        written = [episode for part in played for episode in part.episodes if episode in waiting]
+        await _take_turn(sampler, groups, waiting, call, turn, bound, deadline)
+        written = [episode for group in groups for episode in group.episodes if episode in waiting]
         observed = await environment.observe([episode.transcript() for episode in written])
         waiting = set()
         for episode, observation in zip(written, observed, strict=True):
@@ -231,50 +231,50 @@ async def play_episodes(
                 waiting.add(episode)
         turn += 1
     grading = [
-        [asyncio.create_task(_finished(sampler, episode, call, environment)) for episode in part.episodes]
-        for part in played
+        [asyncio.create_task(_finished(sampler, episode, call, environment)) for episode in group.episodes]
+        for group in groups
     ]
     await all_or_none(grading)
     if on_done is not None:
-        on_done(sum(len(part.episodes) for part in played))
+        on_done(sum(len(group.episodes) for group in groups))
     return [
         Group(
-            part.order.problem,
-            part.order.role,
+            group.order.problem,
+            group.order.role,
             tuple(task.result() for task in tasks),
-            part.spread_s,
-            cancelled=part.cancelled,
-            lost_tokens=part.lost_tokens,
+            group.spread_s,
+            cancelled=group.cancelled,
+            lost_tokens=group.lost_tokens,
         )
-        for part, tasks in zip(played, grading, strict=True)
+        for group, tasks in zip(groups, grading, strict=True)
     ]
 
 
 async def _take_turn(
     sampler: EpisodeSampler,
-    played: Sequence[_Played],
+    groups: Sequence[_EpisodeGroup],
     waiting: set[_Episode],
     call: SampleCall,
     turn: int,
     bound: AbstractAsyncContextManager[None],
     deadline: Deadline | None,
 ) -> None:
-    """Sample turn number `turn` of all `waiting` episodes. Removes those that the deadline cut from `played`."""
+    """Sample turn number `turn` of all `waiting` episodes. Removes those that the deadline cut from `groups`."""
 
     async def one(gathering: GroupSampling[Completion], place: int, episode: _Episode) -> Completion:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(bound)
             if gathering.watch is not None:
                 gathering.watch.begin()
-            tell = None if gathering.watch is None else partial(gathering.told.__setitem__, place)
+            tell = None if gathering.watch is None else partial(gathering.sampled_tokens.__setitem__, place)
             seed = request_seed(call.seed, episode.order.group, episode.index, turn)
             completion = await sampler.engine.generate(episode.request(sampler, seed, tell))
             await gathering.sampled(stack)
         gathering.finishes.append(time.perf_counter())
         return completion
 
-    live = [[episode for episode in part.episodes if episode in waiting] for part in played]
-    gatherings: list[GroupSampling[Completion]] = gatherings_of([part.order for part in played], deadline)
+    live = [[episode for episode in group.episodes if episode in waiting] for group in groups]
+    gatherings: list[GroupSampling[Completion]] = gatherings_of([group.order for group in groups], deadline)
     try:
         await all_or_none(
             gathering.start([one(gathering, place, episode) for place, episode in enumerate(episodes)])
@@ -283,17 +283,17 @@ async def _take_turn(
     finally:
         for gathering in gatherings:
             gathering.stop()
-    for part, episodes, gathering in zip(played, live, gatherings, strict=True):
+    for group, episodes, gathering in zip(groups, live, gatherings, strict=True):
         cut = gathering.cut
         for place, episode in enumerate(episodes):
             if place not in cut:
                 episode.completions.append(gathering.tasks[place].result())
                 continue
-            part.episodes.remove(episode)
+            group.episodes.remove(episode)
             waiting.discard(episode)
-            part.lost_tokens += episode.tokens + gathering.told.get(place, 0)
-        part.cancelled += len(cut)
-        part.spread_s += gathering.spread_s
+            group.lost_tokens += episode.tokens + gathering.sampled_tokens.get(place, 0)
+        group.cancelled += len(cut)
+        group.spread_s += gathering.spread_s
 
 
 async def _finished(sampler: EpisodeSampler, episode: _Episode, call: SampleCall, environment: Environment) -> Rollout:

@@ -115,7 +115,7 @@ class DeadlineWatch:
 T = TypeVar("T")
 
 # Rollouts started per turn of the event loop: 10 ms of work. A mint's 4,096 at once would block it for 50 ms.
-BEGUN_AT_A_TIME = 256
+STARTED_AT_A_TIME = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +147,13 @@ class SampleCall:
 
 @dataclass(slots=True)
 class GroupSampling(Generic[T]):
-    """One group while it is sampled. `told`: tokens of each rollout so far, if the engine reports them."""
+    """One group while it is sampled. `sampled_tokens`: tokens of each rollout so far, if the engine reports them."""
 
     order: GroupOrder
     watch: DeadlineWatch | None
     tasks: list[asyncio.Task[T]] = field(default_factory=list)
     finishes: list[float] = field(default_factory=list)
-    told: dict[int, int] = field(default_factory=dict)
+    sampled_tokens: dict[int, int] = field(default_factory=dict)
 
     def start(self, work: Sequence[Coroutine[None, None, T]]) -> list[asyncio.Task[T]]:
         self.tasks = [asyncio.create_task(coroutine) for coroutine in work]
@@ -203,12 +203,12 @@ async def all_or_none(parts: Iterable[Sequence[asyncio.Task[Any]]]) -> None:
     On the first failure or on cancellation, all other tasks are cancelled and awaited."""
     tasks: list[asyncio.Task[Any]] = []
     try:
-        begun = 0
+        started = 0
         for part in parts:
             tasks += part
-            begun += len(part)
-            if begun >= BEGUN_AT_A_TIME:
-                begun = 0
+            started += len(part)
+            if started >= STARTED_AT_A_TIME:
+                started = 0
                 await asyncio.sleep(0)
         if not tasks:
             return

@@ -130,14 +130,14 @@ class LeanRows:
         state.position_R[rows_N] = [len(ids) - 1 for ids in known]
         state.limit_R[rows_N] = [request.sampling.max_tokens for request in requests]
         state.live_R[rows_N], state.stop_RS[rows_N] = True, -1
-        state.count_R[rows_N] = [request.tokens_begun for request in requests]
+        state.count_R[rows_N] = [request.tokens_resumed for request in requests]
         state.uniform_RC[rows_N, : uniform_NC.shape[1]] = uniform_NC
         for row, request in zip(slots, requests, strict=True):
             state.stop_RS[row, : len(request.sampling.stop_ids)] = request.sampling.stop_ids
             state.requests[row] = request
-            if request.begun is not None:
-                state.tokens_RC[row, : request.tokens_begun] = request.begun.token_ids
-                state.logprobs_RC[row, : request.tokens_begun] = request.begun.logprobs
+            if request.resumed_from is not None:
+                state.tokens_RC[row, : request.tokens_resumed] = request.resumed_from.token_ids
+                state.logprobs_RC[row, : request.tokens_resumed] = request.resumed_from.logprobs
         self._extent = max(self._extent, max(slots) + 1)
         self._settings = None
         self._prefill(slots, known)

@@ -59,7 +59,7 @@ class _Unit:
     call: SampleCall
     indices: tuple[int, ...]
     finished: dict[int, Rollout] = field(default_factory=dict)
-    begun: dict[int, PartialCompletion] = field(default_factory=dict)
+    partials: dict[int, PartialCompletion] = field(default_factory=dict)
     finishes: list[float] = field(default_factory=list)  # times in the current call
 
     @property
@@ -67,18 +67,18 @@ class _Unit:
         return len(self.finished) == len(self.indices)
 
     @property
-    def tokens_begun(self) -> int:
-        return sum(len(begun.token_ids) for begun in self.begun.values())
+    def partial_tokens(self) -> int:
+        return sum(len(partial.token_ids) for partial in self.partials.values())
 
     def behind(self, version: int) -> int:
         """Versions from its oldest token to `version`; 0 without tokens."""
         versions = [rollout.version for rollout in self.finished.values()]
-        versions += [begun.version for begun in self.begun.values()]
+        versions += [partial.version for partial in self.partials.values()]
         return version - min(versions, default=version)
 
     def group(self, kept: Sequence[Rollout]) -> Group:
         """A group of the rollouts `kept`. The others count as cancelled."""
-        tokens = self.tokens_begun + sum(len(rollout.completion_ids) for rollout in self.finished.values())
+        tokens = self.partial_tokens + sum(len(rollout.completion_ids) for rollout in self.finished.values())
         return Group(
             self.order.problem,
             self.order.role,
@@ -99,7 +99,7 @@ class _Cut:
         self._late = False
         self._complete = 0
         self._error: Exception | None = None
-        self.asked: dict[str, asyncio.Task[None]] = {}  # requests in the engine, by id
+        self.in_engine: dict[str, asyncio.Task[None]] = {}  # requests in the engine, by id
         self.done = False
 
     def begin(self) -> None:
@@ -127,13 +127,13 @@ class _Cut:
             self._cut_if_enough()
         except Exception as error:  # noqa: BLE001 - nothing awaits a timer, so `check` raises it
             self._error = error
-            for task in self.asked.values():
+            for task in self.in_engine.values():
                 task.cancel()
 
     def _cut_if_enough(self) -> None:
         if self._late and not self.done and self._complete >= self._deadline.least:
             self.done = True
-            self._engine.cut(self.asked.keys())
+            self._engine.cut(self.in_engine.keys())
 
 
 class PartialSampling:
@@ -178,7 +178,7 @@ class PartialSampling:
         units, self._carried = self._carried, []
         given_up = [unit for unit in units if unit.behind(version) > self._versions]
         units = [unit for unit in units if unit.behind(version) <= self._versions]
-        continued = sum(unit.tokens_begun for unit in units)
+        continued = sum(unit.partial_tokens for unit in units)
         units += self._new(plan, step, sum(len(unit.indices) for unit in units))
         await self._play(units)
         groups = [unit.group(()) for unit in given_up]
@@ -222,19 +222,19 @@ class PartialSampling:
                 name = unit.call.rollout_id(unit.order, index)
                 task = asyncio.current_task()
                 assert task is not None
-                cut.asked[name] = task
+                cut.in_engine[name] = task
                 try:
                     rollout = await self._dispatcher.rollout(
-                        unit.order, index, unit.call, leave=place.aclose, begun=unit.begun.get(index)
+                        unit.order, index, unit.call, leave=place.aclose, resumed_from=unit.partials.get(index)
                     )
                 except CutShort as short:
-                    if short.begun is not None:
-                        unit.begun[index] = short.begun
+                    if short.partial is not None:
+                        unit.partials[index] = short.partial
                     return
                 finally:
-                    del cut.asked[name]
+                    del cut.in_engine[name]
             unit.finished[index] = replace(rollout, group=unit.number)  # group numbers of two batches overlap
-            unit.begun.pop(index, None)
+            unit.partials.pop(index, None)
             unit.finishes.append(time.perf_counter())
             cut.ended(unit)
 

@@ -174,7 +174,7 @@ class TorchEngine(Engine):
         waiting, self._queue = self._queue, deque()
         for pending in waiting:
             if pending.request.id in wanted:
-                _fail(pending, CutShort(pending.request.begun))
+                _fail(pending, CutShort(pending.request.resumed_from))
             else:
                 self._queue.append(pending)
         for ticket, pending in self._batch.running.items() if self._batch is not None else ():
@@ -315,7 +315,7 @@ class TorchEngine(Engine):
         now = time.perf_counter()
         for ticket, result in turn.finished:
             pending = batch.running.pop(ticket)
-            sampled = len(result.token_ids) - pending.request.tokens_begun
+            sampled = len(result.token_ids) - pending.request.tokens_resumed
             batch.completions += 1
             batch.tokens += sampled
             batch.longest_s = max(batch.longest_s, now - pending.arrived)

@@ -280,7 +280,7 @@ class VllmEngine(Engine):
         """One attempt. Raises CutShort if the request was cut in time."""
         request, sent, version = tracked.request, time.perf_counter(), self.version
         if tracked.cut:
-            raise CutShort(request.begun)
+            raise CutShort(request.resumed_from)
         tracked.server = server
         try:
             generated = await self._exchange(server, tracked, label)

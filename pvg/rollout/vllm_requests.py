@@ -214,8 +214,8 @@ async def _abort(server: Server, running: Sequence[InFlightRequest]) -> None:
 
 
 def joined(request: GenerationRequest, new: PartialCompletion | None) -> PartialCompletion | None:
-    """The tokens of `request.begun` and the `new` ones as one completion; None without any."""
-    before = request.begun
+    """The tokens of `request.resumed_from` and the `new` ones as one completion; None without any."""
+    before = request.resumed_from
     if before is None or new is None:
         return new or before
     first = len(before.token_ids)
@@ -234,9 +234,9 @@ def remainder(request: GenerationRequest) -> GenerationRequest:
     """`request` as a server sees it: a longer prompt, fewer tokens and a new seed. A server seeds its random generator
     for each request, and the old seed would repeat the random numbers of the first tokens. A continued completion
     therefore equals an uncut one in distribution, not token by token."""
-    first = request.tokens_begun
+    first = request.tokens_resumed
     if not first:
         return request
     sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens - first)
     seed = int(np.random.SeedSequence((request.seed, first)).generate_state(1, np.uint64)[0])
-    return replace(request, prompt_ids=request.known_ids, sampling=sampling, seed=seed, begun=None)
+    return replace(request, prompt_ids=request.known_ids, sampling=sampling, seed=seed, resumed_from=None)

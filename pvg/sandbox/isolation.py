@@ -66,7 +66,7 @@ class WardenProcess:
             assert self._process.stdin is not None
             os.set_blocking(self._process.stdin.fileno(), False)
             header, _ = self._answer(time.monotonic() + START_S)
-            self.given = frozenset(header["given"])
+            self.walls = frozenset(header["given"])
             self.refused: dict[str, str] = header["refused"]
             self.unlimited = tuple(header["unlimited"])
             self.python: str = header["python"]
@@ -205,7 +205,7 @@ class Isolation:
     """A sandbox's isolation. `refused`: the mechanisms that are missing, and why. `open_`: the escape attempts that
     succeeded. `unlimited`: resources without a limit."""
 
-    given: frozenset[str]
+    walls: frozenset[str]
     refused: dict[str, str] = field(default_factory=dict)
     open_: tuple[str, ...] = ()
     unlimited: tuple[str, ...] = ()
@@ -214,9 +214,9 @@ class Isolation:
     def complaints(self) -> list[str]:
         """Why this is not `full`; empty if it is."""
         found = []
-        if "seccomp" not in self.given:
+        if "seccomp" not in self.walls:
             found.append(f"no system call filter ({self.refused.get('seccomp', 'not offered')})")
-        if not self.given & {"namespaces", "landlock"}:
+        if not self.walls & {"namespaces", "landlock"}:
             why = " and ".join(
                 f"{name}: {self.refused.get(name, 'not offered')}" for name in ("namespaces", "landlock")
             )
@@ -227,7 +227,7 @@ class Isolation:
     def describe(self) -> str:
         """A summary such as "full (landlock, namespaces, seccomp)"."""
         level = "reduced" if self.complaints else "full"
-        return f"{level} ({', '.join(sorted(self.given)) or 'limits only'})"
+        return f"{level} ({', '.join(sorted(self.walls)) or 'limits only'})"
 
 
 def open_first_warden(level: Level, offered: frozenset[str]) -> tuple[WardenProcess, Isolation]:
@@ -240,7 +240,7 @@ def open_first_warden(level: Level, offered: frozenset[str]) -> tuple[WardenProc
     except (WardenFailedError, OSError) as error:
         raise MissingRequirementError(f"The sandbox does not start: {error}.", REMEDY) from None
     try:
-        isolation = Isolation(warden.given, warden.refused, _ways_out(warden), warden.unlimited)
+        isolation = Isolation(warden.walls, warden.refused, _ways_out(warden), warden.unlimited)
         if level == "full" and isolation.complaints:
             raise MissingRequirementError(
                 f"This machine cannot isolate programs: {'; '.join(isolation.complaints)}.", REMEDY

@@ -108,7 +108,7 @@ class _Wardens:
     """The idle and the busy wardens; starts another one if all are busy."""
 
     def __init__(self, first: WardenProcess, offered: frozenset[str]) -> None:
-        self._made_of, self._offered = (first.given, first.unlimited), offered
+        self._made_of, self._offered = (first.walls, first.unlimited), offered
         self._idle, self._busy = [first], set[WardenProcess]()
         self._closed = False
         self._lock = threading.Lock()
@@ -129,9 +129,9 @@ class _Wardens:
         with self._lock:
             self._busy.add(warden)
             closed = self._closed
-        if closed or (warden.given, warden.unlimited) != self._made_of:
+        if closed or (warden.walls, warden.unlimited) != self._made_of:
             self.drop(warden)
-            why = "it was closed" if closed else f"a second one got {sorted(warden.given)}, the first one more"
+            why = "it was closed" if closed else f"a second one got {sorted(warden.walls)}, the first one more"
             raise WardenFailedError(why)
         return warden
 

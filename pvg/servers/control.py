@@ -221,7 +221,7 @@ class ServerLoad:
         return (self.generated - before.generated) / seconds, (self.read - before.read) / seconds
 
 
-def read_figures(text: str) -> ServerLoad:
+def parse_server_load(text: str) -> ServerLoad:
     """Parse Prometheus' text format. Missing metrics count as 0."""
     found = dict.fromkeys(READ.values(), 0.0)
     for line in text.splitlines():

@@ -34,7 +34,7 @@ from pvg.errors import ConfigurationError, MissingRequirementError, ServerUnavai
 from pvg.servers import supervisor
 from pvg.servers.command import ServerSpec
 from pvg.servers.connections import KEY_VARIABLE
-from pvg.servers.control import ServerLoad, read_figures
+from pvg.servers.control import ServerLoad, parse_server_load
 from pvg.servers.pool import ConnectionLimits, HttpPool, RefusedRequest, ServerFault
 
 LAST_LINES = 20  # shown for a server that failed
@@ -200,10 +200,10 @@ class VllmServer:
             await asyncio.sleep(POLL_S)
         raise self._failure("ended")
 
-    async def figures(self) -> ServerLoad:
+    async def current_load(self) -> ServerLoad:
         """The server's current load. Raises a ServerFault."""
         reply = await self.pool.request("GET", f"{self.url}/metrics", timeout_s=HEALTH_S)
-        return read_figures(reply.body.decode(errors="replace"))
+        return parse_server_load(reply.body.decode(errors="replace"))
 
     async def stop(self) -> None:
         """End the server and all its processes. A second call does nothing."""
@@ -320,7 +320,7 @@ class VllmServer:
 
     def _failure(self, what: str, remedy: str = "") -> ServerFailedError:
         lines = self._log.last_lines() if self.spec.log.exists() else []
-        how = "" if self._exit is None else f" ({_exit_in_words(self._exit)})"
+        how = "" if self._exit is None else f" ({_exit_text(self._exit)})"
         reason = next((f": {without_prefix(line)}" for line in reversed(lines[-1:]) if "rror" in line), "")
         if any(TOO_OLD in line for line in lines):
             remedy = f"vLLM {self.spec.interpreter.vllm} is too old (0.32 works), or serving.extra_args is wrong."
@@ -329,7 +329,7 @@ class VllmServer:
         )
 
 
-def _exit_in_words(code: int) -> str:
+def _exit_text(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     name = signal.Signals(-code).name

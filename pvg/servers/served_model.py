@@ -353,7 +353,9 @@ class ServedModel:
         if newest.prove is None:
             return dict.fromkeys(servers)
         gaps: dict[Server, float | None] = {}
-        found = await asyncio.gather(*(self._asked(s, newest.prove) for s in servers), return_exceptions=True)
+        found = await asyncio.gather(
+            *(self._prove_with_retries(s, newest.prove) for s in servers), return_exceptions=True
+        )
         for server, figures in zip(servers, found, strict=True):
             if isinstance(figures, ServerFault):
                 self.fleet.lose(server, figures)
@@ -365,7 +367,7 @@ class ServedModel:
                 self._log("canary", newest, server=server.url, **figures)
         return gaps
 
-    async def _asked(self, server: Server, prove: Prove) -> Mapping[str, float]:
+    async def _prove_with_retries(self, server: Server, prove: Prove) -> Mapping[str, float]:
         """A silent server is not asked again, because the weight update waits for this."""
         try:
             return await asked_again(lambda: prove(server), self._retries)

@@ -35,7 +35,7 @@ TRAINED = "trained"  # the source of a baseline that the evaluation trains; a st
 ATTACKED = ("found", "censored")  # statuses of attacks that have left an attacker
 
 
-def lacking(run: RunDirectory, wanted: Experiment, parts: Sequence[str], rounds: Sequence[int]) -> str:
+def missing_results(run: RunDirectory, wanted: Experiment, parts: Sequence[str], rounds: Sequence[int]) -> str:
     """What the run's evaluation lacks of `parts` (empty: all) in these rounds with the settings of `wanted`, in one
     line; "" if it is complete."""
     try:
@@ -46,10 +46,10 @@ def lacking(run: RunDirectory, wanted: Experiment, parts: Sequence[str], rounds:
         return "its evaluation is damaged"
     if not isinstance(found, Mapping) or not isinstance(found.get("settings"), Mapping):
         return "its evaluation has no settings"
-    return _foreign(found, wanted) or _missing(found, parts or default_parts(wanted), rounds)
+    return _setting_difference(found, wanted) or _missing(found, parts or default_parts(wanted), rounds)
 
 
-def _foreign(found: Mapping[str, Any], wanted: Experiment) -> str:
+def _setting_difference(found: Mapping[str, Any], wanted: Experiment) -> str:
     """The difference if the evaluation has another game or other settings; otherwise ""."""
     if found.get("config_hash") != wanted.hash():
         return "its evaluation is of another game"
@@ -58,15 +58,15 @@ def _foreign(found: Mapping[str, Any], wanted: Experiment) -> str:
     return f"its evaluation has other settings: {'; '.join(changed)}" if changed else ""
 
 
-def _missing(found: Mapping[str, Any], asked: Sequence[str], rounds: Sequence[int]) -> str:
+def _missing(found: Mapping[str, Any], requested: Sequence[str], rounds: Sequence[int]) -> str:
     by_number = {row.get("round"): row for row in found.get("rounds", ())}
     for number in rounds:
         row = by_number.get(number, {})
-        if part := next((part for part in asked if row.get(part.replace("-", "_")) is None), None):
+        if part := next((part for part in requested if row.get(part.replace("-", "_")) is None), None):
             return f"its evaluation has no {part} of round {number}"
-        if {"exploit", "detection"} <= set(asked) and (kind := _undetected(row)):
+        if {"exploit", "detection"} <= set(requested) and (kind := _undetected(row)):
             return f"its evaluation has no detection of the {kind} attacker of round {number}"
-    if "tax" in asked and (found.get("baseline") or {}).get("source") != TRAINED:
+    if "tax" in requested and (found.get("baseline") or {}).get("source") != TRAINED:
         return "its tax is measured against another baseline"
     return ""
 
@@ -150,7 +150,7 @@ class StudyFolder:
         )
 
 
-def standing(cell: Cell, folder: StudyFolder, evaluate: StudyEvaluation | None) -> CellProgress:
+def progress_of(cell: Cell, folder: StudyFolder, evaluate: StudyEvaluation | None) -> CellProgress:
     reason = _failure(folder.failure(cell))
     if not cell.run.experiment_file.is_file():
         return CellProgress("new", reason=reason)
@@ -225,7 +225,7 @@ def forget_failure(cell: Cell, folder: StudyFolder) -> None:
 def unevaluated(cell: Cell, evaluate: StudyEvaluation, rounds: int) -> str:
     """What the cell's evaluation lacks of what the study requires, in one line; "" if it is complete."""
     assert cell.evaluated is not None, "a study with [evaluate] has its settings for every cell"
-    return lacking(cell.run, cell.evaluated, evaluate.parts, evaluate.numbers(rounds))
+    return missing_results(cell.run, cell.evaluated, evaluate.parts, evaluate.numbers(rounds))
 
 
 def _failure(file: Path) -> str:

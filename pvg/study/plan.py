@@ -76,19 +76,21 @@ def refuse_unmeasured(
             f"Known: {', '.join(PARTS)}.",
         )
     for name, experiment in arms.items():
-        asked = parts or default_parts(experiment)
+        requested = parts or default_parts(experiment)
         try:
-            check_protocol(experiment, asked)
-            if "exploit" in asked:
+            check_protocol(experiment, requested)
+            if "exploit" in requested:
                 check_attacks(experiment)
         except PvgError as error:
             raise ConfigurationError(f"Arm {name!r} of {path}: {error.message}", error.remedy) from None
         for measure in measures:
-            _refuse_empty(measure, asked, name, experiment, path)
+            _refuse_empty(measure, requested, name, experiment, path)
 
 
-def _refuse_empty(measure: StudyMeasure, asked: Sequence[str], name: str, experiment: Experiment, path: str) -> None:
-    if lacking := next((part for part in measure.parts if part not in asked), None):
+def _refuse_empty(
+    measure: StudyMeasure, requested: Sequence[str], name: str, experiment: Experiment, path: str
+) -> None:
+    if lacking := next((part for part in measure.parts if part not in requested), None):
         there = lacking in default_parts(experiment)
         raise ConfigurationError(
             f"The measure {measure.name!r} needs the part {lacking!r} of an evaluation, which "

@@ -34,7 +34,7 @@ from pvg.study.cells import (
     StudyFolder,
     forget_failure,
     note_failure,
-    standing,
+    progress_of,
     unevaluated,
     write_settings,
 )
@@ -52,11 +52,11 @@ Job = Literal["train", "evaluate"]
 class StudyObserver(Protocol):
     """Receives events from the thread that plays."""
 
-    def began(self, cell: Cell, job: Job, standing: CellProgress) -> None: ...
+    def began(self, cell: Cell, job: Job, progress: CellProgress) -> None: ...
 
-    def progressed(self, cell: Cell, standing: CellProgress) -> None: ...
+    def progressed(self, cell: Cell, progress: CellProgress) -> None: ...
 
-    def ended(self, cell: Cell, how: Ended, standing: CellProgress, seconds: float) -> None: ...
+    def ended(self, cell: Cell, how: Ended, progress: CellProgress, seconds: float) -> None: ...
 
     def waited(self) -> None:
         """Called every POLL_S, to redraw."""
@@ -112,7 +112,7 @@ def play_cells(
             while waiting and len(running) < plan.processes:
                 cell, job = waiting.popleft()
                 running.append(_start(plan, folder, cell, job, pvg))
-                observer.began(cell, job, standing(cell, folder, plan.evaluate))
+                observer.began(cell, job, progress_of(cell, folder, plan.evaluate))
             for playing in list(running):
                 code = playing.process.poll()
                 if code is None:
@@ -158,7 +158,7 @@ def _toml(value: object) -> str:
 
 
 def _job_of(cell: Cell, folder: StudyFolder, evaluate: StudyEvaluation | None) -> Job:
-    return "evaluate" if standing(cell, folder, evaluate).status == "played" else "train"
+    return "evaluate" if progress_of(cell, folder, evaluate).status == "played" else "train"
 
 
 def _start(plan: StudyPlan, folder: StudyFolder, cell: Cell, job: Job, pvg: Sequence[str]) -> _Playing:
@@ -191,7 +191,7 @@ def _look(playing: _Playing, plan: StudyPlan, folder: StudyFolder, observer: Stu
     now = time.monotonic()
     if now - playing.looked >= LOOK_S:
         playing.looked = now
-        observer.progressed(playing.cell, standing(playing.cell, folder, plan.evaluate))
+        observer.progressed(playing.cell, progress_of(playing.cell, folder, plan.evaluate))
 
 
 def _finish(
@@ -200,7 +200,7 @@ def _finish(
     """Handle the end of a process; returns whether the cell's evaluation comes next."""
     cell, job = playing.cell, playing.job
     playing.signal_all(signal.SIGKILL)  # ends any remaining child processes
-    now = standing(cell, folder, plan.evaluate)
+    now = progress_of(cell, folder, plan.evaluate)
     if code == 0 and job == "train" and now.status == "played":
         observer.progressed(cell, now)
         return True
@@ -212,7 +212,7 @@ def _finish(
         if code == 0 and job == "evaluate" and plan.evaluate is not None:
             reason = unevaluated(cell, plan.evaluate, len(now.rounds))
         note_failure(cell, folder, reason)
-        now = standing(cell, folder, plan.evaluate)
+        now = progress_of(cell, folder, plan.evaluate)
     observer.ended(cell, how, now, time.monotonic() - playing.began)
     return False
 

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict
 from pvg.bench.report import cpu_model, schema_of
 from pvg.errors import MissingRequirementError, PvgError
 from pvg.store.atomic import write_output
-from pvg.study.cells import CellProgress, StudyFolder, standing
+from pvg.study.cells import CellProgress, StudyFolder, progress_of
 from pvg.study.measures import MeasuredValue, RunFacts, StudyMeasure, read_facts
 from pvg.study.plan import Cell, StudyPlan
 from pvg.study.statistics import PairedComparison, SeedSummary, Trend, compare, holm, summarise, trend
@@ -139,7 +139,7 @@ def collect(plan: StudyPlan, command: str) -> StudyResults:
     facts: dict[tuple[str, int], RunFacts] = {}
     cells = []
     for cell in plan.cells:
-        now = standing(cell, folder, plan.evaluate)
+        now = progress_of(cell, folder, plan.evaluate)
         if now.status in ("played", "complete"):
             try:
                 facts[cell.arm, cell.seed] = read_facts(cell.run, evaluated=now.status == "complete")

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pvg.models.packing import PaddedBatch, batches, rectangle
+from pvg.models.packing import PaddedBatch, batches, pad_batch
 from pvg.records import Float32, Int32, Scorable
 from pvg.telemetry.spans import span, submit_in
 
@@ -219,7 +219,7 @@ class TorchBackend:
         """Runs in the executor's thread."""
         began = time.perf_counter()
         with torch.inference_mode(), span("score_service", device=True):
-            packed = rectangle(
+            packed = pad_batch(
                 [entry.ids for entry in inputs],
                 [entry.prompt_length for entry in inputs],
                 self._model.tokenizer.pad_id,

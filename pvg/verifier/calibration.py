@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pvg.errors import TrainingDivergedError
 from pvg.models.ensembles import ScoreScales, VerifierEnsemble
-from pvg.models.packing import batches, rectangle
+from pvg.models.packing import batches, pad_batch
 from pvg.records import Float32, Scorable
 from pvg.telemetry.spans import run_in, span
 from pvg.verifier.template import VerifierTemplate
@@ -94,7 +94,7 @@ async def member_scores(
     def forward() -> None:
         with torch.inference_mode(), span("score_service", device=True):
             for rows in batches([len(ids) for ids, _ in inputs], token_budget, ensemble.max_length):
-                packed = rectangle(
+                packed = pad_batch(
                     [inputs[row][0] for row in rows],
                     [inputs[row][1] for row in rows],
                     ensemble.tokenizer.pad_id,

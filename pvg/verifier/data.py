@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pvg.config.verifier import Verifier
 from pvg.models.heads import VerifierModel
-from pvg.models.packing import batches, rectangle
+from pvg.models.packing import batches, pad_batch
 from pvg.records import Float32, Int32
 from pvg.store.pairs import Pairs, PairStream
 from pvg.telemetry.spans import run_in, span
@@ -186,7 +186,7 @@ class PairSource:
         budget, context = self._section.micro_batch_tokens, self._model.max_length
         for part in batches([len(sequences[number]) for number in unknown], budget, context):
             numbers = unknown[part]
-            packed = rectangle(
+            packed = pad_batch(
                 [sequences[number] for number in numbers],
                 prompt_lengths_N[numbers].tolist(),
                 self._model.tokenizer.pad_id,

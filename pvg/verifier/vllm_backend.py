@@ -29,7 +29,7 @@ from torch import Tensor
 
 from pvg.config.experiment import Experiment
 from pvg.models.heads import VerifierModel
-from pvg.models.packing import batches, rectangle
+from pvg.models.packing import batches, pad_batch
 from pvg.records import Float32
 from pvg.servers.connections import Connections
 from pvg.servers.models import Purpose
@@ -242,7 +242,7 @@ class VllmBackend:
         found: Float32 = np.empty(len(inputs), dtype=np.float32)
         with torch.inference_mode(), span("reference", device=True):
             for rows in batches([len(entry.ids) for entry in inputs], budget, model.max_length):
-                packed = rectangle(
+                packed = pad_batch(
                     [inputs[row].ids for row in rows],
                     [inputs[row].prompt_length for row in rows],
                     model.tokenizer.pad_id,

@@ -21,15 +21,15 @@ KINDS = ("none", "local", "ray")
 MOST_WORKERS = 8
 
 
-def with_workers(experiment: Experiment, begun: Experiment | None = None) -> Experiment:
-    """`experiment` with a definite `cluster`: "auto" and an open number of workers become what fits this machine. For a
-    run that has `begun`, they become what it has, because results depend on it.
+def with_workers(experiment: Experiment, resumed: Experiment | None = None) -> Experiment:
+    """`experiment` with a definite `cluster`: "auto" and an open number of workers become what fits this machine.
+    `resumed`: the experiment of a run that is resumed. Its cluster is kept, because results depend on it.
 
     "auto" gives workers to models that pvg ships, on a CPU with at least two cores, under Linux, where they are tested.
     Larger models compute operations that use all cores, and would need their memory once per worker. OMP_NUM_THREADS
     bounds the cores, as it bounds torch's threads: a study gives each of its processes a share.
     """
-    cluster, before = experiment.cluster, None if begun is None else begun.cluster
+    cluster, before = experiment.cluster, None if resumed is None else resumed.cluster
     if before is not None and isinstance(cluster, AutoCluster):
         return experiment.model_copy(update={"cluster": before})
     if isinstance(cluster, AutoCluster):

@@ -115,7 +115,7 @@ class WorkerEngine(Engine):
         wanted = set(request_ids)
         for request, future in self._waiting:
             if request.id in wanted and not future.done():
-                future.set_exception(CutShort(request.begun))
+                future.set_exception(CutShort(request.resumed_from))
         for block in self._blocks.values():
             if ids := [request.id for request in block.requests if request.id in wanted]:
                 self._pool.tell(block.place, Frame("cut", {"ids": ids}))

@@ -33,7 +33,7 @@ from pvg.models import open_model
 from pvg.models.ensembles import ScoreScales, VerifierEnsemble
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
-from pvg.models.packing import rectangle
+from pvg.models.packing import pad_batch
 from pvg.models.starts import open_learner, open_verifier
 from pvg.rollout import EngineSetup, open_engine
 from pvg.rollout.engine import Completion, CutShort, Engine, EngineStats
@@ -269,7 +269,7 @@ class Worker:
         references_N = np.zeros(len(sequences), np.float32)
         with torch.inference_mode():
             for rows in rows_of("batches", frame.arrays):
-                packed = rectangle(
+                packed = pad_batch(
                     [sequences[row] for row in rows],
                     prompts_N[rows].tolist(),
                     model.tokenizer.pad_id,

@@ -45,22 +45,22 @@ class RayConnection:
         self.ray.shutdown()
 
 
-def open_cluster(workers: int, address: str | None, said: Callable[[str], None]) -> RayConnection:
+def open_cluster(workers: int, address: str | None, log: Callable[[str], None]) -> RayConnection:
     """Connect to the cluster at `address` (HOST:PORT), or start one on this machine with room for `workers`. Takes
-    seconds. The calling thread must live as long as the cluster: Ray's processes end with it. `said` gets the lines
+    seconds. The calling thread must live as long as the cluster: Ray's processes end with it. `log` gets the lines
     that Ray would print to stdout, in any thread.
 
     Raises MissingRequirementError if that fails, and UsageError for what is not an address.
     """
-    return _start(workers, said) if address is None else _join(address, said)
+    return _start(workers, log) if address is None else _join(address, log)
 
 
-def _start(workers: int, said: Callable[[str], None]) -> RayConnection:
+def _start(workers: int, log: Callable[[str], None]) -> RayConnection:
     before = os.environ.get(TOKEN)
     # Ray's processes inherit the token, and nothing of it is left when they have ended.
     os.environ.update({**LOOPBACK_ONLY, MODE: "token", TOKEN: secrets.token_hex(32)})
     try:
-        ray = _import(said)
+        ray = _import(log)
         _init(ray, workers)
     finally:
         os.environ.pop(TOKEN)
@@ -94,7 +94,7 @@ def _init(ray: Any, workers: int) -> None:
         ) from error
 
 
-def _join(address: str, said: Callable[[str], None]) -> RayConnection:
+def _join(address: str, log: Callable[[str], None]) -> RayConnection:
     host, port = _host_and_port(address)
     _require_token(address)
     try:
@@ -106,7 +106,7 @@ def _join(address: str, said: Callable[[str], None]) -> RayConnection:
         ) from None
     if host in LOOPBACK:
         os.environ.update(LOOPBACK_ONLY)
-    ray = _import(said)
+    ray = _import(log)
     try:
         ray.init(address, **QUIET)
     except Exception as error:
@@ -158,7 +158,7 @@ def _cause(error: BaseException) -> str:
     return lines[-1].rstrip(".") if lines else type(error).__name__
 
 
-def _import(said: Callable[[str], None]) -> Any:
+def _import(log: Callable[[str], None]) -> Any:
     if sys.platform == "win32":
         raise MissingRequirementError("Ray workers need Linux or macOS.")
     try:
@@ -173,7 +173,7 @@ def _import(said: Callable[[str], None]) -> Any:
 
     def say(data: dict[str, Any], *_: object, **__: object) -> None:
         for text in data["lines"]:
-            said(shortened(one_line(text), LONGEST_LINE))
+            log(shortened(one_line(text), LONGEST_LINE))
 
     # Ray has no option for this. stdout may hold a JSON document, and the display is on stderr.
     printing.print_worker_logs = say

@@ -125,7 +125,7 @@ class RaySupply:
         self._workers = workers
         # One thread makes all calls of Ray that block, and lives as long as Ray's processes, which end with it.
         self._thread = ThreadPoolExecutor(1, "pvg-ray")
-        self._connected = self._thread.submit(open_cluster, workers, address, self._said)
+        self._connected = self._thread.submit(open_cluster, workers, address, self._log)
         self._opening = asyncio.Lock()
         self._group: Any = None
         self._free = list(range(workers))  # bundles without a worker
@@ -463,7 +463,7 @@ class RaySupply:
 
     # --- connections and calls ----------------------------------------------------------------------------------------
 
-    def _said(self, line: str) -> None:
+    def _log(self, line: str) -> None:
         """Log what Ray would print. Ray calls this from a thread."""
         self.events.event("workers", event="ray", text=line)
 

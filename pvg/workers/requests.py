@@ -20,11 +20,11 @@ def block_of(requests: Sequence[GenerationRequest]) -> Frame:
         "seeds": np.array([request.seed for request in requests], dtype=np.uint64),
         "samplings": np.array([samplings.index(request.sampling) for request in requests], dtype=np.int32),
     }
-    begun = {}
+    resumed = {}
     for index, request in enumerate(requests):
-        if request.begun is not None:
-            fields, own = _partial(request.begun, f"begun.{index}.")
-            begun[str(index)] = fields
+        if request.resumed_from is not None:
+            fields, own = _partial(request.resumed_from, f"resumed_from.{index}.")
+            resumed[str(index)] = fields
             arrays |= own
     plain = [[s.max_tokens, list(s.stop_ids), s.temperature, s.top_p, s.top_k] for s in samplings]
     return Frame(
@@ -33,7 +33,7 @@ def block_of(requests: Sequence[GenerationRequest]) -> Frame:
             "ids": [request.id for request in requests],
             "groups": [request.group for request in requests],
             "samplings": plain,
-            "begun": begun,
+            "resumed_from": resumed,
         },
         arrays,
     )
@@ -49,8 +49,8 @@ def requests_of(frame: Frame) -> list[GenerationRequest]:
             prompt_ids,
             samplings[sampling],
             int(seed),
-            begun=_begun(fields["begun"][str(index)], arrays, f"begun.{index}.")
-            if str(index) in fields["begun"]
+            resumed_from=_partial_of(fields["resumed_from"][str(index)], arrays, f"resumed_from.{index}.")
+            if str(index) in fields["resumed_from"]
             else None,
             group=group,
         )
@@ -82,8 +82,8 @@ def completion_arrays(delivered: Mapping[int, Completion | CutShort]) -> tuple[d
     for index, found in delivered.items():
         if isinstance(found, CutShort):
             cut[str(index)] = None
-            if found.begun is not None:
-                cut[str(index)], own = _partial(found.begun, f"cut.{index}.")
+            if found.partial is not None:
+                cut[str(index)], own = _partial(found.partial, f"cut.{index}.")
                 arrays |= own
     fields = {
         "indexes": list(finished),
@@ -115,19 +115,20 @@ def completions_of(frame: Frame, requests: Sequence[GenerationRequest]) -> dict[
             requests[index].id, ids.copy(), logprobs.copy(), _spans(spans), finish, Timing(*timing), own
         )
     for index, partial in fields["cut"].items():
-        begun = None if partial is None else _begun(partial, arrays, f"cut.{index}.")
-        found[int(index)] = CutShort(begun)
+        cut_short = None if partial is None else _partial_of(partial, arrays, f"cut.{index}.")
+        found[int(index)] = CutShort(cut_short)
     return found
 
 
-def _partial(begun: PartialCompletion, prefix: str) -> tuple[dict[str, Any], dict[str, Array]]:
-    arrays: dict[str, Array] = {f"{prefix}tokens": begun.token_ids, f"{prefix}logprobs": begun.logprobs}
-    if begun.routed_experts is not None:
-        arrays[f"{prefix}experts"] = begun.routed_experts
-    return {"spans": _plain_spans(begun.spans), "timing": [begun.timing.queued_s, begun.timing.service_s]}, arrays
+def _partial(completion: PartialCompletion, prefix: str) -> tuple[dict[str, Any], dict[str, Array]]:
+    arrays: dict[str, Array] = {f"{prefix}tokens": completion.token_ids, f"{prefix}logprobs": completion.logprobs}
+    if completion.routed_experts is not None:
+        arrays[f"{prefix}experts"] = completion.routed_experts
+    timing = [completion.timing.queued_s, completion.timing.service_s]
+    return {"spans": _plain_spans(completion.spans), "timing": timing}, arrays
 
 
-def _begun(fields: Mapping[str, Any], arrays: Arrays, prefix: str) -> PartialCompletion:
+def _partial_of(fields: Mapping[str, Any], arrays: Arrays, prefix: str) -> PartialCompletion:
     experts = arrays.get(f"{prefix}experts")
     return PartialCompletion(
         arrays[f"{prefix}tokens"].copy(),

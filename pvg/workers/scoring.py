@@ -1,6 +1,6 @@
 """`WorkerBackend`: a `ScoreBackend` whose forward passes run in the workers of a pool.
 
-A score's bits do not depend on its batch (pvg.models.packing.rectangle), so the rows are divided such that all workers
+A score's bits do not depend on its batch (pvg.models.packing.pad_batch), so the rows are divided such that all workers
 have the same work.
 """
 

@@ -155,7 +155,7 @@ class ModelInWorkers(GradientWorkers[BatchT], Generic[BatchT]):
             return self._slot
 
     def survey(self, parts: Sequence[Sequence[BatchT]]) -> list[tuple[Tensor, Tensor]]:
-        answers = self._wait(self._asked("survey", parts, {}))
+        answers = self._wait(self._submit("survey", parts, {}))
         return [
             (
                 torch.from_numpy(answer.arrays[f"{number}.losses"]),
@@ -168,7 +168,7 @@ class ModelInWorkers(GradientWorkers[BatchT], Generic[BatchT]):
     def gradients(
         self, parts: Sequence[Sequence[BatchT]], state: Mapping[str, Any], *, measured: bool
     ) -> list[PartGradient]:
-        answers = self._wait(self._asked("gradient", parts, {"state": state, "measured": measured}))
+        answers = self._wait(self._submit("gradient", parts, {"state": state, "measured": measured}))
         return [_part(answer) for answer in answers]
 
     async def logprobs(self, of: Literal["base", "learner"], batch: PolicyBatch) -> list[Float32]:
@@ -190,7 +190,7 @@ class ModelInWorkers(GradientWorkers[BatchT], Generic[BatchT]):
                 found[row] = logprobs
         return found
 
-    async def _asked(self, kind: str, parts: Sequence[Sequence[BatchT]], fields: Mapping[str, Any]) -> list[Frame]:
+    async def _submit(self, kind: str, parts: Sequence[Sequence[BatchT]], fields: Mapping[str, Any]) -> list[Frame]:
         slot = await self._ready()
         frames = []
         for part in parts:
@@ -198,8 +198,8 @@ class ModelInWorkers(GradientWorkers[BatchT], Generic[BatchT]):
             for number, micro_batch in enumerate(part):
                 arrays |= record_arrays(f"{number}.", micro_batch)
             frames.append(Frame(kind, {**fields, "slot": slot, "micro_batches": len(part)}, arrays))
-        asked = [self._pool.submit(self._places[shard], frame) for shard, frame in enumerate(frames)]
-        return list(await asyncio.gather(*asked))
+        answers = [self._pool.submit(self._places[shard], frame) for shard, frame in enumerate(frames)]
+        return list(await asyncio.gather(*answers))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -240,8 +240,8 @@ def test_samples_that_were_taken_in_turn_are_compared_round_by_round(in_turn: bo
     _, first, second = gains(report.model_copy(update={"variants": tuple(variants), "config": config}))
     assert first.step is not None
     assert first.step.ratio == pytest.approx(1.1)
-    assert first.told_apart is in_turn
-    assert not second.told_apart
+    assert first.excludes_one is in_turn
+    assert not second.excludes_one
 
 
 def test_work_that_all_share_stands_once() -> None:

@@ -14,7 +14,7 @@ from evaluation_drill import evaluated_experiment
 from test_runner import changed, evaluated, played
 
 from pvg.config.experiment import Experiment
-from pvg.evaluation.opened_run import OpenedRun, judged
+from pvg.evaluation.opened_run import OpenedRun, open_frozen_verifier
 from pvg.evaluation.opponents import PARTS
 from pvg.evaluation.runner import open_study
 from pvg.game.states import Phase
@@ -64,8 +64,8 @@ async def scores_of(run: RunDirectory, experiment: Experiment, rollouts: list[Ro
     async with AsyncExitStack() as stack:
         reading = OpenedRun.open(run)
         study = await open_study(experiment, reading, SilentObserver(), asyncio.Event(), stack)
-        with judged(study, 0) as judge:
-            return await judge.scores("again", rollouts, "these")
+        with open_frozen_verifier(study, 0) as frozen:
+            return await frozen.scores("again", rollouts, "these")
 
 
 @pytest.mark.drill

@@ -22,7 +22,7 @@ from pvg.config.operation import Evaluate
 from pvg.config.task import ModchainTask
 from pvg.config.verifier import Verifier
 from pvg.evaluation import measures
-from pvg.evaluation.attacks import AttackTarget, check, course_of, reference_of
+from pvg.evaluation.attacks import AttackTarget, attack_training, check, reference_of
 from pvg.evaluation.baseline import baseline_experiment
 from pvg.evaluation.measures import folds_of
 from pvg.evaluation.opponents import attacker_experiment
@@ -240,9 +240,9 @@ def test_the_cgc_floor_is_below_all_scores_by_their_spread_and_one() -> None:
     assert target.cgc_floor == -3.0 - (5.0 - -3.0) - 1.0 == -12.0
     assert target.level == 2 / 3
     study = stub_study([], {})
-    assert course_of(study, target, "cgc").experiment.game.reward.floor == -12.0
+    assert attack_training(study, target, "cgc").experiment.game.reward.floor == -12.0
     given = stub_study([], {}, attack_cgc_floor=-7.0)
-    assert course_of(given, target, "cgc").experiment.game.reward.floor == -7.0
+    assert attack_training(given, target, "cgc").experiment.game.reward.floor == -7.0
 
 
 def test_the_baseline_is_the_helpful_role_alone_and_an_attacker_the_sneaky_one() -> None:

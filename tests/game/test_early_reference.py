@@ -55,7 +55,7 @@ def test_what_arrives_during_a_wait_is_computed_pass_by_pass() -> None:
         early.arrived(rollouts("a"))
         await turns()
         assert reference.passes == []  # nobody waits: a pass would hold up the trainer
-        async with early.meanwhile():
+        async with early.compute_passes():
             await turns()
             early.arrived(rollouts("b"))
             early.arrived(rollouts("c"))
@@ -70,7 +70,7 @@ def test_what_arrives_during_a_wait_is_computed_pass_by_pass() -> None:
         assert {name: logprobs.tolist() for name, logprobs in found.items()} == {"a": [1.0, 1.0], "c": [2.0, 2.0]}
         assert early.take(rollouts("a", "c"), oldest=0) == {}  # not kept
         assert list(early.take(rollouts("b"), oldest=0)) == ["b"]
-        async with early.meanwhile():
+        async with early.compute_passes():
             await turns()
         assert len(reference.passes) == 2  # "d" was taken, so there is nothing left to compute
         await early.close()
@@ -84,7 +84,7 @@ def test_nothing_is_kept_of_what_is_too_old_to_train_on() -> None:
         reference = Reference()
         early = EarlyReference(reference)
         early.start()
-        async with early.meanwhile():
+        async with early.compute_passes():
             early.arrived(rollouts("old", version=3) + rollouts("new", version=4))
             await turns()
             reference.gate.set()
@@ -92,7 +92,7 @@ def test_nothing_is_kept_of_what_is_too_old_to_train_on() -> None:
         early.arrived(rollouts("old and waiting", version=3))
         assert early.take([], oldest=4) == {}
         assert list(early.take(rollouts("old", "new"), oldest=4)) == ["new"]
-        async with early.meanwhile():
+        async with early.compute_passes():
             await turns()
         assert len(reference.passes) == 1
         await early.close()
@@ -108,7 +108,7 @@ def test_the_error_of_a_pass_reaches_the_trainer() -> None:
         reference.gate.set()
 
         async def wait() -> None:
-            async with early.meanwhile():
+            async with early.compute_passes():
                 early.arrived(rollouts("bad"))
                 await turns()
 

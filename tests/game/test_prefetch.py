@@ -234,16 +234,16 @@ def test_each_role_has_its_groups_of_the_synchronous_batches_in_order_and_goes_o
         def batch(self, number: int, of: Role) -> list[GroupOrder]:
             return [ordered(number, place, of) for place, role in enumerate(batches[number % 3]) if role is of]
 
-    def popped(role: Role, count: int, begun: int = 0) -> list[str]:
-        queue = RoleQueue(Orders(), role, 3, begun)  # type: ignore[arg-type]
+    def popped(role: Role, count: int, started: int = 0) -> list[str]:
+        queue = RoleQueue(Orders(), role, 3, started)  # type: ignore[arg-type]
         found = [queue.pop()[1].problem.id for _ in range(count)]
-        begun_after.append(queue.begun)
+        begun_after.append(queue.started)
         return found
 
     begun_after: list[int] = []
     assert popped(Role.SNEAKY, 5) == ["0-0", "0-2", "2-1", "2-2", "3-0"]
     assert popped(Role.SNEAKY, 3) == ["0-0", "0-2", "2-1"]
-    assert popped(Role.SNEAKY, 2, begun=begun_after[-1]) == ["2-2", "3-0"]
+    assert popped(Role.SNEAKY, 2, started=begun_after[-1]) == ["2-2", "3-0"]
     assert popped(Role.HELPFUL, 4) == ["0-1", "1-0", "1-1", "1-2"]
     assert begun_after == [10, 8, 10, 6]
 
@@ -285,9 +285,9 @@ class Orders:
 def test_a_commit_of_an_older_pvg_says_one_number_for_both_roles() -> None:
     prefetcher = Prefetcher(Orders(changed(AHEAD)), Scorer())  # type: ignore[arg-type]
     prefetcher.resume(7)
-    assert prefetcher.begun == {"helpful": 7, "sneaky": 7}
+    assert prefetcher.started == {"helpful": 7, "sneaky": 7}
     prefetcher.resume({"helpful": 5, "sneaky": 8})
-    assert prefetcher.begun == {"helpful": 5, "sneaky": 8}
+    assert prefetcher.started == {"helpful": 5, "sneaky": 8}
 
 
 async def first_batch(
@@ -359,7 +359,7 @@ def test_nothing_is_begun_after_the_last_batch(
     close = Prefetcher.close
 
     async def noting(self: Prefetcher) -> None:
-        closed.append(self.begun)
+        closed.append(self.started)
         await close(self)
 
     monkeypatch.setattr(Prefetcher, "close", noting)

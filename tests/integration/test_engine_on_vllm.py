@@ -244,7 +244,7 @@ def test_requests_that_are_cut_go_on_from_where_they_were_under_the_next_weights
                 try:
                     await players.engine.generate(request)
                 except CutShort as short:
-                    cut.append((request, short.begun))
+                    cut.append((request, short.partial))
 
         # By more than the server decodes together: some have no token yet. Cut again and again, because a process that
         # is starved cuts what the server has long finished.
@@ -263,10 +263,10 @@ def test_requests_that_are_cut_go_on_from_where_they_were_under_the_next_weights
             np.testing.assert_allclose(begun.logprobs, teacher_forced(players, request, begun), atol=1e-3)
 
         await players.publish(moved(players, 0.05), 1)
-        again = [replace(request, begun=begun) for request, begun in some]
+        again = [replace(request, resumed_from=begun) for request, begun in some]
         changes = []
         for request, completion in zip(again, await all_of(players, again), strict=True):
-            first = request.tokens_begun
+            first = request.tokens_resumed
             assert completion.spans == (VersionSpan(0, 0), VersionSpan(first, 1))
             expected = teacher_forced(players, request, completion)
             np.testing.assert_allclose(completion.logprobs[:first], expected[:first], atol=1e-3)

@@ -45,7 +45,7 @@ def test_estimates_from_sizes_and_data_sheets() -> None:
 
 def test_a_given_value_replaces_an_estimate_and_says_so() -> None:
     found = assumed()
-    found.give(["token_s=0.02", "update_s=0.1"])
+    found.assign(["token_s=0.02", "update_s=0.1"])
     assert (found["token_s"], found.values["token_s"].source) == (0.02, "given")
     assert found["pause_s"] == 0.1  # not longer than the update
 
@@ -53,7 +53,7 @@ def test_a_given_value_replaces_an_estimate_and_says_so() -> None:
 def test_a_given_length_replaces_measured_ones() -> None:
     found = assumed()
     found.lengths = {role: np.array([7]) for role in Role}
-    found.give(["mean_tokens=300"])
+    found.assign(["mean_tokens=300"])
     world = world_of(build_experiment(SERVED), found)
     assert world.mean_length == pytest.approx(300, rel=0.01)
 
@@ -61,12 +61,12 @@ def test_a_given_length_replaces_measured_ones() -> None:
 @pytest.mark.parametrize("word", ["token_s", "token_s=", "token_s=fast", "token_s=-1", "token_s=nan", "token_s=0"])
 def test_a_value_that_is_no_number_is_refused(word: str) -> None:
     with pytest.raises(UsageError, match="token_s"):
-        assumed().give([word])
+        assumed().assign([word])
 
 
 def test_an_unknown_input_is_refused_with_the_nearest() -> None:
     with pytest.raises(UsageError, match="Did you mean 'token_s'"):
-        assumed().give(["tokens_s=1"])
+        assumed().assign(["tokens_s=1"])
 
 
 def test_the_world_of_an_experiment() -> None:
@@ -105,7 +105,7 @@ def test_measured_lengths_are_cut_at_the_experiments_limit() -> None:
 
 def test_failures_of_the_trainer() -> None:
     found = assumed()
-    found.give(["trainer_mtbf_h=1", "trainer_restart_s=300"])
+    found.assign(["trainer_mtbf_h=1", "trainer_restart_s=300"])
     # Every 3,600 s of work: 300 s for the restart, and half of 10 steps of 60 s again.
     assert lost_to_trainer_failures(found, 60.0, 10) == pytest.approx(600 / 4200)
 

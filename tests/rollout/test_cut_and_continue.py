@@ -60,7 +60,7 @@ def test_what_is_continued_from_anywhere_is_what_was_never_cut(switches: dict[st
     again = [
         request
         if number % 3 == 0 or len(completion.token_ids) == 1
-        else replace(request, begun=begun_of(completion, int(random.integers(1, len(completion.token_ids)))))
+        else replace(request, resumed_from=begun_of(completion, int(random.integers(1, len(completion.token_ids)))))
         for number, (request, completion) in enumerate(zip(wanted, whole, strict=True))
     ]
     same(generate(again, max_rows=16, **switches), whole)
@@ -83,15 +83,15 @@ def test_a_cut_hands_back_what_there_is_and_it_goes_on_under_the_next_weights(
         engine.cut(cut)
         with pytest.raises(CutShort) as waited:
             await tasks["r5"]
-        assert waited.value.begun is None
+        assert waited.value.partial is None
         await turns()
         gate.open()
         begun: dict[str, PartialCompletion] = {}
         for name in ("r1", "r4"):
             with pytest.raises(CutShort) as short:
                 await tasks[name]
-            assert short.value.begun is not None
-            begun[name] = short.value.begun
+            assert short.value.partial is not None
+            begun[name] = short.value.partial
         same([await tasks[name] for name in ("r0", "r2", "r3")], [undisturbed[n] for n in ("r0", "r2", "r3")])
         for name, found in begun.items():
             assert len(found.token_ids) == 5
@@ -104,7 +104,7 @@ def test_a_cut_hands_back_what_there_is_and_it_goes_on_under_the_next_weights(
         engine.cut(["r1", "nobody"])  # neither is there
 
         await engine.load_weights(WeightUpdate(1, dict(newer.state_dict()), "t"))
-        request = replace(wanted[1], begun=begun["r1"])
+        request = replace(wanted[1], resumed_from=begun["r1"])
         completion = await engine.generate(request)
         assert completion.spans == (VersionSpan(0, 0), VersionSpan(5, 1))
         np.testing.assert_array_equal(completion.logprobs[:5], begun["r1"].logprobs)  # as they were sampled
@@ -114,7 +114,7 @@ def test_a_cut_hands_back_what_there_is_and_it_goes_on_under_the_next_weights(
         assert engine.stats.tokens == 3 * 12 + 2 * 5 + 7
         assert completion.timing.service_s > begun["r1"].timing.service_s
         third = replace(
-            wanted[4], begun=PartialCompletion(begun["r4"].token_ids, begun["r4"].logprobs, begun["r4"].spans)
+            wanted[4], resumed_from=PartialCompletion(begun["r4"].token_ids, begun["r4"].logprobs, begun["r4"].spans)
         )
         assert (await engine.generate(third)).spans == (VersionSpan(0, 0), VersionSpan(5, 1))
 
@@ -141,7 +141,7 @@ def test_what_is_continued_keeps_the_experts_it_was_sampled_with() -> None:
         for request, completion, end in zip(wanted, whole, ends, strict=True):
             known = experts_of(completion)[: len(request.prompt_ids) + end - 1]
             begun = replace(begun_of(completion, end), routed_experts=np.full_like(known, 9) if marked else known)
-            again.append(replace(request, begun=begun) if end else request)
+            again.append(replace(request, resumed_from=begun) if end else request)
         found = sampled(again)
         same(found, whole)
         for request, completion, other, end in zip(wanted, found, whole, ends, strict=True):
@@ -164,15 +164,15 @@ def test_a_cut_hands_back_the_experts_too() -> None:
         gate.open()
         with pytest.raises(CutShort) as short:
             await task
-        begun = short.value.begun
+        begun = short.value.partial
         assert begun is not None
         assert begun.routed_experts is not None
         assert len(begun.routed_experts) == len(request.prompt_ids) + len(begun.token_ids) - 1
-        completion = await engine.generate(replace(request, begun=begun))
+        completion = await engine.generate(replace(request, resumed_from=begun))
         assert completion.routed_experts is not None
         assert len(completion.routed_experts) == len(request.prompt_ids) + 12 - 1
         with pytest.raises(ConfigurationError, match="not an unfinished completion"):
-            check_request(replace(request, begun=replace(begun, routed_experts=begun.routed_experts[1:])))
+            check_request(replace(request, resumed_from=replace(begun, routed_experts=begun.routed_experts[1:])))
 
     with_engine(use, model=model, lean=False, routed_experts=True)
 
@@ -183,13 +183,13 @@ def test_a_completion_cut_twice_under_one_version_has_one_span_of_it() -> None:
     begun = PartialCompletion(
         np.array([4, 5, 6], np.int32), np.zeros(3, np.float32), (VersionSpan(0, 2), VersionSpan(2, 7))
     )
-    continued = replace(request, begun=begun)
+    continued = replace(request, resumed_from=begun)
     assert continued.known_ids.tolist() == [3, 4, 5, 6]
     assert continued.spans(9, 7) == begun.spans
     assert continued.spans(9, 8) == (VersionSpan(0, 2), VersionSpan(2, 7), VersionSpan(3, 8))
     assert continued.spans(3, 8) == begun.spans  # nothing more was sampled
     assert begun.version == 2
-    timed = replace(request, begun=replace(begun, timing=Timing(1.0, 2.0)))
+    timed = replace(request, resumed_from=replace(begun, timing=Timing(1.0, 2.0)))
     assert timed.timing(0.5, 0.25) == Timing(1.5, 2.25)
 
 
@@ -215,15 +215,15 @@ def beginning(
     ids=["nothing", "all of it", "ended", "log-probs missing", "no version", "from later on", "of later tokens"],
 )
 def test_what_is_no_unfinished_completion_is_refused(begun: PartialCompletion) -> None:
-    request = GenerationRequest("r", np.array([3], np.int32), LONG, 1, begun=begun)
-    with pytest.raises(ConfigurationError, match="begun is not an unfinished completion"):
+    request = GenerationRequest("r", np.array([3], np.int32), LONG, 1, resumed_from=begun)
+    with pytest.raises(ConfigurationError, match="resumed_from is not an unfinished completion"):
         check_request(request)
 
 
 def test_tokens_outside_the_vocabulary_are_refused_in_a_beginning_too() -> None:
     (request,) = requests(prompts(1), LONG)
     with pytest.raises(ConfigurationError, match="outside the model's vocabulary"):
-        generate([replace(request, begun=beginning([999]))])
+        generate([replace(request, resumed_from=beginning([999]))])
 
 
 def test_an_engine_that_cannot_hand_back_says_so() -> None:

@@ -14,7 +14,7 @@ from pvg.errors import ConfigurationError, StateError
 from pvg.records import Grade, Group, Problem, Role, Split, Timing, VersionSpan
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, request_seed
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
-from pvg.rollout.gathering import BEGUN_AT_A_TIME
+from pvg.rollout.gathering import STARTED_AT_A_TIME
 from pvg.rollout.torch_engine import TorchEngine
 
 EOS = 1
@@ -221,7 +221,7 @@ def test_many_rollouts_begin_over_several_turns_of_the_loop_and_in_order() -> No
         await sampling
 
     asyncio.run(play())
-    assert max(after - before for before, after in zip([0, *turns], turns, strict=False)) <= 2 * BEGUN_AT_A_TIME
+    assert max(after - before for before, after in zip([0, *turns], turns, strict=False)) <= 2 * STARTED_AT_A_TIME
     assert [request.id for request in engine.seen] == [
         f"r2/mint/{10 * (300 - g):05d}/0{i}" for g in range(300) for i in range(4)
     ]

@@ -19,7 +19,7 @@ from pvg.errors import StateError
 from pvg.records import Grade, Group, Problem, Role, VersionSpan
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall
 from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
-from pvg.rollout.gathering import BEGUN_AT_A_TIME, Deadline
+from pvg.rollout.gathering import STARTED_AT_A_TIME, Deadline
 from pvg.rollout.partial import PartialSampling
 from pvg.servers.publishing import WeightUpdate
 
@@ -153,7 +153,7 @@ def test_what_is_being_graded_when_the_time_is_up_is_whole() -> None:
         (group,) = await game.next()
         assert (asyncio.get_running_loop().time(), names([group])) == (12.0, [["b0/00000/00", "b0/00000/01"]])
         assert game.partial.carried == 2
-        assert sum(unit.tokens_begun for unit in game.partial._carried) == 12
+        assert sum(unit.partial_tokens for unit in game.partial._carried) == 12
 
     run_in_virtual_time(work())
 
@@ -167,7 +167,7 @@ def test_many_rollouts_begin_over_several_turns_of_the_loop() -> None:
         for _ in range(8):
             await asyncio.sleep(0)
             seen.append(len(game.engine._running))
-        assert 0 < next(count for count in seen if count) <= BEGUN_AT_A_TIME + 2
+        assert 0 < next(count for count in seen if count) <= STARTED_AT_A_TIME + 2
         assert seen[-1] == 600
         assert len(await sampling) == 300
 

@@ -30,7 +30,7 @@ async def cut_after(d: Drill, asked: Sequence[GenerationRequest], tokens: int) -
     await until(lambda: all(any(len(made.ids) >= tokens for made in live(d, one.id)) for one in asked))
     d.engine.cut([one.id for one in asked])
     found = await asyncio.gather(*tasks, return_exceptions=True)
-    begun = [short.begun for short in found if isinstance(short, CutShort)]
+    begun = [short.partial for short in found if isinstance(short, CutShort)]
     assert len(begun) == len(asked)
     return [one for one in begun if one is not None]
 
@@ -64,7 +64,7 @@ def test_what_was_cut_goes_on_under_the_next_version(streamed: bool, tmp_path: P
         assert d.engine.stats.tokens == sum(len(found.token_ids) for found in begun)
 
         await d.publish(1)
-        again = [replace(one, begun=found) for one, found in zip(asked, begun, strict=True)]
+        again = [replace(one, resumed_from=found) for one, found in zip(asked, begun, strict=True)]
         done = await asyncio.gather(*map(d.engine.generate, again))
         for one, found, whole in zip(again, begun, done, strict=True):
             first = len(found.token_ids)
@@ -90,9 +90,9 @@ def test_tokens_of_two_versions_are_told_apart_when_they_are_cut(tmp_path: Path)
         d.engine.cut(["r1"])
         with pytest.raises(CutShort) as short:
             await task
-        assert short.value.begun is not None
-        assert short.value.begun.spans == (VersionSpan(0, 0), VersionSpan(made.spans[1]["start"], 1))
-        assert short.value.begun.version == 0
+        assert short.value.partial is not None
+        assert short.value.partial.spans == (VersionSpan(0, 0), VersionSpan(made.spans[1]["start"], 1))
+        assert short.value.partial.version == 0
 
     run(use, tmp_path, token_ms=60.0)
 
@@ -103,15 +103,15 @@ def test_what_has_no_token_yet_has_nothing_to_hand_back(tmp_path: Path) -> None:
         asked = request(1, 75, stops=False)
         tasks = [asyncio.create_task(d.engine.generate(asked))]
         begun = PartialCompletion(np.array([5, 6], np.int32), np.zeros(2, np.float32), (VersionSpan(0, 0),))
-        tasks.append(asyncio.create_task(d.engine.generate(replace(request(2, 75, stops=False), begun=begun))))
+        tasks.append(asyncio.create_task(d.engine.generate(replace(request(2, 75, stops=False), resumed_from=begun))))
         await asyncio.sleep(0)
         d.engine.cut(["r1", "r2"])  # before the servers have heard of them: they are told again
         found = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(found[0], CutShort)
         assert isinstance(found[1], CutShort)
-        assert found[0].begun is None or len(found[0].begun.token_ids) < 75
-        assert found[1].begun is not None
-        assert found[1].begun.token_ids[:2].tolist() == [5, 6]
+        assert found[0].partial is None or len(found[0].partial.token_ids) < 75
+        assert found[1].partial is not None
+        assert found[1].partial.token_ids[:2].tolist() == [5, 6]
 
     run(use, tmp_path, token_ms=20.0)
 
@@ -132,14 +132,14 @@ def test_tokens_that_a_fault_takes_away_are_not_asked_for_again(tmp_path: Path) 
     async def use(d: Drill) -> None:
         await d.publish(0)
         begun = PartialCompletion(np.array([5, 6], np.int32), np.zeros(2, np.float32), (VersionSpan(0, 0),))
-        task = asyncio.create_task(d.engine.generate(replace(request(1, 75, stops=False), begun=begun)))
+        task = asyncio.create_task(d.engine.generate(replace(request(1, 75, stops=False), resumed_from=begun)))
         await until(lambda: d.running() == 1)
         d.engine.cut(["r1"])
         for proxy in d.proxies:
             proxy.reset_all()
         with pytest.raises(CutShort) as short:
             await task
-        assert short.value.begun is begun  # or what the server managed to say before
+        assert short.value.partial is begun  # or what the server managed to say before
         assert sum(sum(server.received.values()) for server in d.servers) == 1
 
     run(use, tmp_path, token_ms=400.0)
@@ -161,19 +161,19 @@ def test_what_a_server_is_asked_to_go_on_with() -> None:
     asked = request(3, 12)
     assert remainder(asked) is asked
     begun = PartialCompletion(np.array([5, 6], np.int32), np.array([-1, -2], np.float32), (VersionSpan(0, 4),))
-    rest = remainder(replace(asked, begun=begun))
+    rest = remainder(replace(asked, resumed_from=begun))
     assert rest.prompt_ids.tolist() == [*asked.prompt_ids.tolist(), 5, 6]
-    assert (rest.sampling.max_tokens, rest.begun, rest.id) == (10, None, asked.id)
+    assert (rest.sampling.max_tokens, rest.resumed_from, rest.id) == (10, None, asked.id)
     assert rest.seed != asked.seed
-    assert rest.seed == remainder(replace(asked, begun=begun)).seed
+    assert rest.seed == remainder(replace(asked, resumed_from=begun)).seed
     new = PartialCompletion(
         np.array([7, 8], np.int32), np.array([-3, -4], np.float32), (VersionSpan(0, 4), VersionSpan(1, 5))
     )
-    whole = joined(replace(asked, begun=begun), new)
+    whole = joined(replace(asked, resumed_from=begun), new)
     assert whole is not None
     assert whole.token_ids.tolist() == [5, 6, 7, 8]
     assert whole.logprobs.tolist() == [-1, -2, -3, -4]
     assert whole.spans == (VersionSpan(0, 4), VersionSpan(3, 5))
-    assert joined(replace(asked, begun=begun), None) is begun
+    assert joined(replace(asked, resumed_from=begun), None) is begun
     assert joined(asked, new) is new
     assert joined(asked, None) is None

@@ -32,7 +32,7 @@ def control() -> Iterator[Sandbox]:
 
 
 def namespaced() -> bool:
-    return "namespaces" in probe().given
+    return "namespaces" in probe().walls
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def test_threads_are_few(sandbox: Sandbox | None) -> None:
     if sandbox is None:
         return
     bomb = sandbox.run(Program.of_function(THREADS, "attack", [[200]]))
-    if "namespaces" in sandbox.isolation.given:
+    if "namespaces" in sandbox.isolation.walls:
         assert bomb.cases[0].value <= 16
     else:
         assert (bomb.status, bomb.cases[0].error) == ("threads", "it started too many threads")
@@ -173,7 +173,7 @@ def test_files_fill_the_scratch_folder_and_no_disk(sandbox: Sandbox | None) -> N
         or "PermissionError" in attack(sandbox, FILL, 1000, 100).error
     )
     assert "Error" in attack(sandbox, FILL, 1, 2000).error  # one file that is larger than the folder
-    if "namespaces" in sandbox.isolation.given:
+    if "namespaces" in sandbox.isolation.walls:
         assert attack(sandbox, FILL, 5, 100).value == 5
 
 
@@ -374,7 +374,7 @@ def test_the_kernel_signals_nobody_for_a_program(sandbox: Sandbox | None, contro
         if sandbox is not None:
             assert attack(sandbox, BY_FILE, other.pid).value is None
         with Sandbox("reduced", LIMITS, workers=1, mechanisms={"seccomp"}) as alone:
-            if "seccomp" in alone.isolation.given:
+            if "seccomp" in alone.isolation.walls:
                 assert attack(alone, BY_FILE, other.pid).value is None
                 assert "have_a_process_signalled" not in alone.isolation.open_
         assert other.poll() is None
@@ -603,9 +603,9 @@ def test_what_the_kernel_has_is_used_and_holds() -> None:
     """Otherwise a wall that broke would be a wall that is not there, and all tests above would see the refusal."""
     there = set(outside(KERNEL))
     # A mount may be refused where a namespace is given (AppArmor): then the sandbox must say so.
-    assert probe().given | set(probe().refused) >= there
-    assert probe().given >= there - {"namespaces"}
+    assert probe().walls | set(probe().refused) >= there
+    assert probe().walls >= there - {"namespaces"}
     for kind, mechanisms in FULL.items():
         found = probe(mechanisms)
-        if found.given == mechanisms:
+        if found.walls == mechanisms:
             assert found.complaints == [], kind

@@ -233,9 +233,9 @@ def test_a_way_out_that_is_open_is_found_by_trying() -> None:
     held = Isolation(frozenset({"seccomp", "landlock"}))
     assert held.complaints == []
     assert held.describe() == "full (landlock, seccomp)"
-    unlimited = Isolation(held.given, {}, (), ("memory",))
+    unlimited = Isolation(held.walls, {}, (), ("memory",))
     assert unlimited.complaints == ["nothing limits memory (this process cannot see it in /proc)"]
-    leaking = Isolation(held.given, {}, ("reach_the_network",))
+    leaking = Isolation(held.walls, {}, ("reach_the_network",))
     assert leaking.complaints == ["a program could reach the network"]
     assert leaking.describe().startswith("reduced")
 

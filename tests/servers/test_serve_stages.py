@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pvg.servers.control import ServerLoad, read_figures
+from pvg.servers.control import ServerLoad, parse_server_load
 from pvg.servers.process import LAST_LINES, LogTail, StartStage
 
 HEAD = "(EngineCore pid=1360) INFO 11-21 14:08:34 [core.py:133] "
@@ -66,6 +66,6 @@ def test_figures_are_added_up_over_engines_and_rates_are_per_second() -> None:
         'vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 9.0\n'
         "vllm:generation_tokens_total 1.2e+03\n"
     )
-    found = read_figures(text)
+    found = parse_server_load(text)
     assert (found.running, found.waiting, found.generated, found.read) == (7, 1, 1200, 0)
     assert ServerLoad(generated=300, read=80, at=12.0).rates(ServerLoad(generated=100, at=10.0)) == (100.0, 40.0)

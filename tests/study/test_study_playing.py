@@ -16,7 +16,7 @@ from study_samples import PVG, SMALL, evaluate, finish, folder_of, small
 
 from pvg.errors import StateError, UsageError
 from pvg.store import FileStateStore
-from pvg.study.cells import CellProgress, StudyFolder, refuse_other_settings, standing, steps_done, unevaluated
+from pvg.study.cells import CellProgress, StudyFolder, progress_of, refuse_other_settings, steps_done, unevaluated
 from pvg.study.measures import MeasuredValue
 from pvg.study.plan import Cell, StudyPlan
 from pvg.study.playing import Ended, Job, _environment, play_cells
@@ -33,15 +33,15 @@ class Told:
         self.requests = 0
         self._stop_when, self._stops = stop_when, requests
 
-    def began(self, cell: Cell, job: Job, standing: CellProgress) -> None:
+    def began(self, cell: Cell, job: Job, progress: CellProgress) -> None:
         self.running.add(cell.name)
         self.most = max(self.most, len(self.running))
         self._tell(f"{job} {cell.name}")
 
-    def progressed(self, cell: Cell, standing: CellProgress) -> None:
-        self._tell(f"{cell.name} at {standing.done}")
+    def progressed(self, cell: Cell, progress: CellProgress) -> None:
+        self._tell(f"{cell.name} at {progress.done}")
 
-    def ended(self, cell: Cell, how: Ended, standing: CellProgress, seconds: float) -> None:
+    def ended(self, cell: Cell, how: Ended, progress: CellProgress, seconds: float) -> None:
         self.running.discard(cell.name)
         self._tell(f"{how} {cell.name}")
 
@@ -70,7 +70,7 @@ def behave(**behaviour: str) -> None:
 
 def now(plan: StudyPlan) -> dict[str, CellProgress]:
     folder = StudyFolder(plan.folder)
-    return {cell.name: standing(cell, folder, plan.evaluate) for cell in plan.cells}
+    return {cell.name: progress_of(cell, folder, plan.evaluate) for cell in plan.cells}
 
 
 def test_every_cell_is_played_in_a_process_of_its_own_seed_by_seed() -> None:
@@ -83,7 +83,7 @@ def test_every_cell_is_played_in_a_process_of_its_own_seed_by_seed() -> None:
     assert [name for name, _ in played] == [cell.name for cell in plan.cells]
     assert len({pid for _, pid in played} | {str(os.getpid())}) == 5
     found = now(plan)
-    assert {standing.status for standing in found.values()} == {"complete"}
+    assert {progress.status for progress in found.values()} == {"complete"}
     assert found["src-seed-001"].rounds[-1] == {"helpful_accuracy": 0.7, "fooled_rate": 0.25}
     assert plan.cells[1].run.experiment() == plan.cells[1].experiment
 
@@ -139,7 +139,7 @@ def test_a_stop_reaches_every_cell_which_commits_and_is_resumed_later() -> None:
     assert (found["cgc-seed-000"].done, found["cgc-seed-000"].reason) == (8 + 3 + 3, "")  # committed at the signal
     behave()
     assert play(plan, Told())
-    assert {standing.status for standing in now(plan).values()} == {"complete"}
+    assert {progress.status for progress in now(plan).values()} == {"complete"}
 
 
 def test_a_second_stop_kills() -> None:
@@ -151,8 +151,8 @@ def test_a_second_stop_kills() -> None:
 
 def test_an_error_of_our_own_leaves_no_process_behind() -> None:
     class Broken(Told):
-        def progressed(self, cell: Cell, standing: CellProgress) -> None:
-            if standing.done:
+        def progressed(self, cell: Cell, progress: CellProgress) -> None:
+            if progress.done:
                 raise RuntimeError("a defect")
 
     behave(cgc_seed_000="wait")
@@ -201,7 +201,7 @@ def test_a_game_is_evaluated_when_it_is_over_and_again_when_something_else_is_as
     assert said[:3] == ["cgc-seed-000", "--parts", "exploit,tax"]
     assert "evaluate.samples=8" in said  # all of them: the run's own may be older ones
     other = small(EVALUATED.replace('evaluate = ["exploit", "tax"]', "evaluate = {set = {evaluate.samples = 4}}"))
-    assert {standing.status for standing in now(other).values()} == {"played"}
+    assert {progress.status for progress in now(other).values()} == {"played"}
     told = Told()
     assert play(other, told)
     assert told.only("train") == []
@@ -216,14 +216,14 @@ def test_the_last_round_alone_is_evaluated_and_measured_where_the_study_says_so(
     plan = small(all_rounds.replace("{parts", '{rounds = "last", parts'))
     assert play(plan, Told())
     assert Path("evaluated.txt").read_text().split()[:5] == ["cgc-seed-000", "--parts", "exploit", "--rounds", "1"]
-    assert {standing.status for standing in now(plan).values()} == {"complete"}
+    assert {progress.status for progress in now(plan).values()} == {"complete"}
     found = collect(plan, "").result("cgc", "steps_to_exploit_src")
     assert found.series[0] == [None, MeasuredValue(200.0, censored=True)]
     assert (found.summary.n, [summary.n for summary in found.rounds]) == (1, [0, 1])
     assert found.trend is not None
     assert found.trend.n == 0  # one round rises and falls nowhere
     other = small(all_rounds)
-    assert {standing.status for standing in now(other).values()} == {"played"}
+    assert {progress.status for progress in now(other).values()} == {"played"}
     assert other.evaluate is not None
     assert unevaluated(other.cells[0], other.evaluate, 2) == "its evaluation has no exploit of round 0"
 

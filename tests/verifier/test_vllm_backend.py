@@ -10,7 +10,7 @@ import torch
 from score_servers_of_tests import Bench, servers, some
 
 from pvg.config import experiment
-from pvg.config.rules import oddities
+from pvg.config.rules import warnings_about
 from pvg.errors import TrainingDivergedError, WeightsNotArrivedError
 from pvg.servers.pool import ConnectionLimits
 from pvg.verifier import score_servers
@@ -307,11 +307,11 @@ def test_settings_that_cannot_work_are_refused(options, named):
 
 
 def test_servers_that_nobody_asks_are_told():
-    assert not [line for line in oddities(wanted(references=("http://r",))) if "servers" in line]
-    told = " ".join(oddities(wanted(engine="torch", references=("http://r",))))
+    assert not [line for line in warnings_about(wanted(references=("http://r",))) if "servers" in line]
+    told = " ".join(warnings_about(wanted(engine="torch", references=("http://r",))))
     assert "serving.verifier_servers" in told
     assert "serving.reference_servers" in told
-    assert "serving.reference_servers" in " ".join(oddities(wanted(head="scalar", references=("http://r",))))
+    assert "serving.reference_servers" in " ".join(warnings_about(wanted(head="scalar", references=("http://r",))))
 
 
 @pytest.mark.parametrize("head", HEADS)

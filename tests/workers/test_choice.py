@@ -48,15 +48,15 @@ def test_a_machine_with_a_gpu_computes_there(monkeypatch):
 
 
 def test_a_resumed_run_keeps_its_workers():
-    begun = build_experiment({"cluster": {"kind": "local", "workers": 3}})
-    assert with_workers(Experiment(), begun) == begun
-    assert with_workers(build_experiment({"cluster": "local"}), begun) == begun
+    resumed = build_experiment({"cluster": {"kind": "local", "workers": 3}})
+    assert with_workers(Experiment(), resumed) == resumed
+    assert with_workers(build_experiment({"cluster": "local"}), resumed) == resumed
     other = build_experiment({"cluster": {"kind": "local", "workers": 2}})
-    assert with_workers(other, begun) == other
+    assert with_workers(other, resumed) == other
     divided = {"cluster": {"kind": "local", "workers": 3, "trainers": 1}, "rollout": {"prefetch": "fresh"}}
-    begun = build_experiment(divided)
-    assert with_workers(build_experiment({**divided, "cluster": "local"}), begun) == begun
-    assert with_workers(build_experiment({**divided, "cluster": "ray"}), begun).cluster == RayCluster(
+    resumed = build_experiment(divided)
+    assert with_workers(build_experiment({**divided, "cluster": "local"}), resumed) == resumed
+    assert with_workers(build_experiment({**divided, "cluster": "ray"}), resumed).cluster == RayCluster(
         workers=3, trainers=1
     )
     before_workers = Experiment()  # a run of an older version has none in its file
@@ -81,8 +81,8 @@ def test_another_cluster_keeps_the_numbers_of_workers():
 
 
 def test_a_resumed_run_keeps_its_number_of_workers_on_another_cluster():
-    begun = build_experiment({"cluster": {"kind": "local", "workers": 3}})
-    assert with_workers(build_experiment({"cluster": "ray"}), begun).cluster == RayCluster(workers=3)
+    resumed = build_experiment({"cluster": {"kind": "local", "workers": 3}})
+    assert with_workers(build_experiment({"cluster": "ray"}), resumed).cluster == RayCluster(workers=3)
     assert with_workers(build_experiment({"cluster": "ray"})).cluster == RayCluster(workers=4)
 
 

@@ -110,7 +110,7 @@ def test_requests_and_completions_survive_the_way():
     )
     requests = [
         GenerationRequest("a", np.array([1, 2], np.int32), Sampling(9, (2,), 0.7, 0.9, 3), seed=2**64 - 1, group=4),
-        GenerationRequest("b", np.array([3], np.int32), Sampling(4, (2,)), seed=0, begun=begun),
+        GenerationRequest("b", np.array([3], np.int32), Sampling(4, (2,)), seed=0, resumed_from=begun),
     ]
     assert [vars_of(r) for r in requests_of(block_of(requests))] == [vars_of(r) for r in requests]
     done = Completion(
@@ -124,10 +124,10 @@ def test_requests_and_completions_survive_the_way():
     found = completions_of(Frame("completed", *completion_arrays({1: done, 0: CutShort(None)})), requests)
     assert vars_of(found[1]) == vars_of(done)
     assert isinstance(found[0], CutShort)
-    assert found[0].begun is None
+    assert found[0].partial is None
     cut = completions_of(Frame("completed", *completion_arrays({1: CutShort(begun)})), requests)[1]
     assert isinstance(cut, CutShort)
-    assert vars_of(cut.begun) == vars_of(begun)
+    assert vars_of(cut.partial) == vars_of(begun)
 
 
 def vars_of(record) -> str:

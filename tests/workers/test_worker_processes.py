@@ -24,7 +24,7 @@ from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.errors import ConfigurationError, WorkerLostError
 from pvg.game.players import Players
-from pvg.game.roles import asked_in
+from pvg.game.roles import prompt_builder
 from pvg.models import open_model
 from pvg.records import Role
 from pvg.rollout.engine import GenerationRequest, Sampling
@@ -113,7 +113,7 @@ async def one_step(workers: int, trainers: int = 0, watch: Callable[[WorkerPool]
 async def step_of(players: Players) -> dict:
     """One step of players that are ready."""
     chosen = players.experiment
-    asked = asked_in(chosen, players.base.tokenizer)
+    asked = prompt_builder(chosen, players.base.tokenizer)
     problems = list(players.task.problems("train"))[:8]
     orders = [asked.order(p, tuple(Role)[n % 2], n, 4) for n, p in enumerate(problems)]
     groups = await players.dispatcher.sample(

@@ -46,16 +46,16 @@ class ContentionSettings(Section):
 
 def make(settings: BenchSettings) -> Workload:
     """Raises ConfigurationError if models.threads is set too, or for settings that e2e cannot measure."""
-    own, experiment = workload_settings(ContentionSettings, settings), settings.experiment
+    workload, experiment = workload_settings(ContentionSettings, settings), settings.experiment
     if experiment.models.threads:
         raise ConfigurationError(
             f"models.threads = {experiment.models.threads}, but this workload compares numbers of threads.",
             "Leave models.threads out.",
         )
-    e2e.check(experiment, own.steps)
-    threads = usable_cores() if own.threads == "cores" else 0
+    e2e.check(experiment, workload.steps)
+    threads = usable_cores() if workload.threads == "cores" else 0
     models = experiment.models.model_copy(update={"threads": threads})
-    return Contention(experiment.model_copy(update={"models": models}), own)
+    return Contention(experiment.model_copy(update={"models": models}), workload)
 
 
 class ChildFailedError(PvgError):
@@ -75,8 +75,8 @@ class Contention:
         ),
     }
 
-    def __init__(self, experiment: Experiment, own: ContentionSettings) -> None:
-        self._experiment, self._own = experiment, own
+    def __init__(self, experiment: Experiment, workload: ContentionSettings) -> None:
+        self._experiment, self._workload = experiment, workload
         self._process: asyncio.subprocess.Process | None = None
         self._opened: dict[str, Any] = {}
         self._times: dict[int, list[CoreTime]] = {busy: [] for busy in BUSY_PROCESSES}
@@ -91,7 +91,7 @@ class Contention:
                 stdout=asyncio.subprocess.PIPE,
                 limit=LONGEST_LINE,
             )
-            self._opened = await self._ask({"experiment": self._experiment.plain(), "steps": self._own.steps})
+            self._opened = await self._ask({"experiment": self._experiment.plain(), "steps": self._workload.steps})
 
     def work(self) -> dict[str, Any]:
         return {"beside": list(BUSY_PROCESSES), **self._opened["work"]}

@@ -31,7 +31,7 @@ from pvg.errors import ConfigurationError
 from pvg.game.ledger import Ledger
 from pvg.game.players import Players
 from pvg.game.prover_phase import ProverPhase
-from pvg.game.roles import asked_in
+from pvg.game.roles import prompt_builder
 from pvg.game.run import check_prompts_fit
 from pvg.game.session import Session
 from pvg.game.states import Phase
@@ -68,9 +68,9 @@ class EndToEndSettings(Section):
 
 
 def make(settings: BenchSettings) -> Workload:
-    own = workload_settings(EndToEndSettings, settings)
-    check(settings.experiment, own.steps)
-    return EndToEnd(settings.experiment, own, settings.executor)
+    workload = workload_settings(EndToEndSettings, settings)
+    check(settings.experiment, workload.steps)
+    return EndToEnd(settings.experiment, workload, settings.executor)
 
 
 def check(experiment: Experiment, steps: int) -> None:
@@ -138,8 +138,8 @@ class EndToEnd:
         ),
     }
 
-    def __init__(self, experiment: Experiment, own: EndToEndSettings, executor: Executor | None = None) -> None:
-        self._experiment, self._own, self._executor = experiment, own, executor
+    def __init__(self, experiment: Experiment, workload: EndToEndSettings, executor: Executor | None = None) -> None:
+        self._experiment, self._workload, self._executor = experiment, workload, executor
         self._stack = AsyncExitStack()
         self._steps: list[Mapping[str, float]] = []  # metrics of the steps of the newest sample
 
@@ -163,7 +163,7 @@ class EndToEnd:
             "verifier": experiment.models.verifier.source,
             "verifier_head": experiment.verifier.head.kind,
             "task": experiment.task.model_dump(mode="json", exclude_none=True),
-            "steps": self._own.steps,
+            "steps": self._workload.steps,
             "groups": training.groups,
             "group_size": rollout.group_size,
             "minibatches": training.minibatches,
@@ -180,7 +180,7 @@ class EndToEnd:
         }
 
     async def sample(self, index: int) -> dict[str, float]:
-        session, steps = self._session, self._own.steps
+        session, steps = self._session, self._workload.steps
         watcher = StepWatcher()
         session.observer = watcher
         with span("reset"):
@@ -198,7 +198,7 @@ class EndToEnd:
     async def _fresh_phase(self) -> ProverPhase:
         session, players = self._session, self._session.players
         await players.compute(lambda: self._learner.load_weights(players.base.weights()))
-        info = PhaseInfo(0, 1, Phase.TRAIN_PROVER.value, "steps", self._own.steps)
+        info = PhaseInfo(0, 1, Phase.TRAIN_PROVER.value, "steps", self._workload.steps)
         phase = ProverPhase(session, info, self._verifier, THRESHOLD, self._learner)
         phase.version = players.engine.version  # play() publishes the start weights as the version after it
         session.ledger.completion_tokens = session.ledger.prompt_tokens = session.ledger.rollouts = 0
@@ -231,7 +231,7 @@ def open_bench_session(
     stack.callback(ledger.close)
     players = Players(experiment, task, ledger.log, executor, opener=opener)
     stack.push_async_callback(players.close)
-    prompts = asked_in(experiment, players.base.tokenizer)
+    prompts = prompt_builder(experiment, players.base.tokenizer)
     session = BenchSession(experiment, task, ledger, players, prompts, SilentObserver(), asyncio.Event(), Tracer())
     check_prompts_fit(session)
     return session

@@ -253,8 +253,8 @@ class PipelinedSteps:
         "useful_step_s": BenchMetric("s", "lower", "useful work of a step: its training, done synchronously"),
     }
 
-    def __init__(self, experiment: Experiment, own: PipelinedStepsSettings, executor: Executor | None) -> None:
-        self._experiment, self._own, self._executor = experiment, own, executor
+    def __init__(self, experiment: Experiment, workload: PipelinedStepsSettings, executor: Executor | None) -> None:
+        self._experiment, self._workload, self._executor = experiment, workload, executor
         self._stack = AsyncExitStack()
         self._plays: list[MeasuredSteps] = []  # one per sample
         self._useful_s: list[float] = []  # a step's useful work, one per sample
@@ -271,7 +271,7 @@ class PipelinedSteps:
             self._learner: LanguageModel = stack.enter_context(open_learner(players, round_=0))
             self._verifier: VerifierModel = players.open_verifier()
             stack.callback(self._verifier.close)
-            batches = self._own.fill + self._own.steps + FREE_BATCHES
+            batches = self._workload.fill + self._workload.steps + FREE_BATCHES
             assert isinstance(players.engine, ChildEngine)
             self._engine = players.engine
             with span("sample_completions"):
@@ -301,7 +301,7 @@ class PipelinedSteps:
     def work(self) -> dict[str, Any]:
         experiment, players = self._experiment, self._session.players
         return {
-            **self._own.model_dump(mode="json"),
+            **self._workload.model_dump(mode="json"),
             "prover": players.base.name,
             "prover_parameters": players.base.num_parameters,
             "verifier": experiment.models.verifier.source,
@@ -314,22 +314,22 @@ class PipelinedSteps:
         }
 
     async def sample(self, index: int) -> dict[str, float]:
-        own, rollout = self._own, self._experiment.rollout
+        workload, rollout = self._workload, self._experiment.rollout
         self._engine.pace(0.0, 0.0, 1)
         with span(RESET), Tracer().drive():  # not part of the pipelined steps or their budget
-            in_turns = await self._play(self._synchronous, 1 + own.calibration, skip=1)
+            in_turns = await self._play(self._synchronous, 1 + workload.calibration, skip=1)
         useful_s = float(np.median(in_turns.trained_s))
-        batch_s = own.engine_share * useful_s
+        batch_s = workload.engine_share * useful_s
         # Mean latency at which `concurrency` requests at once complete a batch in batch_s.
         mean_s = batch_s * rollout.concurrency / (self._experiment.training.groups * rollout.group_size)
-        self._engine.pace(mean_s / _mean_over_median(own.sigma), own.sigma, own.longest, draw=index)
-        play = await self._play(self._session, own.fill + own.steps, skip=own.fill)
+        self._engine.pace(mean_s / _mean_over_median(workload.sigma), workload.sigma, workload.longest, draw=index)
+        play = await self._play(self._session, workload.fill + workload.steps, skip=workload.fill)
         self._plays.append(play)
         self._useful_s.append(useful_s)
         return {
-            "trainer_idle": 1.0 - own.steps * useful_s / play.wall_s,
-            "step_s": play.wall_s / own.steps,
-            "steps_per_hour": 3600 * own.steps / play.wall_s,
+            "trainer_idle": 1.0 - workload.steps * useful_s / play.wall_s,
+            "step_s": play.wall_s / workload.steps,
+            "steps_per_hour": 3600 * workload.steps / play.wall_s,
             "useful_step_s": useful_s,
         }
 
@@ -361,7 +361,7 @@ class PipelinedSteps:
         wall_s = sum(play.wall_s for play in self._plays)
         trained_s = sum(sum(play.trained_s) for play in self._plays)
         recomputed_s = sum(play.recomputed_s for play in self._plays)
-        useful_s = self._own.steps * sum(self._useful_s)
+        useful_s = self._workload.steps * sum(self._useful_s)
 
         dropped, trained = mean("dropped_stale"), mean("rollouts")
         names = ("staleness", "staleness_in_flight", "staleness_in_queue", "groups_in_flight", "groups_waiting")
@@ -374,7 +374,7 @@ class PipelinedSteps:
             "staleness_max": max(step["staleness_max"] for step in steps),
             "dropped_share": dropped / (dropped + trained),
             "trained_step_s": float(np.median([seconds for play in self._plays for seconds in play.trained_s])),
-            "engine_batch_s": self._own.engine_share * float(np.median(self._useful_s)),
+            "engine_batch_s": self._workload.engine_share * float(np.median(self._useful_s)),
         }
 
     async def close(self) -> None:

@@ -195,21 +195,21 @@ class OrderBatch:
 
 
 def make(settings: BenchSettings) -> Workload:
-    own = workload_settings(RolloutWorkloadSettings, settings)
-    check_work(settings.experiment, settings.replay, own.rollouts)
-    if own.engine == "transformers" and settings.experiment.rollout.engine.kind != "torch":
+    workload = workload_settings(RolloutWorkloadSettings, settings)
+    check_work(settings.experiment, settings.replay, workload.rollouts)
+    if workload.engine == "transformers" and settings.experiment.rollout.engine.kind != "torch":
         raise ConfigurationError(
             'workload.engine = "transformers" replaces the engine of this process, not servers.',
             'Set rollout.engine to "torch", or workload.engine to "pvg".',
         )
-    return RolloutWorkload(settings, own)
+    return RolloutWorkload(settings, workload)
 
 
 class RolloutWorkload:
     """See the module. One sample is one call of the dispatcher, or in a replay one call per recorded batch."""
 
-    def __init__(self, settings: BenchSettings, own: RolloutWorkloadSettings) -> None:
-        self._experiment, self._replay, self._own = settings.experiment, settings.replay, own
+    def __init__(self, settings: BenchSettings, workload: RolloutWorkloadSettings) -> None:
+        self._experiment, self._replay, self._workload = settings.experiment, settings.replay, workload
         self._executor = settings.executor
         self._on_servers = settings.experiment.rollout.engine.kind == "vllm"
         self.measures: Mapping[str, BenchMetric] = (
@@ -225,30 +225,32 @@ class RolloutWorkload:
             stack.push_async_callback(self._players.close)
             await self._players.ready(scoring=False)
             self._engine: Engine = self._players.engine
-            if self._own.engine == "transformers":
+            if self._workload.engine == "transformers":
                 from pvg.bench.workloads.rollout import open_generate_engine
 
                 self._engine = open_generate_engine(self._players)
                 stack.push_async_callback(self._engine.close)
-            asked: Any = _Uneven(self._engine) if self._own.uneven_length else self._engine
-            no_stop = self._own.fixed_length or self._own.uneven_length
+            asked: Any = _Uneven(self._engine) if self._workload.uneven_length else self._engine
+            no_stop = self._workload.fixed_length or self._workload.uneven_length
             self._dispatcher = dispatcher(self._players, asked, fixed_length=no_stop)
             self._batches = recorded or [self._fixed()]
             stack.pop_all()  # opened; from now on `close` frees it
 
     def _fixed(self) -> OrderBatch:
-        players, own = self._players, self._own
+        players, workload = self._players, self._workload
         render = prompt_renderer(self._experiment.rollout.prompts, players.base.tokenizer)
-        orders = fixed_orders(self._experiment, players.task, render, own.rollouts, own.seed)
-        if own.prompt_tokens is not None:
-            orders = with_random_prompts(orders, own.prompt_tokens, players.base.tokenizer.vocab_size, own.seed)
+        orders = fixed_orders(self._experiment, players.task, render, workload.rollouts, workload.seed)
+        if workload.prompt_tokens is not None:
+            orders = with_random_prompts(
+                orders, workload.prompt_tokens, players.base.tokenizer.vocab_size, workload.seed
+            )
         return OrderBatch(orders, 0.0, "fixed")
 
     def _recorded(self, task: Task) -> list[OrderBatch]:
         """Empty without a replay."""
         if self._replay is None:
             return []
-        batches = recorded_batches(self._replay, self._own.batches)
+        batches = recorded_batches(self._replay, self._workload.batches)
         seconds = train_seconds(self._replay, batches)
         return [OrderBatch(recorded_orders(b, task), s, b.place) for b, s in zip(batches, seconds, strict=True)]
 
@@ -266,10 +268,10 @@ class RolloutWorkload:
             "temperature": rollout.temperature,
             "top_p": rollout.top_p,
             "top_k": rollout.top_k,
-            "seed": self._own.seed,
+            "seed": self._workload.seed,
         }
         for lengths in ("fixed_length", "uneven_length"):
-            if getattr(self._own, lengths):
+            if getattr(self._workload, lengths):
                 found[lengths] = True
         if self._replay is not None:
             found |= {
@@ -305,7 +307,7 @@ class RolloutWorkload:
             round_=0,
             source="bench",
             step=0,
-            seed=seed_for(self._own.seed, "bench", "requests", batch.place),
+            seed=seed_for(self._workload.seed, "bench", "requests", batch.place),
             prefix=f"bench/{batch.place}",
         )
 

@@ -367,10 +367,10 @@ class SyncWorkload:
 
 def make(settings: BenchSettings) -> Workload:
     """Raises ConfigurationError if the engine accepts fewer requests than there are streams."""
-    own, concurrency = workload_settings(SyncSettings, settings), settings.experiment.rollout.concurrency
-    if concurrency < own.streams:
+    workload, concurrency = workload_settings(SyncSettings, settings), settings.experiment.rollout.concurrency
+    if concurrency < workload.streams:
         raise ConfigurationError(
-            f"workload.streams is {own.streams}, but rollout.concurrency is {concurrency}.",
-            f"Set rollout.concurrency={own.streams}.",
+            f"workload.streams is {workload.streams}, but rollout.concurrency is {concurrency}.",
+            f"Set rollout.concurrency={workload.streams}.",
         )
-    return SyncWorkload(settings.experiment, own, settings.executor)
+    return SyncWorkload(settings.experiment, workload, settings.executor)

@@ -100,9 +100,14 @@ class ServersSync:
     """See the module. The first `warmup` samples are left out of `derived`."""
 
     def __init__(
-        self, experiment: Experiment, own: ServersSyncSettings, warmup: int, executor: Executor | None = None
+        self, experiment: Experiment, workload: ServersSyncSettings, warmup: int, executor: Executor | None = None
     ) -> None:
-        self._experiment, self._own, self._warmup, self._executor = with_pool(experiment, own), own, warmup, executor
+        self._experiment, self._workload, self._warmup, self._executor = (
+            with_pool(experiment, workload),
+            workload,
+            warmup,
+            executor,
+        )
         rollout = experiment.rollout
         self._sampling = Sampling(max_tokens=rollout.max_tokens, stop_ids=(), temperature=rollout.temperature)
         self.measures: Mapping[str, BenchMetric] = MEASURES
@@ -110,46 +115,46 @@ class ServersSync:
         self._rates: list[dict[str, float]] = []  # RATES, one per sample
 
     async def open(self) -> None:
-        self._target = await open_target(self._experiment, self._own.streams, self._own.seed, self._executor)
+        self._target = await open_target(self._experiment, self._workload.streams, self._workload.seed, self._executor)
         streams = self._streams()
         await streams.run(lambda done: done < 1)  # first-time work of server and client happens here
         await streams.update()
 
     def _streams(self) -> RequestStreams:
-        return RequestStreams(self._target, self._sampling, self._own.seed, streamed=True)
+        return RequestStreams(self._target, self._sampling, self._workload.seed, streamed=True)
 
     def work(self) -> dict[str, Any]:
-        own, experiment = self._own, self._experiment
+        workload, experiment = self._workload, self._experiment
         return {
             **self._target.facts,
             "task": experiment.task.kind,
             "servers": len(experiment.serving.servers),
-            "streams": own.streams,
+            "streams": workload.streams,
             "streamed": True,
-            "updates": {"idle": own.updates, "loaded": own.updates, "stepped": own.steps},
+            "updates": {"idle": workload.updates, "loaded": workload.updates, "stepped": workload.steps},
             "rollouts_per_step": rollouts_per_step(experiment),
-            "requests_before_and_after": 2 * own.waves * own.streams,
+            "requests_before_and_after": 2 * workload.waves * workload.streams,
             "completion_tokens": self._sampling.max_tokens,
-            "seed": own.seed,
+            "seed": workload.seed,
         }
 
     async def sample(self, index: int) -> dict[str, float]:
-        own = self._own
+        workload = self._workload
         streams = self._streams()
         with span("idle_updates"):
-            idle = [await streams.update() for _ in range(own.updates)]
+            idle = [await streams.update() for _ in range(workload.updates)]
         with span("streams_before"):
-            before = await streams.run(lambda done: done < own.waves)
+            before = await streams.run(lambda done: done < workload.waves)
         alone_s = statistics.median(streams.batches)
         streams.batches.clear()
         with span("loaded_updates"):
             async with LoopLagMonitor(LAG_HZ) as lag:
-                loaded, during = await streams.update_under_load(own.updates, WITHIN * alone_s)
+                loaded, during = await streams.update_under_load(workload.updates, WITHIN * alone_s)
         stream_s = statistics.median(streams.batches)
         with span("stepped_updates"):
-            stepped = await self._streams().update_each_step(own.steps, rollouts_per_step(self._experiment))
+            stepped = await self._streams().update_each_step(workload.steps, rollouts_per_step(self._experiment))
         with span("streams_after"):
-            after = await streams.run(lambda done: done < own.waves)
+            after = await streams.run(lambda done: done < workload.waves)
         _require_known(loaded)
         window = lag.take()
         rates = {
@@ -202,15 +207,15 @@ class ServersSync:
 
 
 def make(settings: BenchSettings) -> Workload:
-    own = workload_settings(ServersSyncSettings, settings)
-    return ServersSync(settings.experiment, own, settings.profile.warmup, settings.executor)
+    workload = workload_settings(ServersSyncSettings, settings)
+    return ServersSync(settings.experiment, workload, settings.profile.warmup, settings.executor)
 
 
-def with_pool(experiment: Experiment, own: ServersSyncSettings) -> Experiment:
-    """The experiment with one request in flight per stream, and with generation's pool sized by `own.pool`."""
-    spare = own.pool == "spare"
-    rollout = experiment.rollout.model_copy(update={"concurrency": own.streams + (SPARE if spare else 0)})
-    serving = experiment.serving.model_copy(update={"connections": None if spare else own.streams})
+def with_pool(experiment: Experiment, workload: ServersSyncSettings) -> Experiment:
+    """The experiment with one request in flight per stream, and with generation's pool sized by `workload.pool`."""
+    spare = workload.pool == "spare"
+    rollout = experiment.rollout.model_copy(update={"concurrency": workload.streams + (SPARE if spare else 0)})
+    serving = experiment.serving.model_copy(update={"connections": None if spare else workload.streams})
     return experiment.model_copy(update={"rollout": rollout, "serving": serving})
 
 

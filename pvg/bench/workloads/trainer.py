@@ -86,15 +86,15 @@ class TrainerWorkloadSettings(Section):
 
 
 def make(settings: BenchSettings) -> Workload:
-    own = workload_settings(TrainerWorkloadSettings, settings)
-    check_work(settings.experiment, settings.replay, own.rollouts)
+    workload = workload_settings(TrainerWorkloadSettings, settings)
+    check_work(settings.experiment, settings.replay, workload.rollouts)
     minibatches = settings.experiment.training.minibatches
-    if settings.replay is None and own.rollouts < minibatches:
+    if settings.replay is None and workload.rollouts < minibatches:
         raise ConfigurationError(
-            f"workload.rollouts = {own.rollouts} cannot be divided into training.minibatches = {minibatches}.",
+            f"workload.rollouts = {workload.rollouts} cannot be divided into training.minibatches = {minibatches}.",
             "Raise the first or lower the second.",
         )
-    return TrainerWorkload(settings, own)
+    return TrainerWorkload(settings, workload)
 
 
 class RecordedSource:
@@ -124,9 +124,9 @@ class RecordedSource:
 class TrainerWorkload:
     measures: Mapping[str, BenchMetric] = MEASURES
 
-    def __init__(self, settings: BenchSettings, own: TrainerWorkloadSettings) -> None:
-        self._experiment = _without_kl(settings.experiment) if own.reference == "none" else settings.experiment
-        self._replay, self._own, self._executor = settings.replay, own, settings.executor
+    def __init__(self, settings: BenchSettings, workload: TrainerWorkloadSettings) -> None:
+        self._experiment = _without_kl(settings.experiment) if workload.reference == "none" else settings.experiment
+        self._replay, self._workload, self._executor = settings.replay, workload, settings.executor
         self._places: list[str] = []
         self._seconds: list[float] = []  # of the steps, one per sample
         self._reports: list[StepReport] = []  # of the last sample's steps
@@ -145,22 +145,22 @@ class TrainerWorkload:
             self._stack = stack.pop_all()
 
     async def _sampled(self) -> list[PolicyBatch]:
-        players, own = self._players, self._own
+        players, workload = self._players, self._workload
         render = prompt_renderer(self._experiment.rollout.prompts, players.base.tokenizer)
         groups = await players.dispatcher.sample(
-            fixed_orders(self._experiment, players.task, render, own.rollouts, own.seed),
+            fixed_orders(self._experiment, players.task, render, workload.rollouts, workload.seed),
             round_=0,
             source="bench",
             step=0,
-            seed=seed_for(own.seed, "bench", "requests", "fixed"),
+            seed=seed_for(workload.seed, "bench", "requests", "fixed"),
             prefix="bench/fixed",
         )
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        return [policy_batch(rollouts, drawn_rewards(rollouts, own.seed), self._experiment.training.loss.kind)]
+        return [policy_batch(rollouts, drawn_rewards(rollouts, workload.seed), self._experiment.training.loss.kind)]
 
     def _recorded(self) -> list[PolicyBatch]:
         assert self._replay is not None
-        recorded = recorded_batches(self._replay, self._own.batches)
+        recorded = recorded_batches(self._replay, self._workload.batches)
         self._places = [batch.place for batch in recorded]
         loss = self._experiment.training.loss.kind
         return [policy_batch(batch.rollouts, rewards_of(self._replay, batch), loss) for batch in recorded]
@@ -169,7 +169,7 @@ class TrainerWorkload:
         training, players = self._experiment.training, self._players
         objective = PolicyObjective(training, self._experiment.rollout, learner.tokenizer.pad_id)
         self._kl = training.kl.coefficient if objective.needs_reference else 0.0
-        if self._own.reference == "stored" and objective.needs_reference:
+        if self._workload.reference == "stored" and objective.needs_reference:
             for number, batch in enumerate(self._batches):
                 stored = await players.compute(partial(objective.recompute, players.base.module, batch))
                 self._batches[number] = replace(batch, reference_logprobs=stored)
@@ -214,7 +214,7 @@ class TrainerWorkload:
             "mean_prompt_tokens": round(prompts / self._rollouts, 1),
             "mean_completion_tokens": round((self._tokens - prompts) / self._rollouts, 1),
             "prompts": digest_of(ids[:length] for ids, length in rows),
-            "seed": self._own.seed,
+            "seed": self._workload.seed,
         }
         if rank := self._experiment.training.adapters.rank:
             found["lora_rank"] = rank
@@ -258,7 +258,7 @@ class TrainerWorkload:
         lengths = np.concatenate([batch.lengths_N for batch in self._batches])
         predicted = sum(int(batch.completion_lengths_N.sum()) for batch in self._batches)
         forward = forward_flops(self._players.base, lengths, predicted)
-        computes_reference = self._kl > 0.0 and self._own.reference == "recomputed"
+        computes_reference = self._kl > 0.0 and self._workload.reference == "recomputed"
         return forward * (3 + computes_reference)
 
     async def close(self) -> None:

@@ -68,19 +68,19 @@ class VerifierWorkSettings(Section):
 
 
 def make(settings: BenchSettings) -> Workload:
-    own, experiment = workload_settings(VerifierWorkSettings, settings), settings.experiment
-    if own.solutions % experiment.game.mint_samples:
+    workload, experiment = workload_settings(VerifierWorkSettings, settings), settings.experiment
+    if workload.solutions % experiment.game.mint_samples:
         size = experiment.game.mint_samples
         raise ConfigurationError(
-            f"workload.solutions = {own.solutions} is not a multiple of {size}, the solutions per problem.",
-            f"Set it to {max(1, own.solutions // size) * size}, or change game.mint_samples.",
+            f"workload.solutions = {workload.solutions} is not a multiple of {size}, the solutions per problem.",
+            f"Set it to {max(1, workload.solutions // size) * size}, or change game.mint_samples.",
         )
     if not experiment.verifier.score_penalty:
         raise ConfigurationError(
             "verifier.score_penalty = 0, so there is no penalty to measure.",
             "Set verifier.score_penalty above 0.",
         )
-    return VerifierWork(experiment, own, settings.executor)
+    return VerifierWork(experiment, workload, settings.executor)
 
 
 @dataclass
@@ -101,8 +101,10 @@ class VerifierWork:
         "pairs_per_s": BenchMetric("pairs/s", "higher", "pairs drawn and trained on per second"),
     }
 
-    def __init__(self, experiment: Experiment, own: VerifierWorkSettings, executor: Executor | None = None) -> None:
-        self._experiment, self._own, self._executor = experiment, own, executor
+    def __init__(
+        self, experiment: Experiment, workload: VerifierWorkSettings, executor: Executor | None = None
+    ) -> None:
+        self._experiment, self._workload, self._executor = experiment, workload, executor
         self._stack = AsyncExitStack()
         self._averages = SampleAverages()
 
@@ -118,11 +120,13 @@ class VerifierWork:
             self._start: dict[str, Tensor] = {n: t.clone() for n, t in self._verifier.trainable_state().items()}
             render = prompt_renderer(self._experiment.rollout.prompts, players.base.tokenizer)
             problems = problems_of_half(task, "verifier")
-            self._rollouts = await _sampled(players, _orders(self._experiment, problems, render, self._own), self._own)
+            self._rollouts = await _sampled(
+                players, _orders(self._experiment, problems, render, self._workload), self._workload
+            )
             self._shards = RolloutShards(folder)
             self._info: ShardInfo = self._shards.write(0, LABEL, self._rollouts)
             with closing(PairView(self._shards, [self._info])) as view:
-                PairStream(view, {BASE_SOURCE: 1.0}, self._own.seed)  # raises at once if no pairs can be formed
+                PairStream(view, {BASE_SOURCE: 1.0}, self._workload.seed)  # raises at once if no pairs can be formed
             self._stack = stack.pop_all()
 
     def work(self) -> dict[str, Any]:
@@ -136,10 +140,10 @@ class VerifierWork:
             "task": self._experiment.task.model_dump(mode="json", exclude_none=True),
             "solutions": len(self._rollouts),
             "tokens": sum(len(r.completion_ids) for r in self._rollouts),
-            "warm_passes": self._own.warm_passes,
-            "steps": self._own.steps,
+            "warm_passes": self._workload.warm_passes,
+            "steps": self._workload.steps,
             "pairs_per_step": section.pairs,
-            "seed": self._own.seed,
+            "seed": self._workload.seed,
         }
 
     async def sample(self, index: int) -> dict[str, float]:
@@ -157,11 +161,11 @@ class VerifierWork:
             pairs_per_s = await self._train(source)
         self._averages.pairs_per_solution = len(batch) / len(batch.sequences)
         await self._measure_penalty(batch)
-        asked, own = len(self._rollouts), self._own
-        self._averages.warm_over_cold.append(own.warm_passes * cold_s / warm_s)
+        asked, workload = len(self._rollouts), self._workload
+        self._averages.warm_over_cold.append(workload.warm_passes * cold_s / warm_s)
         return {
             "cold_scores_per_s": asked / cold_s,
-            "warm_scores_per_s": own.warm_passes * asked / warm_s,
+            "warm_scores_per_s": workload.warm_passes * asked / warm_s,
             "first_batch_s": first_batch_s,
             "pairs_per_s": pairs_per_s,
         }
@@ -174,7 +178,7 @@ class VerifierWork:
             await scorer.score(self._rollouts)
         cold, cold_s = scorer.stats, time.perf_counter() - began
         began = time.perf_counter()
-        for _ in range(self._own.warm_passes):
+        for _ in range(self._workload.warm_passes):
             with span("score"):
                 await scorer.score(self._rollouts)
         warm_s = time.perf_counter() - began
@@ -185,7 +189,7 @@ class VerifierWork:
     def _source(self, view: PairView) -> PairSource:
         players = self._players
         return PairSource(
-            PairStream(view, {BASE_SOURCE: 1.0}, self._own.seed),
+            PairStream(view, {BASE_SOURCE: 1.0}, self._workload.seed),
             players.template(self._verifier),
             self._verifier,
             self._experiment.verifier,
@@ -208,7 +212,7 @@ class VerifierWork:
         )
         padding, pairs = [], 0.0
         began = time.perf_counter()
-        for _ in range(self._own.steps):
+        for _ in range(self._workload.steps):
             report = await trainer.step()
             assert report is not None, "a pair stream has no end"
             padding.append(report.metrics["padding"])
@@ -223,7 +227,7 @@ class VerifierWork:
         sections = {"with": section, "without": section.model_copy(update={"score_penalty": 0.0})}
         seconds: dict[str, list[float]] = {name: [] for name in sections}
         with span("penalty"):
-            for turn in range(self._own.penalty_turns):
+            for turn in range(self._workload.penalty_turns):
                 for name in sections if turn % 2 else reversed(sections):
                     seconds[name].append(await self._players.compute(self._loss_of(sections[name], batch)))
         self._averages.penalty_cost.append(median(seconds["with"]) / median(seconds["without"]) - 1.0)
@@ -266,7 +270,7 @@ class VerifierWork:
 
 
 def _orders(
-    experiment: Experiment, problems: list[Problem], render: Render, own: VerifierWorkSettings
+    experiment: Experiment, problems: list[Problem], render: Render, workload: VerifierWorkSettings
 ) -> list[GroupOrder]:
     """Per problem a group of each role, with `game.mint_samples` rollouts in all, as in a mint. Raises
     ConfigurationError without problems."""
@@ -275,9 +279,9 @@ def _orders(
             "The task has no training problems for the verifier.", "Raise task.problems or task.limit."
         )
     game = experiment.game
-    rng = generator_for(own.seed, "bench", "mint-roles")
+    rng = generator_for(workload.seed, "bench", "mint-roles")
     chosen = draw_cyclic(
-        len(problems), 0, own.solutions // game.mint_samples, seed_for(own.seed, "bench", "mint-problems")
+        len(problems), 0, workload.solutions // game.mint_samples, seed_for(workload.seed, "bench", "mint-problems")
     )
     found = []
     for place, number in enumerate(chosen):
@@ -289,8 +293,8 @@ def _orders(
     return found
 
 
-async def _sampled(players: Players, orders: list[GroupOrder], own: VerifierWorkSettings) -> list[Rollout]:
-    seed = seed_for(own.seed, "bench", "mint")
+async def _sampled(players: Players, orders: list[GroupOrder], workload: VerifierWorkSettings) -> list[Rollout]:
+    seed = seed_for(workload.seed, "bench", "mint")
     groups = await players.dispatcher.sample(
         orders, round_=0, source=BASE_SOURCE, step=0, seed=seed, prefix="bench/mint"
     )

@@ -196,15 +196,15 @@ def within(value: Any, samples: Sequence[Any]) -> bool:
         keys, values = ([x for table in alike for x in part(table)] for part in (dict.keys, dict.values))
         return all(within(k, keys) and within(v, values) for k, v in value.items())
     items = [item for sample in alike for item in sample]
-    kept = set[str]().union(*map(habits, alike)).intersection(*map(habits, alike))
-    return kept <= habits(value) and all(within(item, items) for item in value)
+    kept = set[str]().union(*map(list_properties, alike)).intersection(*map(list_properties, alike))
+    return kept <= list_properties(value) and all(within(item, items) for item in value)
 
 
 def _kind(value: Any) -> type | tuple[type, ...]:
     return (list, tuple) if isinstance(value, (list, tuple)) else type(value)
 
 
-def habits(items: Sequence[Any]) -> set[str]:
+def list_properties(items: Sequence[Any]) -> set[str]:
     """Properties of a list that may be required: its order, and that no item repeats."""
     found = set[str]()
     written = [repr(item) for item in items]
