@@ -4,7 +4,7 @@ Ways of running one program on 15 cases take turns, so that whatever else the ma
 
 - as pvg does it: one process for all cases, forked from an interpreter that stands behind the walls;
 - a process for each case, forked likewise;
-- an interpreter of its own for each program, with the same walls;
+- a new interpreter for each program, with the same walls;
 - like the first, with Landlock and the filter but without namespaces; and without any walls.
 
 Prints medians of the seconds as multiples of the first way's, as one JSON document.

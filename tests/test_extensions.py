@@ -1,4 +1,4 @@
-"""Code of a user's own in an experiment: what it may be, how its mistakes are told, and what a run remembers of it."""
+"""A user's code in an experiment: what it may be, how its mistakes are reported, and what a run stores of it."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ COLUMNS = [
 
 
 def run_seed(seed: int, root: Path, overrides: Sequence[str], *, quiet: bool = False) -> None:
-    """Play seed `seed` to the end: nothing to do where it is complete, resumed where it has started. A quiet one, beside
-    others, shows what it wrote only where it fails."""
+    """Play seed `seed` to the end: nothing if it is complete, resumed if it has started. `quiet`: for games that run
+    side by side; the output is shown only after a failure."""
     run = root / run_name(seed)
     started = (run / "state.json").exists()
     if started and state_of(seed, root)["phase"] == "complete":

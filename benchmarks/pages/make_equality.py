@@ -83,7 +83,7 @@ def play(sides: Sequence[str], seeds: Sequence[int], root: Path, settings: Seque
 
 
 def check_switches(side: str, seed: int, root: Path) -> None:
-    """A run that was played with other switches says nothing of these."""
+    """A run that was played with other switches says nothing about these."""
     run = RunDirectory.open(run_name(seed), root / side)
     plain = run.experiment().plain()
     for key, wanted in switches()[side].items():

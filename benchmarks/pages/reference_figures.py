@@ -125,7 +125,7 @@ def sampled_in(dtype: str) -> Check:
 
 
 def smollm2(rollouts: int) -> tuple[Check, ...]:
-    """The checks of a figure of SmolLM2-135M in bfloat16 on 2 cores, with so many rollouts at once."""
+    """The checks of a figure of SmolLM2-135M in bfloat16 on 2 cores, with this number of rollouts at once."""
     return (
         cores(2),
         named("model", "smollm2", "our model"),

@@ -3,10 +3,11 @@
     found = difference([0.71, 0.74, ...], [0.72, 0.73, ...])    # Difference(value=0.004, low=-0.02, high=0.03, p=0.81)
     joint_p(slow_by_metric, fast_by_metric)                     # one p for all metrics together
 
-The p value is exact: the share of all ways to deal the seeds' figures to the two sides (252 for 5 against 5) in which
-the means lie at least as far apart as they do. It assumes nothing of how the figures are distributed. Of many metrics,
-some differ by chance: the joint p value is that of the metric that differs most (of the largest difference, in standard
-deviations over both sides, among the same ways to deal whole seeds; Westfall and Young 1993). The interval is Welch's.
+The p value is that of an exact permutation test: the share of all divisions of the seeds' figures into two sides (252
+for 5 against 5) whose means differ at least as much as observed. It assumes nothing about the distribution of the
+figures. With many metrics, some differ by chance. The joint p value is therefore that of the largest difference, in
+standard deviations over both sides, under the same permutations of whole seeds (Westfall and Young 1993). The interval
+is Welch's.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Difference:
 def difference(a: Sequence[float], b: Sequence[float]) -> Difference:
     """Raises ValueError with fewer than two values on a side."""
     if min(len(a), len(b)) < 2:
-        raise ValueError("one value alone says nothing of its spread")
+        raise ValueError("one value alone says nothing about its spread")
     value = statistics.fmean(b) - statistics.fmean(a)
     reach = _welch_reach(a, b)
     return Difference(value, value - reach, value + reach, joint_p([a], [b]))

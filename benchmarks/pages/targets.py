@@ -42,8 +42,8 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One row: of `file`, `read` gives the figure, which must be at least `least`, or at most `most`. Where it is not
-    reached, the page says `bound`, what stands in the way, with both sides' figures (measures or derived) `also_show`."""
+    """One row of the table. `read` gives the figure of the report `file`; the target is at least `least`, or at most
+    `most`. If it is missed, the page shows `bound`, the reason, and the figures of both sides named in `also_show`."""
 
     what: str
     goal: str

@@ -213,7 +213,7 @@ def notes(comparison: ReportComparison) -> list[str]:
         )
     if comparison.with_verdict("too few samples"):
         found.append(
-            f"Too few samples: fewer than {LEAST_SAMPLES} on a side, or fewer than the rank test needs for so many "
+            f"Too few samples: fewer than {LEAST_SAMPLES} on a side, or fewer than the rank test needs for this many "
             "metrics. Take more samples: pvg bench -s repeats=10."
         )
     widest = _widest(comparison)

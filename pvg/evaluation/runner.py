@@ -228,8 +228,8 @@ async def assemble(study: EvaluationContext, rounds: Sequence[int], wanted: Sequ
         except PvgError as error:  # the run of the baseline is gone or no longer suitable
             baseline = None
             remarks.append(
-                f"The tax is left out: it was measured against the baseline {baselines.chosen_path(study)}, which cannot be "
-                f"read: {error.message} Request it again: --parts tax, with or without --baseline RUN."
+                f"The tax is left out: it was measured against the baseline {baselines.chosen_path(study)}, which "
+                f"cannot be read: {error.message} Request it again: --parts tax, with or without --baseline RUN."
             )
         for round_ in range(study.ledger.rounds):
             found.append(await _assemble_round(study, round_, baseline, stale))

@@ -4,7 +4,7 @@
 - `served_model`: one model on several servers. It combines the modules below for prover and verifier alike.
 - `connections`, `pool`, `control`, `fleet`: connections, control routes, and the state of each server.
 - `publishing`, `transports`, `canary`: weight updates, and the proof that they arrived.
-- `server_side/pvg_vllm`: loaded by vLLM in its own environment; imports nothing of pvg.
+- `server_side/pvg_vllm`: loaded by vLLM in its own environment; imports no other part of pvg.
 
 No module imports torch at import time, except server_side.
 """

@@ -234,7 +234,7 @@ def _opened(path: Path, content: bytes, new: bool) -> int:
 
 
 def _replace_by_copy(path: Path) -> None:
-    """A driver that still has the old file open writes to a file that nobody reads."""
+    """A driver that still has the old file open then writes to a deleted file, not to the new one."""
     if not path.is_file():
         return
     temporary = temporary_beside(path)

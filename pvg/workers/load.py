@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-MOST_NAMED = 64  # workers with metrics of their own
+MOST_NAMED = 64  # workers that have separate metrics
 
 
 @dataclass

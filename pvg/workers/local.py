@@ -216,7 +216,7 @@ class LocalSupply:
         return int(answer)
 
     def printed(self, since: int) -> tuple[str, int]:
-        """What the nursery and the workers have printed after so many bytes, at most its last TAIL_BYTES; and the
+        """The output of the nursery and the workers from byte `since` on, at most its last TAIL_BYTES; and the
         number of all bytes."""
         size = os.fstat(self._messages.fileno()).st_size
         since = max(since, size - TAIL_BYTES)

@@ -57,7 +57,7 @@ def open_cluster(workers: int, address: str | None, log: Callable[[str], None]) 
 
 def _start(workers: int, log: Callable[[str], None]) -> RayConnection:
     before = os.environ.get(TOKEN)
-    # Ray's processes inherit the token, and nothing of it is left when they have ended.
+    # The token exists only in the environment of Ray's processes, so it is gone when they have ended.
     os.environ.update({**LOOPBACK_ONLY, MODE: "token", TOKEN: secrets.token_hex(32)})
     try:
         ray = _import(log)

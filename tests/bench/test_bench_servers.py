@@ -226,7 +226,7 @@ def test_what_is_fixed_at_the_start_can_be_swept_where_servers_are_started() -> 
 
 @dataclass
 class Process:
-    """The tests' own server as a process: `run_plan` has an event loop of its own."""
+    """The tests' own server as a process: `run_plan` starts a new event loop."""
 
     url: str
     root: Path
@@ -315,7 +315,7 @@ def test_a_server_of_somebody_else_is_told_apart() -> None:
     asyncio.run(run())
 
 
-# --- servers of its own ----------------------------------------------------------------------------------------------
+# --- servers that pvg starts ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -120,7 +120,7 @@ def test_machines_that_differ_are_named_at_each_report(tmp_path: Path) -> None:
 
 
 def test_reports_on_servers_have_their_own_part_and_say_what_served(tmp_path: Path) -> None:
-    """Of the same workload and machine: only vLLM's version and the servers are told at the report."""
+    """Of the same workload and machine: only the version of vLLM and the servers are shown with the report."""
     write_three(tmp_path)
     served = made_report(
         *[variant({"tokens_per_s": higher(values)}, f"rollout.concurrency={n}")

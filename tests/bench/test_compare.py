@@ -167,7 +167,7 @@ def test_five_samples_find_a_large_difference_among_many_metrics() -> None:
 
 
 def crowd(count: int, values: list[float]) -> dict[str, Samples]:
-    """Metrics of the same values, each in an order of its own."""
+    """Metrics of the same values, each in another order."""
     orders = itertools.islice(itertools.permutations(values), 1, count + 1)
     return {f"n{place}": lower(list(order)) for place, order in enumerate(orders)}
 

@@ -1,4 +1,4 @@
-"""The contention workload: steps beside busy processes, in a process with a number of threads of its own."""
+"""The contention workload: steps beside busy processes, in a process with another number of threads."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_ahead_and_in_turns_the_work_is_the_same_and_nothing_is_left_behind(scra
         assert sum(variant.derived[part] for part in parts) == pytest.approx(idle)
         assert 0.0 < variant.derived["idle_not_training"] < 1.0
     assert "wait_for_rollouts" in ahead.budget.exposed
-    assert list(scratch.glob("pvg-*")) == []  # torch may make a folder of its own there
+    assert list(scratch.glob("pvg-*")) == []  # torch may make a folder there
     assert psutil.Process().children() == []
 
 
@@ -136,7 +136,7 @@ def test_each_sample_draws_its_latencies_anew_and_alike_in_all_variants() -> Non
 
 
 def draws_of(workload: Any, samples: int) -> list[int]:
-    """What the engine is told to draw, without a step being played."""
+    """What the engine draws, without playing a step."""
     told: list[int] = []
 
     async def nothing(session: Any, steps: int, skip: int) -> MeasuredSteps:

@@ -89,7 +89,7 @@ def test_the_shared_part_of_the_prompts() -> None:
     def share(*overrides: str) -> float:
         return float(use("rollout", [*FEW, *overrides], lambda w, _: w.derived()["prefix_share"]))
 
-    # Of 11 prompt tokens the last is each row's own first input; of four rows three need no prefill of their own.
+    # Of 11 prompt tokens the last is each row's own first input; three of four rows need no prefill.
     assert share() == pytest.approx(10 / 11 * 3 / 4)
     assert share("workload.engine=transformers") == 0.0
 

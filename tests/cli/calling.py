@@ -1,4 +1,4 @@
-"""Calling `pvg`: in this process for speed, as a process of its own where that is the point."""
+"""Calling `pvg`: in this process for speed, as a separate process where that is the point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every test of the command line runs in an empty folder of its own; synthetic runs come from tests/reporting, a
+"""Every test of the command line runs in a new, empty folder; synthetic runs come from tests/reporting, a
 tiny benchmark from tests/bench."""
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def mounted() -> Iterator[list[Path]]:
 
 @pytest.fixture
 def read_only(mounted: list[Path]) -> Path:
-    """A folder with a complete run `first` and an unfinished one `second`, which nobody can write to."""
+    """A folder with a complete run `first` and an unfinished one `second`, which is read-only."""
     played(Path("runs"), "first")
     second = begin(Path("runs"), "second")
     commit(second, state("train_prover", rounds=[{"helpful_accuracy": 0.5}]))

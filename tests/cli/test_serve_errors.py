@@ -1,4 +1,4 @@
-"""`pvg serve` before anything is started: what cannot work is told in a line, with its exit code."""
+"""`pvg serve` before anything is started: impossible settings give a one-line error with its exit code."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def test_report_points_to_a_studys_page(small: str) -> None:
 
 # --- signals and real games -------------------------------------------------------------------------------------------
 
-# `pvg study` as a process of its own, its games played by the stand-in.
+# `pvg study` as a separate process, the stand-in plays its games.
 STUDY = (
     "import sys, pvg_cli.study; pvg_cli.study.pvg_command = lambda: {pvg!r}; "
     "from pvg_cli.main import app; app(prog_name='pvg')"

@@ -47,7 +47,7 @@ def test_the_time_left_is_that_of_the_steps_left_at_what_a_step_has_taken_a_proc
     shown.update(second, CellProgress("unfinished", 0, "train_prover", 4), "playing")
     # 20 steps have taken two processes 10 s each; 12, 16 and 16 are left for both.
     assert shown.eta() == 20.0 * (12 + 16 + 16) / 20 / 2
-    shown.update(third, CellProgress("unfinished", reason="It broke."), "failed")  # nobody plays it on
+    shown.update(third, CellProgress("unfinished", reason="It broke."), "failed")  # no process continues it
     assert shown.eta() == 20.0 * (12 + 16) / 20 / 2
     assert shown.time_left() == "0:14 left"
 

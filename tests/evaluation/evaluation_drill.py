@@ -87,7 +87,7 @@ def start(experiment: Experiment, root: Path) -> tuple[int, int]:
 
 
 def kill_after(pid: int, pipe: int, events: int, dice: random.Random, within: str = "") -> str | None:
-    """Kill the child after so many events, or as soon as it is `within` a phase; the phase it died in, or None when it
+    """Kill the child after `events` events, or as soon as it is `within` a phase; the phase it died in, or None if it
     finished before."""
     phase = "start"
     with os.fdopen(pipe, "rb") as lines:

@@ -3,7 +3,7 @@
     python tests/game/kill_drill.py --kills 20            # what the test suite runs
     python tests/game/kill_drill.py --kills 500 --seed 7  # the soak
     python tests/game/kill_drill.py --kills 6 --memory    # with training.micro_batch_memory_mb
-    python tests/game/kill_drill.py --kills 6 --partial   # unfinished rollouts continue, which no two runs play alike
+    python tests/game/kill_drill.py --kills 6 --partial   # unfinished rollouts continue: no two runs are alike
     python tests/game/kill_drill.py --kills 6 --learning  # with all that the prover's trainer tracks and adapts
     python tests/game/kill_drill.py --kills 20 --workers 2  # kills and stops workers, and now and then the driver
 
@@ -203,7 +203,7 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for children in found for child in children]
 
 
-def hurt_somebody(pid: int, dice: random.Random) -> str | None:
+def kill_a_worker_process(pid: int, dice: random.Random) -> str | None:
     """Kill or stop one or all workers of the driver `pid`, or the process that forks them; None if there are none."""
     nurseries = children_of(pid)
     workers = [worker for nursery in nurseries for worker in children_of(nursery)]
@@ -261,7 +261,7 @@ def _hurt_a_run(
                 continue
             to_wait = dice.randint(1, 6)
             time.sleep(dice.random() * 0.08)  # not a wait for anything: a random moment between two events
-            what = hurt_somebody(pid, dice)
+            what = kill_a_worker_process(pid, dice)
             if what is not None:
                 hurt[what] += 1
                 log(f"{what} {sum(hurt.values())}/{kills}")
@@ -295,7 +295,7 @@ def fingerprint(root: Path) -> dict[str, Any]:
         "rollouts": [repr(replace(r, timing=Timing())) for r in rollouts],
         "ids": [r.id for r in rollouts],
         "rounds": state["rounds"],
-        # Samples of the machine and the records of each process are as many as there were seconds and processes.
+        # Samples of the machine and the records of each process are one per second and per process.
         "steps": [
             (r["kind"], r["round"], r.get("phase"), r.get("step"), r.get("name"))
             for r in rows

@@ -39,7 +39,7 @@ PROBLEM = Problem("p", "7+5+8?", "0")
 
 
 class Lines:
-    """A task without steps of its own."""
+    """A task that defines no steps."""
 
     problems = MODCHAIN.problems
     grade = MODCHAIN.grade

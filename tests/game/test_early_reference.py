@@ -54,7 +54,7 @@ def test_what_arrives_during_a_wait_is_computed_pass_by_pass() -> None:
         early.start()
         early.arrived(rollouts("a"))
         await turns()
-        assert reference.passes == []  # nobody waits: a pass would hold up the trainer
+        assert reference.passes == []  # the game waits for no rollouts: a pass would delay the trainer
         async with early.compute_passes():
             await turns()
             early.arrived(rollouts("b"))
@@ -178,7 +178,7 @@ def test_in_a_game_they_are_those_of_a_pass_over_the_whole_batch(
     assert sum(early for early, _ in counts) > 0
     steps = [row for row in rows(run, "step") if row["phase"] == "train_prover"]
     assert steps[0]["metrics"]["kl"] == pytest.approx(0.0, abs=1e-6)  # the policy is the reference yet
-    # What was computed meanwhile was hidden behind the wait: it is work, and nobody waited for it.
+    # The computation overlapped with the wait: it is work, and no step waited for it.
     busy, exposed = (sum(step[kind].get("reference", 0.0) for step in steps) for kind in ("busy", "budget"))
     assert busy > exposed
 

@@ -189,7 +189,7 @@ def test_members_learn_from_the_problems_in_their_bags(tmp_path: Path, monkeypat
 
 @pytest.mark.drill
 def test_killed_within_members_it_ends_like_the_uninterrupted_run(whole: RunDirectory, tmp_path: Path) -> None:
-    # In a process of its own, which forks before any torch work: see kill_drill.
+    # In a separate process, which forks before any torch work: see kill_drill.
     done = subprocess.run(
         [sys.executable, "-c", KILL_AND_RESUME, str(tmp_path)],
         cwd=Path(__file__).parent,

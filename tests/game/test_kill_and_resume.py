@@ -14,7 +14,7 @@ KILLS = 20
 
 
 def drilled(*options: str) -> dict[str, Any]:
-    """The result of kill_drill.py, in a process of its own, which forks before any torch work."""
+    """The result of kill_drill.py, In a separate process, which forks before any torch work."""
     command = [sys.executable, str(Path(__file__).with_name("kill_drill.py")), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"

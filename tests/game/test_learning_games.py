@@ -1,4 +1,4 @@
-"""Whole games of the settings that say what the prover's trainer learns from: they train, are told of and resume."""
+"""Whole games of the settings that say what the prover's trainer learns from: they train, are logged and resume."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_stopped_in_the_prover_phase_it_ends_like_the_uninterrupted_run(whole: P
 
 @pytest.mark.drill
 def test_killed_in_the_prover_phase_it_ends_like_the_uninterrupted_run(whole: Path, tmp_path: Path) -> None:
-    # In a process of its own, which forks before any torch work: see kill_drill.
+    # In a separate process, which forks before any torch work: see kill_drill.
     done = subprocess.run(
         [sys.executable, "-c", KILL_AND_RESUME, str(tmp_path)],
         cwd=Path(__file__).parent,

@@ -1,5 +1,5 @@
 """Rounds whose verifier is adapters, on the prover's own base where both name one model: what is saved, shared, resumed
-and refused; and that nobody's adapters reach anybody else's forward pass, pipelined or not."""
+and refused; and that adapters of one model never reach the forward pass of another, pipelined or not."""
 
 from __future__ import annotations
 

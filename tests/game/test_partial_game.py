@@ -41,7 +41,7 @@ def trained_on(run: RunDirectory) -> list[Rollout]:
 
 
 def told_lost(run: RunDirectory) -> list[int]:
-    """Rollouts that were given up because nobody could continue them."""
+    """Rollouts that were dropped because no engine could continue them."""
     lines = [line for line in run.events.read_text().splitlines() if "event=lost" in line]
     return [int(line.split("rollouts=")[1].split()[0]) for line in lines]
 

@@ -83,7 +83,7 @@ def assert_recorded_once(run: RunDirectory, steps: int = STEPS) -> None:
                 "training.minibatches": 2,
                 "training.steps": 14,
                 "training.importance": "decoupled",
-                "rollout.deadline": {"kind": "cut", "seconds": 60.0, "min_rollouts": 3},  # which nobody misses
+                "rollout.deadline": {"kind": "cut", "seconds": 60.0, "min_rollouts": 3},  # no rollout misses it
                 "rollout.engine.batching": "whole",
             },
             3,
@@ -392,7 +392,7 @@ def order_of(rollout: Rollout) -> int:
     return int(batch) * GROUPS + int(group)
 
 
-# In a process of its own, which forks before any torch work: see kill_drill.
+# In a separate process, which forks before any torch work: see kill_drill.
 KILL_AND_RESUME = """
 import random, sys, tomllib
 from pathlib import Path

@@ -189,7 +189,7 @@ def test_no_closed_gate_is_paid_like_an_open_one(scores, weight, data):
 
 def test_translations_are_aligned_by_the_solvers_answer_and_not_by_correctness():
     # The solver is wrong. Faithful: keeps it (aligned, though wrong), or corrects it (not aligned, though correct).
-    # Sneaky: a wrong answer of its own (aligned), the solver's wrong one (not), the right one (not).
+    # Sneaky: another wrong answer (aligned), the solver's wrong one (not), the right one (not).
     correct, helpful, kept = [0, 1, 0, 0, 1], [1, 1, 0, 0, 0], [1, 0, 0, 1, 0]
     sample = outcomes([1, 2, 3, 4, 5], correct, helpful, solver=[0] * 5, kept=kept)
     assert sample.aligned_N.tolist() == [True, False, True, False, False]

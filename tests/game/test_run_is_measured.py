@@ -97,7 +97,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, Sc
 
 
 class Watching(SilentObserver):
-    """Keeps what each prover step tells; after so many of them it reads the metrics endpoint and asks to stop."""
+    """Keeps what each prover step tells; after some of them it reads the metrics endpoint and asks to stop."""
 
     def __init__(self, stop: asyncio.Event, port: int, steps: int) -> None:
         self._stop, self._port, self._most = stop, port, steps
@@ -213,7 +213,7 @@ def test_every_span_lies_in_the_run_and_nests(measured: tuple[RunDirectory, Scra
     spans = list(read_json_lines(run.spans))
     (whole,) = records(run, "run")
     end = whole["time"]
-    # Grades have a track of their own only while the driver's is taken by decoding, which is a matter of moments.
+    # Grades get a separate track only while decoding occupies the track of the driver, for a few moments.
     assert "driver" in {span["track"] for span in spans}
     assert all(end - whole["seconds"] - 1 <= span["start_s"] <= span["end_s"] <= end + 1 for span in spans)
     driver = sorted((s for s in spans if s["track"] == "driver"), key=lambda s: (s["start_s"], -s["end_s"]))

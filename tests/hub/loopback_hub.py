@@ -1,6 +1,6 @@
 """A small Hugging Face hub on loopback: the routes that huggingface_hub calls for a download, and their failures.
 
-As the real one does, it redirects large files (here: safetensors) to an address of their own, which wants no token.
+As the real one does, it redirects large files (here: safetensors) to another address, which needs no token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`pvg bench` on a real vLLM: updates among streams, and rollouts on a server of its own."""
+"""`pvg bench` on a real vLLM: updates among streams, and rollouts on a server that pvg starts."""
 
 from __future__ import annotations
 

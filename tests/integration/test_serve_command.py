@@ -1,4 +1,4 @@
-"""`pvg serve` with a real vLLM: what it says when it is ready, and that nothing of it survives any end."""
+"""`pvg serve` with a real vLLM: what it prints when it is ready, and that no process survives its end."""
 
 from __future__ import annotations
 

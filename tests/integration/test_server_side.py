@@ -75,7 +75,7 @@ def two_versions(server: Server) -> dict[str, Any]:
 
 @pytest.fixture
 def scratch(server: Server) -> Iterator[Path]:
-    """A folder of its own below the root."""
+    """A separate folder below the root."""
     folder = server.root / "scratch"
     folder.mkdir()
     yield folder

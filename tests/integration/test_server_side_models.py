@@ -1,4 +1,4 @@
-"""pvg_vllm with other models: an output layer of its own, a classifier, adapters. Each test starts a server."""
+"""pvg_vllm with other models: a separate output layer, a classifier, adapters. Each test starts a server."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_the_command_makes_the_same_model_twice(tmp_path):
 
 
 def sampled_by_length(model, prompts):
-    """A completion of each; those of one length together, with draws of their own."""
+    """A completion of each; those of one length together, each with its own random numbers."""
     found = {}
     for length in sorted({len(model.tokenizer.encode(prompt)) for prompt in prompts}):
         rows = [place for place, prompt in enumerate(prompts) if len(model.tokenizer.encode(prompt)) == length]

@@ -74,7 +74,7 @@ def test_weights_are_in_memory_once_for_the_base_the_prover_and_the_verifier() -
 
 
 def test_no_forward_pass_sees_anothers_adapters() -> None:
-    """However they take turns, each computes what it computes with weights of its own."""
+    """In any order of turns, each computes the same as a model with separate weights."""
     base, isolated = language("implicit"), language("implicit")
     plain = logits(isolated.module)
     prover, verifier = adapters(base, 1), judge("implicit", base, 2)

@@ -1,4 +1,4 @@
-"""The memory table: parameters of known models, and the peak of real training steps in processes of their own."""
+"""The memory table: parameters of known models, and the peak of real training steps in separate processes."""
 
 from __future__ import annotations
 

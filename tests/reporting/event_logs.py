@@ -11,7 +11,7 @@ from pvg.telemetry.events import format_event
 
 @dataclass
 class Log:
-    """Lines with a clock of their own, in seconds."""
+    """Lines with a separate clock, in seconds."""
 
     now: float = 100.0
     lines: list[str] = field(default_factory=list)

@@ -290,7 +290,7 @@ def test_two_clocks_are_noticed_and_no_difference_is_taken_across_them(tmp_path:
     assert any("different clocks" in note and "+987,554.000 s" in note for note in found.notes)
     assert found.timings["in_server_ms"].max == pytest.approx(40.0, abs=0.01)
     assert found.seconds == pytest.approx(30 * 0.05, abs=0.01)
-    assert found.load == {}  # which load was there when, nobody can tell
+    assert found.load == {}  # the load at that time is unknown
     assert "do not show how the wait depends" in found.findings[0].says
 
 

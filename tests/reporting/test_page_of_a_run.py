@@ -62,7 +62,7 @@ def test_device_loop_overlap_and_processes_are_shown(tmp_path: Path) -> None:
     assert "at worst 300 ms" in page.text
     assert "GPU 0 in use, mean 75.0 %" in page.text
     assert "hidden" in page.text
-    # Two steps of 1 s and 1 s outside of them, of which 0.65 s are nobody's; and the process with its own budget.
+    # Two steps of 1 s, and 1 s outside of them. 0.65 s are outside of all spans. The process has its own budget.
     assert "3.0 s in steps and phases, 21.7 % of it unaccounted." in page.text
     assert "All time of its process, with start and end: 4.0 s, 12.5 % unaccounted." in page.text
 

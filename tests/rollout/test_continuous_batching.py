@@ -1,4 +1,4 @@
-"""Rows that join while others run: a full batch, the same bits every time, and nobody forgotten."""
+"""Rows that join while others run: a full batch, the same bits every time, and no row is forgotten."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StepGate:
                 self.rows.append(len(token_R))
                 if len(self.rows) == hold:
                     self._reached.set()
-                    assert self._opened.wait(PATIENCE_S), "nobody opened the gate: the event loop does not run"
+                    assert self._opened.wait(PATIENCE_S), "the gate stays closed: the event loop does not run"
             return step(decoder, token_R, *rest)
 
         def unwatched(decoder: LeanDecoder, module: Any) -> None:
@@ -69,7 +69,7 @@ def test_at_full_load_nine_of_ten_rows_are_at_work() -> None:
         assert (engine.stats.batches, engine.stats.rows) == (1, 600)
         return engine.stats.mean_batch
 
-    # The end of the run, when nobody waits any more, counts too: hence 600 requests.
+    # The end of the run, when no request waits any more, counts too: hence 600 requests.
     assert with_engine(use, max_rows=16) >= 0.9 * 16
 
 

@@ -1,4 +1,4 @@
-"""Deadlines: which rollouts a group is left with, what becomes of the others, and that nobody waits for ever."""
+"""Deadlines: which rollouts stay in a group, what happens to the others, and that no request waits forever."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class ParityTask:
 
 
 class ScriptedEngine:
-    """Answers with the tokens "7=" and a stop token; fails where told to; counts what is in flight."""
+    """Answers with the tokens "7=" and a stop token; fails where the test says so; counts what is in flight."""
 
     version = 4
 

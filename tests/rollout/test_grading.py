@@ -1,4 +1,4 @@
-"""Grading in a thread: the loop goes on meanwhile, grades and requests are the same as on the loop, errors are told."""
+"""Grading in a thread: the loop continues, grades and requests are the same as on the loop, errors are reported."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_a_role_whose_groups_grew_too_old_has_none() -> None:
     assert (buffer.by_role, buffer.drops.waiting) == ({Role.HELPFUL: 1}, 1)
 
 
-# What happens to a buffer: a group of a role arrives whose rollouts are so many versions behind, the trainer moves on,
+# What happens to a buffer: a group of a role arrives whose rollouts are some versions behind, the trainer moves on,
 # a batch is asked for.
 AGES = st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=3), min_size=1, max_size=3)
 EVENTS = st.lists(

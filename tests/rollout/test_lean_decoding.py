@@ -86,7 +86,7 @@ def grouped(groups: int = 6, size: int = 8, seed: int = 3) -> list[GenerationReq
 
 
 class SharedSeen:
-    """What each step was told that its rows share."""
+    """The shared prefix that each step got."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.shared: list[SharedPrefixes | None] = []

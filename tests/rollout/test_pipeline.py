@@ -276,7 +276,7 @@ def test_an_error_surfaces_where_a_batch_is_waited_for() -> None:
 
 @pytest.mark.parametrize("how", ["closed", "closed twice", "failed"])
 def test_what_was_given_up_is_left_to_clean_up(how: str) -> None:
-    """Each request of a group takes 5 s to leave the engine; whoever cancels it again meanwhile leaves it there."""
+    """Each request of a group takes 5 s to leave the engine; a second cancellation leaves it there."""
     in_engine: set[int] = set()
 
     async def request(index: int, gate: AdmissionGate) -> None:

@@ -42,7 +42,7 @@ class Gate:
         self._left -= 1
         if self._left == 0:
             self._reached.set()
-            assert self._opened.wait(PATIENCE_S), "nobody opened the gate: the event loop does not run"
+            assert self._opened.wait(PATIENCE_S), "the gate stays closed: the event loop does not run"
 
     async def reached(self) -> None:
         assert await asyncio.to_thread(self._reached.wait, PATIENCE_S), "decoding never came so far"

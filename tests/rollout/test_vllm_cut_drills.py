@@ -25,7 +25,7 @@ def live(d: Drill, name: str) -> list[Any]:
 
 
 async def cut_after(d: Drill, asked: Sequence[GenerationRequest], tokens: int) -> list[PartialCompletion]:
-    """Ask, wait until all have so many tokens, cut."""
+    """Ask, wait until all have this many tokens, cut."""
     tasks = [asyncio.create_task(d.engine.generate(one)) for one in asked]
     await until(lambda: all(any(len(made.ids) >= tokens for made in live(d, one.id)) for one in asked))
     d.engine.cut([one.id for one in asked])

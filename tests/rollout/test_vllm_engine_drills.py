@@ -216,7 +216,7 @@ def test_256_requests_over_two_servers_of_which_one_dies_are_all_delivered_once(
         assert Counter(completion.request_id for completion in found) == Counter(wanted.id for wanted in asked)
         assert d.up() == [d.proxies[1].url]
         assert sum(d.servers[0].aborted.values()) > 0
-        # What the engine was told of is what was delivered: no request was counted twice.
+        # The engine was told of exactly what was delivered: no request was counted twice.
         assert d.engine.stats.tokens == sum(len(completion.token_ids) for completion in found)
         finished = d.servers[0].finished + d.servers[1].finished
         assert finished.keys() == {wanted.id for wanted in asked}

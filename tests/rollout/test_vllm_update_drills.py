@@ -115,7 +115,7 @@ def test_a_server_that_dies_while_it_loads_is_left_behind_and_caught_up(tmp_path
 
 
 def test_a_server_that_dies_before_it_proves_its_weights_is_left_behind(tmp_path: Path) -> None:
-    """It took the update; the canary finds nobody. The other server is enough to go on."""
+    """It took the update; the canary gets no answer. The other server is enough to continue."""
 
     async def use(d: Drill) -> None:
         await d.publish(0)
@@ -194,7 +194,7 @@ def test_a_server_that_lies_when_it_comes_back_ends_the_run_too(tmp_path: Path) 
 
 
 def test_no_activation_of_an_old_version_serves_a_new_one(tmp_path: Path) -> None:
-    """Also where a server keeps its prefix cache across updates: every version has a salt of its own."""
+    """Also where a server keeps its prefix cache across updates: every version has a different salt."""
 
     async def use(d: Drill) -> None:
         for version in range(3):
@@ -209,7 +209,7 @@ def test_no_activation_of_an_old_version_serves_a_new_one(tmp_path: Path) -> Non
 
 
 def test_a_prompt_sent_during_an_update_finds_and_leaves_no_activation_for_others(tmp_path: Path) -> None:
-    """Whether old or new weights compute it nobody knows before the update is proven."""
+    """Before the update is proven, it is unknown whether old or new weights compute it."""
 
     async def use(d: Drill) -> None:
         await d.publish(0)

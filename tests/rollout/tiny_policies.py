@@ -64,7 +64,7 @@ def with_engine(
     max_in_flight: int = 4096,
     **switches: bool,
 ) -> Any:
-    """Run `use(engine)` on an event loop of its own, and close the engine."""
+    """Run `use(engine)` on a new event loop, and close the engine."""
 
     async def run() -> Any:
         engine = TorchEngine(

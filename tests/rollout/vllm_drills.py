@@ -231,7 +231,7 @@ def engine_over(
 
 
 def run(use: Callable[[Drill], Awaitable[None]], root: Path, **options: Any) -> None:
-    """`use(drill)` on an event loop of its own; `options` as for `drill`."""
+    """`use(drill)` on a new event loop; `options` as for `drill`."""
 
     async def main() -> None:
         async with drill(root, **options) as d:
@@ -264,7 +264,7 @@ async def drill(root: Path, *, servers: int = 2, token_ms: float = 1.0, **option
 
 
 class ServerProcess:
-    """A server as a process of its own, for signals."""
+    """A server as a separate process, for signals."""
 
     def __init__(self, root: Path, token_ms: float = 2.0) -> None:
         self._root = root

@@ -1,5 +1,5 @@
 """Attacks on the sandbox, each really attempted behind every combination of walls that calls itself full, and, where it
-harms nobody, without walls: there it must succeed, or its failure elsewhere would show nothing."""
+is harmless, without walls. There it must succeed; otherwise its failure behind walls would prove nothing."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def attack(secret, folder):
                 found.append(way)
         except OSError:
             pass
-    for number in range(200):  # a folder that somebody forgot to close
+    for number in range(200):  # a folder that was never closed
         try:
             if "secret" in os.fdopen(os.open(secret.lstrip("/"), os.O_RDONLY, dir_fd=number)).read():
                 found.append("descriptor %d" % number)

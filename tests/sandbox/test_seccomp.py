@@ -84,7 +84,7 @@ def test_arguments_decide(machine: str) -> None:
     for program in (alone, forking):
         assert said(program, seccomp.CLONE, thread | user_namespace) == DENIED
     assert said(alone, seccomp.IOCTL, 0, 0x5401) == ALLOWED
-    assert said(alone, seccomp.IOCTL, 0, 0x5412) == DENIED  # TIOCSTI: typing into somebody's terminal
+    assert said(alone, seccomp.IOCTL, 0, 0x5412) == DENIED  # TIOCSTI: typing into another terminal
     allowed = {command for command in range(2000) if said(alone, seccomp.FCNTL, 0, command, 7) == ALLOWED}
     assert allowed == {*range(8), 1030}  # F_SETOWN is 8, F_SETSIG 10, F_SETOWN_EX 15, F_SETLEASE 1024, F_NOTIFY 1026
     assert {said(alone, seccomp.FCNTL, 0, 2**32 - n) for n in range(1, 9)} == {DENIED}

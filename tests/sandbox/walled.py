@@ -34,7 +34,7 @@ def opened(kind: str) -> Sandbox | None:
 
 
 def without_walls() -> Sandbox:
-    """The control: the same interpreter and the same limits, and no walls. For attacks that harm nobody."""
+    """The control: the same interpreter and the same limits, and no walls. For harmless attacks."""
     return Sandbox("reduced", LIMITS, workers=1, mechanisms=())
 
 
@@ -52,7 +52,7 @@ def outside(source: str, *arguments: object) -> Any:
 
 @contextmanager
 def bystander(**environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that sleeps and belongs to nobody's business."""
+    """A process that only sleeps."""
     process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(120)"], env=environment)
     try:
         yield process

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 VOCABULARY = 64
-STOPS_EVERY = 24  # a stop token comes once in so many tokens, where the request has one
+STOPS_EVERY = 24  # one stop token per this many tokens, if the request has one
 AS_STARTED = "as started"  # the fingerprint of a server that has loaded nothing
 
 

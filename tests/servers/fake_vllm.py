@@ -90,7 +90,7 @@ class FakeVllm:
         self.running = 0
         self.peak = 0
         self.stale_hits = 0  # blocks of the prefix cache that other weights had computed than used them
-        self.fail_loads = 0  # so many loads from now on fail halfway
+        self.fail_loads = 0  # number of loads from now on that fail halfway
         self.before_load: Callable[[], Awaitable[None]] | None = None
         self._port = 0
         self._runner: web.AppRunner | None = None
@@ -109,7 +109,7 @@ class FakeVllm:
         self._thawed = asyncio.Event()
         self._thawed.set()
         self._updating = asyncio.Lock()  # one update at a time
-        self._core = asyncio.Lock()  # held while weights load: vLLM's core answers nobody meanwhile
+        self._core = asyncio.Lock()  # held while weights load: vLLM's core answers no request meanwhile
         self._places = asyncio.Semaphore(self.options.max_num_seqs)
 
     # --- life --------------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class FakeVllm:
         }
 
     def _abort(self, names: list[str]) -> None:
-        """Those that run end with what they have; ids that nobody knows are no error."""
+        """Those that run end with what they have; unknown ids are no error."""
         if not self.options.aborts:
             raise Refusal(404, "404", "Not Found")
         for name in names:

@@ -3,7 +3,7 @@
     python killed_publisher.py ROOT KILLS SEED
 
 Forks a writer, kills it with SIGKILL at a random moment after its first version, looks at what it left, and forks the
-next one, a session of its own. Every folder without the name of a temporary must be whole; the next session removes
+next one, a separate session. Every folder without the name of a temporary must be whole; the next session removes
 the temporaries. Prints "whole=N halves=M": versions found, and temporaries that the kills left behind.
 """
 

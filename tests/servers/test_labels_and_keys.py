@@ -1,4 +1,4 @@
-"""Labels of weights, as client and server read them; the control key, whoever makes it first."""
+"""Labels of weights, as client and server read them; the control key, made by any process first."""
 
 from __future__ import annotations
 

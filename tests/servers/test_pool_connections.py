@@ -108,7 +108,7 @@ def test_a_fresh_pool_opens_one_for_every_request(way: Any) -> None:
 
 
 def test_a_fresh_pool_does_not_wait_behind_streams() -> None:
-    """The control path: 150 streams are open, and the call has a connection of its own at once."""
+    """The control path: 150 streams are open, and the call gets a separate connection at once."""
 
     async def use(pool: HttpPool, server: FakeVllm) -> None:
         streams = [asyncio.create_task(read(pool, server, f"r{i}", tokens=1000)) for i in range(150)]

@@ -1,4 +1,4 @@
-"""Which published folders pvg_vllm lets into an engine: every check of its own, against real files."""
+"""Which published folders pvg_vllm lets into an engine: each check separately, against real files."""
 
 from __future__ import annotations
 

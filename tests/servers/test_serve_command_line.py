@@ -1,4 +1,4 @@
-"""What vLLM is told, from an experiment's settings."""
+"""The command line of vLLM, from an experiment's settings."""
 
 from __future__ import annotations
 

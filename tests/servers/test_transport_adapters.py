@@ -152,7 +152,7 @@ def test_files_stay_until_every_server_that_may_have_the_adapter_was_told(
 
     async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
         transport, first = opened(tmp_path), tmp_path / "run" / "v000001-aaaaaaaa"
-        servers[1].plan(LOAD, "reset_after", "reset_after")  # has it, and nobody knows
+        servers[1].plan(LOAD, "reset_after", "reset_after")  # has it, and pvg does not know
         for version in (1, 2):
             await transport.stage(update(version), label(version))
             await transport.send(controls, label(version), "")

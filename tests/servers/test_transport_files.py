@@ -1,4 +1,4 @@
-"""Whole models through files: what is written, what servers are told, and what becomes of faults."""
+"""Whole models through files: what is written, what servers are asked, and what happens after faults."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def test_a_server_that_is_gone_is_tried_twice_and_the_others_get_theirs(tmp_path
         outcomes = await sent.send(controls, LABEL, "")
         assert isinstance(outcomes[0], ServerUnreachable)
         assert isinstance(outcomes[1], DeliveryTiming)
-        (late,) = await sent.send(controls[1:], LABEL, "")  # whoever has it already is told so
+        (late,) = await sent.send(controls[1:], LABEL, "")  # a server that has it already gets no second request
         assert isinstance(late, DeliveryTiming)
 
     with_servers(2, play)

@@ -3,7 +3,7 @@
     python committing_writer.py RUN_DIRECTORY KILLS SEED
 
 Forks a writer, kills it with SIGKILL at a random moment of its second or third commit, and forks the next one, which
-must find the last commit it was told of, and all that this commit names, intact. Ends with 0 and prints
+must find the last commit that it heard of, and all that this commit names, intact. Ends with 0 and prints
 "commits=N late=M", where N is the last step and M counts the kills that left something uncommitted behind.
 """
 

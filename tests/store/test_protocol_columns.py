@@ -1,4 +1,4 @@
-"""What a translation and a dialogue carry for life comes back from a shard, beside rows that have nothing of it."""
+"""A shard returns what translations and dialogues store, next to rows that have none of it."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_a_deleted_or_replaced_lock_file_lets_nobody_in(tmp_path: Path) -> None:
         run.lock_file.unlink()
         with pytest.raises(UsageError, match="being driven by another process"), run.lock():
             pass
-        assert not run.lock_file.exists()  # whoever is refused leaves nothing
+        assert not run.lock_file.exists()  # a refused process leaves no file
         run.lock_file.write_text("4")
         with pytest.raises(UsageError, match="being driven by process 4"), run.lock():
             pass

@@ -1,4 +1,4 @@
-"""Routed experts in shards: back in every bit, read where they lie, and not there at all where nobody has any."""
+"""Routed experts in shards: back in every bit, read in place, and absent where no rollout has any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every test of studies runs in an empty folder of its own."""
+"""Every test of studies runs in a new, empty folder."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """A `pvg` that plays nothing: it makes the run, commits a complete game, and tells what the real one tells. For the
-tests of who starts it; it imports nothing of pvg, so that it is there at once. `behaviour.json` in the current folder
+tests of who starts it; it imports no part of pvg, so it starts at once. `behaviour.json` in the current folder
 says what a cell does instead: {"NAME": "crash"}.
 
   crash: an error document and exit code 1       die: SIGKILL of itself       defect: a traceback, exit code 70

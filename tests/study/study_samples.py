@@ -65,7 +65,7 @@ def evaluate(cell: Cell, *rounds: dict[str, Any], **changed: Any) -> Path:
 
 
 def finish(cell: Cell, *rounds: dict[str, float | None], phase: str = "complete", **state: Any) -> RunDirectory:
-    """A cell's run, complete (or in another phase) with these rounds, though nobody played it."""
+    """A cell's run, complete (or in another phase) with these rounds, although it was not played."""
     run = RunDirectory.create(cell.experiment.store.root, cell.name, cell.experiment)
     with JsonLines(run.metrics) as lines:
         for number, metrics in enumerate(rounds):

@@ -1,4 +1,4 @@
-"""What a study's file may say, what it is resolved to, and how a mistake in it is told."""
+"""What a study's file may say, what it resolves to, and how its mistakes are reported."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from pvg.study.results import collect
 
 
 class Told:
-    """An observer that keeps what it was told, and a stop that is asked for when it was told enough."""
+    """An observer that records its calls, and requests a stop after enough of them."""
 
     def __init__(self, stop_when: str = "", requests: int = 1) -> None:
         self.lines: list[str] = []

@@ -81,7 +81,7 @@ def test_longest_chains_of_the_largest_modulus():
         ("7+5=2;2+8=0;1+3=4;4+6=0;A0", "wrong operand in step 3"),  # the running value was 0
         ("7+5=2;2+8=0;0+4=4;4+6=0;A0", "wrong operand in step 3"),  # there is no 4 in the problem
         ("7+5=2;2+3=5;5+3=8;8+6=4;A4", "swapped operand in step 2"),  # 3 is there, but later
-        ("7+5=2;2+3=5;5+8=3;3+6=9;A9", "swapped operand in step 2"),  # exchanged: the answer is right all the same
+        ("7+5=2;2+3=5;5+8=3;3+6=9;A9", "swapped operand in step 2"),  # exchanged: the answer is still right
         ("5+7=2;2+8=0;0+3=3;3+6=9;A9", "swapped operand in step 1"),
         ("7+5=2;2+8=0;0+6=6;A6", "dropped step"),
         ("7+5=2;2+8=0;A0", "dropped step"),

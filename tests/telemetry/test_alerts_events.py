@@ -106,7 +106,7 @@ def test_a_weight_update_that_waits_for_long_is_told_once_per_time_that_it_does(
     assert alert.name == "weights_queue"
     assert "waited 1,200 ms" in alert.message
     assert names(alerts, waited) == []
-    assert names(alerts, HEALTHY) == []  # a step without an update says nothing of updates
+    assert names(alerts, HEALTHY) == []  # a step without an update says nothing about updates
     assert names(alerts, waited) == []
     assert names(alerts, HEALTHY | {"weights_queue_s": 0.9}) == []
     assert names(alerts, waited) == ["weights_queue"]

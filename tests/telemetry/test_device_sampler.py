@@ -19,7 +19,7 @@ from pvg.telemetry.device import DeviceSampler, Gpu, GpuUnavailableError, HostRe
 
 
 class FakeNvml:
-    """pynvml with GPUs that are told what to answer. Errors, constants and structures are those of the real one."""
+    """pynvml with GPUs whose answers the test sets. Errors, constants and structures are those of the real one."""
 
     def __init__(self, gpus: int = 1, *, sm_percents: tuple[float, ...] | None = (50.0,)) -> None:
         self.gpus, self.users, self.samples = gpus, 0, 0
@@ -326,7 +326,7 @@ def test_children_count_in_memory_and_cpu() -> None:
 
 
 def test_the_peak_of_memory_is_what_was_held_once() -> None:
-    """In a process of its own, whose peak is not yet that of other tests; nothing samples there."""
+    """In a new process: its peak does not include that of other tests, and nothing samples there."""
     program = """
         from pvg.telemetry.device import peak_memory
         before = peak_memory()["rss_bytes"]

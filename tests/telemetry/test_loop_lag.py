@@ -75,7 +75,7 @@ def test_one_stall_among_many_good_ticks_moves_the_percentiles_by_its_share_of_t
 
 
 async def _until(done: Callable[[], bool]) -> None:
-    while not done():  # noqa: ASYNC110 - the tick tells nobody
+    while not done():  # noqa: ASYNC110 - the tick sets no event
         await asyncio.sleep(0)
 
 

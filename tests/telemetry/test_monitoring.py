@@ -116,7 +116,7 @@ def watch(
 
 async def until(done: Callable[[], object]) -> None:
     async with asyncio.timeout(30):
-        while not done():  # noqa: ASYNC110 - what is waited for is what a run sees, and it tells nobody
+        while not done():  # noqa: ASYNC110 - the condition is what a run sees, and it sets no event
             await asyncio.sleep(0.01)
 
 
@@ -166,7 +166,7 @@ def test_a_run_that_stands_still_is_an_alert_until_a_step_ends(tmp_path: Path) -
 
 
 def test_a_blocked_loop_is_announced_while_it_is_blocked(tmp_path: Path) -> None:
-    """The loop waits for what the announcement sets: were it told on the loop, it would wait in vain."""
+    """The loop waits for what the announcement sets. An announcement on the loop would deadlock."""
     announced = threading.Event()
 
     async def body(monitoring: Monitoring, told: Told) -> None:

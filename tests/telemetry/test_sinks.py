@@ -69,7 +69,7 @@ class Failing(Kept):
 
 
 class Gated(Kept):
-    """Takes nothing until it is told to."""
+    """Takes nothing until the test opens it."""
 
     def __init__(self) -> None:
         super().__init__()

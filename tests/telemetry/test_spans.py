@@ -12,7 +12,7 @@ from pvg.telemetry.spans import UNACCOUNTED, Tracer, run_in, span, submit_in
 
 
 class Clock:
-    """Time that moves only when told to."""
+    """Time that moves only when the test moves it."""
 
     def __init__(self):
         self.now = 100.0
@@ -42,7 +42,7 @@ def without_zeros(seconds):
 def test_a_nested_span_is_charged_to_itself_alone(clock):
     tracer = Tracer(clock=clock)
     with tracer.drive():
-        clock.now += 1  # nobody's
+        clock.now += 1  # outside of all spans
         with span("rollout"):
             clock.now += 2
             with span("grade"):
@@ -278,7 +278,7 @@ def test_work_of_a_task_beside_the_driver_is_busy_but_not_exposed(clock):
 
 
 def test_of_two_that_work_for_one_wait_the_innermost_and_then_the_older_gets_the_time(clock):
-    """Three tasks work for the wait; by hand: 0-1 nobody, 1-2 old, 2-4 old (young is hidden), 4-7 deep, 7-8 old."""
+    """Three tasks work for the wait; by hand: 0-1 none, 1-2 old, 2-4 old (young is hidden), 4-7 deep, 7-8 old."""
 
     async def old(turn):
         await turn(1)

@@ -66,7 +66,7 @@ def test_roles_that_share_a_group_id_do_not_mix(loss):
 
 @pytest.mark.parametrize("loss", tuple(CREDIT))
 def test_equal_rewards_give_exactly_nothing(loss):
-    # 3 x 0.1 / 3 is not 0.1 in floating point; the advantage must be 0 all the same.
+    # 3 x 0.1 / 3 is not 0.1 in floating point; the advantage must still be 0.
     found = advantages(loss, np.array([0.1, 0.1, 0.1, 1.0, 2.0]), np.array([4, 4, 4, 9, 9]), np.zeros(5))
     assert not found[:3].any()
     assert found[3:].all()

@@ -30,7 +30,7 @@ DECOUPLED = {
     "gspo": -(math.sqrt(2.5) * math.sqrt(0.3) - 2 * 0.9997) / 2,
     # stopgrad(r) A log p with the weights: 1.25 x 1.2 and 2 x 0.25.
     "cispo": -(1.5 * A1 + 0.5 * A2 - 2 * 0.5 * B1) / 3,
-    # No ratio of its own: the weights alone.
+    # No separate ratio: only the weights.
     "rloo": -((1.25 * A1 + 2 * A2) - 2 * B1) / 2,
     "reinforce_pp": -(1.5 + 0.5 - 1.6) / 3,
     "spo": -(1.5 + 0.5 - 1.6) / 3,

@@ -24,7 +24,7 @@ def test_refills_by_hand() -> None:
     # Helpful: 3 of 8 are missing, 5 of 8 live: 3 x 9/6 = 4.5. Sneaky: 7 missing, 1 of 8 live: 31.5, but at most 8.
     assert refill_counts({H: 8, S: 8}, {H: 8, S: 8}, {H: 5, S: 1}) == {H: 5, S: 8}
     assert refill_counts({H: 8, S: 4}, {H: 8, S: 4}, {H: 9, S: 4}) == {}
-    # None was live: as many as the batch wants, and not none.
+    # No group was live: choose as many as the batch needs.
     assert refill_counts({H: 4}, {H: 4}, {}) == {H: 4}
     # All but one were: one more is expected to do, nearly.
     assert refill_counts({H: 100}, {H: 100}, {H: 99}) == {H: 2}

@@ -216,7 +216,7 @@ def test_divergence_is_raised_before_any_weight_changes(executor, fault, message
         play(trainer)
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.state()[0].items())
     assert trainer.steps_done == 1
-    play(trainer)  # nothing of the fault is left behind: not in the gradients either
+    play(trainer)  # the fault leaves no trace, also not in the gradients
     play(twin, 2)
     assert bits(trainer.module) == bits(twin.module)
 
@@ -306,7 +306,7 @@ def test_only_parameters_that_require_a_gradient_are_trained(executor):
 
 
 def test_vectors_do_not_decay(executor):
-    """On a gradient of 0 only the weight decay is left: lr x decay = 0.05 of the matrix, nothing of the vector."""
+    """On a gradient of 0 only the weight decay is left: lr x decay = 0.05 of the matrix, 0 of the vector."""
     module = nn.Module()
     module.matrix, module.vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
 

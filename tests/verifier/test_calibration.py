@@ -138,7 +138,7 @@ def test_a_reference_is_computed_once_for_all_members(executor) -> None:
     compute = first.reference
     first.reference = lambda *rows: calls.append(len(rows[0])) or compute(*rows)
     for other in ensemble.members[1:]:
-        other._reference_model.close()  # whoever asks for another one fails
+        other._reference_model.close()  # a request for another one fails
     scorer = scorer_of(ensemble, executor, "implicit")
     rollouts = [rollout(text) for text in random_texts(5, seed=2)]
     asyncio.run(scorer.score(rollouts))

@@ -60,7 +60,7 @@ def gated(executor, *, seed=0, **options):
 
 
 def alone(model, template, one):
-    """The score by a forward pass of its own."""
+    """The score by a separate forward pass."""
     ids, start = template.tokens(one.question, one.text, one.completion_ids, digits_tokenizer().fingerprint)
     ids_BL, lengths_B = pad_right([ids], 0)
     with torch.no_grad():
@@ -435,7 +435,7 @@ def test_references_outlive_a_version(executor):
     asyncio.run(scorer.score(rollouts))
     perturb(model, seed=9)
     scorer.set_version(model.version())
-    model._reference_model.close()  # whoever asks for a reference again fails
+    model._reference_model.close()  # a second request for a reference fails
     fresh = asyncio.run(scorer.score(rollouts))
     scorer._references.clear()
     again = verifier("implicit")

@@ -348,7 +348,7 @@ def test_leaving_waits_for_no_server_but_for_what_is_computed_here(tmp_path, exe
 
 
 def test_a_server_that_does_not_prove_its_weights_in_time_is_not_asked_again(tmp_path, executor, monkeypatch):
-    """Whoever wants to publish waits for it meanwhile."""
+    """A publisher waits for it."""
 
     async def play():
         async with (

@@ -96,7 +96,7 @@ def policy_batch(rollouts) -> PolicyBatch:
 
 
 async def one_step(workers: int, trainers: int = 0, watch: Callable[[WorkerPool], None] | None = None) -> dict:
-    """Sample, score, compute reference log-probs and one optimizer step, with so many workers."""
+    """Sample, score, compute reference log-probs and one optimizer step, with this many workers."""
     chosen = experiment(workers, trainers)
     players = Players(chosen, open_task(chosen.task))
     try:

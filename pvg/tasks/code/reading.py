@@ -15,7 +15,7 @@ reference computes) and `check`; see CodeProblem.
 
 APPS (arXiv 2105.09938): `question`, `solutions` and `input_output` (both as JSON text or as data), and `starter_code`.
 The first solution is the reference. HumanEval (arXiv 2107.03374): `task_id`, `prompt`, `canonical_solution`, `test`,
-`entry_point`. pvg reads the assertions `assert candidate(LITERALS) == LITERAL` of `test` and executes nothing of it. In
+`entry_point`. pvg reads the assertions `assert candidate(LITERALS) == LITERAL` of `test` and executes none of it. In
 both, the first `task.visible_tests` tests are visible.
 """
 

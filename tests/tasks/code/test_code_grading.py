@@ -63,7 +63,7 @@ def test_right_and_wrong_solutions(task: Code, problem: Problem) -> None:
 
 def test_a_certificate_proves_a_flaw(task: Code, problem: Problem) -> None:
     proven = task.grade(problem, fenced(SUBTLE, "[[1, 1, 1, 1, 1, 1]]"))
-    # It passes every test, and is wrong all the same: a label is correctness, and this is known.
+    # It passes every test, and is still wrong: the label is correctness, and this is known.
     assert proven == Grade(False, True, "4/4 tests", "passes all tests; its flaw is proven", Checks(1.0, 1.0, True))
     assert task.grade(problem, fenced(SUBTLE)).correct
     crash = "def add_up(numbers):\n    assert len(numbers) < 4\n    return sum(numbers)"

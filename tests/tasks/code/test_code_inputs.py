@@ -1,4 +1,4 @@
-"""What is an input of a problem that has no check of its own."""
+"""What is an input of a problem that defines no check."""
 
 from __future__ import annotations
 

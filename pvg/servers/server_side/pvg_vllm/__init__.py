@@ -4,7 +4,7 @@
     python -m vllm.entrypoints.openai.api_server --model DIR \\
         --middleware pvg_vllm.middleware.PvgMiddleware --worker-extension-cls pvg_vllm.worker.PvgWorker
 
-vLLM has a separate environment, so this package imports nothing of pvg: only the standard library and, in `worker`,
-what vLLM installs. `accepted_weights` and `exchange` therefore repeat parts of pvg.servers.publishing and
+vLLM has a separate environment, so this package imports no other part of pvg: only the standard library and, in
+`worker`, what vLLM installs. `accepted_weights` and `exchange` therefore repeat parts of pvg.servers.publishing and
 pvg.telemetry.events; tests keep them consistent.
 """

@@ -87,7 +87,7 @@ def _complete(model: torch.nn.Module, *, check: bool) -> Iterator[None]:
     """Inside this context `model.load_weights` raises IncompleteWeights if it leaves parameters unloaded.
 
     Parameters are listed before: a tied output layer is the embedding itself, which a checkpoint need not hold twice.
-    Quantized models create parameters of their own, about which vLLM has no information either, so they are unchecked.
+    Quantized models create further parameters. vLLM has no information about these, so they are unchecked.
     """
     needed = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
     original: Any = model.load_weights
@@ -139,7 +139,7 @@ def _tied_heads(model: torch.nn.Module) -> list[VocabParallelEmbedding]:
 
 def _repack_tied_heads(heads: Iterable[VocabParallelEmbedding]) -> None:
     """On the CPU, a linear layer multiplies with a packed copy of its weight, made at load time. A tied output layer
-    has no tensors of its own, so a reload skips it and would leave the copy of the old weights."""
+    has no tensors in the file, so a reload skips it and would leave the copy of the old weights."""
     for head in heads:
         head.quant_method.process_weights_after_loading(head)
 
