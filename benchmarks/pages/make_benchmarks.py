@@ -34,7 +34,7 @@ from pvg.bench.report import BenchReport, MachineInfo, Samples, Variant, read_re
 from pvg.bench.statistics import median
 from pvg.errors import PvgError, UsageError
 from pvg_cli.bench_tables import client_of, cost_cells, has_updates, notes, number, update_cells
-from pvg_cli.compare_table import markdown_rows
+from pvg.reporting.table import markdown_lines
 
 DOCS = Path(__file__).parents[2] / "docs"
 ORDER = (
@@ -83,7 +83,7 @@ def report_lines(report: BenchReport, machine: str | None) -> Iterator[str]:
             (client_of(report, gain.variant), headline_figure(gain, headline_of(report)), ratio_text(gain.whole))
             for gain in gains(report)
         ]
-        yield from markdown_rows(("client", headline_of(report), "against the first"), "lrr", rows)
+        yield from markdown_lines(("client", headline_of(report), "against the first"), "lrr", rows)
     yield ""
 
 
@@ -92,7 +92,7 @@ def update_lines(report: BenchReport) -> Iterator[str]:
     for what, cells in (("An update, in ms", update_cells(report)), ("Tokens/s, and ms", cost_cells(report))):
         yield f"{what}:"
         yield ""
-        yield from markdown_rows(cells.header, "l" + "r" * (len(cells.header) - 1), cells.rows)
+        yield from markdown_lines(cells.header, "l" + "r" * (len(cells.header) - 1), cells.rows)
         yield ""
     yield " ".join(notes(report))
     yield ""
@@ -114,7 +114,7 @@ def title(report: BenchReport) -> str:
 
 
 def measure_lines(variant: Variant) -> Iterator[str]:
-    yield from markdown_rows(
+    yield from markdown_lines(
         ("measure", "median", "lowest – highest", "unit", "better"),
         "lrrll",
         [
@@ -135,7 +135,7 @@ def measure_lines(variant: Variant) -> Iterator[str]:
         yield f"Time by part: {', '.join(parts)}; unaccounted: {unaccounted}."
     if variant.derived:
         yield ""
-        yield from markdown_rows(
+        yield from markdown_lines(
             ("derived", "value"), "lr", [(name, number(value)) for name, value in variant.derived.items()]
         )
 
@@ -160,7 +160,7 @@ def ladder_lines(report: BenchReport) -> Iterator[str]:
         )
         for gain in found
     ]
-    yield from markdown_rows(("switch", "what it does", "median", "gain", "gain in all"), "llrrr", rows)
+    yield from markdown_lines(("switch", "what it does", "median", "gain", "gain in all"), "llrrr", rows)
     yield from ("", significance_text(found))
     yield from later_lines(report)
 
@@ -183,7 +183,7 @@ def sweep_lines(report: BenchReport) -> Iterator[str]:
         for gain in gains(report)
     ]
     header = (title(report).removeprefix("By "), headline, "against the first", *others)
-    yield from markdown_rows(header, "l" + "r" * (len(header) - 1), rows)
+    yield from markdown_lines(header, "l" + "r" * (len(header) - 1), rows)
     yield from later_lines(report)
 
 

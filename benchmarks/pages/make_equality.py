@@ -27,7 +27,7 @@ from benchmarks.pages.make_embedded_game import COLUMNS, rounds_of, run_name, ru
 from benchmarks.pages.seed_statistics import Difference, difference, joint_p
 from pvg.bench.profile import find_profile, read_profile
 from pvg.store.run_directory import RunDirectory
-from pvg_cli.compare_table import markdown_rows
+from pvg.reporting.table import markdown_lines
 
 DOCS = Path(__file__).parents[2] / "docs"
 PROFILE = "e2e"
@@ -110,7 +110,7 @@ def rows_of(slow: Sequence[Rounds], fast: Sequence[Rounds]) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> list[str]:
     header = ("round", "metric", "all slow", "all fast", "fast - slow (95 %)", "p", "")
-    return markdown_rows(header, "llrrrrl", [tuple(cells(row)) for row in rows])
+    return markdown_lines(header, "llrrrrl", [tuple(cells(row)) for row in rows])
 
 
 def cells(row: Row) -> Iterator[str]:
@@ -171,7 +171,7 @@ def known(values: Sequence[float | None]) -> list[float]:
 def switch_table() -> list[str]:
     sides = switches()
     rows = [(f"`{key}`", json.dumps(slow), json.dumps(sides["fast"][key])) for key, slow in sides["slow"].items()]
-    return markdown_rows(("switch", "slow", "fast"), "lll", rows)
+    return markdown_lines(("switch", "slow", "fast"), "lll", rows)
 
 
 def page(root: Path, seeds: Sequence[int]) -> str:

@@ -12,7 +12,8 @@ from pvg.bench.report import BenchReport, MachineInfo, Samples, Variant
 from pvg.bench.statistics import median
 from pvg.bench.workloads import WALL
 from pvg_cli.bench_tables import number
-from pvg_cli.compare_table import interval, markdown_rows
+from pvg.reporting.table import markdown_lines
+from pvg_cli.compare_table import interval
 
 NAME = "peers"
 HEADER = ("the work", "measure", "TRL", "pvg", "pvg is better by")
@@ -27,7 +28,7 @@ def peer_lines(reports: Sequence[BenchReport], machine: Callable[[MachineInfo], 
     yield ""
     yield f"{about}."
     yield ""
-    yield from markdown_rows(HEADER, "llrrr", [row for report in reports for row in rows_of(report)])
+    yield from markdown_lines(HEADER, "llrrr", [row for report in reports for row in rows_of(report)])
     yield ""
     for report in reports:
         yield f"- {work_of(report)}: `{report.command}`, {report.created[:10]}, {method_text(report)}" + (

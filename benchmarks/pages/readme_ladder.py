@@ -13,7 +13,8 @@ from pvg.bench.report import BenchReport
 from pvg.bench.statistics import RatioInterval, median
 from pvg.errors import UsageError
 from pvg_cli.bench_tables import number
-from pvg_cli.compare_table import interval, markdown_rows
+from pvg.reporting.table import markdown_lines
+from pvg_cli.compare_table import interval
 
 FILE = "e2e-ablation.json"
 BEGIN = "<!-- ladder: python -m benchmarks.pages.make_benchmarks -->"
@@ -34,7 +35,7 @@ def ladder_lines(report: BenchReport) -> Iterator[str]:
     found = gains(report)
     if report.environment.git_dirty:
         yield from (dirty_text(report), "")
-    yield from markdown_rows(
+    yield from markdown_lines(
         ("switch", "what it does", "step, s", "against the row above", "against all slow"),
         "llrrr",
         [

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pvg.bench.report import BenchReport, Variant
 from pvg.bench.statistics import median
 from pvg_cli.bench_tables import number
-from pvg_cli.compare_table import markdown_rows
+from pvg.reporting.table import markdown_lines
 
 LIKE = 0.1  # a size this near to another counts as the same
 
@@ -248,7 +248,7 @@ def reference_lines(reports: Sequence[BenchReport]) -> list[str]:
             told = ", ".join(f"{quantity} {quantity.name}" for quantity in quantities)
             apart.append(f"- **{reference.work}**: {told} ({reference.source}). {why}")
     header = ("the work", "figure of", "theirs", "ours", "ours is better by", "our report")
-    lines = markdown_rows(header, "llrrrl", rows) if rows else []
+    lines = markdown_lines(header, "llrrrl", rows) if rows else []
     if apart:
         lines += [*([""] if rows else []), "Not compared, because the work is not the same:", "", *apart]
     return lines

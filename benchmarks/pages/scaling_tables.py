@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pvg.bench.report import BenchReport, Variant
 from pvg.bench.statistics import MedianContrast, contrast_of_medians, median
 from pvg_cli.bench_tables import number
-from pvg_cli.compare_table import markdown_rows
+from pvg.reporting.table import markdown_lines
 
 PROFILE = "scaling"
 WHOLE = "whole step"
@@ -71,7 +71,7 @@ def scaling_lines(report: BenchReport) -> Iterator[str]:
         for growth in found
     ]
     header = ("part", "of the step at the largest", "time", "its work", "than its work")
-    yield from markdown_rows(header, "lrrll", rows)
+    yield from markdown_lines(header, "lrrll", rows)
     yield ""
     yield verdict(found)
 
@@ -90,7 +90,7 @@ def figure_rows(report: BenchReport) -> list[str]:
     ]
     names = [part.replace("_", " ") for part in parts]
     header = (axis_of(report), "step, s", *names, "tokens", "10^9 operations", "peak memory, MB")
-    return markdown_rows(header, "r" * len(header), rows)
+    return markdown_lines(header, "r" * len(header), rows)
 
 
 def growths(report: BenchReport) -> list[Growth]:

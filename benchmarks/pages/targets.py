@@ -16,7 +16,8 @@ from pvg.bench.report import BenchReport, Samples, Variant
 from pvg.bench.statistics import median
 from pvg.errors import UsageError
 from pvg_cli.bench_tables import number
-from pvg_cli.compare_table import interval, markdown_rows
+from pvg.reporting.table import markdown_lines
+from pvg_cli.compare_table import interval
 
 HEADER = ("what", "target", "measured", "", "command", "report")
 SHOWN_PARTS = 4  # of our side's time, where a target is not reached
@@ -347,7 +348,7 @@ def target_lines(reports: Mapping[str, BenchReport]) -> list[str]:
         )
         if not target.holds(figure.value):
             short.append(f"- Not reached: {target.what}. {target.bound}{beside_it(target, report, figure)}")
-    return [*markdown_rows(HEADER, "llrlll", rows), *(["", *short] if short else [])]
+    return [*markdown_lines(HEADER, "llrlll", rows), *(["", *short] if short else [])]
 
 
 def beside_it(target: Target, report: BenchReport, figure: Figure) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from pvg.bench.compare import VariantGain, gains, headline_of
@@ -91,13 +90,9 @@ def samples_table(variant: Variant) -> Table:
     return table
 
 
-def derived_table(derived: Mapping[str, float]) -> RichTable:
-    table = RichTable.grid(padding=(0, 2))
-    table.add_column()
-    table.add_column(justify="right", style="bold")
-    for name, value in derived.items():
-        table.add_row(name, number(value))
-    return table
+def derived_table(derived: Mapping[str, float]) -> Table:
+    columns = [Column(), Column("", "right", "strong")]
+    return Table(columns, [(name, number(value)) for name, value in derived.items()], narrow=True)
 
 
 def sweep_table(report: BenchReport) -> Table:

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.table import Table
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from pvg.bench.compare import (
@@ -26,11 +23,13 @@ from pvg.bench.compare import (
 )
 from pvg.bench.statistics import RatioInterval
 from pvg.reporting.formats import peak_memory_texts
+from pvg.reporting.table import Column, Table, TableCell, markdown_lines
 from pvg.reporting.terminal import HEADING, QUIET
 from pvg_cli.bench_tables import number
 
 MARKS = {"worse": ("✗", "red"), "better": ("✓", "green"), "too few samples": ("?", "yellow")}
 UNMARKED = ("·", "")
+SECTION_STYLES = {"worse": "badge bad", "better": "badge good", "too few samples": "badge warn"}
 MOST_DIFFERENCES = 12  # differences of environment or settings that the terminal shows
 MOST_CHARACTERS = 44  # characters per value
 CODE = ("pvg", "git_commit", "git_dirty")  # the fields of the environment that describe the code
@@ -47,7 +46,7 @@ def comparison_text(comparison: ReportComparison) -> Group:
     parts += _differing("The code differs", [each for each in comparison.environment if each.key in CODE], HEADING)
     parts += _differing("The environments differ", _elsewhere(comparison), "yellow")
     parts += _differing("The settings differ", comparison.settings, HEADING)
-    parts += [Text(), VerdictTable(comparison), Text(), Text(_method(comparison), style=QUIET)]
+    parts += [Text(), verdict_table(comparison), Text(), Text(_method(comparison), style=QUIET)]
     parts += [Text(note) for note in notes(comparison)]
     return Group(*parts)
 
@@ -74,14 +73,11 @@ def _day(side: ReportSide) -> str:
 def _differing(title: str, found: Sequence[FieldDifference], style: str) -> list[RenderableType]:
     if not found:
         return []
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+        table = Table([Column(wrap=False), Column()], narrow=True)
     for difference in found[:MOST_DIFFERENCES]:
-        values = Text.assemble(_short(difference.a), (" -> ", QUIET), _short(difference.b))
-        table.add_row(f"  {difference.key}", values)
+        table.add(f"  {difference.key}", f"{_short(difference.a)} -> {_short(difference.b)}")
     if len(found) > MOST_DIFFERENCES:
-        table.add_row(f"  and {len(found) - MOST_DIFFERENCES} more", Text("--json has all of them", style=QUIET))
+        table.add(f"  and {len(found) - MOST_DIFFERENCES} more", TableCell("--json has all of them", "quiet"))
     return [Text(), Text.assemble((title, style), (" (A -> B)", QUIET)), table]
 
 
@@ -90,47 +86,30 @@ def _short(value: object) -> str:
     return text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 1] + "…"
 
 
-class VerdictTable:
-    """The metrics by verdict. All sections have the same columns. The names get the width that the numbers leave."""
-
-    HEADER = ("A", "B", "unit", "B/A", "interval", "p")
-    JUSTIFY: tuple[Literal["left", "right"], ...] = ("right", "right", "left", "right", "left", "right")
-    STYLES = ("", "", QUIET, "bold", "", "")
-    GAP = 2
-
-    def __init__(self, comparison: ReportComparison) -> None:
-        self._sections = [
-            (Text(title, style), [(_metric(metric, comparison), _figures(metric)) for metric in metrics])
-            for title, style, metrics in _sections(comparison)
-        ]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        rows = [row for _, metrics in self._sections for row in metrics]
-        widths = [max(map(cell_len, column)) for column in zip(self.HEADER, *(cells for _, cells in rows), strict=True)]
-        figures = sum(widths) + self.GAP * len(widths)
-        names = max(max(line.cell_len for line in name.split()) for name, _ in rows)
-        widths = [max(10, min(names, options.max_width - figures)), *widths]
-        yield self._grid(widths, [(Text(), self.HEADER)], header=True)
-        yield Text("─" * (sum(widths) + self.GAP * len(self.HEADER)), style=QUIET, no_wrap=True)
-        for place, (title, metrics) in enumerate(self._sections):
-            if place:
-                yield Text()
-            yield title
-            yield self._grid(widths, metrics)
-
-    def _grid(
-        self, widths: Sequence[int], rows: Sequence[tuple[Text, Sequence[str]]], *, header: bool = False
-    ) -> Table:
-        table = Table.grid(padding=(0, self.GAP, 0, 0), pad_edge=False)
-        table.add_column(width=widths[0], overflow="fold")
-        for width, justify, style in zip(widths[1:], self.JUSTIFY, self.STYLES, strict=True):
-            table.add_column(width=width, justify=justify, no_wrap=True, style=QUIET if header else style)
-        for name, cells in rows:
-            table.add_row(name, *cells)
-        return table
+NUMBERS = (
+    Column("A", "right", wrap=False),
+    Column("B", "right", wrap=False),
+    Column("unit", style="quiet", wrap=False),
+    Column("B/A", "right", "strong", wrap=False),
+    Column("interval", wrap=False),
+    Column("p", "right", wrap=False),
+)
 
 
-def _figures(metric: MetricComparison) -> tuple[str, ...]:
+def verdict_table(comparison: ReportComparison) -> Table:
+    """The metrics by verdict, each verdict below a heading. The names get the width that the numbers leave."""
+    table = Table([Column(), *NUMBERS], narrow=True)
+    empty = [""] * len(NUMBERS)
+    for place, (title, style, metrics) in enumerate(_sections(comparison)):
+        if place:
+            table.add("", *empty)
+        table.add(TableCell(title, style), *empty)
+        for metric in metrics:
+            table.add(_metric(metric, comparison), *_numbers(metric))
+    return table
+
+
+def _numbers(metric: MetricComparison) -> tuple[str, ...]:
     """The cells of one metric, from the medians to p. The terminal and Markdown show the same."""
     return (
         number(metric.median_a),
@@ -142,13 +121,15 @@ def _figures(metric: MetricComparison) -> tuple[str, ...]:
     )
 
 
-def _metric(metric: MetricComparison, comparison: ReportComparison) -> Text:
+def _metric(metric: MetricComparison, comparison: ReportComparison) -> TableCell:
     """The metric and its variant. Only the value of the variant, if all variants are values of one key."""
-    text = Text(f"  {metric.name}", overflow="fold")
-    if metric.variant:
-        key, _, value = metric.variant.partition("=")
-        text.append(f" @{value}" if key == _one_key(comparison) else f"\n    {metric.variant}", style=QUIET)
-    return text
+    name = f"  {metric.name}"
+    if not metric.variant:
+        return TableCell(name)
+    key, _, value = metric.variant.partition("=")
+    if key == _one_key(comparison):
+        return TableCell(name, note=f"@{value}")
+    return TableCell(name, below=f"    {metric.variant}")
 
 
 def _sections(comparison: ReportComparison) -> Iterator[tuple[str, str, list[MetricComparison]]]:
@@ -156,13 +137,13 @@ def _sections(comparison: ReportComparison) -> Iterator[tuple[str, str, list[Met
     failing = list(comparison.failing)
     if failing:
         assert comparison.fail_above is not None
-        yield f"✗ Worse in B by more than {share(comparison.fail_above)} ({len(failing)})", "bold red", failing
+        yield f"✗ Worse in B, > {share(comparison.fail_above)} ({len(failing)})", "badge bad", failing
     for verdict in VERDICTS:
         metrics = [metric for metric in comparison.with_verdict(verdict) if not metric.beyond]
         if metrics:
-            mark, style = MARKS.get(verdict, UNMARKED)
+                        mark, _ = MARKS.get(verdict, UNMARKED)
             title = f"{verdict.capitalize()} in B" if verdict in ("worse", "better") else verdict.capitalize()
-            yield f"{mark} {title} ({len(metrics)})", f"bold {style}".strip(), metrics
+            yield f"{mark} {title} ({len(metrics)})", SECTION_STYLES.get(verdict, "strong"), metrics
 
 
 # --- text for the terminal and for Markdown --------------------------------------------------------------------------
@@ -275,36 +256,19 @@ def markdown_text(comparison: ReportComparison) -> str:
     for title, found in (("environments", comparison.environment), ("settings", comparison.settings)):
         if found:
             lines += ["", f"The {title} differ:", ""]
-            lines += markdown_rows(
-                ("key", "A", "B"), "lll", [(each.key, _short(each.a), _short(each.b)) for each in found]
-            )
+                        rows = [(each.key, _short(each.a), _short(each.b)) for each in found]
+            lines += markdown_lines(("key", "A", "B"), "lll", rows)
     if comparison.failing:
         lines += ["", f"**{failure_line(comparison)}**"]
-    lines += ["", *_markdown_table(comparison), "", _method(comparison)]
+        lines += ["", _all_metrics(comparison).to_markdown(), "", _method(comparison)]
     lines += ["", *(f"- {note}" for note in notes(comparison) if not note.startswith("@"))]
     return "\n".join(lines) + "\n"
 
 
-def _markdown_table(comparison: ReportComparison) -> list[str]:
+def _all_metrics(comparison: ReportComparison) -> Table:
     variants = any(metric.variant for metric in comparison.metrics)
-    header = ["verdict", "metric", *(["variant"] if variants else []), *VerdictTable.HEADER]
-    align = "ll" + ("l" if variants else "") + "rrlrlr"
-    rows = []
+    table = Table([Column("verdict"), Column("metric"), *([Column("variant")] if variants else []), *NUMBERS])
     for metric in comparison.metrics:
         verdict = f"**{metric.verdict}**" if metric.verdict in ("worse", "better") else metric.verdict
-        rows.append(
-            (
-                verdict,
-                metric.name,
-                *([metric.variant] if variants else []),
-                *_figures(metric),
-            )
-        )
-    return markdown_rows(header, align, rows)
-
-
-def markdown_rows(header: Sequence[str], align: str, rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a Markdown table; `align` has an l or r per column."""
-    rules = ["---:" if side == "r" else "---" for side in align]
-    body = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    return [f"| {' | '.join(row)} |" for row in (list(header), rules, *body)]
+        table.add(verdict, metric.name, *([metric.variant] if variants else []), *_numbers(metric))
+    return table

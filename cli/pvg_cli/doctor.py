@@ -70,19 +70,14 @@ def doctor(
 
 
 def _print(findings: list[CheckResult], healthy: bool) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
+        from pvg.reporting.table import Column, Table, TableCell
     from pvg_cli.output import stdout
 
-    marks = {"ok": ("✓", "green"), "missing": ("✗", "bold red"), "notice": ("·", "yellow")}
-    table = Table.grid(padding=(0, 2))
+    marks = {"ok": ("✓", "badge good"), "missing": ("✗", "badge bad"), "notice": ("·", "badge warn")}
+    table = Table([Column(), Column(style="strong", wrap=False), Column()], narrow=True)
     for finding in findings:
-        mark, style = marks[finding.verdict]
-        words = Text(finding.found)
-        if finding.remedy:
-            words.append(f"\n{finding.remedy}", style="cyan")
-        table.add_row(Text(mark, style=style), Text(finding.name, style="bold"), words)
+        mark = TableCell(*marks[finding.verdict])
+        table.add(mark, finding.name, TableCell(finding.found, below=finding.remedy))
     console = stdout()
     console.print(table)
     console.print()

@@ -21,8 +21,6 @@ from pvg_cli.boundary import (
 )
 
 if TYPE_CHECKING:
-    from rich.table import Table as RichTable
-
     from pvg.bench.profiling import ProfileResult
     from pvg.reporting.table import Table
 
@@ -181,14 +179,11 @@ def _passes_table(made: ProfileResult) -> Table:
     return table
 
 
-def _files_table(made: ProfileResult) -> RichTable:
-    from rich.table import Table as RichTable
-    from rich.text import Text
+def _files_table(made: ProfileResult) -> Table:
+    from pvg.reporting.table import Column, Table
 
-    table = RichTable.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(style="bright_black", overflow="fold")
-    table.add_row("README.txt", "Describes each file and how to open it.")
+    table = Table([Column(wrap=False), Column(style="quiet")], narrow=True)
+    table.add("README.txt", "Describes each file and how to open it.")
     for file in made.files:
-        table.add_row(Text(file.name), Text(f"{file.what} {file.how}".strip()))
+        table.add(file.name, f"{file.what} {file.how}".strip())
     return table
