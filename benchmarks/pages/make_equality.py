@@ -41,7 +41,7 @@ Rounds = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Row:
+class MetricRow:
     """One metric at the end of one round: each side's values, None where a seed has none, and how they differ."""
 
     round: str
@@ -97,23 +97,23 @@ def check_switches(side: str, seed: int, root: Path) -> None:
 # --- the page --------------------------------------------------------------------------------------------------------
 
 
-def rows_of(slow: Sequence[Rounds], fast: Sequence[Rounds]) -> list[Row]:
+def rows_of(slow: Sequence[Rounds], fast: Sequence[Rounds]) -> list[MetricRow]:
     """Every metric of every round; those that no seed has are left out."""
     found = []
     for number in range(len(slow[0])):
         for name, title in COLUMNS:
-            row = Row(str(number), title, *([rounds[number].get(name) for rounds in side] for side in (slow, fast)))
+            row = MetricRow(str(number), title, *([rounds[number].get(name) for rounds in side] for side in (slow, fast)))
             if known(row.slow) or known(row.fast):
                 found.append(row)
     return found
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table(rows: Sequence[MetricRow]) -> list[str]:
     header = ("round", "metric", "all slow", "all fast", "fast - slow (95 %)", "p", "")
     return markdown_lines(header, "llrrrrl", [tuple(cells(row)) for row in rows])
 
 
-def cells(row: Row) -> Iterator[str]:
+def cells(row: MetricRow) -> Iterator[str]:
     yield from (row.round, row.title, values_text(row.slow), values_text(row.fast))
     found = row.found
     if found is None:
@@ -134,7 +134,7 @@ def values_text(values: Sequence[float | None]) -> str:
     return f"{statistics.fmean(there):.3f} ± {spread:.3f} ({min(there):.3f}–{max(there):.3f}{missing})"
 
 
-def verdict(rows: Sequence[Row]) -> str:
+def verdict(rows: Sequence[MetricRow]) -> str:
     """All metrics together, then how many differ one by one and how many would by chance."""
     (p, compared), ways = together(rows), math.comb(len(rows[0].slow) + len(rows[0].fast), len(rows[0].slow))
     same = "do not differ by more than the seeds do" if p >= SIGNIFICANT else "**differ by more than the seeds do**"
@@ -144,18 +144,18 @@ def verdict(rows: Sequence[Row]) -> str:
     )
     if len(rows[0].slow) <= FIRST:
         return told
-    first = [Row(row.round, row.title, row.slow[:FIRST], row.fast[:FIRST]) for row in rows]
+    first = [MetricRow(row.round, row.title, row.slow[:FIRST], row.fast[:FIRST]) for row in rows]
     planned = "we planned only these, and added the others after we had looked at the results"
     return f"{told}\n\nThe first {FIRST} seeds alone ({planned}): p = {together(first)[0]:.3f}. {one_by_one(first)}"
 
 
-def together(rows: Sequence[Row]) -> tuple[float, int]:
+def together(rows: Sequence[MetricRow]) -> tuple[float, int]:
     """The joint p, and of how many comparisons: those that every seed has."""
     whole = [row for row in rows if len(known(row.slow)) == len(row.slow) and len(known(row.fast)) == len(row.fast)]
     return joint_p([known(row.slow) for row in whole], [known(row.fast) for row in whole]), len(whole)
 
 
-def one_by_one(rows: Sequence[Row]) -> str:
+def one_by_one(rows: Sequence[MetricRow]) -> str:
     compared = [row.found.p for row in rows if row.found is not None]
     beyond = sum(each < SIGNIFICANT for each in compared)
     return (

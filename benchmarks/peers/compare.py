@@ -63,14 +63,14 @@ ALIKE = {"prompt_tokens": 0.0, "solution_tokens": 0.0, "threads": 0.0, "paramete
 DRAWN = 0.1  # completion tokens, where it is drawn when a completion ends
 
 
-class OtherWorkError(PvgError):
+class PeerWorkError(PvgError):
     """The sides did not do the same work: no ratio of theirs means anything."""
 
     exit_code = EXIT_CHECK_FAILED
 
 
 @dataclass(frozen=True)
-class Row:
+class PeerComparison:
     """One comparison, resolved. `work` and `trl` are the tables of its file."""
 
     name: str
@@ -83,7 +83,7 @@ class Row:
     threads: int
 
 
-def read_row(name: str, overrides: Sequence[str]) -> Row:
+def read_comparison(name: str, overrides: Sequence[str]) -> PeerComparison:
     """Raises UsageError for an unknown row, ConfigurationError for a setting that is none."""
     if name not in MEASURES:
         raise UsageError(f"There is no comparison {name!r}.", f"Known: {', '.join(MEASURES)}.")
@@ -102,10 +102,12 @@ def read_row(name: str, overrides: Sequence[str]) -> Row:
     experiment = build_experiment(data["experiment"], f"{name}.toml", origins)
     if experiment.training.minibatches != 1:
         raise ConfigurationError("A step of the comparison is a whole batch.", "Leave training.minibatches at 1.")
-    return Row(name, data["headline"], data["warmup"], data["repeats"], data["work"], data["trl"], experiment, threads)
+    return PeerComparison(
+        name, data["headline"], data["warmup"], data["repeats"], data["work"], data["trl"], experiment, threads
+    )
 
 
-def prepare(row: Row, folder: Path) -> tuple[Experiment, dict[str, Any]]:
+def prepare(row: PeerComparison, folder: Path) -> tuple[Experiment, dict[str, Any]]:
     """Write what the workers read; pvg's experiment with the model in it, and what a report says of the work."""
     make_model(folder, stops=row.work.get("stops", True))
     data = row.experiment.plain()
@@ -117,7 +119,7 @@ def prepare(row: Row, folder: Path) -> tuple[Experiment, dict[str, Any]]:
     return experiment, told | {"parameters": PARAMETERS, "context": CONTEXT, "threads": row.threads}
 
 
-def _grpo_work(row: Row, experiment: Experiment) -> tuple[dict[str, Any], dict[str, Any]]:
+def _grpo_work(row: PeerComparison, experiment: Experiment) -> tuple[dict[str, Any], dict[str, Any]]:
     training, rollout = experiment.training, experiment.rollout
     told = {
         "groups": training.groups,
@@ -133,7 +135,7 @@ def _grpo_work(row: Row, experiment: Experiment) -> tuple[dict[str, Any], dict[s
     return told | {"prompts": prompts}, told | {"loss": training.loss.kind, "stops": row.work["stops"]}
 
 
-def _verifier_work(row: Row, experiment: Experiment) -> tuple[dict[str, Any], dict[str, Any]]:
+def _verifier_work(row: PeerComparison, experiment: Experiment) -> tuple[dict[str, Any], dict[str, Any]]:
     rng, section, task = random.Random(experiment.seed), experiment.verifier, experiment.task
     count = row.work["solutions"]
     modulus = getattr(task, "modulus", 10)
@@ -164,7 +166,7 @@ def _verifier_work(row: Row, experiment: Experiment) -> tuple[dict[str, Any], di
     }
 
 
-def sides(row: Row, folder: Path, shared: Mapping[str, Any], peer: Path) -> dict[str, Side]:
+def sides(row: PeerComparison, folder: Path, shared: Mapping[str, Any], peer: Path) -> dict[str, Side]:
     """TRL's first: the one that ours is compared with."""
     environment = dict(os.environ) | {
         "OMP_NUM_THREADS": str(row.threads),
@@ -190,8 +192,8 @@ def sides(row: Row, folder: Path, shared: Mapping[str, Any], peer: Path) -> dict
     }
 
 
-def compare(row: Row, *, command: str, peer: Path = PEER) -> tuple[BenchReport, int]:
-    """The report, and the exit code. Raises MissingRequirementError without TRL's environment, OtherWorkError where the
+def compare(row: PeerComparison, *, command: str, peer: Path = PEER) -> tuple[BenchReport, int]:
+    """The report, and the exit code. Raises MissingRequirementError without TRL's environment, PeerWorkError where the
     two sides' work differs."""
     if not peer.exists():
         raise MissingRequirementError("TRL's environment is not there.", "make peers")
@@ -241,7 +243,7 @@ def compare(row: Row, *, command: str, peer: Path = PEER) -> tuple[BenchReport, 
     return report, failed.exit_code if failed else 0
 
 
-def _trial(row: Row, name: str, side: Side) -> VariantTrial:
+def _trial(row: PeerComparison, name: str, side: Side) -> VariantTrial:
     return VariantTrial(
         lambda: side,
         warmup=row.warmup,
@@ -252,12 +254,12 @@ def _trial(row: Row, name: str, side: Side) -> VariantTrial:
     )
 
 
-def _check_alike(row: Row, derived: Sequence[Mapping[str, float]]) -> None:
+def _check_alike(row: PeerComparison, derived: Sequence[Mapping[str, float]]) -> None:
     theirs, ours = derived
     for key, tolerance in ALIKE.items():
         allowed = DRAWN if key == "completion_tokens" and row.work.get("stops") else tolerance
         if key in theirs and abs(ours[key] - theirs[key]) > allowed * theirs[key]:
-            raise OtherWorkError(f"The sides' {key} differ: TRL has {theirs[key]:g}, pvg {ours[key]:g}.")
+            raise PeerWorkError(f"The sides' {key} differ: TRL has {theirs[key]:g}, pvg {ours[key]:g}.")
 
 
 def _say(taken: SampleTaken) -> None:
@@ -290,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     told = shlex.join([options.row, *(part for setting in options.set for part in ("-s", setting))])
     try:
-        row = read_row(options.row, options.set)
+        row = read_comparison(options.row, options.set)
         report, code = compare(row, command=f"python benchmarks/peers/compare.py {told}")
         if options.out is not None:
             write_report(options.out, report)

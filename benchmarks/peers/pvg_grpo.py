@@ -65,7 +65,7 @@ class Unscored:
         return np.zeros(len(rollouts), dtype=np.float32)
 
 
-class Watched:
+class WatchedRollouts:
     """A source that tells how long its newest batch took, and how long the completions are."""
 
     def __init__(self, source: OnPolicySource) -> None:
@@ -89,7 +89,7 @@ async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
         learner.require_gradients()
         objective = PolicyObjective(training, experiment.rollout, learner.tokenizer.pad_id)
         scorer: Any = Unscored()
-        source = Watched(OnPolicySource(session, scorer, 0.0, objective, learner))
+        source = WatchedRollouts(OnPolicySource(session, scorer, 0.0, objective, learner))
         trainer = Trainer(
             learner.module,
             objective,

@@ -38,7 +38,7 @@ from pvg.verifier.losses import PairObjective
 from pvg.verifier.template import VerifierTemplate
 
 
-class Watched:
+class WatchedPairs:
     """A source that tells when its first batch was there, and what has been trained on."""
 
     def __init__(self, source: PairSource) -> None:
@@ -55,7 +55,7 @@ class Watched:
         return batch
 
 
-class Side:
+class VerifierSide:
     def __init__(self, experiment: Experiment, folder: Path, executor: Executor) -> None:
         self._experiment, self._executor = experiment, executor
         self.threads: int = executor.submit(torch.get_num_threads).result()
@@ -86,7 +86,7 @@ class Side:
         gc.collect()
         began = time.perf_counter()
         with closing(PairView(self._shards, [self._info])) as view:
-            source = Watched(
+            source = WatchedPairs(
                 PairSource(
                     PairStream(view, {BASE_SOURCE: 1.0}, self._experiment.seed),
                     self._template,
@@ -146,7 +146,7 @@ def _rollouts(problems: list[dict[str, Any]], verifier: VerifierModel) -> list[R
     return found
 
 
-async def serve(orders: Orders, side: Side) -> None:
+async def serve(orders: Orders, side: VerifierSide) -> None:
     gc.collect()
     gc.freeze()
     orders.answer(
@@ -164,7 +164,7 @@ def main(folder: Path) -> None:
     orders = Orders()
     experiment = build_experiment(read_work(folder)["experiment"])
     with compute_executor(experiment.models.threads) as executor:
-        side = Side(experiment, folder, executor)
+        side = VerifierSide(experiment, folder, executor)
         on_loop(experiment.telemetry.event_loop, serve(orders, side))
         side.verifier.close()
 

@@ -24,7 +24,7 @@ LOG_LINES = 5  # of what a worker said before it died
 CLOSE_S = 30.0  # that a worker has to end by itself
 
 
-class WorkerFailedError(PvgError):
+class SideFailedError(PvgError):
     """A worker that ended before it was told to. Ends with what it said last."""
 
     exit_code = EXIT_ENVIRONMENT
@@ -103,6 +103,6 @@ class Side:
         if not line:
             code = await self._process.wait()
             said = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LOG_LINES:]
-            raise WorkerFailedError(f"The worker of {self._name} ended with code {code}: {' / '.join(said)}")
+            raise SideFailedError(f"The worker of {self._name} ended with code {code}: {' / '.join(said)}")
         answer: dict[str, Any] = json.loads(line)
         return answer

@@ -375,7 +375,7 @@ def _look_at_servers(plan: BenchPlan) -> list[ServerInfo]:
     return list(found.values())
 
 
-class OtherWorkError(ConfigurationError):
+class ChangedWorkError(ConfigurationError):
     """A rung of a ladder changes the work itself, so its gain cannot be measured."""
 
 
@@ -388,7 +388,7 @@ def _results(trials: Sequence[VariantTrial], kind: Kind) -> tuple[tuple[Variant,
         if variant.status == "ok":
             first = next(iter(works.values()), work)
             if kind == "ablation" and work != first:
-                trial.error = OtherWorkError(
+                trial.error = ChangedWorkError(
                     f"Its work differs from that of {next(iter(works))!r}: {_differing(first, work)}."
                 )
                 variant, _ = trial.result()

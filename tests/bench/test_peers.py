@@ -29,7 +29,7 @@ import compare  # noqa: E402
 import pvg_grpo  # noqa: E402
 import pvg_verifier  # noqa: E402
 import work  # noqa: E402
-from sides import Side, WorkerFailedError  # noqa: E402
+from sides import Side, SideFailedError  # noqa: E402
 
 from benchmarks.pages.peer_tables import peer_lines  # noqa: E402
 
@@ -81,7 +81,7 @@ def test_the_model_has_the_published_size_and_ends_only_where_it_shall(stops: bo
 
 
 def test_settings_find_their_place() -> None:
-    row = compare.read_row(
+    row = compare.read_comparison(
         "grpo", ["training.kl=none", "work.stops=true", "trl.cache_implementation=static", "repeats=3"]
     )
     assert (row.experiment.training.kl.kind, row.work["stops"], row.repeats) == ("none", True, 3)
@@ -100,11 +100,11 @@ def test_settings_find_their_place() -> None:
 )
 def test_wrong_settings_are_refused(row: str, setting: str, error: type[Exception]) -> None:
     with pytest.raises(error):
-        compare.read_row(row, [setting])
+        compare.read_comparison(row, [setting])
 
 
 def test_pairs_must_fill_their_batches(tmp_path: Path) -> None:
-    row = compare.read_row("verifier", ["work.problems=3"])
+    row = compare.read_comparison("verifier", ["work.problems=3"])
     with pytest.raises(ConfigurationError, match="48 pairs are no whole number of batches of 128"):
         compare.prepare(row, tmp_path)
 
@@ -128,7 +128,7 @@ class Asked:
 
 
 def prepared(name: str, folder: Path, *more: str) -> Any:
-    row = compare.read_row(name, [*SMALL[name], "models.threads=1", *more])
+    row = compare.read_comparison(name, [*SMALL[name], "models.threads=1", *more])
     experiment, _ = compare.prepare(row, folder)
     return experiment
 
@@ -149,7 +149,7 @@ def test_a_step_of_ours_is_a_whole_one(kl: str, tmp_path: Path) -> None:
 def test_a_sample_of_our_verifier_trains_on_as_many_pairs_as_the_solutions_form(tmp_path: Path) -> None:
     experiment, orders = prepared("verifier", tmp_path), Asked(2)
     with pvg_verifier.compute_executor(1) as executor:
-        side = pvg_verifier.Side(experiment, tmp_path, executor)
+        side = pvg_verifier.VerifierSide(experiment, tmp_path, executor)
         start = side.verifier.version()
         asyncio.run(pvg_verifier.serve(orders, side))  # type: ignore[arg-type]
         assert side.verifier.version() != start
@@ -213,23 +213,23 @@ def test_sides_take_turns_and_what_they_print_is_no_answer(tmp_path: Path) -> No
 def test_a_worker_that_dies_fails_its_side_with_its_last_words(tmp_path: Path) -> None:
     trial = VariantTrial(lambda: worker(tmp_path, "theirs", dies=2), warmup=0, repeats=3)
     asyncio.run(run_trials([trial]))
-    assert isinstance(trial.error, WorkerFailedError)
+    assert isinstance(trial.error, SideFailedError)
     assert "The worker of theirs ended with code 1" in str(trial.error)
     assert "out of luck" in str(trial.error)
 
 
 def test_without_the_peer_it_says_how_to_get_it(tmp_path: Path) -> None:
-    row = compare.read_row("grpo", SMALL["grpo"])
+    row = compare.read_comparison("grpo", SMALL["grpo"])
     with pytest.raises(MissingRequirementError, match="make peers"):
         compare.compare(row, command="", peer=tmp_path / "python")
 
 
 def test_sides_of_other_work_have_no_ratio() -> None:
-    fixed, drawn = compare.read_row("grpo", []), compare.read_row("grpo", ["work.stops=true"])
+    fixed, drawn = compare.read_comparison("grpo", []), compare.read_comparison("grpo", ["work.stops=true"])
     compare._check_alike(drawn, [{"completion_tokens": 32.0}, {"completion_tokens": 33.0}])
-    compare._check_alike(compare.read_row("verifier", []), [{"solution_tokens": 45.0}] * 2)
+    compare._check_alike(compare.read_comparison("verifier", []), [{"solution_tokens": 45.0}] * 2)
     for row, ours in ((fixed, 33.0), (drawn, 36.0)):
-        with pytest.raises(compare.OtherWorkError, match="completion_tokens"):
+        with pytest.raises(compare.PeerWorkError, match="completion_tokens"):
             compare._check_alike(row, [{"completion_tokens": 32.0}, {"completion_tokens": ours}])
 
 
