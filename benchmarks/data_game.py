@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.data_child import say
 from benchmarks.data_store import PROMPT_TOKENS, StoreShape
-from pvg.bench.workloads.fixtures import random_llama
+from benchmarks.random_llama import random_llama
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment, load_experiment
 from pvg.extensions import digests

@@ -40,9 +40,9 @@ import numpy as np
 import psutil
 import torch
 
+from benchmarks.random_llama import HEAD, random_llama
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.workloads import BenchMetric, Workload, e2e
-from pvg.bench.workloads.fixtures import HEAD, random_llama
 from pvg.bench.workloads.rollout import dispatcher
 from pvg.bench.workloads.trainer import ModelSize
 from pvg.config.base import Count

@@ -24,7 +24,7 @@ from benchmarks.pages.other_ladders import later_lines, outdated
 from benchmarks.pages.peer_tables import NAME as PEERS
 from benchmarks.pages.peer_tables import peer_lines
 from benchmarks.pages.readme_ladder import FILE as LADDER
-from benchmarks.pages.readme_ladder import ratio_text, dirty_text, label_of, significance_text, with_ladder
+from benchmarks.pages.readme_ladder import dirty_text, excludes_one, label_of, ratio_text, significance_text, with_ladder
 from benchmarks.pages.reference_figures import reference_lines
 from benchmarks.pages.scaling_tables import PROFILE as SCALING
 from benchmarks.pages.scaling_tables import scaling_lines
@@ -155,7 +155,7 @@ def ladder_lines(report: BenchReport) -> Iterator[str]:
             label_of(gain),
             gain.says,
             headline_figure(gain, headline),
-            ratio_text(gain.step, gain.excludes_one),
+            ratio_text(gain.step, excludes_one(gain)),
             ratio_text(gain.whole),
         )
         for gain in found

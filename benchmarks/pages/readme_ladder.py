@@ -43,7 +43,7 @@ def ladder_lines(report: BenchReport) -> Iterator[str]:
                 label_of(gain),
                 gain.says,
                 number(median(gain.variant.samples[MEASURE].values)),
-                ratio_text(gain.step, gain.excludes_one),
+                ratio_text(gain.step, excludes_one(gain)),
                 ratio_text(gain.whole),
             )
             for gain in found
@@ -66,11 +66,16 @@ def ratio_text(ratio: RatioInterval | None, marked: bool = False) -> str:
     return f"{f'**{times}**' if marked else times} ({interval(ratio)})"
 
 
+def excludes_one(gain: VariantGain) -> bool:
+    """Whether the variant differs significantly from the one before it."""
+    return gain.step is not None and not gain.step.low <= 1.0 <= gain.step.high
+
+
 def significance_text(found: Sequence[VariantGain]) -> str:
     """Which rungs are faster or slower than the one before, and which do not differ significantly from it."""
     rungs = [gain for gain in found if gain.step is not None]
-    unclear = [label_of(gain) for gain in rungs if not gain.excludes_one]
-    slower = [label_of(gain) for gain in rungs if gain.excludes_one and gain.step is not None and gain.step.high < 1]
+    unclear = [label_of(gain) for gain in rungs if not excludes_one(gain)]
+    slower = [label_of(gain) for gain in rungs if excludes_one(gain) and gain.step is not None and gain.step.high < 1]
     text = "Intervals are at 95 %."
     if len(unclear) < len(rungs):
         text += " In bold: a gain whose interval excludes 1."

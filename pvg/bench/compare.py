@@ -43,11 +43,7 @@ class VariantGain:
     variant: Variant
     step: RatioInterval | None
     whole: RatioInterval | None
-    says: str = ""
-
-    @property
-    def excludes_one(self) -> bool:
-        return self.step is not None and not self.step.low <= 1.0 <= self.step.high
+        says: str = ""
 
 
 def interleaved(report: BenchReport) -> bool:

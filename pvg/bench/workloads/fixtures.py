@@ -1,14 +1,8 @@
-"""Inputs of workloads: groups of fixed prompts, batches of rollouts, batches of a recorded run, and Llama models with
-random weights.
+"""Inputs of workloads: groups of fixed prompts, batches of rollouts, and batches of a recorded run.
 
-Everything follows from the experiment and a seed, so every sample and every variant does the same work. Random models
-are for benchmarks whose work must not depend on what a model has learnt:
-
-    with tempfile.TemporaryDirectory() as folder:
-        source = random_llama(Path(folder), width=256, layers=3, context=1024, seed=0)    # for models.prover.source
-
-A replay reads only committed shards, and only those that contain a chosen batch. It changes nothing, so an active run
-can be replayed too.
+Everything follows from the experiment and a seed, so every sample and every variant does the same work. A replay reads
+only committed shards, and only those that contain a chosen batch. It changes nothing, so an active run can be replayed
+too.
 """
 
 from __future__ import annotations
@@ -16,19 +10,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError, StateError, UsageError
 from pvg.game.roles import Render, assign_roles
-from pvg.models.characters import modchain_tokenizer
 from pvg.models.language_model import LanguageModel
-from pvg.models.tokenizer import Tokenizer
 from pvg.records import Float32, Int32, Rollout
 from pvg.rollout.dispatcher import GroupOrder
 from pvg.seeds import draw_cyclic, generator_for, seed_for
@@ -238,38 +227,3 @@ def digest_of(rows: Iterable[Int32]) -> str:
 
 def model_facts(model: LanguageModel) -> dict[str, Any]:
     return {"model": model.name, "parameters": model.num_parameters}
-
-
-# --- random models ----------------------------------------------------------------------------------------------------
-
-HEAD = 32  # width of an attention head
-INNER = 2  # width of the feed-forward part's hidden layer, in multiples of the model's width
-
-
-def random_llama(folder: Path, *, width: int, layers: int, context: int, seed: int) -> str:
-    """Write a model with modchain's tokenizer into `folder`; returns the source under which `open_model` reads it.
-
-    `width` is a multiple of HEAD. Does not change torch's global random state.
-    """
-    name = f"random-llama-{width}x{layers}"
-    tokenizer = Tokenizer(modchain_tokenizer(), name)
-    config = LlamaConfig(
-        vocab_size=tokenizer.vocab_size,
-        hidden_size=width,
-        intermediate_size=INNER * width,
-        num_hidden_layers=layers,
-        num_attention_heads=width // HEAD,
-        num_key_value_heads=width // HEAD,
-        max_position_embeddings=context,
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_id,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_id,
-        attn_implementation="sdpa",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        module = LlamaForCausalLM(config)
-    with LanguageModel(module, tokenizer, name) as model:
-        model.save(folder / name)
-    return str(folder / name)
