@@ -38,24 +38,27 @@ MOST_LINES = 700
 @cache
 def modules() -> dict[str, Path]:
     """Every module of the library and of the command line, by its dotted name."""
+        return modules_of("pvg", ROOT) | modules_of(*COMMAND_LINE)
+
+
+def modules_of(package: str, root: Path) -> dict[str, Path]:
     found = {}
-    for package, root in (("pvg", ROOT), COMMAND_LINE):
-        for path in (root / package).rglob("*.py"):
-            parts = path.relative_to(root).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    for path in (root / package).rglob("*.py"):
+        parts = path.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
 
 @cache
-def tree(module: str) -> ast.Module:
-    return ast.parse(modules()[module].read_bytes())
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_bytes())
 
 
 def imported_names(module: str) -> set[str]:
     """What the module imports, as dotted names: at its top, inside functions, and for types only."""
     path, names = modules()[module], set[str]()
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-    for node in ast.walk(tree(module)):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -125,9 +128,10 @@ def test_packages_import_only_packages_above_them() -> None:
 
 
 def test_no_two_public_classes_have_the_same_name() -> None:
+    """In pvg, the command line and the developers' benchmarks."""
     places: dict[str, list[str]] = defaultdict(list)
-    for module in modules():
-        for node in tree(module).body:
+    for module, path in (modules() | modules_of("benchmarks", ROOT)).items():
+        for node in tree(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(module)
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
