@@ -38,7 +38,7 @@ MOST_LINES = 700
 @cache
 def modules() -> dict[str, Path]:
     """Every module of the library and of the command line, by its dotted name."""
-        return modules_of("pvg", ROOT) | modules_of(*COMMAND_LINE)
+    return modules_of("pvg", ROOT) | modules_of(*COMMAND_LINE)
 
 
 def modules_of(package: str, root: Path) -> dict[str, Path]:

@@ -73,7 +73,7 @@ def _day(side: ReportSide) -> str:
 def _differing(title: str, found: Sequence[FieldDifference], style: str) -> list[RenderableType]:
     if not found:
         return []
-        table = Table([Column(wrap=False), Column()], narrow=True)
+    table = Table([Column(wrap=False), Column()], narrow=True)
     for difference in found[:MOST_DIFFERENCES]:
         table.add(f"  {difference.key}", f"{_short(difference.a)} -> {_short(difference.b)}")
     if len(found) > MOST_DIFFERENCES:
@@ -141,7 +141,7 @@ def _sections(comparison: ReportComparison) -> Iterator[tuple[str, str, list[Met
     for verdict in VERDICTS:
         metrics = [metric for metric in comparison.with_verdict(verdict) if not metric.beyond]
         if metrics:
-                        mark, _ = MARKS.get(verdict, UNMARKED)
+            mark, _ = MARKS.get(verdict, UNMARKED)
             title = f"{verdict.capitalize()} in B" if verdict in ("worse", "better") else verdict.capitalize()
             yield f"{mark} {title} ({len(metrics)})", SECTION_STYLES.get(verdict, "strong"), metrics
 
@@ -256,11 +256,11 @@ def markdown_text(comparison: ReportComparison) -> str:
     for title, found in (("environments", comparison.environment), ("settings", comparison.settings)):
         if found:
             lines += ["", f"The {title} differ:", ""]
-                        rows = [(each.key, _short(each.a), _short(each.b)) for each in found]
+            rows = [(each.key, _short(each.a), _short(each.b)) for each in found]
             lines += markdown_lines(("key", "A", "B"), "lll", rows)
     if comparison.failing:
         lines += ["", f"**{failure_line(comparison)}**"]
-        lines += ["", _all_metrics(comparison).to_markdown(), "", _method(comparison)]
+    lines += ["", _all_metrics(comparison).to_markdown(), "", _method(comparison)]
     lines += ["", *(f"- {note}" for note in notes(comparison) if not note.startswith("@"))]
     return "\n".join(lines) + "\n"
 

@@ -70,7 +70,7 @@ def doctor(
 
 
 def _print(findings: list[CheckResult], healthy: bool) -> None:
-        from pvg.reporting.table import Column, Table, TableCell
+    from pvg.reporting.table import Column, Table, TableCell
     from pvg_cli.output import stdout
 
     marks = {"ok": ("✓", "badge good"), "missing": ("✗", "badge bad"), "notice": ("·", "badge warn")}

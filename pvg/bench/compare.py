@@ -43,7 +43,7 @@ class VariantGain:
     variant: Variant
     step: RatioInterval | None
     whole: RatioInterval | None
-        says: str = ""
+    says: str = ""
 
 
 def interleaved(report: BenchReport) -> bool:

@@ -241,7 +241,7 @@ def test_samples_that_were_taken_in_turn_are_compared_round_by_round(in_turn: bo
     _, first, second = gains(report.model_copy(update={"variants": tuple(variants), "config": config}))
     assert first.step is not None
     assert first.step.ratio == pytest.approx(1.1)
-        assert excludes_one(first) is in_turn
+    assert excludes_one(first) is in_turn
     assert not excludes_one(second)
 
 
