@@ -145,40 +145,42 @@ Level = Annotated[
 TruncationLimit = Annotated[Positive, Field(description="Largest importance weight. A larger one becomes this.")]
 
 
-class NoImportance(Section):
+class _WithoutWeights(Section):
+    kind: str
+    high: ClassVar[float] = 5.0
+    low: ClassVar[float] = 0.0
+    level: ClassVar[Level] = None
+
+
+class _TruncatedWeights(Section):
+    kind: str
+    high: TruncationLimit = 5.0
+    low: ClassVar[float] = 0.0
+    level: Level = None
+
+
+class NoImportance(_WithoutWeights):
     """No importance weights. The ratio is clipped around the policy that sampled."""
 
     kind: Literal["none"] = "none"
-    high: ClassVar[float] = 5.0
-    low: ClassVar[float] = 0.0
-    level: ClassVar[Level] = None
 
 
-class DecoupledImportance(Section):
+class DecoupledImportance(_TruncatedWeights):
     """Stale rollouts only: the ratio is clipped around the policy at batch start, with truncated importance weights."""
 
     kind: Literal["decoupled"] = "decoupled"
-    high: TruncationLimit = 5.0
-    low: ClassVar[float] = 0.0
-    level: Level = None
 
 
-class UnweightedImportance(Section):
+class UnweightedImportance(_WithoutWeights):
     """Stale rollouts only: the ratio is clipped around the policy at batch start, without importance weights."""
 
     kind: Literal["unweighted"] = "unweighted"
-    high: ClassVar[float] = 5.0
-    low: ClassVar[float] = 0.0
-    level: ClassVar[Level] = None
 
 
-class TruncatedImportance(Section):
+class TruncatedImportance(_TruncatedWeights):
     """All rollouts: the ratio is clipped around the policy at batch start, with truncated importance weights."""
 
     kind: Literal["truncated"] = "truncated"
-    high: TruncationLimit = 5.0
-    low: ClassVar[float] = 0.0
-    level: Level = None
 
 
 class MaskedImportance(Section):
