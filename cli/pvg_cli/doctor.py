@@ -268,7 +268,14 @@ def check_gpu(runs: Path) -> Iterator[CheckResult]:
     for device in range(count):
         properties = torch.cuda.get_device_properties(device)
         yield CheckResult(f"gpu {device}", "ok", f"{properties.name}, {properties.total_memory / GIB:.0f} GB")
-    if not count:
+    if count:
+        yield CheckResult(
+            "gpu support",
+            "notice",
+            "models.device = 'cuda', 'mps' and serving.tensor_parallel above 1 are experimental: no GPU has run them",
+            "Compare a short run with one on the CPU: -s models.device=cpu",
+        )
+    else:
         yield CheckResult("gpu", "notice", "none, so pvg runs on the CPU")
 
 

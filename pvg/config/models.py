@@ -41,7 +41,7 @@ class Models(Section):
 
     prover: ModelSection = ModelSection()
     verifier: ModelSection = ModelSection(source="embedded:modchain-verifier")
-    device: Device = Field("auto", description='"auto", "cpu", "mps", "cuda" or "cuda:N".')
+    device: Device = Field("auto", description='"auto", "cpu", "mps", "cuda" or "cuda:N". Only "cpu" has been tested.')
     threads: Annotated[int, Field(ge=0, le=1024)] = Field(
         0, description="Compute threads. 0: one for models narrower than 512, else one per core."
     )

@@ -66,7 +66,7 @@ class Serving(Section):
         0.9, description="Share of the GPU's memory that the server takes."
     )
     max_model_len: Count | None = Field(None, description="Longest sequence in tokens. Unset: the model's own limit.")
-    tensor_parallel: Count = Field(1, description="GPUs per server.")
+    tensor_parallel: Count = Field(1, description="GPUs per server. Above 1 it is EXPERIMENTAL: no GPU has run it.")
     startup_s: Positive = Field(900.0, description="Seconds that a server may take to start.")
     extra_args: Annotated[tuple[str, ...], Field(strict=False)] = Field((), description="Further arguments for vLLM.")
 
