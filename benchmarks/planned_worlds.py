@@ -1,7 +1,7 @@
 """Worlds that the real pipeline plays in virtual time, to compare it with the planner (benchmarks/planning.py).
 
-`played(world)` runs pvg's Pipeline, group buffer, admission gate, Dispatcher, deadlines and grading. The engine and the
-trainer compute nothing. They wait as long as the world says, on an event loop whose clock jumps to the next timer
+`play_world(world)` runs pvg's Pipeline, group buffer, admission gate, Dispatcher, deadlines and grading. The engine and
+the trainer compute nothing. They wait as long as the world says, on an event loop whose clock jumps to the next timer
 (benchmarks.virtual_time). So the result does not depend on the machine.
 
 The engine (`SteppingEngine`) decodes step by step, as a server does: a step gives each row one token, and requests join
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -43,26 +43,24 @@ def lengths_of(helpful: float, sneaky: float, sigma: float) -> dict[Role, Length
     }
 
 
-EVEN = lengths_of(100, 100, 1.0)
+BALANCED = World(
+    groups=16,
+    group_size=8,
+    lengths=lengths_of(100, 100, 1.0),
+    workers=4,
+    slots=16,
+    concurrency=64,
+    token_s=0.1,
+    train_token_s=0.0016,
+    update_s=1.0,
+    pause_s=0.5,
+    ahead=AheadLimits(1, 2),
+)
 # What each world is about -> the world.
 WORLDS: dict[str, World] = {
-    "sampling and training balanced, one batch ahead, freshest first": World(
-        groups=16,
-        group_size=8,
-        lengths=EVEN,
-        workers=4,
-        slots=16,
-        concurrency=64,
-        token_s=0.1,
-        train_token_s=0.0016,
-        update_s=1.0,
-        pause_s=0.5,
-        ahead=AheadLimits(1, 2),
-    ),
-    "sampling is slow, and a full worker decodes slower; two batches ahead": World(
-        groups=16,
-        group_size=8,
-        lengths=EVEN,
+    "sampling and training balanced, one batch ahead, freshest first": BALANCED,
+    "sampling is slow, and a full worker decodes slower; two batches ahead": replace(
+        BALANCED,
         workers=3,
         slots=32,
         concurrency=96,
@@ -70,64 +68,33 @@ WORLDS: dict[str, World] = {
         row_s=0.005,
         train_token_s=0.0005,
         other_s=1.0,
-        update_s=1.0,
+        pause_s=0.0,
         ahead=AheadLimits(2, 3),
     ),
-    "training is slow, oldest first": World(
-        groups=16,
-        group_size=8,
-        lengths=EVEN,
-        workers=4,
+    "training is slow, oldest first": replace(
+        BALANCED,
         slots=32,
         concurrency=128,
-        token_s=0.1,
         train_token_s=0.003,
         other_s=2.0,
         update_s=2.0,
         pause_s=2.0,
         ahead=AheadLimits(1, 2, "old"),
     ),
-    "in turns": World(
-        groups=16,
-        group_size=8,
-        lengths=EVEN,
-        workers=4,
-        slots=16,
-        concurrency=64,
-        token_s=0.1,
-        train_token_s=0.0016,
-        update_s=1.0,
-        pause_s=1.0,
-    ),
-    "sneaky solutions twice as long, at most one version behind, long updates": World(
+    "in turns": replace(BALANCED, pause_s=1.0, ahead=None),
+    "sneaky solutions twice as long, at most one version behind, long updates": replace(
+        BALANCED,
         groups=24,
         group_size=4,
         lengths=lengths_of(60, 120, 0.8),
-        workers=4,
-        slots=16,
-        concurrency=64,
-        token_s=0.1,
-        train_token_s=0.0016,
         sneaky_share=0.4,
         update_s=3.0,
         pause_s=3.0,
         score_s=0.5,
         ahead=AheadLimits(1, 1),
     ),
-    "each worker fails every 10 minutes; groups are cut at a deadline": World(
-        groups=16,
-        group_size=8,
-        lengths=EVEN,
-        workers=8,
-        slots=16,
-        concurrency=96,
-        token_s=0.1,
-        train_token_s=0.0016,
-        update_s=1.0,
-        mtbf_s=600.0,
-        restart_s=30.0,
-        ahead=AheadLimits(1, 2),
-        cut=Cut(60.0, 4),
+    "each worker fails every 10 minutes; groups are cut at a deadline": replace(
+        BALANCED, workers=8, concurrency=96, pause_s=0.0, mtbf_s=600.0, restart_s=30.0, cut=Cut(60.0, 4)
     ),
 }
 
@@ -143,7 +110,7 @@ class PlayedBatches:
     dropped: float
 
 
-def played(world: World, batches: int, fill: int, seed: int) -> PlayedBatches:
+def play_world(world: World, batches: int, fill: int, seed: int) -> PlayedBatches:
     """Play `fill` batches, then count `batches`."""
     found: PlayedBatches = run_in_virtual_time(_Game(world, seed).play(batches, fill))
     return found

@@ -18,11 +18,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planned_worlds import WORLDS, PlayedBatches, played
+from benchmarks.pages.other_ladders import spelled_out
+from benchmarks.planned_worlds import WORLDS, PlayedBatches, play_world
 from pvg.planning.bounds import bounds_of
 from pvg.planning.simulation import Outcome, simulate
 from pvg.planning.world import AheadLimits, World, lognormal_lengths
 from pvg.records import Role
+from pvg.reporting.table import markdown_lines
 
 BATCHES, FILL = 100, 8
 PLAYED_SEED, PLANNED_SEED = 101, 0
@@ -32,7 +34,7 @@ REPORT = PAGE.with_suffix(".json")
 
 def compared(name: str, world: World, batches: int) -> dict[str, Any]:
     """One world: what the real pipeline did, and what the planner says."""
-    real: PlayedBatches = played(world, batches, FILL, PLAYED_SEED)
+    real: PlayedBatches = play_world(world, batches, FILL, PLAYED_SEED)
     plan: Outcome = simulate(world, batches, PLANNED_SEED, FILL)
     bounds = bounds_of(world)
     planned = {name: getattr(plan, name) for name in ("batch_s", "idle", "waiting", "staleness", "dropped")}
@@ -222,36 +224,34 @@ def report(batches: int) -> dict[str, Any]:
 
 
 def worlds_table(found: dict[str, Any]) -> str:
-    rows = [
-        "| world | | batch, s | trainer idle | staleness | dropped | bounds of a batch, s |",
-        "|---|---|---:|---:|---:|---:|---:|",
-    ]
+    header = ("world", "", "batch, s", "trainer idle", "staleness", "dropped", "bounds of a batch, s")
+    rows = []
     for row in found["worlds"]:
         most = "" if row["most_s"] is None else f" to {row['most_s']:.1f}"
         for kind, name, bounds in (("played", row["world"], ""), ("planned", "", f"{row['least_s']:.1f}{most}")):
             v = row[kind]
-            cells = f"{v['batch_s']:.2f} | {100 * v['idle']:.1f} % | {v['staleness']:.2f} | {100 * v['dropped']:.1f} %"
-            rows.append(f"| {name} | {kind} | {cells} | {bounds} |")
-    return "\n".join(rows)
+            shares = (f"{100 * v['idle']:.1f} %", f"{v['staleness']:.2f}", f"{100 * v['dropped']:.1f} %")
+            rows.append((name, kind, f"{v['batch_s']:.2f}", *shares, bounds))
+    return "\n".join(markdown_lines(header, "llrrrrr", rows))
 
 
 def committed_table(found: dict[str, Any]) -> str:
-    rows = ["| variant | | step, s | staleness | dropped |", "|---|---|---:|---:|---:|"]
+    rows = []
     for row in found["committed"]:
         for kind in ("measured", "planned"):
-            v, name = row[kind], f"`{row['variant']}`" if kind == "measured" else ""
-            rows.append(f"| {name} | {kind} | {v['batch_s']:.2f} | {v['staleness']:.2f} | {100 * v['dropped']:.1f} % |")
-    return "\n".join(rows)
+            v, name = row[kind], spelled_out(row["variant"]) if kind == "measured" else ""
+            rows.append((name, kind, f"{v['batch_s']:.2f}", f"{v['staleness']:.2f}", f"{100 * v['dropped']:.1f} %"))
+    return "\n".join(markdown_lines(("variant", "", "step, s", "staleness", "dropped"), "llrrr", rows))
 
 
 def published_table(found: dict[str, Any]) -> str:
-    rows = ["| figure | source | published | planned | inputs |", "|---|---|---:|---:|---|"]
+    rows = []
     for row in found["published"]:
         texts = [
             f"{100 * row[k]:.0f} %" if row["unit"] == "share" else f"{row[k]:.0f} s" for k in ("published", "planned")
         ]
-        rows.append(f"| {row['what']} | {row['source']} | {texts[0]} | {texts[1]} | {row['inputs']} |")
-    return "\n".join(rows)
+        rows.append((row["what"], row["source"], *texts, row["inputs"]))
+    return "\n".join(markdown_lines(("figure", "source", "published", "planned", "inputs"), "llrrl", rows))
 
 
 TABLES = {"worlds": worlds_table, "committed": committed_table, "published": published_table}

@@ -7,24 +7,22 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.planned_worlds import WORLDS, lengths_of, played
+from benchmarks.planned_worlds import BALANCED, WORLDS, lengths_of, play_world
 from benchmarks.planning import BATCHES, PAGE, REPORT, TABLES, with_tables
 from pvg.planning.simulation import simulate
-from pvg.planning.world import AheadLimits, Cut, World
+from pvg.planning.world import AheadLimits, Cut
 
 # Few and short rollouts, so that the real pipeline needs seconds.
-SMALL = World(
+SMALL = replace(
+    BALANCED,
     groups=6,
     group_size=4,
     lengths=lengths_of(20, 20, 0.8),
     workers=2,
     slots=8,
     concurrency=16,
-    token_s=0.1,
     train_token_s=0.012,
     update_s=0.5,
-    pause_s=0.5,
-    ahead=AheadLimits(1, 2),
 )
 
 
@@ -42,7 +40,7 @@ SMALL = World(
 )
 def test_small_worlds(change: dict[str, object]) -> None:
     world = replace(SMALL, **change)
-    real, plan = played(world, batches=40, fill=6, seed=1), simulate(world, batches=400, seed=2)
+    real, plan = play_world(world, batches=40, fill=6, seed=1), simulate(world, batches=400, seed=2)
     assert plan.batch_s == pytest.approx(real.batch_s, rel=0.1)
     assert plan.idle == pytest.approx(real.idle, abs=0.07)
     assert plan.staleness == pytest.approx(real.staleness, abs=0.25)
