@@ -20,11 +20,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages.other_ladders import later_lines, outdated
+from benchmarks.pages.other_ladders import later_lines, outdated, reworded, spelled_out
 from benchmarks.pages.peer_tables import NAME as PEERS
 from benchmarks.pages.peer_tables import peer_lines
 from benchmarks.pages.readme_ladder import FILE as LADDER
-from benchmarks.pages.readme_ladder import dirty_text, excludes_one, label_of, ratio_text, significance_text, with_ladder
+from benchmarks.pages.readme_ladder import (
+    dirty_text,
+    excludes_one,
+    label_of,
+    ratio_text,
+    significance_text,
+    with_ladder,
+)
 from benchmarks.pages.reference_figures import reference_lines
 from benchmarks.pages.scaling_tables import PROFILE as SCALING
 from benchmarks.pages.scaling_tables import scaling_lines
@@ -33,8 +40,8 @@ from pvg.bench.compare import VariantGain, gains, headline_of
 from pvg.bench.report import BenchReport, MachineInfo, Samples, Variant, read_report
 from pvg.bench.statistics import median
 from pvg.errors import PvgError, UsageError
-from pvg_cli.bench_tables import client_of, cost_cells, has_updates, notes, number, update_cells
 from pvg.reporting.table import markdown_lines
+from pvg_cli.bench_tables import client_of, cost_cells, has_updates, notes, number, update_cells
 
 DOCS = Path(__file__).parents[2] / "docs"
 ORDER = (
@@ -153,7 +160,7 @@ def ladder_lines(report: BenchReport) -> Iterator[str]:
     rows = [
         (
             label_of(gain),
-            gain.says,
+            reworded(gain.says),
             headline_figure(gain, headline),
             ratio_text(gain.step, excludes_one(gain)),
             ratio_text(gain.whole),
@@ -172,7 +179,7 @@ def sweep_lines(report: BenchReport) -> Iterator[str]:
     yield ""
     rows = [
         (
-            gain.variant.label.partition("=")[2] or gain.variant.label,
+            spelled_out(gain.variant.label, value_only=True),
             headline_figure(gain, headline),
             ratio_text(gain.whole),
             *(
@@ -247,7 +254,7 @@ def profile_lines(reports: Sequence[BenchReport], name: str, with_machine: bool)
     if name == PEERS:
         yield from peer_lines(chosen, machine_of if with_machine else None)
         return
-    about = str(chosen[0].config["profile"]["about"])
+    about = reworded(str(chosen[0].config["profile"]["about"]))
     yield f"## {name}"
     yield ""
     yield f"{about[0].upper()}{about[1:]}."

@@ -26,8 +26,8 @@ from typing import Any
 from benchmarks.pages.make_embedded_game import COLUMNS, rounds_of, run_name, run_seed, seconds_of, state_of
 from benchmarks.pages.seed_statistics import Difference, difference, joint_p
 from pvg.bench.profile import find_profile, read_profile
-from pvg.store.run_directory import RunDirectory
 from pvg.reporting.table import markdown_lines
+from pvg.store.run_directory import RunDirectory
 
 DOCS = Path(__file__).parents[2] / "docs"
 PROFILE = "e2e"
@@ -102,7 +102,9 @@ def rows_of(slow: Sequence[Rounds], fast: Sequence[Rounds]) -> list[MetricRow]:
     found = []
     for number in range(len(slow[0])):
         for name, title in COLUMNS:
-            row = MetricRow(str(number), title, *([rounds[number].get(name) for rounds in side] for side in (slow, fast)))
+            row = MetricRow(
+                str(number), title, *([rounds[number].get(name) for rounds in side] for side in (slow, fast))
+            )
             if known(row.slow) or known(row.fast):
                 found.append(row)
     return found

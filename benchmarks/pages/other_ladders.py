@@ -1,9 +1,10 @@
-"""Reports that were measured on another ladder, or another sweep, than their profile has now.
+"""Reports of earlier versions of their profile: other switches, other sweeps, other names and other words.
 
     for line in outdated({"e2e-ablation.json": report, ...}): print(line)       # used by make_benchmarks
 
-The page says of an ablation that all switches were slow and then all fast: that is so of the switches that its report
-knows. A --sweep of the command line is whatever was asked for; only a profile's own sweep is looked at.
+`outdated` compares the ladder or the sweep of a report with that of its profile. It ignores reports of a `--sweep` of
+the command line. Reports never change; the pages show the labels that
+the profiles have now, and reword descriptions that are hard to understand.
 """
 
 from __future__ import annotations
@@ -35,12 +36,83 @@ RENAMED = {
     "rollout.partial_versions": "rollout.deadline.max_versions",
     "rollout.prefer": "rollout.prefetch.kind",
 }
+# Labels of variants in earlier reports, and in profiles now.
+RENAMED_LABELS = {
+    "rollout.group_deadline_s=0.25": "rollout.deadline=0.25",
+    "rollout.group_deadline_s=0.4, partial": "rollout.deadline=0.4, partial",
+    "rollout.group_deadline_s=0.001, spo": "rollout.deadline=0.001, spo",
+    "rollout.group_deadline_s=0.2, spo, partial": "rollout.deadline=0.2, spo, partial",
+}
+# Abbreviations in labels -> what the page shows.
+ABBREVIATIONS = {
+    "old": "oldest group first",
+    "workers": "two workers",
+    "trainers=1": "one of two workers only trains",
+    "spo": "loss spo",
+    "partial": "cut rollouts continue",
+    "spare": "spare connections",
+}
+# Descriptions in earlier reports -> the same in words that are easier to understand.
+REWORDED = {
+    "a decoding step of pvg's own instead of the forward pass of transformers' module": (
+        "pvg's decoding step instead of the forward pass of transformers' module"
+    ),
+    "scores remembered": "scores kept in a cache",
+    "scores remembered (within one step no solution comes back: see the verifier profile)": (
+        "scores kept in a cache (no effect here, because no solution repeats within one step; see the verifier profile)"
+    ),
+    "rollouts join as others finish (here all fit at once: rollout-stream shows what it is for)": (
+        "rollouts join as others finish (no effect here, because all fit at once; see rollout-stream)"
+    ),
+    "what the reference's forward pass costs: as if its log-probs were known (no setting of the game)": (
+        "without the reference's forward pass, to show its cost (no setting of the game)"
+    ),
+    "steps per hour, where a step's time goes, and what each switch buys of it": (
+        "steps per hour, where a step's time goes, and what each switch gains"
+    ),
+    "scores/s with a cold and a warm cache, pairs/s of training, time to the first batch, what the penalty costs": (
+        "scores/s with a cold and a warm cache, pairs/s of training, time to the first batch, cost of the penalty"
+    ),
+    "what a weight update waits for: wall, rpc and queue time, with the engine idle and under 150 streams": (
+        "time of a weight update: wall, rpc and queue time, with an idle engine and with 150 streams"
+    ),
+    "what a weight update waits for under 150 streams of a vLLM server, by the client that carries it": (
+        "time of a weight update while a vLLM server runs 150 streams, by the HTTP client that sends it"
+    ),
+    "tokens/s, MFU against this machine's own matmul rate, padding, one forward against two": (
+        "tokens/s, MFU relative to this machine's matmul rate, padding, one forward pass compared with two"
+    ),
+    "step time with workers on two simulated Ray nodes, against as many local workers": (
+        "step time with workers on two simulated Ray nodes, compared with the same number of local workers"
+    ),
+    "what spans, budgets, records and monitoring cost of a step": (
+        "how much of a step's time spans, budgets, records and monitoring take"
+    ),
+}
 DEVELOPERS = Path(__file__).parents[1]
 
 
+def reworded(text: str) -> str:
+    return REWORDED.get(text, text)
+
+
+def label_now(label: str) -> str:
+    return RENAMED_LABELS.get(label, label)
+
+
+def spelled_out(label: str, *, value_only: bool = False) -> str:
+    """A variant's label for the page, without abbreviations. `value_only`: without the key of its setting."""
+    setting, *rest = label_now(label).split(", ")
+    if value_only:
+        setting = setting.partition("=")[2] or setting
+    elif "=" in setting:
+        setting = f"`{setting}`"
+    return ", ".join([setting, *(ABBREVIATIONS.get(part, part) for part in rest)])
+
+
 def outdated(reports: Mapping[str, BenchReport]) -> Iterator[str]:
-    """A line for each of them, `reports` by the name of their file. Those of profiles that are not pvg's are left out:
-    their files may be anywhere."""
+    """A line for each of them, `reports` by the name of their file. Profiles that are not pvg's are skipped: their
+    files may be anywhere."""
     shipped = known_profiles() | {path.stem: path for path in DEVELOPERS.glob("*.toml")}
     for file, report in reports.items():
         if report.name not in shipped:

@@ -11,8 +11,8 @@ from pvg.bench.compare import better_by
 from pvg.bench.report import BenchReport, MachineInfo, Samples, Variant
 from pvg.bench.statistics import median
 from pvg.bench.workloads import WALL
-from pvg_cli.bench_tables import number
 from pvg.reporting.table import markdown_lines
+from pvg_cli.bench_tables import number
 from pvg_cli.compare_table import interval
 
 NAME = "peers"

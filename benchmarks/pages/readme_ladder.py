@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from benchmarks.pages.other_ladders import later_lines
+from benchmarks.pages.other_ladders import later_lines, reworded
 from pvg.bench.compare import VariantGain, gains
 from pvg.bench.report import BenchReport
 from pvg.bench.statistics import RatioInterval, median
 from pvg.errors import UsageError
-from pvg_cli.bench_tables import number
 from pvg.reporting.table import markdown_lines
+from pvg_cli.bench_tables import number
 from pvg_cli.compare_table import interval
 
 FILE = "e2e-ablation.json"
@@ -41,7 +41,7 @@ def ladder_lines(report: BenchReport) -> Iterator[str]:
         [
             (
                 label_of(gain),
-                gain.says,
+                reworded(gain.says),
                 number(median(gain.variant.samples[MEASURE].values)),
                 ratio_text(gain.step, excludes_one(gain)),
                 ratio_text(gain.whole),

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from pvg.bench.report import BenchReport, Variant
 from pvg.bench.statistics import median
-from pvg_cli.bench_tables import number
 from pvg.reporting.table import markdown_lines
+from pvg_cli.bench_tables import number
 
 LIKE = 0.1  # a size this near to another counts as the same
 

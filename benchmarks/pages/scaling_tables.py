@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from pvg.bench.report import BenchReport, Variant
 from pvg.bench.statistics import MedianContrast, contrast_of_medians, median
-from pvg_cli.bench_tables import number
 from pvg.reporting.table import markdown_lines
+from pvg_cli.bench_tables import number
 
 PROFILE = "scaling"
 WHOLE = "whole step"

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from benchmarks.pages.other_ladders import label_now, spelled_out
 from pvg.bench.compare import better_by, headline_of, interleaved
 from pvg.bench.report import BenchReport, Samples, Variant
 from pvg.bench.statistics import median
 from pvg.errors import UsageError
-from pvg_cli.bench_tables import number
 from pvg.reporting.table import markdown_lines
+from pvg_cli.bench_tables import number
 from pvg_cli.compare_table import interval
 
 HEADER = ("what", "target", "measured", "", "command", "report")
@@ -44,7 +45,7 @@ class Figure:
 @dataclass(frozen=True, slots=True)
 class Target:
     """One row of the table. `read` gives the figure of the report `file`; the target is at least `least`, or at most
-    `most`. If it is missed, the page shows `bound`, the reason, and the figures of both sides named in `also_show`."""
+    `most`. If it is missed, the page shows `bound`, the reason, and the figures of both sides named in `beside`."""
 
     what: str
     goal: str
@@ -53,7 +54,7 @@ class Target:
     bound: str
     least: float | None = None
     most: float | None = None
-    also_show: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
 
     def holds(self, value: float) -> bool:
         return value >= self.least if self.least is not None else self.most is not None and value <= self.most
@@ -79,8 +80,8 @@ def times_better(measure: str = "", label: str = "", than: int = 0) -> Callable[
 
 
 def times_more_rollouts(label: str) -> Callable[[BenchReport], Figure]:
-    """As `times_better`, of the rollouts per second of a variant that does not wait for all. What it leaves out are the
-    longest, so the rows do not compare the same work: how much shorter the rest is belongs to the figure itself."""
+    """As `times_better`, of the rollouts per second of a variant that does not wait for all. It leaves out the longest
+    rollouts, so the rows do not compare the same work. The figure therefore says how much shorter the kept ones are."""
 
     def read(report: BenchReport) -> Figure:
         figure = times_better("rollouts_per_s", label)(report)
@@ -88,9 +89,9 @@ def times_more_rollouts(label: str) -> Callable[[BenchReport], Figure]:
         if "length_kept" not in variant.derived:
             raise UsageError(f"The report of {report.command!r} does not say what {label!r} has kept (`length_kept`).")
         kept = f"{100 * variant.derived['length_kept']:.0f} %"
-        text = f"{figure.text}, `{label}`: its rollouts are {kept} as long as those ordered"
+        text = f"{figure.text}, {spelled_out(label)}; the kept rollouts have {kept} of the mean length of all"
         if "tokens_per_s" in variant.samples:
-            text += f", {times_better('tokens_per_s', label)(report).text} in tokens/s"
+            text += f"; tokens/s: {times_better('tokens_per_s', label)(report).text}"
         return replace(figure, text=text)
 
     return read
@@ -118,11 +119,12 @@ def idle_share(report: BenchReport) -> Figure:
     headline = headline_of(report)
     synchronous, *ahead = (figure_of(report, place, headline, "%", 100) for place in range(len(report.variants)))
     best = min(ahead, key=lambda figure: figure.value)
-    return replace(best, text=f"{best.text}, `{report.variants[best.place].label}`; synchronous {synchronous.text}")
+    label = spelled_out(report.variants[best.place].label)
+    return replace(best, text=f"{best.text}, {label}; synchronous {synchronous.text}")
 
 
 def place_of(report: BenchReport, label: str) -> int:
-    labels = [variant.label for variant in report.variants]
+    labels = [label_now(variant.label) for variant in report.variants]
     if label not in labels:
         raise UsageError(f"The report of {report.command!r} has no variant {label!r}.")
     return labels.index(label)
@@ -156,7 +158,7 @@ TARGETS = (
         "These gained nothing: micro-batches of other sizes, attention by batched products, a transposed key cache, "
         "oneDNN in decoding, and torch.compile of the decoding step (a fifth slower).",
         least=2.0,
-        also_show=("rollout_s", "train_s"),
+        beside=("rollout_s", "train_s"),
     ),
     Target(
         "verifier pairs/s against TRL's RewardTrainer, pairs drawn independently",
@@ -165,7 +167,7 @@ TARGETS = (
         times_better("pairs_per_s"),
         "Both sides compute nearly two solutions per pair. pvg computes a solution of several pairs once.",
         least=4.0,
-        also_show=("solutions_forwarded", "first_batch_s"),
+        beside=("solutions_forwarded", "first_batch_s"),
     ),
     Target(
         "verifier pairs/s against TRL's RewardTrainer, all pairs of whole problems",
@@ -174,7 +176,7 @@ TARGETS = (
         times_better("pairs_per_s"),
         "pvg computes a solution once for all of its pairs. The remaining time is the passes themselves.",
         least=4.0,
-        also_show=("solutions_forwarded", "first_batch_s"),
+        beside=("solutions_forwarded", "first_batch_s"),
     ),
     Target(
         "tokens/s of the torch engine against transformers' generate, embedded model",
@@ -200,7 +202,7 @@ TARGETS = (
         plain("peak_memory_mb_500k", "MB"),
         "The report also has resident memory, with the mapped pages of the shards. The kernel can free those pages.",
         most=300.0,
-        also_show=("peak_resident_mb_500k",),
+        beside=("peak_resident_mb_500k",),
     ),
     Target(
         "500k pairs, pair stream alone: growth of the process's peak memory",
@@ -242,7 +244,7 @@ TARGETS = (
         plain("kept_1", "%", 100, "threads=default"),
         "With more busy processes than free cores, each program gets only its share of the cores.",
         least=50.0,
-        also_show=("step_s", "step_1_s"),
+        beside=("step_s", "step_1_s"),
     ),
     *(
         Target(
@@ -252,7 +254,7 @@ TARGETS = (
             times_better(measure, "cluster.kind=local"),
             "Each part of a step waits for the slower worker, and the driver works alone between the parts.",
             least=least,
-            also_show=("step_s", "step_1_s", "step_2_s"),
+            beside=("step_s", "step_1_s", "step_2_s"),
         )
         for measure, where, least in (
             ("step_s", "on an idle machine", 1.5),
@@ -289,7 +291,7 @@ TARGETS = (
         "rollouts/s with a deadline against wait-for-all, heavy-tailed latency",
         ">= 2x",
         "stragglers.json",
-        times_more_rollouts("rollout.group_deadline_s=0.25"),
+        times_more_rollouts("rollout.deadline=0.25"),
         "A shorter deadline would cut more of the long rollouts (`length_kept`).",
         least=2.0,
     ),
@@ -297,7 +299,7 @@ TARGETS = (
         "rollouts/s with spo against wait-for-all, heavy-tailed latency",
         ">= 2x",
         "stragglers.json",
-        times_more_rollouts("rollout.group_deadline_s=0.2, spo, partial"),
+        times_more_rollouts("rollout.deadline=0.2, spo, partial"),
         "With a shorter deadline more rollouts would continue in later batches, with more versions (`staleness`).",
         least=2.0,
     ),
@@ -358,7 +360,7 @@ def beside_it(target: Target, report: BenchReport, figure: Figure) -> str:
 
 def both_sides(target: Target, *variants: Variant) -> str:
     slow, fast = ({**variant.derived, **medians(variant)} for variant in variants)
-    entries = [f"`{name}` {number(fast[name])} against {number(slow[name])}" for name in target.also_show]
+    entries = [f"`{name}` {number(fast[name])} against {number(slow[name])}" for name in target.beside]
     return f" pvg against the other: {', '.join(entries)}." if entries else ""
 
 

@@ -130,13 +130,12 @@ def test_what_a_deadline_pays_for_its_speed_with_is_told_beside_it_and_where_it_
     lines = target_lines({"stragglers.json": stragglers_report(3.0, 2.5)})
     row = row_of(lines, "rollouts/s with a deadline against wait-for-all, heavy-tailed latency")
     assert "| 3.00x (" in row
-    assert ", `rollout.group_deadline_s=0.25`: its rollouts are 60 % as long as those ordered, 1.80x (" in row
-    assert ") in tokens/s | reached |" in row
+    assert ", `rollout.deadline=0.25`; the kept rollouts have 60 % of the mean length of all; tokens/s: 1.80x (" in row
+    assert ") | reached |" in row
     row = row_of(lines, "rollouts/s with spo against wait-for-all, heavy-tailed latency")
     assert "| 2.50x (" in row
-    assert (
-        ", `rollout.group_deadline_s=0.2, spo, partial`: its rollouts are 88 % as long as those ordered, 2.20x (" in row
-    )
+    assert ", `rollout.deadline=0.2`, loss spo, cut rollouts continue; the kept rollouts have 88 % of the mean" in row
+    assert "; tokens/s: 2.20x (" in row
     silent = [side.model_copy(update={"derived": {}}) for side in stragglers_report(3.0, 2.5).variants]
     with pytest.raises(UsageError, match="length_kept"):
         target_lines({"stragglers.json": made_report(*silent)})
