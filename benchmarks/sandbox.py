@@ -1,6 +1,6 @@
 """What isolation costs, as ratios within one run: python benchmarks/sandbox.py [--repeats 15]
 
-Ways of running one program on 15 cases take turns, so that whatever else the machine does meets all of them alike:
+Several ways of running one program on 15 cases take turns, so that other load on the machine affects all of them:
 
 - as pvg does it: one process for all cases, forked from an interpreter that stands behind the walls;
 - a process for each case, forked likewise;

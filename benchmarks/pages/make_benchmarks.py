@@ -2,7 +2,7 @@
 
     pvg bench --profile rollout --out docs/benchmarks/rollout.json    # makes a report; any file name
     python -m benchmarks.pages.make_benchmarks                        # writes both
-    python -m benchmarks.pages.make_benchmarks --check                # exit 1 when one is not what they give
+    python -m benchmarks.pages.make_benchmarks --check                # exit 1 if a page differs from its reports
 
 Reports of a ladder that their profile no longer has are named; with --check, exit 1. Reports that were measured with
 uncommitted changes are named too, and marked on both pages.
@@ -58,7 +58,7 @@ LEAST_PART = 0.01
 
 
 def report_lines(report: BenchReport, machine: str | None) -> Iterator[str]:
-    """`machine`: of this report, where the page does not name one for all."""
+    """The part about one report. `machine`: its machine, unless the page names one for all reports."""
     yield f"### {title(report)}"
     yield ""
     yield "    " + report.command
@@ -205,7 +205,7 @@ def headline_figure(gain: VariantGain, headline: str) -> str:
 
 
 def code(environment: MachineInfo) -> str:
-    """Of pvg, and of vLLM where that served: the page's other reports are of the same machine without it."""
+    """The versions of pvg, and of vLLM if it served."""
     commit = (environment.git_commit or "unknown commit")[:10]
     served = f", vLLM {environment.vllm}" if environment.vllm else ""
     return f"pvg {environment.pvg} ({commit}{', with uncommitted changes' if environment.git_dirty else ''}){served}"
@@ -224,7 +224,7 @@ def machine_of(environment: MachineInfo) -> str:
 
 
 def page(by_file: Mapping[str, BenchReport], template: str) -> str:
-    """The whole page, of reports by the name of their file. Raises UsageError for a report of a failed benchmark."""
+    """The whole page. `by_file`: reports by file name. Raises UsageError for a report of a failed benchmark."""
     reports = list(by_file.values())
     for report in reports:
         if report.status != "ok":
@@ -298,7 +298,7 @@ def dirty(reports: Mapping[str, BenchReport]) -> list[str]:
 
 
 def differing(path: Path, made: str) -> int:
-    """1 where the file is not `made`, after telling the difference."""
+    """1 if the content of the file is not `made`; prints the difference."""
     found = path.read_text(encoding="utf-8") if path.is_file() else ""
     if found == made:
         return 0

@@ -1,9 +1,9 @@
-"""Plays the embedded game with several seeds and writes docs/embedded-game.md: the table, and what made it.
+"""Plays the embedded game with several seeds and writes docs/embedded-game.md: the table, and its commands.
 
     python -m benchmarks.pages.make_embedded_game               # five seeds, one after the other (`make seeds`)
     python -m benchmarks.pages.make_embedded_game --only-table  # from the runs that exist
 
-Runs already complete are kept, interrupted ones resumed, so the command can be stopped and started again.
+It keeps complete runs and resumes interrupted ones, so you can stop the command and start it again.
 """
 
 from __future__ import annotations
@@ -116,12 +116,12 @@ def table(runs: Sequence[list[dict[str, Any]]]) -> str:
 
 
 def checks(runs: Sequence[list[dict[str, Any]]]) -> str:
-    """In how many of the seeds each expected effect shows."""
+    """For each expected effect, the number of seeds that show it."""
     pairs = [(before, after) for rounds in runs for before, after in pairwise(rounds)]
     everything = [row for rounds in runs for row in rounds]
 
     def above(high: float | None, low: float | None) -> bool:
-        """False too where a share is of nothing: an effect that cannot be seen does not show."""
+        """False also for a share of nothing: the effect cannot be seen."""
         return high is not None and low is not None and high > low
 
     def count(found: list[bool]) -> str:

@@ -5,8 +5,8 @@
     python -m benchmarks.pages.make_equality --only-table       # from the runs that exist
     python -m benchmarks.pages.make_equality --side slow        # only plays that side
 
-The switches are those of the ladder of profiles/e2e.toml. Runs already complete are kept, interrupted ones resumed; a
-run of other switches is refused.
+The switches are those of the ladder of profiles/e2e.toml. The command keeps
+complete runs, resumes interrupted ones, and refuses runs of other switches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROFILE = "e2e"
 SIDES = ("slow", "fast")
 ROUNDS = 1  # of mint, verifier and prover
 SIGNIFICANT = 0.05
-FIRST = 5  # seeds that are told of by themselves where more were played
+FIRST = 5  # seeds with a separate result if more were played
 
 Switches = dict[str, Any]
 Rounds = list[dict[str, Any]]
@@ -42,7 +42,7 @@ Rounds = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class MetricRow:
-    """One metric at the end of one round: each side's values, None where a seed has none, and how they differ."""
+    """One metric at the end of one round: the values of each side (None: the seed has none), and their difference."""
 
     round: str
     title: str
@@ -56,7 +56,7 @@ class MetricRow:
 
 
 def switches() -> dict[str, Switches]:
-    """Of each side, every switch of the ladder with its value there."""
+    """The switches of the ladder with their values, by side."""
     found: dict[str, Switches] = {"slow": {}, "fast": {}}
     for rung in read_profile(find_profile(PROFILE)).ladder:
         found["slow"].setdefault(rung.switch, rung.slow)
@@ -65,7 +65,7 @@ def switches() -> dict[str, Switches]:
 
 
 def play(sides: Sequence[str], seeds: Sequence[int], root: Path, settings: Sequence[str], jobs: int) -> None:
-    """`jobs` games at a time, the slow ones first. A game that fails lets those that have begun end, then raises."""
+    """Play `jobs` games at a time, the slow ones first. If a game fails, wait for the running ones, then raise."""
     overrides = {
         side: [f"{key}={json.dumps(value)}" for key, value in values.items()] for side, values in switches().items()
     }
@@ -98,7 +98,7 @@ def check_switches(side: str, seed: int, root: Path) -> None:
 
 
 def rows_of(slow: Sequence[Rounds], fast: Sequence[Rounds]) -> list[MetricRow]:
-    """Every metric of every round; those that no seed has are left out."""
+    """Every metric of every round, without those that no seed has."""
     found = []
     for number in range(len(slow[0])):
         for name, title in COLUMNS:
@@ -137,7 +137,7 @@ def values_text(values: Sequence[float | None]) -> str:
 
 
 def verdict(rows: Sequence[MetricRow]) -> str:
-    """All metrics together, then how many differ one by one and how many would by chance."""
+    """The result of all metrics together; then how many differ one by one, and how many would differ by chance."""
     (p, compared), ways = together(rows), math.comb(len(rows[0].slow) + len(rows[0].fast), len(rows[0].slow))
     same = "do not differ by more than the seeds do" if p >= SIGNIFICANT else "**differ by more than the seeds do**"
     told = (
@@ -152,7 +152,7 @@ def verdict(rows: Sequence[MetricRow]) -> str:
 
 
 def together(rows: Sequence[MetricRow]) -> tuple[float, int]:
-    """The joint p, and of how many comparisons: those that every seed has."""
+    """The joint p, and the number of comparisons: metrics that every seed has."""
     whole = [row for row in rows if len(known(row.slow)) == len(row.slow) and len(known(row.fast)) == len(row.fast)]
     return joint_p([known(row.slow) for row in whole], [known(row.fast) for row in whole]), len(whole)
 
@@ -201,7 +201,7 @@ def page(root: Path, seeds: Sequence[int]) -> str:
 
 
 def threads_of(root: Path, seeds: Sequence[int]) -> str:
-    """What stands behind the seconds of a game."""
+    """The number of threads, as a note on the seconds of a game."""
     runs = [RunDirectory.open(run_name(seed), root / side) for side in SIDES for seed in seeds]
     alone = {run.experiment().models.threads for run in runs} == {1}
     return "in one thread each, while other games ran" if alone else "one after the other"

@@ -3,8 +3,8 @@
     for line in outdated({"e2e-ablation.json": report, ...}): print(line)       # used by make_benchmarks
 
 `outdated` compares the ladder or the sweep of a report with that of its profile. It ignores reports of a `--sweep` of
-the command line. Reports never change; the pages show the labels that
-the profiles have now, and reword descriptions that are hard to understand.
+the command line. Reports never change. The pages show the labels that the profiles have now, and replace descriptions
+that are hard to understand.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 from pvg.bench.profile import Profile, known_profiles, read_profile
 from pvg.bench.report import BenchReport
 
-# Switches that were removed with their slow side, because the reports could not tell their two sides apart end to end.
+# Switches that were removed with their slow side, because no report showed a significant difference end to end.
 REMOVED = frozenset(
     (
         *("rollout.shared_prefill", "rollout.compaction", "rollout.shared_attention"),
         *("training.bucketing", "training.fused_logprobs", "workload.row_digests"),
     )
 )
-# Settings that were renamed. `_renamed` gives their values too, where a choice became a table with a kind.
+# Settings that were renamed. `_renamed` also converts the values of choices that became a table with a kind.
 RENAMED = {
     "rollout.max_rows": "rollout.engine.max_rows",
     "rollout.decoding": "rollout.engine.decoding",
@@ -130,13 +130,13 @@ def _is_of_the_profile(report: BenchReport, profile: Profile) -> bool:
 
 
 def _measured(report: BenchReport, what: str) -> list[Any]:
-    """Without the switches that no profile can have any more, and with the names that the settings have now."""
+    """The entries without removed switches, with the present names of the settings."""
     entries = report.config["profile"].get(what, [])
     return [_renamed(_setting(entry)) for entry in entries if entry.get("switch") not in REMOVED]
 
 
 def _renamed(entry: dict[str, Any]) -> dict[str, Any]:
-    """A rung or a step of a sweep under the names of now. One that has these names already stays as it is."""
+    """A rung or a step of a sweep with the present names of its settings."""
     if "switch" in entry:
         return entry | {"switch": RENAMED.get(entry["switch"], entry["switch"])}
     before = entry["set"]
@@ -157,7 +157,7 @@ def _defined(profile: Profile, what: str) -> list[Any]:
 
 
 def later_lines(report: BenchReport) -> Iterator[str]:
-    """What became of the report's settings after it: which were removed, which were renamed. Nothing if none."""
+    """The settings of the report that were removed or renamed later. Nothing if there are none."""
     settings = list(dict.fromkeys(setting for variant in report.variants for setting in variant.overrides))
     commit = (report.environment.git_commit or "unknown")[:10]
     if gone := ", ".join(f"`{setting}`" for setting in settings if setting in REMOVED):
@@ -169,5 +169,5 @@ def later_lines(report: BenchReport) -> Iterator[str]:
 
 
 def _setting(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What it sets. Other words for the same switch measure nothing else."""
+    """The entry without its descriptions, which do not affect what is measured."""
     return {key: value for key, value in entry.items() if key not in ("says", "label")}

@@ -1,4 +1,4 @@
-"""The page's part on other trainers: what `make bench-peers` measured, each row with its ratio and its command.
+"""The page's part on other trainers: the results of `make bench-peers`, each row with its ratio and its command.
 
 lines = peer_lines(reports)     # of benchmarks/peers/compare.py; used by make_benchmarks
 """
@@ -20,8 +20,8 @@ HEADER = ("the work", "measure", "TRL", "pvg", "pvg is better by")
 
 
 def peer_lines(reports: Sequence[BenchReport], machine: Callable[[MachineInfo], str] | None = None) -> Iterator[str]:
-    """One table of all rows, then the commands and the peer's versions, which need not be the same.
-    `machine` tells the machine of each report, where the page does not name one for all."""
+    """One table of all rows, then the commands and the peer's versions, which may differ. `machine` describes the
+    machine of each report, unless the page names one for all."""
     reports = sorted(reports, key=lambda report: report.created)  # as `make bench-peers` takes them
     about = str(reports[0].config["profile"]["about"])
     yield f"## {NAME}"
@@ -38,7 +38,7 @@ def peer_lines(reports: Sequence[BenchReport], machine: Callable[[MachineInfo], 
 
 
 def rows_of(report: BenchReport) -> Iterator[tuple[str, ...]]:
-    """The headline first; the work is named once."""
+    """The rows of one report: the headline first. Only the first row names the work."""
     theirs, ours = report.variants
     headline = str(report.config["profile"]["headline"])
     work = work_of(report)
@@ -75,7 +75,7 @@ def work_of(report: BenchReport) -> str:
 
 
 def method_text(report: BenchReport) -> str:
-    """Samples, versions, and what the two sides counted. The peer's settings are in the report."""
+    """The samples, the versions, and the counts of both sides. The peer's settings are in the report."""
     theirs, ours = report.variants
     peer = report.config["peer"]
     versions = ", ".join(f"{package} {version}" for package, version in peer["versions"].items())

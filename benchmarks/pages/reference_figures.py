@@ -1,6 +1,6 @@
-"""Figures of other systems, and when they may stand beside ours: only where the work is the same.
+"""Figures of other systems. The page compares them with ours only if the work is the same.
 
-    lines = reference_lines(reports)     # Markdown: a table, and why each of the other figures has no place in it
+    lines = reference_lines(reports)      # Markdown: a table, and for each figure that is not in it the reason
 
 Each `Reference` names its source and the checks that a report of ours must pass. Used by make_benchmarks.py.
 """
@@ -15,14 +15,14 @@ from pvg.bench.statistics import median
 from pvg.reporting.table import markdown_lines
 from pvg_cli.bench_tables import number
 
-LIKE = 0.1  # a size this near to another counts as the same
+LIKE = 0.1  # relative difference below which two sizes count as the same
 
-Check = Callable[[BenchReport], str | None]  # why the work is another one; None where it is the same in this respect
+Check = Callable[[BenchReport], str | None]  # why the work differs; None if it is the same in this respect
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """One number of a reference and the metric (or derived figure) of ours that stands beside it."""
+    """One number of a reference, and our metric (or derived figure) that it is compared with."""
 
     name: str
     value: float
@@ -30,7 +30,7 @@ class Quantity:
     metric: str
     better: str
     checks: tuple[Check, ...] = ()
-    published_as: str = ""  # as its source writes it, where that is not the value and the unit
+    published_as: str = ""  # as the source writes it, unless that is the value and the unit
 
     def __str__(self) -> str:
         return self.published_as or f"{number(self.value)} {self.unit}"
@@ -47,11 +47,11 @@ class Reference:
     profile: str
     checks: tuple[Check, ...] = ()
     never: str = ""
-    differs: str = ""  # what ours does besides, where it does more
+    differs: str = ""  # additional work of ours, if any
 
 
 def cores(count: int) -> Check:
-    """Absolute times are compared on as many cores only."""
+    """Absolute times are compared only for the same number of cores."""
     return lambda report: (
         None if report.environment.cores == count else f"ours is of {report.environment.cores} cores, not {count}"
     )
@@ -234,7 +234,7 @@ REFERENCES = (
 
 
 def reference_lines(reports: Sequence[BenchReport]) -> list[str]:
-    """The table of the figures that stand beside ours, and a line for each that does not, with why."""
+    """The table of the figures that are compared with ours, and a line with the reason for each other figure."""
     rows, apart = [], []
     for reference in REFERENCES:
         reasons: dict[str, list[Quantity]] = {}
@@ -271,7 +271,7 @@ def comparison_row(reference: Reference, quantity: Quantity, report: BenchReport
 def comparable(
     reference: Reference, quantity: Quantity, reports: Sequence[BenchReport]
 ) -> tuple[BenchReport | None, str]:
-    """The report of the same work, or the reasons why the nearest one is not."""
+    """The report of the same work; otherwise the reasons why the work of the nearest report differs."""
     if reference.never:
         return None, reference.never
     nearest: list[str] | None = None
@@ -292,7 +292,7 @@ def comparable(
 
 
 def default_variant(report: BenchReport) -> Variant | None:
-    """The variant with the settings as they come: of an ablation the last, of a sweep none."""
+    """The variant with the default settings: the last one of an ablation; a sweep has none."""
     return None if report.kind == "sweep" else report.variants[-1]
 
 

@@ -26,8 +26,8 @@ CHANCE = 0.025  # how often an interval lies above the truth
 
 @dataclass(frozen=True)
 class Growth:
-    """How the time of one part grows with the size, and how its work does, by what is counted. `share`: of the step, at
-    the largest size; `amounts`: of the work that grows most, at each size."""
+    """Growth of one part with the size: its time, and its work by what is counted. `share`: of the step, at the largest
+    size; `amounts`: of the work that grows most, at each size."""
 
     part: str
     share: float
@@ -47,7 +47,7 @@ class Growth:
 
 
 def scaling_lines(report: BenchReport) -> Iterator[str]:
-    """The figures of each size, then the exponents, then in words what grows faster than its work."""
+    """The figures of each size, the exponents, and a sentence that names the parts that grow faster than their work."""
     axis = axis_of(report)
     yield f"Medians of the seconds by part, the tokens and the work of a step. By {axis}:"
     yield ""
@@ -116,7 +116,7 @@ def growth_of(part: str, sizes: Sequence[float], chosen: Sequence[Variant]) -> G
 
 
 def whole_step(sizes: Sequence[float], chosen: Sequence[Variant], parts: Sequence[Growth]) -> Growth:
-    """Its work is what the step would take if each part grew as its work does, from the smallest size on."""
+    """Growth of the whole step. Its work is the time that the step would take if each part grew like its work."""
     seconds = [median(chosen[0].samples[f"{growth.part}_s"].values) for growth in parts]
     amounts = [
         sum(s * growth.amounts[place] / growth.amounts[0] for s, growth in zip(seconds, parts, strict=True))

@@ -1,4 +1,4 @@
-"""Whether two ways of playing differ by more than their seeds do: figures of few seeds on each side.
+"""Whether two ways of playing differ more than seeds do, from the figures of a few seeds on each side.
 
     found = difference([0.71, 0.74, ...], [0.72, 0.73, ...])    # Difference(value=0.004, low=-0.02, high=0.03, p=0.81)
     joint_p(slow_by_metric, fast_by_metric)                     # one p for all metrics together

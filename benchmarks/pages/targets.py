@@ -1,9 +1,10 @@
-"""The page's first table: what was to be reached, and what the committed reports say of it.
+"""The page's first table: the targets, and the figures of the committed reports.
 
 lines = target_lines({"e2e-ablation.json": report, ...})     # used by make_benchmarks
 
-A row whose report does not exist says so. A ratio is reached where it is beyond the target; where its interval holds
-the target too, the row says that it is within the noise. Other figures are medians with the lowest and the highest.
+A row without a report says so. A target for a ratio is reached if the ratio is beyond it. If the interval of the ratio
+contains the target, the row says that it is within the noise. Other figures are medians with the lowest and the
+highest sample.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def figure_of(report: BenchReport, place: int, measure: str, unit: str, scale: f
 
 
 def idle_share(report: BenchReport) -> Figure:
-    """The least idle variant's headline, with that of the first, which is the synchronous one, beside it."""
+    """The headline of the least idle variant, and that of the first variant, which is synchronous."""
     headline = headline_of(report)
     synchronous, *ahead = (figure_of(report, place, headline, "%", 100) for place in range(len(report.variants)))
     best = min(ahead, key=lambda figure: figure.value)
@@ -369,7 +370,7 @@ def medians(variant: Variant) -> dict[str, float]:
 
 
 def time_of(fast: Variant) -> str:
-    """Where the time of the fast side went, where its budget says."""
+    """The largest parts of the fast side's time; empty without a budget."""
     budget = fast.budget
     if budget is None or not budget.wall_s:
         return ""

@@ -20,7 +20,7 @@ SAMPLE, STOP = "sample", "stop"
 
 
 class Orders:
-    """From now on whatever prints to stdout goes to stderr: libraries greet, and an answer must stay one line."""
+    """Redirects stdout to stderr, because libraries print, and stdout must contain only answers, one per line."""
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -31,5 +31,5 @@ class Orders:
         self._answers.flush()
 
     def wait(self) -> bool:
-        """Block until a sample is asked for; False when no more are wanted, or when nobody is there any more."""
+        """Block until the next order. True for a sample, False for a stop or if the other process has ended."""
         return sys.stdin.readline().strip() == SAMPLE

@@ -1,8 +1,7 @@
-"""One side of a comparison: a worker in a process of its own, as a benchmark workload that can take turns with another.
+"""One side of a comparison: a worker in a separate process, as a benchmark workload that can take turns with another.
 
-Each side runs in the environment that it wants, with the same number of threads, and does nothing while the other is
-measured: it waits for its next order (protocol.py). The worker takes the times itself, so that sending orders costs
-nobody anything.
+Each side has its own environment and the same number of threads. While the other side is measured, it waits for its
+next order (protocol.py). The worker measures its own times, so they do not include the sending of orders.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from pvg.bench.workloads import BenchMetric
 from pvg.errors import EXIT_ENVIRONMENT, PvgError
 from pvg.telemetry.spans import span
 
-LOG_LINES = 5  # of what a worker said before it died
-CLOSE_S = 30.0  # that a worker has to end by itself
+LOG_LINES = 5  # shown of a worker's log if it fails
+CLOSE_S = 30.0  # for a worker to end after the order to stop
 
 
 class SideFailedError(PvgError):
-    """A worker that ended before it was told to. Ends with what it said last."""
+    """A worker ended before the order to stop. The message contains the last lines of its log."""
 
     exit_code = EXIT_ENVIRONMENT
 
@@ -44,10 +43,10 @@ class Side:
         shared: Mapping[str, Any],
     ) -> None:
         self.measures = measures
-        self.facts: dict[str, Any] = {}  # what the worker told when it was ready
+        self.facts: dict[str, Any] = {}  # the worker's first answer
         self._name, self._command, self._environment = name, command, environment
         self._log, self._shared = log, shared
-        self._told: dict[str, list[float]] = {}  # what it tells with a sample besides the measures
+        self._told: dict[str, list[float]] = {}  # other numbers in its answers
 
     async def open(self) -> None:
         with self._log.open("wb") as log:
@@ -76,7 +75,7 @@ class Side:
         return {name: answer[name] for name in self.measures}
 
     def derived(self) -> Mapping[str, float]:
-        """The worker's counts, and medians over all samples of what it tells besides the measures."""
+        """The worker's counts, and the medians over all samples of the other numbers in its answers."""
         counts = {name: float(value) for name, value in self.facts.items() if isinstance(value, int | float)}
         return counts | {name: median(values) for name, values in sorted(self._told.items())}
 
@@ -95,7 +94,7 @@ class Side:
             self._process.stdin.write(order.encode() + b"\n")
             await self._process.stdin.drain()
         except ConnectionError:
-            pass  # it is gone: what it said last is told by whoever waits for its answer
+            pass  # it has ended: `_answer` raises with its log
 
     async def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None

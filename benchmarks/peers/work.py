@@ -22,7 +22,7 @@ VOCABULARY = 54
 PAD, EOS, NEVER = "<pad>", "<eos>", "<never>"
 LAYERS, WIDTH, INTERMEDIATE, HEADS, CONTEXT = 4, 128, 384, 4, 128
 PARAMETERS = 860_032
-DRAWS = 1000  # of one solution, until it is another one
+DRAWS = 1000  # attempts to find a new solution
 
 
 def model_folder(folder: Path) -> Path:
@@ -78,11 +78,11 @@ def reward(completion: str) -> float:
 
 
 def solutions(question: str, modulus: int, count: int, rng: random.Random) -> list[tuple[str, bool]]:
-    """`count` different solutions of a chain of sums ("7+5+8?"), right and wrong ones taking turns; all are of one
-    length where the modulus is 10.
+    """`count` different solutions of a chain of sums ("7+5+8?"), alternately right and wrong. With modulus 10 all have
+    the same length.
 
-    A right one adds the terms in an order of its own. A wrong one does too, and states one sum falsely. Raises
-    ValueError for a chain that has not as many.
+    Each adds the terms in a random order; a wrong one also states one sum falsely. Raises ValueError for a chain with
+    fewer solutions.
     """
     terms = [int(term) for term in question.rstrip("?").split("+")]
     found: dict[str, bool] = {}
