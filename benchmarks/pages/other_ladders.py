@@ -3,8 +3,7 @@
     for line in outdated({"e2e-ablation.json": report, ...}): print(line)       # used by make_benchmarks
 
 `outdated` compares the ladder or the sweep of a report with that of its profile. It ignores reports of a `--sweep` of
-the command line. Reports never change. The pages show the labels that the profiles have now, and replace descriptions
-that are hard to understand.
+the command line. Reports never change. The pages replace labels and descriptions that are hard to understand.
 """
 
 from __future__ import annotations
@@ -36,13 +35,6 @@ RENAMED = {
     "rollout.partial_versions": "rollout.deadline.max_versions",
     "rollout.prefer": "rollout.prefetch.kind",
 }
-# Labels of variants in earlier reports, and in profiles now.
-RENAMED_LABELS = {
-    "rollout.group_deadline_s=0.25": "rollout.deadline=0.25",
-    "rollout.group_deadline_s=0.4, partial": "rollout.deadline=0.4, partial",
-    "rollout.group_deadline_s=0.001, spo": "rollout.deadline=0.001, spo",
-    "rollout.group_deadline_s=0.2, spo, partial": "rollout.deadline=0.2, spo, partial",
-}
 # Abbreviations in labels -> what the page shows.
 ABBREVIATIONS = {
     "old": "oldest group first",
@@ -67,9 +59,6 @@ REWORDED = {
     "what the reference's forward pass costs: as if its log-probs were known (no setting of the game)": (
         "without the reference's forward pass, to show its cost (no setting of the game)"
     ),
-    "steps per hour, where a step's time goes, and what each switch buys of it": (
-        "steps per hour, where a step's time goes, and what each switch gains"
-    ),
     "scores/s with a cold and a warm cache, pairs/s of training, time to the first batch, what the penalty costs": (
         "scores/s with a cold and a warm cache, pairs/s of training, time to the first batch, cost of the penalty"
     ),
@@ -85,9 +74,6 @@ REWORDED = {
     "step time with workers on two simulated Ray nodes, against as many local workers": (
         "step time with workers on two simulated Ray nodes, compared with the same number of local workers"
     ),
-    "what spans, budgets, records and monitoring cost of a step": (
-        "how much of a step's time spans, budgets, records and monitoring take"
-    ),
 }
 DEVELOPERS = Path(__file__).parents[1]
 
@@ -96,13 +82,9 @@ def reworded(text: str) -> str:
     return REWORDED.get(text, text)
 
 
-def label_now(label: str) -> str:
-    return RENAMED_LABELS.get(label, label)
-
-
 def spelled_out(label: str, *, value_only: bool = False) -> str:
     """A variant's label for the page, without abbreviations. `value_only`: without the key of its setting."""
-    setting, *rest = label_now(label).split(", ")
+    setting, *rest = label.split(", ")
     if value_only:
         setting = setting.partition("=")[2] or setting
     elif "=" in setting:

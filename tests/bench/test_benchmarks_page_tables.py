@@ -117,7 +117,7 @@ def stragglers_report(deadline: float, partial: float) -> BenchReport:
         *(
             variant(
                 {"rollouts_per_s": higher(around(100 * faster)), "tokens_per_s": higher(around(5000 * faster * kept))},
-                f"rollout.group_deadline_s={label}",
+                f"rollout.deadline={label}",
                 derived={"length_kept": kept, "staleness": stale},
             ).model_copy(update={"budget": TimeBudget(wall_s=1.0, steps=5, exposed={f"part_{label}": 1.0}, busy={})})
             for label, faster, kept, stale in (*sides, ("9", 9.0, 0.1, 0.0))
