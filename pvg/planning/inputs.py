@@ -2,7 +2,7 @@
 
     inputs = Inputs.assumed(experiment, prover, verifier, MACHINES["h100"])
     inputs.update(measured_in(run))           # from a run's records
-    inputs.give("token_s=0.02")               # from the user
+    inputs.assign(["token_s=0.02"])           # from the user
     world = world_of(experiment, inputs, workers=8)
 
 Each value has a source, which the report shows.
