@@ -184,7 +184,8 @@ def byte_size(count: float) -> str:
     size = abs(count)
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= factor:
-            return f"{count / factor:.3g} {unit}"
+            scaled = count / factor
+            return f"{scaled:.0f} {unit}" if abs(scaled) >= 999.5 else f"{scaled:.3g} {unit}"
     return f"{count:.0f} B"
 
 
