@@ -96,8 +96,9 @@ def test_workers_report_the_peaks_of_their_memory(monkeypatch: pytest.MonkeyPatc
         await pool.start()
         try:
             least = [peak_of(pid) for pid in workers_of(pool)]
-            while device.peak_memory().get("workers_rss_bytes", 0.0) < sum(least):  # noqa: ASYNC110 - nothing tells it
-                await asyncio.sleep(0.05)
+            async with asyncio.timeout(120):
+                while device.peak_memory().get("workers_rss_bytes", 0.0) < sum(least):  # noqa: ASYNC110 - nothing tells it
+                    await asyncio.sleep(0.05)
             found, most = device.peak_memory(), [peak_of(pid) for pid in workers_of(pool)]
             assert sum(least) <= found["workers_rss_bytes"] <= sum(most)
             assert max(least) <= found["worker_rss_bytes"] <= max(most)
