@@ -41,6 +41,8 @@ from pvg.telemetry.alerts import EMA_DECAY
 from pvg.telemetry.catalogue import metric as catalogued
 from pvg.telemetry.monitoring import Monitoring
 from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
+from pvg.telemetry.prometheus import MetricsEndpoint
+from pvg.telemetry.sinks import ExamplesPoint
 from pvg.telemetry.waits import runner
 from pvg.verifier.scorer import VerifierScorer
 from pvg.workers import pool
@@ -58,6 +60,7 @@ class Scraping(SilentObserver):
         self.served: set[str] = set()
         self.alerts: list[tuple[str, str]] = []
         self.cached_in: set[str] = set()  # threads that put the score cache into a commit
+        self.tables: list[ExamplesPoint] = []  # what a sink got
 
     def alerted(self, name: str, message: str) -> None:
         self.alerts.append((name, message))
@@ -95,6 +98,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, Sc
     assert notice is None
     with loop, run.lock(), pytest.MonkeyPatch.context() as patched:
         patched.setattr(VerifierScorer, "cache_state", noted)
+        patched.setattr(MetricsEndpoint, "examples", lambda sink, point: observer.tables.append(point))
         patched.setattr(Monitoring, "device_every_s", 0.2)
         patched.setattr(session, "SHORTEST_SPAN_S", 0.0)
         patched.setattr(alerts, "CHANCE_AUC", 1.0)  # so that both are alerted of
@@ -409,6 +413,19 @@ def test_alerts_are_recorded_logged_and_counted(measured: tuple[RunDirectory, Sc
     assert Counter(fields["name"] for fields in alert_lines(run)) == recorded
     assert 'pvg_alerts_total{kind="verifier_at_chance"} 1.0' in observer.page
     assert Counter(name for name, _ in observer.alerts) == recorded
+
+
+def test_each_round_sends_a_table_of_its_solutions_to_the_sinks(measured: tuple[RunDirectory, Scraping]) -> None:
+    run, observer = measured
+    assert [table.round for table in observer.tables] == [0, 1]
+    shards = RolloutShards(run.rollouts)
+    rollouts = [rollout for path in run.rollouts.rglob("*.arrow") for rollout in shards.read(path)]
+    for table in observer.tables:
+        prefix = f"{table.round:03d}/evaluation/round-{table.round:03d}"  # of the round's own prover
+        written = {(r.role.value, r.text, r.score) for r in rollouts if r.id.startswith(prefix)}
+        told = {(row["role"], row["solution"], row["score"]) for row in table.rows}
+        assert told
+        assert told <= written
 
 
 def alert_lines(run: RunDirectory) -> list[dict[str, str]]:
