@@ -173,8 +173,7 @@ def _to_stderr(line: str) -> None:
 
 def fetch(source: str, kind: Kind, say: Say = _to_stderr) -> Path:
     """The folder with the files of a hub id. Downloads files that are not in the cache; a commit that is complete in
-    the cache needs no network. `say` gets a line before a download, and huggingface_hub shows its progress on a
-    terminal.
+    the cache needs no network. `say` gets a line before a download. If stderr is a terminal, it shows the progress.
 
     Raises the errors of `resolve`; MissingRequirementError for a gated repository, an interrupted download or a full
     disk; ConfigurationError for a repository without safetensors, or without train and test files.
@@ -191,7 +190,8 @@ def fetch(source: str, kind: Kind, say: Say = _to_stderr) -> Path:
         return folder
     if download.missing:
         say(f"{hub_id.repository}: {download}, to {cache_folder()}.")
-    with _explained(hub_id, kind, downloading=True), _progress(shown=sys.stderr.isatty()), _stoppable() as bars:
+    show = _progress(hub_id.repository, download.size)
+    with _explained(hub_id, kind, downloading=True), show as advance, _stoppable(advance) as bars:
         return Path(
             snapshot_download(
                 hub_id.repository,
@@ -246,10 +246,10 @@ def _listed(hub_id: HubId, kind: Kind) -> list[DryRunFileInfo]:
     from huggingface_hub import HfApi, snapshot_download
 
     asked: dict[str, Any] = {"repo_type": kind, "revision": hub_id.revision}
-    with _progress(shown=False):
-        files: list[DryRunFileInfo] = snapshot_download(
-            hub_id.repository, **asked, allow_patterns=list(PATTERNS[kind]), dry_run=True
-        )
+    patterns, silent = list(PATTERNS[kind]), _bars(lambda count: None)
+    files: list[DryRunFileInfo] = snapshot_download(
+        hub_id.repository, **asked, allow_patterns=patterns, dry_run=True, tqdm_class=silent
+    )
     names = {file.filename for file in files}
     if kind == "dataset":
         if not all(any(name.rpartition("/")[2].startswith(split) for name in names) for split in ("train", "test")):
@@ -273,48 +273,68 @@ def _listed(hub_id: HubId, kind: Kind) -> list[DryRunFileInfo]:
 
 
 @contextmanager
-def _progress(*, shown: bool) -> Iterator[None]:
-    """Hide progress bars unless `shown`; huggingface_hub draws some of them even without a terminal."""
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+def _progress(repository: str, size: int) -> Iterator[Callable[[float], None]]:
+    """A progress bar of `size` bytes on stderr, if that is a terminal. Yields the function that takes a number of
+    further bytes."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled
 
-    if shown or are_progress_bars_disabled():
-        yield
+    if not size or not sys.stderr.isatty() or are_progress_bars_disabled():
+        yield lambda count: None
         return
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        enable_progress_bars()
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True)) as shown:
+        task = shown.add_task(repository, total=size)
+        yield lambda count: shown.advance(task, count)
+
+
+def _bars(seen: Callable[[float], None]) -> type[tqdm]:
+    """A class of progress bars for huggingface_hub that draw nothing: its bars name its steps, not the repository.
+    `seen` gets each number of bytes that reached the disk, in the thread that downloads the file; what it raises ends
+    that download."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self._of_bytes = options.get("name") == "huggingface_hub.snapshot_download"  # not of requests or files
+            super().__init__(*args, **{**options, "disable": True})  # type: ignore[no-untyped-call]
+
+        def update(self, n: float | None = 1) -> bool | None:
+            seen(n or 0.0 if self._of_bytes else 0.0)
+            return None
+
+    return Bar
 
 
 @contextmanager
-def _stoppable() -> Iterator[type[tqdm]]:
-    """A class of progress bars that abort the download after SIGINT. Without it, huggingface_hub waits for the files in
-    transfer, which may take an hour."""
-    from huggingface_hub.utils.tqdm import tqdm
-
+def _stoppable(advance: Callable[[float], None]) -> Iterator[type[tqdm]]:
+    """A class of progress bars that abort the download after SIGINT or SIGTERM. Without it, huggingface_hub waits for
+    the files in transfer, which may take an hour. `advance`: see `_progress`. Signals that are ignored, or that end the
+    process at once, stay so."""
     stopped = threading.Event()
 
-    class StoppableBar(tqdm):
-        def update(self, n: float | None = 1) -> bool | None:
-            if stopped.is_set():
-                raise KeyboardInterrupt  # in the thread that downloads one file, which removes the incomplete file
-            shown: bool | None = super().update(n)
-            return shown
+    def seen(count: float) -> None:
+        if stopped.is_set():
+            raise KeyboardInterrupt  # in the thread that downloads one file, which removes the incomplete file
+        advance(count)
 
     def stop(number: int, frame: object) -> None:
         stopped.set()
         raise KeyboardInterrupt
 
-    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    if ignored or threading.current_thread() is not threading.main_thread():
-        yield StoppableBar
-        return
-    before = signal.signal(signal.SIGINT, stop)
+    before: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in before:
+        signal.signal(number, stop)
     try:
-        yield StoppableBar
+        yield _bars(seen)
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # --- errors --------------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ Compute = Callable[[Sequence[Rollout]], Awaitable[list[Float32]]]
 
 
 class EarlyReference:
-    """Computes log-probs under the frozen reference while servers sample the rest of a batch.
+    """Computes log-probs under the frozen reference while others sample the rest of a batch: servers, or other workers.
 
         early = EarlyReference(compute)        # compute(rollouts): their log-probs under the reference
         early.start()                          # outside of spans: its work overlaps with the wait
@@ -67,9 +67,9 @@ class EarlyReference:
         known = early.take(rollouts, oldest)   # the available log-probs, by rollout id
         await early.close()
 
-    While servers sample, this process is idle. One forward pass takes all groups that have arrived; groups that arrive
-    during it go into the next pass. No pass starts outside of `compute_passes`, so no pass delays the trainer. With an
-    engine in this process there is no gain, because sampling needs the same thread.
+    While others sample, the trainer's processes are idle. One forward pass takes all groups that have arrived; groups
+    that arrive during it go into the next pass. No pass starts outside of `compute_passes`, so no pass delays the trainer.
+    With an engine in the trainer's processes there is no gain, because sampling needs the same threads.
 
     Invariant: the log-probs equal those of one pass over the whole batch, up to rounding. Call all methods from the
     thread of one event loop.
@@ -186,7 +186,7 @@ class OnPolicySource:
         self.curriculum = curriculum_of(experiment)
         self.orders = ProverOrders(self.session, self.curriculum, environment_of(self.session, self.scorer))
         self.early = None
-        if self.objective.needs_reference and self.session.players.engine.remote:
+        if self.objective.needs_reference and self.session.players.samples_elsewhere:
             self.early = EarlyReference(self._early_logprobs)
             self.orders.on_group = self.early.arrived
         self.partial = partial_sampling(experiment, self.session.players.dispatcher)

@@ -166,7 +166,12 @@ def short_seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if size < 59.995 else clock(seconds)
 
 
-PEAKS = {"rss_bytes": "peak resident memory of a process", "gpu_bytes": "peak memory on a GPU"}
+PEAKS = {
+    "rss_bytes": "peak resident memory of the main process",
+    "worker_rss_bytes": "peak resident memory of the largest worker",
+    "workers_rss_bytes": "sum of the workers' peaks (an upper bound)",
+    "gpu_bytes": "peak memory on a GPU",
+}
 
 
 def peak_memory_texts(peaks: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -179,7 +184,8 @@ def byte_size(count: float) -> str:
     size = abs(count)
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= factor:
-            return f"{count / factor:.3g} {unit}"
+            scaled = count / factor
+            return f"{scaled:.0f} {unit}" if abs(scaled) >= 999.5 else f"{scaled:.3g} {unit}"
     return f"{count:.0f} B"
 
 

@@ -17,7 +17,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -165,12 +165,23 @@ class HostReader:
 
 def peak_memory() -> dict[str, float]:
     """The peak memory of this process as the system counts it, rss_bytes. If this process has used CUDA, also
-    gpu_bytes, the memory that torch's allocator reserved on the fullest GPU."""
-    peaks = {"rss_bytes": float(_peak_rss())}
+    gpu_bytes, the memory that torch's allocator reserved on the fullest GPU. If it has had workers, also
+    worker_rss_bytes, the peak of the largest worker, and workers_rss_bytes, the sum of the peaks of all workers. The
+    sum is an upper bound: workers share pages, and have their peaks at different times."""
+    peaks = {"rss_bytes": float(_peak_rss()), **_WORKER_PEAKS}
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         peaks["gpu_bytes"] = float(max(map(torch.cuda.max_memory_reserved, range(torch.cuda.device_count()))))
     return peaks
+
+
+_WORKER_PEAKS: dict[str, float] = {}  # of this process, as its other peaks are
+
+
+def note_worker_peaks(peaks_W: Collection[float]) -> None:
+    """Keep the peaks of the worker processes that this process has now, in bytes, for `peak_memory`."""
+    now = {"worker_rss_bytes": max(peaks_W), "workers_rss_bytes": sum(peaks_W)}
+    _WORKER_PEAKS.update(larger(_WORKER_PEAKS, now))
 
 
 def larger(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:

@@ -58,7 +58,7 @@ class Monitoring:
     the user. Two callbacks handle an alert that begins to hold: `announce` shows it, from any thread, also while the
     loop is blocked; `alert` records it, on the loop. `first_step`: the number of steps in earlier processes of the run,
     from which the step axis of the sinks continues. `load()`: the metrics of the worker processes since its last call;
-    None without workers.
+    None without workers. `workers_here`: they run on this machine.
     """
 
     device_every_s = 5.0  # between two samples of GPU, CPU and memory, and two windows of the lag
@@ -80,6 +80,7 @@ class Monitoring:
         config: Mapping[str, Any],
         first_step: int = 0,
         load: Callable[[], dict[str, float]] | None = None,
+        workers_here: bool = True,
     ) -> None:
         self._section = section
         self._record, self._log, self._notice = record, log, notice
@@ -89,6 +90,7 @@ class Monitoring:
         self._place = (0, "init")  # round and phase of the newest step
         self._steps = first_step
         self._load = load
+        self._workers_here = workers_here
         self.workers: Mapping[str, float] = {}  # the newest metrics of the worker processes
         self._stepped = time.monotonic()  # when the newest step ended
         self._of_steps: Collection[str] = ()  # names of the newest step's metrics
@@ -101,6 +103,8 @@ class Monitoring:
         self._sampler = DeviceSampler(self.device_every_s, self._sampled, self._noticed)
         self._lag = LoopLagMonitor(self.lag_hz)
         self._waits = CoreWaits()  # per window of the lag
+        self._cores: CoreTime | None = None  # of this process in the newest window, and of the workers here
+        self._cores_of_workers: CoreTime | None = None
         self._crowded = 0  # consecutive samples with shared cores
         self._crowding_noticed = False
         self._heartbeat = Heartbeat(self.lag_limits, section.stall_s, self._looked)
@@ -270,7 +274,8 @@ class Monitoring:
 
     def _record_lags(self) -> None:
         if (window := self._lag.take()) is not None:
-            self._guarded(self._record_lag, window, self._waits.take())
+            self._cores = self._waits.take()
+            self._guarded(self._record_lag, window, self._cores)
 
     def _record_lag(self, window: LagWindow, cores: CoreTime | None = None) -> None:
         metrics = window.metrics()
@@ -291,8 +296,12 @@ class Monitoring:
     def _record_workers(self, metrics: dict[str, float]) -> None:
         self.workers = metrics
         self._record("workers", metrics=metrics)
-        together = {name: value for name, value in metrics.items() if not re.match(r"w\d", name)}
-        self._log(format_event("workers", event="sample", **together))
+        cores = CoreTime.of_workers(metrics)
+        if self._workers_here:
+            self._cores_of_workers = cores
+        together = {name: value for name, value in metrics.items() if not re.match(r"w\d|.*_s$", name)}
+        times = {} if cores is None else cores.event_fields()
+        self._log(format_event("workers", event="sample", **together, **times))
         self._write({f"workers/{name}": value for name, value in metrics.items()})
 
     def _sampled(self, at: float, metrics: dict[str, float]) -> None:
@@ -306,7 +315,8 @@ class Monitoring:
 
     def _look_for_crowding(self, metrics: Mapping[str, float]) -> None:
         """Gives at most one notice per process; the metric core_wait has the details."""
-        message = crowding(metrics)
+        cores, workers = self._cores, self._cores_of_workers
+        message = crowding(metrics, None if cores is None or workers is None else cores + workers)
         self._crowded = 0 if message is None else self._crowded + 1
         if message is not None and self._crowded >= CROWDED_SAMPLES and not self._crowding_noticed:
             self._crowding_noticed = True

@@ -76,8 +76,15 @@ class CoreTime:
         """The sum of both windows; `longest_s` is the sum of the longest waits of each."""
         return CoreTime(self.ran_s + other.ran_s, self.waited_s + other.waited_s, self.longest_s + other.longest_s)
 
+    @classmethod
+    def of_workers(cls, metrics: Mapping[str, float]) -> CoreTime | None:
+        """The times of all workers in their metrics; None if they have not measured any."""
+        if "ran_s" not in metrics:
+            return None
+        return cls(metrics["ran_s"], metrics["waited_s"], metrics["longest_wait_s"])
+
     def event_fields(self) -> dict[str, float]:
-        """The fields of a "[loop] lag" line in events.log."""
+        """The fields of a "[loop] lag" or "[workers] sample" line in events.log."""
         return {
             "ran_ms": 1e3 * self.ran_s,
             "waited_ms": 1e3 * self.waited_s,
@@ -126,22 +133,24 @@ class CoreWaits:
         return found
 
 
-def crowding(metrics: Mapping[str, float]) -> str | None:
+def crowding(metrics: Mapping[str, float], waits: CoreTime | None = None) -> str | None:
     """The notice for a "device" record in which this process's threads waited for cores; None if they did not. If other
-    processes used no cores, this process has more threads than cores."""
-    share, own = metrics.get("core_wait", 0.0), metrics.get("process_cpu", 0.0)
+    processes used no cores, pvg has more threads than cores. `waits`: of this process and its workers; None: there are
+    no workers."""
+    share = metrics.get("core_wait", 0.0) if waits is None else waits.share
+    own = metrics.get("process_cpu", 0.0)
     if share <= SHARED or own < LEAST_CPU or "cpu" not in metrics:
         return None
     cores = psutil.cpu_count() or 1
     others = max(0.0, metrics["cpu"] * cores - own)
-    waits = f"pvg's threads waited for a core {share:.0%} of the time in which they were ready to run"
+    says = f"pvg's threads waited for a core {share:.0%} of the time in which they were ready to run"
     if others < LEAST_CPU:
         return (
-            f"{waits}, while hardly anything else ran: pvg has more threads and child processes than cores. "
-            "Lower models.threads if it is above 1."
+            f"{says}, while hardly anything else ran: pvg has more threads and child processes than cores. "
+            "Lower models.threads if it is above 1, or use fewer workers (cluster.workers)."
         )
     return (
-        f"The machine is shared: {waits}, while other processes used {others:.1f} of {cores} cores. Steps take longer; "
+        f"The machine is shared: {says}, while other processes used {others:.1f} of {cores} cores. Steps take longer; "
         "results stay the same."
     )
 

@@ -1,7 +1,7 @@
 """How busy the workers are, from what they report of themselves.
 
 A worker reports with every answer to a probe how long it has run on a core, and how long it has waited for one. Both
-count as busy: on a shared machine, a worker that waits for a core has work to do.
+count as busy: on a shared machine, a worker that waits for a core has work to do. It also reports its peak memory.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from pvg.telemetry.device import note_worker_peaks
 
 MOST_NAMED = 64  # workers that have separate metrics
 
@@ -29,9 +31,14 @@ class LoadMeter:
     def __init__(self, count: int, began: float | None = None) -> None:
         now = time.monotonic() if began is None else began
         self._loads = [_Load(since=now, until=now) for _ in range(count)]
+        self._peaks: dict[int, float] = {}  # resident bytes, by worker
 
     def report(self, worker: int, fields: Mapping[str, float], now: float | None = None) -> None:
-        """Add a worker's `ran_s` and `waited_s` since its last report. Without them, it cannot measure itself."""
+        """Add a worker's `ran_s` and `waited_s` since its last report. Without them, it cannot measure itself.
+        `peak_bytes`: the largest resident memory of its process so far."""
+        if "peak_bytes" in fields:
+            self._peaks[worker] = max(self._peaks.get(worker, 0.0), fields["peak_bytes"])
+            note_worker_peaks(self._peaks.values())
         if "ran_s" not in fields:
             return
         load = self._loads[worker]
@@ -44,17 +51,19 @@ class LoadMeter:
         worker. A worker without a report since then has no share."""
         found = {"up": float(sum(up)), "restarts": float(sum(restarts))}
         shares: dict[int, float] = {}
-        ran_s = waited_s = 0.0
+        ran_s = waited_s = longest_s = 0.0
         for worker, load in enumerate(self._loads):
             wall_s = load.until - load.since
             if wall_s > 0.0:
                 shares[worker] = min(1.0, (load.ran_s + load.waited_s) / wall_s)
                 ran_s, waited_s = ran_s + load.ran_s, waited_s + load.waited_s
+                longest_s = max(longest_s, load.waited_s)
                 self._loads[worker] = _Load(since=load.until, until=load.until)
         if shares:
             found["busy"] = sum(shares.values()) / len(shares)
             found["busy_most"], found["busy_least"] = max(shares.values()), min(shares.values())
             found["core_wait"] = waited_s / (ran_s + waited_s) if ran_s + waited_s else 0.0
+            found |= {"ran_s": ran_s, "waited_s": waited_s, "longest_wait_s": longest_s}
         if len(up) <= MOST_NAMED:
             for worker, share in shares.items():
                 found[f"w{worker}_busy"] = share

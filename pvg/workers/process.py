@@ -38,6 +38,7 @@ from pvg.models.starts import open_learner, open_verifier
 from pvg.rollout import EngineSetup, open_engine
 from pvg.rollout.engine import Completion, CutShort, Engine, EngineStats
 from pvg.servers.publishing import WeightUpdate
+from pvg.telemetry.device import peak_memory
 from pvg.telemetry.spans import run_in
 from pvg.telemetry.waits import CoreWaits
 from pvg.training.batch import PolicyBatch
@@ -103,7 +104,7 @@ class Worker:
         }
         while (frame := await receive(self._reader)) is not None:
             if frame.kind == "ping":
-                send(self._writer, Frame("pong", self._core_times()))
+                send(self._writer, Frame("pong", self._load_of_process()))
             elif frame.kind in ("cancel", "cut"):
                 self._interrupt(frame)
             else:
@@ -124,10 +125,12 @@ class Worker:
         else:
             send(self._writer, Frame("done", {**answer.fields, "id": number}, answer.arrays))
 
-    def _core_times(self) -> dict[str, float]:
-        """Seconds on a core and seconds waiting for one since the last probe; empty if the system does not count."""
-        found = self._cores.take()
-        return {} if found is None else {"ran_s": found.ran_s, "waited_s": found.waited_s}
+    def _load_of_process(self) -> dict[str, float]:
+        """Its peak memory so far, and if the system counts them, seconds on a core and seconds waiting for one since
+        the last probe."""
+        found = {"peak_bytes": peak_memory()["rss_bytes"]}
+        cores = self._cores.take()
+        return found if cores is None else {**found, "ran_s": cores.ran_s, "waited_s": cores.waited_s}
 
     async def _in_thread(self, work: Callable[[Frame], Frame | None], frame: Frame) -> Frame:
         return await run_in(self._executor, work, frame) or Frame("done")

@@ -130,15 +130,18 @@ def test_markdown_that_does_not_fit_leaves_what_was_there(reports: tuple[str, st
 def test_peak_memory_is_shown_without_a_verdict(tmp_path: Path) -> None:
     paths = []
     for name, most in (("a", 2.0**30), ("b", 3 * 2.0**30)):
-        report = made_report(variant({"wall_s": lower(BASE)}), peak_memory={"rss_bytes": most})
+        peaks = {"rss_bytes": most, "worker_rss_bytes": most / 4, "workers_rss_bytes": most / 2}
+        report = made_report(variant({"wall_s": lower(BASE)}), peak_memory=peaks)
         paths.append(saved(report, tmp_path / f"{name}.json"))
     comparison = compare_reports(*map(read_report, map(Path, paths)), fail_above=0.05)
-    assert comparison.plain()["peak_memory"] == {"rss_bytes": (2.0**30, 3 * 2.0**30)}
+    assert comparison.plain()["peak_memory"]["rss_bytes"] == (2.0**30, 3 * 2.0**30)
+    assert comparison.plain()["peak_memory"]["workers_rss_bytes"] == (2.0**29, 3 * 2.0**29)
     assert comparison.failing == ()
     result = pvg("compare", *map(str, paths), "--fail-above", "5%")
     assert result.code == 0
     words = " ".join(result.out.split())
-    assert "peak resident memory of a process over the whole call: 1 GiB in A, 3 GiB in B" in words
+    assert "peak resident memory of the main process over the whole call: 1 GiB in A, 3 GiB in B" in words
+    assert "sum of the workers' peaks (an upper bound) over the whole call: 512 MiB in A, 1.5 GiB in B" in words
 
 
 def test_the_same_file_twice(reports: tuple[str, str]) -> None:

@@ -6,10 +6,12 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import tomli_w
+from bounded import MOST_BYTES, BoundedPvg
 from calling import ENTRY, pvg
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -97,6 +99,7 @@ SETTINGS = [
     ("models.threads=1000000000", "models.threads"),
     ("telemetry.metrics_port=1e9", "telemetry.metrics_port"),
     ("telemetry.stall_s=0", "telemetry.stall_s"),
+    ("telemetry.loop_lag_hz=1e9", "telemetry.loop_lag_hz"),
     ("name=" + "n" * 300, "at most 100 characters"),
     ("evaluate.attack_window=300", "no attack could succeed"),
     ("game.reward=fifo.py:x", "not a regular file"),
@@ -197,10 +200,33 @@ reports = st.binary(max_size=200) | mutated([REPORT])
 arguments = st.text(max_size=60) | st.binary(max_size=60).map(os.fsdecode).filter(lambda text: "\0" not in text)
 
 
-def survives(*called: str) -> None:
-    """Whatever is wrong is the user's mistake or the environment's, never a defect."""
-    done = pvg(*called)
-    assert done.code in (0, 1, 2, 3), (done.code, done.err[-2000:])
+@pytest.fixture(scope="module")
+def bounded() -> Iterator[BoundedPvg]:
+    with BoundedPvg() as started:
+        yield started
+
+
+def test_the_bounds_of_a_call_are_real() -> None:
+    with BoundedPvg() as started:
+        called = started("config", "validate", "nosuch")
+        assert (called.code, called.err.startswith("error: ")) == (2, True)
+        if Path("/proc/self/status").is_file():
+            assert 20_000_000 < called.peak_bytes < MOST_BYTES
+        assert started("config", "validate").code == 0
+    with (
+        BoundedPvg(cpu_s=0.001) as started,
+        pytest.raises(AssertionError, match=r"took more than 0\.001 s of CPU time"),
+    ):
+        started("config", "validate")
+    with BoundedPvg(wall_s=0.001) as started, pytest.raises(AssertionError, match=r"took more than 0\.001 s$"):
+        started("config", "validate")
+
+
+def survives(bounded: BoundedPvg, *called: str) -> None:
+    """Whatever is wrong is the user's mistake or the environment's, never a defect. And it costs little to find out."""
+    done = bounded(*called)
+    assert done.code in (0, 1, 2, 3), (done.code, done.err)
+    assert done.peak_bytes < MOST_BYTES
 
 
 fuzzed = settings(
@@ -212,39 +238,39 @@ fuzzed = settings(
 
 @fuzzed
 @given(contents)
-def test_any_bytes_as_a_settings_file_are_survived(content: bytes) -> None:
+def test_any_bytes_as_a_settings_file_are_survived(bounded: BoundedPvg, content: bytes) -> None:
     Path("any.toml").write_bytes(content)
-    survives("config", "validate", "any.toml")
-    survives("train", "--dry-run", "-s", "@any.toml")
-    survives("study", "--dry-run", "any.toml")
+    survives(bounded, "config", "validate", "any.toml")
+    survives(bounded, "train", "--dry-run", "-s", "@any.toml")
+    survives(bounded, "study", "--dry-run", "any.toml")
     # One wrong key more, so that a profile which happens to be valid runs no benchmark.
-    survives("bench", "--profile", "any.toml", "-s", "training.nosuch=1")
+    survives(bounded, "bench", "--profile", "any.toml", "-s", "training.nosuch=1")
 
 
 @fuzzed
 @given(arguments, st.sampled_from(["training.steps", "task.path", "serving.servers", "models.device", "name", ""]))
-def test_any_text_as_a_setting_is_survived(text: str, key: str) -> None:
-    survives("config", "validate", "-s", text)
-    survives("train", "--dry-run", "-s", f"{key}={text}")
-    survives("bench", "--profile", "rollout", "--sweep", f"training.nosuch={text}")
+def test_any_text_as_a_setting_is_survived(bounded: BoundedPvg, text: str, key: str) -> None:
+    survives(bounded, "config", "validate", "-s", text)
+    survives(bounded, "train", "--dry-run", "-s", f"{key}={text}")
+    survives(bounded, "bench", "--profile", "rollout", "--sweep", f"training.nosuch={text}")
 
 
 @fuzzed
 @given(arguments)
-def test_any_text_as_a_name_is_survived(text: str) -> None:
+def test_any_text_as_a_name_is_survived(bounded: BoundedPvg, text: str) -> None:
     for command in (("config", "show"), ("train", "--dry-run"), ("report",), ("diagnose",), ("study", "--dry-run")):
-        survives(*command, "--", text)
-    survives("compare", "--", text, text)
-    survives("train", "--dry-run", f"--name={text}")
+        survives(bounded, *command, "--", text)
+    survives(bounded, "compare", "--", text, text)
+    survives(bounded, "train", "--dry-run", f"--name={text}")
 
 
 @fuzzed
 @given(reports)
-def test_any_bytes_as_a_report_or_a_log_are_survived(content: bytes) -> None:
+def test_any_bytes_as_a_report_or_a_log_are_survived(bounded: BoundedPvg, content: bytes) -> None:
     Path("any.json").write_bytes(content)
-    survives("compare", "any.json", "any.json")
-    survives("report", "--no-html", "any.json")
-    survives("diagnose", "any.json")
+    survives(bounded, "compare", "any.json", "any.json")
+    survives(bounded, "report", "--no-html", "any.json")
+    survives(bounded, "diagnose", "any.json")
 
 
 @pytest.mark.parametrize(

@@ -141,8 +141,13 @@ def test_what_is_sampled_ahead_is_given_up_also_where_the_wait_for_a_pass_is_can
 @pytest.mark.drill
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"training.adapters": {"kind": "lora", "rank": 2}, "training.minibatches": 2, "training.steps": 6}, AHEAD],
-    ids=["synchronous", "adapters and minibatches", "ahead"],
+    [
+        {},
+        {"training.adapters": {"kind": "lora", "rank": 2}, "training.minibatches": 2, "training.steps": 6},
+        AHEAD,
+        {**AHEAD, "cluster": {"kind": "local", "workers": 2, "trainers": 1}},
+    ],
+    ids=["synchronous", "adapters and minibatches", "ahead", "workers that only train"],
 )
 def test_in_a_game_they_are_those_of_a_pass_over_the_whole_batch(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -167,8 +172,9 @@ def test_in_a_game_they_are_those_of_a_pass_over_the_whole_batch(
 
     monkeypatch.setattr(EarlyReference, "take", counting)
     monkeypatch.setattr(OnPolicySource, "_reference", checked)
-    # Groups arrive one after the other: as from a server, and with real tokens.
-    monkeypatch.setattr(TorchEngine, "remote", True)
+    # Groups arrive one after the other, with real tokens: as from a server, or from workers that only sample.
+    if "cluster" not in settings:
+        monkeypatch.setattr(TorchEngine, "remote", True)
     little = {"rollout.engine.max_rows": 4, "verifier.steps": 2, "game.mint_problems": 12, "game.test.problems": 4}
     experiment = changed({**little, **settings})
     outcome, run = played(experiment, tmp_path)
@@ -183,10 +189,18 @@ def test_in_a_game_they_are_those_of_a_pass_over_the_whole_batch(
     assert busy > exposed
 
 
-def test_an_engine_in_this_process_needs_the_thread_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "cluster",
+    [{"kind": "none"}, pytest.param({"kind": "local", "workers": 1}, marks=pytest.mark.drill)],
+    ids=["none", "workers"],
+)
+def test_an_engine_in_the_trainers_processes_needs_their_threads(
+    cluster: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(self: EarlyReference, compute: object) -> None:
         raise AssertionError("nothing is early here")
 
     monkeypatch.setattr(EarlyReference, "__init__", refuse)
-    outcome, _ = played(changed({"training.steps": 2, "verifier.steps": 2, "game.mint_problems": 12}), tmp_path)
+    little = {"training.steps": 2, "verifier.steps": 2, "game.mint_problems": 12, "cluster": cluster}
+    outcome, _ = played(changed(little), tmp_path)
     assert outcome.status == "complete"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import html
+import io
 import json
 import re
 import shlex
@@ -18,6 +20,7 @@ from typing import Any
 
 import pytest
 from kill_drill import read_manifests, small_experiment
+from rich.console import Console
 
 from pvg.config.load import build_experiment
 from pvg.game import session
@@ -25,18 +28,24 @@ from pvg.game.ledger import Ledger
 from pvg.game.run import play
 from pvg.game.states import Phase
 from pvg.reporting.diagnosis import diagnose
+from pvg.reporting.formats import byte_size
+from pvg.reporting.run_page import collect, run_page
 from pvg.reporting.run_summary import read_run
+from pvg.reporting.terminal import machine_table
 from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards
 from pvg.store.state import FileStateStore
-from pvg.telemetry import alerts
+from pvg.telemetry import alerts, device
 from pvg.telemetry.alerts import EMA_DECAY
 from pvg.telemetry.catalogue import metric as catalogued
 from pvg.telemetry.monitoring import Monitoring
 from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
+from pvg.telemetry.prometheus import MetricsEndpoint
+from pvg.telemetry.sinks import ExamplesPoint
 from pvg.telemetry.waits import runner
 from pvg.verifier.scorer import VerifierScorer
+from pvg.workers import pool
 
 SLOW_S = 0.05
 UNACCOUNTED_AT_MOST = 0.1  # of a game of steps as small as these; the embedded game's share is in docs/benchmarks.md
@@ -51,6 +60,7 @@ class Scraping(SilentObserver):
         self.served: set[str] = set()
         self.alerts: list[tuple[str, str]] = []
         self.cached_in: set[str] = set()  # threads that put the score cache into a commit
+        self.tables: list[ExamplesPoint] = []  # what a sink got
 
     def alerted(self, name: str, message: str) -> None:
         self.alerts.append((name, message))
@@ -88,6 +98,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, Sc
     assert notice is None
     with loop, run.lock(), pytest.MonkeyPatch.context() as patched:
         patched.setattr(VerifierScorer, "cache_state", noted)
+        patched.setattr(MetricsEndpoint, "examples", lambda sink, point: observer.tables.append(point))
         patched.setattr(Monitoring, "device_every_s", 0.2)
         patched.setattr(session, "SHORTEST_SPAN_S", 0.0)
         patched.setattr(alerts, "CHANCE_AUC", 1.0)  # so that both are alerted of
@@ -341,6 +352,49 @@ def test_every_process_of_a_run_leaves_its_last_word_and_the_largest_peak_of_mem
     assert len(told) == len(set(told))
 
 
+def test_the_report_shows_the_peak_memory_that_the_run_wrote(measured: tuple[RunDirectory, Scraping]) -> None:
+    run, _ = measured
+    assert_peaks_are_shown(run, {"rss_bytes": "peak resident memory of the main process"})
+
+
+@pytest.mark.drill
+def test_a_run_with_workers_counts_their_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "PROBE_S", 0.1)
+    monkeypatch.setattr(device, "_WORKER_PEAKS", {})
+    plain = small_experiment().plain()
+    plain["cluster"] = {"kind": "local", "workers": 2}
+    plain["verifier"]["steps"] = plain["training"]["steps"] = 2
+    plain["game"] |= {"rounds": 1, "mint_problems": 12}
+    experiment = build_experiment(plain)
+    run = RunDirectory.create(tmp_path, "workers", experiment)
+    with run.lock():
+        asyncio.run(play(experiment, run, observer=SilentObserver(), stop=asyncio.Event(), resume=False))
+    shown = assert_peaks_are_shown(
+        run,
+        {
+            "rss_bytes": "peak resident memory of the main process",
+            "worker_rss_bytes": "peak resident memory of the largest worker",
+            "workers_rss_bytes": "sum of the workers' peaks (an upper bound)",
+        },
+    )
+    assert shown["worker_rss_bytes"] > 5e7
+    assert shown["worker_rss_bytes"] < shown["workers_rss_bytes"] <= 2 * shown["worker_rss_bytes"]
+
+
+def assert_peaks_are_shown(run: RunDirectory, labels: Mapping[str, str]) -> Mapping[str, float]:
+    """The peaks of the last manifest, after a look at the report's page and at what the terminal shows."""
+    peaks = read_manifests(run)[-1].peak_memory
+    assert peaks.keys() == labels.keys()
+    page = html.unescape(run_page(collect(run, read_run(run), 0)))
+    console = Console(file=io.StringIO(), width=1000)
+    console.print(machine_table(read_run(run)))
+    for name, label in labels.items():
+        size = byte_size(peaks[name])
+        assert re.search(rf"{re.escape(label)}\W*<[^>]*>(<[^>]*>|\s)*{re.escape(size)}", page)
+        assert f"{label} {size}" in console.file.getvalue()
+    return peaks
+
+
 def test_every_metric_that_the_grafana_dashboard_names_is_served(measured: tuple[RunDirectory, Scraping]) -> None:
     _, observer = measured
     dashboard = json.loads((Path(__file__).parent.parent.parent / "docs" / "grafana-dashboard.json").read_text())
@@ -359,6 +413,19 @@ def test_alerts_are_recorded_logged_and_counted(measured: tuple[RunDirectory, Sc
     assert Counter(fields["name"] for fields in alert_lines(run)) == recorded
     assert 'pvg_alerts_total{kind="verifier_at_chance"} 1.0' in observer.page
     assert Counter(name for name, _ in observer.alerts) == recorded
+
+
+def test_each_round_sends_a_table_of_its_solutions_to_the_sinks(measured: tuple[RunDirectory, Scraping]) -> None:
+    run, observer = measured
+    assert [table.round for table in observer.tables] == [0, 1]
+    shards = RolloutShards(run.rollouts)
+    rollouts = [rollout for path in run.rollouts.rglob("*.arrow") for rollout in shards.read(path)]
+    for table in observer.tables:
+        prefix = f"{table.round:03d}/evaluation/round-{table.round:03d}"  # of the round's own prover
+        written = {(r.role.value, r.text, r.score) for r in rollouts if r.id.startswith(prefix)}
+        told = {(row["role"], row["solution"], row["score"]) for row in table.rows}
+        assert told
+        assert told <= written
 
 
 def alert_lines(run: RunDirectory) -> list[dict[str, str]]:

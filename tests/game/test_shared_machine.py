@@ -26,6 +26,7 @@ from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.monitoring import Monitoring
 from pvg.telemetry.observer import SilentObserver
 from pvg.telemetry.waits import LagLimits
+from pvg.workers import pool
 
 class Observer(SilentObserver):
     notices = []
@@ -34,7 +35,8 @@ class Observer(SilentObserver):
 
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 plain = small_experiment().plain()
-plain["game"]["rounds"] = 1
+plain["game"]["rounds"], plain["cluster"] = 1, json.loads(sys.argv[3])
+pool.PROBE_S = 0.1
 Monitoring.device_every_s, Monitoring.lag_limits = 0.2, LagLimits(max_s=0.001)
 experiment = build_experiment(plain)
 run = RunDirectory.create(Path(sys.argv[1]), "shared", experiment)
@@ -47,8 +49,10 @@ print(json.dumps(observer.notices))
 
 @pytest.mark.drill
 @pytest.mark.skipif(not Path("/proc/self/schedstat").is_file(), reason="reads what Linux counts")
-def test_a_game_beside_a_busy_process_says_that_the_machine_is_shared(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", GAME, str(tmp_path), str(Path(__file__).parent)]
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_game_beside_a_busy_process_says_that_the_machine_is_shared(tmp_path: Path, workers: int) -> None:
+    cluster = {"kind": "local", "workers": workers} if workers else {"kind": "none"}
+    command = [sys.executable, "-c", GAME, str(tmp_path), str(Path(__file__).parent), json.dumps(cluster)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     assert [notice for notice in json.loads(done.stdout) if "pvg's threads waited for a core" in notice]
@@ -62,6 +66,7 @@ def test_a_game_beside_a_busy_process_says_that_the_machine_is_shared(tmp_path: 
     assert not [message for message in alerts if "Something computes" in message]
     found = {finding.signature: finding for finding in diagnose([tmp_path / "shared" / "events.log"]).findings}
     assert found["shared-machine"].measured > SHARED
-    assert found["shared-machine"].settings == ()  # it has one thread already
+    assert found["shared-machine"].settings == (("cluster.workers",) if workers else ())  # it has one thread already
+    assert ("threads and workers" in found["shared-machine"].says) == bool(workers)
     if "loop-lag" in found:
         assert "computes on the event loop" not in found["loop-lag"].remedy

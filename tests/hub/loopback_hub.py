@@ -35,13 +35,15 @@ class Repository:
 @dataclass
 class Hub:
     """`cuts`: file name -> after how many bytes the connection ends, for each answer in turn. `seen`: a line for each
-    request, with its method, path and range. `slow`: files that come as one kilobyte every 50 ms."""
+    request, with its method, path and range. `slow`: files that come as one kilobyte every 50 ms. `sent`:
+    slow files that were sent to their end."""
 
     url: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
     cuts: dict[str, list[int]] = field(default_factory=dict)
     seen: list[str] = field(default_factory=list)
     slow: set[str] = field(default_factory=set)
+    sent: list[str] = field(default_factory=list)
 
     def add(self, name: str, files: dict[str, bytes], *, kind: str = "models", gated: bool = False) -> str:
         """A new commit on main. Returns it."""
@@ -152,6 +154,7 @@ class Handler(BaseHTTPRequestHandler):
             for place in range(0, len(part), 1000):
                 self.wfile.write(part[place : place + 1000])
                 time.sleep(0.05)
+            self.hub.sent.append(file)
         else:
             self.wfile.write(part[:end])
         self.close_connection = end is not None

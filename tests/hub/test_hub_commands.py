@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import subprocess
 import sys
 import time
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow
@@ -184,18 +186,26 @@ app(["train", "-s", "models.prover.source=hf:tiny/prover"], prog_name="pvg")
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "ignored"),
+    [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGTERM, True)],
+    ids=["SIGINT", "SIGTERM", "SIGTERM in the background"],
+)
 def test_a_download_is_stopped_by_a_signal(
-    hub: Hub, environment: Path, model: dict[str, bytes], number: signal.Signals
+    hub: Hub, environment: Path, model: dict[str, bytes], number: signal.Signals, ignored: bool
 ) -> None:
-    """The slow file would take 40 seconds. Its process ends before, and leaves no part of it."""
+    """The slow file would take 40 seconds. Its process ends before, and leaves no part of it. `ignored`: SIGINT is
+    ignored, as in a command that a script started with `&`."""
     hub.add("tiny/prover", model)
     hub.slow.add("model.safetensors")
-    with subprocess.Popen([sys.executable, "-c", TRAIN], stderr=subprocess.PIPE, text=True) as process:
+    script = """trap '' INT; exec "$@" """ if ignored else """exec "$@" """
+    command = ["sh", "-c", script, "sh", sys.executable, "-c", TRAIN]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         while "model.safetensors" not in hub.downloads() and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(number)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=300)
+    assert "model.safetensors" not in hub.sent
     assert process.returncode == 130, err
     assert err.endswith("Stopped before the work started.\n")
     assert "Traceback" not in err
@@ -212,3 +222,27 @@ def test_a_hub_that_stops_answering_while_a_game_begins_leaves_no_run(
     assert called.code == 3
     assert called.err.startswith("error: http://127.0.0.1:9 cannot be reached: ")
     assert not Path("runs").exists()
+
+
+def test_a_terminal_shows_the_progress_in_bytes(hub: Hub, environment: Path, model: dict[str, bytes]) -> None:
+    """One bar with the repository's name, from the missing bytes to all of them. huggingface_hub's bars are hidden."""
+    hub.add("tiny/prover", model)
+    size = sum(len(data) for name, data in model.items() if name in WANTED)
+    ours, theirs = os.openpty()
+    fetching = "from pvg.hub import fetch; fetch('hf:tiny/prover', 'model')"
+    terminal = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    with subprocess.Popen([sys.executable, "-c", fetching], stderr=theirs, stdout=theirs, env=terminal) as process:
+        os.close(theirs)
+        shown = b""
+        with suppress(OSError):  # the terminal's other end is closed
+            while part := os.read(ours, 1 << 16):
+                shown += part
+        os.close(ours)
+    text = shown.decode()
+    assert process.returncode == 0, text
+    told, _, drawn = text.partition(" MB, to ")
+    assert told == f"tiny/prover: 5 of 5 files to download, {size / 1e6:.1f}"
+    assert "tiny/prover" in drawn
+    assert f"{size / 1e3:.1f}/{size / 1e3:.1f} kB" in drawn
+    assert "Reconstructi" not in drawn
+    assert "Fetching" not in drawn

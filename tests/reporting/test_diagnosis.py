@@ -154,6 +154,22 @@ def test_workers_that_wait_for_the_driver_or_for_one_another(tmp_path: Path) -> 
     assert "busy_most=0.9" in unbalanced.evidence[0].text
 
 
+def test_workers_that_wait_for_cores_count_as_the_threads_of_the_driver_do(tmp_path: Path) -> None:
+    """The driver's own threads hardly wait: 1.2 of 61.2 s. The workers wait for 80 of their 160 s."""
+    log = with_workers(0.8, 0.9)
+    assert seen(of(log, tmp_path)) == []
+    for _ in range(20):
+        cores = {"ran_ms": 4000.0, "waited_ms": 4000.0, "longest_wait_ms": 2500.0}
+        log.add("workers", event="sample", up=2, restarts=0, busy=0.8, busy_most=0.9, busy_least=0.7, **cores)
+    (finding,) = of(log, tmp_path).findings
+    assert finding.signature == "shared-machine"
+    assert finding.measured == pytest.approx(81.2 / 221.2)
+    assert finding.cost_s == pytest.approx(20 * 2.5)
+    assert "threads and workers ran for 140 s and waited 81.2 s" in finding.says
+    assert "longest_wait_ms=2500" in finding.evidence[0].text
+    assert finding.settings == ("models.threads", "cluster.workers")
+
+
 def test_what_the_program_itself_does_to_the_loop_is_not_blamed_on_the_machine(tmp_path: Path) -> None:
     (finding,) = of(steps(waited_ms=100.0, lag_ms=600.0), tmp_path).findings
     assert finding.signature == "loop-lag"

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pvg.reporting.formats import (
     BARS,
+    byte_size,
     compact,
     duration,
     metric_text,
@@ -44,6 +45,21 @@ def test_compact(value: float, text: str) -> None:
 )
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (999.6 * 2**20, "1000 MiB"),
+        (1023 * 2**20, "1023 MiB"),
+        (2**30, "1 GiB"),
+    ],
+)
+def test_byte_size(count: float, text: str) -> None:
+    assert byte_size(count) == text
 
 
 def test_percent_and_absent_values() -> None:

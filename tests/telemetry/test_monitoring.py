@@ -21,7 +21,7 @@ from pvg.config.operation import Telemetry
 from pvg.errors import MissingRequirementError
 from pvg.telemetry.alerts import Alert
 from pvg.telemetry.catalogue import metric as catalogued
-from pvg.telemetry.monitoring import Monitoring
+from pvg.telemetry.monitoring import CROWDED_SAMPLES, Monitoring
 from pvg.telemetry.waits import LagLimits, LagWindow
 
 LIMIT_S = 60.0
@@ -86,6 +86,7 @@ def watch(
     pace = {"device_every_s": 0.05, "lag_hz": 100.0} | {
         key: settings.pop(key) for key in ("device_every_s", "command_s", "lag_limits") if key in settings
     }
+    workers = {key: settings.pop(key) for key in ("load", "workers_here") if key in settings}
     paced = type("Paced", (Monitoring,), pace)
     section = Telemetry(**settings)
 
@@ -102,6 +103,7 @@ def watch(
                 name="first",
                 config={"seed": 0},
                 first_step=first_step,
+                **workers,
             ) as monitoring:
                 await body(monitoring, told)
         finally:
@@ -140,6 +142,29 @@ def test_device_and_loop_records_come_while_a_run_goes_on(tmp_path: Path) -> Non
     assert all(("waited_ms" in line) == Path("/proc/self/schedstat").is_file() for line in told.lines)
     assert all(re.fullmatch(pattern, line) for line in told.lines)
     assert len(told.lines) == len(told.of("loop"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").is_file(), reason="reads what Linux counts")
+@pytest.mark.parametrize("here", [True, False])
+def test_the_notice_of_a_shared_machine_counts_what_its_workers_wait(tmp_path: Path, here: bool) -> None:
+    """Threads of the driver that never wait, and workers that wait for 60 % of their time."""
+    cores = {"ran_s": 4e5, "waited_s": 6e5, "longest_wait_s": 3e5}
+    load = {"up": 2.0, "busy": 0.9, "core_wait": 0.6, "w0_busy": 0.9, **cores}
+
+    async def body(monitoring: Monitoring, told: Told) -> None:
+        await until(lambda: told.of("workers"))
+        for _ in range(CROWDED_SAMPLES):
+            monitoring._record_device(time.time(), {"core_wait": 0.0, "cpu": 1.0, "process_cpu": 1.5})
+
+    told = watch(tmp_path, body, load=lambda: load, workers_here=here)
+    waits = [notice for notice in told.notices if "waited for a core" in notice]
+    assert len(waits) == here
+    assert all("60%" in notice for notice in waits)
+    lines = [line for line in told.lines if line.startswith("[workers]")]
+    assert lines
+    for line in lines:
+        assert "core_wait=0.6 ran_ms=" in line
+        assert "w0_" not in line
 
 
 def test_a_stall_is_an_alert(tmp_path: Path) -> None:

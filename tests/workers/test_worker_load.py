@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from test_worker_processes import RecordedEvents, experiment, sampled, workers_of
 
+from pvg.telemetry import device
 from pvg.telemetry.catalogue import metric
 from pvg.workers import pool as pool_module
 from pvg.workers.load import MOST_NAMED, LoadMeter
@@ -32,6 +34,9 @@ def test_shares_of_the_time_between_reports_by_hand() -> None:
             "busy_most": 0.75,
             "busy_least": 0.25,
             "core_wait": 1.0 / 3.5,
+            "ran_s": 2.5,
+            "waited_s": 1.0,
+            "longest_wait_s": 1.0,
             "w0_busy": 0.75,
             "w1_busy": 0.25,
             "w0_up": 1,
@@ -49,7 +54,8 @@ def test_many_workers_have_no_metrics_of_their_own() -> None:
     meter = LoadMeter(MOST_NAMED + 1, began=0.0)
     meter.report(5, {"ran_s": 1.0, "waited_s": 0.0}, 10.0)
     found = meter.sample([True] * (MOST_NAMED + 1), [0] * (MOST_NAMED + 1))
-    assert set(found) == {"up", "restarts", "busy", "busy_most", "busy_least", "core_wait"}
+    shares = {"busy", "busy_most", "busy_least", "core_wait"}
+    assert set(found) == {"up", "restarts", "ran_s", "waited_s", "longest_wait_s", *shares}
     assert all(metric(f"workers/{name}") is not None for name in found)
     assert metric("workers/w12_busy") is not None
 
@@ -77,3 +83,33 @@ def test_workers_report_their_load_and_their_restarts(monkeypatch: pytest.Monkey
             await pool.close()
 
     asyncio.run(play())
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="compares with what Linux counts")
+def test_workers_report_the_peaks_of_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "PROBE_S", 0.1)
+    monkeypatch.setattr(device, "_WORKER_PEAKS", {})
+    assert set(device.peak_memory()) == {"rss_bytes"}
+
+    async def play() -> None:
+        pool = WorkerPool(experiment(2), 2, LocalSupply(), RecordedEvents())
+        await pool.start()
+        try:
+            least = [peak_of(pid) for pid in workers_of(pool)]
+            async with asyncio.timeout(120):
+                while device.peak_memory().get("workers_rss_bytes", 0.0) < sum(least):  # noqa: ASYNC110 - nothing tells it
+                    await asyncio.sleep(0.05)
+            found, most = device.peak_memory(), [peak_of(pid) for pid in workers_of(pool)]
+            assert sum(least) <= found["workers_rss_bytes"] <= sum(most)
+            assert max(least) <= found["worker_rss_bytes"] <= max(most)
+        finally:
+            await pool.close()
+
+    asyncio.run(play())
+    assert "workers_rss_bytes" in device.peak_memory()  # also of workers that have ended
+
+
+def peak_of(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (size,) = (line.split()[1] for line in lines if line.startswith("VmHWM:"))
+    return int(size) * 1024

@@ -284,22 +284,26 @@ def loop_lag(tally: LogTally, limits: LagLimits) -> Looked:
 
 
 def shared_machine(tally: LogTally, limits: LagLimits) -> Looked:
-    """Other programs use the cores while threads of pvg are ready to run."""
+    """Other programs use the cores while threads of pvg, or its workers, are ready to run."""
     if not tally.sketch("lag.max_ms").n:
         return "how long threads waited for a core ([loop] lag)"
-    if tally.cores is None:  # not on Linux
+    cores = tally.all_cores
+    if cores is None:  # not on Linux
         return None
-    share, longest_ms = tally.cores.share, 1e3 * tally.cores.longest_s
-    if not tally.cores.shared or not costs(tally, longest_ms):
+    longest_ms = 1e3 * cores.longest_s
+    if not cores.shared or not costs(tally, longest_ms):
         return None
+    whose, why = "pvg's threads", "because other programs use the cores too"
     settings, remedy = _own_cores(tally)
+    if tally.worker_cores is not None:
+        whose, why = "pvg's threads and workers", f"{why}, or because there are more workers than cores"
+        settings, remedy = (*settings, "cluster.workers"), f"{remedy}Use at most one worker per core (cluster.workers)."
     return Finding(
         signature="shared-machine",
-        says=f"pvg's threads ran for {milliseconds(1e3 * tally.cores.ran_s)} and waited "
-        f"{milliseconds(1e3 * tally.cores.waited_s)} for a core, because other programs use the cores too. Other times "
-        "in this log are longer for the same reason.",
+        says=f"{whose} ran for {milliseconds(1e3 * cores.ran_s)} and waited {milliseconds(1e3 * cores.waited_s)} for a "
+        f"core, {why}. Other times in this log are longer for the same reason.",
         criterion="time threads waited for a core / time they were ready to run",
-        measured=share,
+        measured=cores.share,
         threshold=SHARED,
         cost_s=longest_ms / 1e3,
         share=_share(tally, longest_ms),

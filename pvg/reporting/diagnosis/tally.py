@@ -19,7 +19,7 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
@@ -59,6 +59,7 @@ MORE = {
     "loop": ("samples", "period_ms", "ran_ms", "waited_ms", "longest_wait_ms"),
     "rollout": ("trunc_pct",),
     "run": ("threads", "cores"),
+    "workers": ("ran_ms", "waited_ms", "longest_wait_ms"),
 }
 # Quantities that are compared with the load of generation.
 RELATED = frozenset({"queue_ms", "rpc_ms", "write_ms", "wait_ms"})
@@ -91,7 +92,9 @@ class LogTally:
     phases: dict[str, dict[str, float]] = field(default_factory=dict)  # phase -> steps, wall_ms, train_ms, idle_ms
     lagged_ms: float = 0.0  # a lower bound of the time in which the event loop was blocked
     lagged_shared_ms: float = 0.0  # the part in windows in which threads waited for cores
-    cores: CoreTime | None = None  # sum over the windows that have it; `longest_s` sums the longest wait of each
+    # Of the driver, and of its workers: sums over the windows that have it; `longest_s` sums the longest wait of each.
+    cores: CoreTime | None = None
+    worker_cores: CoreTime | None = None
     threads: float | None = None  # torch's threads in the newest process, and the cores that it may use
     usable_cores: float | None = None
     truncated: bool = False  # whether any rollout hit the length limit
@@ -124,6 +127,13 @@ class LogTally:
         """Names of the logs in citations: file names, or whole paths if file names are not unique."""
         names = tuple(Path(source).name for source in self.sources)
         return names if len(set(names)) == len(names) else self.sources
+
+    @property
+    def all_cores(self) -> CoreTime | None:
+        """Of the driver and its workers. They wait at the same time, so `longest_s` is the longer of both."""
+        both = _sum(self.cores, self.worker_cores)
+        found = [cores.longest_s for cores in (self.cores, self.worker_cores) if cores is not None]
+        return None if both is None else replace(both, longest_s=max(found))
 
     def where(self, event: Event) -> str:
         return f"{self.labels[event.source]}:{event.line}"
@@ -168,6 +178,9 @@ class LogTally:
             self.truncated = self.truncated or bool(values["trunc_pct"])
         elif event.tag == "loop" and event.name == "lag":
             self._lag(values, event)
+        elif event.tag == "workers":
+            window = self._window(values, event)
+            self.worker_cores = _sum(self.worker_cores, window)
         elif event.tag == "run" and values["threads"] is not None:
             self.threads, self.usable_cores = values["threads"], values["cores"]
 
@@ -187,13 +200,17 @@ class LogTally:
         from_shares = (values["samples"] or 0.0) * (0.4 * p50 + 0.09 * p90 + 0.01 * p99)
         lagged_ms = max(from_shares, values["max_ms"] or 0.0)
         self.lagged_ms += lagged_ms
+        window = self._window(values, event)
+        self.lagged_shared_ms += lagged_ms if window is not None and window.shared else 0.0
+        self.cores = _sum(self.cores, window)
+
+    def _window(self, values: dict[str, float | None], event: Event) -> CoreTime | None:
+        """The waits for cores that a line tells; None if not on Linux, in an older log, and without such a line."""
         ran_ms, waited_ms, longest_ms = values["ran_ms"], values["waited_ms"], values["longest_wait_ms"]
-        if ran_ms is None or waited_ms is None or longest_ms is None:  # not on Linux, or an older log
-            return
+        if ran_ms is None or waited_ms is None or longest_ms is None:
+            return None
         self._note("longest_wait_ms", longest_ms, event)
-        window = CoreTime(ran_ms / 1e3, waited_ms / 1e3, longest_ms / 1e3)
-        self.lagged_shared_ms += lagged_ms if window.shared else 0.0
-        self.cores = window if self.cores is None else self.cores + window
+        return CoreTime(ran_ms / 1e3, waited_ms / 1e3, longest_ms / 1e3)
 
     def _step(self, event: Event) -> None:
         wall, train, idle = (event.number(key) for key in ("wall_ms", "train_ms", "idle_ms"))
@@ -225,6 +242,10 @@ class LogTally:
         load = self.load if load is None and name in ("write_ms", "wait_ms") else load
         if name in RELATED and load is not None:
             self.relations[name].add(load, value)
+
+
+def _sum(one: CoreTime | None, other: CoreTime | None) -> CoreTime | None:
+    return one if other is None else other if one is None else one + other
 
 
 def read_logs(sources: Sequence[str | Path]) -> LogTally:
