@@ -68,8 +68,8 @@ class EarlyReference:
         await early.close()
 
     While others sample, the trainer's processes are idle. One forward pass takes all groups that have arrived; groups
-    that arrive during it go into the next pass. No pass starts outside of `compute_passes`, so no pass delays the trainer.
-    With an engine in the trainer's processes there is no gain, because sampling needs the same threads.
+    that arrive during it go into the next pass. No pass starts outside of `compute_passes`, so no pass delays the
+    trainer. With an engine in the trainer's processes there is no gain, because sampling needs the same threads.
 
     Invariant: the log-probs equal those of one pass over the whole batch, up to rounding. Call all methods from the
     thread of one event loop.
