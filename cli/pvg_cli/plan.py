@@ -60,8 +60,7 @@ def plan(
     """
     from pvg.config.load import load_experiment, nearest
     from pvg.errors import UsageError
-    from pvg.planning.inputs import Inputs
-    from pvg.planning.machines import MACHINES
+    from pvg.planning.inputs import MACHINES, Inputs
     from pvg.planning.measured import measured_in
     from pvg.planning.plan import plan_of
     from pvg.planning.shapes import read_shape

@@ -22,8 +22,8 @@ class TorchSampling(Section):
     )
     batching: Literal["auto", "continuous", "whole"] = Field(
         "auto",
-        description='"continuous": requests join as rows finish. "whole": a batch is decoded to its end. "auto": whole '
-        "on a CPU without `rollout.deadline` and `rollout.prefetch`, otherwise continuous.",
+        description='"continuous": rows join as others finish. "whole": batch by batch. "auto": whole on a CPU '
+        "without deadline or prefetch.",
     )
 
 

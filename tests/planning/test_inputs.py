@@ -12,8 +12,15 @@ import pytest
 
 from pvg.config.load import build_experiment
 from pvg.errors import UsageError
-from pvg.planning.inputs import Inputs, lost_to_trainer_failures, not_modelled, workers_of, world_of
-from pvg.planning.machines import GPU_HOURS_BETWEEN_FAILURES, MACHINES
+from pvg.planning.inputs import (
+    GPU_HOURS_BETWEEN_FAILURES,
+    MACHINES,
+    Inputs,
+    lost_to_trainer_failures,
+    not_modelled,
+    workers_of,
+    world_of,
+)
 from pvg.planning.measured import measured_in
 from pvg.planning.shapes import ModelShape
 from pvg.records import Role, Timing
