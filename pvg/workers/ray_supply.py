@@ -19,11 +19,10 @@ import contextlib
 import os
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,7 +33,7 @@ from pvg.workers.frames import Frame, receive, send
 from pvg.workers.links import SECRET_BYTES, admitted
 from pvg.workers.local import Member
 from pvg.workers.node_agent import DriverAddress, NodeAgent, processor
-from pvg.workers.ray_cluster import RayConnection, open_cluster
+from pvg.workers.ray_cluster import HEAD_MISSED, PROBE_S, RayClient, RayConnection, answers, head_lost
 
 if TYPE_CHECKING:
     from pvg.workers.shared import SharedTensors
@@ -45,11 +44,7 @@ GRACE_S = 30.0  # after a loss, before workers share a node
 AGENT_S = 120.0  # for an agent to start: Ray starts a process, which imports pvg
 WORKER_S = 60.0
 CAUSE_S = 3.0  # for Ray to say why an agent has ended
-PROBE_S = 2.0
 PROBES_MISSED = 8  # agents report twice as often
-HEAD_MISSED = 7  # at most 28 s; 60 s after the head has ended, Ray ends this process with exit code 1
-
-T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -123,9 +118,8 @@ class RaySupply:
     def __init__(self, workers: int, address: str | None = None) -> None:
         self.events: Events = SilentEvents()
         self._workers = workers
-        # One thread makes all calls of Ray that block, and lives as long as Ray's processes, which end with it.
-        self._thread = ThreadPoolExecutor(1, "pvg-ray")
-        self._connected = self._thread.submit(open_cluster, workers, address, self._said)
+        self._client = RayClient(workers, address, self._said)
+        self._call, self._dismiss = self._client.call, self._client.dismiss
         self._opening = asyncio.Lock()
         self._group: Any = None
         self._free = list(range(workers))  # bundles without a worker
@@ -138,7 +132,6 @@ class RaySupply:
         self._expected: dict[int, asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
-        self._closed = False
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
@@ -197,10 +190,7 @@ class RaySupply:
     def check(self) -> None:
         """Raises WorkerLostError if the cluster's head has ended."""
         if self._head_missed >= HEAD_MISSED:
-            raise WorkerLostError(
-                f"The head of the Ray cluster at {self._head} does not answer.",
-                "Start the cluster again, unless pvg started it, and resume the run",
-            )
+            raise head_lost(self._head)
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
@@ -244,15 +234,7 @@ class RaySupply:
 
     def end(self) -> None:
         """Leave the cluster: Ray ends the agents, and these end the workers."""
-        if self._closed:
-            return
-        self._closed = True
-        self._thread.submit(self._leave).result()
-        self._thread.shutdown()
-
-    def _leave(self) -> None:
-        if self._connected.exception() is None:
-            self._connected.result().close()
+        self._client.end()
 
     def __enter__(self) -> RaySupply:
         return self
@@ -264,7 +246,7 @@ class RaySupply:
 
     async def _open(self) -> None:
         """Connect to the cluster, listen for its nodes, and reserve a CPU for each worker."""
-        cluster = await asyncio.wrap_future(self._connected)
+        cluster = await self._client.connection()
         self._server = await asyncio.start_server(self._greet, cluster.host, 0, limit=1 << 20)
         port: int = self._server.sockets[0].getsockname()[1]
         self._driver = DriverAddress(cluster.host, port, self._secret, os.getcwd())
@@ -365,7 +347,7 @@ class RaySupply:
             writer.close()
             self._dismiss(actor)
             return known
-        name = await self._call(self._name, hello.fields["node"])
+        name = await self._call(self._cluster.node_name, hello.fields["node"])
         refuse_other_versions(name, hello.fields)
         if hello.fields["processor"] != processor():
             why = f"Node {name} has another processor than this machine, so the last bits of results may differ"
@@ -380,23 +362,10 @@ class RaySupply:
             node.has_weights.set()
         return node
 
-    def _name(self, id_: str) -> str:
-        """A node's name; with a part of its id if others have the same name."""
-        names = {node["NodeID"]: node["NodeName"] for node in self._cluster.ray.nodes()}
-        own = names.get(id_, id_)
-        return f"{own}/{id_[:6]}" if list(names.values()).count(own) > 1 else str(own)
-
-    def _cause(self, error: BaseException | None) -> str:
-        """Why an actor has ended."""
-        if isinstance(error, self._cluster.ray.exceptions.ActorUnavailableError):
-            return "Ray cannot reach it"
-        lines = [line.strip() for line in str(error or "").splitlines() if line.strip()]
-        return lines[-1].rstrip(".") if lines else "it has ended"
-
     def _failure(self, ended: asyncio.Future[None]) -> Exception:
         """Why an actor ended before it has connected: ConnectionError if another attempt may help."""
         exceptions, error = self._cluster.ray.exceptions, ended.exception()
-        text = self._cause(error)
+        text = self._cluster.cause(error)
         if isinstance(error, exceptions.RayTaskError):
             remedy = f"Every node must reach the driver at {self._driver.host}, and have pvg with the extra cluster"
             return MissingRequirementError(f"A node of the Ray cluster cannot work: {text}.", remedy)
@@ -421,7 +390,7 @@ class RaySupply:
                     future.set_result(frame)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(asyncio.wait({node.ended})), CAUSE_S)
-        why = self._cause(node.ended.exception()) if node.ended.done() else "its connection broke"
+        why = self._cluster.cause(node.ended.exception()) if node.ended.done() else "its connection broke"
         self._lose(node, f"its node {node.name} was lost: {why}")
 
     def _lose(self, node: _Node, why: str) -> None:
@@ -444,24 +413,13 @@ class RaySupply:
         """Give up nodes that do not report. Counts probes, not seconds: this process may have been stopped too."""
         while True:
             await asyncio.sleep(PROBE_S)
-            await self._probe_head()
+            self._head_missed = 0 if await answers(self._head) else self._head_missed + 1
             for node in list(self._nodes.values()):
                 node.missed += 1
                 if node.missed > PROBES_MISSED:
                     self._lose(node, f"its node {node.name} does not answer")
 
-    async def _probe_head(self) -> None:
-        host, _, port = self._head.rpartition(":")
-        try:
-            async with asyncio.timeout(PROBE_S):
-                _, writer = await asyncio.open_connection(host, int(port))
-        except (OSError, TimeoutError):
-            self._head_missed += 1
-        else:
-            self._head_missed = 0
-            writer.close()
-
-    # --- connections and calls ----------------------------------------------------------------------------------------
+    # --- connections --------------------------------------------------------------------------------------------------
 
     def _said(self, line: str) -> None:
         """Log what Ray would print. Ray calls this from a thread."""
@@ -484,19 +442,10 @@ class RaySupply:
         else:
             expected.set_result((reader, writer))
 
-    def _dismiss(self, actor: Any) -> None:
-        """Kill an actor."""
-        if not self._closed:
-            self._thread.submit(self._cluster.ray.kill, actor)
-
     def _run(self, work: Any) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _call(self, work: Callable[..., T], *arguments: object) -> T:
-        """A call of Ray that blocks."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
 
 def refuse_other_versions(name: str, found: Mapping[str, str]) -> None:
