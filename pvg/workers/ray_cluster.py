@@ -56,7 +56,8 @@ class RayConnection:
         """Why an actor has ended, from the error of its call."""
         if isinstance(error, self.ray.exceptions.ActorUnavailableError):
             return "Ray cannot reach it"
-        return _cause(error).strip() if error is not None and str(error).strip() else "it has ended"
+        found = _cause(error).strip() if error is not None and str(error).strip() else "it has ended"
+        return found.partition(". Some common causes include")[0]  # a list of guesses follows
 
     def close(self) -> None:
         """Leave the cluster; one that pvg has started ends."""
@@ -233,6 +234,8 @@ def _cause(error: BaseException) -> str:
 def _import(said: Callable[[str], None]) -> Any:
     if sys.platform == "win32":
         raise MissingRequirementError("Ray workers need Linux or macOS.")
+    # Ray's own handler of SIGTERM would abort this process 3 s after the signal, which asks a run to commit and stop.
+    os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
     try:
         import ray
         import ray._private.worker as printing
@@ -250,6 +253,10 @@ def _import(said: Callable[[str], None]) -> Any:
     # Ray has no option for this. stdout may hold a JSON document, and the display is on stderr.
     printing.print_worker_logs = say
     logging.getLogger("ray").setLevel(logging.ERROR)
-    tokens = importlib.import_module("ray._raylet").AuthenticationTokenLoader
-    tokens.instance().reset_cache()  # of an earlier cluster
+    forget_token()
     return ray
+
+
+def forget_token() -> None:
+    """Make Ray read the token again, because an earlier cluster of this process had another one."""
+    importlib.import_module("ray._raylet").AuthenticationTokenLoader.instance().reset_cache()

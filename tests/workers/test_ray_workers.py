@@ -129,3 +129,24 @@ def test_a_game_on_a_cluster_has_the_weights_of_a_local_one(tmp_path):
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["status"] == "complete"
     assert weights(tmp_path / "ray") == weights(tmp_path / "local") != {}
+
+
+SIGNALLED = """
+import asyncio, os, signal, time
+from pvg.workers.ray_cluster import RayClient
+signal.signal(signal.SIGTERM, lambda *_: print("committing", flush=True))
+client = RayClient(1, None, print)
+asyncio.run(client.connection())
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(5.0)
+client.end()
+print("committed")
+"""
+
+
+@pytest.mark.drill
+def test_sigterm_leaves_a_run_time_to_commit():
+    """Ray's own handler would abort the process 3 s after the signal."""
+    done = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["committing", "committed"]
