@@ -37,15 +37,19 @@ class LocalCluster(Section):
 
 
 class RayCluster(Section):
-    """Worker processes on the nodes of a Ray cluster. Results are those of as many local workers."""
+    """Worker processes on the nodes of a Ray cluster. Results are those of as many local workers. With
+    `rollout.engine = "vllm"`, vLLM servers in their place, which pvg starts."""
 
     kind: Literal["ray"] = "ray"
     workers: Annotated[int, Field(ge=1, le=4096)] | None = Field(
-        None, description="As for local workers. Required with an address."
+        None, description="As for local workers. Required with an address. vLLM servers: unset is 1."
     )
     trainers: Annotated[int, Field(ge=1, le=4095)] | None = Field(None, description="As for local workers.")
     address: NotEmpty | None = Field(
         None, description="HOST:PORT of a running cluster. Unset: pvg starts one on this machine."
+    )
+    gpus_per_worker: Annotated[int, Field(ge=0, le=64)] = Field(
+        0, description="GPUs for each vLLM server; 0: CPU nodes. Above 0 it is EXPERIMENTAL: no GPU has run it."
     )
 
 

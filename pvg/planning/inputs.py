@@ -141,9 +141,10 @@ class Inputs:
 
 def workers_of(experiment: Experiment) -> tuple[int, int]:
     """(workers, rows that each decodes at once) of the experiment's own configuration."""
-    engine = experiment.rollout.engine
+    engine, servers = experiment.rollout.engine, experiment.server_cluster
     if not isinstance(engine, TorchSampling):
-        return len(experiment.serving.servers), experiment.serving.max_num_seqs
+        count = len(experiment.serving.servers) if servers is None else servers.workers or 1
+        return count, experiment.serving.max_num_seqs
     cluster = experiment.cluster
     if not isinstance(cluster, LocalCluster | RayCluster):
         return 1, engine.max_rows

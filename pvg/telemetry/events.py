@@ -84,8 +84,9 @@ class ServerNotices(Events):
         server = fields.get("server")
         if fields.get("event") == "server.away":
             self._away.add(server)
-            others = {url for group in self._groups if server in group for url in group} - self._away
-            rest = "the others take its requests" if others else "its requests wait for it"
+            group = next((set(group) for group in self._groups if server in group), None)
+            rest = "the others take its requests" if group and group - self._away else "its requests wait for it"
+            rest = "pvg repeats its requests" if group is None else rest  # servers on a cluster come and go
             self._notice(f"{server} is unavailable ({fields.get('why', 'no reason known')}); {rest}.")
         elif fields.get("event") == "server.up" and server in self._away:
             self._away.discard(server)
@@ -98,5 +99,9 @@ class ServerNotices(Events):
                 self._notice(f"Worker {fields['worker']} has ended ({fields['why']}); another one takes its place.")
             case "hangs":
                 self._notice(f"Worker {fields['worker']} hangs; it is killed, and another one takes its place.")
-            case "no room" | "node shared" | "node differs":
+            case "server started":
+                self._notice(f"A vLLM server on node {fields['node']} is ready.")
+            case "server lost":
+                self._notice(f"vLLM on node {fields['node']}: {fields['why']}.")
+            case "no room" | "node shared" | "node differs" | "servers" | "server given up":
                 self._notice(f"{fields['why']}.")

@@ -38,7 +38,7 @@ def with_workers(experiment: Experiment, begun: Experiment | None = None) -> Exp
         if isinstance(before, LocalCluster | RayCluster) and before.workers is not None:
             counts = {"workers": before.workers, "trainers": before.trainers}
         else:
-            counts = {"workers": min(_cores(), MOST_WORKERS)}
+            counts = {"workers": 1 if experiment.server_cluster else min(_cores(), MOST_WORKERS)}
         cluster = cluster.model_copy(update=counts)
     return experiment.model_copy(update={"cluster": cluster})
 
@@ -58,16 +58,18 @@ def cluster_settings(chosen: str | None, before: Cluster) -> list[str]:
     if isinstance(before, LocalCluster | RayCluster):
         counts = {"workers": before.workers, "trainers": before.trainers}
         settings += [f"cluster.{key}={count}" for key, count in counts.items() if count is not None]
+    if isinstance(before, RayCluster) and before.gpus_per_worker and chosen != "local":
+        settings.append(f"cluster.gpus_per_worker={before.gpus_per_worker}")
     return settings
 
 
 def open_supply(experiment: Experiment) -> Supply | None:
     """What starts the workers of an experiment that `with_workers` has returned. It begins at once, in the background;
-    the caller closes it. None without workers."""
+    the caller closes it. None without workers: vLLM servers on a cluster are those of pvg.workers.ray_servers."""
     cluster = experiment.cluster
     if isinstance(cluster, LocalCluster):
         return LocalSupply()
-    if isinstance(cluster, RayCluster):
+    if isinstance(cluster, RayCluster) and experiment.server_cluster is None:
         from pvg.workers.ray_supply import RaySupply
 
         return RaySupply(cluster.workers or _cores(), cluster.address)

@@ -109,5 +109,5 @@ def test_a_cluster_that_pvg_cannot_use_is_refused():
         cluster_settings("slurm", NoCluster())
     with pytest.raises(ConfigurationError, match=r"cluster\.address needs cluster\.workers"):
         build_experiment({"cluster": {"kind": "ray", "address": "10.0.0.1:6379"}})
-    with pytest.raises(ConfigurationError, match="cluster = 'ray' computes with torch"):
-        build_experiment({"cluster": "ray", "rollout": {"engine": "vllm"}, "serving": {"servers": ["http://a:1"]}})
+    with pytest.raises(ConfigurationError, match="cluster = 'local' computes with torch"):
+        build_experiment({"cluster": "local", "rollout": {"engine": "vllm"}, "serving": {"servers": ["http://a:1"]}})
