@@ -8,6 +8,7 @@ the machine are shared. Needs the extra `cluster`.
 
 from __future__ import annotations
 
+import importlib
 import os
 import secrets
 import signal
@@ -68,6 +69,8 @@ def simulated_nodes(cpus: Sequence[int], settings: Mapping[str, object] | None =
         os.environ.update(needed)
         from ray.cluster_utils import Cluster
 
+        tokens = importlib.import_module("ray._raylet").AuthenticationTokenLoader
+        tokens.instance().reset_cache()  # of an earlier cluster of this process
         nodes = SimulatedNodes(Cluster(), token.name)
         try:
             head = {"include_dashboard": False, "no_monitor": True, "include_log_monitor": False}
