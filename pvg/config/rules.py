@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pvg.config.cluster import LocalCluster, RayCluster
+from pvg.config.cluster import LocalCluster, RayCluster, shards_of
 from pvg.config.game import (
     CompositeReward,
     DecoupledProtocol,
@@ -287,11 +287,12 @@ def _servers_on_cluster(cluster: RayCluster, experiment: AllSections) -> Iterato
             f"cluster.gpus_per_worker = {cluster.gpus_per_worker} is below serving.tensor_parallel = "
             f"{serving.tensor_parallel}; raise the first, or lower the second"
         )
-    if cluster.trainers is not None:
-        yield (
-            "cluster.trainers needs workers, but with rollout.engine = 'vllm' the cluster has only servers; leave "
-            "out cluster.trainers"
-        )
+    for key in ("trainers", "min_workers", "max_workers"):
+        if getattr(cluster, key) is not None:
+            yield (
+                f"cluster.{key} is for workers, but with rollout.engine = 'vllm' the cluster has only servers; leave "
+                "it out"
+            )
 
 
 def _verifier_servers(experiment: AllSections) -> Iterator[str]:
@@ -412,7 +413,7 @@ def _workers(experiment: AllSections) -> Iterator[str]:
             f"cluster.gpus_per_worker = {cluster.gpus_per_worker} is for vLLM servers, but rollout.engine = 'torch' "
             "computes on CPUs; set it to 0, or rollout.engine to 'vllm'"
         )
-    if isinstance(cluster, RayCluster) and cluster.address is not None and cluster.workers is None:
+    if isinstance(cluster, RayCluster) and cluster.address is not None and shards_of(cluster) is None:
         yield "cluster.address needs cluster.workers, because results depend on their number; set it"
     device = experiment.models.device
     if device not in ("auto", "cpu"):
@@ -423,13 +424,31 @@ def _workers(experiment: AllSections) -> Iterator[str]:
     ):
         if engine == "vllm":
             yield f"cluster = {cluster.kind!r} computes with torch, but {key} = 'vllm'; set cluster to 'none'"
+    yield from _limits(cluster)
     yield from _trainers(cluster, experiment)
+
+
+def _limits(cluster: LocalCluster | RayCluster) -> Iterator[str]:
+    lowest, highest, shards = cluster.min_workers, cluster.max_workers, cluster.workers
+    if lowest is not None and highest is not None and lowest > highest:
+        yield (
+            f"cluster.min_workers = {lowest} is more than cluster.max_workers = {highest}; "
+            "lower the one or raise the other"
+        )
+    for key, limit in (("min_workers", lowest), ("max_workers", highest)):
+        if limit is not None and shards is not None and limit > shards:
+            yield (
+                f"cluster.{key} = {limit} is more than cluster.workers = {shards}, the number of shards, and a process "
+                f"without a shard has nothing to do; set cluster.{key} to {shards} or less, "
+                f"or cluster.workers to {limit}"
+            )
 
 
 def _trainers(cluster: LocalCluster | RayCluster, experiment: AllSections) -> Iterator[str]:
     if cluster.trainers is None:
         return
-    if cluster.workers is None or cluster.workers <= cluster.trainers:
+    shards = shards_of(cluster)
+    if shards is None or shards <= cluster.trainers:
         yield (
             f"cluster.trainers = {cluster.trainers} needs more workers than that, because the others sample and score; "
             f"set cluster.workers to {cluster.trainers + 1} or more"

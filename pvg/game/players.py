@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from pvg.config.cluster import LocalCluster, RayCluster
+from pvg.config.cluster import LocalCluster, RayCluster, processes_of, shards_of
 from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError, counted
 from pvg.game.roles import prompt_renderer
@@ -84,7 +84,9 @@ class Players:
                 )
             supply = supply or open_supply(experiment)
             assert supply is not None
-            self.workers = WorkerPool(experiment, cluster.workers or usable_cores(), supply, events, cluster.trainers)
+            shards = shards_of(cluster) or usable_cores()
+            processes = processes_of(cluster, shards)
+            self.workers = WorkerPool(experiment, shards, supply, events, cluster.trainers, processes)
             self._slots = ScoringSlots(self.workers)
         self._owns_executor = executor is None
         self.executor: Executor = compute_executor(experiment.models.threads) if executor is None else executor

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pvg.config.cluster import LocalCluster, RayCluster
+from pvg.config.cluster import LocalCluster, RayCluster, processes_of, shards_of
 from pvg.config.experiment import Experiment
 from pvg.config.load import nearest
 from pvg.config.rollout import CuttingDeadline, SamplingAhead, TorchSampling
@@ -148,7 +148,8 @@ def workers_of(experiment: Experiment) -> tuple[int, int]:
     cluster = experiment.cluster
     if not isinstance(cluster, LocalCluster | RayCluster):
         return 1, engine.max_rows
-    return max(1, (cluster.workers or 1) - (cluster.trainers or 0)), engine.max_rows
+    _, most = processes_of(cluster, shards_of(cluster) or 1)
+    return max(1, most - (cluster.trainers or 0)), engine.max_rows
 
 
 def overlaps(experiment: Experiment) -> bool:

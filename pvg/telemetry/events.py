@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from pvg.errors import counted
+
 
 class Events(Protocol):
     """A receiver of events: the event log, or nothing."""
@@ -68,7 +70,7 @@ class EventLog:
 
 class ServerNotices(Events):
     """Passes every event to `log`, and calls `notice` when a server becomes unavailable or available again, and when a
-    worker process ends or hangs."""
+    worker process ends, hangs, is added or is removed."""
 
     def __init__(self, log: Events, notice: Callable[[str], None], groups: Sequence[Sequence[str]]) -> None:
         """`groups`: addresses of servers that can replace each other."""
@@ -103,5 +105,10 @@ class ServerNotices(Events):
                 self._notice(f"A vLLM server on node {fields['node']} is ready.")
             case "server lost":
                 self._notice(f"vLLM on node {fields['node']}: {fields['why']}.")
+            case "added" | "removed" as change:
+                now = counted(int(str(fields["workers"])), "worker")
+                self._notice(f"{change.capitalize()} worker {fields['worker']}: {fields['why']}. Now {now}.")
+            case "not added":
+                self._notice(f"Worker {fields['worker']} could not be added: {fields['why']}")
             case "no room" | "node shared" | "node differs" | "servers" | "server given up":
                 self._notice(f"{fields['why']}.")

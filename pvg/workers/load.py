@@ -30,6 +30,11 @@ class LoadMeter:
         now = time.monotonic() if began is None else began
         self._loads = [_Load(since=now, until=now) for _ in range(count)]
 
+    def begin(self, worker: int) -> None:
+        """A worker's process has started: its time counts from now."""
+        now = time.monotonic()
+        self._loads[worker] = _Load(since=now, until=now)
+
     def report(self, worker: int, fields: Mapping[str, float], now: float | None = None) -> None:
         """Add a worker's `ran_s` and `waited_s` since its last report. Without them, it cannot measure itself."""
         if "ran_s" not in fields:

@@ -81,10 +81,14 @@ class RayClient:
         """A call of Ray that blocks."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
+    def later(self, work: Callable[..., object], *arguments: object) -> None:
+        """As `call`, without waiting."""
+        if not self._ended:
+            self._thread.submit(work, *arguments)
+
     def dismiss(self, actor: Any) -> None:
         """Kill an actor."""
-        if not self._ended:
-            self._thread.submit(lambda: self._connected.result().ray.kill(actor))
+        self.later(lambda: self._connected.result().ray.kill(actor))
 
     def end(self) -> None:
         """Leave the cluster; Ray ends this process's actors. A second call does nothing."""

@@ -4,9 +4,10 @@
     supply = RaySupply(8, "10.0.0.1:6379")      # joins one
     member = await supply.start()               # a worker on one of the nodes
 
-Ray reserves one CPU per worker in a placement group, whose bundles spread over the nodes, and starts one actor per node
-(`NodeAgent`). The agent forks the node's workers. They connect to the driver over TCP, as the agents do, so requests,
-answers and weights do not pass through Ray. Ray reserves and reports; pvg restarts workers and repeats requests.
+Ray reserves one CPU per worker in a placement group, whose bundles spread over the nodes. A worker that is added later
+has a placement group of its own, which ends with it. Ray starts one actor per node (`NodeAgent`). The agent forks the
+node's workers. They connect to the driver over TCP, as the agents do, so requests, answers and weights do not pass
+through Ray. Ray reserves and reports; pvg restarts workers and repeats requests.
 
 A node that ends, or does not answer, loses its workers. They start again where Ray moves their bundles. If Ray finds no
 room for GRACE_S seconds, they share a node that the run uses already: slower, but with the same results.
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 ROOM_S = 300.0  # how long a run waits for a cluster with room, at its start and after a loss
 QUIET_S = 5.0  # of it, before a notice
+ASK_S = 1.0  # between two questions whether there is room for one more worker
 GRACE_S = 30.0  # after a loss, before workers share a node
 AGENT_S = 120.0  # for an agent to start: Ray starts a process, which imports pvg
 WORKER_S = 60.0
@@ -84,6 +86,7 @@ class _Node:
     actor: Any
     ended: asyncio.Future[None]  # Ray's word on the actor: its result or why it ended
     writer: asyncio.StreamWriter
+    bundle: int  # whose placement group has the agent
     has_weights: asyncio.Event = field(default_factory=asyncio.Event)  # all that existed when it joined
     memory: dict[str, str] = field(default_factory=dict)  # the driver's path of shared memory -> the node's
     cpu_s: dict[str, float | None] = field(default_factory=dict)  # by the worker's process id
@@ -115,14 +118,18 @@ class _Node:
 class RaySupply:
     """Owns the connection to the cluster. Leave it as a context manager, or `close` it."""
 
-    def __init__(self, workers: int, address: str | None = None) -> None:
+    def __init__(self, workers: int, address: str | None = None, most: int | None = None) -> None:
+        """Reserves CPUs for `workers`. A further worker gets a CPU of its own when it starts. `most`: the highest
+        number of workers, for which a cluster on this machine has room."""
         self.events: Events = SilentEvents()
         self._workers = workers
-        self._client = RayClient(workers, address, self._said)
+        self._client = RayClient(most or workers, address, self._said)
         self._call, self._dismiss = self._client.call, self._client.dismiss
         self._opening = asyncio.Lock()
         self._group: Any = None
+        self._numbers = workers - 1  # of the newest bundle
         self._free = list(range(workers))  # bundles without a worker
+        self._single: dict[int, Any] = {}  # the placement groups of further bundles
         self._nodes: dict[str, _Node] = {}  # those in use, by Ray's id
         self._entering: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by Ray's id of a node
         self._losses = 0
@@ -140,7 +147,7 @@ class RaySupply:
         async with self._opening:
             if self._group is None:
                 await self._open()
-        bundle = self._free.pop(0)
+        bundle = self._free.pop(0) if self._free else await self._one_more()
         why = "it has not answered"
         try:
             async with asyncio.timeout(ROOM_S):
@@ -187,6 +194,18 @@ class RaySupply:
             return f"{error}"
         return f"{answer.fields['why']}, on node {node.name}"
 
+    async def retire(self, member: Member) -> None:
+        """End a worker that serves nothing any more, and the agent of a node that has none left. Gives the CPU back,
+        unless it is one of the first, or the node's agent needs it: Ray ends all actors of a placement group."""
+        await self.reason(member)
+        assert isinstance(member, RayMember)
+        node, bundle = member.host, member.bundle
+        if not node.members and not node.lost:
+            self._dismiss_node(node, "it has no workers")
+        if bundle in self._single and bundle in self._free and (node.lost or node.bundle != bundle):
+            self._free.remove(bundle)
+            await self._call(self._cluster.ray.util.remove_placement_group, self._single.pop(bundle))
+
     def check(self) -> None:
         """Raises WorkerLostError if the cluster's head has ended."""
         if self._head_missed >= HEAD_MISSED:
@@ -225,11 +244,8 @@ class RaySupply:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._server is not None:
             self._server.close()
-        for node in self._nodes.values():
-            node.lost = "the run has ended"
-            node.writer.close()
-            self._dismiss(node.actor)
-        self._nodes.clear()
+        for node in list(self._nodes.values()):
+            self._dismiss_node(node, "the run has ended")
         await asyncio.get_running_loop().run_in_executor(None, self.end)
 
     def end(self) -> None:
@@ -259,6 +275,24 @@ class RaySupply:
     def _reserve(self) -> Any:
         return self._cluster.ray.util.placement_group([{"CPU": 1}] * self._workers, strategy="SPREAD")
 
+    async def _one_more(self) -> int:
+        """A bundle for one more worker. Waits until the cluster has a CPU for it, for example on a node that joins."""
+        group = await self._call(lambda: self._cluster.ray.util.placement_group([{"CPU": 1}]))
+        try:
+            waited = 0.0
+            while not await self._call(group.wait, 0.1):
+                await asyncio.sleep(ASK_S)
+                if waited < QUIET_S <= waited + ASK_S:
+                    why = f"The Ray cluster has no free CPU for one more worker ({await self._call(self._cpus)})"
+                    self.events.event("workers", event="no room", why=f"{why}; it starts when there is one")
+                waited += ASK_S
+        except BaseException:
+            self._client.later(self._cluster.ray.util.remove_placement_group, group)
+            raise
+        self._numbers += 1
+        self._single[self._numbers] = group
+        return self._numbers
+
     async def _room(self) -> None:
         """Wait until the cluster has a CPU for each worker."""
         waited, quiet = 0.0, True
@@ -282,8 +316,13 @@ class RaySupply:
 
     def _node_id(self, bundle: int) -> str:
         """Ray's id of the node that has a bundle now."""
-        table = self._cluster.ray.util.placement_group_table(self._group)
-        return str(table["bundles_to_node_id"].get(bundle, ""))
+        group, index = self._reserved(bundle)
+        table = self._cluster.ray.util.placement_group_table(group)
+        return str(table["bundles_to_node_id"].get(index, ""))
+
+    def _reserved(self, bundle: int) -> tuple[Any, int]:
+        """The placement group of a bundle, and its index there."""
+        return (self._single[bundle], 0) if bundle in self._single else (self._group, bundle)
 
     # --- nodes --------------------------------------------------------------------------------------------------------
 
@@ -307,7 +346,7 @@ class RaySupply:
         try:
             await asyncio.wait({expected, ended}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
             if expected.done():
-                return await self._greeted(*expected.result(), actor, ended)
+                return await self._greeted(*expected.result(), actor, ended, bundle)
             if ended.done():
                 raise self._failure(ended)
         except BaseException:
@@ -327,15 +366,21 @@ class RaySupply:
         ray = self._cluster.ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        group, index = self._reserved(bundle)
+        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": place}
         actor = ray.remote(NodeAgent).options(**options).remote()
         return actor, actor.serve.remote(self._driver, key)
 
     async def _greeted(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, actor: Any, ended: asyncio.Future[None]
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        actor: Any,
+        ended: asyncio.Future[None],
+        bundle: int,
     ) -> _Node:
-        """The node of an agent that has connected."""
+        """The node of an agent that has connected; it is in this bundle."""
         try:
             hello = await asyncio.wait_for(receive(reader), AGENT_S)
         except TimeoutError:
@@ -352,7 +397,7 @@ class RaySupply:
         if hello.fields["processor"] != processor():
             why = f"Node {name} has another processor than this machine, so the last bits of results may differ"
             self.events.event("workers", event="node differs", node=name, why=why)
-        node = _Node(hello.fields["node"], name, actor, ended, writer)
+        node = _Node(hello.fields["node"], name, actor, ended, writer, bundle)
         self._nodes[node.id] = node
         self._run(self._listen(node, reader))
         self.events.event("workers", event="node joined", node=name, processor=hello.fields["processor"])
@@ -441,6 +486,13 @@ class RaySupply:
             writer.close()
         else:
             expected.set_result((reader, writer))
+
+    def _dismiss_node(self, node: _Node, why: str) -> None:
+        """Use a node no longer."""
+        node.lost = why
+        del self._nodes[node.id]
+        node.writer.close()
+        self._dismiss(node.actor)
 
     def _run(self, work: Any) -> None:
         task = asyncio.create_task(work)

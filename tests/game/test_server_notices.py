@@ -57,3 +57,16 @@ def test_what_happens_to_servers_on_a_cluster_is_told() -> None:
         "http://n1:8000 is unavailable (no reply); pvg repeats its requests.",
         "vLLM on node n1: The server ended (killed by SIGKILL).",
     ]
+
+
+def test_what_changes_the_number_of_workers_is_told_with_its_reason() -> None:
+    told: list[str] = []
+    events = ServerNotices(Kept(), told.append, [])
+    events.event("workers", event="added", worker=3, workers=4, why="12 groups waited for 4.2 of 5 s")
+    events.event("workers", event="removed", worker=0, workers=1, why="it had work for 2% of the last 30 s")
+    events.event("workers", event="not added", worker=3, why="No worker process could be started: no memory.")
+    assert told == [
+        "Added worker 3: 12 groups waited for 4.2 of 5 s. Now 4 workers.",
+        "Removed worker 0: it had work for 2% of the last 30 s. Now 1 worker.",
+        "Worker 3 could not be added: No worker process could be started: no memory.",
+    ]

@@ -253,6 +253,7 @@ def test_a_ray_cluster_has_servers_instead_of_workers_if_vllm_samples(tmp_path):
     [
         ({"serving": {"servers": "http://10.0.0.1:8000"}}, "serving.servers names some that run already"),
         ({"cluster": {"kind": "ray", "workers": 2, "trainers": 1}}, "the cluster has only servers"),
+        ({"cluster": {"kind": "ray", "workers": 2, "max_workers": 2}}, "the cluster has only servers"),
         (
             {"serving": {"tensor_parallel": 2}, "cluster": {"kind": "ray", "gpus_per_worker": 1}},
             "is below serving.tensor_parallel",
