@@ -20,6 +20,8 @@ from typing import Any
 
 import psutil
 
+from pvg.workers.ray_cluster import forget_token
+
 NAMES = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 LOOPBACK = "127.0.0.1"
 
@@ -68,6 +70,7 @@ def simulated_nodes(cpus: Sequence[int], settings: Mapping[str, object] | None =
         os.environ.update(needed)
         from ray.cluster_utils import Cluster
 
+        forget_token()
         nodes = SimulatedNodes(Cluster(), token.name)
         try:
             head = {"include_dashboard": False, "no_monitor": True, "include_log_monitor": False}

@@ -12,7 +12,6 @@ samples.
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -28,7 +27,7 @@ from pvg.servers.connections import control_key
 from pvg.servers.control import ControlClient, ServerInfo
 from pvg.servers.models import model_folder
 from pvg.servers.pool import ConnectionLimits, HttpPool, ServerFault
-from pvg.servers.process import VllmServer
+from pvg.servers.process import VllmServer, free_port
 
 # Settings that `pvg serve` reads and a running server cannot change.
 FIXED_AT_START = frozenset(
@@ -136,7 +135,7 @@ async def own_server(experiment: Experiment, on_server: OnServer | None = None) 
     """Start a server for the experiment on a free port and yield the experiment that uses it; stop the server at the
     end. Raises the errors of `find_interpreter`, `model_folder` and `VllmServer.start`."""
     tell = on_server or (lambda line: None)
-    interpreter, port = find_interpreter(), _free_port()
+    interpreter, port = find_interpreter(), free_port(LOOPBACK)
     log = experiment.weights.root / "logs" / f"bench-{port}.log"
     spec = server_spec(experiment, "prover", interpreter, model_folder(experiment, "prover"), log=log, port=port)
     tell(f"starting a server (vLLM {interpreter.vllm}); its log: {log}")
@@ -149,9 +148,3 @@ async def own_server(experiment: Experiment, on_server: OnServer | None = None) 
 def with_servers(experiment: Experiment, urls: tuple[str, ...]) -> Experiment:
     serving = experiment.serving.model_copy(update={"servers": urls})
     return experiment.model_copy(update={"serving": serving})
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])

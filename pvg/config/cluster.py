@@ -22,31 +22,58 @@ class NoCluster(Section):
 
 
 class LocalCluster(Section):
-    """Worker processes on this machine, each with one compute thread. The last bits of results depend on their
-    number."""
+    """Worker processes on this machine, each with one compute thread. The last bits of results depend on the number of
+    shards of the work, `workers`."""
 
     kind: Literal["local"] = "local"
     workers: Annotated[int, Field(ge=1, le=256)] | None = Field(
-        None, description="Number of worker processes. Unset: one per core, at most 8."
+        None,
+        description="Shards of the work, and processes unless `max_workers` is lower. "
+        "Unset: `max_workers`, or one per core, at most 8.",
     )
     trainers: Annotated[int, Field(ge=1, le=255)] | None = Field(
         None,
         description="With `rollout.prefetch`: workers that only train while the others sample and score. "
         "Unset: all do both.",
     )
+    min_workers: Annotated[int, Field(ge=1, le=256)] | None = Field(
+        None, description="Worker processes at the start, and at least. Unset: `max_workers`, so their number is fixed."
+    )
+    max_workers: Annotated[int, Field(ge=1, le=256)] | None = Field(
+        None, description="Worker processes at most. Results do not depend on it. Unset: `workers`."
+    )
 
 
 class RayCluster(Section):
-    """Worker processes on the nodes of a Ray cluster. Results are those of as many local workers."""
+    """Worker processes on the nodes of a Ray cluster. Results are those of as many local workers. With
+    `rollout.engine = "vllm"`, vLLM servers in their place, which pvg starts."""
 
     kind: Literal["ray"] = "ray"
     workers: Annotated[int, Field(ge=1, le=4096)] | None = Field(
-        None, description="As for local workers. Required with an address."
+        None,
+        description="As for local workers. Required with an address, unless `max_workers` is set. vLLM servers: 1.",
     )
     trainers: Annotated[int, Field(ge=1, le=4095)] | None = Field(None, description="As for local workers.")
+    min_workers: Annotated[int, Field(ge=1, le=4096)] | None = Field(None, description="As for local workers.")
+    max_workers: Annotated[int, Field(ge=1, le=4096)] | None = Field(None, description="As for local workers.")
     address: NotEmpty | None = Field(
         None, description="HOST:PORT of a running cluster. Unset: pvg starts one on this machine."
+    )
+    gpus_per_worker: Annotated[int, Field(ge=0, le=64)] = Field(
+        0, description="GPUs for each vLLM server; 0: CPU nodes. Above 0 it is EXPERIMENTAL: no GPU has run it."
     )
 
 
 Cluster = Annotated[AutoCluster | NoCluster | LocalCluster | RayCluster, ByKind("auto")]
+COUNTS = ("workers", "trainers", "min_workers", "max_workers")
+
+
+def shards_of(cluster: LocalCluster | RayCluster) -> int | None:
+    """The number of shards of the work; None if the machine decides it."""
+    return cluster.max_workers if cluster.workers is None else cluster.workers
+
+
+def processes_of(cluster: LocalCluster | RayCluster, shards: int) -> tuple[int, int]:
+    """The lowest and the highest number of worker processes. A process without a shard would have nothing to do."""
+    highest = min(cluster.max_workers or shards, shards)
+    return min(cluster.min_workers or highest, highest), highest

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pvg.config.cluster import LocalCluster, RayCluster
+from pvg.config.cluster import LocalCluster, RayCluster, shards_of
 from pvg.config.game import (
     CompositeReward,
     DecoupledProtocol,
@@ -18,6 +18,7 @@ from pvg.config.game import (
 )
 from pvg.config.rollout import SamplingAhead, TorchSampling
 from pvg.config.sections import AllSections
+from pvg.config.servers import Serving
 from pvg.config.verifier import ProblemPairing
 from pvg.extensions import is_reference
 
@@ -252,18 +253,46 @@ def _prover_servers(experiment: AllSections) -> Iterator[str]:
         )
     if rollout.engine.kind != "vllm":
         return
-    if not serving.servers:
-        yield "rollout.engine = 'vllm' needs serving.servers; start one with `pvg serve EXPERIMENT`"
     if serving.connections is not None and serving.connections < rollout.concurrency:
         yield (
             f"serving.connections = {serving.connections} is below rollout.concurrency = {rollout.concurrency}, so "
             "requests would wait for a connection; leave it out, or lower the concurrency"
         )
+    if (cluster := experiment.server_cluster) is not None:
+        yield from _servers_on_cluster(cluster, experiment)
+        return
+    if not serving.servers:
+        yield "rollout.engine = 'vllm' needs serving.servers; start one with `pvg serve EXPERIMENT`"
     if shared := sorted(set(serving.servers) & {*serving.verifier_servers, *serving.reference_servers}):
         yield (
             f"{shared[0]} is in serving.servers and also serves the verifier, but a server has one set of weights; "
             "start one server for each"
         )
+
+
+def _servers_on_cluster(cluster: RayCluster, experiment: AllSections) -> Iterator[str]:
+    serving, transport = experiment.serving, experiment.weights.transport.kind
+    if serving.servers not in ((), Serving().servers):
+        yield (
+            "cluster = 'ray' starts the prover's servers, but serving.servers names some that run already; leave out "
+            "serving.servers, or set cluster to 'none'"
+        )
+    if transport == "ipc":
+        yield (
+            "weights.transport = 'ipc' needs trainer and server on one GPU, but cluster = 'ray' gives a server its own "
+            "GPUs; set weights.transport to 'filesystem' or 'nccl'"
+        )
+    if cluster.gpus_per_worker and cluster.gpus_per_worker < serving.tensor_parallel:
+        yield (
+            f"cluster.gpus_per_worker = {cluster.gpus_per_worker} is below serving.tensor_parallel = "
+            f"{serving.tensor_parallel}; raise the first, or lower the second"
+        )
+    for key in ("trainers", "min_workers", "max_workers"):
+        if getattr(cluster, key) is not None:
+            yield (
+                f"cluster.{key} is for workers, but with rollout.engine = 'vllm' the cluster has only servers; leave "
+                "it out"
+            )
 
 
 def _verifier_servers(experiment: AllSections) -> Iterator[str]:
@@ -377,9 +406,14 @@ def _translators(experiment: AllSections) -> Iterator[str]:
 
 def _workers(experiment: AllSections) -> Iterator[str]:
     cluster = experiment.cluster
-    if not isinstance(cluster, LocalCluster | RayCluster):
+    if not isinstance(cluster, LocalCluster | RayCluster) or experiment.server_cluster is not None:
         return
-    if isinstance(cluster, RayCluster) and cluster.address is not None and cluster.workers is None:
+    if isinstance(cluster, RayCluster) and cluster.gpus_per_worker:
+        yield (
+            f"cluster.gpus_per_worker = {cluster.gpus_per_worker} is for vLLM servers, but rollout.engine = 'torch' "
+            "computes on CPUs; set it to 0, or rollout.engine to 'vllm'"
+        )
+    if isinstance(cluster, RayCluster) and cluster.address is not None and shards_of(cluster) is None:
         yield "cluster.address needs cluster.workers, because results depend on their number; set it"
     device = experiment.models.device
     if device not in ("auto", "cpu"):
@@ -390,13 +424,31 @@ def _workers(experiment: AllSections) -> Iterator[str]:
     ):
         if engine == "vllm":
             yield f"cluster = {cluster.kind!r} computes with torch, but {key} = 'vllm'; set cluster to 'none'"
+    yield from _limits(cluster)
     yield from _trainers(cluster, experiment)
+
+
+def _limits(cluster: LocalCluster | RayCluster) -> Iterator[str]:
+    lowest, highest, shards = cluster.min_workers, cluster.max_workers, cluster.workers
+    if lowest is not None and highest is not None and lowest > highest:
+        yield (
+            f"cluster.min_workers = {lowest} is more than cluster.max_workers = {highest}; "
+            "lower the one or raise the other"
+        )
+    for key, limit in (("min_workers", lowest), ("max_workers", highest)):
+        if limit is not None and shards is not None and limit > shards:
+            yield (
+                f"cluster.{key} = {limit} is more than cluster.workers = {shards}, the number of shards, and a process "
+                f"without a shard has nothing to do; set cluster.{key} to {shards} or less, "
+                f"or cluster.workers to {limit}"
+            )
 
 
 def _trainers(cluster: LocalCluster | RayCluster, experiment: AllSections) -> Iterator[str]:
     if cluster.trainers is None:
         return
-    if cluster.workers is None or cluster.workers <= cluster.trainers:
+    shards = shards_of(cluster)
+    if shards is None or shards <= cluster.trainers:
         yield (
             f"cluster.trainers = {cluster.trainers} needs more workers than that, because the others sample and score; "
             f"set cluster.workers to {cluster.trainers + 1} or more"

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from pvg.config.base import Section
-from pvg.config.cluster import AutoCluster, Cluster
+from pvg.config.cluster import AutoCluster, Cluster, RayCluster
 from pvg.config.game import Game
 from pvg.config.models import Models
 from pvg.config.operation import Evaluate, Store, Telemetry
@@ -40,3 +40,9 @@ class AllSections(Section):
     evaluate: Evaluate = Evaluate()
     telemetry: Telemetry = Telemetry()
     store: Store = Store()
+
+    @property
+    def server_cluster(self) -> RayCluster | None:
+        """The cluster on which pvg starts the prover's vLLM servers; None if you start them, or if there are none."""
+        on_servers = self.rollout.engine.kind == "vllm"
+        return self.cluster if on_servers and isinstance(self.cluster, RayCluster) else None

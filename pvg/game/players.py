@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from pvg.config.cluster import LocalCluster, RayCluster
+from pvg.config.cluster import LocalCluster, RayCluster, processes_of, shards_of
 from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError, counted
 from pvg.game.roles import prompt_renderer
@@ -30,6 +30,7 @@ from pvg.records import Int32, Role
 from pvg.rollout import EngineSetup, open_engine
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import Engine, Sampling
+from pvg.rollout.vllm_engine import VllmEngine
 from pvg.servers.publishing import Publisher, SyncTiming
 from pvg.tasks.task import ConcealsText, Task, problems_of_half
 from pvg.telemetry.events import Events, SilentEvents
@@ -45,6 +46,7 @@ from pvg.verifier.vllm_backend import VerifierServing, VllmBackend
 from pvg.workers.choice import open_supply
 from pvg.workers.engine import WorkerEngine
 from pvg.workers.pool import Supply, WorkerPool
+from pvg.workers.ray_servers import RayServers
 from pvg.workers.scoring import ScoringSlots, WorkerBackend
 from pvg.workers.training import ModelInWorkers, pair_fields, pair_shards, policy_fields, policy_shards
 
@@ -72,7 +74,8 @@ class Players:
         self.task = task
         self.device = pick_device(experiment.models.device)
         cluster, self.workers = experiment.cluster, None
-        if isinstance(cluster, LocalCluster | RayCluster):
+        self.servers = RayServers(experiment, events) if experiment.server_cluster and opener is None else None
+        if isinstance(cluster, LocalCluster | RayCluster) and experiment.server_cluster is None:
             if self.device.type != "cpu":
                 device = f"models.device = 'auto' is {self.device.type} here"
                 raise ConfigurationError(
@@ -81,15 +84,17 @@ class Players:
                 )
             supply = supply or open_supply(experiment)
             assert supply is not None
-            self.workers = WorkerPool(experiment, cluster.workers or usable_cores(), supply, events, cluster.trainers)
+            shards = shards_of(cluster) or usable_cores()
+            processes = processes_of(cluster, shards)
+            self.workers = WorkerPool(experiment, shards, supply, events, cluster.trainers, processes)
             self._slots = ScoringSlots(self.workers)
         self._owns_executor = executor is None
         self.executor: Executor = compute_executor(experiment.models.threads) if executor is None else executor
         try:
             self.base: LanguageModel = self.executor.submit(open_model, experiment.models.prover, self.device).result()
         except BaseException:
-            if supply is not None:
-                supply.end()
+            if (started := self.servers or supply) is not None:
+                started.end()
             raise
         if isinstance(self.executor, ComputeExecutor):
             self.executor.settle(width_of(self.base.module))
@@ -106,8 +111,8 @@ class Players:
                 self.engine = (opener or open_engine)(setup)
         except BaseException:  # no request has reached a server yet
             self._close_base()
-            if supply is not None:
-                supply.end()
+            if (started := self.servers or supply) is not None:
+                started.end()
             raise
         self.publisher = Publisher([self.engine], events=events)
         self.last_sync: SyncTiming | None = None  # of the latest update
@@ -157,6 +162,9 @@ class Players:
         """
         if self.workers is not None:
             await self.workers.start()
+        if self.servers is not None:
+            assert isinstance(self.engine, VllmEngine)
+            await self.servers.start(self.engine.served)
         await self.engine.ready()
         if scoring and self.verifier_serving is not None:
             await self.verifier_serving.ready()
@@ -261,6 +269,8 @@ class Players:
                     rest.callback(executor.shutdown)
             if self.workers is not None:
                 rest.push_async_callback(self.workers.close)
+            if self.servers is not None:
+                rest.push_async_callback(self.servers.close)
             rest.push_async_callback(self.engine.close)
             if self.verifier_serving is not None:
                 await self.verifier_serving.close()

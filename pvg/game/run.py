@@ -146,6 +146,9 @@ async def open_session(
         notices = _notices(experiment, ledger.log, observer.noticed)
         players = Players(experiment, task, notices, run=run.name, supply=supply)
         stack.push_async_callback(players.close)
+        if players.workers is not None:
+            players.workers.trained_s = tracer.trained_s
+            players.workers.changed = lambda workers, why: ledger.record("scaling", workers=workers, why=why)
         if players.device.type == "cuda":
             tracer.use_device_clock(CudaClock())
         if elsewhere := ledger.record_machine(players.machine):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pvg.config.cluster import LocalCluster, RayCluster
+from pvg.config.cluster import LocalCluster, RayCluster, processes_of, shards_of
 from pvg.config.experiment import Experiment
 from pvg.config.load import nearest
 from pvg.config.rollout import CuttingDeadline, SamplingAhead, TorchSampling
@@ -173,13 +173,15 @@ class Inputs:
 
 def workers_of(experiment: Experiment) -> tuple[int, int]:
     """(workers, rows that each decodes at once) of the experiment's own configuration."""
-    engine = experiment.rollout.engine
+    engine, servers = experiment.rollout.engine, experiment.server_cluster
     if not isinstance(engine, TorchSampling):
-        return len(experiment.serving.servers), experiment.serving.max_num_seqs
+        count = len(experiment.serving.servers) if servers is None else servers.workers or 1
+        return count, experiment.serving.max_num_seqs
     cluster = experiment.cluster
     if not isinstance(cluster, LocalCluster | RayCluster):
         return 1, engine.max_rows
-    return max(1, (cluster.workers or 1) - (cluster.trainers or 0)), engine.max_rows
+    _, most = processes_of(cluster, shards_of(cluster) or 1)
+    return max(1, most - (cluster.trainers or 0)), engine.max_rows
 
 
 def overlaps(experiment: Experiment) -> bool:

@@ -19,6 +19,7 @@ from pvg.telemetry.waits import SHARED
 GPU = re.compile(r"gpu(\d+)_(.+)")
 WORKER = re.compile(r"w(\d+)_busy")
 MOST_LINES = 8  # of a chart; more workers are shown as a range
+MOST_CHANGES = 20  # of the number of workers
 LEAST_PAUSE = 60.0  # seconds; a longer silence of the sampler is a pause of the run
 
 
@@ -114,8 +115,9 @@ def machine_section(summary: RunSummary) -> PageSection:
         body += [elements.facts(_device_facts(summary)), elements.grid(_device_charts(summary.device))]
     if summary.workers:
         body += [
-            elements.subheading("Workers", workers_text(summary.workers)),
-            elements.grid([_workers_chart(summary.workers)]),
+            elements.subheading("Workers", workers_text(summary)),
+            elements.grid(_workers_charts(summary)),
+            *([elements.notes(_scaling_notes(summary))] if summary.scaling else []),
         ]
     if summary.loop:
         body += [elements.subheading("Event loop", _lag_text(summary.loop)), elements.grid([_lag_chart(summary.loop)])]
@@ -228,10 +230,12 @@ def _device_charts(readings: list[SamplerReading]) -> list[Markup]:
     return charts
 
 
-def workers_text(readings: Sequence[SamplerReading]) -> str:
+def workers_text(summary: RunSummary) -> str:
     """How many workers there were, how busy, and how often one was replaced."""
-    found = reading_ranges(readings)
+    readings, found = summary.workers, reading_ranges(summary.workers)
     words = [counted(round(found["up"]["max"]), "worker")]
+    if summary.scaling:
+        words[0] = f"{found['up']['min']:.0f} to {words[0]}"
     if "busy" in found:
         words.append(f"busy {percent(found['busy']['mean'])} of the time")
         names = sorted((name for name in found if WORKER.fullmatch(name)), key=lambda name: found[name]["mean"])
@@ -246,8 +250,25 @@ def workers_text(readings: Sequence[SamplerReading]) -> str:
     return ", ".join([*words, counted(round(restarts), "replacement")])
 
 
-def _workers_chart(readings: Sequence[SamplerReading]) -> Markup:
-    clock = ReadingClock(readings)
+def _scaling_notes(summary: RunSummary) -> list[tuple[str, str]]:
+    """Each change of the number of workers and its reason; of many, the last ones."""
+    shown = summary.scaling[-MOST_CHANGES:]
+    began = summary.began or shown[0].time
+    notes = [
+        (f"after {duration(change.time - began)}", f"{change.why}; {counted(change.workers, 'worker')} now")
+        for change in shown
+    ]
+    if left_out := len(summary.scaling) - len(shown):
+        notes.insert(0, ("before that", f"{counted(left_out, 'change')} of the number of workers"))
+    return notes
+
+
+def _workers_charts(summary: RunSummary) -> list[Markup]:
+    readings, clock = summary.workers, ReadingClock(summary.workers)
+    charts = []
+    if summary.scaling:
+        line = clock.metric("up", "ready", "ink")
+        charts.append(line_chart("Workers", [line], clock.across(), "number", unit="ready", zero=True))
     numbers = sorted({int(match[1]) for r in readings for name in r.metrics if (match := WORKER.fullmatch(name))})
     if 0 < len(numbers) <= MOST_LINES:
         lines = [clock.metric(f"w{number}_busy", f"worker {number}", f"run-{number % 6}") for number in numbers]
@@ -257,7 +278,7 @@ def _workers_chart(readings: Sequence[SamplerReading]) -> Markup:
             clock.metric("busy", "mean", "ink"),
             clock.metric("busy_least", "the least busy", "quantile-0", "dotted"),
         ]
-    return line_chart("Busy", lines, clock.across(), "share", unit="share of the time", zero=True)
+    return [*charts, line_chart("Busy", lines, clock.across(), "share", unit="share of the time", zero=True)]
 
 
 def _lag_chart(readings: list[SamplerReading]) -> Markup:

@@ -89,6 +89,16 @@ class SamplerReading:
 
 
 @dataclass(frozen=True, slots=True)
+class ScalingRecord:
+    """A change of the number of worker processes at `time`, in seconds since 1970: the new number, and what was done
+    and why."""
+
+    time: float
+    workers: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class ProcessSummary:
     """A process that played the run and ended normally: all of its time by part."""
 
@@ -124,6 +134,7 @@ class RunSummary:
     device: list[SamplerReading] = field(default_factory=list)
     loop: list[SamplerReading] = field(default_factory=list)
     workers: list[SamplerReading] = field(default_factory=list)
+    scaling: list[ScalingRecord] = field(default_factory=list)
     processes: list[ProcessSummary] = field(default_factory=list)
     machine: str = ""
     code_version: str = ""
@@ -200,6 +211,7 @@ def read_run(run: RunDirectory) -> RunSummary:
         device=_readings(records, "device"),
         loop=_readings(records, "loop"),
         workers=_readings(records, "workers"),
+        scaling=_scaling(records),
         processes=[_process(record) for record in records if record["kind"] == "run"],
         machine=str(state.get("machine", "")),
         code_version=str(state.get("code_version", "")),
@@ -273,6 +285,7 @@ FIELDS: dict[str, dict[str, type]] = {
     "device": {"metrics": dict},
     "loop": {"metrics": dict},
     "workers": {"metrics": dict},
+    "scaling": {"workers": int, "why": str},
 }
 
 
@@ -352,6 +365,14 @@ def _readings(records: list[dict[str, Any]], kind: str) -> list[SamplerReading]:
         if record["kind"] == kind and isinstance(record.get("time"), (int, float))
     ]
     return sorted(found, key=lambda reading: reading.time)
+
+
+def _scaling(records: list[dict[str, Any]]) -> list[ScalingRecord]:
+    return [
+        ScalingRecord(float(record["time"]), record["workers"], record["why"])
+        for record in records
+        if record["kind"] == "scaling" and isinstance(record.get("time"), (int, float))
+    ]
 
 
 def _process(record: Mapping[str, Any]) -> ProcessSummary:

@@ -324,7 +324,12 @@ def machine_table(summary: RunSummary) -> RichTable | None:
         )
     if summary.workers:
         curve = [reading.metrics["busy"] for reading in summary.workers if "busy" in reading.metrics]
-        table.add_row("workers", workers_text(summary.workers), sparkline(curve, MACHINE_BARS, 0.1))
+        table.add_row("workers", workers_text(summary), sparkline(curve, MACHINE_BARS, 0.1))
+    if summary.scaling:
+        curve = [float(change.workers) for change in summary.scaling]
+        newest = summary.scaling[-1]
+        words = f"{counted(len(summary.scaling), 'change')} of their number; the last one: {newest.why}"
+        table.add_row("", words, sparkline(curve, MACHINE_BARS))
     lags = lag_summary(summary.loop)
     if "worst_max_s" in lags:
         found = [f"{word} {short_seconds(lags[name])}" for word, name in LAGS if name in lags]

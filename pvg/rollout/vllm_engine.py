@@ -83,7 +83,8 @@ def open_vllm_engine(
     run: str,
     prompts: Callable[[], list[Int32]],
 ) -> VllmEngine:
-    """Sends no request yet. Raises ConfigurationError if the connection limits do not cover the concurrency."""
+    """Sends no request yet. Servers that pvg starts on a cluster are added later (`engine.served.add`). Raises
+    ConfigurationError if the connection limits do not cover the concurrency."""
     serving, weights, rollout = experiment.serving, experiment.weights, experiment.rollout
     assert isinstance(rollout.engine, ServerSampling)
     dtype = str(base.dtype).removeprefix("torch.") if rollout.dtype == "model" else rollout.dtype
@@ -104,8 +105,9 @@ def open_vllm_engine(
             max_length=completion_room(experiment) + 1,
             processed_logprobs=rollout.temperature != 1.0 or rollout.top_p < 1.0 or rollout.top_k > 0,
             lora_rank=experiment.training.adapters.rank if weights.transport.kind == "lora" else 0,
+            on_cluster=experiment.server_cluster is not None,
         ),
-        serving.servers,
+        () if experiment.server_cluster else serving.servers,
         connections,
         events,
         session=session,
@@ -128,7 +130,8 @@ def _limits(experiment: Experiment) -> ConnectionLimits:
     canary's as well. With the shared client, updates and probes also use this pool but are not counted: they wait. The
     setting `weights.client = "dedicated"` avoids that."""
     serving, concurrency = experiment.serving, experiment.rollout.concurrency
-    hosts = len(serving.servers)
+    cluster = experiment.server_cluster
+    hosts = len(serving.servers) if cluster is None else cluster.workers or 1
     if serving.connections is None:
         limits = replace(ConnectionLimits.derive(concurrency + hosts * experiment.weights.canary_prompts), hosts=hosts)
     else:

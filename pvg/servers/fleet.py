@@ -96,6 +96,7 @@ class Fleet:
     ) -> None:
         self.servers = [Server(control.url, control) for control in controls]
         self.updating = asyncio.Lock()  # held while weights change; labels are valid only under this lock
+        self.starting = 0  # servers that will be up soon: requests wait for them, however long it takes
         self._section = section
         self._events = events
         self._check = check
@@ -151,6 +152,11 @@ class Fleet:
         for server in self.servers:
             self._cut_off(server)
 
+    def fail(self, error: BaseException) -> None:
+        """End the run: tasks that wait for a server raise `error`, and so do those that will."""
+        self._failure = error
+        self._changed.set()
+
     # --- membership --------------------------------------------------------------------------------------------------
 
     def add(self, control: ControlClient) -> Server:
@@ -188,7 +194,7 @@ class Fleet:
     async def acquire(self, avoid: Server | None = None) -> Server:
         """The server for the next request, among those that are up. Prefers servers that do not rest after a fault,
         then any server but `avoid`, then the one with the fewest requests. Waits for a server to be up; raises
-        ServerUnavailableError after `serving.unavailable_s`."""
+        ServerUnavailableError after `serving.unavailable_s`, unless servers are being started (`starting`)."""
         deadline = time.monotonic() + self._section.unavailable_s
         while True:
             if self._failure is not None:
@@ -201,7 +207,9 @@ class Fleet:
                 async with asyncio.timeout(deadline - time.monotonic()):  # not `wait_for`: see `_watch`
                     await self._changed.wait()
             except TimeoutError:
-                raise self._unavailable(f"No server has been up for {self._section.unavailable_s:g} s") from None
+                if not self.starting:
+                    raise self._unavailable(f"No server has been up for {self._section.unavailable_s:g} s") from None
+                deadline = time.monotonic() + self._section.unavailable_s
 
     def report(self, server: Server, fault: ServerFault) -> None:
         """A request failed on `server`: probe it now and let it rest, longer with every consecutive fault. Without the
@@ -270,14 +278,12 @@ class Fleet:
                     self.lose(server, fault)
                 server.fault = fault
             except PvgError as error:
-                self._failure = error
-                self._changed.set()
+                self.fail(error)
 
     def _watcher_ended(self, watcher: asyncio.Task[None]) -> None:
         """If a watcher crashes, the tasks that wait for servers raise its error."""
         if not watcher.cancelled() and (error := watcher.exception()) is not None:
-            self._failure = error
-            self._changed.set()
+            self.fail(error)
 
     async def _look(self, server: Server) -> None:
         asked = time.monotonic()

@@ -40,6 +40,7 @@ from pvg.servers.pool import ConnectionLimits, HttpPool, RefusedRequest, ServerF
 LAST_LINES = 20  # shown for a server that failed
 # The prefix of vLLM's log lines: (EngineCore pid=12) INFO 11-21 14:08:34 [core.py:133]
 PREFIX = re.compile(r"^(\([^)]*\) )?([A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?)?")
+ERROR = re.compile(r"^(\([^)]*\) )?(ERROR|CRITICAL) \d\d-\d\d ")
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 # The stages in order, each with the lines that start it and the detail to show.
@@ -105,6 +106,11 @@ class LogTail:
                 continue
             self._stage = stage
             yield stage
+
+    def new_errors(self) -> list[str]:
+        """The lines of errors since the last call, without vLLM's prefix. Use it or `new_stages`: they share the place
+        in the log."""
+        return [without_prefix(line) for line in self._new_lines() if ERROR.match(line)]
 
     def last_lines(self, count: int = LAST_LINES) -> list[str]:
         """The last non-empty lines without colors. If there is a traceback, the lines up to the end of the first one,
@@ -364,6 +370,13 @@ def check_port(host: str, port: int) -> None:
             f"Port {port} of {host} cannot be used: {error.strerror}.",
             "Choose another port with --port, or stop the program that uses this one.",
         ) from None
+
+
+def free_port(host: str) -> int:
+    """A port of `host` that no program uses at the moment."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
 
 
 def first_requests(spec: ServerSpec) -> list[tuple[str, Mapping[str, Any]]]:

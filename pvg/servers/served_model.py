@@ -60,6 +60,7 @@ class ServerRequirements:
     max_length: int = 0
     processed_logprobs: bool = False
     lora_rank: int = 0
+    on_cluster: bool = False  # pvg starts them on a Ray cluster
 
     @property
     def setting(self) -> str:
@@ -72,6 +73,8 @@ class ServerRequirements:
     @property
     def remedy(self) -> str:
         """How to start such a server."""
+        if self.on_cluster:
+            return "events.log says why they ended ([workers]); then continue with --resume."
         return f"Start one with `pvg serve EXPERIMENT --for {self.purpose}`, and add its URL to {self.setting}."
 
     def check(self, info: ServerInfo) -> None:
@@ -183,10 +186,10 @@ class ServedModel:
 
     # --- membership --------------------------------------------------------------------------------------------------
 
-    def add(self, url: str) -> None:
+    def add(self, url: str) -> Server:
         """Use another server from now on. It gets the newest weights and proves them before its first request. The
         limits of the connections do not grow. Raises StateError for a server that is in use."""
-        self.fleet.add(self.connections.client(url))
+        return self.fleet.add(self.connections.client(url))
 
     async def remove(self, url: str, *, drain_s: float | None = None) -> None:
         """Stop using a server: see Fleet.remove."""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from pvg.errors import counted
+
 
 class Events(Protocol):
     """A receiver of events: the event log, or nothing."""
@@ -68,7 +70,7 @@ class EventLog:
 
 class ServerNotices(Events):
     """Passes every event to `log`, and calls `notice` when a server becomes unavailable or available again, and when a
-    worker process ends or hangs."""
+    worker process ends, hangs, is added or is removed."""
 
     def __init__(self, log: Events, notice: Callable[[str], None], groups: Sequence[Sequence[str]]) -> None:
         """`groups`: addresses of servers that can replace each other."""
@@ -84,8 +86,9 @@ class ServerNotices(Events):
         server = fields.get("server")
         if fields.get("event") == "server.away":
             self._away.add(server)
-            others = {url for group in self._groups if server in group for url in group} - self._away
-            rest = "the others take its requests" if others else "its requests wait for it"
+            group = next((set(group) for group in self._groups if server in group), None)
+            rest = "the others take its requests" if group and group - self._away else "its requests wait for it"
+            rest = "pvg repeats its requests" if group is None else rest  # servers on a cluster come and go
             self._notice(f"{server} is unavailable ({fields.get('why', 'no reason known')}); {rest}.")
         elif fields.get("event") == "server.up" and server in self._away:
             self._away.discard(server)
@@ -98,5 +101,14 @@ class ServerNotices(Events):
                 self._notice(f"Worker {fields['worker']} has ended ({fields['why']}); another one takes its place.")
             case "hangs":
                 self._notice(f"Worker {fields['worker']} hangs; it is killed, and another one takes its place.")
-            case "no room" | "node shared" | "node differs":
+            case "server started":
+                self._notice(f"A vLLM server on node {fields['node']} is ready.")
+            case "server lost":
+                self._notice(f"vLLM on node {fields['node']}: {fields['why']}.")
+            case "added" | "removed" as change:
+                now = counted(int(str(fields["workers"])), "worker")
+                self._notice(f"{change.capitalize()} worker {fields['worker']}: {fields['why']}. Now {now}.")
+            case "not added":
+                self._notice(f"Worker {fields['worker']} could not be added: {fields['why']}")
+            case "no room" | "node shared" | "node differs" | "servers" | "server given up":
                 self._notice(f"{fields['why']}.")

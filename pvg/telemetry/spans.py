@@ -206,6 +206,7 @@ class Tracer:
         self._running: dict[int, _Open] = {}  # open spans of other tracks
         self._on_device: list[tuple[Span, list[Any]]] = []  # ended spans whose device time is not read yet
         self._finished: list[Span] = []
+        self._trained_s = 0.0  # of ended spans
         self._began = clock()
 
     @contextmanager
@@ -245,6 +246,13 @@ class Tracer:
             wall_s, self._began = now - self._began, now
             exposed[UNACCOUNTED] = busy[UNACCOUNTED] = wall_s - sum(exposed.values())
             return StepBudget(wall_s, exposed, busy, self._read_device())
+
+    def trained_s(self) -> float:
+        """Seconds in which the trainer has worked so far, also in spans that still run. Any thread may call this."""
+        with self._lock:
+            now = self._clock()
+            running = [*self._driver.stack, *self._running.values()]
+            return self._trained_s + sum(now - opened.start for opened in running if opened.name in TRAINING_PARTS)
 
     def use_device_clock(self, clock: DeviceClock) -> None:
         """Also measure later spans with `device=True` on this clock."""
@@ -297,6 +305,8 @@ class Tracer:
         stack = closed.track.stack
         stack.pop()
         assert closed.end is not None
+        if closed.name in TRAINING_PARTS:
+            self._trained_s += closed.end - closed.start
         if stack:
             stack[-1].gaps.append((closed.start, closed.end))
         if closed.foreign:

@@ -6,7 +6,16 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from pvg.config.cluster import AutoCluster, Cluster, LocalCluster, NoCluster, RayCluster
+from pvg.config.cluster import (
+    COUNTS,
+    AutoCluster,
+    Cluster,
+    LocalCluster,
+    NoCluster,
+    RayCluster,
+    processes_of,
+    shards_of,
+)
 from pvg.config.experiment import Experiment
 from pvg.errors import UsageError
 from pvg.telemetry.device import GpuUnavailableError, open_nvml
@@ -38,14 +47,16 @@ def with_workers(experiment: Experiment, resumed: Experiment | None = None) -> E
         if isinstance(before, LocalCluster | RayCluster) and before.workers is not None:
             counts = {"workers": before.workers, "trainers": before.trainers}
         else:
-            counts = {"workers": min(_cores(), MOST_WORKERS)}
+            servers = experiment.server_cluster is not None
+            most = max(min(_cores(), MOST_WORKERS), cluster.min_workers or 1)
+            counts = {"workers": 1 if servers else shards_of(cluster) or most}
         cluster = cluster.model_copy(update=counts)
     return experiment.model_copy(update={"cluster": cluster})
 
 
 def cluster_settings(chosen: str | None, before: Cluster) -> list[str]:
     """The option `--cluster` as settings: one of KINDS, or the address of a Ray cluster. None: no settings. The numbers
-    of workers and trainers stay those of `before`. Raises UsageError for any other text."""
+    of workers, trainers and processes stay those of `before`. Raises UsageError for any other text."""
     if chosen is None:
         return []
     if chosen not in KINDS and ":" not in chosen:
@@ -56,21 +67,24 @@ def cluster_settings(chosen: str | None, before: Cluster) -> list[str]:
         return ["cluster=none"]
     settings = [f"cluster={chosen}"] if chosen in KINDS else ["cluster=ray", f"cluster.address={chosen}"]
     if isinstance(before, LocalCluster | RayCluster):
-        counts = {"workers": before.workers, "trainers": before.trainers}
+        counts = {key: getattr(before, key) for key in COUNTS}
         settings += [f"cluster.{key}={count}" for key, count in counts.items() if count is not None]
+    if isinstance(before, RayCluster) and before.gpus_per_worker and chosen != "local":
+        settings.append(f"cluster.gpus_per_worker={before.gpus_per_worker}")
     return settings
 
 
 def open_supply(experiment: Experiment) -> Supply | None:
     """What starts the workers of an experiment that `with_workers` has returned. It begins at once, in the background;
-    the caller closes it. None without workers."""
+    the caller closes it. None without workers: vLLM servers on a cluster are those of pvg.workers.ray_servers."""
     cluster = experiment.cluster
     if isinstance(cluster, LocalCluster):
         return LocalSupply()
-    if isinstance(cluster, RayCluster):
+    if isinstance(cluster, RayCluster) and experiment.server_cluster is None:
         from pvg.workers.ray_supply import RaySupply
 
-        return RaySupply(cluster.workers or _cores(), cluster.address)
+        lowest, highest = processes_of(cluster, shards_of(cluster) or _cores())
+        return RaySupply(lowest, cluster.address, highest)
     return None
 
 

@@ -1,8 +1,9 @@
 """`WorkerEngine`: an `Engine` whose rows are sampled by the workers of a pool.
 
-Requests that arrive together form a *block*, and each worker gets the block's groups of its shard, whole. A worker
-decodes them in the order of their arrival. So the bits of a completion depend on the block and on the number of workers
-alone, as long as one block is sampled after the other. (With `rollout.prefetch`, blocks meet in a worker.)
+Requests that arrive together form a *block*, and each shard gets its groups of the block, whole. Its worker decodes
+them in the order of their arrival, and never together with those of another shard. So the bits of a completion depend
+on the block and on the number of shards alone, as long as one block is sampled after the other. (With
+`rollout.prefetch`, blocks meet in a shard.)
 """
 
 from __future__ import annotations

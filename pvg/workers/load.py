@@ -33,6 +33,11 @@ class LoadMeter:
         self._loads = [_Load(since=now, until=now) for _ in range(count)]
         self._peaks: dict[int, float] = {}  # resident bytes, by worker
 
+    def begin(self, worker: int) -> None:
+        """A worker's process has started: its time counts from now."""
+        now = time.monotonic()
+        self._loads[worker] = _Load(since=now, until=now)
+
     def report(self, worker: int, fields: Mapping[str, float], now: float | None = None) -> None:
         """Add a worker's `ran_s` and `waited_s` since its last report. Without them, it cannot measure itself.
         `peak_bytes`: the largest resident memory of its process so far."""

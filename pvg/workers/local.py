@@ -154,6 +154,10 @@ class LocalSupply:
         """Why a worker ended, in words. Kills it if it has only closed its connection."""
         return await self.end_of(member.pid)
 
+    async def retire(self, member: Member) -> None:
+        """End a worker that serves nothing any more."""
+        await self.end_of(member.pid)
+
     async def end_of(self, pid: int) -> str:
         """As `reason`, for the worker with this process id."""
         kill(pid)

@@ -52,7 +52,7 @@ class NodeAgent:
         with LocalSupply() as self._supply:
             connection = await asyncio.to_thread(connect, driver.host, driver.port, driver.secret, key)
             reader, self._writer = await asyncio.open_connection(sock=connection, limit=1 << 20)
-            send(self._writer, Frame("hello", {**_versions(), "node": _ray_node()}))
+            send(self._writer, Frame("hello", {**versions(), "node": ray_node()}))
             reporting = asyncio.create_task(self._report())
             tasks = {reporting}
             try:
@@ -125,7 +125,7 @@ class NodeAgent:
             await asyncio.sleep(REPORT_S)
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """What must agree on all nodes for the same bits, and Ray's authentication."""
     return {
         "pvg": pvg.__version__,
@@ -144,7 +144,7 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _ray_node() -> str:
+def ray_node() -> str:
     """Ray's id of this node."""
     import ray
 

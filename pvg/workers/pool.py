@@ -1,15 +1,19 @@
-"""The driver's side of the workers: W places, each with one worker process, and what every worker must know.
+"""The driver's side of the workers: W places, the processes that serve them, and what every process must know.
 
-    pool = WorkerPool(experiment, 2, LocalSupply(), events)
+    pool = WorkerPool(experiment, 4, LocalSupply(), events, processes=(1, 4))
     await pool.start()
-    answer = await pool.submit(shard, Frame("score", {...}, arrays))      # the worker in place `shard`
+    answer = await pool.submit(shard, Frame("score", {...}, arrays))      # the process that serves place `shard`
 
 Each shard of work belongs to a fixed place, so results do not depend on when a worker is free. All places do all kinds
 of work, except while their duties are `divided`: then some only train, and the others only sample and score.
 
-If a worker ends or hangs, a new one takes its place. It gets what its predecessor had: the models and weights that the
-predecessor had confirmed, then every request without an answer, in the same order. So nothing is lost, nothing counts
-twice, and the bits are those of a run without the loss.
+A worker process serves one or more places, each with models and weights of its own. So the number of processes may
+change during a run (pvg.workers.scaling), and no result does: who computes a shard changes, never what is computed. A
+place moves to another process when its old one has answered what it was sent; new requests wait for the new one.
+
+If a worker ends or hangs, a new process takes over its places. It gets what its predecessor had: the models and weights
+that the predecessor had confirmed, then every request without an answer, in the same order. So nothing is lost, nothing
+counts twice, and the bits are those of a run without the loss. A place that moves is filled in the same way.
 
 A worker *hangs* if it answers no ping, and uses no processor time, for PROBES_MISSED probes. A worker that waits for a
 core on a busy machine does not hang. A computation that never ends does not count as hanging.
@@ -31,6 +35,7 @@ from pvg.telemetry.events import Events, SilentEvents
 from pvg.workers.frames import Frame, receive
 from pvg.workers.load import LoadMeter
 from pvg.workers.local import Member
+from pvg.workers.scaling import DemandMeter, Moment, decide, places_to_take
 from pvg.workers.shared import SharedTensors
 
 if TYPE_CHECKING:
@@ -44,6 +49,9 @@ PROBES_MISSED = 3
 MOST_ATTEMPTS = 6
 # Requests that change what a worker knows. A new worker gets those that its predecessor had confirmed.
 STATE = frozenset({"open", "load", "close", "policy"})
+TRAINING = frozenset({"gradient", "survey", "logprobs"})
+LOOK_S = 0.2  # between two looks at what waits
+REFUSED_S = 60.0  # after a process could not be started, before pvg tries again to add one
 
 
 class Supply(Protocol):
@@ -55,6 +63,10 @@ class Supply(Protocol):
     async def start(self) -> Member: ...
 
     async def reason(self, member: Member) -> str: ...
+
+    async def retire(self, member: Member) -> None:
+        """End a process that serves nothing any more."""
+        ...
 
     def check(self) -> None:
         """Raises WorkerLostError if it can start no worker any more. Called every PROBE_S."""
@@ -81,34 +93,61 @@ class WorkerFailedError(Exception):
 
 @dataclass(eq=False)
 class _Request:
-    """A request in flight. `parts` receives the frames that come before the answer."""
+    """A request in flight. `parts` receives the frames that come before the answer. `sent_to`: the process that has it
+    now."""
 
     frame: Frame
     future: asyncio.Future[Frame]
     parts: Callable[[Frame], None] | None
     attempts: int = 0
+    sent_to: Member | None = None
 
 
-@dataclass
-class _Place:
-    """One of the W places. `sending`: its worker exists, and has been sent all that it must know."""
+@dataclass(eq=False)
+class _Worker:
+    """A worker process, and those that take its place when it ends. `used`: it has places, or gets or loses them.
+    `leaving`: it finishes its work, gets no more, and is not replaced."""
 
     number: int
     member: Member | None = None
     serving: asyncio.Task[None] | None = None
-    sending: bool = False
-    ready: asyncio.Future[Frame] | None = None  # its first worker has opened its models, or a later one
-    setup: set[int] = field(default_factory=set)  # what its worker must know and has not confirmed
-    pending: dict[int, _Request] = field(default_factory=dict)
-    confirmed: dict[tuple[str, int], Frame] = field(default_factory=dict)  # what a new worker must be sent
-    deaths: int = 0  # since a worker was ready
+    used: bool = False
+    leaving: bool = False
+    deaths: int = 0  # since all its places were ready
     restarts: int = 0
-    why: str = ""  # its last worker ended
+    why: str = ""  # its last process ended
     missed: int = 0  # probes since it answered or computed
     cpu_s: float = 0.0
 
+
+@dataclass(eq=False)
+class _Place:
+    """One of the W places. `worker` is to serve it, `member` is the process that serves it. `sending`: this process has
+    been sent all that it must know."""
+
+    number: int
+    worker: _Worker
+    member: Member | None = None
+    sending: bool = False
+    ready: asyncio.Future[Frame] | None = None  # its first process has opened its models, or a later one
+    setup: set[int] = field(default_factory=set)  # what its process must know and has not confirmed
+    pending: dict[int, _Request] = field(default_factory=dict)
+    confirmed: dict[tuple[str, int], Frame] = field(default_factory=dict)  # what a new process must be sent
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # an answer came, or its process ended
+
+    @property
+    def computing(self) -> list[_Request]:
+        return [request for request in self.pending.values() if request.frame.kind not in STATE]
+
+    @property
+    def settled(self) -> bool:
+        """Whether its process has answered everything that it was sent."""
+        if self.member is None:
+            return True
+        return not self.setup and all(request.sent_to is not self.member for request in self.pending.values())
+
     def confirm(self, frame: Frame) -> None:
-        """The worker has done what `frame` asked for."""
+        """Its process has done what `frame` asked for."""
         slot = frame.fields.get("slot", 0)
         if frame.kind == "close":
             self.confirmed.pop(("open", slot), None)
@@ -153,7 +192,9 @@ class _Slot:
 class WorkerPool:
     """Belongs to one event loop. Call `start` first and `close` last.
 
-    `training`: the places that train now. `sampling`: the places that sample and score now.
+    `training`: the places that train now. `sampling`: the places that sample and score now. Set `trained_s`, the
+    seconds that the trainer has worked so far, and `changed`, which gets each new number of processes and its reason,
+    before `start`.
     """
 
     def __init__(
@@ -163,15 +204,22 @@ class WorkerPool:
         supply: Supply,
         events: Events | None = None,
         trainers: int | None = None,
+        processes: tuple[int, int] | None = None,
     ) -> None:
-        """`trainers`: places that only train while duties are `divided`; None: duties are never divided."""
+        """`trainers`: places that only train while duties are `divided`; None: duties are never divided. `processes`:
+        the lowest and the highest number of processes, at most `count`; None: one for each place."""
         self.count = count
         self.training = self.sampling = range(count)
+        self.trained_s: Callable[[], float] = float
+        self.changed: Callable[[int, str], None] = lambda workers, why: None
+        self._lowest, self._highest = processes or (count, count)
         self._trainers = trainers
         self._experiment = experiment
         self._supply = supply
         self._events = supply.events = events or SilentEvents()
-        self._places = [_Place(number) for number in range(count)]
+        self._workers = [_Worker(number) for number in range(self._highest)]
+        self._places = [_Place(number, self._workers[number * self._lowest // count]) for number in range(count)]
+        self._asked: dict[int, _Place] = {}  # by the number of a request without an answer
         self._slots: dict[int, _Slot] = {}
         self._policy = _Buffers(supply)
         # A policy waits for the rows that run, and the other models must not wait for it.
@@ -180,39 +228,43 @@ class WorkerPool:
         self._numbers = 0
         self._closing = False
         self._failed: BaseException | None = None
-        self._prober: asyncio.Task[None] | None = None
-        self._meter = LoadMeter(count)
+        self._watching: list[asyncio.Task[None]] = []
+        self._meter = LoadMeter(self._highest)
 
     @property
     def restarts(self) -> int:
-        """Workers that took the place of one that ended."""
-        return sum(place.restarts for place in self._places)
+        """Processes that took the place of one that ended."""
+        return sum(worker.restarts for worker in self._workers)
 
     def measured(self) -> dict[str, float]:
         """The metrics of the place `workers` (pvg.telemetry.catalogue) since the last call."""
-        up = [place.sending and not place.setup for place in self._places]
-        return self._meter.sample(up, [place.restarts for place in self._places])
+        up = [
+            worker.member is not None and not any(place.setup for place in self._of(worker)) for worker in self._workers
+        ]
+        return self._meter.sample(up, [worker.restarts for worker in self._workers])
 
     async def start(self) -> None:
-        """Start all workers. Raises MissingRequirementError if none can be started, and what opening the models raises
-        in a worker."""
+        """Start the lowest number of processes. Raises MissingRequirementError if none can be started, and what opening
+        the models raises in a process."""
         started = time.perf_counter()
         for place in self._places:
             place.ready = _future()
-        await asyncio.gather(*(self._fill(place) for place in self._places))
+        await asyncio.gather(*(self._begin(worker) for worker in self._workers[: self._lowest]))
         await asyncio.gather(*(place.ready for place in self._places if place.ready is not None))
-        self._prober = asyncio.create_task(self._guarded(self._probe()), name="worker probes")
-        self._events.event("workers", event="up", workers=self.count, ms=(time.perf_counter() - started) * 1e3)
+        self._watch(self._probe(), "worker probes")
+        if self._lowest < self._highest:
+            self._watch(self._scale(), "number of workers")
+        self._events.event("workers", event="up", workers=self._lowest, ms=(time.perf_counter() - started) * 1e3)
 
     async def close(self) -> None:
         """End all workers. Requests in flight fail."""
         self._closing = True
-        tasks = [place.serving for place in self._places if place.serving is not None]
-        for task in [*tasks, *([self._prober] if self._prober is not None else [])]:
+        tasks = [*self._watching, *(worker.serving for worker in self._workers if worker.serving is not None)]
+        for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._fail(WorkerLostError("The workers are closed."))
-        members = [place.member for place in self._places if place.member is not None]
+        members = [worker.member for worker in self._workers if worker.member is not None]
         for member in members:
             member.writer.close()
         await asyncio.gather(*(member.writer.wait_closed() for member in members), return_exceptions=True)
@@ -235,33 +287,36 @@ class WorkerPool:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def submit(self, place: int, frame: Frame, parts: Callable[[Frame], None] | None = None) -> asyncio.Future[Frame]:
-        """The answer of the worker in this place. Requests are sent in the order of the calls. The future raises the
-        worker's PvgError, WorkerFailedError, or WorkerLostError if workers end again and again."""
+        """The answer of the process that serves this place. Requests are sent in the order of the calls. The future
+        raises the worker's PvgError, WorkerFailedError, or WorkerLostError if workers end again and again."""
         if self._failed is not None:
             raise self._failed
-        found, request = self._places[place], _Request(self._numbered(frame), _future(), parts)
+        found = self._places[place]
+        request = _Request(self._numbered(found, frame), _future(), parts)
         found.pending[request.frame.fields["id"]] = request
         if found.sending:
             self._send(found, request)
         return request.future
 
     def tell(self, place: int, frame: Frame) -> None:
-        """Send a frame that has no answer. A worker that is being replaced does not get it."""
+        """Send a frame that has no answer. A process that is being replaced does not get it."""
         found = self._places[place]
-        if found.sending and found.member is not None:
-            found.member.send(frame)
+        if found.member is not None:
+            found.member.send(Frame(frame.kind, {**frame.fields, "shard": place}, frame.arrays))
 
     async def ask(self, places: range, frame: Frame) -> list[Frame]:
-        """The answers of the workers in these places. Cancelling the caller does not cancel the requests."""
+        """The answers for these places. Cancelling the caller does not cancel the requests."""
         return list(await asyncio.gather(*(self.submit(place, frame) for place in places)))
 
-    def _numbered(self, frame: Frame) -> Frame:
+    def _numbered(self, place: _Place, frame: Frame) -> Frame:
         self._numbers += 1
-        return Frame(frame.kind, {**frame.fields, "id": self._numbers}, frame.arrays)
+        self._asked[self._numbers] = place
+        return Frame(frame.kind, {**frame.fields, "id": self._numbers, "shard": place.number}, frame.arrays)
 
     def _send(self, place: _Place, request: _Request) -> None:
         assert place.member is not None
         request.attempts += 1
+        request.sent_to = place.member
         place.member.send(request.frame)
 
     # --- models and weights -------------------------------------------------------------------------------------------
@@ -303,25 +358,44 @@ class WorkerPool:
             frame = Frame("policy", {"version": version, "trace": trace, "place": place})
             return await self.ask(range(self.count), frame)
 
-    # --- places -------------------------------------------------------------------------------------------------------
+    # --- processes ----------------------------------------------------------------------------------------------------
 
-    async def _fill(self, place: _Place) -> None:
-        """Start a worker, and send what its predecessor had confirmed and what it has not answered."""
-        place.pending = {number: request for number, request in place.pending.items() if not request.future.done()}
-        for request in place.pending.values():
-            if request.attempts >= MOST_ATTEMPTS:
-                raise self._lost(place, f"with the same request ({request.frame.kind})")
-        member = place.member = await self._supply.start()
-        place.missed, place.cpu_s = 0, 0.0
+    def _of(self, worker: _Worker) -> list[_Place]:
+        return [place for place in self._places if place.worker is worker]
+
+    async def _begin(self, worker: _Worker) -> None:
+        """Start a process for a worker, and fill its places."""
+        worker.used = True
+        for place in self._of(worker):
+            for request in place.pending.values():
+                if request.attempts >= MOST_ATTEMPTS and not request.future.done():
+                    raise self._lost(worker, f"with the same request ({request.frame.kind})")
+        member = await self._supply.start()
+        worker.member, worker.missed, worker.cpu_s = member, 0, 0.0
+        self._meter.begin(worker.number)
+        worker.serving = asyncio.create_task(self._guarded(self._serve(worker, member)), name=f"worker {worker.number}")
+        for place in self._of(worker):
+            self._fill(place, member)
+
+    def _fill(self, place: _Place, member: Member) -> None:
+        """Let a process serve a place: send what its predecessor had confirmed and what it has not answered."""
+        for number in [*place.setup, *(number for number, request in place.pending.items() if request.future.done())]:
+            self._asked.pop(number, None)
+            place.pending.pop(number, None)
+        place.member = member
+        place.changed.set()
         known = [Frame("start", {"experiment": self._experiment.plain()}), *place.confirmed.values()]
         place.setup = set()
-        for frame in map(self._numbered, known):
-            place.setup.add(frame.fields["id"])
-            member.send(frame)
+        for frame in known:
+            numbered = self._numbered(place, frame)
+            place.setup.add(numbered.fields["id"])
+            member.send(numbered)
         for request in place.pending.values():
             self._send(place, request)
         place.sending = True
-        place.serving = asyncio.create_task(self._guarded(self._serve(place, member)), name=f"worker {place.number}")
+
+    def _watch(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        self._watching.append(asyncio.create_task(self._guarded(work), name=name))
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
         """Fail all requests if `work` fails, because no one else answers them."""
@@ -330,52 +404,69 @@ class WorkerPool:
         except Exception as error:  # noqa: BLE001 - the callers raise it
             self._fail(error)
 
-    async def _serve(self, place: _Place, member: Member) -> None:
-        """Take a worker's frames until it ends; then replace it."""
+    async def _serve(self, worker: _Worker, member: Member) -> None:
+        """Take a process's frames until it ends; then replace it."""
         while (frame := await receive(member.reader)) is not None:
-            place.missed = 0
-            self._take(place, frame)
-        place.sending = False
-        member.writer.close()
+            worker.missed = 0
+            self._take(worker, member, frame)
+        self._left(worker, member)
         if self._closing:
             return
-        place.why = await self._supply.reason(member)
-        place.deaths += 1
-        place.restarts += 1
+        worker.why = await self._supply.reason(member)
+        requests = sum(len(place.pending) for place in self._of(worker))
         self._events.event(
-            "workers", event="lost", worker=place.number, **member.names, why=place.why, requests=len(place.pending)
+            "workers", event="lost", worker=worker.number, **member.names, why=worker.why, requests=requests
         )
-        if place.deaths >= MOST_ATTEMPTS:
-            raise self._lost(place, "before it was ready")
+        if worker.leaving:
+            return
+        worker.deaths += 1
+        worker.restarts += 1
+        if worker.deaths >= MOST_ATTEMPTS:
+            raise self._lost(worker, "before it was ready")
         began = time.perf_counter()
-        await self._fill(place)
-        self._events.event("workers", event="replaced", worker=place.number, ms=(time.perf_counter() - began) * 1e3)
+        await self._begin(worker)
+        self._events.event("workers", event="replaced", worker=worker.number, ms=(time.perf_counter() - began) * 1e3)
 
-    def _lost(self, place: _Place, when: str) -> WorkerLostError:
+    def _left(self, worker: _Worker, member: Member) -> None:
+        """A process serves nothing any more."""
+        member.writer.close()
+        worker.member = None
+        for place in self._places:
+            if place.member is member:
+                place.member, place.sending = None, False
+                place.changed.set()
+
+    def _lost(self, worker: _Worker, when: str) -> WorkerLostError:
         return WorkerLostError(
-            f"Worker {place.number} ended {MOST_ATTEMPTS} times {when}: {place.why}.",
+            f"Worker {worker.number} ended {MOST_ATTEMPTS} times {when}: {worker.why}.",
             "Play without workers: -s cluster=none",
         )
 
-    def _take(self, place: _Place, frame: Frame) -> None:
+    def _take(self, worker: _Worker, member: Member, frame: Frame) -> None:
         if frame.kind == "pong":
-            self._meter.report(place.number, frame.fields)
+            self._meter.report(worker.number, frame.fields)
             return
         if frame.kind == "event":
-            self._events.event(frame.fields["tag"], **{**frame.fields["event"], "worker": place.number})
+            self._events.event(frame.fields["tag"], **{**frame.fields["event"], "worker": worker.number})
             return
         number = frame.fields["id"]
-        if number in place.setup:
-            self._take_setup(place, frame)
+        place = self._asked.get(number)
+        if place is None or place.member is not member:  # another process serves the place by now
             return
         request = place.pending.get(number)
-        if request is None:
-            return
         if frame.kind == "completed":
-            if request.parts is not None:
+            if request is not None and request.parts is not None:
                 request.parts(frame)
             return
-        del place.pending[number]
+        del self._asked[number]
+        place.changed.set()
+        if number in place.setup:
+            self._take_setup(place, frame)
+        elif request is not None:
+            self._take_answer(place, request, frame)
+
+    def _take_answer(self, place: _Place, request: _Request, frame: Frame) -> None:
+        del place.pending[frame.fields["id"]]
         if frame.kind == "done":
             place.confirm(request.frame)
         if request.future.done():  # the caller has left
@@ -390,10 +481,12 @@ class WorkerPool:
             self._fail(_error_of(frame))
             return
         place.setup.discard(frame.fields["id"])
-        if not place.setup:
-            place.deaths = 0
-            if place.ready is not None and not place.ready.done():
-                place.ready.set_result(frame)
+        if place.setup:
+            return
+        if not any(other.setup for other in self._of(place.worker)):
+            place.worker.deaths = 0
+        if place.ready is not None and not place.ready.done():
+            place.ready.set_result(frame)
 
     def _fail(self, error: BaseException) -> None:
         """Fail every request, now and from now on. The first error counts."""
@@ -407,22 +500,118 @@ class WorkerPool:
                     future.exception()  # marks it as retrieved: its caller may have left
 
     async def _probe(self) -> None:
-        """Kill workers that hang. Raises WorkerLostError if no worker can be replaced any more."""
+        """Kill processes that hang. Raises WorkerLostError if no process can be replaced any more."""
         while True:
             await asyncio.sleep(PROBE_S)
             self._supply.check()
-            for place in self._places:
-                member = place.member
-                if member is None or not place.sending:
+            for worker in self._workers:
+                member = worker.member
+                if member is None:
                     continue
                 cpu_s = member.cpu_s()
-                moved, place.cpu_s = cpu_s is not None and cpu_s > place.cpu_s, cpu_s or 0.0
-                place.missed = 0 if moved else place.missed + 1
-                if place.missed > PROBES_MISSED:
-                    self._events.event("workers", event="hangs", worker=place.number, **member.names)
+                moved, worker.cpu_s = cpu_s is not None and cpu_s > worker.cpu_s, cpu_s or 0.0
+                worker.missed = 0 if moved else worker.missed + 1
+                if worker.missed > PROBES_MISSED:
+                    self._events.event("workers", event="hangs", worker=worker.number, **member.names)
                     member.kill()
                 else:
                     member.send(Frame("ping"))
+
+    # --- the number of processes --------------------------------------------------------------------------------------
+
+    async def _scale(self) -> None:
+        """Add and remove processes, one at a time, as `decide` says."""
+        while True:
+            meter = DemandMeter(time.monotonic(), self.trained_s())
+            decision = None
+            while decision is None:
+                await asyncio.sleep(LOOK_S)
+                meter.add(time.monotonic(), self._moment(), self.trained_s())
+                demand = meter.demand()
+                decision = decide(demand, lowest=self._lowest, highest=self._highest)
+            if decision.remove is None:
+                await self.add(decision.why, demand.places)
+            else:
+                await self.remove(decision.remove, decision.why)
+
+    def _moment(self) -> Moment:
+        """What waits now: the work of all places but one of each process."""
+        used, busy, working, waiting = set[int](), set[int](), set[int](), list[_Request]()
+        for worker in self._workers:
+            if not worker.used:
+                continue
+            used.add(worker.number)
+            if places := [place for place in self._of(worker) if place.computing]:
+                busy.add(worker.number)
+                working |= {place.number for place in places}
+                waiting += [request for place in places[1:] for request in place.computing]
+        groups = [len(set(r.frame.fields["groups"])) for r in waiting if r.frame.kind == "generate"]
+        training = any(request.frame.kind in TRAINING for request in waiting)
+        parts = len(waiting) - len(groups)
+        return Moment(sum(groups), parts, training, frozenset(used), frozenset(busy), frozenset(working))
+
+    async def add(self, why: str, busy: Mapping[int, float]) -> None:
+        """Start one more process, which gets places of the others, each as soon as it is settled. `busy`: the share of
+        the time in which a place had work. A process that cannot be started is reported only: the run goes on with the
+        others. Call neither `add` nor `remove` meanwhile."""
+        worker = next(worker for worker in self._workers if not worker.used)
+        began = time.perf_counter()
+        try:
+            await self._begin(worker)
+        except PvgError as error:
+            worker.used = False
+            self._events.event("workers", event="not added", worker=worker.number, why=str(error))
+            await asyncio.sleep(REFUSED_S)
+            return
+        others = [other for other in self._workers if other.used and other is not worker]
+        served = {other.number: [place.number for place in self._of(other)] for other in others}
+        moving = [self._places[number] for number in places_to_take(served, busy)]
+        for place in moving:
+            place.worker = worker
+        await asyncio.gather(*(self._move(place) for place in moving))
+        self._tell_change("added", worker, why, began)
+
+    async def remove(self, number: int, why: str) -> None:
+        """End a process when it has answered what it was sent; the others get its places. There must be others."""
+        worker, began = self._workers[number], time.perf_counter()
+        worker.leaving = True
+        moving = self._of(worker)
+        for place in moving:
+            others = [other for other in self._workers if other.used and not other.leaving]
+            place.worker = min(others, key=lambda other: len(self._of(other)))
+        await asyncio.gather(*(self._move(place) for place in moving))
+        await self._end(worker)
+        worker.used = worker.leaving = False
+        self._tell_change("removed", worker, why, began)
+
+    async def _end(self, worker: _Worker) -> None:
+        """End the process of a worker that has no places any more."""
+        assert worker.serving is not None
+        if worker.member is None:  # it has died, and may be being replaced
+            await asyncio.gather(worker.serving, return_exceptions=True)
+        if (member := worker.member) is not None:
+            worker.serving.cancel()
+            await asyncio.gather(worker.serving, return_exceptions=True)
+            self._left(worker, member)
+            await self._supply.retire(member)
+
+    async def _move(self, place: _Place) -> None:
+        """Give a place to its new worker, once its process has answered what it was sent."""
+        old, place.sending = place.member, False
+        while place.member is old and not place.settled:
+            place.changed.clear()
+            await place.changed.wait()
+        if old is not None and not old.writer.is_closing():
+            old.send(Frame("leave", {"shard": place.number}))
+        # A worker that is being replaced fills its places itself.
+        if place.worker.member is not None and place.member is not place.worker.member:
+            self._fill(place, place.worker.member)
+
+    def _tell_change(self, what: str, worker: _Worker, why: str, began: float) -> None:
+        workers = sum(other.used for other in self._workers)
+        ms = (time.perf_counter() - began) * 1e3
+        self._events.event("workers", event=what, worker=worker.number, workers=workers, why=why, ms=ms)
+        self.changed(workers, f"{what} worker {worker.number}: {why}")
 
 
 def _future() -> asyncio.Future[Frame]:

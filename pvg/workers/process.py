@@ -1,10 +1,13 @@
-"""What runs in a worker: one compute thread that samples, scores and differentiates on request.
+"""What runs in a worker process: one compute thread that samples, scores and differentiates on request.
+
+A process serves one or more shards of the work. Each has models, weights and an engine of its own, so a batch never
+mixes shards, and a shard may move to another process.
 
 A worker keeps no state that could be lost: models and weights come from the driver, which sends them again to a worker
 that takes a dead one's place. Requests that compute run one after the other, in the order of arrival, so that each uses
 the weights that were sent before it. Sampling shares the thread with them, one decoding turn at a time.
 
-Invariant: the answer to a request depends only on the request and on the weights, not on the worker.
+Invariant: the answer to a request depends only on the request and on the weights, not on the process.
 """
 
 from __future__ import annotations
@@ -72,25 +75,21 @@ class TrainedModel:
 
 
 class Worker:
-    """Serves the driver at the other end of a stream until it closes."""
+    """Does the work of one shard, in the thread of its process."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
+    def __init__(self, writer: asyncio.StreamWriter, executor: ThreadPoolExecutor) -> None:
         self._writer = writer
         self._loop = asyncio.get_running_loop()
-        self._executor = ThreadPoolExecutor(1, "pvg-compute", initializer=torch.set_num_threads, initargs=(1,))
+        self._executor = executor
         self._tasks: set[asyncio.Task[None]] = set()
         self._models: dict[int, TrainedModel | ScoringModel] = {}
         self._sampling: dict[str, asyncio.Task[Completion]] = {}  # by the request's id
         self._reported = EngineStats()
-        self._cores = CoreWaits()
         self.base: LanguageModel
         self.experiment: Experiment
         self._engine: Engine
-
-    async def serve(self) -> None:
-        """Answer each frame in a separate task. The executor keeps the order of work."""
-        handlers: dict[str, Callable[[Frame], Any]] = {
+        self._opened = False
+        self._handlers: dict[str, Callable[[Frame], Any]] = {
             "start": partial(self._in_thread, self._start),
             "open": partial(self._in_thread, self._open),
             "load": partial(self._in_thread, self._load),
@@ -102,15 +101,31 @@ class Worker:
             "policy": self._load_policy,
             "generate": self._generate,
         }
-        while (frame := await receive(self._reader)) is not None:
-            if frame.kind == "ping":
-                send(self._writer, Frame("pong", self._load_of_process()))
-            elif frame.kind in ("cancel", "cut"):
-                self._interrupt(frame)
-            else:
-                task = asyncio.create_task(self._answer(handlers[frame.kind], frame))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+
+    def take(self, frame: Frame) -> None:
+        """Answer each frame in a separate task. The executor keeps the order of work."""
+        if frame.kind in ("cancel", "cut"):
+            self._interrupt(frame)
+            return
+        task = asyncio.create_task(self._answer(self._handlers[frame.kind], frame))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def leave(self) -> None:
+        """Another process has the shard: stop, and free the models."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await run_in(self._executor, int)  # what it had begun has ended
+        if self._opened:
+            await self._engine.close()
+            await run_in(self._executor, self._free)
+
+    def _free(self) -> None:
+        for model in self._models.values():
+            model.close()
+        self._models.clear()
+        self.base.close()
 
     async def _answer(self, handler: Callable[[Frame], Any], frame: Frame) -> None:
         number = frame.fields["id"]
@@ -125,13 +140,6 @@ class Worker:
         else:
             send(self._writer, Frame("done", {**answer.fields, "id": number}, answer.arrays))
 
-    def _load_of_process(self) -> dict[str, float]:
-        """Its peak memory so far, and if the system counts them, seconds on a core and seconds waiting for one since
-        the last probe."""
-        found = {"peak_bytes": peak_memory()["rss_bytes"]}
-        cores = self._cores.take()
-        return found if cores is None else {**found, "ran_s": cores.ran_s, "waited_s": cores.waited_s}
-
     async def _in_thread(self, work: Callable[[Frame], Frame | None], frame: Frame) -> Frame:
         return await run_in(self._executor, work, frame) or Frame("done")
 
@@ -143,6 +151,7 @@ class Worker:
         rollout = self.experiment.rollout.model_copy(update={"concurrency": UNBOUNDED})
         experiment = self.experiment.model_copy(update={"rollout": rollout})
         self._engine = open_engine(EngineSetup(experiment, self.base, self._executor, self, "worker", list))
+        self._opened = True
         return Frame("done")
 
     async def _opened_engine(self) -> Engine:
@@ -345,6 +354,41 @@ class Worker:
         return model
 
 
+class WorkerProcess:
+    """Serves the driver at the other end of a stream until it closes: one `Worker` for each shard that the driver gives
+    this process. They share one compute thread."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._executor = ThreadPoolExecutor(1, "pvg-compute", initializer=torch.set_num_threads, initargs=(1,))
+        self._cores = CoreWaits()
+        self._workers: dict[int, Worker] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        while (frame := await receive(self._reader)) is not None:
+            if frame.kind == "ping":
+                send(self._writer, Frame("pong", self._load_of_process()))
+                continue
+            shard = frame.fields["shard"]
+            if frame.kind == "leave":
+                task = asyncio.create_task(self._workers.pop(shard).leave())
+                self._leaving.add(task)
+                task.add_done_callback(self._leaving.discard)
+                continue
+            if frame.kind == "start":
+                self._workers[shard] = Worker(self._writer, self._executor)
+            self._workers[shard].take(frame)
+
+    def _load_of_process(self) -> dict[str, float]:
+        """Its peak memory so far, and if the system counts them, seconds on a core and seconds waiting for one since
+        the last probe."""
+        found = {"peak_bytes": peak_memory()["rss_bytes"]}
+        cores = self._cores.take()
+        return found if cores is None else {**found, "ran_s": cores.ran_s, "waited_s": cores.waited_s}
+
+
 def _experiment(data: Mapping[str, Any]) -> Experiment:
     return build_experiment(dict(data), "the driver's experiment")
 
@@ -355,7 +399,7 @@ def _micro_batches(trained: TrainedModel, frame: Frame) -> list[Any]:
 
 async def _serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 20)
-    await Worker(reader, writer).serve()
+    await WorkerProcess(reader, writer).serve()
 
 
 def work(connection: socket.socket) -> None:

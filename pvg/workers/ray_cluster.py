@@ -3,11 +3,12 @@
 Ray runs code that its processes send each other, so anyone who reaches a cluster can run anything on its nodes. pvg
 uses only clusters with token authentication, and those that it starts listen on 127.0.0.1 alone.
 
-This module and pvg.workers.ray_supply are the only ones that import Ray, and only when they are called.
+Only the modules ray_* and the agents on the nodes import Ray, and only when they are called.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import logging
 import os
@@ -15,11 +16,12 @@ import secrets
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pvg.errors import MissingRequirementError, UsageError, install_extra, one_line, shortened
+from pvg.errors import MissingRequirementError, UsageError, WorkerLostError, install_extra, one_line, shortened
 from pvg.telemetry.waits import usable_cores
 
 LONGEST_LINE = 300
@@ -31,6 +33,10 @@ TOKEN, TOKEN_FILE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 QUIET: Mapping[str, Any] = {"log_to_driver": False, "configure_logging": False}
 LOOPBACK = ("127.0.0.1", "localhost")
+PROBE_S = 2.0  # between two probes of the head, and for its answer
+HEAD_MISSED = 7  # at most 28 s; 60 s after the head has ended, Ray ends this process with exit code 1
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,9 +46,80 @@ class RayConnection:
     ray: Any
     host: str
 
+    def node_name(self, id_: str) -> str:
+        """A node's name; with a part of its id if others have the same name."""
+        names = {node["NodeID"]: node["NodeName"] for node in self.ray.nodes()}
+        own = names.get(id_, id_)
+        return f"{own}/{id_[:6]}" if list(names.values()).count(own) > 1 else str(own)
+
+    def cause(self, error: BaseException | None) -> str:
+        """Why an actor has ended, from the error of its call."""
+        if isinstance(error, self.ray.exceptions.ActorUnavailableError):
+            return "Ray cannot reach it"
+        found = _cause(error).strip() if error is not None and str(error).strip() else "it has ended"
+        return found.partition(". Some common causes include")[0]  # a list of guesses follows
+
     def close(self) -> None:
         """Leave the cluster; one that pvg has started ends."""
         self.ray.shutdown()
+
+
+class RayClient:
+    """A connection that opens in the background. One thread makes all calls of Ray that block, and lives as long as
+    Ray's processes, which end with it. Takes the arguments of `open_cluster`. `end` it."""
+
+    def __init__(self, workers: int, address: str | None, log: Callable[[str], None]) -> None:
+        self._thread = ThreadPoolExecutor(1, "pvg-ray")
+        self._connected = self._thread.submit(open_cluster, workers, address, log)
+        self._ended = False
+
+    async def connection(self) -> RayConnection:
+        """Raises the errors of `open_cluster`."""
+        return await asyncio.wrap_future(self._connected)
+
+    async def call(self, work: Callable[..., T], *arguments: object) -> T:
+        """A call of Ray that blocks."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+    def later(self, work: Callable[..., object], *arguments: object) -> None:
+        """As `call`, without waiting."""
+        if not self._ended:
+            self._thread.submit(work, *arguments)
+
+    def dismiss(self, actor: Any) -> None:
+        """Kill an actor."""
+        self.later(lambda: self._connected.result().ray.kill(actor))
+
+    def end(self) -> None:
+        """Leave the cluster; Ray ends this process's actors. A second call does nothing."""
+        if self._ended:
+            return
+        self._ended = True
+        self._thread.submit(self._leave).result()
+        self._thread.shutdown()
+
+    def _leave(self) -> None:
+        if self._connected.exception() is None:
+            self._connected.result().close()
+
+
+async def answers(address: str) -> bool:
+    """Whether a program listens at HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(PROBE_S):
+            _, writer = await asyncio.open_connection(host, int(port))
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
+def head_lost(address: str) -> WorkerLostError:
+    return WorkerLostError(
+        f"The head of the Ray cluster at {address} does not answer.",
+        "Start the cluster again, unless pvg started it, and resume the run",
+    )
 
 
 def open_cluster(workers: int, address: str | None, log: Callable[[str], None]) -> RayConnection:
@@ -161,6 +238,8 @@ def _cause(error: BaseException) -> str:
 def _import(log: Callable[[str], None]) -> Any:
     if sys.platform == "win32":
         raise MissingRequirementError("Ray workers need Linux or macOS.")
+    # Ray's own handler of SIGTERM would abort this process 3 s after the signal, which asks a run to commit and stop.
+    os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
     try:
         import ray
         import ray._private.worker as printing
@@ -178,6 +257,10 @@ def _import(log: Callable[[str], None]) -> Any:
     # Ray has no option for this. stdout may hold a JSON document, and the display is on stderr.
     printing.print_worker_logs = say
     logging.getLogger("ray").setLevel(logging.ERROR)
-    tokens = importlib.import_module("ray._raylet").AuthenticationTokenLoader
-    tokens.instance().reset_cache()  # of an earlier cluster
+    forget_token()
     return ray
+
+
+def forget_token() -> None:
+    """Make Ray read the token again, because an earlier cluster of this process had another one."""
+    importlib.import_module("ray._raylet").AuthenticationTokenLoader.instance().reset_cache()

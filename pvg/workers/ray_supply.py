@@ -4,9 +4,10 @@
     supply = RaySupply(8, "10.0.0.1:6379")      # joins one
     member = await supply.start()               # a worker on one of the nodes
 
-Ray reserves one CPU per worker in a placement group, whose bundles spread over the nodes, and starts one actor per node
-(`NodeAgent`). The agent forks the node's workers. They connect to the driver over TCP, as the agents do, so requests,
-answers and weights do not pass through Ray. Ray reserves and reports; pvg restarts workers and repeats requests.
+Ray reserves one CPU per worker in a placement group, whose bundles spread over the nodes. A worker that is added later
+has a placement group of its own, which ends with it. Ray starts one actor per node (`NodeAgent`). The agent forks the
+node's workers. They connect to the driver over TCP, as the agents do, so requests, answers and weights do not pass
+through Ray. Ray reserves and reports; pvg restarts workers and repeats requests.
 
 A node that ends, or does not answer, loses its workers. They start again where Ray moves their bundles. If Ray finds no
 room for GRACE_S seconds, they share a node that the run uses already: slower, but with the same results.
@@ -19,11 +20,10 @@ import contextlib
 import os
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,22 +34,19 @@ from pvg.workers.frames import Frame, receive, send
 from pvg.workers.links import SECRET_BYTES, admitted
 from pvg.workers.local import Member
 from pvg.workers.node_agent import DriverAddress, NodeAgent, processor
-from pvg.workers.ray_cluster import RayConnection, open_cluster
+from pvg.workers.ray_cluster import HEAD_MISSED, PROBE_S, RayClient, RayConnection, answers, head_lost
 
 if TYPE_CHECKING:
     from pvg.workers.shared import SharedTensors
 
 ROOM_S = 300.0  # how long a run waits for a cluster with room, at its start and after a loss
 QUIET_S = 5.0  # of it, before a notice
+ASK_S = 1.0  # between two questions whether there is room for one more worker
 GRACE_S = 30.0  # after a loss, before workers share a node
 AGENT_S = 120.0  # for an agent to start: Ray starts a process, which imports pvg
 WORKER_S = 60.0
 CAUSE_S = 3.0  # for Ray to say why an agent has ended
-PROBE_S = 2.0
 PROBES_MISSED = 8  # agents report twice as often
-HEAD_MISSED = 7  # at most 28 s; 60 s after the head has ended, Ray ends this process with exit code 1
-
-T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -89,6 +86,7 @@ class _Node:
     actor: Any
     ended: asyncio.Future[None]  # Ray's word on the actor: its result or why it ended
     writer: asyncio.StreamWriter
+    bundle: int  # whose placement group has the agent
     has_weights: asyncio.Event = field(default_factory=asyncio.Event)  # all that existed when it joined
     memory: dict[str, str] = field(default_factory=dict)  # the driver's path of shared memory -> the node's
     cpu_s: dict[str, float | None] = field(default_factory=dict)  # by the worker's process id
@@ -120,15 +118,18 @@ class _Node:
 class RaySupply:
     """Owns the connection to the cluster. Leave it as a context manager, or `close` it."""
 
-    def __init__(self, workers: int, address: str | None = None) -> None:
+    def __init__(self, workers: int, address: str | None = None, most: int | None = None) -> None:
+        """Reserves CPUs for `workers`. A further worker gets a CPU of its own when it starts. `most`: the highest
+        number of workers, for which a cluster on this machine has room."""
         self.events: Events = SilentEvents()
         self._workers = workers
-        # One thread makes all calls of Ray that block, and lives as long as Ray's processes, which end with it.
-        self._thread = ThreadPoolExecutor(1, "pvg-ray")
-        self._connected = self._thread.submit(open_cluster, workers, address, self._log)
+        self._client = RayClient(most or workers, address, self._log)
+        self._call, self._dismiss = self._client.call, self._client.dismiss
         self._opening = asyncio.Lock()
         self._group: Any = None
+        self._numbers = workers - 1  # of the newest bundle
         self._free = list(range(workers))  # bundles without a worker
+        self._single: dict[int, Any] = {}  # the placement groups of further bundles
         self._nodes: dict[str, _Node] = {}  # those in use, by Ray's id
         self._entering: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by Ray's id of a node
         self._losses = 0
@@ -138,7 +139,6 @@ class RaySupply:
         self._expected: dict[int, asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
-        self._closed = False
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class RaySupply:
         async with self._opening:
             if self._group is None:
                 await self._open()
-        bundle = self._free.pop(0)
+        bundle = self._free.pop(0) if self._free else await self._one_more()
         why = "it has not answered"
         try:
             async with asyncio.timeout(ROOM_S):
@@ -194,13 +194,22 @@ class RaySupply:
             return f"{error}"
         return f"{answer.fields['why']}, on node {node.name}"
 
+    async def retire(self, member: Member) -> None:
+        """End a worker that serves nothing any more, and the agent of a node that has none left. Gives the CPU back,
+        unless it is one of the first, or the node's agent needs it: Ray ends all actors of a placement group."""
+        await self.reason(member)
+        assert isinstance(member, RayMember)
+        node, bundle = member.host, member.bundle
+        if not node.members and not node.lost:
+            self._dismiss_node(node, "it has no workers")
+        if bundle in self._single and bundle in self._free and (node.lost or node.bundle != bundle):
+            self._free.remove(bundle)
+            await self._call(self._cluster.ray.util.remove_placement_group, self._single.pop(bundle))
+
     def check(self) -> None:
         """Raises WorkerLostError if the cluster's head has ended."""
         if self._head_missed >= HEAD_MISSED:
-            raise WorkerLostError(
-                f"The head of the Ray cluster at {self._head} does not answer.",
-                "Start the cluster again, unless pvg started it, and resume the run",
-            )
+            raise head_lost(self._head)
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
@@ -235,24 +244,13 @@ class RaySupply:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._server is not None:
             self._server.close()
-        for node in self._nodes.values():
-            node.lost = "the run has ended"
-            node.writer.close()
-            self._dismiss(node.actor)
-        self._nodes.clear()
+        for node in list(self._nodes.values()):
+            self._dismiss_node(node, "the run has ended")
         await asyncio.get_running_loop().run_in_executor(None, self.end)
 
     def end(self) -> None:
         """Leave the cluster: Ray ends the agents, and these end the workers."""
-        if self._closed:
-            return
-        self._closed = True
-        self._thread.submit(self._leave).result()
-        self._thread.shutdown()
-
-    def _leave(self) -> None:
-        if self._connected.exception() is None:
-            self._connected.result().close()
+        self._client.end()
 
     def __enter__(self) -> RaySupply:
         return self
@@ -264,7 +262,7 @@ class RaySupply:
 
     async def _open(self) -> None:
         """Connect to the cluster, listen for its nodes, and reserve a CPU for each worker."""
-        cluster = await asyncio.wrap_future(self._connected)
+        cluster = await self._client.connection()
         self._server = await asyncio.start_server(self._greet, cluster.host, 0, limit=1 << 20)
         port: int = self._server.sockets[0].getsockname()[1]
         self._driver = DriverAddress(cluster.host, port, self._secret, os.getcwd())
@@ -276,6 +274,24 @@ class RaySupply:
 
     def _reserve(self) -> Any:
         return self._cluster.ray.util.placement_group([{"CPU": 1}] * self._workers, strategy="SPREAD")
+
+    async def _one_more(self) -> int:
+        """A bundle for one more worker. Waits until the cluster has a CPU for it, for example on a node that joins."""
+        group = await self._call(lambda: self._cluster.ray.util.placement_group([{"CPU": 1}]))
+        try:
+            waited = 0.0
+            while not await self._call(group.wait, 0.1):
+                await asyncio.sleep(ASK_S)
+                if waited < QUIET_S <= waited + ASK_S:
+                    why = f"The Ray cluster has no free CPU for one more worker ({await self._call(self._cpus)})"
+                    self.events.event("workers", event="no room", why=f"{why}; it starts when there is one")
+                waited += ASK_S
+        except BaseException:
+            self._client.later(self._cluster.ray.util.remove_placement_group, group)
+            raise
+        self._numbers += 1
+        self._single[self._numbers] = group
+        return self._numbers
 
     async def _room(self) -> None:
         """Wait until the cluster has a CPU for each worker."""
@@ -300,8 +316,13 @@ class RaySupply:
 
     def _node_id(self, bundle: int) -> str:
         """Ray's id of the node that has a bundle now."""
-        table = self._cluster.ray.util.placement_group_table(self._group)
-        return str(table["bundles_to_node_id"].get(bundle, ""))
+        group, index = self._reserved(bundle)
+        table = self._cluster.ray.util.placement_group_table(group)
+        return str(table["bundles_to_node_id"].get(index, ""))
+
+    def _reserved(self, bundle: int) -> tuple[Any, int]:
+        """The placement group of a bundle, and its index there."""
+        return (self._single[bundle], 0) if bundle in self._single else (self._group, bundle)
 
     # --- nodes --------------------------------------------------------------------------------------------------------
 
@@ -325,7 +346,7 @@ class RaySupply:
         try:
             await asyncio.wait({expected, ended}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
             if expected.done():
-                return await self._greeted(*expected.result(), actor, ended)
+                return await self._greeted(*expected.result(), actor, ended, bundle)
             if ended.done():
                 raise self._failure(ended)
         except BaseException:
@@ -345,15 +366,21 @@ class RaySupply:
         ray = self._cluster.ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        group, index = self._reserved(bundle)
+        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": place}
         actor = ray.remote(NodeAgent).options(**options).remote()
         return actor, actor.serve.remote(self._driver, key)
 
     async def _greeted(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, actor: Any, ended: asyncio.Future[None]
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        actor: Any,
+        ended: asyncio.Future[None],
+        bundle: int,
     ) -> _Node:
-        """The node of an agent that has connected."""
+        """The node of an agent that has connected; it is in this bundle."""
         try:
             hello = await asyncio.wait_for(receive(reader), AGENT_S)
         except TimeoutError:
@@ -365,12 +392,12 @@ class RaySupply:
             writer.close()
             self._dismiss(actor)
             return known
-        name = await self._call(self._name, hello.fields["node"])
+        name = await self._call(self._cluster.node_name, hello.fields["node"])
         refuse_other_versions(name, hello.fields)
         if hello.fields["processor"] != processor():
             why = f"Node {name} has another processor than this machine, so the last bits of results may differ"
             self.events.event("workers", event="node differs", node=name, why=why)
-        node = _Node(hello.fields["node"], name, actor, ended, writer)
+        node = _Node(hello.fields["node"], name, actor, ended, writer, bundle)
         self._nodes[node.id] = node
         self._run(self._listen(node, reader))
         self.events.event("workers", event="node joined", node=name, processor=hello.fields["processor"])
@@ -380,23 +407,10 @@ class RaySupply:
             node.has_weights.set()
         return node
 
-    def _name(self, id_: str) -> str:
-        """A node's name; with a part of its id if others have the same name."""
-        names = {node["NodeID"]: node["NodeName"] for node in self._cluster.ray.nodes()}
-        own = names.get(id_, id_)
-        return f"{own}/{id_[:6]}" if list(names.values()).count(own) > 1 else str(own)
-
-    def _cause(self, error: BaseException | None) -> str:
-        """Why an actor has ended."""
-        if isinstance(error, self._cluster.ray.exceptions.ActorUnavailableError):
-            return "Ray cannot reach it"
-        lines = [line.strip() for line in str(error or "").splitlines() if line.strip()]
-        return lines[-1].rstrip(".") if lines else "it has ended"
-
     def _failure(self, ended: asyncio.Future[None]) -> Exception:
         """Why an actor ended before it has connected: ConnectionError if another attempt may help."""
         exceptions, error = self._cluster.ray.exceptions, ended.exception()
-        text = self._cause(error)
+        text = self._cluster.cause(error)
         if isinstance(error, exceptions.RayTaskError):
             remedy = f"Every node must reach the driver at {self._driver.host}, and have pvg with the extra cluster"
             return MissingRequirementError(f"A node of the Ray cluster cannot work: {text}.", remedy)
@@ -421,7 +435,7 @@ class RaySupply:
                     future.set_result(frame)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(asyncio.wait({node.ended})), CAUSE_S)
-        why = self._cause(node.ended.exception()) if node.ended.done() else "its connection broke"
+        why = self._cluster.cause(node.ended.exception()) if node.ended.done() else "its connection broke"
         self._lose(node, f"its node {node.name} was lost: {why}")
 
     def _lose(self, node: _Node, why: str) -> None:
@@ -444,24 +458,13 @@ class RaySupply:
         """Give up nodes that do not report. Counts probes, not seconds: this process may have been stopped too."""
         while True:
             await asyncio.sleep(PROBE_S)
-            await self._probe_head()
+            self._head_missed = 0 if await answers(self._head) else self._head_missed + 1
             for node in list(self._nodes.values()):
                 node.missed += 1
                 if node.missed > PROBES_MISSED:
                     self._lose(node, f"its node {node.name} does not answer")
 
-    async def _probe_head(self) -> None:
-        host, _, port = self._head.rpartition(":")
-        try:
-            async with asyncio.timeout(PROBE_S):
-                _, writer = await asyncio.open_connection(host, int(port))
-        except (OSError, TimeoutError):
-            self._head_missed += 1
-        else:
-            self._head_missed = 0
-            writer.close()
-
-    # --- connections and calls ----------------------------------------------------------------------------------------
+    # --- connections --------------------------------------------------------------------------------------------------
 
     def _log(self, line: str) -> None:
         """Log what Ray would print. Ray calls this from a thread."""
@@ -484,19 +487,17 @@ class RaySupply:
         else:
             expected.set_result((reader, writer))
 
-    def _dismiss(self, actor: Any) -> None:
-        """Kill an actor."""
-        if not self._closed:
-            self._thread.submit(self._cluster.ray.kill, actor)
+    def _dismiss_node(self, node: _Node, why: str) -> None:
+        """Use a node no longer."""
+        node.lost = why
+        del self._nodes[node.id]
+        node.writer.close()
+        self._dismiss(node.actor)
 
     def _run(self, work: Any) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _call(self, work: Callable[..., T], *arguments: object) -> T:
-        """A call of Ray that blocks."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
 
 def refuse_other_versions(name: str, found: Mapping[str, str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from calling import pvg, pvg_process
-from run_samples import begin, played, telemetered
+from run_samples import begin, played, telemetered, tell
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "reporting"))
 from bench_samples import ladder, one
@@ -63,6 +63,18 @@ def test_the_terminal_tells_overlap_device_and_lag() -> None:
     assert "device processors 60%, resident memory at most 1 GiB, GPU 0 75%" in text
     assert "2 workers, busy 75.0 % of the time (60.0 % to 90.0 %), 1 replacement" in text
     assert "loop lag typically 2 ms, worst p90 10 ms, p99 20 ms, longest 300 ms" in text
+
+
+def test_the_number_of_workers_is_shown_with_the_reason_of_each_change() -> None:
+    run = telemetered(Path("runs"))
+    why = "added worker 1: 12 groups waited for 4.2 of 5 s, and the trainer was idle for 61%"
+    tell(run, {"kind": "workers", "time": 1015.0, "metrics": {"up": 1.0, "restarts": 1.0}})
+    tell(run, {"kind": "scaling", "time": 1016.0, "workers": 2, "why": why})
+    text = " ".join(pvg("report", "watched").out.split())
+    assert "1 to 2 workers, busy" in text
+    assert "1 change of their number; the last one: added worker 1: 12 groups" in text
+    assert f"{why}; 2 workers now" in check((run.path / "report.html").read_text()).text
+    assert pvg("report", "watched", "--json").document["scaling"] == [{"time": 1016.0, "workers": 2, "why": why}]
 
 
 def test_several_runs_share_a_page_in_the_current_folder() -> None:

@@ -44,3 +44,29 @@ def test_what_happens_to_nodes_of_a_cluster_is_told() -> None:
     events.event("workers", event="node joined", node="n1")
     events.event("workers", event="node shared", node="n1", why="Ray has no room for worker 2, so it shares node n1")
     assert told == ["The Ray cluster has no 3 free CPUs yet.", "Ray has no room for worker 2, so it shares node n1."]
+
+
+def test_what_happens_to_servers_on_a_cluster_is_told() -> None:
+    told: list[str] = []
+    events = ServerNotices(Kept(), told.append, [["http://a"]])
+    events.event("workers", event="server started", node="n1", server="http://n1:8000")
+    events.event("gen", event="server.away", server="http://n1:8000", why="no reply")
+    events.event("workers", event="server lost", node="n1", why="The server ended (killed by SIGKILL)")
+    assert told == [
+        "A vLLM server on node n1 is ready.",
+        "http://n1:8000 is unavailable (no reply); pvg repeats its requests.",
+        "vLLM on node n1: The server ended (killed by SIGKILL).",
+    ]
+
+
+def test_what_changes_the_number_of_workers_is_told_with_its_reason() -> None:
+    told: list[str] = []
+    events = ServerNotices(Kept(), told.append, [])
+    events.event("workers", event="added", worker=3, workers=4, why="12 groups waited for 4.2 of 5 s")
+    events.event("workers", event="removed", worker=0, workers=1, why="it had work for 2% of the last 30 s")
+    events.event("workers", event="not added", worker=3, why="No worker process could be started: no memory.")
+    assert told == [
+        "Added worker 3: 12 groups waited for 4.2 of 5 s. Now 4 workers.",
+        "Removed worker 0: it had work for 2% of the last 30 s. Now 1 worker.",
+        "Worker 3 could not be added: No worker process could be started: no memory.",
+    ]

@@ -76,6 +76,17 @@ def test_an_unknown_input_is_refused_with_the_nearest() -> None:
         assumed().assign(["tokens_s=1"])
 
 
+def test_the_workers_of_a_cluster_are_its_processes_at_most() -> None:
+    for cluster, workers in (
+        ({"workers": 4}, 4),
+        ({"min_workers": 1, "max_workers": 3}, 3),
+        ({"workers": 4, "max_workers": 2}, 2),
+        ({"workers": 4, "trainers": 1}, 3),
+    ):
+        experiment = build_experiment({"cluster": {"kind": "local", **cluster}, "rollout": {"prefetch": "fresh"}})
+        assert workers_of(experiment)[0] == workers
+
+
 def test_the_world_of_an_experiment() -> None:
     data = {
         "name": "served",

@@ -180,3 +180,31 @@ def test_a_removal_whose_caller_is_cancelled_is_carried_out(tmp_path: Path) -> N
         await asyncio.gather(*tasks)
 
     run(use, tmp_path, token_ms=20.0)
+
+
+def test_requests_wait_for_a_server_that_is_being_started(tmp_path: Path) -> None:
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        fleet, url = d.engine.served.fleet, d.proxies[0].url
+        await d.engine.served.remove(url)
+        fleet.starting = 1
+        asked = asyncio.create_task(d.ask(request(1)))
+        await asyncio.sleep(1.0)  # five times `unavailable_s`
+        assert not asked.done()
+        d.engine.served.add(url)
+        await asked
+
+    run(use, tmp_path, servers=1, unavailable_s=0.2)
+
+
+def test_a_fleet_that_is_given_up_ends_the_requests_that_wait(tmp_path: Path) -> None:
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        await d.engine.served.remove(d.proxies[0].url)
+        asked = asyncio.create_task(d.ask(request(1)))
+        await asyncio.sleep(0.05)
+        d.engine.served.fleet.fail(ServerUnavailableError("No vLLM server runs on node n1: no room."))
+        with pytest.raises(ServerUnavailableError, match="node n1"):
+            await asked
+
+    run(use, tmp_path, servers=1)

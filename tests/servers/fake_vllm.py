@@ -67,6 +67,7 @@ class FakeOptions:
     max_model_len: int = 2048
     max_lora_rank: int = 0
     shape: str = ""
+    model: str = "fake"  # its name in requests
     runner: str = "generate"
     logprobs_mode: str = "processed_logprobs"
     protocol: int = 1
@@ -224,7 +225,7 @@ class FakeVllm:
             **{
                 "boot": self.boot,
                 "vllm": "0.32.0",
-                "model": "fake",
+                "model": self.options.model,
                 "shape": self.options.shape,
                 "dtype": "float32",
                 "prefix_caching": True,
@@ -307,7 +308,7 @@ class FakeVllm:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         name, model = str(body.get("request_id", "")), body.get("model")
-        if model not in (None, "fake", *self.adapters):
+        if model not in (None, self.options.model, *self.adapters):
             raise Refusal(404, "404", f"The model `{model}` does not exist.")
         if set(body.get("cache_salt") or "") & set("@/\\\0") or len(body.get("cache_salt") or "") > 128:
             raise Refusal(400, "400", "cache_salt must be short and hold none of @, /, \\ and NUL.")

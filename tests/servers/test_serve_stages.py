@@ -69,3 +69,15 @@ def test_figures_are_added_up_over_engines_and_rates_are_per_second() -> None:
     found = parse_server_load(text)
     assert (found.running, found.waiting, found.generated, found.read) == (7, 1, 1200, 0)
     assert ServerLoad(generated=300, read=80, at=12.0).rates(ServerLoad(generated=100, at=10.0)) == (100.0, 40.0)
+
+
+def test_errors_are_found_among_other_lines(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("")
+    log = LogTail(path)
+    with path.open("a") as file:
+        file.write(f"{HEAD}Loading weights took 0.01 seconds\n{HEAD.replace('INFO', 'ERROR')}the pump is dry\n")
+        file.write("ERROR 11-21 14:08:34 [launcher.py:1] \x1b[31mthe well too\x1b[0m\nan ERROR is no level here\n")
+        file.flush()
+        assert log.new_errors() == ["the pump is dry", "the well too"]
+    assert log.new_errors() == []

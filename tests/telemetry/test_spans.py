@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -81,6 +82,39 @@ def test_an_exception_inside_a_span_still_charges_it(clock):
         with pytest.raises(KeyError):
             fail()
         assert tracer.close_step().exposed == {"a": 3, UNACCOUNTED: 0}
+
+
+def test_the_seconds_of_the_trainer_count_while_it_still_works(clock, executor):
+    tracer = Tracer(clock=clock)
+    with tracer.drive():
+        with span("forward_backward"):
+            clock.now += 2
+            with span("score"):  # within the trainer's time
+                clock.now += 1
+            assert tracer.trained_s() == 3.0
+        with span("rollout"):
+            clock.now += 4
+        with span("optimizer"):
+            clock.now += 0.5
+        assert tracer.trained_s() == 3.5
+        tracer.close_step()  # the sum is that of the whole run
+        assert tracer.trained_s() == 3.5
+    with tracer.drive():
+        asking = contextvars.copy_context()
+        started, go_on = threading.Event(), threading.Event()
+
+        def packs():
+            with span("pack"):
+                started.set()
+                go_on.wait()
+
+        work = executor.submit(asking.run, packs)
+        started.wait()
+        clock.now += 8
+        assert tracer.trained_s() == 11.5  # another thread trains
+        go_on.set()
+        work.result()
+        assert tracer.trained_s() == 11.5
 
 
 def test_a_span_without_a_tracer_records_nothing():

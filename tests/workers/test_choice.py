@@ -109,5 +109,17 @@ def test_a_cluster_that_pvg_cannot_use_is_refused():
         cluster_settings("slurm", NoCluster())
     with pytest.raises(ConfigurationError, match=r"cluster\.address needs cluster\.workers"):
         build_experiment({"cluster": {"kind": "ray", "address": "10.0.0.1:6379"}})
-    with pytest.raises(ConfigurationError, match="cluster = 'ray' computes with torch"):
-        build_experiment({"cluster": "ray", "rollout": {"engine": "vllm"}, "serving": {"servers": ["http://a:1"]}})
+    with pytest.raises(ConfigurationError, match="cluster = 'local' computes with torch"):
+        build_experiment({"cluster": "local", "rollout": {"engine": "vllm"}, "serving": {"servers": ["http://a:1"]}})
+
+
+def test_limits_of_the_number_of_processes_decide_an_open_number_of_shards():
+    limits = {"kind": "local", "min_workers": 1, "max_workers": 3}
+    assert with_workers(build_experiment({"cluster": limits})).cluster == LocalCluster(
+        workers=3, min_workers=1, max_workers=3
+    )
+    found = with_workers(build_experiment({"cluster": {"kind": "ray", "min_workers": 6}})).cluster
+    assert found == RayCluster(workers=6, min_workers=6)  # more than the four cores
+    begun = build_experiment({"cluster": {"kind": "local", "workers": 2}})
+    assert with_workers(build_experiment({"cluster": limits}), begun).cluster.workers == 2
+    build_experiment({"cluster": {"kind": "ray", "address": "10.0.0.1:6379", "max_workers": 3}})

@@ -129,3 +129,67 @@ def test_a_game_on_a_cluster_has_the_weights_of_a_local_one(tmp_path):
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["status"] == "complete"
     assert weights(tmp_path / "ray") == weights(tmp_path / "local") != {}
+
+
+SIGNALLED = """
+import asyncio, os, signal, time
+from pvg.workers.ray_cluster import RayClient
+signal.signal(signal.SIGTERM, lambda *_: print("committing", flush=True))
+client = RayClient(1, None, print)
+asyncio.run(client.connection())
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(5.0)
+client.end()
+print("committed")
+"""
+
+
+@pytest.mark.drill
+def test_sigterm_leaves_a_run_time_to_commit():
+    """Ray's own handler would abort the process 3 s after the signal."""
+    done = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["committing", "committed"]
+
+
+async def with_a_node_that_joins(monkeypatch, nodes: SimulatedNodes, expected: list[bytes]) -> None:
+    monkeypatch.setattr(pool_module, "LOOK_S", 1000.0)  # this test alone decides
+    monkeypatch.setattr(ray_supply, "QUIET_S", 1.0)
+    monkeypatch.setattr(ray_supply, "GRACE_S", 1.0)
+    events = RecordedEvents()
+    pool = WorkerPool(experiment(2), 2, RaySupply(1, nodes.address, 2), events, processes=(1, 2))
+    await pool.start()
+    try:
+        coming = asyncio.create_task(pool.add("chance", {}))
+        while not events.of("no room"):
+            assert await sampled(pool, 0) == expected  # the run goes on with the workers that it has
+        second = nodes.add(1)
+        await coming
+        assert nodes_of(pool) == ["first", "second"]
+        assert await sampled(pool, 1) == expected
+        await pool.remove(1, "chance")
+        assert nodes_of(pool) == ["first", "first"]
+        assert await sampled(pool, 2) == expected
+        await pool.add("chance", {})  # Ray has the CPU back
+        assert nodes_of(pool) == ["first", "second"]
+        assert not events.of("node lost")
+        assert await sampled_without(pool, nodes, second) == expected
+        assert nodes_of(pool) == ["first", "first"]
+        assert await sampled(pool, 3) == expected
+        await pool.remove(1, "chance")
+        events.seen.clear()
+        coming = asyncio.create_task(pool.add("chance", {}))
+        while not events.of("no room"):  # noqa: ASYNC110 - nothing tells it
+            await asyncio.sleep(0.1)
+        coming.cancel()  # the run ends while a worker waits for room
+        await asyncio.gather(coming, return_exceptions=True)
+    finally:
+        await pool.close()
+
+
+@pytest.mark.drill
+def test_a_node_that_joins_gets_a_worker_and_one_that_leaves_changes_no_bit(monkeypatch):
+    monkeypatch.setattr(pool_module, "PROBE_S", 0.5)
+    expected = asyncio.run(results(LocalSupply()))[0]
+    with simulated_nodes([1], QUICK) as nodes:
+        asyncio.run(asyncio.wait_for(with_a_node_that_joins(monkeypatch, nodes, expected), 200))

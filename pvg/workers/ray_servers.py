@@ -1,0 +1,293 @@
+"""Runs the prover's vLLM servers on the nodes of a Ray cluster.
+
+    servers = RayServers(experiment, events)    # connects to the cluster, and returns at once
+    await servers.start(engine.served)          # the first server is ready; each joins the fleet when it is
+
+Ray reserves `cluster.gpus_per_worker` GPUs for each server in a placement group, and starts one actor for it
+(`ServerAgent`), whose child is the server. Rollouts and weights go between the driver and the servers over HTTP, as to
+servers that you start. The fleet retries requests, and brings a new server to the newest weights before its first
+request.
+
+A server that ends is replaced, and so are its actor and its node: Ray moves a lost reservation to a node with room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from typing import Any
+
+from pvg.config.experiment import Experiment
+from pvg.errors import MissingRequirementError, PvgError, ServerUnavailableError, counted
+from pvg.servers.connections import control_key
+from pvg.servers.fleet import Server
+from pvg.servers.served_model import ServedModel
+from pvg.store.atomic import make_directory
+from pvg.telemetry.events import Events, SilentEvents
+from pvg.workers.ray_cluster import HEAD_MISSED, PROBE_S, RayClient, RayConnection, answers, head_lost
+from pvg.workers.ray_supply import QUIET_S, ROOM_S, refuse_other_versions
+from pvg.workers.server_agent import THREADS, ServerAgent, ServerEnd, ServerOrder, order_of
+
+AWAY_S = 60.0  # after which a server that does not answer is replaced; a short break of the network ends sooner
+MOST_FAILURES = 3  # starts in a row that fail
+PAUSE_S = 2.0  # after the first of them
+STOP_S = 30.0  # for the servers to end at the end of a run
+
+
+class _Place:
+    """One server and its successors: a reservation of the cluster."""
+
+    def __init__(self, number: int, actor: Any, ended: asyncio.Future[dict[str, Any]]) -> None:
+        self.number = number
+        self.actor = actor
+        self.ended = ended  # what `ServerAgent.serve` returns
+        self.node = "?"  # its name, once the actor runs
+        self.server: Server | None = None  # once it is ready
+        self.starting = False
+        self.away_since: float | None = None
+
+    @property
+    def names(self) -> dict[str, Any]:
+        url = {} if self.server is None else {"server": self.server.url}
+        return {"number": self.number, "node": self.node, **url}
+
+
+class RayServers:
+    """Owns the connection to the cluster. `close` it, or `end` it if it was not started."""
+
+    def __init__(self, experiment: Experiment, events: Events | None = None) -> None:
+        cluster = experiment.server_cluster
+        assert cluster is not None
+        self._experiment = experiment
+        self._events = events or SilentEvents()
+        self._count = cluster.workers or 1
+        self._gpus = cluster.gpus_per_worker
+        self._root = experiment.weights.root.absolute()
+        self._mark = f"cluster-{secrets.token_hex(8)}.mark"
+        self._client = RayClient(self._count, cluster.address, self._log)
+        self._places: set[_Place] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def start(self, served: ServedModel) -> None:
+        """Start the servers, and wait until one of them is ready. The others join `served` later.
+
+        Raises MissingRequirementError if the cluster has no room or a node cannot serve, ServerUnavailableError if a
+        server does not start.
+        """
+        self._served = served
+        self._first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._cluster: RayConnection = await self._client.connection()
+        self._order = await asyncio.to_thread(self._prepare)
+        head = await self._client.call(lambda: str(self._cluster.ray.get_runtime_context().gcs_address))
+        self._group = await self._client.call(self._reserve)
+        await self._room()
+        what = "starts a vLLM server" if self._count == 1 else f"starts {self._count} vLLM servers"
+        self._events.event("workers", event="servers", why=f"pvg {what} on the Ray cluster, which may take minutes")
+        self._run(self._watch(head))
+        self._keeping = {self._run(self._keep(number)) for number in range(self._count)}
+        await self._first
+
+    async def close(self) -> None:
+        """End all servers, and leave the cluster. A second call does nothing."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if places := [place for place in self._places if place.starting or place.server is not None]:
+            for place in places:
+                _quiet(asyncio.wrap_future(place.actor.stop.remote().future()))
+            await asyncio.wait([place.ended for place in places], timeout=STOP_S)
+        self._places.clear()
+        (self._root / self._mark).unlink(missing_ok=True)
+        await asyncio.get_running_loop().run_in_executor(None, self.end)
+
+    def end(self) -> None:
+        """Leave the cluster: Ray ends the actors, and so the servers."""
+        self._client.end()
+
+    # --- the cluster --------------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> ServerOrder:
+        """What all servers are started with. The mark shows the nodes whether they have the same folder."""
+        make_directory(self._root)
+        (self._root / self._mark).touch()
+        return ServerOrder(
+            experiment=order_of(self._experiment.plain(), self._root),
+            folder=os.getcwd(),
+            driver=self._cluster.host,
+            key=control_key(self._root),
+            mark=self._mark,
+            gpus=self._gpus,
+            threads=os.environ.get(THREADS),
+        )
+
+    def _reserve(self) -> Any:
+        bundle = {"CPU": 1, **({"GPU": self._gpus} if self._gpus else {})}
+        return self._cluster.ray.util.placement_group([bundle] * self._count, strategy="SPREAD")
+
+    async def _room(self) -> None:
+        """Wait until the cluster has room for all servers."""
+        each = "a CPU" + (f" and {counted(self._gpus, 'GPU')}" if self._gpus else "")
+        lacks = f"no room for {counted(self._count, 'vLLM server')} with {each} each"
+        waited = 0.0
+        while not await self._client.call(self._group.wait, 1.0):
+            waited += 1.0
+            if waited == QUIET_S:
+                why = f"The Ray cluster has {lacks} yet; pvg waits for at most {ROOM_S:g} s"
+                self._events.event("workers", event="no room", why=why)
+            if waited >= ROOM_S:
+                raise MissingRequirementError(
+                    f"The Ray cluster had {lacks} in {ROOM_S:g} s.",
+                    "Use fewer servers (-s cluster.workers=N), or add a node: ray start --address HOST:PORT",
+                )
+
+    async def _watch(self, head: str) -> None:
+        """End the run if the cluster's head has ended, because Ray would soon end this process without a word."""
+        missed = 0
+        while missed < HEAD_MISSED:
+            await asyncio.sleep(PROBE_S)
+            missed = 0 if await answers(head) else missed + 1
+        self._fail(head_lost(head))
+
+    # --- servers ------------------------------------------------------------------------------------------------------
+
+    async def _keep(self, number: int) -> PvgError:
+        """Keep one server running. Returns why that is impossible."""
+        failed = 0
+        while True:
+            place = await self._create(number)
+            self._places.add(place)
+            end = await self._follow(place)
+            self._places.discard(place)
+            failed = failed + 1 if place.server is None else 0
+            for line in end.lines:
+                self._events.event("workers", event="server printed", **place.names, text=line)
+            self._events.event("workers", event="server lost", **place.names, why=end.why)
+            await self._drop(place)
+            hopeless = bool(failed and end.lines) and not self._first.done()  # the others would fail as well
+            if not end.again or hopeless or failed == MOST_FAILURES:
+                kind = ServerUnavailableError if end.again else MissingRequirementError
+                return kind(f"No vLLM server runs on node {place.node}: {end.why}.", end.remedy)
+            await asyncio.sleep(PAUSE_S * failed)
+
+    async def _create(self, number: int) -> _Place:
+        """Start an actor where Ray has put the reservation, or will put it."""
+        actor, reference = await self._client.call(self._start_actor, number)
+        return _Place(number, actor, _quiet(asyncio.wrap_future(reference.future())))
+
+    def _start_actor(self, number: int) -> tuple[Any, Any]:
+        ray = self._cluster.ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
+        options = {"num_cpus": 1, "num_gpus": self._gpus, "max_restarts": 0, "max_task_retries": 0}
+        actor = ray.remote(ServerAgent).options(**options, scheduling_strategy=where).remote()
+        return actor, actor.serve.remote(self._order)
+
+    async def _follow(self, place: _Place) -> ServerEnd:
+        """Take the news of a server until it ends, or does not answer."""
+        news: asyncio.Future[dict[str, Any]] | None = None
+        while not place.ended.done():
+            if news is None:
+                news = _quiet(asyncio.wrap_future(place.actor.news.remote().future()))
+            await asyncio.wait({place.ended, news}, timeout=PROBE_S, return_when=asyncio.FIRST_COMPLETED)
+            if news.done():
+                try:
+                    if news.exception() is None:
+                        await self._take(place, news.result())
+                    else:  # the actor has ended, or Ray cannot reach it
+                        await asyncio.wait({place.ended}, timeout=PROBE_S)
+                except PvgError as error:
+                    return ServerEnd(error.message.rstrip("."), error.remedy, again=False)
+                news = None
+            if place.server is not None and place.server.state == "up":
+                self._set_starting(place, False)
+            if self._is_lost(place):
+                return ServerEnd(f"The server has not answered for {AWAY_S:g} s")
+        return self._end_of(place)
+
+    async def _take(self, place: _Place, news: dict[str, Any]) -> None:
+        match news.pop("news"):
+            case "hello":
+                place.node = await self._client.call(self._cluster.node_name, news["node"])
+                refuse_other_versions(place.node, news["versions"])
+                self._set_starting(place, True)
+                self._events.event("workers", event="server starting", **place.names, agent=news["pid"])
+            case "ready":
+                place.server = self._served.add(news.pop("url"))
+                self._events.event("workers", event="server started", **place.names, **news)
+                if not self._first.done():
+                    self._first.set_result(None)
+            case "errors":
+                for line in news["lines"]:
+                    self._events.event("workers", event="server printed", **place.names, text=line)
+
+    def _set_starting(self, place: _Place, starting: bool) -> None:
+        """Requests wait longer for a server while one is starting."""
+        self._served.fleet.starting += starting - place.starting
+        place.starting = starting
+
+    def _is_lost(self, place: _Place) -> bool:
+        """Whether the fleet has not reached a server for AWAY_S: its node or its engine hangs."""
+        if place.server is None or place.server.state != "away":
+            place.away_since = None
+            return False
+        now = asyncio.get_running_loop().time()
+        place.away_since = now if place.away_since is None else place.away_since
+        return now - place.away_since > AWAY_S
+
+    def _end_of(self, place: _Place) -> ServerEnd:
+        error = place.ended.exception()
+        if error is None:
+            return ServerEnd(**place.ended.result())
+        why, text = self._cluster.cause(error), str(error)
+        if "ModuleNotFoundError" in text or "ImportError" in text:
+            remedy = "Install pvg on all nodes, with the same version"
+            return ServerEnd(f"The actor cannot import pvg: {why}", remedy, again=False)
+        return ServerEnd(why, again=not isinstance(error, self._cluster.ray.exceptions.RayTaskError))
+
+    async def _drop(self, place: _Place) -> None:
+        self._set_starting(place, False)
+        if place.server is not None:
+            await self._served.remove(place.server.url, drain_s=0.0)
+        self._client.dismiss(place.actor)
+
+    # --- tasks --------------------------------------------------------------------------------------------------------
+
+    def _run(self, work: Any) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+        return task
+
+    def _task_ended(self, task: asyncio.Task[Any]) -> None:
+        """End the run after a defect, or when no server is left that pvg keeps running."""
+        self._tasks.discard(task)
+        if task.cancelled():
+            return
+        if (defect := task.exception()) is not None:
+            self._fail(defect)
+        elif task in self._keeping:
+            self._keeping.discard(task)
+            error: PvgError = task.result()
+            if not self._keeping or not self._first.done():
+                self._fail(error)
+            else:
+                why = f"{error.message} pvg continues with {counted(len(self._keeping), 'server')}"
+                self._events.event("workers", event="server given up", why=why)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._first.done():
+            self._served.fleet.fail(error)
+        else:
+            self._first.set_exception(error)
+
+    def _log(self, line: str) -> None:
+        """Log what Ray would print. Ray calls this from a thread."""
+        self._events.event("workers", event="ray", text=line)
+
+
+def _quiet(future: asyncio.Future[dict[str, Any]]) -> asyncio.Future[dict[str, Any]]:
+    """`future`, whose error may concern no one."""
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future

@@ -1,0 +1,175 @@
+"""When a worker is added or removed: cases by hand, and properties of every decision."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pvg.workers.scaling import (
+    IDLE_S,
+    MOST_BUSY,
+    WINDOW_S,
+    Decision,
+    Demand,
+    DemandMeter,
+    Moment,
+    decide,
+    places_to_take,
+)
+
+
+def moment(groups: int = 0, parts: int = 0, *, busy: tuple[int, ...] = (), training: bool = False) -> Moment:
+    return Moment(groups, parts, training, frozenset({0, 1}), frozenset(busy), frozenset(busy))
+
+
+def test_what_waited_by_hand() -> None:
+    meter = DemandMeter(10.0, trained_s=100.0)
+    for number, (groups, busy) in enumerate([(50, (0,)), (8, (0, 1)), (12, (0,)), (0, (0,)), (4, (0,)), (0, ())], 1):
+        meter.add(10.0 + number, moment(groups, busy=busy), 100.0 + 0.5 * number)
+    # The first second is not part of the last 5, in which groups waited for 3 s, and the trainer worked for 2.5 s.
+    assert meter.demand() == Demand(6.0, 12, 0, 3.0, 0.5, {0: 5 / 6, 1: 1 / 6}, {0: 5 / 6, 1: 1 / 6})
+    assert decide(meter.demand(), lowest=1, highest=3) == Decision(
+        None, "12 groups waited for 3.0 of 5 s, and the trainer was idle for 50%"
+    )
+
+
+def test_a_trainer_whose_parts_wait_is_idle() -> None:
+    meter = DemandMeter(0.0)
+    for second in range(1, 6):
+        meter.add(second, moment(parts=3, busy=(0,), training=second > 2), trained_s=second)
+    assert meter.demand().trainer_idle == pytest.approx(0.6)
+    decision = decide(meter.demand(), lowest=1, highest=3)
+    assert decision is not None
+    assert decision.why == "3 parts of a step waited for 5.0 of 5 s, and the trainer was idle for 60%"
+
+
+def demand(waited_s: float = 0.0, idle: float = 1.0, busy: tuple[float, ...] = (1.0, 1.0), seen_s: float = 99.0):
+    return Demand(seen_s, 4, 0, waited_s, idle, dict(enumerate(busy)), {})
+
+
+@pytest.mark.parametrize(
+    ("found", "decided"),
+    [
+        (demand(waited_s=2.5, idle=0.2), "add"),
+        (demand(waited_s=2.4, idle=0.2), None),  # work waited, but not for half of the time
+        (demand(waited_s=2.5, idle=0.1), None),  # the trainer would not use more rollouts
+        (demand(waited_s=5.0, seen_s=4.9), None),  # too early after a change
+        (demand(waited_s=5.0, busy=(1.0, 1.0, 1.0)), None),  # there are as many as allowed
+        (demand(busy=(0.9, 0.04)), 1),
+        (demand(busy=(0.04, 0.9)), 0),
+        (demand(busy=(0.0, 0.0)), 1),  # the newer one of two
+        (demand(busy=(0.0, 0.01)), 1),
+        (demand(busy=(0.9, 0.06)), None),
+        (demand(busy=(0.9, 0.0), seen_s=29.0), None),
+        (demand(busy=(0.0,)), None),  # there are as few as allowed
+        (demand(waited_s=5.0, busy=(1.0, 0.0)), "add"),  # work that waits comes first
+    ],
+)
+def test_decisions_by_hand(found: Demand, decided: object) -> None:
+    decision = decide(found, lowest=1, highest=3)
+    assert decided == (None if decision is None else "add" if decision.remove is None else decision.remove)
+
+
+SHARES = st.floats(0.0, 1.0)
+DEMANDS = st.builds(
+    Demand,
+    st.floats(0.0, 100.0),
+    st.integers(0, 50),
+    st.integers(0, 50),
+    st.floats(0.0, WINDOW_S),
+    SHARES,
+    st.lists(SHARES, min_size=1, max_size=6).map(lambda shares: dict(enumerate(shares))),
+    st.just({}),
+)
+
+
+@given(DEMANDS, st.integers(1, 6), st.integers(0, 5))
+def test_every_decision_stays_within_the_limits_and_has_a_reason(found: Demand, lowest: int, more: int) -> None:
+    decision = decide(found, lowest=lowest, highest=lowest + more)
+    if decision is None:
+        return
+    assert found.seen_s >= (WINDOW_S if decision.remove is None else IDLE_S)
+    assert " " in decision.why
+    if decision.remove is None:
+        assert len(found.busy) < lowest + more
+    else:
+        assert len(found.busy) > lowest
+        assert found.busy[decision.remove] <= MOST_BUSY
+
+
+@given(DEMANDS, st.floats(0.0, WINDOW_S), SHARES)
+def test_more_waiting_and_a_more_idle_trainer_never_end_a_worker(found: Demand, waited_s: float, idle: float) -> None:
+    worse = Demand(
+        found.seen_s,
+        found.groups,
+        found.parts,
+        max(found.waited_s, waited_s),
+        max(found.trainer_idle, idle),
+        found.busy,
+        {},
+    )
+    before, after = (decide(demand, lowest=1, highest=6) for demand in (found, worse))
+    if before is not None and before.remove is None:
+        assert after is not None
+        assert after.remove is None
+    if after is not None and after.remove is not None:
+        assert after == before
+
+
+LOADS = st.lists(st.floats(0.0, 1.0), min_size=2, max_size=12)
+
+
+@given(LOADS, st.integers(1, 6))
+def test_under_a_constant_load_the_number_of_workers_comes_to_rest(loads: list[float], lowest: int) -> None:
+    """Each place has work for a share of the time, at random moments."""
+    lowest = min(lowest, len(loads))
+    served = {number: list(range(number, len(loads), lowest)) for number in range(lowest)}
+    for _ in range(4 * len(loads)):
+        busy, waits = {}, 0.0
+        for number, places in served.items():
+            idle = math.prod(1 - loads[place] for place in places)
+            alone = sum(
+                loads[place] * math.prod(1 - loads[other] for other in places if other != place) for place in places
+            )
+            busy[number], waits = 1 - idle, max(waits, 1 - idle - alone)
+        found = Demand(99.0, 1, 0, waits * WINDOW_S, 1.0, busy, dict(enumerate(loads)))
+        decision = decide(found, lowest=lowest, highest=len(loads))
+        if decision is None:
+            return
+        if decision.remove is None:
+            taken = places_to_take(served, found.places)
+            served = {number: [place for place in places if place not in taken] for number, places in served.items()}
+            served[max(served) + 1] = taken
+        else:
+            for place in served.pop(decision.remove):
+                min(served.values(), key=len).append(place)
+    pytest.fail(f"it does not come to rest: {served}")
+
+
+def test_places_for_a_new_worker_by_hand() -> None:
+    even = dict.fromkeys(range(8), 0.5)
+    assert places_to_take({0: [*range(8)]}, even) == [1, 2, 3, 4]
+    assert places_to_take({0: [0, 1, 2, 3], 1: [4, 5, 6, 7]}, even) == [1, 5]
+    assert places_to_take({0: [0, 1], 1: [2]}, {}) == [1]
+    # Only two places have work: the new worker gets one of them, and nothing else would help.
+    assert places_to_take({0: [0, 1, 2, 3]}, {1: 0.9, 3: 0.8})[0] == 3
+
+
+@given(
+    st.lists(st.lists(SHARES, min_size=1, max_size=6), min_size=1, max_size=5).filter(
+        lambda s: sum(map(len, s)) > len(s)
+    )
+)
+def test_a_new_worker_gets_a_place_and_every_other_one_keeps_one(shares: list[list[float]]) -> None:
+    served, busy = {}, {}
+    for worker, own in enumerate(shares):
+        served[worker] = [100 * worker + index for index in range(len(own))]
+        busy |= dict(zip(served[worker], own, strict=True))
+    taken = places_to_take(served, busy)
+    assert taken
+    assert len(set(taken)) == len(taken)
+    for places in served.values():
+        assert set(places) - set(taken)
