@@ -27,7 +27,7 @@ def weights(run: RunDirectory) -> dict[str, str]:
 
 def game(root: Path, **limits: int) -> RunDirectory:
     cluster = {"kind": "local", "workers": SHARDS, **limits}
-    outcome, run = played(changed({"game.rounds": 2, "models.device": "cpu", "cluster": cluster}), root)
+    outcome, run = played(changed({"models.device": "cpu", "cluster": cluster}), root)
     assert outcome.status == "complete"
     return run
 
