@@ -30,7 +30,7 @@ def test_there_are_no_more_settings_than_one_can_know() -> None:
     outside_tasks = {key for key in valid_keys() if not key.startswith("task.") and not key.endswith(".kind")}
     of_clusters = {key for key in outside_tasks if key.startswith("cluster.")}
     assert len(outside_tasks - of_clusters) <= 130
-    assert of_clusters == {"cluster.workers", "cluster.trainers", "cluster.address"}
+    assert of_clusters == {"cluster.workers", "cluster.trainers", "cluster.trainer_ranks", "cluster.address"}
 
 
 @pytest.mark.parametrize("name", ["modchain", "code", "qwen-gsm8k-lora", "smollm2-gsm8k"])

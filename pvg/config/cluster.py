@@ -26,13 +26,17 @@ class LocalCluster(Section):
     number."""
 
     kind: Literal["local"] = "local"
-    workers: Annotated[int, Field(ge=1, le=256)] | None = Field(
-        None, description="Number of worker processes. Unset: one per core, at most 8."
+    workers: Annotated[int, Field(ge=0, le=256)] | None = Field(
+        None, description="Number of worker processes. Unset: one per core, at most 8; none with `trainer_ranks`."
     )
     trainers: Annotated[int, Field(ge=1, le=255)] | None = Field(
         None,
         description="With `rollout.prefetch`: workers that only train while the others sample and score. "
         "Unset: all do both.",
+    )
+    trainer_ranks: Annotated[int, Field(ge=2, le=64)] | None = Field(
+        None,
+        description="Processes that divide the prover's weights, gradients and optimizer (FSDP2). Unset: no division.",
     )
 
 
@@ -50,3 +54,15 @@ class RayCluster(Section):
 
 
 Cluster = Annotated[AutoCluster | NoCluster | LocalCluster | RayCluster, ByKind("auto")]
+
+
+def has_workers(cluster: Cluster) -> bool:
+    """Whether a cluster that is not "auto" has workers."""
+    if isinstance(cluster, LocalCluster):
+        return bool(cluster.workers) if cluster.workers is not None else cluster.trainer_ranks is None
+    return isinstance(cluster, RayCluster)
+
+
+def ranks_of(cluster: Cluster) -> int | None:
+    """The processes that divide the prover's training state; None: one process has it."""
+    return cluster.trainer_ranks if isinstance(cluster, LocalCluster) else None

@@ -98,5 +98,10 @@ class ServerNotices(Events):
                 self._notice(f"Worker {fields['worker']} has ended ({fields['why']}); another one takes its place.")
             case "hangs":
                 self._notice(f"Worker {fields['worker']} hangs; it is killed, and another one takes its place.")
-            case "no room" | "node shared" | "node differs":
+            case "rank lost":
+                rank, why = fields["rank"], fields["why"]
+                self._notice(f"Rank {rank} of the trainer has ended ({why}); all start again from the last commit.")
+            case "rank hangs":
+                self._notice(f"Rank {fields['rank']} of the trainer hangs; it is killed.")
+            case "no room" | "node shared" | "node differs" | "experimental":
                 self._notice(f"{fields['why']}.")

@@ -6,7 +6,15 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from pvg.config.cluster import AutoCluster, Cluster, LocalCluster, NoCluster, RayCluster
+from pvg.config.cluster import (
+    AutoCluster,
+    Cluster,
+    LocalCluster,
+    NoCluster,
+    RayCluster,
+    has_workers,
+    ranks_of,
+)
 from pvg.config.experiment import Experiment
 from pvg.errors import UsageError
 from pvg.telemetry.device import GpuUnavailableError, open_nvml
@@ -35,7 +43,10 @@ def with_workers(experiment: Experiment, begun: Experiment | None = None) -> Exp
     if isinstance(cluster, AutoCluster):
         cluster = LocalCluster() if _gains(experiment) else NoCluster()
     if isinstance(cluster, LocalCluster | RayCluster) and cluster.workers is None:
-        if isinstance(before, LocalCluster | RayCluster) and before.workers is not None:
+        counts: dict[str, int | None]
+        if ranks_of(cluster) is not None:
+            counts = {"workers": 0}
+        elif isinstance(before, LocalCluster | RayCluster) and before.workers:
             counts = {"workers": before.workers, "trainers": before.trainers}
         else:
             counts = {"workers": min(_cores(), MOST_WORKERS)}
@@ -45,7 +56,7 @@ def with_workers(experiment: Experiment, begun: Experiment | None = None) -> Exp
 
 def cluster_settings(chosen: str | None, before: Cluster) -> list[str]:
     """The option `--cluster` as settings: one of KINDS, or the address of a Ray cluster. None: no settings. The numbers
-    of workers and trainers stay those of `before`. Raises UsageError for any other text."""
+    of workers, trainers and (with local) ranks stay those of `before`. Raises UsageError for any other text."""
     if chosen is None:
         return []
     if chosen not in KINDS and ":" not in chosen:
@@ -57,7 +68,9 @@ def cluster_settings(chosen: str | None, before: Cluster) -> list[str]:
     settings = [f"cluster={chosen}"] if chosen in KINDS else ["cluster=ray", f"cluster.address={chosen}"]
     if isinstance(before, LocalCluster | RayCluster):
         counts = {"workers": before.workers, "trainers": before.trainers}
-        settings += [f"cluster.{key}={count}" for key, count in counts.items() if count is not None]
+        if chosen == "local":
+            counts["trainer_ranks"] = ranks_of(before)
+        settings += [f"cluster.{key}={count}" for key, count in counts.items() if count]
     return settings
 
 
@@ -65,7 +78,7 @@ def open_supply(experiment: Experiment) -> Supply | None:
     """What starts the workers of an experiment that `with_workers` has returned. It begins at once, in the background;
     the caller closes it. None without workers."""
     cluster = experiment.cluster
-    if isinstance(cluster, LocalCluster):
+    if isinstance(cluster, LocalCluster) and has_workers(cluster):
         return LocalSupply()
     if isinstance(cluster, RayCluster):
         from pvg.workers.ray_supply import RaySupply
