@@ -105,6 +105,9 @@ class RankGroup:
         except BaseException:
             answers.cancel()
             await self.end()
+            await asyncio.wait([answers])
+            if not answers.cancelled():
+                answers.exception()  # marks it as retrieved: the other errors follow from the first one
             raise
 
     async def end(self) -> None:
