@@ -125,6 +125,9 @@ bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (20 minutes
 	  $(BIN)/pvg bench --profile benchmarks/$$profile.toml --out $(REPORTS)/$$profile.json || exit 1; done
 	for profile in data credit loop telemetry; do \
 	  $(BIN)/pvg bench --profile benchmarks/$$profile.toml --ablate --out $(REPORTS)/$$profile-ablation.json || exit 1; done
+	$(BIN)/pvg bench --profile benchmarks/cluster.toml --out $(REPORTS)/cluster.json
+	$(BIN)/pvg bench --profile rollout-stream --sweep rollout.engine.batching=continuous,whole --interleave \
+	  -s models.threads=1 --out $(REPORTS)/rollout-stream-one-thread.json
 	$(BIN)/pvg bench --profile benchmarks/loop.toml --sweep workload.retokenize=false,true --out $(REPORTS)/loop-retokenize.json
 	$(BIN)/python -m benchmarks.pages.make_benchmarks
 
@@ -150,8 +153,9 @@ $(PEERS_STAMP): benchmarks/peers/constraints.txt
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c benchmarks/peers/constraints.txt torch trl
 	@touch $(PEERS_STAMP)
 
-bench-peers: $(STAMP) $(PEERS_STAMP)  ## pvg beside TRL, in turn within one run each (6 minutes; nothing else should run)
+bench-peers: $(STAMP) $(PEERS_STAMP)  ## pvg beside TRL, in turn within one run each (7 minutes; nothing else should run)
 	$(BIN)/python benchmarks/peers/compare.py grpo --out $(REPORTS)/peers-grpo.json
+	$(BIN)/python benchmarks/peers/compare.py grpo -s trl.processes=2 --out $(REPORTS)/peers-grpo-processes.json
 	$(BIN)/python benchmarks/peers/compare.py grpo -s training.kl=0 --out $(REPORTS)/peers-grpo-no-kl.json
 	$(BIN)/python benchmarks/peers/compare.py grpo -s trl.torch_compile=true --out $(REPORTS)/peers-grpo-compiled.json
 	$(BIN)/python benchmarks/peers/compare.py grpo -s work.stops=true --out $(REPORTS)/peers-grpo-stopping.json

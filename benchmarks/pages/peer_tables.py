@@ -55,7 +55,10 @@ def figure(samples: Samples) -> str:
 def work_of(report: BenchReport) -> str:
     """What both sides did, in words."""
     work = report.work
-    compiled = ", TRL's model compiled" if report.config["peer"]["settings"].get("torch_compile") else ""
+    peer = report.config["peer"]["settings"]
+    compiled = ", TRL's model compiled" if peer.get("torch_compile") else ""
+    if (processes := report.variants[0].derived.get("processes", 1)) > 1:
+        compiled += f", TRL in {processes:.0f} processes"
     model = f"a Llama of {work['parameters'] / 1e6:.2f}M parameters{compiled}"
     if report.config["row"] == "verifier":
         tokens = number(report.variants[0].derived["solution_tokens"])
@@ -80,10 +83,17 @@ def how(report: BenchReport) -> str:
     versions = ", ".join(f"{package} {version}" for package, version in peer["versions"].items())
     counted = [counts(name, theirs, ours) for name in ("completion_tokens", "solutions_forwarded")]
     return (
-        f"{report.warmup} + {report.repeats} samples of each side in turn, {report.environment.threads} threads. "
+        f"{report.warmup} + {report.repeats} samples of each side in turn, {_threads(report)}. "
         + "".join(filter(None, counted))
         + f"TRL's side: {versions}."
     )
+
+
+def _threads(report: BenchReport) -> str:
+    cluster = report.config["experiment"].get("cluster", {})
+    if cluster.get("kind") == "local":
+        return f"TRL with {report.environment.threads} threads, pvg with {cluster['workers']} workers of one thread"
+    return f"{report.environment.threads} threads"
 
 
 def counts(name: str, theirs: Variant, ours: Variant) -> str:

@@ -99,6 +99,9 @@ def read_row(name: str, overrides: Sequence[str]) -> Row:
     models = data["experiment"].setdefault("models", {})
     threads = models.setdefault("threads", 0) or usable_cores()
     models["threads"] = threads
+    if (cluster := data["experiment"]["cluster"])["kind"] == "local":
+        models["threads"] = 1  # of the driver
+        cluster.setdefault("workers", threads)
     experiment = build_experiment(data["experiment"], f"{name}.toml", origins)
     if experiment.training.minibatches != 1:
         raise ConfigurationError("A step of the comparison is a whole batch.", "Leave training.minibatches at 1.")

@@ -65,8 +65,8 @@ class Unscored:
         return np.zeros(len(rollouts), dtype=np.float32)
 
 
-class Watched:
-    """A source that tells how long its newest batch took, and how long the completions are."""
+class TimedSource:
+    """A source that measures the time of its newest batch and the mean length of its completions."""
 
     def __init__(self, source: OnPolicySource) -> None:
         self._source = source
@@ -87,9 +87,13 @@ async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
         players = session.players
         learner = stack.enter_context(open_learner(players, round_=0))
         learner.require_gradients()
+        workers = players.prover_workers(experiment, learner.module)
+        if workers is not None:
+            stack.push_async_callback(workers.close)
+            await workers.prepare()
         objective = PolicyObjective(training, experiment.rollout, learner.tokenizer.pad_id)
         scorer: Any = Unscored()
-        source = Watched(OnPolicySource(session, scorer, 0.0, objective, learner))
+        source = TimedSource(OnPolicySource(session, scorer, 0.0, objective, learner, workers=workers))
         trainer = Trainer(
             learner.module,
             objective,
@@ -99,9 +103,11 @@ async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
             precision=training.precision,
             gradient_checkpointing=training.gradient_checkpointing,
             memory=objective.memory,
+            workers=workers,
         )
         prompt_ids = session.prompts.render(session.problems("prover")[0], Role.HELPFUL)
-        facts = {"parameters": learner.num_parameters, "threads": players.threads}
+        threads = players.threads if players.workers is None else players.workers.count
+        facts = {"parameters": learner.num_parameters, "threads": threads}
         orders.answer(facts | {"prompt_tokens": len(prompt_ids)})
         with tracer.drive():
             while orders.wait():

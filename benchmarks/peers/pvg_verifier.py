@@ -13,7 +13,7 @@ import gc
 import sys
 import time
 from concurrent.futures import Executor
-from contextlib import closing
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from protocol import Orders
 from work import read_work
 
 from pvg.bench.runner import on_loop
+from pvg.config.cluster import LocalCluster
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.models import open_model, pick_device
@@ -31,15 +32,18 @@ from pvg.models.heads import VerifierModel, build_verifier
 from pvg.records import BASE_SOURCE, Grade, Role, Rollout, VersionSpan
 from pvg.store.pairs import PairStream, PairView
 from pvg.store.shards import RolloutShards, ShardInfo
-from pvg.training.optimizer import OptimizerSettings
+from pvg.training.optimizer import OptimizerSettings, trainable_parameters
 from pvg.training.trainer import Trainer
 from pvg.verifier.data import PairSource, VerifierBatch
 from pvg.verifier.losses import PairObjective
 from pvg.verifier.template import VerifierTemplate
+from pvg.workers.local import LocalSupply
+from pvg.workers.pool import WorkerPool
+from pvg.workers.training import ModelInWorkers, pair_fields, pair_shards
 
 
-class Watched:
-    """A source that tells when its first batch was there, and what has been trained on."""
+class CountingSource:
+    """A source that takes the time of its first batch, and counts the pairs and solutions of its batches."""
 
     def __init__(self, source: PairSource) -> None:
         self._source = source
@@ -55,9 +59,12 @@ class Watched:
         return batch
 
 
-class Side:
+class VerifierSide:
+    """A model, its solutions in a rollout store, and the worker processes of `cluster`, if any."""
+
     def __init__(self, experiment: Experiment, folder: Path, executor: Executor) -> None:
         self._experiment, self._executor = experiment, executor
+        self._workers: ModelInWorkers[VerifierBatch] | None = None
         self.threads: int = executor.submit(torch.get_num_threads).result()
         language_model = open_model(experiment.models.verifier, pick_device(experiment.models.device))
         self.verifier: VerifierModel = build_verifier(experiment.verifier, language_model)
@@ -72,6 +79,20 @@ class Side:
             self.verifier.tokenizer, experiment.rollout.prompts, experiment.verifier.head.kind
         )
 
+    async def open_workers(self, stack: AsyncExitStack) -> None:
+        cluster = self._experiment.cluster
+        if not isinstance(cluster, LocalCluster):
+            return
+        assert cluster.workers is not None, "compare.py sets it"
+        self.threads = cluster.workers
+        pool = WorkerPool(self._experiment, cluster.workers, LocalSupply())
+        stack.push_async_callback(pool.close)
+        await pool.start()
+        self._workers = ModelInWorkers(
+            pool, pair_fields(self._experiment, 1), trainable_parameters(self.verifier), pair_shards
+        )
+        await self._workers.prepare()
+
     @property
     def solution_tokens(self) -> float:
         fingerprint = self.verifier.tokenizer.fingerprint
@@ -83,10 +104,12 @@ class Side:
     async def sample(self) -> dict[str, float]:
         section = self._experiment.verifier
         self.verifier.load_trainable_state(self._start)
+        if self._workers is not None:
+            self._workers.weights_changed()
         gc.collect()
         began = time.perf_counter()
         with closing(PairView(self._shards, [self._info])) as view:
-            source = Watched(
+            source = CountingSource(
                 PairSource(
                     PairStream(view, {BASE_SOURCE: 1.0}, self._experiment.seed),
                     self._template,
@@ -104,6 +127,7 @@ class Side:
                 executor=self._executor,
                 precision=section.precision,
                 waits_for="pairs",
+                workers=self._workers,
             )
             while source.pairs < self._wanted:
                 await trainer.step()
@@ -146,25 +170,27 @@ def _rollouts(problems: list[dict[str, Any]], verifier: VerifierModel) -> list[R
     return found
 
 
-async def serve(orders: Orders, side: Side) -> None:
-    gc.collect()
-    gc.freeze()
-    orders.answer(
-        {
-            "parameters": side.parameters,
-            "threads": side.threads,
-            "solution_tokens": side.solution_tokens,
-        }
-    )
-    while orders.wait():
-        orders.answer(await side.sample())
+async def serve(orders: Orders, side: VerifierSide) -> None:
+    async with AsyncExitStack() as stack:
+        await side.open_workers(stack)
+        gc.collect()
+        gc.freeze()
+        orders.answer(
+            {
+                "parameters": side.parameters,
+                "threads": side.threads,
+                "solution_tokens": side.solution_tokens,
+            }
+        )
+        while orders.wait():
+            orders.answer(await side.sample())
 
 
 def main(folder: Path) -> None:
     orders = Orders()
     experiment = build_experiment(read_work(folder)["experiment"])
     with compute_executor(experiment.models.threads) as executor:
-        side = Side(experiment, folder, executor)
+        side = VerifierSide(experiment, folder, executor)
         on_loop(experiment.telemetry.event_loop, serve(orders, side))
         side.verifier.close()
 

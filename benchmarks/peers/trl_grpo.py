@@ -3,7 +3,8 @@
     .venv-peers/bin/python benchmarks/peers/trl_grpo.py FOLDER      # started by compare.py
 
 A step is all of its training loop between the ends of two steps: data loader, generation, rewards, the reference's
-log-probs, loss, backward, optimizer.
+log-probs, loss, backward, optimizer. With `trl.processes=2`, two processes with half of the threads each share a step,
+as under `accelerate launch`; rank 0 takes the times.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from typing import Any
 
 import torch
 from protocol import Orders
-from trl_environment import arguments, told
+from trl_environment import arguments, facts, join_processes
 from work import model_folder, read_work, reward
 
-# First, so that nothing the imports below print is taken for an answer.
+WORK = read_work(Path(sys.argv[1]))
+PROCESSES: int = WORK["trl"].pop("processes")
+RANK = join_processes(PROCESSES)
+# Before the imports below: what they print must not reach the driver as an answer.
 ORDERS = Orders()
 
 from datasets import Dataset  # noqa: E402
@@ -28,7 +32,7 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 
 class TimedTrainer(GRPOTrainer):
-    """Tells how long the part before the loss took."""
+    """Measures the time of the part before the loss."""
 
     rollout_s = 0.0
 
@@ -39,8 +43,8 @@ class TimedTrainer(GRPOTrainer):
         return found
 
 
-class InTurn(TrainerCallback):
-    """Holds the training loop at the end of each step until the next one is asked for."""
+class PauseBetweenSteps(TrainerCallback):
+    """Holds the training loop at the end of each step until the driver orders the next one."""
 
     trainer: TimedTrainer
 
@@ -55,28 +59,33 @@ class InTurn(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         step_s = time.perf_counter() - self._began
         trainer = self.trainer
-        ORDERS.answer(
-            {
-                "step_s": step_s,
-                "rollout_s": trainer.rollout_s,
-                "train_s": step_s - trainer.rollout_s,
-                "completion_tokens": trainer._metrics["train"]["completions/mean_length"][-1],
-            }
-        )
+        if RANK == 0:
+            ORDERS.answer(
+                {
+                    "step_s": step_s,
+                    "rollout_s": trainer.rollout_s,
+                    "train_s": step_s - trainer.rollout_s,
+                    "completion_tokens": trainer._metrics["train"]["completions/mean_length"][-1],
+                }
+            )
         return self._wait(control)
 
     def _wait(self, control: Any) -> Any:
-        control.should_training_stop = not ORDERS.wait()
+        """Only rank 0 reads orders; the other ranks wait for its answer."""
+        ordered = torch.tensor(RANK == 0 and ORDERS.wait(), dtype=torch.int32)
+        if PROCESSES > 1:
+            torch.distributed.broadcast(ordered, src=0)
+        control.should_training_stop = not ordered
         self._began = time.perf_counter()
         return control
 
 
 def main(folder: Path) -> None:
-    work = read_work(folder)
-    torch.set_num_threads(work["threads"])
+    work = WORK
+    torch.set_num_threads(max(1, work["threads"] // PROCESSES))
     settings = {
         **arguments(folder),
-        "per_device_train_batch_size": work["groups"] * work["group_size"],
+        "per_device_train_batch_size": work["groups"] * work["group_size"] // PROCESSES,
         "num_generations": work["group_size"],
         "max_completion_length": work["max_tokens"],
         "temperature": work["temperature"],
@@ -86,18 +95,19 @@ def main(folder: Path) -> None:
         "model_init_kwargs": {"dtype": "float32", "attn_implementation": "sdpa"},
         **work["trl"],
     }
-    turns = InTurn()
+    pauses = PauseBetweenSteps()
     trainer = TimedTrainer(
         model=str(model_folder(folder)),
         reward_funcs=lambda completions, **_: [reward(text) for text in completions],
         args=GRPOConfig(**settings),
         train_dataset=Dataset.from_dict({"prompt": work["prompts"]}),
-        callbacks=[turns],
+        callbacks=[pauses],
     )
-    turns.trainer = trainer
+    pauses.trainer = trainer
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     prompt_ids = trainer.processing_class(work["prompts"][0])["input_ids"]
-    ORDERS.answer(told(parameters, settings) | {"prompt_tokens": len(prompt_ids)})
+    if RANK == 0:
+        ORDERS.answer(facts(parameters, settings, PROCESSES) | {"prompt_tokens": len(prompt_ids)})
     trainer.train()
 
 

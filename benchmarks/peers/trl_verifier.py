@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from protocol import Orders
-from trl_environment import arguments, told
+from trl_environment import arguments, facts
 from work import model_folder, pairs_of, read_work
 
-# First, so that nothing the imports below print is taken for an answer.
+# Before the imports below: what they print must not reach the driver as an answer.
 ORDERS = Orders()
 
 from datasets import Dataset, disable_caching, disable_progress_bars  # noqa: E402
@@ -57,7 +57,7 @@ def main(folder: Path) -> None:
         "max_length": None,  # nothing to filter
         **work["trl"],
     }
-    ORDERS.answer(told(parameters, settings) | {"solution_tokens": sum(lengths) / len(lengths)})
+    ORDERS.answer(facts(parameters, settings) | {"solution_tokens": sum(lengths) / len(lengths)})
     gc.collect()
     gc.freeze()  # as on our side
     while ORDERS.wait():

@@ -20,8 +20,10 @@ class TorchSampling(Section):
         "lean",
         description='"lean": pvg\'s own decoding step for Llama-like models. "module": the model\'s own forward pass.',
     )
-    batching: Literal["continuous", "whole"] = Field(
-        "continuous", description='"continuous": requests join as rows finish. "whole": a batch is decoded to its end.'
+    batching: Literal["auto", "continuous", "whole"] = Field(
+        "auto",
+        description='"continuous": requests join as rows finish. "whole": a batch is decoded to its end. "auto": whole '
+        "on a CPU without `rollout.deadline` and `rollout.prefetch`, otherwise continuous.",
     )
 
 

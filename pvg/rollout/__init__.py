@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pvg.config.rollout import TorchSampling
+from pvg.config.rollout import Rollouts, TorchSampling
 from pvg.records import Int32
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder
 from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
@@ -68,9 +68,17 @@ def _open_torch(setting: EngineSetup) -> Engine:
         executor=setting.executor,
         events=setting.events,
         lean=engine.decoding == "lean",
-        continuous=engine.batching == "continuous",
+        continuous=_is_continuous(section, engine, on_cpu=setting.base.device.type == "cpu"),
         routed_experts=setting.experiment.training.router_replay,
     )
+
+
+def _is_continuous(section: Rollouts, engine: TorchSampling, *, on_cpu: bool) -> bool:
+    """The choice of `rollout.engine.batching`. "auto": whole batches are faster on a CPU (docs/pipeline.md), unless
+    someone needs single rollouts early: a deadline, or a trainer that works beside the engine."""
+    if engine.batching != "auto":
+        return engine.batching == "continuous"
+    return not on_cpu or section.deadline.kind != "none" or section.prefetch.kind != "none"
 
 
 def _open_vllm(setting: EngineSetup) -> Engine:

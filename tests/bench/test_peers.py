@@ -86,7 +86,10 @@ def test_settings_find_their_place() -> None:
     )
     assert (row.experiment.training.kl.kind, row.work["stops"], row.repeats) == ("none", True, 3)
     assert row.trl["cache_implementation"] == "static"
-    assert row.threads == row.experiment.models.threads > 0
+    assert row.threads == row.experiment.cluster.workers > 0  # type: ignore[union-attr]
+    assert row.experiment.models.threads == 1
+    alone = compare.read_row("grpo", ["cluster=none"])
+    assert alone.threads == alone.experiment.models.threads == row.threads
 
 
 @pytest.mark.parametrize(
@@ -128,14 +131,14 @@ class Asked:
 
 
 def prepared(name: str, folder: Path, *more: str) -> Any:
-    row = compare.read_row(name, [*SMALL[name], "models.threads=1", *more])
+    row = compare.read_row(name, [*SMALL[name], "models.threads=1", "cluster=none", *more])
     experiment, _ = compare.prepare(row, folder)
     return experiment
 
 
-@pytest.mark.parametrize("kl", ["fixed", "none"])
-def test_a_step_of_ours_is_a_whole_one(kl: str, tmp_path: Path) -> None:
-    experiment, orders = prepared("grpo", tmp_path, f"training.kl={kl}", "training.learning_rate=1e-2"), Asked(2)
+@pytest.mark.parametrize("settings", [["training.kl=fixed"], ["training.kl=none"], ["cluster=local"]])
+def test_a_step_of_ours_is_a_whole_one(settings: list[str], tmp_path: Path) -> None:
+    experiment, orders = prepared("grpo", tmp_path, *settings, "training.learning_rate=1e-2"), Asked(2)
     asyncio.run(pvg_grpo.serve(orders, experiment, tmp_path))  # type: ignore[arg-type]
     facts, *steps = orders.answers
     assert facts == {"parameters": work.PARAMETERS, "threads": 1, "prompt_tokens": 11}
@@ -146,10 +149,11 @@ def test_a_step_of_ours_is_a_whole_one(kl: str, tmp_path: Path) -> None:
         assert step["rollout_s"] + step["train_s"] == pytest.approx(step["step_s"])
 
 
-def test_a_sample_of_our_verifier_trains_on_as_many_pairs_as_the_solutions_form(tmp_path: Path) -> None:
-    experiment, orders = prepared("verifier", tmp_path), Asked(2)
+@pytest.mark.parametrize("cluster", ["none", "local"])
+def test_a_sample_of_our_verifier_trains_on_as_many_pairs_as_the_solutions_form(cluster: str, tmp_path: Path) -> None:
+    experiment, orders = prepared("verifier", tmp_path, f"cluster={cluster}"), Asked(2)
     with pvg_verifier.compute_executor(1) as executor:
-        side = pvg_verifier.Side(experiment, tmp_path, executor)
+        side = pvg_verifier.VerifierSide(experiment, tmp_path, executor)
         start = side.verifier.version()
         asyncio.run(pvg_verifier.serve(orders, side))  # type: ignore[arg-type]
         assert side.verifier.version() != start

@@ -27,6 +27,7 @@ def report() -> Iterator[BenchReport]:
         yield run_plan(plan, command="test").report
 
 
+@pytest.mark.drill
 def test_the_profile_compares_one_thread_for_each_core_with_the_default_in_turn(report: BenchReport) -> None:
     assert report.status == "ok", report.reason
     assert [variant.label for variant in report.variants] == ["threads=cores", "threads=default", "cluster.kind=local"]
@@ -35,6 +36,7 @@ def test_the_profile_compares_one_thread_for_each_core_with_the_default_in_turn(
     assert not plan_bench("contention", SMALL, interleave=False).interleave
 
 
+@pytest.mark.drill
 def test_a_sample_is_the_same_steps_beside_no_one_and_two_busy_processes(report: BenchReport) -> None:
     assert (report.work["beside"], report.work["steps"], report.work["groups"]) == ([0, 1, 2], 1, 1)
     for variant in report.variants:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -269,3 +270,27 @@ def test_the_configuration_reaches_the_engine(decoding: str, batching: str) -> N
 
     with ThreadPoolExecutor(1) as executor:
         assert asyncio.run(run(executor)) == (decoding, batching == "continuous")
+
+
+@pytest.mark.parametrize(
+    ("more", "joins"),
+    [
+        ({}, False),
+        ({"deadline": {"kind": "cut"}}, True),
+        ({"deadline": {"kind": "continue"}}, True),
+        ({"prefetch": {"kind": "fresh"}}, True),
+    ],
+)
+def test_on_a_cpu_rows_join_only_where_rollouts_are_needed_early(more: dict[str, Any], joins: bool) -> None:
+    async def run(executor: ThreadPoolExecutor) -> bool:
+        section = Rollouts(engine={"max_rows": 4}, concurrency=8, **more)
+        engine = open_engine(setting(section, tiny_model(), executor))
+        assert isinstance(engine, TorchEngine)
+        await asyncio.gather(*map(engine.generate, requests(prompts(6), Sampling(4, ()))))
+        assert engine._rows is not None
+        found = engine._rows.joins
+        await engine.close()
+        return found
+
+    with ThreadPoolExecutor(1) as executor:
+        assert asyncio.run(run(executor)) == joins
