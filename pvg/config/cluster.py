@@ -36,7 +36,7 @@ class LocalCluster(Section):
     )
     trainer_ranks: Annotated[int, Field(ge=2, le=64)] | None = Field(
         None,
-        description="Processes that divide the prover's weights, gradients and optimizer (FSDP2). Unset: no division.",
+        description="Processes that divide the prover's weights, gradients and moments. On GPUs: experimental.",
     )
 
 

@@ -14,6 +14,7 @@ would wait for each other.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import sys
@@ -57,6 +58,9 @@ LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 # Ranks wait for each other no longer than this: for a rank that computes without end, and for defects. The driver
 # notices a rank that ends or hangs within seconds.
 COLLECTIVE_S = 600.0
+# glibc keeps freed blocks of up to 32 MB for later ones. FSDP2 gathers and frees whole layers, so a rank would keep
+# more memory for them than for its part of the model. Larger blocks than this go back to the system at once.
+M_MMAP_THRESHOLD, KEPT_BYTES = -3, 1 << 20
 
 
 class _Root(nn.Module):
@@ -76,8 +80,9 @@ class Rank:
     """Rank `number` of `ranks`. Raises RuntimeError if another rank ends in the middle of a request."""
 
     def __init__(self, number: int, ranks: int, device: str, store: str) -> None:
-        """`device`: "cpu", or "cuda" for the GPU with this rank's number (experimental: no run used it yet). `store`: a
-        file that does not exist yet, where the ranks find each other."""
+        """`device`: "cpu", or "cuda" for the GPU with this rank's number (experimental: no GPU has run this). `store`:
+        a file that does not exist yet, where the ranks find each other."""
+        _return_freed_memory()
         os.environ |= {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
         self._number, self._ranks = number, ranks
         self._device = torch.device(device) if device == "cpu" else torch.device(device, number)
@@ -215,6 +220,12 @@ def sharded(module: nn.Module, objective: PolicyObjective, mesh: DeviceMesh) -> 
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo has no sum that multiplies
     return root
+
+
+def _return_freed_memory() -> None:
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # other C libraries than glibc have none
+        libc.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
 
 
 def _loss(root: nn.Module, micro_batch: PolicyBatch) -> tuple[Tensor, Metrics]:

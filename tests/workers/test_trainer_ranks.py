@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -191,6 +192,12 @@ async def training(
                 await model.close()
 
 
+def addresses(pids: list[int]) -> set[str]:
+    """Where the processes listen and to whom they are connected."""
+    found = [connection for pid in pids for connection in psutil.Process(pid).net_connections("inet")]
+    return {address.ip for connection in found for address in (connection.laddr, connection.raddr) if address}
+
+
 def assert_same_steps(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
     for one, other in zip(found, expected, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=0, abs=1e-6)
@@ -251,6 +258,7 @@ def test_a_batch_without_work_for_every_rank_and_one_without_signal(model_folder
             await one.play(3)
             await three.play(3)
             assert three.metrics[1] == one.metrics[1] == {"skipped": 1.0}
+            assert addresses(three.group.pids) == {"127.0.0.1"}
             assert_same_steps([three.metrics[0], three.metrics[2]], [one.metrics[0], one.metrics[2]])
             assert_close(three.learner.weights(), one.learner.weights())
 
