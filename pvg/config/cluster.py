@@ -36,7 +36,8 @@ class LocalCluster(Section):
     )
     trainer_ranks: Annotated[int, Field(ge=2, le=64)] | None = Field(
         None,
-        description="Processes that divide the prover's weights, gradients and moments. On GPUs: experimental.",
+        description="Processes that divide the prover's weights, gradients and moments (on GPUs: experimental). "
+        "Unset: none.",
     )
 
 
