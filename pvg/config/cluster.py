@@ -26,10 +26,10 @@ class LocalCluster(Section):
     shards of the work, `workers`."""
 
     kind: Literal["local"] = "local"
-    workers: Annotated[int, Field(ge=1, le=256)] | None = Field(
+    workers: Annotated[int, Field(ge=0, le=256)] | None = Field(
         None,
         description="Shards of the work, and processes unless `max_workers` is lower. "
-        "Unset: `max_workers`, or one per core, at most 8.",
+        "Unset: `max_workers`, or one per core.",
     )
     trainers: Annotated[int, Field(ge=1, le=255)] | None = Field(
         None,
@@ -41,6 +41,11 @@ class LocalCluster(Section):
     )
     max_workers: Annotated[int, Field(ge=1, le=256)] | None = Field(
         None, description="Worker processes at most. Results do not depend on it. Unset: `workers`."
+    )
+    trainer_ranks: Annotated[int, Field(ge=2, le=64)] | None = Field(
+        None,
+        description="Processes that divide the prover's weights, gradients and moments (on GPUs: experimental). "
+        "Unset: none.",
     )
 
 
@@ -77,3 +82,15 @@ def processes_of(cluster: LocalCluster | RayCluster, shards: int) -> tuple[int, 
     """The lowest and the highest number of worker processes. A process without a shard would have nothing to do."""
     highest = min(cluster.max_workers or shards, shards)
     return min(cluster.min_workers or highest, highest), highest
+
+
+def has_workers(cluster: Cluster) -> bool:
+    """Whether a cluster that is not "auto" has workers."""
+    if isinstance(cluster, LocalCluster):
+        return bool(cluster.workers) if cluster.workers is not None else cluster.trainer_ranks is None
+    return isinstance(cluster, RayCluster)
+
+
+def ranks_of(cluster: Cluster) -> int | None:
+    """The processes that divide the prover's training state; None: one process has it."""
+    return cluster.trainer_ranks if isinstance(cluster, LocalCluster) else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pvg.config.cluster import LocalCluster, RayCluster, shards_of
+from pvg.config.cluster import LocalCluster, RayCluster, has_workers, ranks_of, shards_of
 from pvg.config.game import (
     CompositeReward,
     DecoupledProtocol,
@@ -415,6 +415,11 @@ def _workers(experiment: AllSections) -> Iterator[str]:
         )
     if isinstance(cluster, RayCluster) and cluster.address is not None and shards_of(cluster) is None:
         yield "cluster.address needs cluster.workers, because results depend on their number; set it"
+    yield from _trainer_ranks(experiment)
+    if not has_workers(cluster):
+        if ranks_of(cluster) is None:
+            yield "cluster.workers = 0 leaves nothing to a local cluster; set cluster to 'none'"
+        return
     device = experiment.models.device
     if device not in ("auto", "cpu"):
         yield f"cluster = {cluster.kind!r} computes on the CPU, but models.device = {device!r}; set cluster to 'none'"
@@ -458,6 +463,26 @@ def _trainers(cluster: LocalCluster | RayCluster, experiment: AllSections) -> It
             f"cluster.trainers = {cluster.trainers} has an effect only while pvg samples ahead; "
             "set rollout.prefetch to 'fresh' or 'old', or leave out cluster.trainers"
         )
+
+
+def _trainer_ranks(experiment: AllSections) -> Iterator[str]:
+    ranks, training = ranks_of(experiment.cluster), experiment.training
+    if ranks is None:
+        return
+    without = f"cluster.trainer_ranks = {ranks} cannot be combined with"
+    if training.adapters.kind != "none":
+        yield (
+            f"{without} training.adapters = {training.adapters.kind!r}, whose weights and moments are small; "
+            "set training.adapters to 'none', or leave out cluster.trainer_ranks"
+        )
+    if training.router_replay:
+        yield f"{without} training.router_replay; set training.router_replay to false"
+    if training.micro_batch_memory_mb:
+        yield f"{without} training.micro_batch_memory_mb; set training.micro_batch_tokens in its place"
+    if getattr(experiment.cluster, "trainers", None) is not None:
+        yield f"{without} cluster.trainers, because workers do not train the prover then; leave out cluster.trainers"
+    if experiment.models.device not in ("auto", "cpu", "cuda"):
+        yield f"{without} models.device = {experiment.models.device!r}; set models.device to 'cpu' or 'cuda'"
 
 
 IMPOSSIBLE = (

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from pvg.config.cluster import LocalCluster, RayCluster, processes_of, shards_of
+from pvg.config.cluster import LocalCluster, RayCluster, has_workers, processes_of, ranks_of, shards_of
 from pvg.config.experiment import Experiment
-from pvg.errors import ConfigurationError, counted
+from pvg.errors import ConfigurationError, MissingRequirementError, counted
 from pvg.game.roles import prompt_renderer
 from pvg.models import open_model, pick_device
 from pvg.models.compute import ComputeExecutor, compute_executor, width_of
@@ -37,7 +37,7 @@ from pvg.telemetry.events import Events, SilentEvents
 from pvg.telemetry.spans import run_in
 from pvg.telemetry.waits import usable_cores
 from pvg.training.batch import PolicyBatch
-from pvg.training.optimizer import trainable_parameters
+from pvg.training.optimizer import OptimizerSettings, trainable_parameters
 from pvg.verifier.backend import ScoreBackend, ScoreCache, ScoringModel
 from pvg.verifier.data import VerifierBatch
 from pvg.verifier.scorer import VerifierScorer
@@ -46,6 +46,8 @@ from pvg.verifier.vllm_backend import VerifierServing, VllmBackend
 from pvg.workers.choice import open_supply
 from pvg.workers.engine import WorkerEngine
 from pvg.workers.pool import Supply, WorkerPool
+from pvg.workers.rank_group import RankGroup
+from pvg.workers.ranks import Committed, ModelInRanks, rank_fields
 from pvg.workers.ray_servers import RayServers
 from pvg.workers.scoring import ScoringSlots, WorkerBackend
 from pvg.workers.training import ModelInWorkers, pair_fields, pair_shards, policy_fields, policy_shards
@@ -75,7 +77,9 @@ class Players:
         self.device = pick_device(experiment.models.device)
         cluster, self.workers = experiment.cluster, None
         self.servers = RayServers(experiment, events) if experiment.server_cluster and opener is None else None
-        if isinstance(cluster, LocalCluster | RayCluster) and experiment.server_cluster is None:
+        self._ranks = self._rank_group(events)
+        with_workers = has_workers(cluster) and experiment.server_cluster is None
+        if isinstance(cluster, LocalCluster | RayCluster) and with_workers:
             if self.device.type != "cpu":
                 device = f"models.device = 'auto' is {self.device.type} here"
                 raise ConfigurationError(
@@ -131,6 +135,24 @@ class Players:
         concurrency = self.engine.max_in_flight if by_workers else rollout.concurrency
         self.dispatcher = Dispatcher(self.engine, task, self.base.tokenizer, sampling, concurrency, self.grading)
 
+    def _rank_group(self, events: Events | None) -> RankGroup | None:
+        """The processes that divide the prover's training state; they start before the first step."""
+        count = ranks_of(self.experiment.cluster)
+        if count is None:
+            return None
+        if self.device.type not in ("cpu", "cuda"):
+            raise ConfigurationError(
+                f"cluster.trainer_ranks = {count} computes on CPUs or NVIDIA GPUs, but models.device = 'auto' is "
+                f"{self.device.type} here.",
+                "Set models.device to cpu.",
+            )
+        if self.device.type == "cuda" and count > torch.cuda.device_count():
+            raise MissingRequirementError(
+                f"cluster.trainer_ranks = {count} needs a GPU per rank, but torch sees {torch.cuda.device_count()}.",
+                "Set fewer ranks, or models.device to cpu.",
+            )
+        return RankGroup(count, self.device.type, events)
+
     def _scoring_executor(self) -> ThreadPoolExecutor | None:
         """A thread that scores prefetched rollouts while the trainer works on earlier ones. None without prefetch, with
         scores from servers, or if the compute threads occupy every core. Also None for a verifier on the base prover's
@@ -150,6 +172,8 @@ class Players:
             workers = f", {counted(self.workers.count, 'worker')}"
         if isinstance(cluster, LocalCluster | RayCluster) and cluster.trainers is not None:
             workers += f", {counted(cluster.trainers, 'trainer')}"
+        if (ranks := ranks_of(cluster)) is not None:
+            workers += f", {counted(ranks, 'trainer rank')}"
         threads = counted(self.threads, "thread")
         return f"torch {torch.__version__} on {self.device.type}, {threads}{workers}"
 
@@ -213,12 +237,22 @@ class Players:
             await self._slots.prepare(verifier)
 
     def prover_workers(self, experiment: Experiment, learner: nn.Module) -> ModelInWorkers[PolicyBatch] | None:
-        """Computes the gradients of `learner` in the workers; None without workers. `experiment`: whose loss it is.
-        The caller closes it."""
-        if self.workers is None:
+        """Computes the gradients of `learner` in the workers; None without workers, or if ranks train it. `experiment`:
+        whose loss it is. The caller closes it."""
+        if self.workers is None or self._ranks is not None:
             return None
         fields, parameters = policy_fields(experiment), trainable_parameters(learner)
         return ModelInWorkers(self.workers, fields, parameters, policy_shards)
+
+    def prover_ranks(
+        self, experiment: Experiment, learner: nn.Module, optimizer: OptimizerSettings, committed: Committed
+    ) -> ModelInRanks | None:
+        """Trains `learner` in the ranks, and moves its weights to shared memory; None without ranks. See
+        `ModelInRanks`. The caller closes it."""
+        if self._ranks is None:
+            return None
+        parameters = trainable_parameters(learner.cpu())
+        return ModelInRanks(self._ranks, rank_fields(experiment), optimizer, parameters, committed)
 
     def verifier_workers(self, verifier: VerifierModel, environments: int) -> ModelInWorkers[VerifierBatch] | None:
         """As `prover_workers`, for a verifier in training; `environments`: the number of possible sources of pairs."""
@@ -271,6 +305,8 @@ class Players:
                 rest.push_async_callback(self.workers.close)
             if self.servers is not None:
                 rest.push_async_callback(self.servers.close)
+            if self._ranks is not None:
+                rest.push_async_callback(self._ranks.close)
             rest.push_async_callback(self.engine.close)
             if self.verifier_serving is not None:
                 await self.verifier_serving.close()

@@ -210,11 +210,13 @@ class ProverPhase:
         self.source = OnPolicySource(session, self.scorer, threshold, objective, learner)
         self.minibatches = MinibatchSource(self.source, training.minibatches)
         learner.require_gradients()
+        optimizer = OptimizerSettings(learning_rate=training.learning_rate, total_steps=max(1, training.steps))
         self.workers = self.source.workers = session.players.prover_workers(experiment, learner.module)
+        self.ranks = session.players.prover_ranks(experiment, learner.module, optimizer, session.ledger.read_checkpoint)
         self.trainer: Trainer[PolicyBatch] = Trainer(
             learner.module,
             objective,
-            OptimizerSettings(learning_rate=training.learning_rate, total_steps=max(1, training.steps)),
+            optimizer,
             self.minibatches,
             executor=session.players.executor,
             precision=training.precision,
@@ -222,6 +224,7 @@ class ProverPhase:
             memory=objective.memory,
             events=session.ledger.log,
             workers=self.workers,
+            ranks=self.ranks,
         )
         self.stop_rule: TrainingStop = StopRule(experiment.game.stop) if stop_rule is None else stop_rule
         self.alerts = Alerts(two_roles=0 < experiment.game.sneaky_share < 1)
@@ -244,6 +247,8 @@ class ProverPhase:
             await self.session.players.prepare_scoring(self.verifier)
             if self.workers is not None:
                 await self.workers.prepare()
+            if self.ranks is not None:
+                await self.ranks.prepare()
         self.source.start(self.version)
         self.session.first_step()
         try:
@@ -254,6 +259,8 @@ class ProverPhase:
                 await self.source.close()
             if self.workers is not None:
                 await self.workers.close()
+            if self.ranks is not None:
+                await self.ranks.close()
             if self.updates is not None:
                 await self.updates.close()
 

@@ -110,5 +110,10 @@ class ServerNotices(Events):
                 self._notice(f"{change.capitalize()} worker {fields['worker']}: {fields['why']}. Now {now}.")
             case "not added":
                 self._notice(f"Worker {fields['worker']} could not be added: {fields['why']}")
-            case "no room" | "node shared" | "node differs" | "servers" | "server given up":
+            case "rank lost":
+                rank, why = fields["rank"], fields["why"]
+                self._notice(f"Rank {rank} of the trainer has ended ({why}); all start again from the last commit.")
+            case "rank hangs":
+                self._notice(f"Rank {fields['rank']} of the trainer hangs; it is killed.")
+            case "no room" | "node shared" | "node differs" | "experimental" | "servers" | "server given up":
                 self._notice(f"{fields['why']}.")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
@@ -119,6 +119,29 @@ class GradientWorkers(Protocol[BatchT]):
     ) -> list[PartGradient]: ...
 
 
+class TrainerRanks(Protocol[BatchT]):
+    """Other processes that divide a trainer's weights, gradients and moments among them. The trainer's module has a
+    copy of the weights, which `update` keeps current. All calls block, except `load`."""
+
+    def shards(self, batch: BatchT) -> list[BatchT]: ...
+
+    def gradients(self, parts: Sequence[Sequence[BatchT]], state: Mapping[str, Any]) -> tuple[list[float], Metrics]:
+        """Compute the gradient of all micro-batches, and keep it. Returns the losses and metrics."""
+        ...
+
+    def update(self, rate: float, clip: float) -> float:
+        """Clip the gradient and step. Returns its norm before clipping; if this is not finite, nothing changes."""
+        ...
+
+    def moments(self) -> dict[str, Tensor]:
+        """As pvg.training.optimizer.optimizer_tensors."""
+        ...
+
+    def load(self, moments: Mapping[str, Tensor]) -> None:
+        """Continue from these moments and the module's weights."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """Optimizer step number `step` (from 0) and its metrics: those of the objective, micro_batches, grad_norm (before
@@ -136,7 +159,8 @@ class Trainer(Generic[BatchT]):
     sampled one.
 
     `memory`: the objective's, which uses it to split batches; the trainer adds measurements and stores it in its state.
-    `section`: the settings to name if a GPU runs out of memory.
+    `section`: the settings to name if a GPU runs out of memory. `workers`: compute the gradients. `ranks`: compute
+    them, and keep the optimizer's state. At most one of both.
     """
 
     def __init__(
@@ -154,6 +178,7 @@ class Trainer(Generic[BatchT]):
         memory: MicroBatchMemory[BatchT] | None = None,
         events: Events | None = None,
         workers: GradientWorkers[BatchT] | None = None,
+        ranks: TrainerRanks[BatchT] | None = None,
     ) -> None:
         self.module = module.eval()
         self._objective = objective
@@ -166,10 +191,11 @@ class Trainer(Generic[BatchT]):
         self._memory = memory
         self._events = events or SilentEvents()
         self._workers = workers
+        self._ranks = ranks
         self._warned_of_memory = False
         self._parameters = trainable_parameters(module)
         self._device = next(iter(self._parameters.values())).device
-        self._optimizer = build_optimizer(self._parameters, optimizer)
+        self._optimizer = build_optimizer(self._parameters, optimizer) if ranks is None else None
         self._steps = 0
         autocast(precision, self._device)  # raises now, not in the first step, for an unknown precision
         if gradient_checkpointing:
@@ -225,14 +251,15 @@ class Trainer(Generic[BatchT]):
                 f"The GPU has too little memory for a micro-batch of step {self._steps}.", OUT_OF_MEMORY[self._section]
             ) from None
         finally:
-            self._optimizer.zero_grad(set_to_none=True)  # frees the gradients' memory while the next batch is sampled
+            self.module.zero_grad(set_to_none=True)  # frees the gradients' memory while the next batch is sampled
         report = StepReport(self._steps, metrics)
         self._steps += 1
         return report
 
     def _split(self, prepared: BatchT) -> list[list[BatchT]]:
-        """The micro-batches of each shard; without workers, the whole batch is one shard."""
-        shards = [prepared] if self._workers is None else self._workers.shards(prepared)
+        """The micro-batches of each shard; without other processes, the whole batch is one shard."""
+        others = self._workers or self._ranks
+        shards = [prepared] if others is None else others.shards(prepared)
         return [self._objective.split(shard) for shard in shards]
 
     def _probe(self, parts: list[list[BatchT]], memory: MicroBatchMemory[BatchT]) -> None:
@@ -241,7 +268,7 @@ class Trainer(Generic[BatchT]):
         hardest = max((m for part in parts for m in part), key=lambda micro_batch: memory.size(micro_batch).longest)
         _, _, taken = self._gradients([[hardest]])
         memory.learn(taken)
-        self._optimizer.zero_grad(set_to_none=True)
+        self.module.zero_grad(set_to_none=True)
 
     def _surveyed(
         self, objective: SurveysBatch[BatchT], parts: list[list[BatchT]]
@@ -259,7 +286,11 @@ class Trainer(Generic[BatchT]):
     def _gradients(
         self, parts: Sequence[Sequence[BatchT]]
     ) -> tuple[list[float], Metrics, list[tuple[MicroBatchSize, int]]]:
-        """Put the sum of the micro-batches' gradients into the parameters. Returns their losses, metrics and memory."""
+        """Put the sum of the micro-batches' gradients into the parameters, or into those of the ranks. Returns their
+        losses, metrics and memory."""
+        state = self._objective.state() if isinstance(self._objective, AdaptsCoefficients) else {}
+        if self._ranks is not None:
+            return *self._ranks.gradients(parts, state), []
         if self._workers is None:
             micro_batches = [micro_batch for part in parts for micro_batch in part]
             losses, metrics, taken = accumulate(
@@ -267,7 +298,6 @@ class Trainer(Generic[BatchT]):
             )
             # Read together: one transfer per micro-batch would synchronize the device.
             return torch.stack(losses).tolist() if losses else [], metrics, taken
-        state = self._objective.state() if isinstance(self._objective, AdaptsCoefficients) else {}
         found = self._workers.gradients(parts, state, measured=self._memory is not None)
         total, metrics = found[0].gradient, Metrics()
         for part in found[1:]:  # in the order of the shards, because the order of a sum changes its bits
@@ -308,13 +338,17 @@ class Trainer(Generic[BatchT]):
 
     def _update(self) -> dict[str, float]:
         """Clip and step; checks the gradient's norm before any weight changes."""
-        norm = nn.utils.clip_grad_norm_(self._parameters.values(), self._settings.gradient_clip).item()
+        rate, clip = self._settings.rate(self._steps), self._settings.gradient_clip
+        if self._ranks is not None:
+            norm = self._ranks.update(rate, clip)
+        else:
+            norm = nn.utils.clip_grad_norm_(self._parameters.values(), clip).item()
         if not math.isfinite(norm):
             raise self._diverged(f"the gradient's norm is {norm}")
-        rate = self._settings.rate(self._steps)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
+        if self._optimizer is not None:
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self._optimizer.step()
         self._tell_workers()
         return {"grad_norm": norm, "learning_rate": rate}
 
@@ -332,7 +366,12 @@ class Trainer(Generic[BatchT]):
         """A copy on the CPU, ready for safetensors: the trained weights ("model.") and the optimizer's moments
         ("optimizer."), and the rest as JSON data."""
         tensors: dict[str, Tensor] = {MODEL_PREFIX + name: weight for name, weight in self._parameters.items()}
-        for name, moment in optimizer_tensors(self._optimizer, self._parameters).items():
+        if self._ranks is not None:
+            moments = self._ranks.moments()
+        else:
+            assert self._optimizer is not None
+            moments = optimizer_tensors(self._optimizer, self._parameters)
+        for name, moment in moments.items():
             tensors[OPTIMIZER_PREFIX + name] = moment
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
         meta: dict[str, Any] = {"format": STATE_FORMAT, "step": self._steps}
@@ -357,7 +396,11 @@ class Trainer(Generic[BatchT]):
             for name, tensor in tensors.items()
             if name.startswith(OPTIMIZER_PREFIX)
         }
-        load_optimizer_tensors(self._optimizer, self._parameters, moments)
+        if self._ranks is not None:
+            self._ranks.load(moments)
+        else:
+            assert self._optimizer is not None
+            load_optimizer_tensors(self._optimizer, self._parameters, moments)
         self._tell_workers()
         self._steps = int(meta["step"])
         if self._memory is not None:
@@ -388,7 +431,7 @@ class Trainer(Generic[BatchT]):
 
 def accumulate(
     module: nn.Module,
-    objective: Objective[BatchT],
+    objective: Callable[[nn.Module, BatchT], tuple[Tensor, Metrics]],
     micro_batches: Sequence[BatchT],
     precision: str,
     memory: MicroBatchMemory[BatchT] | None = None,

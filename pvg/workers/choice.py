@@ -13,7 +13,9 @@ from pvg.config.cluster import (
     LocalCluster,
     NoCluster,
     RayCluster,
+    has_workers,
     processes_of,
+    ranks_of,
     shards_of,
 )
 from pvg.config.experiment import Experiment
@@ -44,7 +46,10 @@ def with_workers(experiment: Experiment, resumed: Experiment | None = None) -> E
     if isinstance(cluster, AutoCluster):
         cluster = LocalCluster() if _gains(experiment) else NoCluster()
     if isinstance(cluster, LocalCluster | RayCluster) and cluster.workers is None:
-        if isinstance(before, LocalCluster | RayCluster) and before.workers is not None:
+        counts: dict[str, int | None]
+        if ranks_of(cluster) is not None:
+            counts = {"workers": 0}
+        elif isinstance(before, LocalCluster | RayCluster) and before.workers:
             counts = {"workers": before.workers, "trainers": before.trainers}
         else:
             servers = experiment.server_cluster is not None
@@ -56,7 +61,8 @@ def with_workers(experiment: Experiment, resumed: Experiment | None = None) -> E
 
 def cluster_settings(chosen: str | None, before: Cluster) -> list[str]:
     """The option `--cluster` as settings: one of KINDS, or the address of a Ray cluster. None: no settings. The numbers
-    of workers, trainers and processes stay those of `before`. Raises UsageError for any other text."""
+    of workers, trainers, processes and (with local) ranks stay those of `before`. Raises UsageError for any other
+    text."""
     if chosen is None:
         return []
     if chosen not in KINDS and ":" not in chosen:
@@ -68,7 +74,9 @@ def cluster_settings(chosen: str | None, before: Cluster) -> list[str]:
     settings = [f"cluster={chosen}"] if chosen in KINDS else ["cluster=ray", f"cluster.address={chosen}"]
     if isinstance(before, LocalCluster | RayCluster):
         counts = {key: getattr(before, key) for key in COUNTS}
-        settings += [f"cluster.{key}={count}" for key, count in counts.items() if count is not None]
+        if chosen == "local":
+            counts["trainer_ranks"] = ranks_of(before)
+        settings += [f"cluster.{key}={count}" for key, count in counts.items() if count]
     if isinstance(before, RayCluster) and before.gpus_per_worker and chosen != "local":
         settings.append(f"cluster.gpus_per_worker={before.gpus_per_worker}")
     return settings
@@ -78,7 +86,7 @@ def open_supply(experiment: Experiment) -> Supply | None:
     """What starts the workers of an experiment that `with_workers` has returned. It begins at once, in the background;
     the caller closes it. None without workers: vLLM servers on a cluster are those of pvg.workers.ray_servers."""
     cluster = experiment.cluster
-    if isinstance(cluster, LocalCluster):
+    if isinstance(cluster, LocalCluster) and has_workers(cluster):
         return LocalSupply()
     if isinstance(cluster, RayCluster) and experiment.server_cluster is None:
         from pvg.workers.ray_supply import RaySupply

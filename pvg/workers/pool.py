@@ -474,11 +474,11 @@ class WorkerPool:
         if frame.kind == "done":
             request.future.set_result(frame)
         else:
-            request.future.set_exception(_error_of(frame))
+            request.future.set_exception(error_of(frame))
 
     def _take_setup(self, place: _Place, frame: Frame) -> None:
         if frame.kind != "done":
-            self._fail(_error_of(frame))
+            self._fail(error_of(frame))
             return
         place.setup.discard(frame.fields["id"])
         if place.setup:
@@ -618,7 +618,7 @@ def _future() -> asyncio.Future[Frame]:
     return asyncio.get_running_loop().create_future()
 
 
-def _error_of(frame: Frame) -> Exception:
+def error_of(frame: Frame) -> Exception:
     """The exception that a worker reported."""
     fields = frame.fields
     if frame.kind == "failed":

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
@@ -55,6 +55,9 @@ from pvg.workers.frames import Array, Frame, receive, record_of, rows_of, send
 from pvg.workers.requests import completion_arrays, requests_of
 from pvg.workers.shared import MappedTensors
 
+if TYPE_CHECKING:
+    from pvg.workers.rank import Rank
+
 DEVICE = torch.device("cpu")
 # A worker's engine queues a whole block; the driver bounds what it sends.
 UNBOUNDED = 10**9
@@ -85,6 +88,7 @@ class Worker:
         self._models: dict[int, TrainedModel | ScoringModel] = {}
         self._sampling: dict[str, asyncio.Task[Completion]] = {}  # by the request's id
         self._reported = EngineStats()
+        self._rank: Rank | None = None
         self.base: LanguageModel
         self.experiment: Experiment
         self._engine: Engine
@@ -100,6 +104,7 @@ class Worker:
             "gradient": partial(self._in_thread, self._gradient),
             "policy": self._load_policy,
             "generate": self._generate,
+            "rank": partial(self._in_thread, self._as_rank),
         }
 
     def take(self, frame: Frame) -> None:
@@ -142,6 +147,17 @@ class Worker:
 
     async def _in_thread(self, work: Callable[[Frame], Frame | None], frame: Frame) -> Frame:
         return await run_in(self._executor, work, frame) or Frame("done")
+
+    def _as_rank(self, frame: Frame) -> Frame:
+        """Join the ranks of the trainer, or work as one of them."""
+        from pvg.workers.rank import Rank  # here, because some builds of torch lack FSDP2
+
+        fields = frame.fields
+        if fields["do"] == "join":
+            self._rank = Rank(fields["number"], fields["ranks"], fields["device"], fields["store"])
+            return Frame("done")
+        assert self._rank is not None
+        return self._rank.do(frame)
 
     # --- models and weights -------------------------------------------------------------------------------------------
 
@@ -371,13 +387,13 @@ class WorkerProcess:
             if frame.kind == "ping":
                 send(self._writer, Frame("pong", self._load_of_process()))
                 continue
-            shard = frame.fields["shard"]
+            shard = frame.fields.get("shard", 0)  # a rank has none
             if frame.kind == "leave":
                 task = asyncio.create_task(self._workers.pop(shard).leave())
                 self._leaving.add(task)
                 task.add_done_callback(self._leaving.discard)
                 continue
-            if frame.kind == "start":
+            if frame.kind == "start" or (frame.kind == "rank" and not self._workers):
                 self._workers[shard] = Worker(self._writer, self._executor)
             self._workers[shard].take(frame)
 

@@ -39,6 +39,11 @@ class SharedTensors:
         """Where a worker finds the memory and what is in it, as JSON data."""
         return {"path": self.memory.path, "size": self.memory.size, "layout": self._layout}
 
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Views of the memory. They keep it after `close`."""
+        return self._views
+
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors in. No worker may read meanwhile."""
         with torch.no_grad():

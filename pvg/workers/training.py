@@ -40,7 +40,7 @@ Int64 = NDArray[np.int64]
 def policy_fields(experiment: Experiment) -> dict[str, Any]:
     """How a worker opens the prover and the loss of `experiment`. An attacker's experiment may be one that no game can
     have, so only these two sections are sent."""
-    return {"what": "policy", **{name: _plain(getattr(experiment, name)) for name in ("training", "rollout")}}
+    return {"what": "policy", **{name: plain(getattr(experiment, name)) for name in ("training", "rollout")}}
 
 
 def pair_fields(experiment: Experiment, environments: int) -> dict[str, Any]:
@@ -48,7 +48,8 @@ def pair_fields(experiment: Experiment, environments: int) -> dict[str, Any]:
     return {"what": "pairs", "experiment": experiment.plain(), "environments": environments}
 
 
-def _plain(section: Section) -> dict[str, Any]:
+def plain(section: Section) -> dict[str, Any]:
+    """A section as JSON data."""
     return section.model_dump(mode="json", exclude_none=True)
 
 

@@ -6,6 +6,7 @@
     python tests/game/kill_drill.py --kills 6 --partial   # unfinished rollouts continue: no two runs are alike
     python tests/game/kill_drill.py --kills 6 --learning  # with all that the prover's trainer tracks and adapts
     python tests/game/kill_drill.py --kills 20 --workers 2  # kills and stops workers, and now and then the driver
+    python tests/game/kill_drill.py --kills 12 --ranks 2    # the same with the ranks of the prover's trainer
 
 Prints one JSON document. Exit code 1 when anything differs: the final weights (bit by bit), the rollouts (ids and every
 field but their timing), the metrics of the finished rounds. With --partial: when a committed rollout is lost, or two
@@ -107,6 +108,14 @@ def worker_experiment(workers: int) -> Experiment:
     plain = small_experiment().plain()
     plain["cluster"] = {"kind": "local", "workers": workers}
     plain["training"] |= {"minibatches": 2, "steps": 8, "kl": {"kind": "adaptive", "target": 0.001}}
+    return build_experiment(plain)
+
+
+def ranks_experiment(ranks: int) -> Experiment:
+    """`small_experiment` with a trainer on several ranks. Only the prover phase has processes to kill."""
+    plain = worker_experiment(1).plain()
+    plain["cluster"] = {"kind": "local", "workers": 0, "trainer_ranks": ranks}
+    plain["game"]["rounds"] = 1
     return build_experiment(plain)
 
 
@@ -378,6 +387,7 @@ def main() -> None:
     parser.add_argument("--partial", action="store_true")
     parser.add_argument("--learning", action="store_true")
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=0)
     options = parser.parse_args()
 
     def log(line: str) -> None:
@@ -385,6 +395,8 @@ def main() -> None:
 
     if options.workers:
         result = worker_drill(worker_experiment(options.workers), options.kills, options.seed, log)
+    elif options.ranks:
+        result = worker_drill(ranks_experiment(options.ranks), options.kills, options.seed, log)
     elif options.partial:
         result = partial_drill(options.kills, options.seed, log)
     else:

@@ -53,3 +53,11 @@ def test_killed_and_hanging_workers_and_drivers_leave_the_bits_of_an_undisturbed
     assert result["problems"] == []
     assert result["kills"]["worker"] >= 3
     assert result["kills"]["driver"] >= 2
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(1800)
+def test_killed_and_hanging_ranks_and_drivers_leave_the_bits_of_an_undisturbed_run():
+    result = drilled("--kills", "12", "--ranks", "2")
+    assert result["problems"] == []
+    assert sum(result["kills"].values()) >= 12
