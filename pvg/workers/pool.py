@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pvg.errors
 from pvg.config.experiment import Experiment
-from pvg.errors import PvgError, WorkerLostError
+from pvg.errors import MissingRequirementError, PvgError, WorkerLostError, counted, system_module
 from pvg.telemetry.events import Events, SilentEvents
 from pvg.workers.frames import Frame, receive
 from pvg.workers.load import LoadMeter
@@ -42,6 +42,10 @@ PROBE_S = 2.0
 PROBES_MISSED = 3
 # A place that loses its worker so often before the worker is ready, or with the same request, would lose the next one.
 MOST_ATTEMPTS = 6
+# What the driver has open besides its connections to workers.
+OTHER_FILES = 256
+# Places that are asked, or probed, in one turn of the event loop: 1,000 at once would block it.
+AT_ONCE = 32
 # Requests that change what a worker knows. A new worker gets those that its predecessor had confirmed.
 STATE = frozenset({"open", "load", "close", "policy"})
 
@@ -104,6 +108,7 @@ class _Place:
     deaths: int = 0  # since a worker was ready
     restarts: int = 0
     why: str = ""  # its last worker ended
+    lost_at: float | None = None  # when its last worker ended, until another one is ready
     missed: int = 0  # probes since it answered or computed
     cpu_s: float = 0.0
 
@@ -168,7 +173,7 @@ class WorkerPool:
         self.count = count
         self.training = self.sampling = range(count)
         self._trainers = trainers
-        self._experiment = experiment
+        self._start = Frame("start", {"experiment": experiment.plain()})
         self._supply = supply
         self._events = supply.events = events or SilentEvents()
         self._places = [_Place(number) for number in range(count)]
@@ -196,6 +201,7 @@ class WorkerPool:
     async def start(self) -> None:
         """Start all workers. Raises MissingRequirementError if none can be started, and what opening the models raises
         in a worker."""
+        allow_open_files(self.count)
         started = time.perf_counter()
         for place in self._places:
             place.ready = _future()
@@ -253,7 +259,12 @@ class WorkerPool:
 
     async def ask(self, places: range, frame: Frame) -> list[Frame]:
         """The answers of the workers in these places. Cancelling the caller does not cancel the requests."""
-        return list(await asyncio.gather(*(self.submit(place, frame) for place in places)))
+        answers = []
+        for number, place in enumerate(places, start=1):
+            answers.append(self.submit(place, frame))
+            if number % AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return list(await asyncio.gather(*answers))
 
     def _numbered(self, frame: Frame) -> Frame:
         self._numbers += 1
@@ -313,7 +324,7 @@ class WorkerPool:
                 raise self._lost(place, f"with the same request ({request.frame.kind})")
         member = place.member = await self._supply.start()
         place.missed, place.cpu_s = 0, 0.0
-        known = [Frame("start", {"experiment": self._experiment.plain()}), *place.confirmed.values()]
+        known = [self._start, *place.confirmed.values()]
         place.setup = set()
         for frame in map(self._numbered, known):
             place.setup.add(frame.fields["id"])
@@ -339,6 +350,7 @@ class WorkerPool:
         member.writer.close()
         if self._closing:
             return
+        place.lost_at = place.lost_at or time.perf_counter()
         place.why = await self._supply.reason(member)
         place.deaths += 1
         place.restarts += 1
@@ -347,9 +359,7 @@ class WorkerPool:
         )
         if place.deaths >= MOST_ATTEMPTS:
             raise self._lost(place, "before it was ready")
-        began = time.perf_counter()
         await self._fill(place)
-        self._events.event("workers", event="replaced", worker=place.number, ms=(time.perf_counter() - began) * 1e3)
 
     def _lost(self, place: _Place, when: str) -> WorkerLostError:
         return WorkerLostError(
@@ -392,6 +402,9 @@ class WorkerPool:
         place.setup.discard(frame.fields["id"])
         if not place.setup:
             place.deaths = 0
+            if place.lost_at is not None:
+                ms, place.lost_at = (time.perf_counter() - place.lost_at) * 1e3, None
+                self._events.event("workers", event="replaced", worker=place.number, ms=ms)
             if place.ready is not None and not place.ready.done():
                 place.ready.set_result(frame)
 
@@ -407,22 +420,46 @@ class WorkerPool:
                     future.exception()  # marks it as retrieved: its caller may have left
 
     async def _probe(self) -> None:
-        """Kill workers that hang. Raises WorkerLostError if no worker can be replaced any more."""
+        """Probe each place every PROBE_S, a few places at a time. Raises WorkerLostError if no worker can be replaced
+        any more."""
         while True:
-            await asyncio.sleep(PROBE_S)
+            for first in range(0, self.count, AT_ONCE):
+                places = self._places[first : first + AT_ONCE]
+                await asyncio.sleep(PROBE_S * len(places) / self.count)
+                for place in places:
+                    self._probe_one(place)
             self._supply.check()
-            for place in self._places:
-                member = place.member
-                if member is None or not place.sending:
-                    continue
-                cpu_s = member.cpu_s()
-                moved, place.cpu_s = cpu_s is not None and cpu_s > place.cpu_s, cpu_s or 0.0
-                place.missed = 0 if moved else place.missed + 1
-                if place.missed > PROBES_MISSED:
-                    self._events.event("workers", event="hangs", worker=place.number, **member.names)
-                    member.kill()
-                else:
-                    member.send(Frame("ping"))
+
+    def _probe_one(self, place: _Place) -> None:
+        """Send a ping, or kill a worker that hangs."""
+        member = place.member
+        if member is None or not place.sending:
+            return
+        cpu_s = member.cpu_s()
+        moved, place.cpu_s = cpu_s is not None and cpu_s > place.cpu_s, cpu_s or 0.0
+        place.missed = 0 if moved else place.missed + 1
+        if place.missed > PROBES_MISSED:
+            self._events.event("workers", event="hangs", worker=place.number, **member.names)
+            member.kill()
+        else:
+            member.send(Frame("ping"))
+
+
+def allow_open_files(workers: int) -> None:
+    """Raise this process's limit of open files to what `workers` connections need. Raises MissingRequirementError if
+    the system does not allow that."""
+    resource = system_module("resource")
+    needed = workers + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    except (OSError, ValueError):
+        raise MissingRequirementError(
+            f"{counted(workers, 'worker')} need {needed:,} open files, but this process may open only {hard:,}.",
+            f"Use fewer workers (-s cluster.workers=N), or raise the limit: ulimit -n {needed}",
+        ) from None
 
 
 def _future() -> asyncio.Future[Frame]:
