@@ -8,6 +8,7 @@ This module and pvg.workers.ray_supply are the only ones that import Ray, and on
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -18,6 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from pvg.errors import MissingRequirementError, UsageError, install_extra, one_line, shortened
 from pvg.telemetry.waits import usable_cores
@@ -35,14 +38,28 @@ LOOPBACK = ("127.0.0.1", "localhost")
 
 @dataclass(frozen=True)
 class RayConnection:
-    """This process as part of a cluster. `host`: the address of this machine in it."""
+    """This process as part of a cluster. `host`: the address of this machine in it. `session`: Ray's folder of a
+    cluster that pvg has started."""
 
     ray: Any
     host: str
+    session: str | None = None
 
     def close(self) -> None:
         """Leave the cluster; one that pvg has started ends."""
         self.ray.shutdown()
+        if self.session is not None:
+            end_session(self.session)
+
+
+def end_session(folder: str) -> None:
+    """Kill the processes of a Ray session that are left. If a head is killed, Ray's agents try to reach it for another
+    minute."""
+    options = {f"--session-dir={folder}", f"--session_dir={folder}"}
+    for process in psutil.process_iter(["cmdline"]):
+        if options & set(process.info["cmdline"] or ()):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
 
 
 def open_cluster(workers: int, address: str | None, said: Callable[[str], None]) -> RayConnection:
@@ -66,7 +83,8 @@ def _start(workers: int, said: Callable[[str], None]) -> RayConnection:
         os.environ.pop(TOKEN)
         if before is not None:
             os.environ[TOKEN] = before
-    connection = RayConnection(ray, ray.util.get_node_ip_address())
+    session = importlib.import_module("ray._private.worker")._global_node.get_session_dir_path()
+    connection = RayConnection(ray, ray.util.get_node_ip_address(), session)
     if connection.host not in LOOPBACK:
         connection.close()
         raise MissingRequirementError(
@@ -133,7 +151,7 @@ def _require_token(address: str) -> None:
         return
     raise MissingRequirementError(
         f"There is no token for the Ray cluster at {address}.",
-        "Copy ~/.ray/auth_token from its head to this machine, or set RAY_AUTH_TOKEN_PATH",
+        "Make one on its head (ray get-auth-token --generate), and copy ~/.ray/auth_token from there to this machine",
     )
 
 

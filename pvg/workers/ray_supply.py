@@ -47,6 +47,7 @@ WORKER_S = 60.0
 CAUSE_S = 3.0  # for Ray to say why an agent has ended
 PROBE_S = 2.0
 PROBES_MISSED = 8  # agents report twice as often
+BACKLOG = 100  # connections that wait to be admitted; workers may all connect at once
 HEAD_MISSED = 7  # at most 28 s; 60 s after the head has ended, Ray ends this process with exit code 1
 
 T = TypeVar("T")
@@ -265,7 +266,9 @@ class RaySupply:
     async def _open(self) -> None:
         """Connect to the cluster, listen for its nodes, and reserve a CPU for each worker."""
         cluster = await asyncio.wrap_future(self._connected)
-        self._server = await asyncio.start_server(self._greet, cluster.host, 0, limit=1 << 20)
+        self._server = await asyncio.start_server(
+            self._greet, cluster.host, 0, limit=1 << 20, backlog=max(BACKLOG, self._workers)
+        )
         port: int = self._server.sockets[0].getsockname()[1]
         self._driver = DriverAddress(cluster.host, port, self._secret, os.getcwd())
         self._cluster: RayConnection = cluster

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
 import sys
 from importlib import metadata
 
@@ -10,7 +12,7 @@ import pytest
 
 import pvg
 from pvg.errors import MissingRequirementError, PvgError, UsageError
-from pvg.workers.ray_cluster import open_cluster
+from pvg.workers.ray_cluster import end_session, open_cluster
 from pvg.workers.ray_supply import refuse_other_versions
 
 
@@ -45,7 +47,9 @@ def test_what_is_no_address_is_refused(address):
 
 
 def test_a_cluster_without_authentication_is_refused(monkeypatch):
-    assert "no token" in refusal("127.0.0.1:6379").message
+    missing = refusal("127.0.0.1:6379")
+    assert "no token" in missing.message
+    assert "ray get-auth-token --generate" in missing.remedy
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     assert "only clusters with token authentication" in refusal("127.0.0.1:6379").message
 
@@ -58,6 +62,22 @@ def test_an_address_where_no_cluster_answers_is_refused(monkeypatch, tmp_path):
         error = refusal(f"127.0.0.1:{unused.getsockname()[1]}")
     assert "No Ray cluster answers" in error.message
     assert "ray start --head" in error.remedy
+
+
+def test_what_is_left_of_a_session_is_killed_and_nothing_else(tmp_path):
+    """Ray's agents do not notice for a minute that their head was killed."""
+    sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
+    left = subprocess.Popen([*sleeps, f"--session-dir={tmp_path}/session_1", "--agent"])
+    kept = ([f"--session-dir={tmp_path}/session_12"], [f"{tmp_path}/session_1"])
+    others = [subprocess.Popen([*sleeps, *own]) for own in kept]
+    try:
+        end_session(f"{tmp_path}/session_1")
+        assert left.wait(timeout=20) == -signal.SIGKILL
+        assert [other.poll() for other in others] == [None, None]
+    finally:
+        for process in [left, *others]:
+            process.kill()
+            process.wait()
 
 
 def test_a_node_with_other_versions_or_without_a_token_is_refused():
