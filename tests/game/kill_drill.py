@@ -5,7 +5,6 @@
     python tests/game/kill_drill.py --kills 6 --memory    # with training.micro_batch_memory_mb
     python tests/game/kill_drill.py --kills 6 --partial   # unfinished rollouts continue, which no two runs play alike
     python tests/game/kill_drill.py --kills 6 --learning  # with all that the prover's trainer tracks and adapts
-    python tests/game/kill_drill.py --kills 20 --workers 2  # kills and stops workers, and now and then the driver
 
 Prints one JSON document. Exit code 1 when anything differs: the final weights (bit by bit), the rollouts (ids and every
 field but their timing), the metrics of the finished rounds. With --partial: when a committed rollout is lost, or two
@@ -19,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import os
 import random
 import signal
@@ -99,14 +97,6 @@ def learning_experiment() -> Experiment:
         "steps": 14,
     }
     plain["game"] |= {"reward": "correctness", "rounds": 1}
-    return build_experiment(plain)
-
-
-def worker_experiment(workers: int) -> Experiment:
-    """`small_experiment`, with everything else that workers compute."""
-    plain = small_experiment().plain()
-    plain["cluster"] = {"kind": "local", "workers": workers}
-    plain["training"] |= {"minibatches": 2, "steps": 8, "kl": {"kind": "adaptive", "target": 0.001}}
     return build_experiment(plain)
 
 
@@ -195,41 +185,6 @@ def finish(pid: int, pipe: int) -> None:
         raise SystemExit(f"the child failed with status {status}")
 
 
-def children_of(pid: int) -> list[int]:
-    try:
-        found = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    except OSError:
-        return []
-    return [int(child) for children in found for child in children]
-
-
-def hurt_somebody(pid: int, dice: random.Random) -> str | None:
-    """Kill or stop one or all workers of the driver `pid`, or the process that forks them; None if there are none."""
-    nurseries = children_of(pid)
-    workers = [worker for nursery in nurseries for worker in children_of(nursery)]
-    if not workers:
-        return None
-    what = dice.choices(["worker", "all workers", "stopped worker", "nursery"], [6, 2, 1, 1])[0]
-    victims = {"all workers": workers, "nursery": nurseries}.get(what, [dice.choice(workers)])
-    for victim in victims:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(victim, signal.SIGSTOP if what == "stopped worker" else signal.SIGKILL)
-    return what
-
-
-def worker_drill(experiment: Experiment, kills: int, seed: int, log: Callable[[str], None]) -> dict[str, Any]:
-    """Play one run, hurt its workers `kills` times at random events, and kill the driver after every sixth time."""
-    dice = random.Random(seed)
-
-    def play_one(root: Path, hurt: Counter[str]) -> None:
-        complete = False
-        while not complete:
-            pid, pipe = start(experiment, root, resume=(root / "drill").exists())
-            complete = _hurt_a_run(pid, pipe, kills, hurt, dice, log)
-
-    return compared_with_a_whole_run(experiment, kills, play_one)
-
-
 def compared_with_a_whole_run(
     experiment: Experiment, kills: int, play_one: Callable[[Path, Counter[str]], None]
 ) -> dict[str, Any]:
@@ -247,29 +202,6 @@ def compared_with_a_whole_run(
             runs += 1
             problems += [f"run {runs}: {what}" for what in differences(fingerprint(root), expected)]
         return {"kills": dict(counted), "runs": runs, "rollouts": len(expected["ids"]), "problems": problems}
-
-
-def _hurt_a_run(
-    pid: int, pipe: int, kills: int, hurt: Counter[str], dice: random.Random, log: Callable[[str], None]
-) -> bool:
-    """True if the run is complete, False if its driver was killed."""
-    with os.fdopen(pipe, "rb") as events:
-        to_wait = dice.randint(1, 6)
-        for _line in events:
-            to_wait -= 1
-            if to_wait or sum(hurt.values()) >= kills:
-                continue
-            to_wait = dice.randint(1, 6)
-            time.sleep(dice.random() * 0.08)  # not a wait for anything: a random moment between two events
-            what = hurt_somebody(pid, dice)
-            if what is not None:
-                hurt[what] += 1
-                log(f"{what} {sum(hurt.values())}/{kills}")
-            if what is not None and sum(hurt.values()) % 6 == 0:
-                hurt["driver"] += 1
-                os.kill(pid, signal.SIGKILL)
-                break
-    return not was_killed(pid)
 
 
 GAME_RECORDS = frozenset({"step", "phase", "round", "alert"})
@@ -377,15 +309,12 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--partial", action="store_true")
     parser.add_argument("--learning", action="store_true")
-    parser.add_argument("--workers", type=int, default=0)
     options = parser.parse_args()
 
     def log(line: str) -> None:
         print(line, file=sys.stderr)
 
-    if options.workers:
-        result = worker_drill(worker_experiment(options.workers), options.kills, options.seed, log)
-    elif options.partial:
+    if options.partial:
         result = partial_drill(options.kills, options.seed, log)
     else:
         experiment = memory_experiment() if options.memory else small_experiment()
