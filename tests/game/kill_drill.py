@@ -205,8 +205,8 @@ def compared_with_a_whole_run(
 
 
 GAME_RECORDS = frozenset({"step", "phase", "round", "alert"})
-# Of a machine too busy to be on time.
-MACHINE_ALERTS = frozenset({"loop_lag_p90", "loop_lag_p99", "loop_lag_max", "stall"})
+# Of a machine too busy to be on time, and of updates that wait for a lost worker.
+MACHINE_ALERTS = frozenset({"loop_lag_p90", "loop_lag_p99", "loop_lag_max", "stall", "weights_queue"})
 
 
 def fingerprint(root: Path) -> dict[str, Any]:
