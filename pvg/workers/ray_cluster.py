@@ -53,13 +53,20 @@ class RayConnection:
 
 
 def end_session(folder: str) -> None:
-    """Kill the processes of a Ray session that are left. If a head is killed, Ray's agents try to reach it for another
+    """Kill the processes of a Ray session that are left. If a head is killed, an agent tries to reach it for another
     minute."""
-    options = {f"--session-dir={folder}", f"--session_dir={folder}"}
     for process in psutil.process_iter(["cmdline"]):
-        if options & set(process.info["cmdline"] or ()):
-            with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error):
+            if _is_of_session(process, process.info["cmdline"] or [""], folder):
                 process.kill()
+
+
+def _is_of_session(process: psutil.Process, command: list[str], folder: str) -> bool:
+    """Agents replace their command line by a name, but their output goes to files of the session."""
+    if {f"--session-dir={folder}", f"--session_dir={folder}"} & set(command):
+        return True
+    named = command[0].startswith("ray::")
+    return named and any(file.path.startswith(f"{folder}/") for file in process.open_files())
 
 
 def open_cluster(workers: int, address: str | None, said: Callable[[str], None]) -> RayConnection:

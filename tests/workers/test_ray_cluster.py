@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -65,19 +66,25 @@ def test_an_address_where_no_cluster_answers_is_refused(monkeypatch, tmp_path):
 
 
 def test_what_is_left_of_a_session_is_killed_and_nothing_else(tmp_path):
-    """Ray's agents do not notice for a minute that their head was killed."""
-    sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
-    left = subprocess.Popen([*sleeps, f"--session-dir={tmp_path}/session_1", "--agent"])
-    kept = ([f"--session-dir={tmp_path}/session_12"], [f"{tmp_path}/session_1"])
-    others = [subprocess.Popen([*sleeps, *own]) for own in kept]
+    """An agent of Ray stays for a minute after its head was killed. Its command line is only a name."""
+    session, other = tmp_path / "session_1", tmp_path / "session_12"
+
+    def process(name: str, output: Path) -> subprocess.Popen[bytes]:
+        output.parent.mkdir(exist_ok=True)
+        with output.open("wb") as file:
+            return subprocess.Popen([name, "600"], executable="/bin/sleep", stdout=file)
+
+    left = [process("ray::DashboardAgent", session / "agent.out")]
+    kept = [process("ray::DashboardAgent", other / "agent.out"), process("tail", session / "copy")]
+    left.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", f"--session-dir={session}"]))
     try:
-        end_session(f"{tmp_path}/session_1")
-        assert left.wait(timeout=20) == -signal.SIGKILL
-        assert [other.poll() for other in others] == [None, None]
+        end_session(str(session))
+        assert [one.wait(timeout=20) for one in left] == [-signal.SIGKILL] * 2
+        assert [one.poll() for one in kept] == [None, None]
     finally:
-        for process in [left, *others]:
-            process.kill()
-            process.wait()
+        for one in [*left, *kept]:
+            one.kill()
+            one.wait()
 
 
 def test_a_node_with_other_versions_or_without_a_token_is_refused():
