@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import secrets
 import sys
 import time
@@ -189,6 +190,10 @@ class Fleet:
             sampling = Sampling(len(solution), (tokenizer.eos_id,))
             self._dispatcher = Dispatcher(self._engine, task, tokenizer, sampling, self._engine.max_in_flight, grading)
             self._weights = {"weight": torch.zeros(1024)}
+            # As in the game (pvg.game.players): otherwise the collector scans all objects of torch again and again.
+            gc.collect()
+            gc.freeze()
+            stack.callback(gc.unfreeze)
             self._stack = stack.pop_all()
 
     def work(self) -> dict[str, Any]:
