@@ -61,7 +61,7 @@ class Supply(Protocol):
     async def reason(self, member: Member) -> str: ...
 
     def check(self) -> None:
-        """Raises WorkerLostError if it can start no worker any more. Called every PROBE_S."""
+        """Raises WorkerLostError if it can start no worker any more. Called at least every PROBE_S."""
         ...
 
     async def share(self, shared: SharedTensors) -> None:
@@ -426,9 +426,9 @@ class WorkerPool:
             for first in range(0, self.count, AT_ONCE):
                 places = self._places[first : first + AT_ONCE]
                 await asyncio.sleep(PROBE_S * len(places) / self.count)
+                self._supply.check()
                 for place in places:
                     self._probe_one(place)
-            self._supply.check()
 
     def _probe_one(self, place: _Place) -> None:
         """Send a ping, or kill a worker that hangs."""
