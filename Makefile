@@ -163,8 +163,11 @@ bench-peers: $(STAMP) $(PEERS_STAMP)  ## pvg beside TRL, in turn within one run 
 	$(BIN)/python benchmarks/peers/compare.py verifier -s verifier.pairing=problem --out $(REPORTS)/peers-verifier-by-problem.json
 	$(BIN)/python -m benchmarks.pages.make_benchmarks
 
-soak: $(STAMP)  ## 300 SIGKILLs at random moments, each resumed and compared bit by bit
+# The second and the third command need the extra `cluster`.
+soak: $(STAMP)  ## kill runs, their workers and nodes at 450 random moments, and compare their ends bit by bit (1 hour)
 	$(BIN)/python tests/game/kill_drill.py --kills 300 --seed 1
+	PYTHONPATH=. $(BIN)/python tests/game/soak.py --kills 100 --seed 1
+	PYTHONPATH=. $(BIN)/python tests/game/soak.py --kills 50 --seed 1 --cluster ray
 
 clean:  ## remove the environments and caches (runs are kept)
 	rm -rf $(VENV) $(VLLM) $(PEERS) $(DOCS) build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -45,7 +45,8 @@ class SimulatedNodes:
 
     def add(self, cpus: int, **head: object) -> Any:
         """Start a node and wait until it is part of the cluster. Only the main thread may call this."""
-        name, self.added = NAMES[self.added], self.added + 1
+        name = NAMES[self.added] if self.added < len(NAMES) else f"node-{self.added + 1}"
+        self.added += 1
         return self.cluster.add_node(num_cpus=cpus, node_ip_address=LOOPBACK, node_name=name, **head)
 
     def kill(self, node: Any) -> None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Collection
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field, fields
+from operator import add, attrgetter, sub
 from typing import Protocol
 
 import numpy as np
@@ -161,10 +162,14 @@ class EngineStats:
         return 1.0 - self.prompt_tokens_computed / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def since(self, before: EngineStats) -> EngineStats:
-        return EngineStats(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+        return EngineStats(*map(sub, _counts(self), _counts(before)))
 
     def plus(self, more: EngineStats) -> EngineStats:
-        return EngineStats(*(total + further for total, further in zip(astuple(self), astuple(more), strict=True)))
+        return EngineStats(*map(add, _counts(self), _counts(more)))
+
+
+# `astuple` copies each value, which takes time with every message of every worker.
+_counts = attrgetter(*(entry.name for entry in fields(EngineStats)))
 
 
 class Engine(Protocol):

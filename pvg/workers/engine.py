@@ -4,6 +4,10 @@ Requests that arrive together form a *block*, and each shard gets its groups of 
 them in the order of their arrival, and never together with those of another shard. So the bits of a completion depend
 on the block and on the number of shards alone, as long as one block is sampled after the other. (With
 `rollout.prefetch`, blocks meet in a shard.)
+
+A block ends with its last completion, even if its worker is lost before it can confirm the block. Otherwise the next
+worker would sample the block again, together with the block that comes next, and a batch of more rows rounds
+differently.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from pvg.errors import StateError
@@ -40,18 +44,27 @@ def shard_of(group: int, shards: int) -> int:
 
 
 @dataclass(eq=False)
+class _Row:
+    """A request and its caller's future. `block`: the one in which it was sent."""
+
+    request: GenerationRequest
+    future: asyncio.Future[Completion]
+    block: _Block | None = None
+
+
+@dataclass(eq=False)
 class _Block:
-    """Requests that one worker samples together."""
+    """Rows that one worker samples together. `answer`: the worker's confirmation, once the block is sent."""
 
     place: int
-    requests: list[GenerationRequest]
-    futures: list[asyncio.Future[Completion]]
+    rows: list[_Row] = field(default_factory=list)
+    answer: asyncio.Future[Frame] | None = None
 
     def take(self, frame: Frame) -> bool:
         """Hand over finished completions, but no second time after a restart. Whether there were new ones."""
         new = False
-        for index, found in completions_of(frame, self.requests).items():
-            future = self.futures[index]
+        for index, found in completions_of(frame, [row.request for row in self.rows]).items():
+            future = self.rows[index].future
             if future.done():
                 continue
             new = True
@@ -59,7 +72,18 @@ class _Block:
                 future.set_exception(found)
             else:
                 future.set_result(found)
+        self.end_if_done()
         return new
+
+    def end_if_done(self) -> None:
+        """Ask for the answer no more once no row is left, so that no other worker gets the block."""
+        if self.answer is not None and all(row.future.done() for row in self.rows):
+            self.answer.cancel()
+
+    def fail(self, error: BaseException) -> None:
+        for row in self.rows:
+            if not row.future.done():
+                row.future.set_exception(error)
 
 
 class WorkerEngine(Engine):
@@ -68,11 +92,12 @@ class WorkerEngine(Engine):
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
         self._version = 0
-        self._waiting: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
+        self._waiting: list[_Row] = []
+        self._unsent: list[_Block] = []
         self._arrivals = 0
         self._in_flight = 0
         self._sender: asyncio.Task[None] | None = None
-        self._blocks: dict[asyncio.Future[Frame], _Block] = {}
+        self._blocks: set[_Block] = set()  # those in the workers
         self._totals = EngineStats()
         self._closed = False
 
@@ -98,27 +123,27 @@ class WorkerEngine(Engine):
         if self._closed:
             raise StateError("The engine is closed.", "Open a new one to continue sampling.")
         check_request(request)
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting.append((request, future))
+        row = _Row(request, asyncio.get_running_loop().create_future())
+        self._waiting.append(row)
         self._arrivals += 1
         self._in_flight += 1
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._send())
         try:
-            return await future
+            return await row.future
         except asyncio.CancelledError:
-            self._cancel(future)
+            self._cancel(row)
             raise
         finally:
             self._in_flight -= 1
 
     def cut(self, request_ids: Collection[str]) -> None:
         wanted = set(request_ids)
-        for request, future in self._waiting:
-            if request.id in wanted and not future.done():
-                future.set_exception(CutShort(request.resumed_from))
-        for block in self._blocks.values():
-            if ids := [request.id for request in block.requests if request.id in wanted]:
+        for row in self._not_sent():
+            if row.request.id in wanted and not row.future.done():
+                row.future.set_exception(CutShort(row.request.resumed_from))
+        for block in self._blocks:
+            if ids := [row.request.id for row in block.rows if row.request.id in wanted]:
                 self._pool.tell(block.place, Frame("cut", {"ids": ids}))
 
     async def load_weights(self, update: WeightUpdate) -> SyncTiming:
@@ -136,60 +161,64 @@ class WorkerEngine(Engine):
     async def close(self) -> None:
         self._closed = True
         error = StateError("The engine is closed.", "Open a new one to continue sampling.")
-        blocks = [future for block in self._blocks.values() for future in block.futures]
-        for future in [*blocks, *(future for _, future in self._waiting)]:
-            if not future.done():
-                future.set_exception(error)
+        for block in [*self._blocks, _Block(0, self._not_sent())]:
+            block.fail(error)
         if self._sender is not None:
             self._sender.cancel()
 
     # --- blocks -------------------------------------------------------------------------------------------------------
 
     async def _send(self) -> None:
-        """Send the waiting requests as soon as no more arrive."""
+        """Send the waiting requests as soon as no more arrive: one block per turn of the event loop, which many workers
+        would block otherwise."""
         while self._waiting:
             await gather_requests(lambda: self._arrivals)
-            waiting, self._waiting = self._waiting, []
-            places, blocks = self._pool.sampling, dict[int, _Block]()
-            for request, future in waiting:
-                if future.done():
-                    continue
-                place = places[shard_of(request.group, len(places))]
-                block = blocks.setdefault(place, _Block(place, [], []))
-                block.requests.append(request)
-                block.futures.append(future)
-            for block in blocks.values():
-                self._begin(block)
+            self._divide()
+            while self._unsent:
+                self._begin(self._unsent.pop(0))
+                await asyncio.sleep(0)
+
+    def _divide(self) -> None:
+        """Make blocks of the waiting requests."""
+        waiting, self._waiting = self._waiting, []
+        places, blocks = self._pool.sampling, dict[int, _Block]()
+        for row in waiting:
+            place = places[shard_of(row.request.group, len(places))]
+            blocks.setdefault(place, _Block(place)).rows.append(row)
+        self._unsent = list(blocks.values())
+
+    def _not_sent(self) -> list[_Row]:
+        return [*(row for block in self._unsent for row in block.rows), *self._waiting]
 
     def _begin(self, block: _Block) -> None:
-        try:
-            answer = self._pool.submit(block.place, block_of(block.requests), partial(self._take, block))
-        except Exception as error:  # noqa: BLE001 - it belongs to the callers
-            self._end(block, error)
+        block.rows = [row for row in block.rows if not row.future.done()]  # callers may have left
+        if not block.rows:
             return
-        self._blocks[answer] = block
-        answer.add_done_callback(self._ended)
+        try:
+            frame = block_of([row.request for row in block.rows])
+            block.answer = self._pool.submit(block.place, frame, partial(self._take, block))
+        except Exception as error:  # noqa: BLE001 - it belongs to the callers
+            block.fail(error)
+            return
+        for row in block.rows:
+            row.block = block
+        self._blocks.add(block)
+        block.answer.add_done_callback(partial(self._ended, block))
 
-    def _ended(self, answer: asyncio.Future[Frame]) -> None:
-        block = self._blocks.pop(answer)
+    def _ended(self, block: _Block, answer: asyncio.Future[Frame]) -> None:
+        self._blocks.discard(block)
         if answer.cancelled():
             return
         if (error := answer.exception()) is not None:
-            self._end(block, error)
+            block.fail(error)
 
     def _take(self, block: _Block, frame: Frame) -> None:
         if block.take(frame):
             stats = EngineStats(*frame.fields["stats"])
             self._totals = self._totals.plus(replace(stats, seconds=stats.seconds / len(self._pool.sampling)))
 
-    def _end(self, block: _Block, error: BaseException) -> None:
-        for future in block.futures:
-            if not future.done():
-                future.set_exception(error)
-
-    def _cancel(self, future: asyncio.Future[Completion]) -> None:
-        for block in self._blocks.values():
-            if future in block.futures:
-                id_ = block.requests[block.futures.index(future)].id
-                self._pool.tell(block.place, Frame("cancel", {"ids": [id_]}))
-                return
+    def _cancel(self, row: _Row) -> None:
+        """Tell the worker that a caller has left."""
+        if row.block in self._blocks:
+            self._pool.tell(row.block.place, Frame("cancel", {"ids": [row.request.id]}))
+            row.block.end_if_done()

@@ -12,6 +12,7 @@ Numbers in `fields` must be finite, because JSON has no NaN. What may be NaN tra
 from __future__ import annotations
 
 import asyncio
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -74,7 +75,7 @@ async def receive(reader: asyncio.StreamReader) -> Frame | None:
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
     arrays = {
-        name: np.frombuffer(body, np.dtype(dtype), count=int(np.prod(shape)), offset=offset).reshape(shape)
+        name: np.frombuffer(body, np.dtype(dtype), count=math.prod(shape), offset=offset).reshape(shape)
         for name, dtype, shape, offset in header["arrays"]
     }
     return Frame(header["kind"], header["fields"], arrays)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pvg.errors
 from pvg.config.experiment import Experiment
-from pvg.errors import PvgError, WorkerLostError
+from pvg.errors import MissingRequirementError, PvgError, WorkerLostError, counted, system_module
 from pvg.telemetry.events import Events, SilentEvents
 from pvg.workers.frames import Frame, receive
 from pvg.workers.load import LoadMeter
@@ -47,6 +47,10 @@ PROBE_S = 2.0
 PROBES_MISSED = 3
 # A place that loses its worker so often before the worker is ready, or with the same request, would lose the next one.
 MOST_ATTEMPTS = 6
+# What the driver has open besides its connections to workers.
+OTHER_FILES = 256
+# Places that are asked, and workers that are probed, in one turn of the event loop: 1,000 at once would block it.
+AT_ONCE = 32
 # Requests that change what a worker knows. A new worker gets those that its predecessor had confirmed.
 STATE = frozenset({"open", "load", "close", "policy"})
 TRAINING = frozenset({"gradient", "survey", "logprobs"})
@@ -69,7 +73,7 @@ class Supply(Protocol):
         ...
 
     def check(self) -> None:
-        """Raises WorkerLostError if it can start no worker any more. Called every PROBE_S."""
+        """Raises WorkerLostError if it can start no worker any more. Called at least every PROBE_S."""
         ...
 
     async def share(self, shared: SharedTensors) -> None:
@@ -116,6 +120,7 @@ class _Worker:
     deaths: int = 0  # since all its places were ready
     restarts: int = 0
     why: str = ""  # its last process ended
+    lost_at: float | None = None  # when its last process ended, until another one is ready
     missed: int = 0  # probes since it answered or computed
     cpu_s: float = 0.0
 
@@ -214,7 +219,7 @@ class WorkerPool:
         self.changed: Callable[[int, str], None] = lambda workers, why: None
         self._lowest, self._highest = processes or (count, count)
         self._trainers = trainers
-        self._experiment = experiment
+        self._start = Frame("start", {"experiment": experiment.plain()})
         self._supply = supply
         self._events = supply.events = events or SilentEvents()
         self._workers = [_Worker(number) for number in range(self._highest)]
@@ -246,6 +251,7 @@ class WorkerPool:
     async def start(self) -> None:
         """Start the lowest number of processes. Raises MissingRequirementError if none can be started, and what opening
         the models raises in a process."""
+        allow_open_files(self._highest)
         started = time.perf_counter()
         for place in self._places:
             place.ready = _future()
@@ -306,7 +312,12 @@ class WorkerPool:
 
     async def ask(self, places: range, frame: Frame) -> list[Frame]:
         """The answers for these places. Cancelling the caller does not cancel the requests."""
-        return list(await asyncio.gather(*(self.submit(place, frame) for place in places)))
+        answers = []
+        for number, place in enumerate(places, start=1):
+            answers.append(self.submit(place, frame))
+            if number % AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return list(await asyncio.gather(*answers))
 
     def _numbered(self, place: _Place, frame: Frame) -> Frame:
         self._numbers += 1
@@ -384,7 +395,7 @@ class WorkerPool:
             place.pending.pop(number, None)
         place.member = member
         place.changed.set()
-        known = [Frame("start", {"experiment": self._experiment.plain()}), *place.confirmed.values()]
+        known = [self._start, *place.confirmed.values()]
         place.setup = set()
         for frame in known:
             numbered = self._numbered(place, frame)
@@ -412,6 +423,7 @@ class WorkerPool:
         self._left(worker, member)
         if self._closing:
             return
+        ended = time.perf_counter()
         worker.why = await self._supply.reason(member)
         requests = sum(len(place.pending) for place in self._of(worker))
         self._events.event(
@@ -419,13 +431,12 @@ class WorkerPool:
         )
         if worker.leaving:
             return
+        worker.lost_at = worker.lost_at or ended
         worker.deaths += 1
         worker.restarts += 1
         if worker.deaths >= MOST_ATTEMPTS:
             raise self._lost(worker, "before it was ready")
-        began = time.perf_counter()
         await self._begin(worker)
-        self._events.event("workers", event="replaced", worker=worker.number, ms=(time.perf_counter() - began) * 1e3)
 
     def _left(self, worker: _Worker, member: Member) -> None:
         """A process serves nothing any more."""
@@ -483,8 +494,12 @@ class WorkerPool:
         place.setup.discard(frame.fields["id"])
         if place.setup:
             return
-        if not any(other.setup for other in self._of(place.worker)):
-            place.worker.deaths = 0
+        worker = place.worker
+        if not any(other.setup for other in self._of(worker)):
+            worker.deaths = 0
+            if worker.lost_at is not None:
+                ms, worker.lost_at = (time.perf_counter() - worker.lost_at) * 1e3, None
+                self._events.event("workers", event="replaced", worker=worker.number, ms=ms)
         if place.ready is not None and not place.ready.done():
             place.ready.set_result(frame)
 
@@ -500,22 +515,29 @@ class WorkerPool:
                     future.exception()  # marks it as retrieved: its caller may have left
 
     async def _probe(self) -> None:
-        """Kill processes that hang. Raises WorkerLostError if no process can be replaced any more."""
+        """Probe each worker every PROBE_S, a few at a time. Raises WorkerLostError if no process can be replaced any
+        more."""
         while True:
-            await asyncio.sleep(PROBE_S)
-            self._supply.check()
-            for worker in self._workers:
-                member = worker.member
-                if member is None:
-                    continue
-                cpu_s = member.cpu_s()
-                moved, worker.cpu_s = cpu_s is not None and cpu_s > worker.cpu_s, cpu_s or 0.0
-                worker.missed = 0 if moved else worker.missed + 1
-                if worker.missed > PROBES_MISSED:
-                    self._events.event("workers", event="hangs", worker=worker.number, **member.names)
-                    member.kill()
-                else:
-                    member.send(Frame("ping"))
+            for first in range(0, len(self._workers), AT_ONCE):
+                workers = self._workers[first : first + AT_ONCE]
+                await asyncio.sleep(PROBE_S * len(workers) / len(self._workers))
+                self._supply.check()
+                for worker in workers:
+                    self._probe_one(worker)
+
+    def _probe_one(self, worker: _Worker) -> None:
+        """Send a ping, or kill a process that hangs."""
+        member = worker.member
+        if member is None:
+            return
+        cpu_s = member.cpu_s()
+        moved, worker.cpu_s = cpu_s is not None and cpu_s > worker.cpu_s, cpu_s or 0.0
+        worker.missed = 0 if moved else worker.missed + 1
+        if worker.missed > PROBES_MISSED:
+            self._events.event("workers", event="hangs", worker=worker.number, **member.names)
+            member.kill()
+        else:
+            member.send(Frame("ping"))
 
     # --- the number of processes --------------------------------------------------------------------------------------
 
@@ -612,6 +634,23 @@ class WorkerPool:
         ms = (time.perf_counter() - began) * 1e3
         self._events.event("workers", event=what, worker=worker.number, workers=workers, why=why, ms=ms)
         self.changed(workers, f"{what} worker {worker.number}: {why}")
+
+
+def allow_open_files(workers: int) -> None:
+    """Raise this process's limit of open files to what `workers` connections need. Raises MissingRequirementError if
+    the system does not allow that."""
+    resource = system_module("resource")
+    needed = workers + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    except (OSError, ValueError):
+        raise MissingRequirementError(
+            f"{counted(workers, 'worker')} need {needed:,} open files, but this process may open only {hard:,}.",
+            f"Use fewer workers (-s cluster.workers=N), or raise the limit: ulimit -n {needed}",
+        ) from None
 
 
 def _future() -> asyncio.Future[Frame]:

@@ -9,6 +9,7 @@ Only the modules ray_* and the agents on the nodes import Ray, and only when the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import logging
 import os
@@ -20,6 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+import psutil
 
 from pvg.errors import MissingRequirementError, UsageError, WorkerLostError, install_extra, one_line, shortened
 from pvg.telemetry.waits import usable_cores
@@ -41,10 +44,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RayConnection:
-    """This process as part of a cluster. `host`: the address of this machine in it."""
+    """This process as part of a cluster. `host`: the address of this machine in it. `session`: Ray's folder of a
+    cluster that pvg has started."""
 
     ray: Any
     host: str
+    session: str | None = None
 
     def node_name(self, id_: str) -> str:
         """A node's name; with a part of its id if others have the same name."""
@@ -62,6 +67,25 @@ class RayConnection:
     def close(self) -> None:
         """Leave the cluster; one that pvg has started ends."""
         self.ray.shutdown()
+        if self.session is not None:
+            end_session(self.session)
+
+
+def end_session(folder: str) -> None:
+    """Kill the processes of a Ray session that are left. If a head is killed, an agent tries to reach it for another
+    minute."""
+    for process in psutil.process_iter(["cmdline"]):
+        with contextlib.suppress(psutil.Error):
+            if _is_of_session(process, process.info["cmdline"] or [""], folder):
+                process.kill()
+
+
+def _is_of_session(process: psutil.Process, command: list[str], folder: str) -> bool:
+    """Agents replace their command line by a name, but their output goes to files of the session."""
+    if {f"--session-dir={folder}", f"--session_dir={folder}"} & set(command):
+        return True
+    named = command[0].startswith("ray::")
+    return named and any(file.path.startswith(f"{folder}/") for file in process.open_files())
 
 
 class RayClient:
@@ -143,7 +167,8 @@ def _start(workers: int, log: Callable[[str], None]) -> RayConnection:
         os.environ.pop(TOKEN)
         if before is not None:
             os.environ[TOKEN] = before
-    connection = RayConnection(ray, ray.util.get_node_ip_address())
+    session = importlib.import_module("ray._private.worker")._global_node.get_session_dir_path()
+    connection = RayConnection(ray, ray.util.get_node_ip_address(), session)
     if connection.host not in LOOPBACK:
         connection.close()
         raise MissingRequirementError(
@@ -210,7 +235,7 @@ def _require_token(address: str) -> None:
         return
     raise MissingRequirementError(
         f"There is no token for the Ray cluster at {address}.",
-        "Copy ~/.ray/auth_token from its head to this machine, or set RAY_AUTH_TOKEN_PATH",
+        "Make one on its head (ray get-auth-token --generate), and copy ~/.ray/auth_token from there to this machine",
     )
 
 

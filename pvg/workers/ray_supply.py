@@ -47,6 +47,7 @@ AGENT_S = 120.0  # for an agent to start: Ray starts a process, which imports pv
 WORKER_S = 60.0
 CAUSE_S = 3.0  # for Ray to say why an agent has ended
 PROBES_MISSED = 8  # agents report twice as often
+BACKLOG = 100  # connections that wait to be admitted; workers may all connect at once
 
 
 @dataclass(eq=False)
@@ -263,7 +264,9 @@ class RaySupply:
     async def _open(self) -> None:
         """Connect to the cluster, listen for its nodes, and reserve a CPU for each worker."""
         cluster = await self._client.connection()
-        self._server = await asyncio.start_server(self._greet, cluster.host, 0, limit=1 << 20)
+        self._server = await asyncio.start_server(
+            self._greet, cluster.host, 0, limit=1 << 20, backlog=max(BACKLOG, self._workers)
+        )
         port: int = self._server.sockets[0].getsockname()[1]
         self._driver = DriverAddress(cluster.host, port, self._secret, os.getcwd())
         self._cluster: RayConnection = cluster

@@ -5,8 +5,7 @@
     python tests/game/kill_drill.py --kills 6 --memory    # with training.micro_batch_memory_mb
     python tests/game/kill_drill.py --kills 6 --partial   # unfinished rollouts continue: no two runs are alike
     python tests/game/kill_drill.py --kills 6 --learning  # with all that the prover's trainer tracks and adapts
-    python tests/game/kill_drill.py --kills 20 --workers 2  # kills and stops workers, and now and then the driver
-    python tests/game/kill_drill.py --kills 12 --ranks 2    # the same with the ranks of the prover's trainer
+    python tests/game/kill_drill.py --kills 12 --ranks 2  # kills the ranks of the prover's trainer, and the driver
 
 Prints one JSON document. Exit code 1 when anything differs: the final weights (bit by bit), the rollouts (ids and every
 field but their timing), the metrics of the finished rounds. With --partial: when a committed rollout is lost, or two
@@ -19,8 +18,8 @@ milliseconds; they are real processes and die of a real SIGKILL.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
+import asyncio
 import os
 import random
 import signal
@@ -103,18 +102,11 @@ def learning_experiment() -> Experiment:
     return build_experiment(plain)
 
 
-def worker_experiment(workers: int) -> Experiment:
-    """`small_experiment`, with everything else that workers compute."""
-    plain = small_experiment().plain()
-    plain["cluster"] = {"kind": "local", "workers": workers}
-    plain["training"] |= {"minibatches": 2, "steps": 8, "kl": {"kind": "adaptive", "target": 0.001}}
-    return build_experiment(plain)
-
-
 def ranks_experiment(ranks: int) -> Experiment:
     """`small_experiment` with a trainer on several ranks. Only the prover phase has processes to kill."""
-    plain = worker_experiment(1).plain()
+    plain = small_experiment().plain()
     plain["cluster"] = {"kind": "local", "workers": 0, "trainer_ranks": ranks}
+    plain["training"] |= {"minibatches": 2, "steps": 8, "kl": {"kind": "adaptive", "target": 0.001}}
     plain["game"]["rounds"] = 1
     return build_experiment(plain)
 
@@ -212,22 +204,22 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for children in found for child in children]
 
 
-def kill_a_worker_process(pid: int, dice: random.Random) -> str | None:
-    """Kill or stop one or all workers of the driver `pid`, or the process that forks them; None if there are none."""
+def kill_a_rank(pid: int, dice: random.Random) -> str | None:
+    """Kill or stop one or all ranks of the driver `pid`, or the process that forks them; None if there are none."""
     nurseries = children_of(pid)
-    workers = [worker for nursery in nurseries for worker in children_of(nursery)]
-    if not workers:
+    ranks = [rank for nursery in nurseries for rank in children_of(nursery)]
+    if not ranks:
         return None
-    what = dice.choices(["worker", "all workers", "stopped worker", "nursery"], [6, 2, 1, 1])[0]
-    victims = {"all workers": workers, "nursery": nurseries}.get(what, [dice.choice(workers)])
+    what = dice.choices(["rank", "all ranks", "stopped rank", "nursery"], [6, 2, 1, 1])[0]
+    victims = {"all ranks": ranks, "nursery": nurseries}.get(what, [dice.choice(ranks)])
     for victim in victims:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(victim, signal.SIGSTOP if what == "stopped worker" else signal.SIGKILL)
+            os.kill(victim, signal.SIGSTOP if what == "stopped rank" else signal.SIGKILL)
     return what
 
 
-def worker_drill(experiment: Experiment, kills: int, seed: int, log: Callable[[str], None]) -> dict[str, Any]:
-    """Play one run, hurt its workers `kills` times at random events, and kill the driver after every sixth time."""
+def rank_drill(experiment: Experiment, kills: int, seed: int, log: Callable[[str], None]) -> dict[str, Any]:
+    """Play one run, hurt its ranks `kills` times at random events, and kill the driver after every sixth time."""
     dice = random.Random(seed)
 
     def play_one(root: Path, hurt: Counter[str]) -> None:
@@ -270,7 +262,7 @@ def _hurt_a_run(
                 continue
             to_wait = dice.randint(1, 6)
             time.sleep(dice.random() * 0.08)  # not a wait for anything: a random moment between two events
-            what = kill_a_worker_process(pid, dice)
+            what = kill_a_rank(pid, dice)
             if what is not None:
                 hurt[what] += 1
                 log(f"{what} {sum(hurt.values())}/{kills}")
@@ -282,8 +274,8 @@ def _hurt_a_run(
 
 
 GAME_RECORDS = frozenset({"step", "phase", "round", "alert"})
-# Of a machine too busy to be on time.
-MACHINE_ALERTS = frozenset({"loop_lag_p90", "loop_lag_p99", "loop_lag_max", "stall"})
+# Of a machine too busy to be on time, and of updates that wait for a lost worker.
+MACHINE_ALERTS = frozenset({"loop_lag_p90", "loop_lag_p99", "loop_lag_max", "stall", "weights_queue"})
 
 
 def fingerprint(root: Path) -> dict[str, Any]:
@@ -386,17 +378,14 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--partial", action="store_true")
     parser.add_argument("--learning", action="store_true")
-    parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=0)
     options = parser.parse_args()
 
     def log(line: str) -> None:
         print(line, file=sys.stderr)
 
-    if options.workers:
-        result = worker_drill(worker_experiment(options.workers), options.kills, options.seed, log)
-    elif options.ranks:
-        result = worker_drill(ranks_experiment(options.ranks), options.kills, options.seed, log)
+    if options.ranks:
+        result = rank_drill(ranks_experiment(options.ranks), options.kills, options.seed, log)
     elif options.partial:
         result = partial_drill(options.kills, options.seed, log)
     else:

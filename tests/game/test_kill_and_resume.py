@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,13 +11,15 @@ from typing import Any
 import orjson
 import pytest
 
+ROOT = Path(__file__).parents[2]
 KILLS = 20
 
 
-def drilled(*options: str) -> dict[str, Any]:
-    """The result of kill_drill.py, In a separate process, which forks before any torch work."""
-    command = [sys.executable, str(Path(__file__).with_name("kill_drill.py")), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def drilled(*options: str, tool: str = "kill_drill.py") -> dict[str, Any]:
+    """The result of a tool of this folder, run in a separate process, which forks before any torch work."""
+    command = [sys.executable, str(Path(__file__).with_name(tool)), *options]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
     result: dict[str, Any] = orjson.loads(done.stdout)
     return result
@@ -49,10 +52,12 @@ def test_with_partial_rollouts_no_committed_one_is_lost_and_none_comes_twice():
 @pytest.mark.drill
 @pytest.mark.timeout(1800)
 def test_killed_and_hanging_workers_and_drivers_leave_the_bits_of_an_undisturbed_run():
-    result = drilled("--kills", "20", "--workers", "2")
+    result = drilled("--kills", "20", tool="soak.py")
     assert result["problems"] == []
+    assert (result["rollouts_lost"], result["rollouts_twice"]) == (0, 0)
     assert result["kills"]["worker"] >= 3
     assert result["kills"]["driver"] >= 2
+    assert result["recovery_s"]["worker"]["measured"] >= 3
 
 
 @pytest.mark.drill

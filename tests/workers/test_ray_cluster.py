@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 import pvg
 from pvg.errors import MissingRequirementError, PvgError, UsageError
-from pvg.workers.ray_cluster import open_cluster
+from pvg.workers.ray_cluster import end_session, open_cluster
 from pvg.workers.ray_supply import refuse_other_versions
 
 
@@ -45,7 +48,9 @@ def test_what_is_no_address_is_refused(address):
 
 
 def test_a_cluster_without_authentication_is_refused(monkeypatch):
-    assert "no token" in refusal("127.0.0.1:6379").message
+    missing = refusal("127.0.0.1:6379")
+    assert "no token" in missing.message
+    assert "ray get-auth-token --generate" in missing.remedy
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     assert "only clusters with token authentication" in refusal("127.0.0.1:6379").message
 
@@ -58,6 +63,28 @@ def test_an_address_where_no_cluster_answers_is_refused(monkeypatch, tmp_path):
         error = refusal(f"127.0.0.1:{unused.getsockname()[1]}")
     assert "No Ray cluster answers" in error.message
     assert "ray start --head" in error.remedy
+
+
+def test_what_is_left_of_a_session_is_killed_and_nothing_else(tmp_path):
+    """An agent of Ray stays for a minute after its head was killed. Its command line is only a name."""
+    session, other = tmp_path / "session_1", tmp_path / "session_12"
+
+    def process(name: str, output: Path) -> subprocess.Popen[bytes]:
+        output.parent.mkdir(exist_ok=True)
+        with output.open("wb") as file:
+            return subprocess.Popen([name, "600"], executable="/bin/sleep", stdout=file)
+
+    left = [process("ray::DashboardAgent", session / "agent.out")]
+    kept = [process("ray::DashboardAgent", other / "agent.out"), process("tail", session / "copy")]
+    left.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", f"--session-dir={session}"]))
+    try:
+        end_session(str(session))
+        assert [one.wait(timeout=20) for one in left] == [-signal.SIGKILL] * 2
+        assert [one.poll() for one in kept] == [None, None]
+    finally:
+        for one in [*left, *kept]:
+            one.kill()
+            one.wait()
 
 
 def test_a_node_with_other_versions_or_without_a_token_is_refused():

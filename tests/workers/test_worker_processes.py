@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -22,7 +23,7 @@ import torch
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
-from pvg.errors import ConfigurationError, WorkerLostError
+from pvg.errors import ConfigurationError, MissingRequirementError, WorkerLostError
 from pvg.game.players import Players
 from pvg.game.roles import prompt_builder
 from pvg.models import open_model
@@ -213,6 +214,7 @@ async def killed_while_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(events.of("hangs")) == 1
         assert workers_of(pool) != pids
         await killed_twice_before_it_is_ready(pool, expected)
+        await killed_after_its_last_completion(pool, events, expected)
         # What a user can fix keeps its type on the way; the worker goes on.
         impossible = block_of([GenerationRequest("x", np.array([3], np.int32), Sampling(0, (1,)), 0)])
         with pytest.raises(ConfigurationError, match="max_tokens is 0"):
@@ -226,7 +228,7 @@ async def killed_while_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def killed_twice_before_it_is_ready(pool: WorkerPool, expected: list[bytes]) -> None:
     """The replacement dies too, before it has opened its models. The next one must have the newest policy."""
-    with open_model(pool._experiment.models.prover, torch.device("cpu")) as model:
+    with open_model(experiment(2).models.prover, torch.device("cpu")) as model:
         weights = {name: weight + 0.01 for name, weight in model.weights().items()}
     await pool.load_policy(weights, 7, "trace")
     newer = await sampled(pool, 20)
@@ -243,6 +245,28 @@ async def killed_twice_before_it_is_ready(pool: WorkerPool, expected: list[bytes
     assert await sampled(pool, 22) == newer
     assert pool.restarts == restarts + 2
     expected[:] = newer
+
+
+async def killed_after_its_last_completion(pool: WorkerPool, events: RecordedEvents, expected: list[bytes]) -> None:
+    """A worker dies between its last completion and its confirmation. The next one must not sample the finished block
+    again: the next block would join its rows, and rows of different ages round differently."""
+    victim, take = pool._places[0], pool._take
+
+    def without_confirmation(place, frame: Frame) -> None:
+        request = place.pending.get(frame.fields.get("id"))
+        if place is victim and frame.kind == "done" and request is not None and request.frame.kind == "generate":
+            del pool._take  # type: ignore[attr-defined]
+            os.kill(place.member.pid, signal.SIGKILL)
+        else:
+            take(place, frame)
+
+    pool._take = without_confirmation  # type: ignore[method-assign]
+    replaced = len(events.of("replaced"))
+    assert await sampled(pool, 30) == expected
+    # When the next worker is ready, it would begin to sample the old block.
+    while len(events.of("replaced")) == replaced:  # noqa: ASYNC110 - nothing tells when that is
+        await asyncio.sleep(0.001)
+    assert await sampled(pool, 31) == expected
 
 
 def test_killed_and_hanging_workers_change_no_bit(monkeypatch):
@@ -393,6 +417,22 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one():
             other.kill()
 
     asyncio.run(run())
+
+
+def test_the_limit_of_open_files_is_raised_for_the_workers_or_refuses_them(monkeypatch):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, before[1]))
+    try:
+        pool_module.allow_open_files(200)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (456, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (300, 300))
+    supply = DyingSupply("")
+    with pytest.raises(MissingRequirementError, match="200 workers need 456 open files") as raised:
+        asyncio.run(WorkerPool(experiment(1), 200, supply).start())
+    assert "ulimit -n 456" in raised.value.remedy
+    assert supply.started == 0
 
 
 DRIVER = """
