@@ -90,7 +90,7 @@ def make(settings: BenchSettings) -> Workload:
             f"{experiment.rollout.group_size}.",
             "Set workload.rollouts to a multiple of it.",
         )
-    return Fleet(experiment, own)
+    return DriverOfMany(experiment, own)
 
 
 class StubMember(Member):
@@ -163,7 +163,7 @@ class StubSupply:
                 process.kill()
 
 
-class Fleet:
+class DriverOfMany:
     """See the module."""
 
     measures: Mapping[str, BenchMetric] = MEASURES

@@ -18,8 +18,8 @@ milliseconds; they are real processes and die of a real SIGKILL.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import asyncio
+import contextlib
 import os
 import random
 import signal

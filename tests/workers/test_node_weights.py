@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from pvg.workers import node_agent, ray_supply
+from pvg.workers import node_agent
 from pvg.workers.frames import Frame, receive, send
 from pvg.workers.links import connect
 from pvg.workers.node_agent import DriverAddress
@@ -98,7 +98,7 @@ async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[RaySup
         shutdown=lambda: None,
     )
     monkeypatch.setitem(os.environ, "RAY_AUTH_MODE", "token")
-    monkeypatch.setattr(ray_supply, "open_cluster", lambda *_: RayConnection(ray, "127.0.0.1"))
+    monkeypatch.setattr(ray_cluster, "open_cluster", lambda *_: RayConnection(ray, "127.0.0.1"))
     monkeypatch.setattr(RaySupply, "_create", create)
     supply = RaySupply(2)
     try:

@@ -252,13 +252,13 @@ async def killed_after_its_last_completion(pool: WorkerPool, events: RecordedEve
     again: the next block would join its rows, and rows of different ages round differently."""
     victim, take = pool._places[0], pool._take
 
-    def without_confirmation(place, frame: Frame) -> None:
-        request = place.pending.get(frame.fields.get("id"))
-        if place is victim and frame.kind == "done" and request is not None and request.frame.kind == "generate":
+    def without_confirmation(worker, member: Member, frame: Frame) -> None:
+        request = victim.pending.get(frame.fields.get("id"))
+        if frame.kind == "done" and request is not None and request.frame.kind == "generate":
             del pool._take  # type: ignore[attr-defined]
-            os.kill(place.member.pid, signal.SIGKILL)
+            os.kill(member.pid, signal.SIGKILL)
         else:
-            take(place, frame)
+            take(worker, member, frame)
 
     pool._take = without_confirmation  # type: ignore[method-assign]
     replaced = len(events.of("replaced"))
