@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from pvg.workers import node_agent
+from pvg.workers import node_agent, ray_cluster
 from pvg.workers.frames import Frame, receive, send
 from pvg.workers.links import connect
 from pvg.workers.node_agent import DriverAddress
@@ -42,7 +42,7 @@ class SlowAgent:
     async def serve(self, driver: DriverAddress, key: int) -> None:
         self._driver = driver
         reader, self._writer = await self._connected(key)
-        send(self._writer, Frame("hello", {**node_agent._versions(), "node": NODE}))
+        send(self._writer, Frame("hello", {**node_agent.versions(), "node": NODE}))
         while (frame := await receive(reader)) is not None:
             task = asyncio.create_task(self._answer(frame))
             self._tasks.add(task)
