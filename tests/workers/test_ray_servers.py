@@ -160,6 +160,7 @@ async def refusal(nodes: SimulatedNodes, root: Path) -> Exception:
     return raised.value
 
 
+@pytest.mark.drill
 def test_servers_on_a_cluster_are_replaced_and_lose_no_request(monkeypatch, tmp_path):
     monkeypatch.setenv("PVG_VLLM_PYTHON", str(stand_in(tmp_path / "vllm")))
     monkeypatch.setenv("PVG_CONTROL_KEY", KEY)

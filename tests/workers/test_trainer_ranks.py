@@ -218,8 +218,15 @@ def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"shared_prompts": False, "gradient_checkpointing": True}, {"entropy": {"kind": "adaptive"}}],
-    ids=["packed", "padded and checkpointed", "entropy"],
+    [
+        pytest.param({}, id="packed"),
+        pytest.param(
+            {"shared_prompts": False, "gradient_checkpointing": True},
+            id="padded and checkpointed",
+            marks=pytest.mark.drill,
+        ),
+        pytest.param({"entropy": {"kind": "adaptive"}}, id="entropy", marks=pytest.mark.drill),
+    ],
 )
 def test_ranks_train_as_one_process_does_and_each_keeps_its_part(model_folder: Path, settings: dict[str, Any]) -> None:
     async def work(group: RankGroup) -> None:
@@ -265,6 +272,7 @@ def test_a_batch_without_work_for_every_rank_and_one_without_signal(model_folder
     with_ranks(work)
 
 
+@pytest.mark.drill
 def test_bfloat16_is_as_exact_as_in_one_process(model_folder: Path) -> None:
     async def work(group: RankGroup) -> None:
         chosen, batches = experiment(model_folder, precision="bfloat16"), [batch(seed) for seed in range(2)]
