@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from new_process import in_new_process
 
 from benchmarks.simulated_nodes import SimulatedNodes, simulated_nodes
 from pvg.config.cluster import RayCluster
@@ -161,6 +162,7 @@ async def refusal(nodes: SimulatedNodes, root: Path) -> Exception:
 
 
 @pytest.mark.drill
+@in_new_process
 def test_servers_on_a_cluster_are_replaced_and_lose_no_request(monkeypatch, tmp_path):
     monkeypatch.setenv("PVG_VLLM_PYTHON", str(stand_in(tmp_path / "vllm")))
     monkeypatch.setenv("PVG_CONTROL_KEY", KEY)
@@ -170,6 +172,7 @@ def test_servers_on_a_cluster_are_replaced_and_lose_no_request(monkeypatch, tmp_
 
 
 @pytest.mark.drill
+@in_new_process
 def test_servers_use_the_gpus_that_ray_reserves_and_say_why_they_do_not_start(monkeypatch, tmp_path):
     vllm = tmp_path / "vllm"
     monkeypatch.setenv("PVG_VLLM_PYTHON", str(stand_in(vllm, "vllm")))
@@ -198,7 +201,8 @@ async def lost_node(nodes: SimulatedNodes, root: Path) -> None:
         third = nodes.add(1)
         await use.both_up()
         assert {event["node"] for event in use.started()} == {"first", "third"}
-        assert [event["node"] for event in use.events.named("server lost")] == ["second"]
+        # An actor that has not yet run on the dying node has no name of a node.
+        assert {event["node"] for event in use.events.named("server lost")} - {"?"} == {"second"}
         # Now no server is up. The requests wait for the one whose node is left.
         os.kill(next(event["pid"] for event in use.started() if event["node"] == "first"), signal.SIGKILL)
         nodes.kill(third)
@@ -207,6 +211,7 @@ async def lost_node(nodes: SimulatedNodes, root: Path) -> None:
 
 
 @pytest.mark.drill
+@in_new_process
 def test_a_lost_node_s_server_starts_on_another_node(monkeypatch, tmp_path):
     monkeypatch.setenv("PVG_VLLM_PYTHON", str(stand_in(tmp_path / "vllm")))
     monkeypatch.setenv("PVG_CONTROL_KEY", KEY)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from new_process import in_new_process
 from test_worker_processes import RecordedEvents, experiment, sampled, workers_of
 
 from benchmarks.simulated_nodes import SimulatedNodes, simulated_nodes
@@ -91,6 +92,7 @@ async def sampled_without(pool: WorkerPool, nodes: SimulatedNodes, node: Any) ->
     return await asked
 
 
+@in_new_process
 def test_a_cluster_of_two_nodes_computes_the_same_bits(monkeypatch):
     monkeypatch.setattr(pool_module, "PROBE_S", 0.5)
     monkeypatch.setattr(ray_supply, "GRACE_S", 100.0)
@@ -188,6 +190,7 @@ async def with_a_node_that_joins(monkeypatch, nodes: SimulatedNodes, expected: l
 
 
 @pytest.mark.drill
+@in_new_process
 def test_a_node_that_joins_gets_a_worker_and_one_that_leaves_changes_no_bit(monkeypatch):
     monkeypatch.setattr(pool_module, "PROBE_S", 0.5)
     expected = asyncio.run(results(LocalSupply()))[0]
