@@ -156,7 +156,7 @@ $(PEERS_STAMP): benchmarks/peers/constraints.txt
 bench-peers: $(STAMP) $(PEERS_STAMP)  ## pvg beside TRL, in turn within one run each (7 minutes; nothing else should run)
 	$(BIN)/python benchmarks/peers/compare.py grpo --out $(REPORTS)/peers-grpo.json
 	$(BIN)/python benchmarks/peers/compare.py grpo -s trl.processes=2 --out $(REPORTS)/peers-grpo-processes.json
-	$(BIN)/python benchmarks/peers/compare.py grpo -s training.kl=0 --out $(REPORTS)/peers-grpo-no-kl.json
+	$(BIN)/python benchmarks/peers/compare.py grpo -s training.kl=none --out $(REPORTS)/peers-grpo-no-kl.json
 	$(BIN)/python benchmarks/peers/compare.py grpo -s trl.torch_compile=true --out $(REPORTS)/peers-grpo-compiled.json
 	$(BIN)/python benchmarks/peers/compare.py grpo -s work.stops=true --out $(REPORTS)/peers-grpo-stopping.json
 	$(BIN)/python benchmarks/peers/compare.py verifier --out $(REPORTS)/peers-verifier.json
