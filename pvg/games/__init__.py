@@ -1,1 +1,0 @@
-"""Games of many turns and many players as pure functions on values."""
