@@ -99,7 +99,7 @@ class Negotiation:
         return Bargain(data[0], data[1], data[2], tuple(data[3:]))
 
     def scripted(self, script: Script, state: Bargain, seat: str, seed: int) -> str:
-        """The script "greedy" accepts every offer with a gain. Otherwise it offers a price with a gain of 1 for itself."""
+        """The script "greedy" accepts every offer with a gain. Otherwise it offers a price at which it gains 1."""
         if script == "random":
             return str(seed % PRICES)
         sign, limit = (1, state.value) if seat == "buyer" else (-1, state.cost)
