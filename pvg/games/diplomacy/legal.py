@@ -7,10 +7,11 @@ power, whatever their orders are. A legal order can still fail.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 
-from pvg.games.diplomacy.board import Board
-from pvg.games.diplomacy.movement import connected
+from pvg.games.diplomacy.board import Board, numbers
+from pvg.games.diplomacy.movement import connected, group_of
 from pvg.games.diplomacy.orders import Order
 from pvg.games.diplomacy.position import Dislodged, Position, Unit
 
@@ -133,13 +134,31 @@ class Legality:
 
     def crossings(self, unit: Unit) -> list[int]:
         """The provinces that an army can reach by convoy."""
-        if unit.fleet or not self.fleets & self.board.seas_beside[unit.place]:
-            return []
-        return [
-            province
-            for province, kind in enumerate(self.board.kinds)
-            if kind == "coast" and province != unit.place and connected(self.board, self.fleets, unit.place, province)
-        ]
+        return [] if unit.fleet else numbers(self.landings(unit.place))
+
+    def landings(self, origin: int, without: int = -1) -> int:
+        """The coastal provinces that fleets connect with a province, as a set of bits, if the fleet in the province
+        `without` does not convoy."""
+        board, found = self.board, 0
+        for seas, shores in self._groups:
+            if not seas & board.seas_beside[origin]:
+                continue
+            if without >= 0 and seas >> without & 1:
+                left = group_of(board, seas & ~(1 << without), board.seas_beside[origin])
+                found |= _union(board.shores_beside, left)
+            else:
+                found |= shores
+        return found & board.shores & ~(1 << origin) if board.shores >> origin & 1 else 0
+
+    @cached_property
+    def _groups(self) -> list[tuple[int, int]]:
+        """The connected fleets at sea, each group with the coasts that it touches, as sets of bits."""
+        left, found = self.fleets, []
+        while left:
+            group = group_of(self.board, left, left & -left)
+            found.append((group, _union(self.board.shores_beside, group)))
+            left &= ~group
+        return found
 
     # Faults
 
@@ -260,37 +279,28 @@ class Legality:
                 continue
             if reach >> province & 1:
                 yield Order("support", place, -1, other.place, unit=letter)
-            for target in self._within(other, self.fleets & ~(1 << own)):
-                if reach >> target & 1 and target != own:
-                    yield Order("support", place, target, other.place, unit=letter)
+            for target in numbers(reach & self._reach(other, own)):
+                yield Order("support", place, target, other.place, unit=letter)
         if self.fleets >> own & 1:
             yield from self._convoys(own, letter)
 
+    def _reach(self, unit: Unit, helper: int) -> int:
+        """The provinces to which the unit in the province `helper` could support a unit, as a set of bits."""
+        if unit.fleet:
+            return self.board.fleet_reach[unit.place]
+        return self.board.army_reach[unit.place] | self.landings(unit.place, helper)
+
     def _convoys(self, own: int, letter: str) -> Iterator[Order]:
-        shores = [p for p, kind in enumerate(self.board.kinds) if kind == "coast" and self._touches(own, p)]
+        shores = numbers(next(shores for seas, shores in self._groups if seas >> own & 1))
         for origin in shores:
             if origin in self.units and not self.units[origin].fleet:
                 for target in shores:
                     if target != origin:
                         yield Order("convoy", own, target, origin, unit=letter)
 
-    def _touches(self, fleet: int, shore: int) -> bool:
-        return connected(self.board, self.fleets, shore, shore, fleet)
 
-    def _within(self, unit: Unit, fleets: int) -> list[int]:
-        """The provinces that a unit can reach, with these fleets for convoys."""
-        board = self.board
-        if unit.fleet:
-            return sorted({board.province_of[place] for place in board.fleets[unit.place]})
-        coastal = fleets & board.seas_beside[unit.place]
-        crossings = self._landings(unit.place, fleets) if coastal else 0
-        found = (board.army_reach[unit.place] | crossings) & ~(1 << unit.place)
-        return [province for province in range(len(board.provinces)) if found >> province & 1]
-
-    def _landings(self, origin: int, fleets: int) -> int:
-        """The coastal provinces that the fleets connect with a province, as a set of bits."""
-        return sum(
-            1 << province
-            for province, kind in enumerate(self.board.kinds)
-            if kind == "coast" and connected(self.board, fleets, origin, province)
-        )
+def _union(sets: Sequence[int], members: int) -> int:
+    found = 0
+    for member in numbers(members):
+        found |= sets[member]
+    return found

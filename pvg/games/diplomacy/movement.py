@@ -49,11 +49,9 @@ def occupant(units: bytes, board: Board, province: int) -> int:
     return -1
 
 
-def connected(board: Board, fleets: int, origin: int, target: int, through: int = -1) -> bool:
-    """Whether the fleets, a set of sea provinces, contain a chain from one coastal province to another; with `through`,
-    whether that fleet belongs to the group of fleets that connects them."""
-    beside, group = board.seas_beside, 0
-    start = beside[origin] & fleets if through < 0 else 1 << through & fleets
+def group_of(board: Board, fleets: int, start: int) -> int:
+    """The fleets of a set of sea provinces that are connected with those of `start`, as a set of bits."""
+    beside, group, start = board.seas_beside, 0, start & fleets
     while start:
         group |= start
         found = 0
@@ -62,7 +60,17 @@ def connected(board: Board, fleets: int, origin: int, target: int, through: int 
             found |= beside[lowest.bit_length() - 1]
             start ^= lowest
         start = found & fleets & ~group
-    return bool(group & beside[target]) and (through < 0 or bool(group & beside[origin]))
+    return group
+
+
+def connected(board: Board, fleets: int, origin: int, target: int, through: int = -1) -> bool:
+    """Whether the fleets, a set of sea provinces, contain a chain from one coastal province to another; with `through`,
+    whether that fleet belongs to the group of fleets that connects them."""
+    beside = board.seas_beside
+    if through < 0:
+        return bool(group_of(board, fleets, beside[origin]) & beside[target])
+    group = group_of(board, fleets, 1 << through)
+    return bool(group & beside[target]) and bool(group & beside[origin])
 
 
 class _Phase:
