@@ -112,6 +112,7 @@ class OpenEnvClient:
         """The data of the reply."""
         import aiohttp
 
+        connected = self._socket is not None
         try:
             async with asyncio.timeout(self._timeout_s):
                 socket = self._socket or await self._connected()
@@ -125,6 +126,8 @@ class OpenEnvClient:
             ) from None
         except (aiohttp.ClientError, OSError) as error:
             await self._close()
+            if connected:
+                raise self._lost(str(error)) from None
             raise ServerUnavailableError(
                 f"No environment answers at {self.url}: {error or type(error).__name__}.",
                 "Start the server, or correct the URL. `pvg serve-env` starts a server of pvg.",
@@ -133,8 +136,11 @@ class OpenEnvClient:
             await self._close()
             size = socket.close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
             why = f"its reply has more than {MOST_BYTES:,} bytes" if size else "the server closed it"
-            raise LostSessionError(f"The connection to the environment at {self.url} ended: {why}.")
+            raise self._lost(why)
         return self._data(message.data)
+
+    def _lost(self, why: str) -> LostSessionError:
+        return LostSessionError(f"The connection to the environment at {self.url} ended: {why}.")
 
     def _data(self, text: str) -> dict[str, Any]:
         try:
