@@ -15,6 +15,7 @@ of the rewards. A server of pvg (`pvg serve-env`) names the seats and their valu
 from __future__ import annotations
 
 import asyncio
+import atexit
 import math
 import re
 import threading
@@ -163,12 +164,14 @@ class OpenEnvClient:
 
         self._http = aiohttp.ClientSession()
         address = re.sub(r"^http", "ws", self.url) + "/ws"
-        self._socket = await self._http.ws_connect(address, max_msg_size=MOST_BYTES, autoclose=True)
+        _CONNECTED.add(self)
+        self._socket = await self._http.ws_connect(address, max_msg_size=MOST_BYTES)
         return self._socket
 
     async def _close(self) -> None:
         socket, http = self._socket, self._http
         self._socket = self._http = None
+        _CONNECTED.discard(self)
         if socket is not None and not socket.closed:
             with suppress(Exception):  # the server may have ended
                 async with asyncio.timeout(2.0):
@@ -271,6 +274,14 @@ def _values(found: Any) -> dict[str, float]:
 
 
 # --- blocking calls ---------------------------------------------------------------------------------------------------
+
+_CONNECTED: set[OpenEnvClient] = set()  # it keeps them alive, because only their own thread may release a connection
+
+
+@atexit.register
+def _close_all() -> None:
+    for client in list(_CONNECTED):
+        client.close()
 
 
 @cache

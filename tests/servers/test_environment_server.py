@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -345,6 +346,15 @@ def test_a_client_connects_again_for_a_reset_but_not_within_an_episode() -> None
         end_sessions(server)
         with pytest.raises(LostSessionError):
             client.step({"message": "5"})
+
+
+def test_a_program_that_forgets_its_clients_ends_quietly(server: EnvironmentServer) -> None:
+    program = f"from pvg.games.openenv import *; OpenEnvClient({server.url!r}).reset(); open_openenv({server.url!r})"
+    done = subprocess.run(
+        [sys.executable, "-W", "error::ResourceWarning", "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert eventually(lambda: server.sessions == 0)
 
 
 def eventually(condition: Any) -> bool:
