@@ -165,11 +165,11 @@ def test_in_a_game_they_are_those_of_a_pass_over_the_whole_batch(
     given = batch_logprobs.reference_logprobs
 
     async def checked(
-        self: batch_logprobs.LogprobSource, batch: PolicyBatch, asked: Sequence[Rollout]
+        source: batch_logprobs.LogprobSource, batch: PolicyBatch, asked: Sequence[Rollout]
     ) -> list[Float32]:
-        found = await given(self, batch, asked)
-        base = self.session.players.base
-        expected = await self.session.players.compute(partial(self.objective.recompute, base.module, batch))
+        found = await given(source, batch, asked)
+        base = source.session.players.base
+        expected = await source.session.players.compute(partial(source.objective.recompute, base.module, batch))
         for row, logprobs in zip(found, expected, strict=True):
             np.testing.assert_allclose(row, logprobs, rtol=1e-5, atol=1e-5)
         return found
