@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 from kill_drill import play_experiment, small_experiment
+from tiny_programmer import tokenizer, untrained
+from transformers import LlamaForCausalLM
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
@@ -134,6 +137,40 @@ def test_what_self_play_cannot_do_is_refused(key: str, value: dict[str, Any], sa
     plain[key] |= value
     with pytest.raises(ConfigurationError, match=says):
         played(build_experiment(plain), tmp_path)
+
+
+def diplomacy(folder: Path, positions: int, prompts: str) -> Experiment:
+    """One step of Diplomacy with an untrained character model."""
+    config = untrained().config
+    config.max_position_embeddings = positions
+    fast = tokenizer()
+    fast.model_max_length = positions
+    fast.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    fast.save_pretrained(folder)
+    plain = changed(game="diplomacy", problems=8, test_problems=2, warmup=1, horizon=2, references=["greedy"]).plain()
+    plain["models"]["prover"] = {"source": str(folder)}
+    plain["rollout"] |= {"group_size": 2, "max_tokens": 12, "prompts": prompts}
+    plain["training"] |= {"groups": 2, "steps": 1}
+    plain["game"]["test"] = {"problems": 1, "samples": 1}
+    return build_experiment(plain)
+
+
+@pytest.mark.drill
+def test_diplomacy_trains_all_seats_that_decide_together(tmp_path: Path) -> None:
+    """With a random policy all orders are unreadable, so units hold; the scripts do not, and matches have results."""
+    run = played(diplomacy(tmp_path / "model", 4096, "chat"), tmp_path)
+    trained = [rollout for rollout in rollouts_of(run) if rollout.reward is not None]
+    seats = {rollout.id.rpartition("-")[2] for rollout in trained}
+    assert len(seats) > 2
+    sizes = Counter((rollout.group, rollout.prompt_ids.tobytes()) for rollout in trained)
+    assert set(sizes.values()) == {2}  # two continuations: the same prompt within a group
+    assert state_of(run)["rounds"][0]["points_greedy"] < 0.5
+
+
+def test_a_prompt_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"A prompt of the game has \d+ tokens"):
+        played(diplomacy(tmp_path / "model", 1000, "chat"), tmp_path)
 
 
 def test_it_has_no_verifier_to_evaluate() -> None:
