@@ -101,8 +101,8 @@ class PlayTask(Section):
     """Whole games, which the policy learns by playing against itself or a reference (docs/self-play.md)."""
 
     kind: Literal["play"] = "play"
-    game: Annotated[str, Field(pattern=rf"^[a-z][a-z0-9-]*$|{REFERENCE_PATTERN}")] = Field(
-        "negotiation", description="A game of pvg (pvg/games), or a class of your own as FILE.py:NAME."
+    game: Annotated[str, Field(pattern=rf"^[a-z][a-z0-9-]*$|{REFERENCE_PATTERN}|^(textarena|openenv):\S+$")] = Field(
+        "negotiation", description="A game of pvg, FILE.py:NAME, textarena:NAME, or openenv:URL (docs/environments.md)."
     )
     problems: Count = Field(1024, description="Starts of training games.")
     test_problems: Count = Field(256, description="Starts of rated games.")
