@@ -88,11 +88,18 @@ class ReplayedGame:
         self.name = name
         self._open = open_environment
         self._live: OrderedDict[ReplayedState, SteppedEnvironment] = OrderedDict()
+        self._opener: SteppedEnvironment | None = None
         self._lock = Lock()
 
     def opening(self, split: Split, number: int) -> Problem:
+        """The question is the first prompt. One environment shows those of all openings."""
         seed = seed_for(0, "opening", self.name, split, number) % SEED_LIMIT
-        return Problem(f"{self.name}-{split}-{number}", self.name, "", {"seed": seed})
+        with self._lock:
+            environment, self._opener = self._opener or self._open(), None
+            with _closed_on_error(environment):
+                prompt = environment.reset(seed).prompt
+            self._opener = environment
+        return Problem(f"{self.name}-{split}-{number}", prompt, "", {"seed": seed})
 
     def start(self, problem: Problem) -> ReplayedState:
         with self._lock:
@@ -153,6 +160,9 @@ class ReplayedGame:
         with self._lock:
             while self._live:
                 self._live.popitem()[1].close()
+            if self._opener is not None:
+                self._opener.close()
+                self._opener = None
 
     def _read(self, data: bytes) -> tuple[int, Moves, str]:
         try:

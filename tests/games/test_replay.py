@@ -39,7 +39,7 @@ def wrong(game: ReplayedGame, count: int) -> ReplayedState:
 
 def test_a_game_that_goes_straight_on_takes_one_step_per_move(game: ReplayedGame) -> None:
     state = wrong(game, 20)
-    assert (Guessing.opened, Guessing.steps) == (1, 20)
+    assert (Guessing.opened, Guessing.steps) == (2, 20), "one more shows the prompts of openings"
     assert game.seats(state) == ("player",)
     assert game.phase(state) == "move-20"
     ended = [move(game, wrong(game, 3), str(guess)) for guess in range(10)]
@@ -58,7 +58,7 @@ def test_a_fork_replays_and_shows_the_same(game: ReplayedGame) -> None:
     assert other.shown != first.shown, "the seed of the step is its chance"
     assert other != first
     assert game.prompt(state, "player", Role.HELPFUL) == game.prompt(state, "player", Role.SNEAKY)
-    assert Guessing.opened == 3
+    assert Guessing.opened == 4
     assert len(state.moves) == 3, "step changed its input"
 
 
@@ -116,7 +116,7 @@ def test_an_environment_that_ignores_its_seed_is_found_out(game: ReplayedGame) -
 
 def test_the_number_of_open_environments_is_bounded(game: ReplayedGame) -> None:
     states = [move(game, started(game, number), "x") for number in range(LIVE + 10)]
-    assert Guessing.opened - Guessing.closed == LIVE
+    assert Guessing.opened - Guessing.closed == LIVE + 1
     assert move(game, states[0], "y").shown.prompt.startswith("no"), "a closed one is replayed"
 
 

@@ -68,20 +68,22 @@ class Guessing:
 
     opened = steps = closed = 0
 
+    def __init__(self) -> None:
+        Guessing.opened += 1
+
     def reset(self, seed: int) -> Shown:
-        type(self).opened += 1
         self.chance = random.Random(seed)
         self.wanted = self.chance.randrange(10)
         return self.shown("guess")
 
     def step(self, text: str, seed: int) -> Shown:
-        type(self).steps += 1
+        Guessing.steps += 1
         if text == str(self.wanted):
             return Shown("", "", (("player", 1.0),), "found")
         return self.shown(f"no, lucky number {random.Random(seed).randrange(1000)} and {self.chance.randrange(1000)}")
 
     def close(self) -> None:
-        type(self).closed += 1
+        Guessing.closed += 1
 
     def shown(self, prompt: str) -> Shown:
         return Shown("player", prompt, (("player", 0.0),))
