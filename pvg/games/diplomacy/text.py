@@ -48,15 +48,9 @@ def verbose_json(board: Board, position: Position, power: int) -> str:
 
 
 def order_list(board: Board, position: Position, power: int, most: int = 10) -> str:
-    """The board as plain lines, and at most `most` legal orders of each unit of the power in the long notation."""
-    owned = _owned(board, position)
-    lines = [f"{position.phase} {board.powers[power].upper()}"]
-    for number, name in enumerate(board.powers):
-        units = [f"{'AF'[unit.fleet]} {board.places[unit.place].upper()}" for unit in position.units_of(number)]
-        lines.append(f"{name.upper()}: units {', '.join(units)}; centers {' '.join(owned[number]).upper()}")
-    for orders in Legality(board, position).orders_of(power).values():
-        lines += [long_order(board, position, order) for order in orders[:most]]
-    return "\n".join(lines)
+    """At most `most` legal orders of each unit of the power in the long notation, one per line, without the board."""
+    orders = Legality(board, position).orders_of(power)
+    return "\n".join(long_order(board, position, order) for listed in orders.values() for order in listed[:most])
 
 
 def long_order(board: Board, position: Position, order: Order) -> str:
