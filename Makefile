@@ -174,7 +174,7 @@ $(GAMES_PEER_STAMP): benchmarks/games_peer/constraints.txt
 	@touch $(GAMES_PEER_STAMP)
 
 bench-games-peer: $(STAMP) $(GAMES_PEER_STAMP)  ## the same 500 games of Diplomacy on both engines: differences and times (3 minutes)
-	$(BIN)/python -m benchmarks.games_peer.compare --out $(REPORTS)/games-peer.json
+	$(BIN)/python -m benchmarks.games_peer.compare --out docs/games-peer.json
 
 # The second and the third command need the extra `cluster`.
 soak: $(STAMP)  ## kill runs, their workers and nodes at 450 random moments, and compare their ends bit by bit (1 hour)

@@ -1,7 +1,7 @@
 """pvg's Diplomacy engine beside the package `diplomacy`: the same random games, every phase compared, and timed.
 
     make games-peer          # once: .venv-games-peer with the package
-    .venv/bin/python -m benchmarks.games_peer.compare --out docs/benchmarks/games-peer.json
+    .venv/bin/python -m benchmarks.games_peer.compare --out docs/games-peer.json
 
 Both sides execute the same orders in the same position. After a difference the package continues from pvg's position.
 Orders are drawn from all legal ones, with a preference for supports and convoys of moves that are ordered. Times are
@@ -24,14 +24,17 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.games_peer.variants import RULES, variants
+from pvg.bench.report import cpu_model, git_state
 from pvg.games.diplomacy.legal import Legality
 from pvg.games.diplomacy.movement import Movement, adjudicate
 from pvg.games.diplomacy.orders import Order, write
 from pvg.games.diplomacy.phases import deciders, step
 from pvg.games.diplomacy.position import NOBODY, Position, Unit
 from pvg.games.diplomacy.standard import standard_board
+from pvg.games.diplomacy.text import long_order
 
 BOARD = standard_board()
+ROOT = Path(__file__).parents[2]
 PEER = Path(".venv-games-peer/bin/python")
 TIMED_PHASES, ROUNDS = 300, 3
 OTHER_RULES = {
@@ -76,6 +79,8 @@ def drawn(draw: random.Random, position: Position) -> dict[int, list[Order]]:
 
 
 def chosen(draw: random.Random, orders: tuple[Order, ...], moves: set[tuple[int, int]]) -> Order:
+    if draw.random() < 0.8:  # most moves by convoy to an adjacent province have no convoy and fail by rule
+        orders = tuple(order for order in orders if not order.via)
     fitting = [
         order
         for order in orders
@@ -96,25 +101,10 @@ def adjustments(draw: random.Random, legality: Legality, power: int, listed: Map
 
 def peer_orders(position: Position, orders: Orders) -> dict[str, list[str]]:
     """The orders in the package's notation."""
-    letters = {BOARD.province_of[unit.place]: "AF"[unit.fleet] for unit in position.unit_list()}
     return {
-        BOARD.powers[power].upper(): [peer_order(o, letters, position.stage) for o in given]
+        BOARD.powers[power].upper(): [long_order(BOARD, position, order) for order in given]
         for power, given in orders.items()
     }
-
-
-def peer_order(order: Order, letters: Mapping[int, str], stage: str) -> str:
-    places = [name.upper() for name in BOARD.places]
-    unit = f"{order.unit} {places[order.place]}"
-    if order.act == "move" and stage == "R":
-        return f"{unit} R {places[order.target]}"
-    if order.act == "move":
-        return f"{unit} - {places[order.target]}{' VIA' if order.via else ''}"
-    if order.act in ("support", "convoy"):
-        helped = f"{letters[BOARD.province_of[order.origin]]} {places[order.origin]}"
-        aim = f" - {places[order.target]}" if order.target >= 0 else ""
-        return f"{unit} {'SC'[order.act == 'convoy']} {helped}{aim}"
-    return f"{unit} {order.act[0].upper()}"
 
 
 def peer_state(position: Position) -> dict[str, Any]:
@@ -306,16 +296,25 @@ def own_times(timed: list[tuple[Position, dict[int, list[Order]]]]) -> dict[str,
 
 
 def report(tally: Tally, times: Mapping[str, Any], copies: Mapping[str, Any], games: int) -> dict[str, Any]:
+    commit, changes = git_state(ROOT)
+    examples: dict[str, list[dict[str, Any]]] = {}
+    for difference in tally.differences:
+        examples.setdefault(" + ".join(difference["rules"]) or "unexplained", []).append(difference)
     return {
+        "commit": commit,
+        "uncommitted_changes": changes,
+        "processor": cpu_model(),
+        "package": "diplomacy 1.1.2",
         "games": games,
         "phases": dict(tally.phases),
         "differences": len(tally.differences),
         "unexplained": sum(not difference["rules"] for difference in tally.differences),
-        "by_rule": dict(Counter(" + ".join(d["rules"]) or "unexplained" for d in tally.differences)),
+        "by_rule": {rules: len(found) for rules, found in examples.items()},
         "rules": RULES | OTHER_RULES,
         "movement_phase": dict(times),
         "copy": dict(copies),
-        "listed": tally.differences,
+        "listed": [f"{d['game']} {d['phase']} {' + '.join(d['rules']) or 'unexplained'}" for d in tally.differences],
+        "examples": {rules: found[: 2 if rules != "unexplained" else None] for rules, found in examples.items()},
     }
 
 
@@ -337,7 +336,9 @@ def main() -> int:
     peer.close()
     if given.out:
         given.out.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps({key: value for key, value in found.items() if key not in ("listed", "rules")}, indent=1))
+    print(
+        json.dumps({key: value for key, value in found.items() if key not in ("listed", "rules", "examples")}, indent=1)
+    )
     return int(found["unexplained"] > 0)
 
 

@@ -17,12 +17,12 @@ from pvg.games.diplomacy.position import Position
 RULES = {
     "victim-helps-a-convoyed-attack": "The package counts a support by the victim's own power for an attack whose "
     "order says VIA. By the rules a power does not help to dislodge its own unit.",
+    "victim-helps-to-disrupt-a-convoy": "The package counts a support by the power of a convoying fleet against that "
+    "fleet when it decides whether the convoy is disrupted, although the fleet is not dislodged.",
     "intent-without-exchange": "In the package an army goes to an adjacent province by convoy whenever a fleet of its "
     "power convoys it. Here it does only to change places with the unit there (DATC 6.G.11), or with 'via'.",
     "via-without-convoy-goes-by-land": "In the package an army with VIA goes by land if nobody convoys it. Here the "
     "move fails (DATC 6.G.8).",
-    "convoy-spares-supports-at-sea": "In the package a convoyed army never cuts a support for or against a fleet on "
-    "which its convoy depends. Here it spares that support only if the two form a paradox.",
 }
 
 
@@ -57,23 +57,15 @@ class VariantPhase(_Phase):
         counts = "victim-helps-a-convoyed-attack" in self.rules and unit in self.vias
         return super().help(unit, -1 if counts else defender)
 
-    def uncut(self, supporter: int) -> bool:
-        if "convoy-spares-supports-at-sea" in self.rules:
-            order = self.orders[supporter]
-            at = self.board.province_of[order.target if order.target >= 0 else order.origin]
-            spared = [a for a in self.comers[supporter] if a in self.convoyed and self._needs(a, at)]
-            if spared:
-                kept = self.comers[supporter]
-                self.comers[supporter] = [a for a in kept if a not in spared]
-                given = super().uncut(supporter)
-                self.comers[supporter] = kept
-                return given
-        return super().uncut(supporter)
-
-    def _needs(self, army: int, fleet: int) -> bool:
-        fleets = self.convoyed[army]
-        without = connected(self.board, fleets & ~(1 << fleet), army, self.goal[army])
-        return bool(fleets >> fleet & 1) and not without
+    def afloat(self, fleet: int) -> bool:
+        if "victim-helps-to-disrupt-a-convoy" in self.rules:
+            hold = 1 + super().help(fleet, -1)
+            for attacker in self.comers[fleet]:
+                strength = 1 + super().help(attacker, -1)
+                others = [rival for rival in self.comers[fleet] if rival != attacker]
+                if strength > hold and not any(self.prevents(rival, fleet, strength) for rival in others):
+                    return False
+        return super().afloat(fleet)
 
 
 def _route(board: Board, orders: Mapping[int, Order], army: int) -> bool:
@@ -83,7 +75,7 @@ def _route(board: Board, orders: Mapping[int, Order], army: int) -> bool:
 
 
 def variants(board: Board, position: Position, orders: Mapping[int, Order]) -> Iterator[tuple[list[str], Movement]]:
-    """The results with one rule changed, then with two, and so on."""
-    for count in range(1, len(RULES) + 1):
+    """The results with one rule changed, then with two, and with three."""
+    for count in range(1, 4):
         for rules in combinations(RULES, count):
             yield list(rules), VariantPhase(board, position, orders, frozenset(rules)).result()
