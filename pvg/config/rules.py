@@ -327,6 +327,8 @@ def _verifier_servers(experiment: AllSections) -> Iterator[str]:
 
 
 def _roles(experiment: AllSections) -> Iterator[str]:
+    if experiment.task.kind == "play":  # one role, and rewards of its own
+        return
     game, reward = experiment.game, experiment.game.reward.kind
     one_role = game.sneaky_share in (0.0, 1.0)
     if reward in TWO_ROLE_REWARDS and one_role:

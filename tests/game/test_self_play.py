@@ -18,6 +18,8 @@ from pvg.config.load import build_experiment
 from pvg.errors import ConfigurationError, UsageError
 from pvg.evaluation.opponents import check_protocol
 from pvg.game.run import play
+from pvg.games import open_game
+from pvg.records import Split
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
@@ -169,8 +171,12 @@ def test_diplomacy_trains_all_seats_that_decide_together(tmp_path: Path) -> None
 
 
 def test_a_prompt_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    """The openings fit, as the run checks at its start. Prompts of other seats are longer."""
+    splits: list[tuple[Split, int]] = [("train", 8), ("test", 2)]
+    openings = [open_game("diplomacy").opening(split, number) for split, count in splits for number in range(count)]
+    fits = max(len(problem.question) for problem in openings) + 12
     with pytest.raises(ConfigurationError, match=r"A prompt of the game has \d+ tokens"):
-        played(diplomacy(tmp_path / "model", 1000, "chat"), tmp_path)
+        played(diplomacy(tmp_path / "model", fits, "plain"), tmp_path)
 
 
 def test_it_has_no_verifier_to_evaluate() -> None:
