@@ -29,7 +29,7 @@ Curve = tuple[Point, Point, Point]  # a quadratic curve: start, control point, e
 
 TILE = (52.0, 44.0)  # width and height of a tile in pixels
 GAP = 2.0  # pixels between a line and the tile of a third province
-LOWER = 6.0  # a unit stands this far below the centre of its tile, so that the name fits above it
+LOWER = 7.0  # a unit stands this far below the centre of its tile, so that the name fits above it
 RADIUS = 15.0  # of the free space around a unit
 BENDS = tuple(sorted((4.0 * k for k in range(-20, 21)), key=abs))  # how far a line may be bent, best first
 APART = 9.0  # bend of two moves in opposite directions
@@ -50,8 +50,8 @@ class DrawnOrder:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A province as the template draws it. `centre`: None if it has no supply centre, otherwise the class of its owner's
-    colour ("" for a free centre)."""
+    """A province as the template draws it. `centre`: None without a supply centre, otherwise the class of its owner's
+    colour, "" for a free centre."""
 
     x: float
     y: float
@@ -122,6 +122,28 @@ def described(board: Board, drawn: DrawnOrder) -> str:
     if drawn.success:
         return write(board, drawn.order)
     return f"{write(board, drawn.order)} ({drawn.why or 'failed'})"
+
+
+def spoken(board: Board, order: Order) -> str:
+    """An order in words: "d holds", "e supports g to d"."""
+    if order.act == "waive":
+        return "no build"
+    here, to = board.places[order.place], board.places[order.target] if order.target >= 0 else ""
+    helped = board.places[order.origin] if order.origin >= 0 else ""
+    if order.act == "move":
+        return f"{here} moves to {to}{' by convoy' if order.via else ''}"
+    if order.act == "convoy":
+        return f"{here} convoys {helped} to {to}"
+    if order.act == "support":
+        return f"{here} supports {helped}{f' to {to}' if to else ''}"
+    if order.act == "build":
+        return f"builds {'a fleet' if order.unit == 'F' else 'an army'} in {here}"
+    return f"{here} {'holds' if order.act == 'hold' else 'is disbanded'}"
+
+
+def legend(sides: Sequence[tuple[str, str]]) -> Markup:
+    """The signs of a drawing, and the colours: pairs of a name and the class of its colour."""
+    return markup.legend(sides)
 
 
 def units_text(board: Board, position: Position) -> str:
@@ -321,7 +343,9 @@ def _path(curves: Sequence[Curve]) -> str:
 
 def _ring(at: Point, radius: float) -> str:
     x, y, r = at[0], at[1], number(radius)
-    return f"M{number(x - radius)} {number(y)}a{r} {r} 0 1 0 {number(2 * radius)} 0a{r} {r} 0 1 0 {number(-2 * radius)} 0"
+    return (
+        f"M{number(x - radius)} {number(y)}a{r} {r} 0 1 0 {number(2 * radius)} 0a{r} {r} 0 1 0 {number(-2 * radius)} 0"
+    )
 
 
 def _cross(at: Point, size: float) -> str:
@@ -349,5 +373,3 @@ def _cut(curve: Curve) -> str:
         x, y = (x0 + x2) / 2 + along * dx, (y0 + y2) / 2 + along * dy
         strokes.append(f"M{number(x - 6 * dy)} {number(y + 6 * dx)}L{number(x + 6 * dy)} {number(y - 6 * dx)}")
     return "".join(strokes)
-
-
