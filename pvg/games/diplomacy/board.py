@@ -1,7 +1,7 @@
 """A map as a value: provinces, their coasts and borders, supply centres and powers.
 
-Everything has a number. A *province* is 0..P-1. A *place* is a province or one of its coasts (`spa/nc`), and the first P
-places are the provinces. A *power* is 0..N-1. Sets of provinces are integers with one bit for each province, because
+Everything has a number. A *province* is 0..P-1. A *place* is a province or one of its coasts (`spa/nc`), and the first
+P places are the provinces. A *power* is 0..N-1. Sets of provinces are integers with one bit for each province, because
 the rules ask for membership thousands of times per second.
 """
 
@@ -74,7 +74,7 @@ class Board:
 
     @cached_property
     def touching(self) -> tuple[tuple[int, ...], ...]:
-        """For each province every province with a common border."""
+        """For each province every province that an army or a fleet can enter from it."""
         return tuple(
             tuple(sorted({*self.armies[p], *(self.province_of[q] for at in self._on(p) for q in self.fleets[at])}))
             for p in range(len(self.provinces))
@@ -94,6 +94,11 @@ class Board:
     def seas_beside(self) -> tuple[int, ...]:
         """For each province the seas that touch it, as sets of bits."""
         return tuple(_bits(q for q in near if self.kinds[q] == "sea") for near in self.touching)
+
+    @cached_property
+    def shores_beside(self) -> tuple[int, ...]:
+        """For each province the coastal provinces that touch it, as sets of bits."""
+        return tuple(_bits(q for q in near if self.kinds[q] == "coast") for near in self.touching)
 
     @cached_property
     def seas(self) -> int:
@@ -184,6 +189,16 @@ def _neighbours(pairs: list[tuple[str, str]], number: Mapping[str, int], size: i
         found[number[one]].add(number[other])
         found[number[other]].add(number[one])
     return tuple(tuple(sorted(near)) for near in found)
+
+
+def numbers(bits: int) -> list[int]:
+    """The members of a set of bits, in ascending order."""
+    found = []
+    while bits:
+        lowest = bits & -bits
+        found.append(lowest.bit_length() - 1)
+        bits ^= lowest
+    return found
 
 
 def _bits(provinces: Iterable[int]) -> int:

@@ -33,7 +33,7 @@ class Order(NamedTuple):
     unit: str = ""
 
 
-class Orders(NamedTuple):
+class ParsedOrders(NamedTuple):
     """The orders of a text, and the parts that are not orders."""
 
     orders: tuple[Order, ...]
@@ -65,7 +65,7 @@ def parse(board: Board, text: str) -> Order | None:
     return _Reader(board, tokens).order(letter=True) or _Reader(board, tokens).order(letter=False)
 
 
-def parse_orders(board: Board, text: str) -> Orders:
+def parse_orders(board: Board, text: str) -> ParsedOrders:
     """The orders of a text that separates them by line ends, semicolons or commas."""
     orders, unread = [], []
     for part in _SEPARATORS.split(text):
@@ -73,7 +73,7 @@ def parse_orders(board: Board, text: str) -> Orders:
             orders.append(order)
         elif part.strip():
             unread.append(part.strip())
-    return Orders(tuple(orders), tuple(unread))
+    return ParsedOrders(tuple(orders), tuple(unread))
 
 
 def write(board: Board, order: Order) -> str:
@@ -115,7 +115,7 @@ class _Reader:
         self.names, self.tokens, self.at = board.names, tokens, 0
 
     def order(self, letter: bool) -> Order | None:
-        """The order; with `letter` it begins with the letter of a unit. On the mini map `a` and `f` are also provinces."""
+        """The order. With `letter` it begins with a unit's letter; on the mini map `a` and `f` are also provinces."""
         unit = _UNITS.get(self.next(), "") if letter else ""
         if letter and not unit:
             return None

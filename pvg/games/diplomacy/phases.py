@@ -1,7 +1,7 @@
 """One step of the game: a position and everybody's orders give the next position, and a result for each order.
 
-The stages are those of the game: movement in spring and fall, retreats after each if a unit was dislodged, and in winter
-builds or disbands. A step skips stages in which nobody has a choice.
+The stages are those of the game: movement in spring and fall, retreats after each if a unit was dislodged, and in
+winter builds or disbands. A step skips stages in which nobody has a choice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Result(NamedTuple):
     why: str
 
 
-class Outcome(NamedTuple):
+class PhaseOutcome(NamedTuple):
     """The result of a step.
 
     `position`: the next one in which somebody decides. `results`: one for each given order, by power and then as
@@ -39,7 +39,7 @@ class Outcome(NamedTuple):
     implied: tuple[Result, ...] = ()
 
 
-def step(board: Board, position: Position, orders: Mapping[int, Sequence[Order]]) -> Outcome:
+def step(board: Board, position: Position, orders: Mapping[int, Sequence[Order]]) -> PhaseOutcome:
     """Execute the orders of a phase. `orders`: power -> its orders. For each unit the first legal order counts; the
     rules decide for the others."""
     return _STAGES[position.stage](board, position, orders)
@@ -58,7 +58,7 @@ def deciders(board: Board, position: Position) -> tuple[int, ...]:
     return tuple(power for power in powers if legality.adjustment(power))
 
 
-def _movement(board: Board, position: Position, orders: Mapping[int, Sequence[Order]]) -> Outcome:
+def _movement(board: Board, position: Position, orders: Mapping[int, Sequence[Order]]) -> PhaseOutcome:
     legality, chosen = Legality(board, position), dict[int, Order]()
     faults = [_choose(legality, chosen, power, order) for power, order in _listed(orders)]
     done = adjudicate(board, position, chosen)
@@ -77,7 +77,7 @@ def _movement(board: Board, position: Position, orders: Mapping[int, Sequence[Or
     after = Position(
         position.year, position.season, "R", done.units, position.owners, done.dislodged, contested=done.contested
     )
-    return Outcome(_with_retreats(board, after), results, dislodged, implied)
+    return PhaseOutcome(_with_retreats(board, after), results, dislodged, implied)
 
 
 def _with_retreats(board: Board, after: Position) -> Position:
@@ -95,7 +95,7 @@ def _with_retreats(board: Board, after: Position) -> Position:
     return Position(after.year, after.season, "R", after.units, after.owners, able, after.contested)
 
 
-def _retreats(board: Board, position: Position, orders: Mapping[int, Sequence[Order]]) -> Outcome:
+def _retreats(board: Board, position: Position, orders: Mapping[int, Sequence[Order]]) -> PhaseOutcome:
     legality, chosen = Legality(board, position), dict[int, Order]()
     faults = [_choose(legality, chosen, power, order) for power, order in _listed(orders)]
     goals = [board.province_of[order.target] for order in chosen.values() if order.act == "move"]
@@ -115,10 +115,10 @@ def _retreats(board: Board, position: Position, orders: Mapping[int, Sequence[Or
         for (power, order), fault in zip(_listed(orders), faults, strict=True)
     )
     implied = tuple(_disband(gone.unit) for at, gone in legality.leaving.items() if at not in chosen)
-    return Outcome(_next_season(board, position, packed(units)), results, (), implied)
+    return PhaseOutcome(_next_season(board, position, packed(units)), results, (), implied)
 
 
-def _adjustments(board: Board, position: Position, orders: Mapping[int, Sequence[Order]]) -> Outcome:
+def _adjustments(board: Board, position: Position, orders: Mapping[int, Sequence[Order]]) -> PhaseOutcome:
     legality = Legality(board, position)
     results: list[Result] = []
     implied: list[Result] = []
@@ -139,7 +139,7 @@ def _adjustments(board: Board, position: Position, orders: Mapping[int, Sequence
         units -= gone | set(forced)
     after = packed([(unit.place, 2 * unit.power + unit.fleet) for unit in units])
     following = Position(position.year + 1, "S", "M", after, position.owners)
-    return Outcome(following, tuple(results), (), tuple(implied))
+    return PhaseOutcome(following, tuple(results), (), tuple(implied))
 
 
 _STAGES = {"M": _movement, "R": _retreats, "A": _adjustments}
