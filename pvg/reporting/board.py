@@ -172,7 +172,7 @@ class _Drawing:
             owner = owners.get(province)
             centre = None if owner is None else ("" if owner == NOBODY else self.styles[owner])
             kind = self.board.kinds[province]
-            x, y = self.layout.centre(name)
+            x, y = self.layout.centres[name]
             found.append(Tile(x, y, name, self.board.titles[province], kind, centre, province == target))
         return found
 
@@ -278,16 +278,21 @@ class _Drawing:
 
 def unit_point(layout: BoardLayout, province: str) -> Point:
     """Where a unit stands, and where lines begin and end."""
-    x, y = layout.centre(province)
+    x, y = layout.centres[province]
     return x, y + LOWER
 
 
 @cache
 def free_bend(board: str, start: str, end: str) -> float:
-    """The smallest bend with which the line between two provinces crosses the fewest tiles of others."""
+    """The smallest bend with which the line between two provinces crosses no tile of others, or else the fewest."""
     layout = LAYOUTS[board]
     a, b = unit_point(layout, start), unit_point(layout, end)
-    return min(BENDS, key=lambda bend: len(crossed(layout, _bent(a, b, bend), {start, end})))
+    counts: dict[float, int] = {}
+    for bend in BENDS:
+        counts[bend] = len(crossed(layout, _bent(a, b, bend), {start, end}))
+        if not counts[bend]:
+            return bend
+    return min(counts, key=counts.__getitem__)
 
 
 def crossed(layout: BoardLayout, curve: Curve, ends: set[str]) -> set[str]:
@@ -296,8 +301,8 @@ def crossed(layout: BoardLayout, curve: Curve, ends: set[str]) -> set[str]:
     half_x, half_y = TILE[0] / 2 + GAP, TILE[1] / 2 + GAP
     return {
         name
-        for name in layout.places.keys() - ends
-        if any(abs(x - cx) < half_x and abs(y - cy) < half_y for cx, cy in [layout.centre(name)] for x, y in points)
+        for name, (cx, cy) in layout.centres.items()
+        if name not in ends and any(abs(x - cx) < half_x and abs(y - cy) < half_y for x, y in points)
     }
 
 

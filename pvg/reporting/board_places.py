@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BoardLayout:
-    """Centres of tiles in steps of the grid, and the pixels of a step. `margin`: pixels around the outermost
-    centres."""
+    """Centres of tiles in steps of the grid, and the pixels of a step. `margin_x`, `margin_y`: pixels around the
+    outermost centres."""
 
     places: Mapping[str, tuple[float, float]]
     step_x: float
@@ -21,25 +22,20 @@ class BoardLayout:
     margin_x: float = 42
     margin_y: float = 36
 
-    def centre(self, province: str) -> tuple[float, float]:
-        """The centre of a province's tile in pixels."""
-        x, y = self.places[province]
-        return self._left + x * self.step_x, self._top + y * self.step_y
+    @cached_property
+    def centres(self) -> Mapping[str, tuple[float, float]]:
+        """The centre of each province's tile in pixels."""
+        left, top = (min(place[axis] for place in self.places.values()) for axis in (0, 1))
+        return {
+            name: (self.margin_x + (x - left) * self.step_x, self.margin_y + (y - top) * self.step_y)
+            for name, (x, y) in self.places.items()
+        }
 
     @property
     def size(self) -> tuple[float, float]:
         """Width and height of the drawing in pixels."""
-        width = max(self.centre(name)[0] for name in self.places) + self.margin_x
-        height = max(self.centre(name)[1] for name in self.places) + self.margin_y
-        return width, height
-
-    @property
-    def _left(self) -> float:
-        return self.margin_x - min(x for x, _ in self.places.values()) * self.step_x
-
-    @property
-    def _top(self) -> float:
-        return self.margin_y - min(y for _, y in self.places.values()) * self.step_y
+        xs, ys = zip(*self.centres.values(), strict=True)
+        return max(xs) + self.margin_x, max(ys) + self.margin_y
 
 
 STANDARD_LAYOUT = BoardLayout(
