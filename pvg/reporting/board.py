@@ -12,7 +12,7 @@ only pages with a board contain. Signs:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -94,22 +94,22 @@ def board_svg(
     styles: Sequence[str] = (),
     dislodged: Sequence[Dislodged] = (),
     target: int = -1,
+    around: Collection[int] = (),
 ) -> Markup:
     """The position with its orders.
 
     `ident` makes the ids of this drawing unique on its page. `title` and `description` are what a screen reader says.
     `styles`: the class of each power's colour; default "power-0", "power-1", and so on. `dislodged`: the units that
-    these orders dislodged. `target`: a province to mark. Raises KeyError for a board without a layout.
+    these orders dislodged. `target`: a province to mark. `around`: show only the part of the board
+    around these provinces. Raises KeyError for a board without a layout.
     """
     drawing = _Drawing(board, position, styles or [f"power-{power}" for power in range(len(board.powers))])
-    width, height = drawing.layout.size
     return markup.board(
         ident=ident,
         title=title,
         description=description,
-        look=board.name,
-        width=width,
-        height=height,
+        look=f"{board.name} part" if around else board.name,
+        window=drawing.window(around),
         borders=_path(drawing.borders()),
         tiles=drawing.tiles(target),
         strokes=drawing.strokes(orders),
@@ -160,6 +160,16 @@ class _Drawing:
     def __init__(self, board: Board, position: Position, styles: Sequence[str]) -> None:
         self.board, self.position, self.styles = board, position, styles
         self.layout = LAYOUTS[board.name]
+
+    def window(self, around: Collection[int]) -> tuple[float, float, float, float]:
+        """Left, top, width and height of what is shown: the whole board, or the part around these provinces."""
+        width, height = self.layout.size
+        if not around:
+            return 0.0, 0.0, width, height
+        xs, ys = zip(*(self.layout.centres[self.board.provinces[province]] for province in around), strict=True)
+        left, right = max(0.0, min(xs) - 1.5 * TILE[0]), min(width, max(xs) + 1.5 * TILE[0])
+        top, bottom = max(0.0, min(ys) - 1.5 * TILE[1]), min(height, max(ys) + 1.5 * TILE[1])
+        return left, top, right - left, bottom - top
 
     def borders(self) -> list[Curve]:
         pairs = [(p, q) for p, near in enumerate(self.board.touching) for q in near if p < q]

@@ -55,19 +55,17 @@ def _shown(game: GameRecord, ident: str) -> Iterator[object]:
     seats = list(game.phases[-1].values)
     styles = {seat: f"power-{number % 7}" for number, seat in enumerate(seats)}
     players = ", ".join(f"{seat}: {game.players.get(seat, 'policy')}" for seat in seats)
-    yield elements.subheading(
-        f"Round {game.round}: {game.game}", f"Start {game.start}. {players}. {ENDS.get(game.ended, game.ended)}"
-    )
+    ended = ENDS.get(game.ended, game.ended)
+    yield elements.subheading(f"Round {game.round}: {game.game}", f"Start {game.start}. {players}. {ended}")
     yield _values(game, styles)
     drawn = Diplomacy() if game.game == "diplomacy" else None
     played = [phase for phase in game.phases if phase.decisions]
     if drawn is not None:
         last = drawn.load(bytes.fromhex(game.phases[-1].state))
         yield legend([(seat, styles[seat]) for seat in seats])
-        yield elements.note(
-            f"The position at the end, before {last.phase}. A dot is a supply centre of its colour's power."
-        )
-        yield _board(drawn, last, [], f"{ident}-end", f"The position at the end, before {last.phase}")
+        title = f"The position at the end, before {last.phase}"
+        yield elements.note(f"{title}. A dot is a supply centre in the colour of its owner.")
+        yield _board(drawn, last, [], f"{ident}-end", title)
     for number, phase in enumerate(played[:MOST_PHASES]):
         name = f"{ident}-{number}"
         pieces = [_table(phase)] if drawn is None else _phase(drawn, phase, name, styles)

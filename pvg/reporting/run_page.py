@@ -37,7 +37,11 @@ markup = TemplateMacros("run.html.j2")
 
 # Task kind -> the module that draws its problems: `section(run, task kind, thresholds, examples) -> PageSection`. Other
 # runs do not load these modules.
-DRAWN_TASKS = {"diplomacy_mini": "pvg.reporting.plans_on_board", "play": "pvg.reporting.games_on_board"}
+DRAWN_TASKS = {
+    "diplomacy_mini": "pvg.reporting.plans_on_board",
+    "diplomacy_plan": "pvg.reporting.plans_on_board",
+    "play": "pvg.reporting.games_on_board",
+}
 
 STATUS = {"complete": "good", "samples": "good", "unfinished": "warn", "empty": "warn"}
 

@@ -185,8 +185,8 @@ def test_a_plan_is_shown_with_its_score_and_its_refuting_reply(tmp_path: Path) -
     newest = shown.text[: shown.text.index("Round 0")]
     assert "A flawed plan that the verifier accepts sneaky score +2.500" in newest
     assert "refuting reply d holds f moves to b bounced" in newest
-    assert "Afterwards no own army stands in d. refuted by d.;fb" in newest
-    assert newest.count("Afterwards an own army stands in d. sound") == 2
+    assert "Afterwards no unit of the planner stands in d. refuted by d.;fb" in newest
+    assert newest.count("Afterwards a unit of the planner stands in d. sound") == 2
     assert "broken" not in shown.text
     ids = [found["id"] for _, found in shown.tags if "id" in found]
     assert len(ids) == len(set(ids))
