@@ -32,6 +32,7 @@ GAP = 2.0  # pixels between a line and the tile of a third province
 LOWER = 7.0  # a unit stands this far below the centre of its tile, so that the name fits above it
 RADIUS = 15.0  # of the free space around a unit
 BENDS = tuple(sorted((4.0 * k for k in range(-20, 21)), key=abs))  # how far a line may be bent, best first
+PART = (480.0, 280.0)  # least width and height of a part of a board
 APART = 9.0  # bend of two moves in opposite directions
 ASIDE = (14.0, 9.0)  # where a dislodged unit stands, from the place of the unit that dislodged it
 
@@ -100,8 +101,8 @@ def board_svg(
 
     `ident` makes the ids of this drawing unique on its page. `title` and `description` are what a screen reader says.
     `styles`: the class of each power's colour; default "power-0", "power-1", and so on. `dislodged`: the units that
-    these orders dislodged. `target`: a province to mark. `around`: show only the part of the board
-    around these provinces. Raises KeyError for a board without a layout.
+    these orders dislodged. `target`: a province to mark. `around`: show only the part of the board around
+    these provinces. Raises KeyError for a board without a layout.
     """
     drawing = _Drawing(board, position, styles or [f"power-{power}" for power in range(len(board.powers))])
     return markup.board(
@@ -163,13 +164,17 @@ class _Drawing:
 
     def window(self, around: Collection[int]) -> tuple[float, float, float, float]:
         """Left, top, width and height of what is shown: the whole board, or the part around these provinces."""
-        width, height = self.layout.size
+        size = self.layout.size
         if not around:
-            return 0.0, 0.0, width, height
-        xs, ys = zip(*(self.layout.centres[self.board.provinces[province]] for province in around), strict=True)
-        left, right = max(0.0, min(xs) - 1.5 * TILE[0]), min(width, max(xs) + 1.5 * TILE[0])
-        top, bottom = max(0.0, min(ys) - 1.5 * TILE[1]), min(height, max(ys) + 1.5 * TILE[1])
-        return left, top, right - left, bottom - top
+            return 0.0, 0.0, *size
+        places = [self.layout.centres[self.board.provinces[province]] for province in around]
+        edges = []
+        for axis, (whole, least) in enumerate(zip(size, PART, strict=True)):
+            low, high = (end(place[axis] for place in places) for end in (min, max))
+            length = min(whole, max(least, high - low + 3 * TILE[axis]))
+            edges.append((min(max(0.0, (low + high - length) / 2), whole - length), length))
+        (left, width), (top, height) = edges
+        return left, top, width, height
 
     def borders(self) -> list[Curve]:
         pairs = [(p, q) for p, near in enumerate(self.board.touching) for q in near if p < q]

@@ -28,7 +28,7 @@ from pvg.reporting.table import PageSection, TemplateMacros, elements
 from pvg.store.run_directory import RunDirectory
 
 OWN, ENEMY = "side-own", "side-enemy"  # classes of colours
-SIDES = (("own armies", OWN), ("the other side and its reply", ENEMY))
+SIDES = (("own units", OWN), ("the other side and its reply", ENEMY))
 MOST_ROUNDS = 20  # rounds whose plans the page shows; each board takes about 5 kB
 
 markup = TemplateMacros("plans.html.j2")
