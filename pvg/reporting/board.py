@@ -222,7 +222,7 @@ class _Drawing:
             return self._move(drawn, look, moves)
         if order.act in ("support", "convoy"):
             return self._help(drawn, look, moves)
-        if order.act == "hold":
+        if order.act == "hold" and drawn.success:  # the burst of a dislodged unit says enough
             return [Stroke(_ring(self._at(order.place), RADIUS), f"order {look}", halo=True)]
         if order.act == "disband":
             lost = any(found.unit.place == order.place for found in self.position.dislodged_list())

@@ -11,20 +11,23 @@ from pathlib import Path
 
 import pytest
 from page_checks import Page, check
-from plan_samples import THRESHOLD, played_plans
-from run_samples import played
+from plan_samples import FULL_QUESTION, THRESHOLD, full_plan_sample, played_plans
+from run_samples import begin, commit, played, rollout, state
 
+from benchmarks.pages.draw_plans import PICTURE, picture
 from pvg.games.diplomacy.board import Board
 from pvg.games.diplomacy.mini import mini_board
-from pvg.games.diplomacy.orders import Order, parse, parse_orders
+from pvg.games.diplomacy.orders import Order, parse, parse_orders, write
 from pvg.games.diplomacy.phases import step
 from pvg.games.diplomacy.position import Position
 from pvg.games.diplomacy.setup import place
 from pvg.games.diplomacy.standard import standard_board
+from pvg.games.diplomacy.text import prompt_text
+from pvg.records import Role
 from pvg.reporting.board import TILE, DrawnOrder, board_svg, crossed, described, free_bend, spoken, unit_point
 from pvg.reporting.board import _bent as bent
 from pvg.reporting.board_places import LAYOUTS
-from pvg.reporting.plans_on_board import mini_orders, section
+from pvg.reporting.plans_on_board import full_plan, mini_orders, section
 from pvg.reporting.table import page
 
 BOARDS = [standard_board(), mini_board()]
@@ -190,6 +193,38 @@ def test_a_plan_is_shown_with_its_score_and_its_refuting_reply(tmp_path: Path) -
     assert "broken" not in shown.text
     ids = [found["id"] for _, found in shown.tags if "id" in found]
     assert len(ids) == len(set(ids))
+
+
+def test_a_plan_of_the_full_map_is_read_from_its_question(tmp_path: Path) -> None:
+    note = "false claim in step 2: refuted by F bel-hol; F nwy-nth (sampled)"
+    sample = full_plan_sample("A ruh-hol\nhol 1>0", note, correct=False)
+    plan = full_plan(sample)
+    assert plan is not None
+    board = plan.board
+    assert board.powers[plan.own] == "Germany"
+    assert board.provinces[plan.target] == "hol"
+    assert plan.text == "hol 1>0"
+    assert [write(board, order) for order in plan.orders] == ["A ruh-hol"]
+    replies = {board.powers[power]: [write(board, order) for order in orders] for power, orders in plan.reply.items()}
+    assert replies == {"France": ["F bel-hol"], "England": ["F nwy-nth"]}
+    for power, name in enumerate(board.powers):  # the position is that of the question
+        if plan.position.units_of(power):
+            assert prompt_text(board, plan.position, power).split("\n")[1:6] == FULL_QUESTION.split("\n")[1:6], name
+    assert full_plan(rollout("x", Role.SNEAKY, correct=False, score=1.0)) is None
+
+    run = begin(tmp_path)
+    proven = full_plan_sample(
+        "A ruh-hol\nA kie S ruh-hol\nhol 2>1", "sampled: 99 replies refute no claim", correct=True
+    )
+    commit(run, state("complete", rounds=[{}]), {"checkpoint-00000": [sample, proven]})
+    shown = check(page("plans", [], [section(run, "diplomacy_plan", {0: 0.0}, 2)]))
+    assert "A flawed plan that the verifier accepts" in shown.text
+    assert "A plan without a known refutation that the verifier accepts" in shown.text
+    assert "refuting reply nwy moves to nth bel moves to hol" in shown.text
+
+
+def test_the_picture_of_the_docs_is_up_to_date() -> None:
+    assert PICTURE.read_text(encoding="utf-8") == picture()  # make it with: python -m benchmarks.pages.draw_plans
 
 
 def test_a_plan_in_another_form_is_not_drawn(tmp_path: Path) -> None:
