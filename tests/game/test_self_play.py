@@ -20,6 +20,7 @@ from pvg.evaluation.opponents import check_protocol
 from pvg.game.run import play
 from pvg.games import open_game
 from pvg.records import Split
+from pvg.reporting.games_on_board import newest_games, section
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
@@ -106,6 +107,18 @@ def test_each_batch_has_statistics_per_phase(finished: RunDirectory) -> None:
     for row in found:
         assert {phase["phase"] for phase in row["phases"]} <= {f"offer-{number}" for number in range(1, 5)}
         assert all(phase["decisions"] > 0 and phase["prompt_tokens"] >= 5 for phase in row["phases"])
+
+
+def test_each_rating_records_a_game_that_the_report_shows(finished: RunDirectory) -> None:
+    games = newest_games(finished)
+    last = max(record["round"] for record in records(finished, "game"))
+    assert {game.round for game in games} == {last}
+    for game in games:
+        assert sorted(game.players.values()).count("policy") == 1
+        assert all(phase.decisions for phase in game.phases[:-1])
+    shown = section(finished, "play", {}, 2)
+    assert shown.anchor == "games"
+    assert any(shown.body)
 
 
 @pytest.mark.parametrize("opponent", ["greedy", "base"])
