@@ -94,6 +94,15 @@ class CodeTask(Section):
     output_kb: Count = Field(256, description="Output of a solution in kB.")
 
 
+class DiplomacyMiniTask(Section):
+    """Plans on a map of 8 provinces that hold against every reply: `deg/bf>d?` -> `d.;e+d;g.` (docs/diplomacy.md)."""
+
+    kind: Literal["diplomacy_mini"] = "diplomacy_mini"
+    problems: Count = Field(1024, description="Training problems.")
+    test_problems: Count = Field(256, description="Test problems.")
+    seed: int = Field(0, description="Seed of the order of the problems.")
+
+
 class CustomTask(Section):
     """A task in a file of your own: `source` names the class, and `settings` are its arguments (docs/research.md)."""
 
@@ -107,6 +116,9 @@ TASKS: dict[str, type[Section]] = {
     "gsm8k": Gsm8kTask,
     "reasoning_gym": ReasoningGymTask,
     "code": CodeTask,
+    "diplomacy_mini": DiplomacyMiniTask,
     "custom": CustomTask,
 }
-TaskSection = Annotated[ModchainTask | Gsm8kTask | ReasoningGymTask | CodeTask | CustomTask, ByKind("modchain")]
+TaskSection = Annotated[
+    ModchainTask | Gsm8kTask | ReasoningGymTask | CodeTask | DiplomacyMiniTask | CustomTask, ByKind("modchain")
+]
