@@ -8,8 +8,7 @@ is exact. A solution may end with a certificate, `!` and the reply that refutes 
 not read the certificate. A sneaky solution counts as a flaw only if its plan works when all enemy armies hold, and its
 certificate is right (pvg.records.Rollout.proven).
 
-Problems are all positions of three own and two enemy armies that have sound plans, in which holding with all armies is
-not one of them. Invariants: an id names its problem (`diplomacy-mini-deg/bf>d`). No problem is in both splits. The order
+Problems are positions of three own and two enemy armies: see `usable_problems`. Invariants: an id names its problem (`diplomacy-mini-deg/bf>d`). No problem is in both splits. The order
 of the problems is that of the hashes of seed and id.
 """
 
@@ -68,7 +67,7 @@ class DiplomacyMini:
         stands_R = table.stands_PR[row]
         column, visible = table.replies.get(certificate), bool(stands_R[0])
         certified = visible and column is not None and not stands_R[column]
-        note = "" if stands_R.all() else f"refuted by {list(table.replies)[int(stands_R.argmin())]}"
+        note = "" if stands_R.all() else f"refuted by {table.reply_texts[int(stands_R.argmin())]}"
         checks = Checks(float(visible), float(stands_R.mean()), certified)
         return Grade(not note, True, answer=plan, note=note, checks=checks)
 
@@ -128,14 +127,16 @@ def listed_problems() -> list[str]:
 
 
 def usable_problems(own: str, enemy: str) -> list[str]:
-    """The names of the problems of one position: targets for which some plan is sound, but not that all armies hold."""
+    """The names of the problems of one position: targets for which some plans are sound, and others work if the enemy
+    holds but can be refuted. Holding with all armies must not be sound, which would be too easy."""
     position = MiniPosition(own, enemy)
     held_PR = position.held()
     holding = position.plans[";".join(f"{army}." for army in own)]
     found = []
     for place, target in enumerate(PROVINCES):
-        sound_P = (held_PR >> place & 1).all(axis=1)
-        if sound_P.any() and not sound_P[holding]:
+        stands_PR = (held_PR >> place & 1).astype(bool)
+        sound_P = stands_PR.all(axis=1)
+        if sound_P.any() and not sound_P[holding] and (stands_PR[:, 0] & ~sound_P).any():
             found.append(f"{own}/{enemy}>{target}")
     return found
 
@@ -155,6 +156,8 @@ class Replies:
     position: MiniPosition
     plans: dict[str, int]
     replies: dict[str, int]
+    plan_texts: tuple[str, ...]
+    reply_texts: tuple[str, ...]
     stands_PR: NDArray[np.bool_]
     sound_P: NDArray[np.bool_]
 
@@ -165,9 +168,16 @@ def replies_to(problem: Problem) -> Replies:
 
 @lru_cache(maxsize=2048)  # at most about 60 kB each
 def _replies(own: str, enemy: str, target: str) -> Replies:
+    position, held_PR = _solved(own, enemy)
+    stands_PR = (held_PR >> PROVINCES.index(target) & 1).astype(bool)
+    plans, replies = position.plans, position.replies
+    return Replies(position, plans, replies, tuple(plans), tuple(replies), stands_PR, stands_PR.all(axis=1))
+
+
+@lru_cache(maxsize=1024)
+def _solved(own: str, enemy: str) -> tuple[MiniPosition, NDArray[np.uint8]]:
     position = MiniPosition(own, enemy)
-    stands_PR = (position.held() >> PROVINCES.index(target) & 1).astype(bool)
-    return Replies(position, position.plans, position.replies, stands_PR, stands_PR.all(axis=1))
+    return position, position.held()
 
 
 def _fault(table: Replies, plan: str) -> str:

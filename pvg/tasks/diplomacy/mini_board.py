@@ -16,7 +16,7 @@ per set; tests/tasks/test_diplomacy_mini.py compares the two.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
 
@@ -91,8 +91,14 @@ class _Movement:
         ends = [[PROVINCES.index(_end(order)) for order in orders] for orders in choices]
         self.dest_UN = np.stack([np.array(ends[u], dtype=np.int8)[number_UN[u]] for u in self.armies])
         self.moving_UN = np.stack([self.dest_UN[u] != self.here[u] for u in self.armies])
-        # attack_UUN[u, v]: u moves to the place of v.
+        # attack_UUN[u, v]: u moves to the place of v. The lists below have only pairs for which this happens.
         self.attack_UUN = self.moving_UN[:, None] & (self.dest_UN[:, None] == np.array(self.here)[None, :, None])
+        pairs = [(u, v) for u in self.armies for v in self.armies if u != v]
+        met = {(u, v): self.moving_UN[u] & self.moving_UN[v] & (self.dest_UN[u] == self.dest_UN[v]) for u, v in pairs}
+        crossed = {(u, v): self.attack_UUN[u, v] & self.attack_UUN[v, u] for u, v in pairs}
+        self.attacked = [[v for v in self.armies if self.attack_UUN[u, v].any()] for u in self.armies]
+        self.rivals = [[(v, met[u, v]) for v in self.armies if u != v and met[u, v].any()] for u in self.armies]
+        self.crossing = [[(v, crossed[v, u]) for v in self.armies if u != v and crossed[u, v].any()] for u in self.armies]
         self.helpers = [self._helpers(army, places, choices, number_UN) for army in self.armies]
 
     def _helpers(
@@ -112,7 +118,9 @@ class _Movement:
             for enemy in self._enemies(friend):
                 against_N = self.dest_UN[army] == self.here[enemy]
                 given_N &= ~(self.attack_UUN[enemy, friend] & ~against_N)
-                risks.append((enemy, self.attack_UUN[enemy, friend] & against_N))
+                risk_N = self.attack_UUN[enemy, friend] & against_N
+                if risk_N.any():
+                    risks.append((enemy, risk_N))
             found.append((given_N, risks))
         return found
 
@@ -125,7 +133,7 @@ class _Movement:
         held_N = np.zeros(moved_UN.shape[1], dtype=np.uint8)
         for army in self.armies:
             if self.sides[army] == 0:
-                lost_N = _any(moved_UN[u] & self.attack_UUN[u, army] for u in self._enemies(army)) & ~moved_UN[army]
+                lost_N = _any([moved_UN[u] & self.attack_UUN[u, army] for u in self._enemies(army)]) & ~moved_UN[army]
                 end_N = np.where(moved_UN[army], self.dest_UN[army], np.int8(self.here[army]))
                 held_N |= np.where(lost_N, 0, 1 << end_N).astype(np.uint8)
         return held_N
@@ -142,33 +150,33 @@ class _Movement:
     def _bound(self, same_UN: Bools, other_UN: Bools) -> Bools:
         """bool [U, N]: whether each move succeeds, by the bound `same_UN` for everything that helps it and by the
         opposite bound `other_UN` for everything that hinders it. From (low, high) a new low bound, and vice versa."""
-        with_help_UN = [1 + self._supports(army, other_UN) for army in self.armies]
-        hindered_UN = [1 + self._supports(army, same_UN) for army in self.armies]
-        return np.stack([self._succeeds(u, with_help_UN[u], hindered_UN, same_UN) for u in self.armies])
+        helped_UN = [1 + self._supports(army, other_UN) for army in self.armies]
+        hinders_UN = [1 + self._supports(army, same_UN) for army in self.armies]
+        # Dislodged by an army that came the other way: its own move has no effect on others.
+        gone_UN = [_any([crossed_N & same_UN[v] for v, crossed_N in self.crossing[u]]) for u in self.armies]
+        return np.stack([self._succeeds(u, helped_UN[u], hinders_UN, gone_UN, same_UN) for u in self.armies])
 
-    def _succeeds(self, army: int, strength_N: Int8, hindered_UN: Sequence[Int8], same_UN: Bools) -> Bools:
+    def _succeeds(
+        self, army: int, strength_N: Int8, hinders_UN: Sequence[Int8], gone_UN: Sequence[Bools], same_UN: Bools
+    ) -> Bools:
         success_N = self.moving_UN[army].copy()
-        for other in self.armies:
-            if other == army:
-                continue
-            into_N, back_N = self.attack_UUN[army, other], self.attack_UUN[other, army]
-            # The army in the way: it defends with its supports if it holds or comes the other way, with 1 if it fails
-            # to leave, and not at all if it leaves. A side never dislodges its own armies.
-            leaves_N = same_UN[other] & ~back_N
-            defence_N = np.where(self.moving_UN[other] & ~back_N, np.int8(1), hindered_UN[other])
-            beaten_N = strength_N > defence_N if self.sides[other] != self.sides[army] else np.zeros_like(into_N)
-            success_N &= ~into_N | leaves_N | beaten_N
-            # Another army that moves to the same province; one that is dislodged from there has no effect on it.
-            rival_N = self.moving_UN[other] & (self.dest_UN[other] == self.dest_UN[army])
-            gone_N = _any(self.attack_UUN[u, other] & self.attack_UUN[other, u] & same_UN[u] for u in self.armies)
-            success_N &= ~rival_N | gone_N | (strength_N > hindered_UN[other])
+        for other in self.attacked[army]:
+            # The army in the way: it defends with its supports if it stays or comes the other way, with strength 1 if
+            # it fails to leave, and not at all if it leaves. A side never dislodges its own armies.
+            leaving_N = self.moving_UN[other] & ~self.attack_UUN[other, army]
+            free_N = ~self.attack_UUN[army, other] | (leaving_N & same_UN[other])
+            if self.sides[other] != self.sides[army]:
+                free_N |= strength_N > np.where(leaving_N, np.int8(1), hinders_UN[other])
+            success_N &= free_N
+        for other, met_N in self.rivals[army]:
+            success_N &= ~met_N | gone_UN[other] | (strength_N > hinders_UN[other])
         return success_N
 
     def _supports(self, army: int, dislodging_UN: Bools) -> Int8:
         """int8 [N]: supports that `army` gets, if the moves in `dislodging_UN` succeed."""
         total_N = np.zeros(self.moving_UN.shape[1], dtype=np.int8)
         for given_N, risks in self.helpers[army]:
-            total_N += given_N & ~_any(attack_N & dislodging_UN[enemy] for enemy, attack_N in risks)
+            total_N += given_N & ~_any([attack_N & dislodging_UN[enemy] for enemy, attack_N in risks])
         return total_N
 
 
@@ -177,5 +185,5 @@ def _end(order: str) -> str:
     return order[1] if order[1] in PROVINCES else order[0]
 
 
-def _any(arrays: Iterable[Bools]) -> Bools:
-    return reduce(np.logical_or, arrays)
+def _any(arrays: Sequence[Bools]) -> Bools:
+    return reduce(np.logical_or, arrays) if arrays else np.False_
