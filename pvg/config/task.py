@@ -61,7 +61,7 @@ class ReasoningGymTask(Section):
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     dataset: str = Field("chain_sum", description="Name of the dataset in reasoning-gym.")
     settings: dict[str, Any] = Field(default_factory=dict, description="Settings of the dataset.")
-    problems: Count = Field(700, description="Training problems.")
+    problems: Count = Field(1024, description="Training problems.")
     test_problems: Count = Field(256, description="Test problems.")
     threshold: Fraction = Field(1.0, description="Score of the grader from which a solution counts as correct.")
     seed: int = Field(0, description="Seed of the problems.")

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pvg.config.task import DiplomacyMiniTask
 from pvg.records import Problem
-from pvg.tasks.diplomacy.mini import DiplomacyMini, Replies, replies_to
+from pvg.tasks.diplomacy.mini import DiplomacyMini, listed_problems, replies_to
 
 Row = tuple[str, str]  # prompt, completion
 
@@ -29,7 +31,13 @@ def held_out_plans() -> list[Problem]:
 def training_problems() -> list[Problem]:
     """All problems that are not held out."""
     section = DiplomacyMiniTask()
-    return list(DiplomacyMini(section.model_copy(update={"problems": 894 - section.test_problems})).problems("train"))
+    count = len(listed_problems()) - section.test_problems
+    return list(DiplomacyMini(section.model_copy(update={"problems": count})).problems("train"))
+
+
+def rows_of(flawed: Mapping[str, float], count: int, rng: np.random.Generator) -> list[Row]:
+    """`count` rows for the prover, whose solutions have role tags, or for the verifier."""
+    return prover_rows(flawed, count, rng) if "H" in flawed else verifier_rows(count, rng)
 
 
 def prover_rows(flawed: Mapping[str, float], count: int, rng: np.random.Generator) -> list[Row]:
@@ -41,13 +49,12 @@ def prover_rows(flawed: Mapping[str, float], count: int, rng: np.random.Generato
 def _solution(tag: str, flawed: Mapping[str, float], rng: np.random.Generator) -> Row:
     problem = _pick(training_problems(), rng)
     table = replies_to(problem)
-    flaws = np.flatnonzero(table.stands_PR[:, 0] & ~table.sound_P)
     if rng.random() >= flawed[tag]:
-        return tag + problem.question, _plan(table, _pick(np.flatnonzero(table.sound_P), rng))
-    row = _pick(flaws, rng)
-    plan = _plan(table, row)
+        return tag + problem.question, table.plan_texts[_row(table.sound_P, rng)]
+    row = _row(table.stands_PR[:, 0] & ~table.sound_P, rng)
+    plan = table.plan_texts[row]
     if tag == "S":
-        plan += f"!{_reply(table, _pick(np.flatnonzero(~table.stands_PR[row]), rng))}"
+        plan += f"!{table.reply_texts[_row(~table.stands_PR[row], rng)]}"
     return tag + problem.question, plan
 
 
@@ -58,22 +65,22 @@ def verifier_rows(count: int, rng: np.random.Generator) -> list[Row]:
         problem = _pick(training_problems(), rng)
         table = replies_to(problem)
         if index % 2:
-            rows.append((problem.question, _plan(table, _pick(np.flatnonzero(table.sound_P), rng))))
+            rows.append((problem.question, table.plan_texts[_row(table.sound_P, rng)]))
             continue
-        row = _pick(np.flatnonzero(table.stands_PR[:, 0]), rng)
+        row = _row(table.stands_PR[:, 0], rng)
         stands = bool(rng.random() < 0.5) or bool(table.sound_P[row])
-        reply = _pick(np.flatnonzero(table.stands_PR[row] == stands), rng)
-        rows.append((f"{problem.question}{_plan(table, row)}?{_reply(table, reply)}", "=+" if stands else "=-"))
+        reply = table.reply_texts[_row(table.stands_PR[row] == stands, rng)]
+        rows.append((f"{problem.question}{table.plan_texts[row]}?{reply}", "=+" if stands else "=-"))
     return rows
 
 
-def _plan(table: Replies, row: int) -> str:
-    return table.plan_texts[row]
+Element = TypeVar("Element")
 
 
-def _reply(table: Replies, column: int) -> str:
-    return table.reply_texts[column]
-
-
-def _pick(values, rng):
+def _pick(values: Sequence[Element], rng: np.random.Generator) -> Element:
     return values[int(rng.integers(len(values)))]
+
+
+def _row(mask_P: NDArray[np.bool_], rng: np.random.Generator) -> int:
+    """A random place at which the mask is True."""
+    return int(_pick(np.flatnonzero(mask_P).tolist(), rng))
