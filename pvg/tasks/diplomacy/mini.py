@@ -1,4 +1,4 @@
-"""The plan game on the mini board (see pvg.tasks.diplomacy.mini_board for the map and the orders).
+"""The plan game on the mini map (see pvg.tasks.diplomacy.mini_movement for the map and the orders).
 
     question  deg/bf>d?     own armies d, e, g; enemy armies b, f; target d
     solution  d.;e+d;g.     one order for each own army, in the order of the question
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from pvg.config.task import DiplomacyMiniTask
 from pvg.errors import ConfigurationError
 from pvg.records import Checks, Grade, Problem, Split
-from pvg.tasks.diplomacy.mini_board import PROVINCES, MiniPosition
+from pvg.tasks.diplomacy.mini_movement import PROVINCES, MiniPosition
 
 OWN, ENEMY = 3, 2  # armies of a problem
 LISTED = "mini_problems.txt"  # the problems of `usable_problems`, which takes seconds to compute
@@ -42,7 +42,7 @@ class DiplomacyMini:
         required = section.problems + section.test_problems
         if required > len(self._listed):
             raise ConfigurationError(
-                f"task.problems + task.test_problems = {required}, but the mini board has only {len(self._listed)} "
+                f"task.problems + task.test_problems = {required}, but the mini map has only {len(self._listed)} "
                 "problems.",
                 "Set fewer problems.",
             )

@@ -1,4 +1,4 @@
-"""The mini board: orders as text, all plans of one side, all replies of the other, and who holds which province then.
+r"""The movement of all plans against all replies on the mini map (pvg.games.diplomacy.mini), and orders as text.
 
     a---b---c
     |  / \  |        own armies d, e, g; enemy armies b, f; target d:  deg/bf>d
@@ -7,10 +7,9 @@
      \ / \ /         de     the army in d moves to e     e+gd   the army in e supports the move from g to d
       g---h
 
-A side supports only its own armies, which keeps the number of replies small (about 33). Everything else follows the
-rules of movement of Diplomacy. pvg.games.diplomacy.movement adjudicates any position, one set of orders at a time. This
-module adjudicates all plans against all replies of one position together, as arrays, which is about 100 times as fast
-per set; tests/tasks/test_diplomacy_mini.py compares the two.
+A side supports only its own armies, which keeps the number of replies small (about 35). Everything else follows the
+rules of movement. pvg.games.diplomacy.movement adjudicates one set of orders at a time, on any map. Here all plans and
+all replies of a position are one array, because a game needs millions of sets of orders. A test compares the two.
 """
 
 from __future__ import annotations
@@ -23,9 +22,13 @@ from functools import cached_property, lru_cache, reduce
 import numpy as np
 from numpy.typing import NDArray
 
-PROVINCES = "abcdefgh"
-BORDERS = ("ab", "bc", "ad", "bd", "bf", "cf", "de", "ef", "dg", "eg", "eh", "fh", "gh")
-NEIGHBOURS = {here: "".join(sorted("".join(b for b in BORDERS if here in b).replace(here, ""))) for here in PROVINCES}
+from pvg.games.diplomacy.mini import mini_board
+
+PROVINCES = "".join(mini_board().provinces)
+NEIGHBOURS = {
+    here: "".join(sorted(PROVINCES[there] for there in near))
+    for here, near in zip(PROVINCES, mini_board().armies, strict=True)
+}
 
 Bools = NDArray[np.bool_]
 Int8 = NDArray[np.int8]
