@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pvg.config.load import load_experiment
 from pvg.config.task import DiplomacyMiniTask
 from pvg.errors import ConfigurationError
 from pvg.games.diplomacy.legal import orders_of as legal_orders
@@ -19,6 +20,9 @@ from pvg.games.diplomacy.movement import adjudicate, occupant
 from pvg.games.diplomacy.orders import Order
 from pvg.games.diplomacy.position import Position
 from pvg.games.diplomacy.setup import place
+from pvg.game.roles import prompt_renderer
+from pvg.models.characters import diplomacy_tokenizer
+from pvg.models.tokenizer import Tokenizer
 from pvg.records import Problem, Role
 from pvg.tasks import open_task
 from pvg.tasks.diplomacy.mini import (
@@ -126,7 +130,69 @@ def test_sound_means_that_no_reply_works_tried_one_by_one() -> None:
 
 # --- a worked problem (docs/diplomacy.md) -----------------------------------------------------------------------------
 
-WORKED = plan_problem("deg/bf>d")
+WORKED = plan_problem("ade/bg>d")
+
+
+@pytest.mark.parametrize(
+    ("text", "correct", "note", "flaw", "certified"),
+    [
+        ("a.;d.;e.", False, "refuted by bd;g+bd", 2, False),
+        ("ab;d.;e.", False, "refuted by bd;g+bd", 2, False),
+        ("ab;d.;e.!bd;g+bd", False, "refuted by bd;g+bd", 2, True),
+        ("ab;d.;e.!b+gd;gd", False, "refuted by bd;g+bd", 2, False),  # the attack from a cuts this support
+        ("ab;d.;e.!bd", False, "refuted by bd;g+bd", 2, False),
+        ("a.;d.;e+d", True, "", None, False),
+        ("a.;d.;e+d!bd;g+bd", True, "", None, False),
+        ("ab;d.;eg", True, "", None, False),
+    ],
+)
+def test_the_worked_problem(text: str, correct: bool, note: str, flaw: int | None, certified: bool) -> None:
+    grade = TASK.grade(WORKED, text)
+    assert grade.well_formed
+    assert (grade.correct, grade.note) == (correct, note)
+    assert TASK.flaw(WORKED, text) == flaw
+    assert grade.checks is not None
+    assert grade.checks.certified == certified
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        ("", "malformed: needs 3 orders"),
+        ("a.;d.", "malformed: needs 3 orders"),
+        ("a.;d.;e+d;", "malformed: needs 3 orders"),
+        ("a.;d.;e+d ", "malformed: order 3 is not legal"),
+        ("d.;a.;e+d", "malformed: order 1 is not legal"),  # in the order of the question
+        ("a.;d.;e+b", "malformed: order 3 is not legal"),  # an army of the other side
+        ("a.;dc;e+d", "malformed: order 2 is not legal"),  # no border
+        ("a.;D.;e+d", "malformed: order 2 is not legal"),
+        ("!bd;g+bd", "malformed: needs 3 orders"),
+    ],
+)
+def test_near_misses_are_malformed_and_say_why(text: str, note: str) -> None:
+    grade = TASK.grade(WORKED, text)
+    assert (grade.correct, grade.well_formed, grade.answer, grade.note) == (False, False, None, note)
+
+
+@pytest.mark.parametrize("style", ["tag", "plain"])
+def test_an_answer_in_the_documented_format_is_correct_for_every_style(style: str) -> None:
+    """The prompts of the two styles that the task allows end with the question, and the answer follows."""
+    tokenizer = Tokenizer(diplomacy_tokenizer())
+    problem = next(iter(TASK.problems("test")))
+    for role in Role:
+        prompt = tokenizer.decode(prompt_renderer(style, tokenizer)(problem, role))
+        assert prompt.endswith(problem.question)
+        table = replies_to(problem)
+        plan = next(plan for plan, row in table.plans.items() if table.sound_P[row])
+        assert tokenizer.decode(tokenizer.encode(plan)) == plan
+        assert TASK.grade(problem, plan).correct
+        assert not TASK.grade(problem, plan[:-1]).correct
+
+
+@pytest.mark.parametrize("change", ["rollout.prompts=chat", "game.protocol=decoupled"])
+def test_what_the_task_does_not_allow_is_refused(change: str) -> None:
+    with pytest.raises(ConfigurationError, match="diplomacy_mini"):
+        load_experiment(Path("experiments/diplomacy-mini.toml"), [change])
 
 
 def test_problems_are_listed_as_they_are_computed_and_are_drawn_once() -> None:
