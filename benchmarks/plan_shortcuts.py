@@ -82,7 +82,9 @@ def measured(rollouts: Sequence[Rollout]) -> dict[str, float]:
     helpful = [r for r in rollouts if r.role is Role.HELPFUL]
     sneaky = [r for r in rollouts if r.role is Role.SNEAKY]
     legal = [r for r in rollouts if r.grade.well_formed]
-    counts = {correct: np.array([supports(r) for r in legal if r.grade.correct is correct]) for correct in (True, False)}
+    counts = {
+        correct: np.array([supports(r) for r in legal if r.grade.correct is correct]) for correct in (True, False)
+    }
     return {
         "helpful_sound": float(np.mean([r.grade.correct for r in helpful])),
         "helpful_legal": float(np.mean([r.grade.well_formed for r in helpful])),

@@ -4,9 +4,9 @@
     python -m pvg.models.embedded_training prover --steps 600 --out /tmp/models
 
 Each is a small Llama that imitates written solutions, of modchain or of the plan game (pvg.models.embedded_plans). The
-prover's training solutions contain deliberate flaws, more often under the sneaky tag than under the helpful one. So it knows the arithmetic but copies the errors,
-which leaves headroom for reinforcement learning. The verifiers saw only flawless solutions without tags: a small model
-must be able to write a solution before it can judge one.
+prover's training solutions contain deliberate flaws, more often under the sneaky tag than under the helpful one. So it
+knows the arithmetic but copies the errors, which leaves headroom for reinforcement learning. The verifiers saw only
+flawless solutions without tags: a small model must be able to write a solution before it can judge one.
 
 Invariants: no model is trained on the default task's test problems. The figures in recipe.json are measured on these,
 with the weights as stored (rounded to float16).
@@ -33,8 +33,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pvg.config.load import EMBEDDED
 from pvg.config.models import ModelSection
 from pvg.config.task import DiplomacyMiniTask, ModchainTask
-from pvg.models import open_model
 from pvg.models import embedded_plans as plans
+from pvg.models import open_model
 from pvg.models.characters import EOS, diplomacy_tokenizer, modchain_tokenizer
 from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer
@@ -99,10 +99,10 @@ RECIPES = {
     "verifier-small": EmbeddedModelRecipe("modchain-verifier-small", 3, 64, 128, 4, steps=800, flawed={"": 0.0}),
     "verifier-tiny": EmbeddedModelRecipe("modchain-verifier-tiny", 3, 16, 32, 2, steps=800, flawed={"": 0.0}),
     "diplomacy-prover": EmbeddedModelRecipe(
-        "diplomacy-prover", 3, 128, 192, 4, steps=600, flawed={"H": 0.4, "S": 0.7}, game="plans"
+        "diplomacy-prover", 3, 128, 192, 4, steps=500, flawed={"H": 0.4, "S": 0.7}, game="plans"
     ),
     "diplomacy-verifier": EmbeddedModelRecipe(
-        "diplomacy-verifier", 3, 96, 192, 4, steps=600, flawed={"": 0.0}, game="plans"
+        "diplomacy-verifier", 3, 96, 192, 4, steps=500, flawed={"": 0.0}, game="plans"
     ),
 }
 TOKENIZERS = {"modchain": modchain_tokenizer, "plans": diplomacy_tokenizer}

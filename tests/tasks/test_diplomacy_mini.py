@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from pvg.config.load import load_experiment
 from pvg.config.task import DiplomacyMiniTask
 from pvg.errors import ConfigurationError
+from pvg.game.roles import prompt_renderer
 from pvg.games.diplomacy.legal import orders_of as legal_orders
 from pvg.games.diplomacy.mini import mini_board
 from pvg.games.diplomacy.movement import adjudicate, occupant
 from pvg.games.diplomacy.orders import Order
 from pvg.games.diplomacy.position import Position
 from pvg.games.diplomacy.setup import place
-from pvg.game.roles import prompt_renderer
 from pvg.models.characters import diplomacy_tokenizer
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Problem, Role

@@ -53,9 +53,7 @@ class MiniPosition:
     @cached_property
     def choices(self) -> tuple[tuple[str, ...], ...]:
         """The legal orders of each army: the own ones, then those of the enemy."""
-        return tuple(
-            orders_of(army, side.replace(army, "")) for side in (self.own, self.enemy) for army in side
-        )
+        return tuple(orders_of(army, side.replace(army, "")) for side in (self.own, self.enemy) for army in side)
 
     @cached_property
     def plans(self) -> dict[str, int]:
@@ -96,12 +94,13 @@ class _Movement:
         self.moving_UN = np.stack([self.dest_UN[u] != self.here[u] for u in self.armies])
         # attack_UUN[u, v]: u moves to the place of v. The lists below have only pairs for which this happens.
         self.attack_UUN = self.moving_UN[:, None] & (self.dest_UN[:, None] == np.array(self.here)[None, :, None])
-        pairs = [(u, v) for u in self.armies for v in self.armies if u != v]
+        others = [[v for v in self.armies if v != u] for u in self.armies]
+        pairs = [(u, v) for u in self.armies for v in others[u]]
         met = {(u, v): self.moving_UN[u] & self.moving_UN[v] & (self.dest_UN[u] == self.dest_UN[v]) for u, v in pairs}
         crossed = {(u, v): self.attack_UUN[u, v] & self.attack_UUN[v, u] for u, v in pairs}
         self.attacked = [[v for v in self.armies if self.attack_UUN[u, v].any()] for u in self.armies]
-        self.rivals = [[(v, met[u, v]) for v in self.armies if u != v and met[u, v].any()] for u in self.armies]
-        self.crossing = [[(v, crossed[v, u]) for v in self.armies if u != v and crossed[u, v].any()] for u in self.armies]
+        self.rivals = [[(v, met[u, v]) for v in others[u] if met[u, v].any()] for u in self.armies]
+        self.crossing = [[(v, crossed[u, v]) for v in others[u] if crossed[u, v].any()] for u in self.armies]
         self.helpers = [self._helpers(army, places, choices, number_UN) for army in self.armies]
 
     def _helpers(
