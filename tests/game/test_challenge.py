@@ -176,7 +176,7 @@ class Suspicious:
 def test_a_task_answers_the_question_with_the_lowest_score_which_is_chosen_before_the_answer():
     judge = Suspicious()
     challenges = ChallengeEnvironment(PLANS, Tokenizer(diplomacy_tokenizer()), "tag", judge, 0, 9)
-    texts = [FLAWED, "a.;d.;e+d", "x", f"{FLAWED}!bd;g+bd"]
+    texts = [FLAWED, "a.;d.;e+d", "a.", f"{FLAWED}!bd;g+bd"]
     found = asked(challenges, *map(plan_transcript, texts))
     told = [None if observation is None else observation.text for observation in found]
     assert told == ["?bd;g+bd=-", "?bd;g+bd=+", None, "?bd;g+bd=-"]
