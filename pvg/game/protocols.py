@@ -26,8 +26,8 @@ semicolons if the text has one line. With `rollout.prompts = "tag"` the question
 mark; the other styles quote the step. The choice of a step uses neither role nor grade (invariant 3).
 
 A task that is `AnswersQuestions` provides the questions, and answers them in place of the prover. For example, the plan
-games ask "what if the enemy orders this?". `"weakest"` then asks the question that leads to the lowest V(solution and
-question); the verifier chooses before it reads the answer.
+games ask "what if the enemy orders this?". `"weakest"` then asks the question with the lowest V(solution and question)
+among MOST_CONSIDERED drawn ones. The verifier chooses before it reads the answer.
 
     question deg/bf>d?     prover d.;e+d;gh     verifier ?bd;fe     task =+
 """
@@ -174,6 +174,7 @@ def read_newest_prover(directory: Path) -> dict[str, Tensor]:
 Place = tuple[int, int]  # start and end of a step in the text
 
 MOST_QUOTED = 160  # characters of a step that a question quotes; pvg.rollout.episodes.QUOTED_ROOM leaves room for them
+MOST_CONSIDERED = 16  # questions of an AnswersQuestions task that the verifier scores for one solution, to limit time
 PIECES = {True: re.compile(r"[^\n]+"), False: re.compile(r"[^;]+;?")}
 
 
@@ -257,8 +258,10 @@ class ChallengeEnvironment(Environment):
             [] if text is None else task.questions(problem, text) for problem, text in zip(problems, texts, strict=True)
         ]
         encode = self._tokenizer.encode
+        most = 1 if self._scorer is None else MOST_CONSIDERED
+        asked = [self._some(transcript, found, most) for transcript, found in zip(transcripts, asked, strict=True)]
         if self._scorer is None:
-            chosen = [self._drawn(transcript, len(found)) for transcript, found in zip(transcripts, asked, strict=True)]
+            chosen = [0 if found else None for found in asked]
         else:
             candidates = [
                 _prefix(t, np.concatenate([t.completion_ids[:-1], encode(question)]), self._tokenizer)
@@ -280,13 +283,20 @@ class ChallengeEnvironment(Environment):
             observed.append(Observation(encode(told), told, 0))
         return observed
 
-    def _drawn(self, transcript: Transcript, count: int) -> int | None:
-        return int(generator_for(self._seed, "challenge", transcript.id).integers(count)) if count else None
+    def _some(self, transcript: Transcript, questions: list[str], most: int) -> list[str]:
+        """At most `most` of the questions, drawn by the seed and the episode's id."""
+        if len(questions) <= most:
+            return questions
+        drawn = generator_for(self._seed, "challenge", transcript.id).choice(len(questions), most, replace=False)
+        return [questions[number] for number in sorted(drawn.tolist())]
 
     async def _chosen(self, transcripts: Sequence[Transcript], steps: Sequence[Sequence[Place]]) -> list[int | None]:
         """The step to ask about for each transcript, counted from 0; None if it has no steps."""
         if self._scorer is None:
-            return [self._drawn(t, len(places)) for t, places in zip(transcripts, steps, strict=True)]
+            return [
+                int(generator_for(self._seed, "challenge", transcript.id).integers(len(places))) if places else None
+                for transcript, places in zip(transcripts, steps, strict=True)
+            ]
         prefixes = [self._prefixes(t, places) if places else [] for t, places in zip(transcripts, steps, strict=True)]
         scores_N = await self._scorer.score([prefix for part in prefixes for prefix in part])
         ends = np.cumsum([len(part) for part in prefixes])

@@ -19,7 +19,7 @@ from pvg.config.load import load_experiment
 from pvg.config.models import ModelSection
 from pvg.config.task import DiplomacyMiniTask, ModchainTask
 from pvg.errors import ConfigurationError
-from pvg.game.protocols import ChallengeEnvironment, steps_of, tokens_of, weakest
+from pvg.game.protocols import MOST_CONSIDERED, ChallengeEnvironment, steps_of, tokens_of, weakest
 from pvg.models import open_model, pick_device
 from pvg.models.characters import diplomacy_tokenizer
 from pvg.models.tokenizer import Tokenizer
@@ -160,8 +160,8 @@ def plan_transcript(text: str, name: str = "r/0") -> Transcript:
     return Transcript(name, PLAN_PROBLEM, plan_tokenizer.encode(f"H{PLAN_PROBLEM.question}"), ids, 0, 0, True)
 
 
-class Suspicious:
-    """Scores lowest what asks about b moving to d with support from g."""
+class Curious:
+    """Scores the longest question lowest."""
 
     version = "v"
 
@@ -170,19 +170,23 @@ class Suspicious:
 
     async def score(self, rollouts: Sequence[Rollout]) -> Float32:
         self.seen += [rollout.text for rollout in rollouts]
-        return np.array([-float("?bd;g+bd" in rollout.text) for rollout in rollouts], dtype=np.float32)
+        return np.array([-len(rollout.text) for rollout in rollouts], dtype=np.float32)
 
 
 def test_a_task_answers_the_question_with_the_lowest_score_which_is_chosen_before_the_answer():
-    judge = Suspicious()
+    judge = Curious()
     challenges = ChallengeEnvironment(PLANS, Tokenizer(diplomacy_tokenizer()), "tag", judge, 0, 9)
     texts = [FLAWED, "a.;d.;e+d", "a.", f"{FLAWED}!bd;g+bd"]
-    found = asked(challenges, *map(plan_transcript, texts))
-    told = [None if observation is None else observation.text for observation in found]
-    assert told == ["?bd;g+bd=-", "?bd;g+bd=+", None, "?bd;g+bd=-"]
-    assert all(observation.max_tokens == 0 for observation in found if observation is not None)
-    assert len(judge.seen) == 3 * len(PLANS.questions(PLAN_PROBLEM, FLAWED))
-    assert not any("=" in text for text in judge.seen)
+    found = asked(challenges, *(plan_transcript(text, f"r/{number}") for number, text in enumerate(texts)))
+    assert len(judge.seen) == 3 * MOST_CONSIDERED
+    assert found[2] is None
+    for text, observation, first in zip(texts, found, (0, MOST_CONSIDERED, 0, 2 * MOST_CONSIDERED), strict=True):
+        if observation is not None:
+            longest = max(judge.seen[first : first + MOST_CONSIDERED], key=len)
+            question = longest.removeprefix(text)
+            assert question in PLANS.questions(PLAN_PROBLEM, text)
+            assert observation.text == question + PLANS.answer(PLAN_PROBLEM, text, question)
+            assert observation.max_tokens == 0
 
 
 def test_without_a_verifier_a_seed_draws_the_question():

@@ -249,6 +249,7 @@ def test_a_certificate_counts_if_the_plan_works_unopposed_and_the_reply_refutes_
     table = replies_to(problem)
     row, column = draw.randrange(len(table.plans)), draw.randrange(len(table.replies))
     plan, reply = table.plan_texts[row], table.reply_texts[column]
+    assert table.reply_texts[0] == ";".join(f"{army}." for army in problem.metadata["enemy"])
     grade, bare = TASK.grade(problem, f"{plan}!{reply}"), TASK.grade(problem, plan)
     assert grade.checks is not None
     assert bare.checks is not None

@@ -136,7 +136,7 @@ def usable_problems(own: str, enemy: str) -> list[str]:
     found = []
     for place, target in enumerate(PROVINCES):
         stands_PR = (held_PR >> place & 1).astype(bool)
-        sound_P = stands_PR.all(axis=1)
+        sound_P = np.logical_and.reduce(stands_PR, axis=1)
         if sound_P.any() and not sound_P[holding] and (stands_PR[:, 0] & ~sound_P).any():
             found.append(f"{own}/{enemy}>{target}")
     return found
@@ -172,7 +172,8 @@ def _replies(own: str, enemy: str, target: str) -> Replies:
     position, held_PR = _solved(own, enemy)
     stands_PR = (held_PR >> PROVINCES.index(target) & 1).astype(bool)
     plans, replies = position.plans, position.replies
-    return Replies(position, plans, replies, tuple(plans), tuple(replies), stands_PR, stands_PR.all(axis=1))
+    sound_P: NDArray[np.bool_] = np.logical_and.reduce(stands_PR, axis=1)
+    return Replies(position, plans, replies, tuple(plans), tuple(replies), stands_PR, sound_P)
 
 
 @lru_cache(maxsize=1024)

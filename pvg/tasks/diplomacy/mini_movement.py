@@ -161,7 +161,7 @@ class _Movement:
     def _succeeds(
         self, army: int, strength_N: Int8, hinders_UN: Sequence[Int8], gone_UN: Sequence[Bools], same_UN: Bools
     ) -> Bools:
-        success_N = self.moving_UN[army].copy()
+        success_N: Bools = self.moving_UN[army].copy()
         for other in self.attacked[army]:
             # The army in the way: it defends with its supports if it stays or comes the other way, with strength 1 if
             # it fails to leave, and not at all if it leaves. A side never dislodges its own armies.
@@ -188,4 +188,5 @@ def _end(order: str) -> str:
 
 
 def _any(arrays: Sequence[Bools]) -> Bools:
-    return reduce(np.logical_or, arrays) if arrays else np.False_
+    """bool [N], or [1] without arrays."""
+    return reduce(np.bitwise_or, arrays, np.zeros(1, dtype=np.bool_))
