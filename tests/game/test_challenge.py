@@ -276,7 +276,7 @@ def test_what_counts_completions_of_one_turn_is_refused():
     ):
         with pytest.raises(ConfigurationError, match="challenge"):
             changed(TALKING | settings)
-    assert completion_room(changed(TALKING)) == 40 + 8 + 16
+    assert completion_room(changed(TALKING)) == 40 + 16 + 16
     assert completion_room(changed({})) == 40
     with pytest.raises(
         ConfigurationError, match=r"game\.protocol\.tokens belongs to kind 'challenge', not to 'direct'"

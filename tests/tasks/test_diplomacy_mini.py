@@ -61,7 +61,7 @@ def stands(problem: Problem, plan: str, reply: str) -> bool:
     texts = [*plan.split(";"), *reply.split(";")]
     orders = {PROVINCES.index(text[0]): engine_order(text) for text in texts}
     moved = adjudicate(mini_board(), board_position(own, enemy), orders)
-    return occupant(moved.units, mini_board(), PROVINCES.index(problem.answer)) == OWN
+    return occupant(moved.units, mini_board(), PROVINCES.index(problem.metadata["target"])) == OWN
 
 
 def plain(order: Order) -> str:
@@ -120,8 +120,7 @@ def test_sound_means_that_no_reply_works_tried_one_by_one() -> None:
         for plan in [draw.choice(sound), *draw.sample(table.plan_texts, 3)]:
             refuting = [reply for reply in table.replies if not stands(problem, plan, reply)]
             grade = TASK.grade(problem, plan)
-            assert grade.well_formed
-            assert grade.answer == plan
+            assert (grade.well_formed, grade.answer) == (True, plan)
             assert grade.correct == (not refuting)
             assert grade.note == (f"refuted by {refuting[0]}" if refuting else "")
             seen.add(grade.correct)
@@ -171,7 +170,7 @@ def test_the_worked_problem(text: str, correct: bool, note: str, flaw: int | Non
 )
 def test_near_misses_are_malformed_and_say_why(text: str, note: str) -> None:
     grade = TASK.grade(WORKED, text)
-    assert (grade.correct, grade.well_formed, grade.answer, grade.note) == (False, False, None, note)
+    assert (grade.correct, grade.well_formed, grade.note) == (False, False, note)
 
 
 @pytest.mark.parametrize("style", ["tag", "plain"])
@@ -256,7 +255,7 @@ def test_a_certificate_counts_if_the_plan_works_unopposed_and_the_reply_refutes_
     assert grade.checks.certified == bool(table.stands_PR[row, 0] and not table.stands_PR[row, column])
     assert grade.checks.passed == pytest.approx(np.mean(table.stands_PR[row]))
     assert not bare.checks.certified
-    assert (grade.correct, grade.note, grade.answer) == (bare.correct, bare.note, bare.answer)
+    assert (grade.correct, grade.note) == (bare.correct, bare.note)
     assert not (grade.correct and grade.checks.certified)
     # The verifier reads the same with and without it, also when a question follows.
     assert TASK.shown(f"{plan}!{reply}") == TASK.shown(plan) == plan

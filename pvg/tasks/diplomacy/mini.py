@@ -119,7 +119,8 @@ class DiplomacyMini:
 def plan_problem(name: str) -> Problem:
     """The problem with a name such as `deg/bf>d`."""
     own, enemy, target = name[:OWN], name[OWN + 1 : -2], name[-1]
-    return Problem(f"diplomacy-mini-{name}", f"{name}?", target, {"own": own, "enemy": enemy})
+    metadata = {"own": own, "enemy": enemy, "target": target}
+    return Problem(f"diplomacy-mini-{name}", f"{name}?", answer="", metadata=metadata)  # many plans are right
 
 
 def listed_problems() -> list[str]:
@@ -164,7 +165,7 @@ class Replies:
 
 
 def replies_to(problem: Problem) -> Replies:
-    return _replies(problem.metadata["own"], problem.metadata["enemy"], problem.answer)
+    return _replies(problem.metadata["own"], problem.metadata["enemy"], problem.metadata["target"])
 
 
 @lru_cache(maxsize=2048)  # at most about 60 kB each
