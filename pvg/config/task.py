@@ -155,6 +155,15 @@ class OpenEnvTask(Section):
     timeout_s: Positive = Field(60.0, description="Longest wait for a reply in seconds.")
 
 
+class DiplomacyMiniTask(Section):
+    """Plans on a map of 8 provinces that hold against every reply: `deg/bf>d?` -> `d.;e+d;g.` (docs/diplomacy.md)."""
+
+    kind: Literal["diplomacy_mini"] = "diplomacy_mini"
+    problems: Count = Field(700, description="Training problems.")
+    test_problems: Count = Field(192, description="Test problems.")
+    seed: int = Field(0, description="Seed of the order of the problems.")
+
+
 class CustomTask(Section):
     """A task in a file of your own: `source` names the class, and `settings` are its arguments (docs/research.md)."""
 
@@ -168,10 +177,12 @@ TASKS: dict[str, type[Section]] = {
     "gsm8k": Gsm8kTask,
     "reasoning_gym": ReasoningGymTask,
     "code": CodeTask,
+    "diplomacy_mini": DiplomacyMiniTask,
     "play": PlayTask,
     "openenv": OpenEnvTask,
     "custom": CustomTask,
 }
 TaskSection = Annotated[
-    ModchainTask | Gsm8kTask | ReasoningGymTask | CodeTask | PlayTask | OpenEnvTask | CustomTask, ByKind("modchain")
+    ModchainTask | Gsm8kTask | ReasoningGymTask | CodeTask | DiplomacyMiniTask | PlayTask | OpenEnvTask | CustomTask,
+    ByKind("modchain"),
 ]

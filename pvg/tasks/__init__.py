@@ -7,6 +7,7 @@ from typing import Any
 
 from pvg.config.task import TaskSection
 from pvg.tasks.code import Code
+from pvg.tasks.diplomacy.mini import DiplomacyMini
 from pvg.tasks.gsm8k import Gsm8k
 from pvg.tasks.modchain import Modchain
 from pvg.tasks.openenv import OpenEnv
@@ -24,6 +25,7 @@ TASKS: dict[str, Callable[[Any], Task]] = {
     "code": Code,
     "play": Play,
     "openenv": OpenEnv,
+    "diplomacy_mini": DiplomacyMini,
     "custom": open_custom,
 }
 
