@@ -1,0 +1,1 @@
+"""Games of many turns and many players as pure functions on values."""

@@ -1,0 +1,190 @@
+"""A map as a value: provinces, their coasts and borders, supply centres and powers.
+
+Everything has a number. A *province* is 0..P-1. A *place* is a province or one of its coasts (`spa/nc`), and the first P
+places are the provinces. A *power* is 0..N-1. Sets of provinces are integers with one bit for each province, because
+the rules ask for membership thousands of times per second.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from pvg.games.diplomacy.position import NOBODY, Position, packed
+
+Kind = Literal["land", "coast", "sea"]
+
+_COAST = re.compile(r"\(([a-z]{2})\)$")
+
+
+@dataclass(frozen=True, eq=False)
+class Board:
+    """A map and the position at the start. Two boards are equal only if they are the same object.
+
+    `armies`: for each province those that an army can enter by land. `fleets`: for each place those that a fleet can
+    enter; a fleet on a province with two coasts is always on one of the coasts. `homes`: for each power the centres
+    where it builds. `to_win`: the number of centres that wins the game, 0 if no number does.
+    """
+
+    name: str
+    provinces: tuple[str, ...]
+    titles: tuple[str, ...]
+    kinds: tuple[Kind, ...]
+    places: tuple[str, ...]
+    province_of: tuple[int, ...]
+    coasts: tuple[tuple[int, ...], ...]
+    armies: tuple[tuple[int, ...], ...]
+    fleets: tuple[tuple[int, ...], ...]
+    centres: tuple[int, ...]
+    powers: tuple[str, ...]
+    homes: tuple[tuple[int, ...], ...]
+    to_win: int
+    start: Position
+
+    def find(self, name: str) -> int | None:
+        """The place with this short or full name in any case: "spa/nc", "SPA(NC)", "Spain". None if there is none."""
+        return self.names.get(_COAST.sub(r"/\1", name.strip().lower()).replace(" ", ""))
+
+    def power(self, name: str) -> int | None:
+        """The power whose name begins with these letters, at least three unless it is the whole name."""
+        wanted = name.strip().lower()
+        for number, power in enumerate(self.powers):
+            if power.lower() == wanted or (len(wanted) >= 3 and power.lower().startswith(wanted)):
+                return number
+        return None
+
+    def short(self, power: int) -> str:
+        """The first three letters of the power's name."""
+        return self.powers[power][:3]
+
+    def winner(self, position: Position) -> int | None:
+        """The power that has won, or None."""
+        if not self.to_win:
+            return None
+        return next((p for p in range(len(self.powers)) if position.centres_of(p) >= self.to_win), None)
+
+    @cached_property
+    def names(self) -> Mapping[str, int]:
+        """Every accepted name of a place, in lower case and without spaces."""
+        titles = {title.lower().replace(" ", ""): number for number, title in enumerate(self.titles)}
+        return titles | {name: number for number, name in enumerate(self.places)}
+
+    @cached_property
+    def touching(self) -> tuple[tuple[int, ...], ...]:
+        """For each province every province with a common border."""
+        return tuple(
+            tuple(sorted({*self.armies[p], *(self.province_of[q] for at in self._on(p) for q in self.fleets[at])}))
+            for p in range(len(self.provinces))
+        )
+
+    @cached_property
+    def army_reach(self) -> tuple[int, ...]:
+        """`armies` as sets of bits."""
+        return tuple(map(_bits, self.armies))
+
+    @cached_property
+    def fleet_reach(self) -> tuple[int, ...]:
+        """For each place the provinces, on any coast, that a fleet can enter from there, as sets of bits."""
+        return tuple(_bits(self.province_of[q] for q in places) for places in self.fleets)
+
+    @cached_property
+    def seas_beside(self) -> tuple[int, ...]:
+        """For each province the seas that touch it, as sets of bits."""
+        return tuple(_bits(q for q in near if self.kinds[q] == "sea") for near in self.touching)
+
+    @cached_property
+    def seas(self) -> int:
+        """All seas as a set of bits."""
+        return _bits(p for p, kind in enumerate(self.kinds) if kind == "sea")
+
+    @cached_property
+    def shores(self) -> int:
+        """All provinces with a coast as a set of bits."""
+        return _bits(p for p, kind in enumerate(self.kinds) if kind == "coast")
+
+    def _on(self, province: int) -> tuple[int, ...]:
+        return self.coasts[province] or (province,)
+
+
+def build_board(
+    name: str,
+    provinces: Mapping[str, tuple[str, Kind]],
+    land: Iterable[tuple[str, str]],
+    water: Iterable[tuple[str, str]],
+    powers: Mapping[str, Sequence[str]],
+    start: Mapping[str, Sequence[str]],
+    neutral: Sequence[str] = (),
+    to_win: int = 0,
+) -> Board:
+    """A board from a table, checked.
+
+    `provinces`: short name -> full name and kind. `land` and `water`: each border for armies and for fleets once.
+    `powers`: name -> home centres. `start`: power -> units such as "F stp/sc". `neutral`: centres without an owner.
+    Raises ValueError for a border that the kinds of its two sides forbid, a border that is named twice, a coast that
+    has no border, or an unknown name.
+    """
+    land, water = list(land), list(water)
+    order = sorted(provinces)
+    number = {short: at for at, short in enumerate(order)}
+    coast_names = sorted({name for pair in water for name in pair if "/" in name})
+    places = (*order, *coast_names)
+    number |= {coast: len(order) + at for at, coast in enumerate(coast_names)}
+    province_of = tuple(number[place.split("/")[0]] for place in places)
+    kinds = tuple(provinces[short][1] for short in order)
+    coasts = tuple(tuple(number[c] for c in coast_names if c.startswith(f"{short}/")) for short in order)
+    _check_borders(land, water, {short: kind for short, (_, kind) in provinces.items()}, coast_names)
+    homes = tuple(tuple(sorted(number[centre] for centre in centres)) for centres in powers.values())
+    centres = tuple(sorted({*(centre for home in homes for centre in home), *(number[c] for c in neutral)}))
+    units = [
+        (number[text.split()[1]], 2 * power + (text.split()[0] == "F"))
+        for power, owner in enumerate(powers)
+        for text in start[owner]
+    ]
+    owner_of = {centre: power for power, home in enumerate(homes) for centre in home}
+    owners = bytes(owner_of.get(centre, NOBODY) for centre in centres)
+    return Board(
+        name=name,
+        provinces=tuple(order),
+        titles=tuple(provinces[short][0] for short in order),
+        kinds=kinds,
+        places=places,
+        province_of=province_of,
+        coasts=coasts,
+        armies=_neighbours(land, number, len(order)),
+        fleets=_neighbours(water, number, len(places)),
+        centres=centres,
+        powers=tuple(powers),
+        homes=homes,
+        to_win=to_win,
+        start=Position(1901, "S", "M", packed(units), owners),
+    )
+
+
+def _check_borders(
+    land: list[tuple[str, str]], water: list[tuple[str, str]], kinds: Mapping[str, Kind], coasts: Sequence[str]
+) -> None:
+    for borders, forbidden in ((land, "sea"), (water, "land")):
+        if len({frozenset(pair) for pair in borders}) != len(borders) or any(a == b for a, b in borders):
+            raise ValueError("a border is named twice, or leads from a province to itself")
+        for place in (place for pair in borders for place in pair):
+            if kinds[place.split("/")[0]] == forbidden:
+                raise ValueError(f"{place} is {forbidden} and cannot have this border")
+    split = {coast.split("/")[0] for coast in coasts}
+    for place in (place for pair in water for place in pair):
+        if place in split:
+            raise ValueError(f"a fleet border of {place} must name one of its coasts")
+
+
+def _neighbours(pairs: list[tuple[str, str]], number: Mapping[str, int], size: int) -> tuple[tuple[int, ...], ...]:
+    found: list[set[int]] = [set() for _ in range(size)]
+    for one, other in pairs:
+        found[number[one]].add(number[other])
+        found[number[other]].add(number[one])
+    return tuple(tuple(sorted(near)) for near in found)
+
+
+def _bits(provinces: Iterable[int]) -> int:
+    return sum(1 << province for province in set(provinces))

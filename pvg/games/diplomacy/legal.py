@@ -1,0 +1,290 @@
+"""Which orders are legal. The written order is checked by itself; listing all legal orders is for references and for
+exhaustive replies.
+
+A legal order is one that the map and the units allow: a move by land or sea, or by convoy over a chain of fleets of any
+power, whatever their orders are. A legal order can still fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pvg.games.diplomacy.board import Board
+from pvg.games.diplomacy.movement import connected
+from pvg.games.diplomacy.orders import Order
+from pvg.games.diplomacy.position import Dislodged, Position, Unit
+
+_STAGES = {"M": ("hold", "move", "support", "convoy"), "R": ("move", "disband"), "A": ("build", "disband", "waive")}
+
+_POWER = bytes(code >> 1 for code in range(256))  # 2 * power + fleet -> power
+
+
+def fault(board: Board, position: Position, power: int, order: Order) -> str:
+    """Why the order of the power is illegal, in a few words; "" for a legal order."""
+    return Legality(board, position).fault(power, order)
+
+
+def complete(board: Board, position: Position, order: Order) -> Order:
+    """The order with the unit's letter and coast, and with the destination's coast if only one is possible."""
+    return Legality(board, position).complete(order)
+
+
+def orders_of(board: Board, position: Position, power: int) -> dict[int, tuple[Order, ...]]:
+    """All legal orders of a power: place of the unit, or of the build -> its orders, complete and in a fixed order.
+
+    A support does not name a coast. A move that is possible by land and by convoy is listed twice. Waiving a build is
+    not listed.
+    """
+    return Legality(board, position).orders_of(power)
+
+
+def destinations(board: Board, position: Position, unit: Unit, convoys: bool = False) -> tuple[int, ...]:
+    """The places to which a unit can move directly, and with `convoys` also by convoy, in ascending order."""
+    legality = Legality(board, position)
+    direct = set(board.fleets[unit.place] if unit.fleet else board.armies[unit.place])
+    return tuple(sorted(direct | set(legality.crossings(unit)) if convoys else direct))
+
+
+def retreats(board: Board, position: Position, unit: Dislodged) -> tuple[int, ...]:
+    """The places to which a dislodged unit can retreat."""
+    return Legality(board, position).retreats(unit)
+
+
+def adjustment(board: Board, position: Position, power: int) -> int:
+    """In stage A: the number of builds of a power, negative for disbands. Free home centres limit the builds."""
+    return Legality(board, position).adjustment(power)
+
+
+class Legality:
+    """The units of a position by province, for checking many orders of the same position."""
+
+    def __init__(self, board: Board, position: Position) -> None:
+        self.board, self.position = board, position
+        province_of, units = board.province_of, position.units
+        self.units: dict[int, Unit] = {}
+        self.fleets = 0  # the seas with a fleet, as a set of bits
+        for at in range(0, len(units), 2):
+            place, code = units[at], units[at + 1]
+            self.units[province_of[place]] = Unit(code >> 1, bool(code & 1), place)
+            if code & 1:
+                self.fleets |= 1 << province_of[place]
+        self.fleets &= board.seas
+        self.leaving = {board.province_of[gone.unit.place]: gone for gone in position.dislodged_list()}
+
+    def fault(self, power: int, order: Order) -> str:
+        act, place, target, origin, via, letter = order
+        stage = self.position.stage
+        if act not in _STAGES[stage]:
+            return "not in this phase"
+        if act == "waive":
+            return ""
+        if not 0 <= place < len(self.board.places):
+            return "no such place"
+        if act == "build":
+            return self._build_fault(power, order)
+        province = self.board.province_of[place]
+        unit = self.leaving[province].unit if stage == "R" and province in self.leaving else None
+        unit = self.units.get(province) if stage != "R" else unit
+        if unit is None:
+            return "no unit there" if stage != "R" else "no unit there must retreat"
+        if unit.power != power:
+            return "not your unit"
+        if letter and (letter == "F") != unit.fleet:
+            return "wrong kind of unit"
+        if place != unit.place and place != province:
+            return "the unit is not on this coast"
+        if act == "move":
+            if stage == "R":
+                return "" if target in self.retreats(self.leaving[province]) else "cannot retreat there"
+            return self._move_fault(unit, target, via)
+        if act == "support":
+            return self._support_fault(unit, target, origin)
+        return self._convoy_fault(unit, target, origin) if act == "convoy" else ""
+
+    def complete(self, order: Order) -> Order:
+        if order.place < 0:
+            return order
+        board, province = self.board, self.board.province_of[order.place]
+        if order.act == "build":
+            return order if order.unit or board.kinds[province] == "coast" else order._replace(unit="A")
+        leaving = self.position.stage == "R"
+        unit = self.leaving[province].unit if leaving and province in self.leaving else self.units.get(province)
+        if unit is None:
+            return order
+        order = order._replace(unit=order.unit or "AF"[unit.fleet])
+        if order.place == province:
+            order = order._replace(place=unit.place)
+        if order.act == "move" and unit.fleet and 0 <= order.target < len(board.provinces):
+            coasts = [place for place in board.fleets[unit.place] if board.province_of[place] == order.target]
+            order = order._replace(target=coasts[0] if len(coasts) == 1 else order.target)
+        return order
+
+    def orders_of(self, power: int) -> dict[int, tuple[Order, ...]]:
+        if self.position.stage == "M":
+            return {u.place: tuple(self._movement_orders(u)) for u in self.units.values() if u.power == power}
+        if self.position.stage == "R":
+            return {
+                gone.unit.place: (
+                    *(Order("move", gone.unit.place, to, unit="AF"[gone.unit.fleet]) for to in self.retreats(gone)),
+                    Order("disband", gone.unit.place, unit="AF"[gone.unit.fleet]),
+                )
+                for gone in self.leaving.values()
+                if gone.unit.power == power
+            }
+        own = [unit for unit in self.units.values() if unit.power == power]
+        if len(own) > self.position.centres_of(power):
+            return {unit.place: (Order("disband", unit.place, unit="AF"[unit.fleet]),) for unit in own}
+        return self._builds(power) if len(own) < self.position.centres_of(power) else {}
+
+    def retreats(self, gone: Dislodged) -> tuple[int, ...]:
+        board, unit = self.board, gone.unit
+        near = board.fleets[unit.place] if unit.fleet else board.armies[unit.place]
+        closed = {gone.barred, *self.position.contested, *self.units}
+        return tuple(place for place in near if board.province_of[place] not in closed)
+
+    def sites(self, power: int) -> list[int]:
+        """The free home centres that the power owns."""
+        owner_of = dict(zip(self.board.centres, self.position.owners, strict=True))
+        return [c for c in self.board.homes[power] if owner_of[c] == power and c not in self.units]
+
+    def adjustment(self, power: int) -> int:
+        """The number of builds of a power, negative for disbands."""
+        surplus = self.position.centres_of(power) - self.position.units[1::2].translate(_POWER).count(power)
+        return min(surplus, len(self.sites(power))) if surplus > 0 else surplus
+
+    def crossings(self, unit: Unit) -> list[int]:
+        """The provinces that an army can reach by convoy."""
+        if unit.fleet or not self.fleets & self.board.seas_beside[unit.place]:
+            return []
+        return [
+            province
+            for province, kind in enumerate(self.board.kinds)
+            if kind == "coast" and province != unit.place and connected(self.board, self.fleets, unit.place, province)
+        ]
+
+    # Faults
+
+    def _move_fault(self, unit: Unit, target: int, via: bool) -> str:
+        board = self.board
+        if unit.fleet:
+            if via:
+                return "a fleet cannot go by convoy"
+            if target in board.fleets[unit.place]:
+                return ""
+            on_coast = target >= 0 and any(board.province_of[place] == target for place in board.fleets[unit.place])
+            return "name the coast" if on_coast else "cannot reach it"
+        if not 0 <= target < len(board.provinces):
+            return "an army does not go to a coast" if target >= 0 else "no such place"
+        if not via and board.army_reach[unit.place] >> target & 1:
+            return ""
+        return "" if self._crosses(unit.place, target, self.fleets) else "cannot reach it"
+
+    def _support_fault(self, unit: Unit, target: int, origin: int) -> str:
+        board = self.board
+        own, helped = board.province_of[unit.place], self.units.get(board.province_of[origin]) if origin >= 0 else None
+        if helped is None:
+            return "no unit to support"
+        if helped.place == unit.place:
+            return "a unit cannot support itself"
+        reach = board.fleet_reach[unit.place] if unit.fleet else board.army_reach[own]
+        goal = board.province_of[target if target >= 0 else origin]
+        if not reach >> goal & 1:
+            return "cannot reach the supported place"
+        if target < 0:
+            return ""
+        if helped.fleet:
+            near = board.fleets[helped.place]
+            possible = target in near or (target == goal and board.fleet_reach[helped.place] >> goal & 1)
+            return "" if possible else "the supported unit cannot reach it"
+        if board.army_reach[helped.place] >> goal & 1:
+            return ""
+        others = self.fleets & ~(1 << own)
+        return "" if self._crosses(helped.place, goal, others) else "the supported unit cannot reach it"
+
+    def _convoy_fault(self, unit: Unit, target: int, origin: int) -> str:
+        board = self.board
+        own, army = board.province_of[unit.place], self.units.get(origin)
+        if not self.fleets >> own & 1:
+            return "only a fleet at sea convoys"
+        if army is None or army.fleet:
+            return "no army to convoy"
+        return "" if self._crosses(origin, target, self.fleets, own) else "no chain of fleets leads there"
+
+    def _crosses(self, origin: int, target: int, fleets: int, through: int = -1) -> bool:
+        shores = self.board.shores
+        if target < 0 or origin == target or not (shores >> origin & 1 and shores >> target & 1):
+            return False
+        return connected(self.board, fleets, origin, target, through)
+
+    def _build_fault(self, power: int, order: Order) -> str:
+        if self.position.centres_of(power) <= sum(unit.power == power for unit in self.units.values()):
+            return "no build left"
+        site = self.board.province_of[order.place]
+        if site not in self.sites(power):
+            return "not a free home centre that you own"
+        return "" if order in self._builds(power)[site] else "this unit cannot be built there"
+
+    def _builds(self, power: int) -> dict[int, tuple[Order, ...]]:
+        board = self.board
+        return {
+            site: (
+                Order("build", site, unit="A"),
+                *(
+                    Order("build", place, unit="F")
+                    for place in board.coasts[site] or (site,)
+                    if board.kinds[site] == "coast"
+                ),
+            )
+            for site in self.sites(power)
+        }
+
+    # Lists
+
+    def _movement_orders(self, unit: Unit) -> Iterator[Order]:
+        board, place, letter = self.board, unit.place, "AF"[unit.fleet]
+        own = board.province_of[place]
+        yield Order("hold", place, unit=letter)
+        for target in board.fleets[place] if unit.fleet else board.armies[place]:
+            yield Order("move", place, target, unit=letter)
+        for target in self.crossings(unit):
+            yield Order("move", place, target, via=bool(board.army_reach[place] >> target & 1), unit=letter)
+        reach = board.fleet_reach[place] if unit.fleet else board.army_reach[place]
+        for province, other in self.units.items():
+            if province == own:
+                continue
+            if reach >> province & 1:
+                yield Order("support", place, -1, other.place, unit=letter)
+            for target in self._within(other, self.fleets & ~(1 << own)):
+                if reach >> target & 1 and target != own:
+                    yield Order("support", place, target, other.place, unit=letter)
+        if self.fleets >> own & 1:
+            yield from self._convoys(own, letter)
+
+    def _convoys(self, own: int, letter: str) -> Iterator[Order]:
+        shores = [p for p, kind in enumerate(self.board.kinds) if kind == "coast" and self._touches(own, p)]
+        for origin in shores:
+            if origin in self.units and not self.units[origin].fleet:
+                for target in shores:
+                    if target != origin:
+                        yield Order("convoy", own, target, origin, unit=letter)
+
+    def _touches(self, fleet: int, shore: int) -> bool:
+        return connected(self.board, self.fleets, shore, shore, fleet)
+
+    def _within(self, unit: Unit, fleets: int) -> list[int]:
+        """The provinces that a unit can reach, with these fleets for convoys."""
+        board = self.board
+        if unit.fleet:
+            return sorted({board.province_of[place] for place in board.fleets[unit.place]})
+        coastal = fleets & board.seas_beside[unit.place]
+        crossings = self._landings(unit.place, fleets) if coastal else 0
+        found = (board.army_reach[unit.place] | crossings) & ~(1 << unit.place)
+        return [province for province in range(len(board.provinces)) if found >> province & 1]
+
+    def _landings(self, origin: int, fleets: int) -> int:
+        """The coastal provinces that the fleets connect with a province, as a set of bits."""
+        return sum(
+            1 << province
+            for province, kind in enumerate(self.board.kinds)
+            if kind == "coast" and connected(self.board, fleets, origin, province)
+        )

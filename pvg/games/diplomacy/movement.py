@@ -1,0 +1,333 @@
+"""The movement phase: which moves, supports and convoys succeed when all orders are executed together.
+
+The decisions depend on each other, sometimes in a circle. `_Phase.decide` follows L. Kruijf, "The Math of Adjudication"
+(Diplomatic Pouch, spring 2009): it decides an order by recursion with a guess where a circle closes. If both guesses are
+consistent, a circle of moves succeeds; if a convoy is part of the circle, the convoy fails (Szykman's rule). Of the
+rules that editions of the game differ in, this module takes those of 2023: an army without "via" goes to an adjacent
+province by convoy only if a fleet of its own power convoys it and the route is complete.
+
+Most orders of a phase are decided without that: nobody contests them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from pvg.games.diplomacy.board import Board
+from pvg.games.diplomacy.orders import Order
+from pvg.games.diplomacy.position import NOBODY, Position
+
+_OPEN, _GUESSED, _DECIDED = 0, 1, 2
+
+
+class Movement(NamedTuple):
+    """The board after a movement phase.
+
+    `units`, `dislodged` and `contested` as in Position. For each of the units before, in their order: `success` (a move
+    arrives; a support fits an order and is not cut; a convoy fits an order and its fleet is not dislodged; a hold is not
+    dislodged) and `why` ("" or "bounced", "no convoy", "cut", "dislodged", "unmatched").
+    """
+
+    units: bytes
+    dislodged: bytes
+    contested: bytes
+    success: tuple[bool, ...]
+    why: tuple[str, ...]
+
+
+def adjudicate(board: Board, position: Position, orders: Mapping[int, Order]) -> Movement:
+    """The result of a movement phase. `orders`: province of the unit -> its order, which must be legal; the other units
+    hold. The result does not depend on the order of the mapping."""
+    return _Phase(board, position, orders).result()
+
+
+def occupant(units: bytes, board: Board, province: int) -> int:
+    """The power of the unit in the province, -1 if there is none. `units` as in Position."""
+    for at in range(0, len(units), 2):
+        if board.province_of[units[at]] == province:
+            return units[at + 1] >> 1
+    return -1
+
+
+def connected(board: Board, fleets: int, origin: int, target: int, through: int = -1) -> bool:
+    """Whether the fleets, a set of sea provinces, contain a chain from one coastal province to another; with `through`,
+    whether that fleet belongs to the group of fleets that connects them."""
+    beside, group = board.seas_beside, 0
+    start = beside[origin] & fleets if through < 0 else 1 << through & fleets
+    while start:
+        group |= start
+        found = 0
+        while start:
+            lowest = start & -start
+            found |= beside[lowest.bit_length() - 1]
+            start ^= lowest
+        start = found & fleets & ~group
+    return bool(group & beside[target]) and (through < 0 or bool(group & beside[origin]))
+
+
+class _Phase:
+    """The orders of one phase as tables by province, and their decisions.
+
+    `goal`: where the unit moves, -1 if it stays. `comers`: province -> the units that move there. `helpers`: unit -> the
+    supports that fit its order. `aim`: supporter -> destination of the move it helps, -1 for a hold. `convoyed`: armies
+    that move by convoy -> the fleets, as a set of bits, that convoy them.
+    """
+
+    __slots__ = (
+        *("board", "units", "orders", "power", "goal", "comers", "helpers", "aim", "convoyed", "carriers"),
+        *("state", "answer", "circle"),
+    )
+
+    def __init__(self, board: Board, position: Position, orders: Mapping[int, Order]) -> None:
+        count = len(board.provinces)
+        self.board, self.orders = board, orders
+        self.power, self.goal = [-1] * count, [-1] * count
+        self.state, self.answer = [_OPEN] * count, [False] * count
+        self.comers: dict[int, list[int]] = {}
+        self.helpers: dict[int, list[int]] = {}
+        self.aim: dict[int, int] = {}
+        self.convoyed: dict[int, int] = {}
+        self.carriers: dict[int, tuple[int, int]] = {}
+        self.circle: list[int] = []
+        self.units = self._read(position.units)
+
+    def _read(self, units: bytes) -> list[tuple[int, int, int]]:
+        """Fill the tables; the units as province, place and code. The units' order, and not that of the mapping, is the
+        order of all further work."""
+        board, province_of, power, goal, comers = self.board, self.board.province_of, self.power, self.goal, self.comers
+        listed, supports, crossing = [], [], []
+        order_of = self.orders.get
+        for at in range(0, len(units), 2):
+            place, code = units[at], units[at + 1]
+            province = province_of[place]
+            power[province] = code >> 1
+            listed.append((province, place, code))
+            if (order := order_of(province)) is None:
+                continue
+            act, _, target, origin, via, _ = order
+            if act == "move":
+                goal[province] = to = province_of[target]
+                if to in comers:
+                    comers[to].append(province)
+                else:
+                    comers[to] = [province]
+                if not code & 1:
+                    if via or not board.army_reach[province] >> to & 1:
+                        self.convoyed[province] = 0
+                    else:
+                        crossing.append(province)
+            elif act == "support":
+                supports.append((province, province_of[origin], target))
+            elif act == "convoy":
+                self.carriers[province] = (province_of[origin], province_of[target])
+        self._match(supports)
+        if self.carriers:
+            self._board_convoys(crossing)
+        return listed
+
+    def _match(self, supports: list[tuple[int, int, int]]) -> None:
+        """Keep the supports that fit the order of the unit they help."""
+        goal, province_of, helpers = self.goal, self.board.province_of, self.helpers
+        for supporter, helped, target in supports:
+            if target < 0:
+                if self.power[helped] < 0 or goal[helped] >= 0:
+                    continue
+                self.aim[supporter] = -1
+            else:
+                if goal[helped] != province_of[target]:
+                    continue
+                if target >= len(goal) and self.orders[helped].target != target:
+                    continue  # the support names the other coast
+                self.aim[supporter] = goal[helped]
+            helpers.setdefault(helped, []).append(supporter)
+
+    def _board_convoys(self, crossing: list[int]) -> None:
+        """Note the fleets of each convoyed army. An army that could go by land joins them if a fleet of its power convoys
+        it and the route is complete."""
+        convoyed, goal = self.convoyed, self.goal
+        offers: dict[tuple[int, int], int] = {}
+        for fleet, journey in self.carriers.items():
+            offers[journey] = offers.get(journey, 0) | 1 << fleet
+        for army in crossing:
+            fleets = offers.get((army, goal[army]), 0)
+            own = any(fleets >> f & 1 and self.power[f] == self.power[army] for f in self.carriers)
+            if own and connected(self.board, fleets, army, goal[army]):
+                convoyed[army] = fleets
+        for army in convoyed:
+            convoyed[army] = offers.get((army, goal[army]), 0)
+
+    # The rules. Each asks `decide` for the orders on which it depends, and for no others.
+
+    def arrives(self, mover: int) -> bool:
+        """Whether a move succeeds."""
+        goal, convoyed = self.goal, self.convoyed
+        target = goal[mover]
+        if mover in convoyed and not self.route(mover):
+            return False
+        defender, onward = self.power[target], goal[target]
+        if defender < 0:
+            strength = 1 + self.help(mover, -1)
+        elif onward == mover and mover not in convoyed and target not in convoyed:
+            strength = 1 + self.help(mover, defender)
+            if defender == self.power[mover] or strength <= 1 + self.help(target, -1):
+                return False
+        elif onward >= 0 and self.decide(target):
+            strength = 1 + self.help(mover, -1)
+        else:
+            if defender == self.power[mover]:
+                return False
+            strength = 1 + self.help(mover, defender)
+            if strength <= 1 + (self.help(target, -1) if onward < 0 else 0):
+                return False
+        for rival in self.comers[target]:
+            if rival != mover and self.prevents(rival, target, strength):
+                return False
+        return True
+
+    def prevents(self, rival: int, target: int, strength: int) -> bool:
+        """Whether a move to the target is strong enough to keep out an attack of this strength."""
+        if 1 + len(self.helpers.get(rival, ())) < strength:
+            return False
+        if rival in self.convoyed:
+            if not self.route(rival):
+                return False
+        elif self.goal[target] == rival and target not in self.convoyed and self.decide(target):
+            return False  # the unit from the target beat it in a head-to-head battle
+        return 1 + self.help(rival, -1) >= strength
+
+    def help(self, unit: int, defender: int) -> int:
+        """The number of supports that the unit has, without those of the defending power."""
+        power, count = self.power, 0
+        for supporter in self.helpers.get(unit, ()):
+            if power[supporter] != defender and self.decide(supporter):
+                count += 1
+        return count
+
+    def uncut(self, supporter: int) -> bool:
+        """Whether a support is given."""
+        aim, own = self.aim[supporter], self.power[supporter]
+        for attacker in self.comers[supporter]:
+            if self.power[attacker] == own:
+                continue
+            if attacker == aim:  # the attacked unit cuts a support against itself only by dislodging the supporter
+                if self.decide(attacker):
+                    return False
+            elif attacker not in self.convoyed or self.route(attacker):
+                return False
+        return True
+
+    def afloat(self, fleet: int) -> bool:
+        """Whether a convoying fleet is not dislodged."""
+        return not any(self.decide(attacker) for attacker in self.comers[fleet])
+
+    def route(self, army: int) -> bool:
+        """Whether a complete chain of convoying fleets remains."""
+        fleets, target = self.convoyed[army], self.goal[army]
+        if not connected(self.board, fleets, army, target):
+            return False
+        attacked = [fleet for fleet in self.carriers if fleets >> fleet & 1 and fleet in self.comers]
+        safe = fleets & ~sum(1 << fleet for fleet in attacked)
+        if not attacked or connected(self.board, safe, army, target):
+            return True
+        return connected(self.board, safe | sum(1 << f for f in attacked if self.decide(f)), army, target)
+
+    # Deciding
+
+    def decide(self, unit: int) -> bool:
+        """Whether the order of the unit succeeds. In a circle this is a guess, and `circle` notes every use of it."""
+        state, answer, circle = self.state, self.answer, self.circle
+        if state[unit] == _DECIDED:
+            return answer[unit]
+        if state[unit] == _GUESSED:
+            circle.append(unit)  # each time: an entry that an outer order made must not hide this one
+            return answer[unit]
+        before = len(circle)
+        state[unit], answer[unit] = _GUESSED, False
+        first = self.rule(unit)
+        if len(circle) == before:
+            if state[unit] != _DECIDED:
+                state[unit], answer[unit] = _DECIDED, first
+            return answer[unit]
+        if circle[before] != unit:  # it depends on the guess of an order that waits for this one
+            circle.append(unit)
+            answer[unit] = first
+            return first
+        self.reopen(before)
+        state[unit], answer[unit] = _GUESSED, True
+        second = self.rule(unit)
+        if first == second:
+            self.reopen(before)
+            state[unit], answer[unit] = _DECIDED, first
+            return first
+        self.settle(before)
+        return self.decide(unit)
+
+    def rule(self, unit: int) -> bool:
+        if self.goal[unit] >= 0:
+            return self.arrives(unit)
+        if unit not in self.comers:
+            return True
+        return self.uncut(unit) if unit in self.aim else self.afloat(unit)
+
+    def reopen(self, before: int) -> None:
+        for unit in self.circle[before:]:
+            self.state[unit] = _OPEN
+        del self.circle[before:]
+
+    def settle(self, before: int) -> None:
+        """Close a circle that has two solutions or none: its convoys fail, or if it has none, its moves succeed."""
+        units = set(self.circle[before:])
+        self.reopen(before)
+        convoys = units & self.carriers.keys()
+        for unit in convoys or units:
+            if convoys or self.goal[unit] >= 0:
+                self.state[unit], self.answer[unit] = _DECIDED, not convoys
+
+    # The result
+
+    def result(self) -> Movement:
+        goal, decide = self.goal, self.decide
+        moved, gone, success, why = [], [], [], []
+        attackers = {goal[unit]: unit for unit, _, _ in self.units if goal[unit] >= 0 and decide(unit)}
+        for province, place, code in self.units:
+            if goal[province] >= 0 and self.answer[province]:
+                moved.append(self.orders[province].target << 8 | code)
+                success.append(True)
+                why.append("")
+                continue
+            attacker = attackers.get(province, -1)
+            if attacker < 0:
+                moved.append(place << 8 | code)
+            else:
+                gone += [place, code, NOBODY if attacker in self.convoyed else attacker]
+            failure = "dislodged" if attacker >= 0 else self.failure(province)
+            success.append(not failure)
+            why.append(failure)
+        moved.sort()
+        after = struct.pack(f">{len(moved)}H", *moved)
+        return Movement(after, bytes(gone), self.contested(attackers), tuple(success), tuple(why))
+
+    def failure(self, unit: int) -> str:
+        """Why the order of a unit that is not dislodged fails, "" if it succeeds."""
+        if self.goal[unit] >= 0:
+            return "bounced" if unit not in self.convoyed or self.route(unit) else "no convoy"
+        if unit in self.aim:
+            return "" if self.decide(unit) else "cut"
+        if unit in self.carriers:
+            army, _ = self.carriers[unit]
+            return "" if self.convoyed.get(army, 0) >> unit & 1 else "unmatched"
+        order = self.orders.get(unit)
+        return "unmatched" if order is not None and order.act == "support" else ""
+
+    def contested(self, attackers: Mapping[int, int]) -> bytes:
+        """The provinces without a unit where a unit bounced."""
+        found = []
+        for target, rivals in self.comers.items():
+            stays = self.power[target] >= 0 and not (self.goal[target] >= 0 and self.answer[target])
+            if target in attackers or stays or len(rivals) == 1:
+                continue
+            if any(self.prevents(rival, target, 1) for rival in rivals):
+                found.append(target)
+        return bytes(sorted(found))
