@@ -27,7 +27,19 @@ LAYERS = (
         "telemetry",
         "store",
     ),
-    *("sandbox", "tasks", "models", "servers", "rollout", "verifier", "training", "workers", "game", "evaluation"),
+    *(
+        "sandbox",
+        "games",
+        "tasks",
+        "models",
+        "servers",
+        "rollout",
+        "verifier",
+        "training",
+        "workers",
+        "game",
+        "evaluation",
+    ),
     *("bench", "reporting", "planning", "study", "api"),
 )
 # These run in other processes, where pvg cannot be imported.

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pvg.errors import UsageError
 from pvg.games.diplomacy.orders import Order, parse, write
 from pvg.games.diplomacy.phases import Outcome, step
 from pvg.games.diplomacy.position import Position
@@ -21,7 +22,28 @@ BOARD = standard_board()
 PHASES = {"Main": "S1901M", "Retreat": "S1901M", "Build": "W1901A"}
 
 # Cases whose expected result contradicts the rule that this engine follows: case and edition -> that rule.
-EXCEPTIONS: dict[tuple[str, str], str] = {}
+EXCEPTIONS = {
+    (
+        "t6a05_move_to_own_sector_with_convoy",
+        "",
+    ): "A support of an illegal move fits no order, so it fails. All units end where the case says.",
+    ("t6b15_supporting_foreign_unit_with_unspecified_coast", ""): "A support that names no coast fits a move to either "
+    "coast. The two attacks are equally strong and bounce.",
+    ("t6g02_kidnapping_an_army", "1971"): "The edition of 1982: a foreign fleet alone does not make a move a convoy.",
+    ("t6g07_swapping_with_illegal_intent", "1971"): "The edition of 2023: an impossible convoy order shows no intent.",
+    (
+        "t6g19_swapping_with_intent_of_unnecessary_convoy",
+        "2023",
+    ): "The edition of 1971: a fleet that belongs to a chain "
+    "of fleets between both coasts may convoy, also if a shorter chain exists.",
+    ("t6h01_no_supports_during_retreat", ""): "Two units that retreat to one province are both disbanded.",
+    ("t6h03_no_convoy_during_retreat", ""): "The case lists no attack that could dislodge its units.",
+    ("t6j09_civil_disorder_must_be_counted_from_both_coasts_second_scenario", "2023"): "Skagerrak, Norway, St "
+    "Petersburg are two borders; Albania is three from Sevastopol, so the army is farther away.",
+    ("t6j11_distance_to_owned_supply_center", "1971"): "The edition of 2023: distances count from owned centres.",
+}
+# It has a unit in "nor", which is no province of the map, and names no attacker.
+BROKEN = {"t6h02_no_supports_from_retreating_unit"}
 
 
 def cases() -> list[Any]:
@@ -88,7 +110,9 @@ def differences(case: dict[str, Any]) -> list[str]:
     outcome, success = played(position, orders)
     wrong += compared(orders, success)
     if "civil_disorder" in case:
-        gone = {f"{BOARD.powers[r.power][:3].upper()}: {r.order.unit} {BOARD.places[r.order.place]}" for r in outcome.implied}
+        gone = {
+            f"{BOARD.short(r.power).upper()}: {r.order.unit} {BOARD.places[r.order.place]}" for r in outcome.implied
+        }
         if gone != set(case["civil_disorder"]):
             wrong.append(f"civil disorder removes {gone}, expected {case['civil_disorder']}")
     return wrong
@@ -105,6 +129,10 @@ def compared(expected: dict[str, str | None], success: dict[str, bool]) -> list[
 @pytest.mark.skipif(not CASES.is_file(), reason="the DATC data is not there")
 @pytest.mark.parametrize("case", cases())
 def test_a_case_has_the_expected_result(case: dict[str, Any]) -> None:
+    if case["name"] in BROKEN:
+        with pytest.raises(UsageError, match="nor"):
+            differences(case)
+        return
     rule = EXCEPTIONS.get((case["name"], case.get("edition", "")))
     wrong = differences(case)
     assert bool(wrong) == bool(rule), "\n".join([*wrong, rule or ""])

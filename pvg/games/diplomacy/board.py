@@ -1,7 +1,7 @@
 """A map as a value: provinces, their coasts and borders, supply centres and powers.
 
-Everything has a number. A *province* is 0..P-1. A *place* is a province or one of its coasts (`spa/nc`), and the first P
-places are the provinces. A *power* is 0..N-1. Sets of provinces are integers with one bit for each province, because
+Everything has a number. A *province* is 0..P-1. A *place* is a province or one of its coasts (`spa/nc`), and the first
+P places are the provinces. A *power* is 0..N-1. Sets of provinces are integers with one bit for each province, because
 the rules ask for membership thousands of times per second.
 """
 

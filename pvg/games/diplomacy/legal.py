@@ -72,43 +72,22 @@ class Legality:
         self.leaving = {board.province_of[gone.unit.place]: gone for gone in position.dislodged_list()}
 
     def fault(self, power: int, order: Order) -> str:
-        act, place, target, origin, via, letter = order
-        stage = self.position.stage
-        if act not in _STAGES[stage]:
+        if order.act not in _STAGES[self.position.stage]:
             return "not in this phase"
-        if act == "waive":
+        if order.act == "waive":
             return ""
-        if not 0 <= place < len(self.board.places):
-            return "no such place"
-        if act == "build":
+        if order.act == "build":
             return self._build_fault(power, order)
-        province = self.board.province_of[place]
-        unit = self.leaving[province].unit if stage == "R" and province in self.leaving else None
-        unit = self.units.get(province) if stage != "R" else unit
+        unit = self._ordered(order.place)
         if unit is None:
-            return "no unit there" if stage != "R" else "no unit there must retreat"
-        if unit.power != power:
-            return "not your unit"
-        if letter and (letter == "F") != unit.fleet:
-            return "wrong kind of unit"
-        if place != unit.place and place != province:
-            return "the unit is not on this coast"
-        if act == "move":
-            if stage == "R":
-                return "" if target in self.retreats(self.leaving[province]) else "cannot retreat there"
-            return self._move_fault(unit, target, via)
-        if act == "support":
-            return self._support_fault(unit, target, origin)
-        return self._convoy_fault(unit, target, origin) if act == "convoy" else ""
+            return "no unit there" if self.position.stage != "R" else "no unit there must retreat"
+        return self._unit_fault(unit, power, order) or self._act_fault(unit, order)
 
     def complete(self, order: Order) -> Order:
-        if order.place < 0:
-            return order
         board, province = self.board, self.board.province_of[order.place]
         if order.act == "build":
             return order if order.unit or board.kinds[province] == "coast" else order._replace(unit="A")
-        leaving = self.position.stage == "R"
-        unit = self.leaving[province].unit if leaving and province in self.leaving else self.units.get(province)
+        unit = self._ordered(order.place)
         if unit is None:
             return order
         order = order._replace(unit=order.unit or "AF"[unit.fleet])
@@ -164,42 +143,69 @@ class Legality:
 
     # Faults
 
+    def _ordered(self, place: int) -> Unit | None:
+        """The unit in the province of the place that gets orders in this stage."""
+        if not 0 <= place < len(self.board.places):
+            return None
+        province = self.board.province_of[place]
+        if self.position.stage != "R":
+            return self.units.get(province)
+        return self.leaving[province].unit if province in self.leaving else None
+
+    def _unit_fault(self, unit: Unit, power: int, order: Order) -> str:
+        if unit.power != power:
+            return "not your unit"
+        if order.unit and (order.unit == "F") != unit.fleet:
+            return "wrong kind of unit"
+        if order.place not in (unit.place, self.board.province_of[unit.place]):
+            return "the unit is not on this coast"
+        return ""
+
+    def _act_fault(self, unit: Unit, order: Order) -> str:
+        if order.act == "move":
+            if self.position.stage == "R":
+                gone = self.leaving[self.board.province_of[unit.place]]
+                return "" if order.target in self.retreats(gone) else "cannot retreat there"
+            return self._move_fault(unit, order.target, order.via)
+        if order.act == "support":
+            return self._support_fault(unit, order.target, order.origin)
+        return self._convoy_fault(unit, order.target, order.origin) if order.act == "convoy" else ""
+
     def _move_fault(self, unit: Unit, target: int, via: bool) -> str:
         board = self.board
-        if unit.fleet:
-            if via:
-                return "a fleet cannot go by convoy"
-            if target in board.fleets[unit.place]:
-                return ""
-            on_coast = target >= 0 and any(board.province_of[place] == target for place in board.fleets[unit.place])
-            return "name the coast" if on_coast else "cannot reach it"
-        if not 0 <= target < len(board.provinces):
-            return "an army does not go to a coast" if target >= 0 else "no such place"
-        if not via and board.army_reach[unit.place] >> target & 1:
+        if not unit.fleet:
+            if 0 <= target < len(board.provinces):
+                by_land = not via and board.army_reach[unit.place] >> target & 1
+                return "" if by_land or self._crosses(unit.place, target, self.fleets) else "cannot reach it"
+            return "an army does not go to a coast"
+        if via:
+            return "a fleet cannot go by convoy"
+        if target in board.fleets[unit.place]:
             return ""
-        return "" if self._crosses(unit.place, target, self.fleets) else "cannot reach it"
+        on_coast = any(board.province_of[place] == target for place in board.fleets[unit.place])
+        return "name the coast" if on_coast else "cannot reach it"
 
     def _support_fault(self, unit: Unit, target: int, origin: int) -> str:
         board = self.board
         own, helped = board.province_of[unit.place], self.units.get(board.province_of[origin]) if origin >= 0 else None
         if helped is None:
             return "no unit to support"
-        if helped.place == unit.place:
+        if helped is unit:
             return "a unit cannot support itself"
         reach = board.fleet_reach[unit.place] if unit.fleet else board.army_reach[own]
-        goal = board.province_of[target if target >= 0 else origin]
-        if not reach >> goal & 1:
+        if not reach >> board.province_of[target if target >= 0 else origin] & 1:
             return "cannot reach the supported place"
-        if target < 0:
+        if target < 0 or self._may_go(helped, target, self.fleets & ~(1 << own)):
             return ""
-        if helped.fleet:
-            near = board.fleets[helped.place]
-            possible = target in near or (target == goal and board.fleet_reach[helped.place] >> goal & 1)
-            return "" if possible else "the supported unit cannot reach it"
-        if board.army_reach[helped.place] >> goal & 1:
-            return ""
-        others = self.fleets & ~(1 << own)
-        return "" if self._crosses(helped.place, goal, others) else "the supported unit cannot reach it"
+        return "the supported unit cannot reach it"
+
+    def _may_go(self, unit: Unit, target: int, fleets: int) -> bool:
+        """Whether a unit can go to a place, or to any coast of the province, with these fleets for convoys."""
+        board, goal = self.board, self.board.province_of[target]
+        if unit.fleet:
+            reaches = bool(board.fleet_reach[unit.place] >> goal & 1)
+            return reaches if target == goal else target in board.fleets[unit.place]
+        return bool(board.army_reach[unit.place] >> goal & 1) or self._crosses(unit.place, goal, fleets)
 
     def _convoy_fault(self, unit: Unit, target: int, origin: int) -> str:
         board = self.board

@@ -1,12 +1,10 @@
 """The movement phase: which moves, supports and convoys succeed when all orders are executed together.
 
 The decisions depend on each other, sometimes in a circle. `_Phase.decide` follows L. Kruijf, "The Math of Adjudication"
-(Diplomatic Pouch, spring 2009): it decides an order by recursion with a guess where a circle closes. If both guesses are
-consistent, a circle of moves succeeds; if a convoy is part of the circle, the convoy fails (Szykman's rule). Of the
-rules that editions of the game differ in, this module takes those of 2023: an army without "via" goes to an adjacent
-province by convoy only if a fleet of its own power convoys it and the route is complete.
-
-Most orders of a phase are decided without that: nobody contests them.
+(Diplomatic Pouch, spring 2009): it decides an order by recursion, with a guess where a circle closes. If no guess is
+wrong or both are, a circle of moves succeeds, and a convoy that is part of the circle fails (Szykman's rule). Editions
+of the game differ in when an army goes to an adjacent province by convoy. Here it does with "via", or if it changes
+places with the unit there, a fleet of its own power convoys it, and the route is complete.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ class Movement(NamedTuple):
     """The board after a movement phase.
 
     `units`, `dislodged` and `contested` as in Position. For each of the units before, in their order: `success` (a move
-    arrives; a support fits an order and is not cut; a convoy fits an order and its fleet is not dislodged; a hold is not
-    dislodged) and `why` ("" or "bounced", "no convoy", "cut", "dislodged", "unmatched").
+    arrives; a support fits an order and is not cut; a convoy fits an order and its fleet is not dislodged; a hold is
+    not dislodged) and `why` ("" or "bounced", "no convoy", "cut", "dislodged", "unmatched").
     """
 
     units: bytes
@@ -70,9 +68,10 @@ def connected(board: Board, fleets: int, origin: int, target: int, through: int 
 class _Phase:
     """The orders of one phase as tables by province, and their decisions.
 
-    `goal`: where the unit moves, -1 if it stays. `comers`: province -> the units that move there. `helpers`: unit -> the
-    supports that fit its order. `aim`: supporter -> destination of the move it helps, -1 for a hold. `convoyed`: armies
-    that move by convoy -> the fleets, as a set of bits, that convoy them.
+    `goal`: where the unit moves, -1 if it stays. `comers`: province -> the units that move there. `helpers`: unit ->
+    the supports that fit its order. `aim`: supporter -> destination of the move it helps, -1 for a hold. `convoyed`:
+    armies that move by convoy -> the fleets, as a set of bits, that convoy them. `carriers`: fleet -> the journey that
+    it convoys.
     """
 
     __slots__ = (
@@ -144,13 +143,14 @@ class _Phase:
             helpers.setdefault(helped, []).append(supporter)
 
     def _board_convoys(self, crossing: list[int]) -> None:
-        """Note the fleets of each convoyed army. An army that could go by land joins them if a fleet of its power convoys
-        it and the route is complete."""
+        """Note the fleets of each convoyed army. `crossing`: armies that could go by land."""
         convoyed, goal = self.convoyed, self.goal
         offers: dict[tuple[int, int], int] = {}
         for fleet, journey in self.carriers.items():
             offers[journey] = offers.get(journey, 0) | 1 << fleet
         for army in crossing:
+            if goal[goal[army]] != army:
+                continue
             fleets = offers.get((army, goal[army]), 0)
             own = any(fleets >> f & 1 and self.power[f] == self.power[army] for f in self.carriers)
             if own and connected(self.board, fleets, army, goal[army]):
@@ -181,10 +181,8 @@ class _Phase:
             strength = 1 + self.help(mover, defender)
             if strength <= 1 + (self.help(target, -1) if onward < 0 else 0):
                 return False
-        for rival in self.comers[target]:
-            if rival != mover and self.prevents(rival, target, strength):
-                return False
-        return True
+        rivals = self.comers[target]
+        return len(rivals) == 1 or not any(r != mover and self.prevents(r, target, strength) for r in rivals)
 
     def prevents(self, rival: int, target: int, strength: int) -> bool:
         """Whether a move to the target is strong enough to keep out an attack of this strength."""

@@ -115,7 +115,7 @@ class _Reader:
         self.names, self.tokens, self.at = board.names, tokens, 0
 
     def order(self, letter: bool) -> Order | None:
-        """The order; with `letter` it begins with the letter of a unit. On the mini map `a` and `f` are also provinces."""
+        """The order. With `letter` it begins with a unit's letter; on the mini map `a` and `f` are also provinces."""
         unit = _UNITS.get(self.next(), "") if letter else ""
         if letter and not unit:
             return None

@@ -1,7 +1,7 @@
 """One step of the game: a position and everybody's orders give the next position, and a result for each order.
 
-The stages are those of the game: movement in spring and fall, retreats after each if a unit was dislodged, and in winter
-builds or disbands. A step skips stages in which nobody has a choice.
+The stages are those of the game: movement in spring and fall, retreats after each if a unit was dislodged, and in
+winter builds or disbands. A step skips stages in which nobody has a choice.
 """
 
 from __future__ import annotations

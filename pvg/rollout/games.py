@@ -1,0 +1,291 @@
+"""`play_games`: plays games of several turns and seats with an engine. Each decision is an ordinary `Rollout`.
+
+    starts = [game_start(game, game.opening("train", number)) for number in range(32)]
+    played = await play_games(dispatcher, starts, game, call, encode=encode, forks=Fork(warmup=1, samples=8))
+
+A fork plays `warmup` phases once, and then several continuations from the state that it reached. States are values, so
+a fork copies nothing. With `in_step`, all games decide their next phase together, and the next phase begins when all
+decisions are there: the requests and their order depend only on the arguments, so a run repeats bit by bit. Without it,
+each game goes on as soon as its own decisions are there, and the engine batches what the games request at that time.
+
+Invariant: the request seed of a decision depends only on the call's seed, the number of the start, the continuation,
+the phase and the seat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Literal, TypeVar
+
+from pvg.errors import ConfigurationError
+from pvg.games.game import Action, GameRules, PlaysByScript, Script
+from pvg.records import Grade, Int32, Problem, Role, Rollout
+from pvg.rollout.dispatcher import Dispatcher
+from pvg.rollout.engine import GenerationRequest
+from pvg.rollout.gathering import GroupOrder, SampleCall, all_or_none, request_seed
+from pvg.seeds import seed_for
+
+S = TypeVar("S")
+
+# Who decides for a seat in place of the policy: a script of the game, or another policy on its own engine.
+Opponent = Script | Dispatcher
+
+
+@dataclass(frozen=True, slots=True)
+class GameStart(Generic[S]):
+    """A state to play from. `problem` names it."""
+
+    problem: Problem
+    state: S
+
+
+def game_start(game: GameRules[S], problem: Problem) -> GameStart[S]:
+    return GameStart(problem, game.start(problem))
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """`warmup` phases are played once, then `samples` continuations of at most `horizon` phases (None: to the end).
+
+    If the game ends during the warmup, the continuations begin at the last state that has a decision. A continuation
+    ends early if no value has changed for `quiet_rounds` phases (None: never). `seat`: the one whose decisions are
+    compared (pvg.game.play_credit); None: all seats that the policy plays.
+    """
+
+    warmup: int = 0
+    samples: int = 1
+    horizon: int | None = None
+    seat: str | None = None
+    quiet_rounds: int | None = None
+
+
+WHOLE_GAME = Fork()
+
+
+@dataclass(frozen=True, slots=True)
+class SeatDecision(Generic[S]):
+    """What one seat decided in `state`. `number`: of the phase, from 0 at the start. `rollout`: None for a script.
+    `batch`: the number of decisions that were requested at the same time."""
+
+    seat: str
+    number: int
+    phase: str
+    state: S
+    action: Action
+    rollout: Rollout | None
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedGame(Generic[S]):
+    """One continuation. `fork`: the number of phases before the fork. `states[k]` is the state before phase k, and
+    `states[-1]` the last one. `decisions`: ordered by phase and seat, with those before the fork."""
+
+    start: GameStart[S]
+    sample: int
+    fork: int
+    states: tuple[S, ...]
+    decisions: tuple[SeatDecision[S], ...]
+    ended: Literal["over", "horizon", "quiet"]
+
+
+@dataclass(slots=True, eq=False)
+class _Table(Generic[S]):
+    """A game in progress. `until`: the number of phases after which it ends; None: never."""
+
+    start: GameStart[S]
+    number: int
+    opponents: Mapping[str, Opponent]
+    states: list[S]
+    sample: int = 0
+    fork: int = 0
+    until: int | None = None
+    quiet_rounds: int | None = None
+    quiet: int = 0
+    decisions: list[SeatDecision[S]] = field(default_factory=list)
+
+    @property
+    def phase(self) -> int:
+        return len(self.states) - 1
+
+
+@dataclass(slots=True)
+class _Hall(Generic[S]):
+    """What all games of a call share. `bounds`: the bound on the requests of each dispatcher."""
+
+    game: GameRules[S]
+    policy: Dispatcher
+    call: SampleCall
+    encode: Callable[[str], Int32]
+    role: Role
+    seats: Sequence[str]
+    bounds: dict[int, asyncio.Semaphore] = field(default_factory=dict)
+
+    # --- one phase ----------------------------------------------------------------------------------------------------
+
+    async def play_phase(self, tables: Sequence[_Table[S]]) -> None:
+        """All decisions of the next phase of `tables`, then its results."""
+        due = [(table, seat) for table in tables for seat in self.game.seats(table.states[-1])]
+        by_dispatcher: dict[int, tuple[Dispatcher, list[tuple[_Table[S], str]]]] = {}
+        found: dict[tuple[int, str], SeatDecision[S]] = {}
+        for table, seat in due:
+            opponent = table.opponents.get(seat, self.policy)
+            if isinstance(opponent, Dispatcher):
+                by_dispatcher.setdefault(id(opponent), (opponent, []))[1].append((table, seat))
+            else:
+                found[id(table), seat] = self.scripted(table, seat, opponent)
+        # One engine after the other, so that none changes the batches of another.
+        for dispatcher, asked in by_dispatcher.values():
+            bound = self.bounds.setdefault(id(dispatcher), asyncio.Semaphore(dispatcher.concurrency))
+            tasks = [
+                asyncio.create_task(self.decide(table, seat, dispatcher, bound, len(asked))) for table, seat in asked
+            ]
+            await all_or_none([tasks])
+            for (table, seat), task in zip(asked, tasks, strict=True):
+                found[id(table), seat] = task.result()
+        for table in tables:
+            self.advance(table, [found[id(table), seat] for seat in self.game.seats(table.states[-1])])
+
+    async def decide(
+        self, table: _Table[S], seat: str, dispatcher: Dispatcher, bound: asyncio.Semaphore, batch: int
+    ) -> SeatDecision[S]:
+        game, call, state = self.game, self.call, table.states[-1]
+        prompt = game.prompt(state, seat, self.role)
+        problem = replace(table.start.problem, question=prompt)
+        order = GroupOrder(problem, self.role, self.encode(prompt), table.number, 1)
+        rollout_id = f"{call.rollout_id(order, table.sample)}/{table.phase:03d}-{seat}"
+        seed = request_seed(call.seed, table.number, table.sample, 1 + self._turn(table, seat))
+        request = GenerationRequest(rollout_id, order.prompt_ids, dispatcher.sampling, seed, group=table.number)
+        async with bound:
+            completion = await dispatcher.engine.generate(request)
+        text = dispatcher.grader.text(completion)
+        action = game.parse(state, seat, text)
+        grade = Grade(action.legal, action.legal, action.text, action.note)
+        rollout = dispatcher.recorded(order, call, rollout_id, completion, text, grade)
+        return SeatDecision(seat, table.phase, game.phase(state), state, action, rollout, batch)
+
+    def scripted(self, table: _Table[S], seat: str, script: Script) -> SeatDecision[S]:
+        game, state = self.game, table.states[-1]
+        assert isinstance(game, PlaysByScript), "play_games checks this"
+        seed = seed_for(self.call.seed, "script", table.number, table.sample, table.phase, seat)
+        action = game.parse(state, seat, game.scripted(script, state, seat, seed))
+        return SeatDecision(seat, table.phase, game.phase(state), state, action, None, 1)
+
+    def advance(self, table: _Table[S], decisions: Sequence[SeatDecision[S]]) -> None:
+        state = table.states[-1]
+        seed = seed_for(self.call.seed, "chance", table.number, table.sample, table.phase)
+        after = self.game.step(state, {decision.seat: decision.action for decision in decisions}, seed)
+        table.decisions += decisions
+        table.states.append(after)
+        table.quiet = table.quiet + 1 if self.game.values(after) == self.game.values(state) else 0
+
+    def _turn(self, table: _Table[S], seat: str) -> int:
+        return table.phase * len(self.seats) + self.seats.index(seat)
+
+    # --- whole games --------------------------------------------------------------------------------------------------
+
+    def ending(self, table: _Table[S]) -> Literal["over", "horizon", "quiet"] | None:
+        if not self.game.seats(table.states[-1]):
+            return "over"
+        if table.until is not None and table.phase >= table.until:
+            return "horizon"
+        return "quiet" if table.quiet_rounds is not None and table.quiet >= table.quiet_rounds else None
+
+    async def play_out(self, tables: Sequence[_Table[S]]) -> None:
+        """Play all tables to their ends, in step."""
+        while live := [table for table in tables if self.ending(table) is None]:
+            await self.play_phase(live)
+
+    def continuations(self, table: _Table[S], fork: Fork) -> list[_Table[S]]:
+        """The tables of a fork, from a table after its warmup."""
+        states, decisions = list(table.states), list(table.decisions)
+        while len(states) > 1 and not self.game.seats(states[-1]):
+            states.pop()
+            decisions = [decision for decision in decisions if decision.number < len(states) - 1]
+        phase = len(states) - 1
+        return [
+            replace(
+                table,
+                states=list(states),
+                decisions=list(decisions),
+                sample=sample,
+                fork=phase,
+                until=None if fork.horizon is None else phase + fork.horizon,
+                quiet_rounds=fork.quiet_rounds,
+                quiet=0,
+            )
+            for sample in range(fork.samples)
+        ]
+
+    def played(self, table: _Table[S]) -> PlayedGame[S]:
+        ended = self.ending(table)
+        assert ended is not None
+        return PlayedGame(table.start, table.sample, table.fork, tuple(table.states), tuple(table.decisions), ended)
+
+
+async def play_games(
+    dispatcher: Dispatcher,
+    starts: Sequence[GameStart[S]],
+    game: GameRules[S],
+    call: SampleCall,
+    *,
+    encode: Callable[[str], Int32],
+    forks: Fork | Sequence[Fork] = WHOLE_GAME,
+    opponents: Sequence[Mapping[str, Opponent]] | None = None,
+    role: Role = Role.HELPFUL,
+    in_step: bool = True,
+) -> list[list[PlayedGame[S]]]:
+    """Play the continuations of each start: `forks[n].samples` games for `starts[n]`.
+
+    `encode`: the token ids of a prompt, int32 [P]. `opponents[n]`: who decides for some seats of start n in place of
+    the policy of `dispatcher`. A rollout has the id `{prefix}/{start:05d}/{sample:02d}/{phase:03d}-{seat}`, the number
+    of its start as its group, the prompt as its question, and a grade that is correct if the decision is legal.
+
+    Raises ConfigurationError if a script should play a game that has none, and what the engine raises.
+    """
+    each = [forks] * len(starts) if isinstance(forks, Fork) else list(forks)
+    against: Sequence[Mapping[str, Opponent]] = [{}] * len(starts) if opponents is None else opponents
+    if len(each) != len(starts) or len(against) != len(starts):
+        raise ValueError("play_games needs one fork and one mapping of opponents for each start")
+    _check_scripts(game, against)
+    seats = list(game.values(starts[0].state)) if starts else []
+    hall = _Hall(game, dispatcher, call, encode, role, seats)
+    tables = [
+        _Table(start, number, against[number], [start.state], until=each[number].warmup)
+        for number, start in enumerate(starts)
+    ]
+    if in_step:
+        await hall.play_out(tables)
+        groups = [hall.continuations(table, fork) for table, fork in zip(tables, each, strict=True)]
+        await hall.play_out([table for group in groups for table in group])
+    else:
+
+        async def alone(table: _Table[S], fork: Fork) -> list[_Table[S]]:
+            await hall.play_out([table])
+            continuations = hall.continuations(table, fork)
+            await _all(hall.play_out([continuation]) for continuation in continuations)
+            return continuations
+
+        groups = await _all(alone(table, fork) for table, fork in zip(tables, each, strict=True))
+    return [[hall.played(table) for table in group] for group in groups]
+
+
+T = TypeVar("T")
+
+
+async def _all(work: Iterable[Awaitable[T]]) -> list[T]:
+    """The results of all coroutines. On the first failure, the others are cancelled and awaited."""
+    tasks: list[asyncio.Task[Any]] = [asyncio.ensure_future(each) for each in work]
+    await all_or_none([tasks])
+    return [task.result() for task in tasks]
+
+
+def _check_scripts(game: GameRules[Any], opponents: Sequence[Mapping[str, Opponent]]) -> None:
+    scripts = {other for each in opponents for other in each.values() if not isinstance(other, Dispatcher)}
+    if scripts and not isinstance(game, PlaysByScript):
+        raise ConfigurationError(
+            f"{type(game).__name__} has no scripts, so {sorted(scripts)[0]!r} cannot play it.",
+            "Give the game a method `scripted` (pvg.games.game.PlaysByScript), or let the policy play all seats.",
+        )
