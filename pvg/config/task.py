@@ -94,6 +94,29 @@ class CodeTask(Section):
     output_kb: Count = Field(256, description="Output of a solution in kB.")
 
 
+class DiplomacyPlanTask(Section):
+    """Plans on the full Diplomacy map: orders and claims that no reply of the others refutes (docs/diplomacy.md)."""
+
+    kind: Literal["diplomacy_plan"] = "diplomacy_plan"
+    problems: Count = Field(256, description="Training problems.")
+    test_problems: Count = Field(64, description="Test problems.")
+    replies: Count = Field(
+        1000, description="Most replies that the grader tries. A plan with more replies gets so many sampled ones."
+    )
+    seed: int = Field(0, description="Seed of the problems.")
+
+
+class DiplomacyOutcomeTask(Section):
+    """Adjudication of one Diplomacy phase, step by step: the result of each order (docs/diplomacy.md)."""
+
+    kind: Literal["diplomacy_outcome"] = "diplomacy_outcome"
+    board: Literal["standard", "mini"] = Field("standard", description="The full map, or the one of 8 provinces.")
+    most_units: Annotated[int, Field(ge=2, le=34)] = Field(8, description="Most units of a problem.")
+    problems: Count = Field(512, description="Training problems.")
+    test_problems: Count = Field(128, description="Test problems.")
+    seed: int = Field(0, description="Seed of the problems.")
+
+
 class CustomTask(Section):
     """A task in a file of your own: `source` names the class, and `settings` are its arguments (docs/research.md)."""
 
@@ -107,6 +130,11 @@ TASKS: dict[str, type[Section]] = {
     "gsm8k": Gsm8kTask,
     "reasoning_gym": ReasoningGymTask,
     "code": CodeTask,
+    "diplomacy_plan": DiplomacyPlanTask,
+    "diplomacy_outcome": DiplomacyOutcomeTask,
     "custom": CustomTask,
 }
-TaskSection = Annotated[ModchainTask | Gsm8kTask | ReasoningGymTask | CodeTask | CustomTask, ByKind("modchain")]
+TaskSection = Annotated[
+    ModchainTask | Gsm8kTask | ReasoningGymTask | CodeTask | DiplomacyPlanTask | DiplomacyOutcomeTask | CustomTask,
+    ByKind("modchain"),
+]

@@ -7,6 +7,8 @@ from typing import Any
 
 from pvg.config.task import TaskSection
 from pvg.tasks.code import Code
+from pvg.tasks.diplomacy.full_plan import DiplomacyPlan
+from pvg.tasks.diplomacy.outcome import DiplomacyOutcome
 from pvg.tasks.gsm8k import Gsm8k
 from pvg.tasks.modchain import Modchain
 from pvg.tasks.reasoning_gym import ReasoningGym
@@ -20,6 +22,8 @@ TASKS: dict[str, Callable[[Any], Task]] = {
     "gsm8k": Gsm8k,
     "reasoning_gym": ReasoningGym,
     "code": Code,
+    "diplomacy_plan": DiplomacyPlan,
+    "diplomacy_outcome": DiplomacyOutcome,
     "custom": open_custom,
 }
 

@@ -8,7 +8,7 @@ nobody can support it to hold. An army that needs a convoy and does not get one 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pvg.games.diplomacy.board import Board
 from pvg.games.diplomacy.movement import Movement, adjudicate, occupant
@@ -66,8 +66,8 @@ class Contest:
         return max((self._strength(at, province) for at in others), default=0)
 
     def attack(self, at: int) -> tuple[int, int]:
-        """(strength of the unit in `at`, which moves; the largest strength that opposes it). Any other unit that stays in
-        the goal or moves to it opposes it, except one that the unit from the goal drives back."""
+        """(strength of the unit in `at`, which moves; the largest strength that opposes it). Any other unit that stays
+        in the goal or moves to it opposes it, except one that the unit from the goal drives back."""
         goal, most = self._goals[at], 0
         for other in self._units:
             if other == at or self._driven_back(goal, other):
@@ -107,7 +107,9 @@ def own_strength(board: Board, orders: UnitOrders, own: Mapping[int, Unit], prov
         if goals.get(at, at) != province:
             continue
         wanted = (at, goals.get(at, -1))
-        helpers = [o for other, o in orders.items() if other in own and o.act == "support" and helped_by(board, o) == wanted]
+        helpers = [
+            o for other, o in orders.items() if other in own and o.act == "support" and helped_by(board, o) == wanted
+        ]
         if 1 + len(helpers) > best:
             best, moves = 1 + len(helpers), at in goals
     return best, moves

@@ -4,8 +4,8 @@
     A mar S gas-bur
     bur 2>1
 
-A claim `bur 2>1` says three things. The orders give the unit that holds or enters bur the strength 2: 1 for itself and 1
-for each support. The others bring at most the strength 1 there, whatever they order. After every reply a unit of this
+A claim `bur 2>1` says three things. The orders give the unit that holds or enters bur the strength 2: 1 for itself and
+1 for each support. The others bring at most the strength 1 there, whatever they order. After every reply a unit of this
 power stands in bur. A unit that holds keeps its province on a tie, so `bur 1=1` is a claim for such a unit.
 """
 
@@ -52,9 +52,9 @@ class ClaimedPlan:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """`false`: the first claim that is false, None if no reply refutes a claim. `reply`: the orders that refute it, None
-    if the plan's own orders do; `reason` says how. `tried`: the number of replies that were tried. `sampled`: these were
-    not all that can matter, so the plan is not proven."""
+    """`false`: the first claim that is false, None if no reply refutes a claim. `reply`: the orders that refute it,
+    None if the plan's own orders do; `reason` says how. `tried`: the number of replies that were tried. `sampled`:
+    these were not all that can matter, so the plan is not proven."""
 
     false: Claim | None
     reason: str
@@ -160,7 +160,8 @@ def judge(
     if first == len(plan.claims):
         return Judgement(None, "", None, tried, sampled)
     if reply is not None:
-        reason = f"refuted by {'; '.join(write(board, order) for order in reply.values()) or 'holds'}"
+        written = "; ".join(write(board, order) for order in reply.values())
+        reason = f"refuted by {written}" if written else "refuted even if the others hold"
     return Judgement(plan.claims[first], reason, reply, tried, sampled)
 
 

@@ -89,9 +89,7 @@ class ReplySpace:
         return goals.get(origin, -1) == target
 
 
-def reply_space(
-    board: Board, position: Position, power: int, plan: UnitOrders, claimed: Iterable[int]
-) -> ReplySpace:
+def reply_space(board: Board, position: Position, power: int, plan: UnitOrders, claimed: Iterable[int]) -> ReplySpace:
     """The replies to the orders `plan` of `power` that can change whether claims about the provinces `claimed` hold."""
     units = {board.province_of[unit.place]: unit for unit in position.unit_list()}
     legal = _legal(board, position, power)

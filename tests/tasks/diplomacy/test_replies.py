@@ -11,11 +11,11 @@ import pytest
 from pvg.games.diplomacy.board import Board
 from pvg.games.diplomacy.legal import orders_of
 from pvg.games.diplomacy.mini import mini_board
-from pvg.games.diplomacy.orders import Order, parse
+from pvg.games.diplomacy.orders import Order
 from pvg.games.diplomacy.position import Position
 from pvg.games.diplomacy.setup import place
 from pvg.games.diplomacy.standard import standard_board
-from pvg.tasks.diplomacy.contests import Contest, own_strength
+from pvg.tasks.diplomacy.contests import Contest
 from pvg.tasks.diplomacy.replies import reply_space
 
 MOST_REPLIES = 4000
