@@ -7,6 +7,7 @@ from typing import Any
 
 from pvg.errors import ConfigurationError
 from pvg.extensions import called, is_reference, load
+from pvg.games.diplomacy.game import Diplomacy
 from pvg.games.game import GameRules
 from pvg.games.negotiation import Negotiation
 
@@ -15,6 +16,7 @@ __all__ = ["GAMES", "open_game"]
 # `task.game` -> the function that opens a game.
 GAMES: dict[str, Callable[[], GameRules[Any]]] = {
     "negotiation": Negotiation,
+    "diplomacy": Diplomacy,
 }
 
 

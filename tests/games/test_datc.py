@@ -12,7 +12,7 @@ import pytest
 
 from pvg.errors import UsageError
 from pvg.games.diplomacy.orders import Order, parse, write
-from pvg.games.diplomacy.phases import Outcome, step
+from pvg.games.diplomacy.phases import PhaseOutcome, step
 from pvg.games.diplomacy.position import Position
 from pvg.games.diplomacy.setup import place
 from pvg.games.diplomacy.standard import standard_board
@@ -80,7 +80,7 @@ def position_of(case: dict[str, Any], orders: dict[str, str | None]) -> Position
     return place(BOARD, units, PHASES[case["phase"]], owners)
 
 
-def played(position: Position, orders: dict[str, str | None]) -> tuple[Outcome, dict[str, bool]]:
+def played(position: Position, orders: dict[str, str | None]) -> tuple[PhaseOutcome, dict[str, bool]]:
     given: dict[int, list[Order]] = defaultdict(list)
     found: dict[tuple[int, Order], str] = {}
     unread: dict[str, bool] = {}

@@ -73,8 +73,14 @@ class Board:
         return titles | {name: number for number, name in enumerate(self.places)}
 
     @cached_property
+    def centre_at(self) -> tuple[int, ...]:
+        """For each place the index of its province in `centres`, -1 if it is not one."""
+        index = {province: at for at, province in enumerate(self.centres)}
+        return tuple(index.get(province, -1) for province in self.province_of)
+
+    @cached_property
     def touching(self) -> tuple[tuple[int, ...], ...]:
-        """For each province every province with a common border."""
+        """For each province every province that an army or a fleet can enter from it."""
         return tuple(
             tuple(sorted({*self.armies[p], *(self.province_of[q] for at in self._on(p) for q in self.fleets[at])}))
             for p in range(len(self.provinces))
@@ -94,6 +100,11 @@ class Board:
     def seas_beside(self) -> tuple[int, ...]:
         """For each province the seas that touch it, as sets of bits."""
         return tuple(_bits(q for q in near if self.kinds[q] == "sea") for near in self.touching)
+
+    @cached_property
+    def shores_beside(self) -> tuple[int, ...]:
+        """For each province the coastal provinces that touch it, as sets of bits."""
+        return tuple(_bits(q for q in near if self.kinds[q] == "coast") for near in self.touching)
 
     @cached_property
     def seas(self) -> int:
@@ -184,6 +195,16 @@ def _neighbours(pairs: list[tuple[str, str]], number: Mapping[str, int], size: i
         found[number[one]].add(number[other])
         found[number[other]].add(number[one])
     return tuple(tuple(sorted(near)) for near in found)
+
+
+def numbers(bits: int) -> list[int]:
+    """The members of a set of bits, in ascending order."""
+    found = []
+    while bits:
+        lowest = bits & -bits
+        found.append(lowest.bit_length() - 1)
+        bits ^= lowest
+    return found
 
 
 def _bits(provinces: Iterable[int]) -> int:

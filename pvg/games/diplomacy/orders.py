@@ -33,7 +33,7 @@ class Order(NamedTuple):
     unit: str = ""
 
 
-class Orders(NamedTuple):
+class ParsedOrders(NamedTuple):
     """The orders of a text, and the parts that are not orders."""
 
     orders: tuple[Order, ...]
@@ -65,7 +65,7 @@ def parse(board: Board, text: str) -> Order | None:
     return _Reader(board, tokens).order(letter=True) or _Reader(board, tokens).order(letter=False)
 
 
-def parse_orders(board: Board, text: str) -> Orders:
+def parse_orders(board: Board, text: str) -> ParsedOrders:
     """The orders of a text that separates them by line ends, semicolons or commas."""
     orders, unread = [], []
     for part in _SEPARATORS.split(text):
@@ -73,7 +73,7 @@ def parse_orders(board: Board, text: str) -> Orders:
             orders.append(order)
         elif part.strip():
             unread.append(part.strip())
-    return Orders(tuple(orders), tuple(unread))
+    return ParsedOrders(tuple(orders), tuple(unread))
 
 
 def write(board: Board, order: Order) -> str:
