@@ -48,8 +48,8 @@ PER_POSITION = 2  # problems of one position, each of another power
 
 FORMAT = (
     "You plan one phase of Diplomacy. In the position, ~ marks a fleet and * a unit on a centre of its own power. "
-    "Write one order per line: 'A par-bur' moves, 'A mar S par-bur' supports that move, 'A mar S par' supports the unit "
-    "in par to hold, 'F eng C lon-bre' convoys. A unit without an order holds. Then write claims, one per line. "
+    "Write one order per line: 'A par-bur' moves, 'A mar S par-bur' supports that move, 'A mar S par' supports the "
+    "unit in par to hold, 'F eng C lon-bre' convoys. A unit without an order holds. Then write claims, one per line. "
     "'bur 2>1' says: my orders give my unit in bur the strength 2, which is 1 and 1 for each support; the others bring "
     "at most 1; and my unit stands in bur after every reply. A unit that holds keeps its place on a tie: 'bur 1=1'. "
     "The last line is the claim for the province that you are asked for."
