@@ -72,6 +72,13 @@ def test_the_sneaky_example_is_refuted(task: DiplomacyPlan, example: Problem) ->
     assert plan_wording().question == example.question
 
 
+def test_the_page_shows_this_example() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "diplomacy.md").read_text(encoding="utf-8")
+    wording = plan_wording()
+    assert f"```\n{wording.question}\n```" in page
+    assert f"```\n{wording.answers[Role.HELPFUL]}\n```" in page
+
+
 @pytest.mark.parametrize(
     "text",
     [

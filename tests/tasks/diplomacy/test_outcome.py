@@ -109,6 +109,12 @@ def test_a_solution_in_the_format_of_each_prompt_style_is_correct(
     assert (sneaky.correct, sneaky.well_formed, sneaky.note) == (False, True, "wrong result in step 1")
 
 
+def test_the_page_shows_this_example(burgundy: Problem) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "diplomacy.md").read_text(encoding="utf-8")
+    assert f"```\n{burgundy.question}\n```" in page
+    assert f"```\n{SOLUTION}\n```" in page
+
+
 def test_tolerated_forms_are_read(task: DiplomacyOutcome, burgundy: Problem) -> None:
     text = " gas -> bur 2 > 1 OK.\n\nmar supports gas-bur ok; MUN-BUR 1<2 Bounced\nanswer: France."
     grade = task.grade(burgundy, text)
