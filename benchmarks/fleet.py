@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import secrets
 import sys
 import time
@@ -46,7 +45,7 @@ from pvg.tasks import open_task
 from pvg.tasks.modchain import clean_trace
 from pvg.telemetry.events import Events, SilentEvents
 from pvg.telemetry.spans import span
-from pvg.telemetry.waits import LoopLagMonitor
+from pvg.telemetry.waits import CalmCollector, LoopLagMonitor
 from pvg.workers.engine import WorkerEngine
 from pvg.workers.links import SECRET_BYTES, admitted
 from pvg.workers.local import Member
@@ -193,10 +192,7 @@ class DriverOfMany:
             sampling = Sampling(len(solution), (tokenizer.eos_id,))
             self._dispatcher = Dispatcher(self._engine, task, tokenizer, sampling, self._engine.max_in_flight, grading)
             self._weights = {"weight": torch.zeros(1024)}
-            # As in the game (pvg.game.players): otherwise the collector scans all objects of torch again and again.
-            gc.collect()
-            gc.freeze()
-            stack.callback(gc.unfreeze)
+            stack.callback(CalmCollector().close)  # as in the game (pvg.game.players)
             self._stack = stack.pop_all()
 
     def work(self) -> dict[str, Any]:

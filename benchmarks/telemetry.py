@@ -6,7 +6,7 @@
 A sample plays one real step with the game's session, spans and records, as `pvg train` does. Then it repeats the
 telemetry of exactly that step without the work: the same spans (those beside the driver in a separate task), closing
 the budget, and writing the records and event lines to files. `overhead` is the second time divided by the first. Two
-whole steps differ by more than the cost of telemetry, so comparing them (the ladder) cannot show so small a share.
+whole steps differ by more than the cost of telemetry, so comparing them (the ladder) cannot show such a small share.
 
 `open` measures what runs beside the steps (device sampler, lag monitor): `monitoring_cpu` is its share of one core.
 """

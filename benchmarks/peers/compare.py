@@ -44,7 +44,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 PEER = ROOT / ".venv-peers" / "bin" / "python"
 NAME = "peers"
-ABOUT = "pvg beside TRL, each in an environment of its own: the same model, the same work, in turn within one run"
+ABOUT = "pvg beside TRL, each in its own environment: the same model, the same work, in turn within one run"
 
 MEASURES: dict[str, dict[str, BenchMetric]] = {
     "grpo": {

@@ -11,7 +11,7 @@ from pydantic import (
     model_validator,
 )
 
-from pvg.config.base import ByKind, Count, DataFolder, Folder, Fraction, Positive, Section
+from pvg.config.base import ByKind, Count, DataFolder, Folder, Fraction, NotEmpty, Positive, Section
 from pvg.config.hub_ids import is_hub_id
 from pvg.extensions import Reference
 
@@ -117,6 +117,24 @@ class DiplomacyOutcomeTask(Section):
     seed: int = Field(0, description="Seed of the problems.")
 
 
+class OpenEnvTask(Section):
+    """Environments of an OpenEnv server whose episodes take one step: the prompt is the problem, the reward the grade
+    (docs/environments.md)."""
+
+    kind: Literal["openenv"] = "openenv"
+    url: Annotated[str, Field(pattern=r"^(https?|wss?)://[^/\s?#@]+(/[^\s?#]*)?$")] = Field(
+        "http://127.0.0.1:8010", description="URL of the server, without /ws."
+    )
+    prompt_field: NotEmpty = Field("prompt", description="Field of the observation that holds the prompt.")
+    action_field: NotEmpty = Field("message", description="Field of the action that takes the completion.")
+    threshold: float = Field(1.0, description="Reward from which a completion counts as correct.")
+    problems: Count = Field(256, description="Training problems.")
+    test_problems: Count = Field(64, description="Test problems.")
+    seed: Annotated[int, Field(ge=0, le=2**29)] = Field(0, description="Seed of the first test problem.")
+    sessions: Count = Field(1, description="Sessions that pvg uses at once. Many servers allow only one.")
+    timeout_s: Positive = Field(60.0, description="Longest wait for a reply in seconds.")
+
+
 class CustomTask(Section):
     """A task in a file of your own: `source` names the class, and `settings` are its arguments (docs/research.md)."""
 
@@ -132,9 +150,17 @@ TASKS: dict[str, type[Section]] = {
     "code": CodeTask,
     "diplomacy_plan": DiplomacyPlanTask,
     "diplomacy_outcome": DiplomacyOutcomeTask,
+    "openenv": OpenEnvTask,
     "custom": CustomTask,
 }
 TaskSection = Annotated[
-    ModchainTask | Gsm8kTask | ReasoningGymTask | CodeTask | DiplomacyPlanTask | DiplomacyOutcomeTask | CustomTask,
+    ModchainTask
+    | Gsm8kTask
+    | ReasoningGymTask
+    | CodeTask
+    | DiplomacyPlanTask
+    | DiplomacyOutcomeTask
+    | OpenEnvTask
+    | CustomTask,
     ByKind("modchain"),
 ]

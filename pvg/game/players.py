@@ -7,7 +7,6 @@ never compete for the same cores. Two other threads have no pool: one scores rol
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
@@ -35,7 +34,7 @@ from pvg.servers.publishing import Publisher, SyncTiming
 from pvg.tasks.task import ConcealsText, Task, problems_of_half
 from pvg.telemetry.events import Events, SilentEvents
 from pvg.telemetry.spans import run_in
-from pvg.telemetry.waits import usable_cores
+from pvg.telemetry.waits import CalmCollector, usable_cores
 from pvg.training.batch import PolicyBatch
 from pvg.training.optimizer import OptimizerSettings, trainable_parameters
 from pvg.verifier.backend import ScoreBackend, ScoreCache, ScoringModel
@@ -120,6 +119,7 @@ class Players:
             raise
         self.publisher = Publisher([self.engine], events=events)
         self.last_sync: SyncTiming | None = None  # of the latest update
+        self._collector: CalmCollector | None = None
         sampling = Sampling(
             max_tokens=rollout.max_tokens,
             stop_ids=(self.base.tokenizer.eos_id,),
@@ -181,8 +181,7 @@ class Players:
         """Wait until the engine can serve, and with `scoring` the verifier's servers too. An engine that does not know
         its weights gets the base prover's. This tests the whole path of a weight update before the game depends on it.
 
-        Then freezes the objects in memory (`gc.freeze`). Otherwise the garbage collector scans a million objects of
-        torch and transformers repeatedly, and each scan blocks the event loop for 0.1 to 0.5 s.
+        Then keeps the garbage collector from stopping the event loop (`CalmCollector`).
         """
         if self.workers is not None:
             await self.workers.start()
@@ -194,8 +193,8 @@ class Players:
             await self.verifier_serving.ready()
         if self.engine.version < 0:
             await self.publish(self.base.weights(), 0)
-        gc.collect()
-        gc.freeze()
+        self._close_collector()
+        self._collector = CalmCollector()
 
     async def compute(self, work: Callable[[], T]) -> T:
         """Run torch work in the compute thread."""
@@ -294,8 +293,13 @@ class Players:
         problems = problems_of_half(self.task, "prover")[: self.experiment.weights.canary_prompts]
         return [render(problem, tuple(Role)[number % 2]) for number, problem in enumerate(problems)]
 
+    def _close_collector(self) -> None:
+        if self._collector is not None:
+            self._collector.close()
+            self._collector = None
+
     async def close(self) -> None:
-        gc.unfreeze()
+        self._close_collector()
         async with AsyncExitStack() as rest:  # closes all of them, even if one fails
             rest.callback(self._close_base)
             for executor in (self.batching, self.grading, self.scoring):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -230,6 +231,7 @@ class Session:
         """Commit the `state` that enters the next phase, together with the manifest of the finished phase."""
         with span("checkpoint"):
             await self.ledger.commit(state, finished=self.phase_metrics)
+        gc.collect()  # the phase's models may be in reference cycles, and full collections are rare (CalmCollector)
         self.check_stop()
 
     def check_stop(self) -> None:

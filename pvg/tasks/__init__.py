@@ -11,6 +11,7 @@ from pvg.tasks.diplomacy.full_plan import DiplomacyPlan
 from pvg.tasks.diplomacy.outcome import DiplomacyOutcome
 from pvg.tasks.gsm8k import Gsm8k
 from pvg.tasks.modchain import Modchain
+from pvg.tasks.openenv import OpenEnv
 from pvg.tasks.reasoning_gym import ReasoningGym
 from pvg.tasks.task import LocatesFlaws, Task, half_of, open_custom, problems_of_half
 
@@ -24,6 +25,7 @@ TASKS: dict[str, Callable[[Any], Task]] = {
     "code": Code,
     "diplomacy_plan": DiplomacyPlan,
     "diplomacy_outcome": DiplomacyOutcome,
+    "openenv": OpenEnv,
     "custom": open_custom,
 }
 

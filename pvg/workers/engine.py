@@ -56,7 +56,7 @@ class _Row:
 class _Block:
     """Rows that one worker samples together. `answer`: the worker's confirmation, once the block is sent."""
 
-    place: int
+    shard: int
     rows: list[_Row] = field(default_factory=list)
     answer: asyncio.Future[Frame] | None = None
 
@@ -144,7 +144,7 @@ class WorkerEngine(Engine):
                 row.future.set_exception(CutShort(row.request.resumed_from))
         for block in self._blocks:
             if ids := [row.request.id for row in block.rows if row.request.id in wanted]:
-                self._pool.tell(block.place, Frame("cut", {"ids": ids}))
+                self._pool.tell(block.shard, Frame("cut", {"ids": ids}))
 
     async def load_weights(self, update: WeightUpdate) -> SyncTiming:
         called = time.perf_counter()
@@ -181,10 +181,10 @@ class WorkerEngine(Engine):
     def _divide(self) -> None:
         """Make blocks of the waiting requests."""
         waiting, self._waiting = self._waiting, []
-        places, blocks = self._pool.sampling, dict[int, _Block]()
+        shards, blocks = self._pool.sampling, dict[int, _Block]()
         for row in waiting:
-            place = places[shard_of(row.request.group, len(places))]
-            blocks.setdefault(place, _Block(place)).rows.append(row)
+            shard = shards[shard_of(row.request.group, len(shards))]
+            blocks.setdefault(shard, _Block(shard)).rows.append(row)
         self._unsent = list(blocks.values())
 
     def _not_sent(self) -> list[_Row]:
@@ -196,7 +196,7 @@ class WorkerEngine(Engine):
             return
         try:
             frame = block_of([row.request for row in block.rows])
-            block.answer = self._pool.submit(block.place, frame, partial(self._take, block))
+            block.answer = self._pool.submit(block.shard, frame, partial(self._take, block))
         except Exception as error:  # noqa: BLE001 - it belongs to the callers
             block.fail(error)
             return
@@ -220,5 +220,5 @@ class WorkerEngine(Engine):
     def _cancel(self, row: _Row) -> None:
         """Tell the worker that a caller has left."""
         if row.block in self._blocks:
-            self._pool.tell(row.block.place, Frame("cancel", {"ids": [row.request.id]}))
+            self._pool.tell(row.block.shard, Frame("cancel", {"ids": [row.request.id]}))
             row.block.end_if_done()

@@ -17,7 +17,7 @@ MOST_NAMED = 64  # workers that have separate metrics
 
 @dataclass
 class _Load:
-    """One place: seconds since the last sample. `since`, `until`: when the counted time began and ended."""
+    """One worker: seconds since the last sample. `since`, `until`: when the counted time began and ended."""
 
     ran_s: float = 0.0
     waited_s: float = 0.0

@@ -1,19 +1,19 @@
-"""The driver's side of the workers: W places, the processes that serve them, and what every process must know.
+"""The driver's side of the workers: W shards, the processes that serve them, and what every process must know.
 
     pool = WorkerPool(experiment, 4, LocalSupply(), events, processes=(1, 4))
     await pool.start()
-    answer = await pool.submit(shard, Frame("score", {...}, arrays))      # the process that serves place `shard`
+    answer = await pool.submit(shard, Frame("score", {...}, arrays))      # the process that serves this shard
 
-Each shard of work belongs to a fixed place, so results do not depend on when a worker is free. All places do all kinds
-of work, except while their duties are `divided`: then some only train, and the others only sample and score.
+The work is divided into shards by fixed rules, so results do not depend on when a worker is free. Every shard gets all
+kinds of work, except while duties are `divided`: then some only train, and the others only sample and score.
 
-A worker process serves one or more places, each with models and weights of its own. So the number of processes may
+A worker process serves one or more shards, each with its own models and weights. So the number of processes may
 change during a run (pvg.workers.scaling), and no result does: who computes a shard changes, never what is computed. A
-place moves to another process when its old one has answered what it was sent; new requests wait for the new one.
+shard moves to another process when its old one has answered what it was sent; new requests wait for the new one.
 
-If a worker ends or hangs, a new process takes over its places. It gets what its predecessor had: the models and weights
+If a worker ends or hangs, a new process takes over its shards. It gets what its predecessor had: the models and weights
 that the predecessor had confirmed, then every request without an answer, in the same order. So nothing is lost, nothing
-counts twice, and the bits are those of a run without the loss. A place that moves is filled in the same way.
+counts twice, and the bits are those of a run without the loss. A shard that moves is filled in the same way.
 
 A worker *hangs* if it answers no ping, and uses no processor time, for PROBES_MISSED probes. A worker that waits for a
 core on a busy machine does not hang. A computation that never ends does not count as hanging.
@@ -35,7 +35,7 @@ from pvg.telemetry.events import Events, SilentEvents
 from pvg.workers.frames import Frame, receive
 from pvg.workers.load import LoadMeter
 from pvg.workers.local import Member
-from pvg.workers.scaling import DemandMeter, Moment, decide, places_to_take
+from pvg.workers.scaling import DemandMeter, Moment, decide, shards_to_take
 from pvg.workers.shared import SharedTensors
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 PROBE_S = 2.0
 PROBES_MISSED = 3
-# A place that loses its worker so often before the worker is ready, or with the same request, would lose the next one.
+# A shard that loses its worker so often before the worker is ready, or with the same request, would lose the next one.
 MOST_ATTEMPTS = 6
 # What the driver has open besides its connections to workers.
 OTHER_FILES = 256
@@ -109,7 +109,7 @@ class _Request:
 
 @dataclass(eq=False)
 class _Worker:
-    """A worker process, and those that take its place when it ends. `used`: it has places, or gets or loses them.
+    """A worker process, and those that take its place when it ends. `used`: it has shards, or gets or loses them.
     `leaving`: it finishes its work, gets no more, and is not replaced."""
 
     number: int
@@ -117,7 +117,7 @@ class _Worker:
     serving: asyncio.Task[None] | None = None
     used: bool = False
     leaving: bool = False
-    deaths: int = 0  # since all its places were ready
+    deaths: int = 0  # since all its shards were ready
     restarts: int = 0
     why: str = ""  # its last process ended
     lost_at: float | None = None  # when its last process ended, until another one is ready
@@ -126,8 +126,8 @@ class _Worker:
 
 
 @dataclass(eq=False)
-class _Place:
-    """One of the W places. `worker` is to serve it, `member` is the process that serves it. `sending`: this process has
+class _Shard:
+    """One of the W shards. `worker` is to serve it, `member` is the process that serves it. `sending`: this process has
     been sent all that it must know."""
 
     number: int
@@ -188,16 +188,16 @@ class _Buffers:
 
 @dataclass
 class _Slot:
-    """An open model: the places that have it, and its weights."""
+    """An open model: the shards that have it, and its weights."""
 
-    places: range
+    shards: range
     memory: _Buffers
 
 
 class WorkerPool:
     """Belongs to one event loop. Call `start` first and `close` last.
 
-    `training`: the places that train now. `sampling`: the places that sample and score now. Set `trained_s`, the
+    `training`: the shards that train now. `sampling`: the shards that sample and score now. Set `trained_s`, the
     seconds that the trainer has worked so far, and `changed`, which gets each new number of processes and its reason,
     before `start`.
     """
@@ -211,8 +211,8 @@ class WorkerPool:
         trainers: int | None = None,
         processes: tuple[int, int] | None = None,
     ) -> None:
-        """`trainers`: places that only train while duties are `divided`; None: duties are never divided. `processes`:
-        the lowest and the highest number of processes, at most `count`; None: one for each place."""
+        """`trainers`: shards that only train while duties are `divided`; None: duties are never divided. `processes`:
+        the lowest and the highest number of processes, at most `count`; None: one for each shard."""
         self.count = count
         self.training = self.sampling = range(count)
         self.trained_s: Callable[[], float] = float
@@ -223,8 +223,8 @@ class WorkerPool:
         self._supply = supply
         self._events = supply.events = events or SilentEvents()
         self._workers = [_Worker(number) for number in range(self._highest)]
-        self._places = [_Place(number, self._workers[number * self._lowest // count]) for number in range(count)]
-        self._asked: dict[int, _Place] = {}  # by the number of a request without an answer
+        self._shards = [_Shard(number, self._workers[number * self._lowest // count]) for number in range(count)]
+        self._asked: dict[int, _Shard] = {}  # by the number of a request without an answer
         self._slots: dict[int, _Slot] = {}
         self._policy = _Buffers(supply)
         # A policy waits for the rows that run, and the other models must not wait for it.
@@ -242,9 +242,9 @@ class WorkerPool:
         return sum(worker.restarts for worker in self._workers)
 
     def measured(self) -> dict[str, float]:
-        """The metrics of the place `workers` (pvg.telemetry.catalogue) since the last call."""
+        """The metrics of `workers` (pvg.telemetry.catalogue) since the last call."""
         up = [
-            worker.member is not None and not any(place.setup for place in self._of(worker)) for worker in self._workers
+            worker.member is not None and not any(shard.setup for shard in self._of(worker)) for worker in self._workers
         ]
         return self._meter.sample(up, [worker.restarts for worker in self._workers])
 
@@ -253,10 +253,10 @@ class WorkerPool:
         the models raises in a process."""
         allow_open_files(self._highest)
         started = time.perf_counter()
-        for place in self._places:
-            place.ready = _future()
+        for shard in self._shards:
+            shard.ready = _future()
         await asyncio.gather(*(self._begin(worker) for worker in self._workers[: self._lowest]))
-        await asyncio.gather(*(place.ready for place in self._places if place.ready is not None))
+        await asyncio.gather(*(shard.ready for shard in self._shards if shard.ready is not None))
         self._watch(self._probe(), "worker probes")
         if self._lowest < self._highest:
             self._watch(self._scale(), "number of workers")
@@ -280,7 +280,7 @@ class WorkerPool:
 
     @contextmanager
     def divided(self) -> Iterator[None]:
-        """Meanwhile, the last `trainers` places only train and the others only sample and score, so neither kind of
+        """Meanwhile, the last `trainers` shards only train and the others only sample and score, so neither kind of
         work waits for the other."""
         everywhere = range(self.count)
         if self._trainers is not None:
@@ -292,54 +292,54 @@ class WorkerPool:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def submit(self, place: int, frame: Frame, parts: Callable[[Frame], None] | None = None) -> asyncio.Future[Frame]:
-        """The answer of the process that serves this place. Requests are sent in the order of the calls. The future
+    def submit(self, shard: int, frame: Frame, parts: Callable[[Frame], None] | None = None) -> asyncio.Future[Frame]:
+        """The answer of the process that serves this shard. Requests are sent in the order of the calls. The future
         raises the worker's PvgError, WorkerFailedError, or WorkerLostError if workers end again and again."""
         if self._failed is not None:
             raise self._failed
-        found = self._places[place]
+        found = self._shards[shard]
         request = _Request(self._numbered(found, frame), _future(), parts)
         found.pending[request.frame.fields["id"]] = request
         if found.sending:
             self._send(found, request)
         return request.future
 
-    def tell(self, place: int, frame: Frame) -> None:
+    def tell(self, shard: int, frame: Frame) -> None:
         """Send a frame that has no answer. A process that is being replaced does not get it."""
-        found = self._places[place]
+        found = self._shards[shard]
         if found.member is not None:
-            found.member.send(Frame(frame.kind, {**frame.fields, "shard": place}, frame.arrays))
+            found.member.send(Frame(frame.kind, {**frame.fields, "shard": shard}, frame.arrays))
 
-    async def ask(self, places: range, frame: Frame) -> list[Frame]:
-        """The answers for these places. Cancelling the caller does not cancel the requests."""
+    async def ask(self, shards: range, frame: Frame) -> list[Frame]:
+        """The answers for these shards. Cancelling the caller does not cancel the requests."""
         answers = []
-        for number, place in enumerate(places, start=1):
-            answers.append(self.submit(place, frame))
+        for number, shard in enumerate(shards, start=1):
+            answers.append(self.submit(shard, frame))
             if number % AT_ONCE == 0:
                 await asyncio.sleep(0)
         return list(await asyncio.gather(*answers))
 
-    def _numbered(self, place: _Place, frame: Frame) -> Frame:
+    def _numbered(self, shard: _Shard, frame: Frame) -> Frame:
         self._numbers += 1
-        self._asked[self._numbers] = place
-        return Frame(frame.kind, {**frame.fields, "id": self._numbers, "shard": place.number}, frame.arrays)
+        self._asked[self._numbers] = shard
+        return Frame(frame.kind, {**frame.fields, "id": self._numbers, "shard": shard.number}, frame.arrays)
 
-    def _send(self, place: _Place, request: _Request) -> None:
-        assert place.member is not None
+    def _send(self, shard: _Shard, request: _Request) -> None:
+        assert shard.member is not None
         request.attempts += 1
-        request.sent_to = place.member
-        place.member.send(request.frame)
+        request.sent_to = shard.member
+        shard.member.send(request.frame)
 
     # --- models and weights -------------------------------------------------------------------------------------------
 
-    async def open(self, fields: Mapping[str, Any], places: range | None = None) -> int:
-        """Open a model in the workers of these places, None: in all; returns its slot. Load its weights before its
+    async def open(self, fields: Mapping[str, Any], shards: range | None = None) -> int:
+        """Open a model in the workers of these shards, None: in all; returns its slot. Load its weights before its
         first use."""
         self._numbers += 1
-        chosen = range(self.count) if places is None else places
+        chosen = range(self.count) if shards is None else shards
         number, slot = self._numbers, _Slot(chosen, _Buffers(self._supply))
         self._slots[number] = slot
-        await self.ask(slot.places, Frame("open", {**fields, "slot": number}))
+        await self.ask(slot.shards, Frame("open", {**fields, "slot": number}))
         return number
 
     async def load(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
@@ -350,12 +350,12 @@ class WorkerPool:
         async with self._changing:
             found = self._slots[slot]
             place = await found.memory.write(tensors)
-            await self.ask(found.places, Frame("load", {"slot": slot, "place": place}))
+            await self.ask(found.shards, Frame("load", {"slot": slot, "place": place}))
 
     async def close_slot(self, slot: int) -> None:
         """Close the model of a slot in every worker that has it. Does nothing if the pool has failed."""
         if self._failed is None:
-            await self.ask(self._slots[slot].places, Frame("close", {"slot": slot}))
+            await self.ask(self._slots[slot].shards, Frame("close", {"slot": slot}))
         self._slots.pop(slot).memory.close()
 
     async def load_policy(self, tensors: Mapping[str, Tensor], version: int, trace: str) -> list[Frame]:
@@ -371,39 +371,39 @@ class WorkerPool:
 
     # --- processes ----------------------------------------------------------------------------------------------------
 
-    def _of(self, worker: _Worker) -> list[_Place]:
-        return [place for place in self._places if place.worker is worker]
+    def _of(self, worker: _Worker) -> list[_Shard]:
+        return [shard for shard in self._shards if shard.worker is worker]
 
     async def _begin(self, worker: _Worker) -> None:
-        """Start a process for a worker, and fill its places."""
+        """Start a process for a worker, and fill its shards."""
         worker.used = True
-        for place in self._of(worker):
-            for request in place.pending.values():
+        for shard in self._of(worker):
+            for request in shard.pending.values():
                 if request.attempts >= MOST_ATTEMPTS and not request.future.done():
                     raise self._lost(worker, f"with the same request ({request.frame.kind})")
         member = await self._supply.start()
         worker.member, worker.missed, worker.cpu_s = member, 0, 0.0
         self._meter.begin(worker.number)
         worker.serving = asyncio.create_task(self._guarded(self._serve(worker, member)), name=f"worker {worker.number}")
-        for place in self._of(worker):
-            self._fill(place, member)
+        for shard in self._of(worker):
+            self._fill(shard, member)
 
-    def _fill(self, place: _Place, member: Member) -> None:
-        """Let a process serve a place: send what its predecessor had confirmed and what it has not answered."""
-        for number in [*place.setup, *(number for number, request in place.pending.items() if request.future.done())]:
+    def _fill(self, shard: _Shard, member: Member) -> None:
+        """Let a process serve a shard: send what its predecessor had confirmed and what it has not answered."""
+        for number in [*shard.setup, *(number for number, request in shard.pending.items() if request.future.done())]:
             self._asked.pop(number, None)
-            place.pending.pop(number, None)
-        place.member = member
-        place.changed.set()
-        known = [self._start, *place.confirmed.values()]
-        place.setup = set()
+            shard.pending.pop(number, None)
+        shard.member = member
+        shard.changed.set()
+        known = [self._start, *shard.confirmed.values()]
+        shard.setup = set()
         for frame in known:
-            numbered = self._numbered(place, frame)
-            place.setup.add(numbered.fields["id"])
+            numbered = self._numbered(shard, frame)
+            shard.setup.add(numbered.fields["id"])
             member.send(numbered)
-        for request in place.pending.values():
-            self._send(place, request)
-        place.sending = True
+        for request in shard.pending.values():
+            self._send(shard, request)
+        shard.sending = True
 
     def _watch(self, work: Coroutine[Any, Any, None], name: str) -> None:
         self._watching.append(asyncio.create_task(self._guarded(work), name=name))
@@ -425,7 +425,7 @@ class WorkerPool:
             return
         ended = time.perf_counter()
         worker.why = await self._supply.reason(member)
-        requests = sum(len(place.pending) for place in self._of(worker))
+        requests = sum(len(shard.pending) for shard in self._of(worker))
         self._events.event(
             "workers", event="lost", worker=worker.number, **member.names, why=worker.why, requests=requests
         )
@@ -442,10 +442,10 @@ class WorkerPool:
         """A process serves nothing any more."""
         member.writer.close()
         worker.member = None
-        for place in self._places:
-            if place.member is member:
-                place.member, place.sending = None, False
-                place.changed.set()
+        for shard in self._shards:
+            if shard.member is member:
+                shard.member, shard.sending = None, False
+                shard.changed.set()
 
     def _lost(self, worker: _Worker, when: str) -> WorkerLostError:
         return WorkerLostError(
@@ -461,25 +461,25 @@ class WorkerPool:
             self._events.event(frame.fields["tag"], **{**frame.fields["event"], "worker": worker.number})
             return
         number = frame.fields["id"]
-        place = self._asked.get(number)
-        if place is None or place.member is not member:  # another process serves the place by now
+        shard = self._asked.get(number)
+        if shard is None or shard.member is not member:  # another process serves the shard by now
             return
-        request = place.pending.get(number)
+        request = shard.pending.get(number)
         if frame.kind == "completed":
             if request is not None and request.parts is not None:
                 request.parts(frame)
             return
         del self._asked[number]
-        place.changed.set()
-        if number in place.setup:
-            self._take_setup(place, frame)
+        shard.changed.set()
+        if number in shard.setup:
+            self._take_setup(shard, frame)
         elif request is not None:
-            self._take_answer(place, request, frame)
+            self._take_answer(shard, request, frame)
 
-    def _take_answer(self, place: _Place, request: _Request, frame: Frame) -> None:
-        del place.pending[frame.fields["id"]]
+    def _take_answer(self, shard: _Shard, request: _Request, frame: Frame) -> None:
+        del shard.pending[frame.fields["id"]]
         if frame.kind == "done":
-            place.confirm(request.frame)
+            shard.confirm(request.frame)
         if request.future.done():  # the caller has left
             return
         if frame.kind == "done":
@@ -487,29 +487,29 @@ class WorkerPool:
         else:
             request.future.set_exception(error_of(frame))
 
-    def _take_setup(self, place: _Place, frame: Frame) -> None:
+    def _take_setup(self, shard: _Shard, frame: Frame) -> None:
         if frame.kind != "done":
             self._fail(error_of(frame))
             return
-        place.setup.discard(frame.fields["id"])
-        if place.setup:
+        shard.setup.discard(frame.fields["id"])
+        if shard.setup:
             return
-        worker = place.worker
+        worker = shard.worker
         if not any(other.setup for other in self._of(worker)):
             worker.deaths = 0
             if worker.lost_at is not None:
                 ms, worker.lost_at = (time.perf_counter() - worker.lost_at) * 1e3, None
                 self._events.event("workers", event="replaced", worker=worker.number, ms=ms)
-        if place.ready is not None and not place.ready.done():
-            place.ready.set_result(frame)
+        if shard.ready is not None and not shard.ready.done():
+            shard.ready.set_result(frame)
 
     def _fail(self, error: BaseException) -> None:
         """Fail every request, now and from now on. The first error counts."""
         self._failed = self._failed or error
-        for place in self._places:
-            waiting = [request.future for request in place.pending.values()]
-            place.pending = {}
-            for future in [*waiting, place.ready]:
+        for shard in self._shards:
+            waiting = [request.future for request in shard.pending.values()]
+            shard.pending = {}
+            for future in [*waiting, shard.ready]:
                 if future is not None and not future.done():
                     future.set_exception(self._failed)
                     future.exception()  # marks it as retrieved: its caller may have left
@@ -552,30 +552,30 @@ class WorkerPool:
                 demand = meter.demand()
                 decision = decide(demand, lowest=self._lowest, highest=self._highest)
             if decision.remove is None:
-                await self.add(decision.why, demand.places)
+                await self.add(decision.why, demand.shards)
             else:
                 await self.remove(decision.remove, decision.why)
 
     def _moment(self) -> Moment:
-        """What waits now: the work of all places but one of each process."""
+        """What waits now: the work of all shards but one of each process."""
         used, busy, working, waiting = set[int](), set[int](), set[int](), list[_Request]()
         for worker in self._workers:
             if not worker.used:
                 continue
             used.add(worker.number)
-            if places := [place for place in self._of(worker) if place.computing]:
+            if shards := [shard for shard in self._of(worker) if shard.computing]:
                 busy.add(worker.number)
-                working |= {place.number for place in places}
-                waiting += [request for place in places[1:] for request in place.computing]
+                working |= {shard.number for shard in shards}
+                waiting += [request for shard in shards[1:] for request in shard.computing]
         groups = [len(set(r.frame.fields["groups"])) for r in waiting if r.frame.kind == "generate"]
         training = any(request.frame.kind in TRAINING for request in waiting)
         parts = len(waiting) - len(groups)
         return Moment(sum(groups), parts, training, frozenset(used), frozenset(busy), frozenset(working))
 
     async def add(self, why: str, busy: Mapping[int, float]) -> None:
-        """Start one more process, which gets places of the others, each as soon as it is settled. `busy`: the share of
-        the time in which a place had work. A process that cannot be started is reported only: the run goes on with the
-        others. Call neither `add` nor `remove` meanwhile."""
+        """Start one more process, which gets shards of the others, each as soon as it is settled. `busy`: for each
+        shard, the part of the time in which it had work. A process that cannot be started is reported only: the run
+        continues with the others. Call neither `add` nor `remove` meanwhile."""
         worker = next(worker for worker in self._workers if not worker.used)
         began = time.perf_counter()
         try:
@@ -586,28 +586,28 @@ class WorkerPool:
             await asyncio.sleep(REFUSED_S)
             return
         others = [other for other in self._workers if other.used and other is not worker]
-        served = {other.number: [place.number for place in self._of(other)] for other in others}
-        moving = [self._places[number] for number in places_to_take(served, busy)]
-        for place in moving:
-            place.worker = worker
-        await asyncio.gather(*(self._move(place) for place in moving))
+        served = {other.number: [shard.number for shard in self._of(other)] for other in others}
+        moving = [self._shards[number] for number in shards_to_take(served, busy)]
+        for shard in moving:
+            shard.worker = worker
+        await asyncio.gather(*(self._move(shard) for shard in moving))
         self._tell_change("added", worker, why, began)
 
     async def remove(self, number: int, why: str) -> None:
-        """End a process when it has answered what it was sent; the others get its places. There must be others."""
+        """End a process when it has answered what it was sent; the others get its shards. There must be others."""
         worker, began = self._workers[number], time.perf_counter()
         worker.leaving = True
         moving = self._of(worker)
-        for place in moving:
+        for shard in moving:
             others = [other for other in self._workers if other.used and not other.leaving]
-            place.worker = min(others, key=lambda other: len(self._of(other)))
-        await asyncio.gather(*(self._move(place) for place in moving))
+            shard.worker = min(others, key=lambda other: len(self._of(other)))
+        await asyncio.gather(*(self._move(shard) for shard in moving))
         await self._end(worker)
         worker.used = worker.leaving = False
         self._tell_change("removed", worker, why, began)
 
     async def _end(self, worker: _Worker) -> None:
-        """End the process of a worker that has no places any more."""
+        """End the process of a worker that has no shards any more."""
         assert worker.serving is not None
         if worker.member is None:  # it has died, and may be being replaced
             await asyncio.gather(worker.serving, return_exceptions=True)
@@ -617,17 +617,17 @@ class WorkerPool:
             self._left(worker, member)
             await self._supply.retire(member)
 
-    async def _move(self, place: _Place) -> None:
-        """Give a place to its new worker, once its process has answered what it was sent."""
-        old, place.sending = place.member, False
-        while place.member is old and not place.settled:
-            place.changed.clear()
-            await place.changed.wait()
+    async def _move(self, shard: _Shard) -> None:
+        """Give a shard to its new worker, once its process has answered what it was sent."""
+        old, shard.sending = shard.member, False
+        while shard.member is old and not shard.settled:
+            shard.changed.clear()
+            await shard.changed.wait()
         if old is not None and not old.writer.is_closing():
-            old.send(Frame("leave", {"shard": place.number}))
-        # A worker that is being replaced fills its places itself.
-        if place.worker.member is not None and place.member is not place.worker.member:
-            self._fill(place, place.worker.member)
+            old.send(Frame("leave", {"shard": shard.number}))
+        # A worker that is being replaced fills its shards itself.
+        if shard.worker.member is not None and shard.member is not shard.worker.member:
+            self._fill(shard, shard.worker.member)
 
     def _tell_change(self, what: str, worker: _Worker, why: str, began: float) -> None:
         workers = sum(other.used for other in self._workers)

@@ -1,6 +1,6 @@
 """What runs in a worker process: one compute thread that samples, scores and differentiates on request.
 
-A process serves one or more shards of the work. Each has models, weights and an engine of its own, so a batch never
+A process serves one or more shards of the work. Each has its own models, weights and engine, so a batch never
 mixes shards, and a shard may move to another process.
 
 A worker keeps no state that could be lost: models and weights come from the driver, which sends them again to a worker

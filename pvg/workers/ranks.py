@@ -55,7 +55,7 @@ class _Step:
 
 class ModelInRanks(TrainerRanks[PolicyBatch]):
     """A prover in training. `gradients`, `update` and `moments` block: call them from a thread, not from the event
-    loop. From its creation on, `parameters` lie in shared memory."""
+    loop. `parameters` lie in shared memory."""
 
     def __init__(
         self,

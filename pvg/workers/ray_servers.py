@@ -42,7 +42,7 @@ class _Place:
         self.number = number
         self.actor = actor
         self.ended = ended  # what `ServerAgent.serve` returns
-        self.node = "?"  # its name, once the actor runs
+        self.node: str | None = None  # its name, once the actor runs
         self.server: Server | None = None  # once it is ready
         self.starting = False
         self.away_since: float | None = None
@@ -50,7 +50,7 @@ class _Place:
     @property
     def names(self) -> dict[str, Any]:
         url = {} if self.server is None else {"server": self.server.url}
-        return {"number": self.number, "node": self.node, **url}
+        return {"number": self.number, "node": self.node or "?", **url}
 
 
 class RayServers:
@@ -167,7 +167,8 @@ class RayServers:
             hopeless = bool(failed and end.lines) and not self._first.done()  # the others would fail as well
             if not end.again or hopeless or failed == MOST_FAILURES:
                 kind = ServerUnavailableError if end.again else MissingRequirementError
-                return kind(f"No vLLM server runs on node {place.node}: {end.why}.", end.remedy)
+                where = "the cluster" if place.node is None else f"node {place.node}"
+                return kind(f"No vLLM server runs on {where}: {end.why}.", end.remedy)
             await asyncio.sleep(PAUSE_S * failed)
 
     async def _create(self, number: int) -> _Place:

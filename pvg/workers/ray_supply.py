@@ -5,7 +5,7 @@
     member = await supply.start()               # a worker on one of the nodes
 
 Ray reserves one CPU per worker in a placement group, whose bundles spread over the nodes. A worker that is added later
-has a placement group of its own, which ends with it. Ray starts one actor per node (`NodeAgent`). The agent forks the
+has its own placement group, which ends with it. Ray starts one actor per node (`NodeAgent`). The agent forks the
 node's workers. They connect to the driver over TCP, as the agents do, so requests, answers and weights do not pass
 through Ray. Ray reserves and reports; pvg restarts workers and repeats requests.
 
@@ -120,7 +120,7 @@ class RaySupply:
     """Owns the connection to the cluster. Leave it as a context manager, or `close` it."""
 
     def __init__(self, workers: int, address: str | None = None, most: int | None = None) -> None:
-        """Reserves CPUs for `workers`. A further worker gets a CPU of its own when it starts. `most`: the highest
+        """Reserves CPUs for `workers`. Each further worker reserves one more CPU when it starts. `most`: the highest
         number of workers, for which a cluster on this machine has room."""
         self.events: Events = SilentEvents()
         self._workers = workers

@@ -25,28 +25,28 @@ IDLE_S = 30.0  # so that a short pause of the workers ends none of them
 LEAST_WAITED = 0.5  # share of the window
 LEAST_IDLE = 0.2  # share of the window; the optimizer, packing and commits stay below it
 MOST_BUSY = 0.05  # share of IDLE_S
-PLACE_COST = 0.01  # load of a place without work, so that such places are shared out too
+SHARD_COST = 0.01  # load of a shard without work, so that such shards are divided too
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
     """What waits at one moment: `groups` to be sampled, `parts` of a scoring or training step. `training_waits`: some
     of these parts belong to the trainer. `workers`: the numbers of all workers; `busy`: of those that have work;
-    `places`: the shards that have work."""
+    `shards`: the shards that have work."""
 
     groups: int
     parts: int
     training_waits: bool
     workers: frozenset[int]
     busy: frozenset[int]
-    places: frozenset[int]
+    shards: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
     """What was seen in the `seen_s` seconds since the last change, in the last WINDOW_S of these: the most `groups` and
     `parts` that waited at once, how long anything waited, and the share of the time in which the trainer was idle.
-    `busy`: for each worker, the share of the last IDLE_S in which it had work; `places`: the same of each shard
+    `busy`: for each worker, the share of the last IDLE_S in which it had work; `shards`: the same of each shard
     that had any."""
 
     seen_s: float
@@ -55,7 +55,7 @@ class Demand:
     waited_s: float
     trainer_idle: float
     busy: Mapping[int, float]
-    places: Mapping[int, float]
+    shards: Mapping[int, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +83,19 @@ def decide(demand: Demand, *, lowest: int, highest: int) -> Decision | None:
     return None
 
 
-def places_to_take(served: Mapping[int, Sequence[int]], busy: Mapping[int, float]) -> list[int]:
-    """The places that a new worker takes from the others, `served` by number of worker. `busy`: as `Demand.places`.
+def shards_to_take(served: Mapping[int, Sequence[int]], busy: Mapping[int, float]) -> list[int]:
+    """The shards that a new worker takes from the others, `served` by number of worker. `busy`: as `Demand.shards`.
 
-    The most loaded worker gives its second busiest place, again and again, while it stays the more loaded one. So the
-    new worker gets work that has waited, and every other one keeps a place.
+    The most loaded worker gives its second busiest shard, again and again, while it stays the more loaded one. So the
+    new worker gets work that has waited, and every other one keeps a shard.
     """
-    rest = {worker: sorted(places, key=lambda place: -busy.get(place, 0.0)) for worker, places in served.items()}
+    rest = {worker: sorted(shards, key=lambda shard: -busy.get(shard, 0.0)) for worker, shards in served.items()}
     taken: list[int] = []
 
-    def load(places: Sequence[int]) -> float:
-        return sum(busy.get(place, 0.0) + PLACE_COST for place in places)
+    def load(shards: Sequence[int]) -> float:
+        return sum(busy.get(shard, 0.0) + SHARD_COST for shard in shards)
 
-    while donors := [places for places in rest.values() if len(places) > 1]:
+    while donors := [shards for shards in rest.values() if len(shards) > 1]:
         donor = max(donors, key=load)
         if taken and load([*taken, donor[1]]) > load([donor[0], *donor[2:]]):
             break
@@ -142,7 +142,7 @@ class DemandMeter:
             max(0.0, 1.0 - trained_s / seconds) if seconds else 0.0,
             self._shares(self._ticks[-1].moment.workers, lambda moment: moment.busy),
             self._shares(
-                frozenset().union(*(tick.moment.places for tick in self._ticks)), lambda moment: moment.places
+                frozenset().union(*(tick.moment.shards for tick in self._ticks)), lambda moment: moment.shards
             ),
         )
 

@@ -105,7 +105,7 @@ def pair_shards(batch: VerifierBatch, shards: int) -> list[VerifierBatch]:
 
 
 class ModelInWorkers(GradientWorkers[BatchT], Generic[BatchT]):
-    """A model in training, in the places that train when it is created. `parameters` are the trainer's own, by name;
+    """A model in training, in the shards that train when it is created. `parameters` are the trainer's own, by name;
     the workers get them before they compute with them. `gradients` and `survey` block: call them from a thread, not
     from the event loop."""
 
@@ -119,7 +119,7 @@ class ModelInWorkers(GradientWorkers[BatchT], Generic[BatchT]):
         """`fields`: how a worker opens the model, which it does before its first work. `cut`: a batch into at most so
         many shards."""
         self._pool = pool
-        self._places = pool.training
+        self._shards = pool.training
         self._fields = fields
         self._parameters = parameters
         self._cut = cut
@@ -138,7 +138,7 @@ class ModelInWorkers(GradientWorkers[BatchT], Generic[BatchT]):
         self._changes += 1
 
     def shards(self, batch: BatchT) -> list[BatchT]:
-        return self._cut(batch, len(self._places))
+        return self._cut(batch, len(self._shards))
 
     async def prepare(self) -> None:
         """Open the workers' copies before their first work."""
@@ -148,7 +148,7 @@ class ModelInWorkers(GradientWorkers[BatchT], Generic[BatchT]):
         """The slot of the workers' copies, with the current parameters."""
         async with self._loading:
             if self._slot is None:
-                self._slot = await self._pool.open(self._fields, self._places)
+                self._slot = await self._pool.open(self._fields, self._shards)
             if self._sent != self._changes:
                 changes = self._changes
                 await self._pool.load(self._slot, {name: tensor.detach() for name, tensor in self._parameters.items()})
@@ -175,13 +175,13 @@ class ModelInWorkers(GradientWorkers[BatchT], Generic[BatchT]):
     async def logprobs(self, of: Literal["base", "learner"], batch: PolicyBatch) -> list[Float32]:
         """As `PolicyObjective.recompute`, under the base prover or the policy in training."""
         slot = await self._ready()
-        rows = policy_rows(batch, len(self._places))
+        rows = policy_rows(batch, len(self._shards))
         parts = [batch.select(own) for own in rows]
         fields = {"slot": slot, "of": of}
         answers = await asyncio.gather(
             *(
-                self._pool.submit(self._places[shard], Frame("logprobs", fields, record_arrays("", part)))
-                for shard, part in enumerate(parts)
+                self._pool.submit(shard, Frame("logprobs", fields, record_arrays("", part)))
+                for shard, part in zip(self._shards, parts, strict=False)
             )
         )
         found: list[Float32] = [np.zeros(0, dtype=np.float32)] * len(batch)
@@ -199,7 +199,7 @@ class ModelInWorkers(GradientWorkers[BatchT], Generic[BatchT]):
             for number, micro_batch in enumerate(part):
                 arrays |= record_arrays(f"{number}.", micro_batch)
             frames.append(Frame(kind, {**fields, "slot": slot, "micro_batches": len(part)}, arrays))
-        answers = [self._pool.submit(self._places[shard], frame) for shard, frame in enumerate(frames)]
+        answers = [self._pool.submit(shard, frame) for shard, frame in zip(self._shards, frames, strict=False)]
         return list(await asyncio.gather(*answers))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:

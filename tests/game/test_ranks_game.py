@@ -59,7 +59,7 @@ def prover(root: Path) -> dict[str, Tensor]:
 
 @pytest.mark.drill
 def test_a_game_on_two_ranks_continues_on_three_on_one_process_and_beside_workers(tmp_path: Path) -> None:
-    """With so small a learning rate all runs sample the same rollouts, so their weights can be compared."""
+    """With such a small learning rate, all runs sample the same rollouts, so their weights can be compared."""
     alone, stopped = tmp_path / "alone", tmp_path / "stopped"
     assert played(with_ranks(0), alone) == "complete"
     expected = prover(alone)

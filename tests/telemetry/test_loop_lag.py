@@ -1,6 +1,7 @@
 """The lag of the event loop: percentiles, stalls counted in full, warnings, and the loops a run can have."""
 
 import asyncio
+import gc
 import sys
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from pvg.telemetry.waits import (
     SHORTEST_LOOK_S,
+    CalmCollector,
     CoreTime,
     Heartbeat,
     LagLimits,
@@ -202,3 +204,22 @@ def test_uvloop_is_used_where_it_is_asked_for() -> None:
     with run:
         assert type(run.get_loop()).__module__.startswith("uvloop")
     assert notice is None
+
+
+def test_rollouts_in_flight_cause_no_full_garbage_collection() -> None:
+    """The objects of 20,000 waiting rollouts: Python's own thresholds give several full collections."""
+
+    def full_collections() -> int:
+        before, kept = gc.get_stats()[2]["collections"], []
+        for number in range(200_000):
+            kept.append([number])
+        assert len(kept) == 200_000
+        return gc.get_stats()[2]["collections"] - before
+
+    assert full_collections() > 0
+    collector = CalmCollector()
+    try:
+        assert full_collections() == 0
+    finally:
+        collector.close()
+    assert full_collections() > 0

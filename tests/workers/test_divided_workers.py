@@ -20,7 +20,7 @@ SAMPLING = {"generate", "score"}
 
 
 class Watch:
-    """Records which places get which kinds of requests. `killing`: kill the worker in each place when it gets its first
+    """Records which shards get which kinds of requests. `killing`: kill the worker of each shard when it gets its first
     request of each kind of work."""
 
     def __init__(self, *, killing: bool) -> None:
@@ -31,29 +31,29 @@ class Watch:
     def __call__(self, pool: WorkerPool) -> None:
         self.pool, submit = pool, pool.submit
 
-        def watched(place, frame, parts=None):
-            future = submit(place, frame, parts)
+        def watched(shard, frame, parts=None):
+            future = submit(shard, frame, parts)
             kind = f"open {frame.fields['what']}" if frame.kind == "open" else frame.kind
-            first = (place, kind) not in self.asked
-            self.asked.add((place, kind))
+            first = (shard, kind) not in self.asked
+            self.asked.add((shard, kind))
             if self.killing and first and kind in TRAINING | SAMPLING:
-                member = pool._places[place].member
+                member = pool._shards[shard].member
                 assert member is not None
                 os.kill(member.pid, signal.SIGKILL)
             return future
 
         pool.submit = watched
 
-    def places(self, kinds: set[str]) -> set[int]:
-        return {place for place, kind in self.asked if kind in kinds}
+    def shards(self, kinds: set[str]) -> set[int]:
+        return {shard for shard, kind in self.asked if kind in kinds}
 
 
 def test_each_worker_does_its_duty():
     watch = Watch(killing=False)
     found = asyncio.run(one_step(2, trainers=1, watch=watch))
-    assert watch.places(TRAINING | {"open policy"}) == {1}
-    assert watch.places(SAMPLING) == {0}
-    assert watch.places({"open scorer"}) == {0, 1}  # also used when the duties are not divided
+    assert watch.shards(TRAINING | {"open policy"}) == {1}
+    assert watch.shards(SAMPLING) == {0}
+    assert watch.shards({"open scorer"}) == {0, 1}  # also used when the duties are not divided
     assert watch.pool.training == watch.pool.sampling == range(2)  # together again
     assert_same_step(found, asyncio.run(one_step(0)))
 
@@ -63,9 +63,9 @@ def test_kills_of_both_kinds_of_workers_change_no_bit():
     calm, killed = Watch(killing=False), Watch(killing=True)
     found = asyncio.run(one_step(3, trainers=2, watch=calm))
     again = asyncio.run(one_step(3, trainers=2, watch=killed))
-    assert (calm.pool.restarts, killed.pool.restarts) == (0, 6)  # two kinds of work in each of three places
+    assert (calm.pool.restarts, killed.pool.restarts) == (0, 6)  # two kinds of work in each of three shards
     for watch in (calm, killed):
-        assert (watch.places(TRAINING), watch.places(SAMPLING)) == ({1, 2}, {0})
+        assert (watch.shards(TRAINING), watch.shards(SAMPLING)) == ({1, 2}, {0})
     assert again["texts"] == found["texts"]
     np.testing.assert_array_equal(again["scores"], found["scores"])
     np.testing.assert_array_equal(again["reference"], found["reference"])

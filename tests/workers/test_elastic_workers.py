@@ -33,8 +33,8 @@ def pid_of(pool: WorkerPool, number: int) -> int:
 
 
 def shared_out(pool: WorkerPool) -> list[int]:
-    """How many places each process serves."""
-    members = [place.member for place in pool._places]
+    """How many shards each process serves."""
+    members = [shard.member for shard in pool._shards]
     return sorted(members.count(member) for member in set(members))
 
 
@@ -48,7 +48,7 @@ async def within(pool_of: tuple[int, int], work: Callable[[WorkerPool, RecordedE
         await pool.close()
 
 
-def test_places_move_between_processes_while_they_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_move_between_processes_while_they_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "LOOK_S", 1000.0)  # this test alone decides
 
     async def changing(pool: WorkerPool, events: RecordedEvents) -> None:
@@ -85,7 +85,7 @@ def test_processes_that_die_while_places_move_change_no_bit(monkeypatch: pytest.
 
 
 async def killed_while_they_move(pool: WorkerPool, _: RecordedEvents) -> None:
-    """The process that is left dies, then the one that gets the places, then both."""
+    """The process that is left dies, then the one that gets the shards, then both."""
     expected = await sampled(pool, 0)
     for number, victims in enumerate([(3,), (0, 1, 2), (0, 1, 2, 3)]):
         asked = asyncio.create_task(sampled(pool, 10 + number))

@@ -32,7 +32,7 @@ QUICK = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, 
 
 
 def nodes_of(pool: WorkerPool) -> list[str]:
-    return sorted(place.member.names["node"] for place in pool._places if place.member is not None)
+    return sorted(place.member.names["node"] for place in pool._shards if place.member is not None)
 
 
 async def results(supply: Supply) -> list[list[bytes]]:
@@ -164,7 +164,7 @@ async def with_a_node_that_joins(monkeypatch, nodes: SimulatedNodes, expected: l
     try:
         coming = asyncio.create_task(pool.add("chance", {}))
         while not events.of("no room"):
-            assert await sampled(pool, 0) == expected  # the run goes on with the workers that it has
+            assert await sampled(pool, 0) == expected  # the run continues with its other workers
         second = nodes.add(1)
         await coming
         assert nodes_of(pool) == ["first", "second"]

@@ -17,7 +17,7 @@ from pvg.workers.scaling import (
     DemandMeter,
     Moment,
     decide,
-    places_to_take,
+    shards_to_take,
 )
 
 
@@ -124,15 +124,15 @@ LOADS = st.lists(st.floats(0.0, 1.0), min_size=2, max_size=12)
 
 @given(LOADS, st.integers(1, 6))
 def test_under_a_constant_load_the_number_of_workers_comes_to_rest(loads: list[float], lowest: int) -> None:
-    """Each place has work for a share of the time, at random moments."""
+    """Each shard has work for a share of the time, at random moments."""
     lowest = min(lowest, len(loads))
     served = {number: list(range(number, len(loads), lowest)) for number in range(lowest)}
     for _ in range(4 * len(loads)):
         busy, waits = {}, 0.0
-        for number, places in served.items():
-            idle = math.prod(1 - loads[place] for place in places)
+        for number, shards in served.items():
+            idle = math.prod(1 - loads[shard] for shard in shards)
             alone = sum(
-                loads[place] * math.prod(1 - loads[other] for other in places if other != place) for place in places
+                loads[shard] * math.prod(1 - loads[other] for other in shards if other != shard) for shard in shards
             )
             busy[number], waits = 1 - idle, max(waits, 1 - idle - alone)
         found = Demand(99.0, 1, 0, waits * WINDOW_S, 1.0, busy, dict(enumerate(loads)))
@@ -140,22 +140,22 @@ def test_under_a_constant_load_the_number_of_workers_comes_to_rest(loads: list[f
         if decision is None:
             return
         if decision.remove is None:
-            taken = places_to_take(served, found.places)
-            served = {number: [place for place in places if place not in taken] for number, places in served.items()}
+            taken = shards_to_take(served, found.shards)
+            served = {number: [shard for shard in shards if shard not in taken] for number, shards in served.items()}
             served[max(served) + 1] = taken
         else:
-            for place in served.pop(decision.remove):
-                min(served.values(), key=len).append(place)
+            for shard in served.pop(decision.remove):
+                min(served.values(), key=len).append(shard)
     pytest.fail(f"it does not come to rest: {served}")
 
 
 def test_places_for_a_new_worker_by_hand() -> None:
     even = dict.fromkeys(range(8), 0.5)
-    assert places_to_take({0: [*range(8)]}, even) == [1, 2, 3, 4]
-    assert places_to_take({0: [0, 1, 2, 3], 1: [4, 5, 6, 7]}, even) == [1, 5]
-    assert places_to_take({0: [0, 1], 1: [2]}, {}) == [1]
-    # Only two places have work: the new worker gets one of them, and nothing else would help.
-    assert places_to_take({0: [0, 1, 2, 3]}, {1: 0.9, 3: 0.8})[0] == 3
+    assert shards_to_take({0: [*range(8)]}, even) == [1, 2, 3, 4]
+    assert shards_to_take({0: [0, 1, 2, 3], 1: [4, 5, 6, 7]}, even) == [1, 5]
+    assert shards_to_take({0: [0, 1], 1: [2]}, {}) == [1]
+    # Only two shards have work: the new worker gets one of them, and nothing else would help.
+    assert shards_to_take({0: [0, 1, 2, 3]}, {1: 0.9, 3: 0.8})[0] == 3
 
 
 @given(
@@ -168,8 +168,8 @@ def test_a_new_worker_gets_a_place_and_every_other_one_keeps_one(shares: list[li
     for worker, own in enumerate(shares):
         served[worker] = [100 * worker + index for index in range(len(own))]
         busy |= dict(zip(served[worker], own, strict=True))
-    taken = places_to_take(served, busy)
+    taken = shards_to_take(served, busy)
     assert taken
     assert len(set(taken)) == len(taken)
-    for places in served.values():
-        assert set(places) - set(taken)
+    for shards in served.values():
+        assert set(shards) - set(taken)

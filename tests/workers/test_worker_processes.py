@@ -190,7 +190,7 @@ async def sampled(pool: WorkerPool, number: int) -> list[bytes]:
 
 
 def workers_of(pool: WorkerPool) -> list[int]:
-    return [place.member.pid for place in pool._places if place.member is not None]
+    return [place.member.pid for place in pool._shards if place.member is not None]
 
 
 async def killed_while_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ async def killed_twice_before_it_is_ready(pool: WorkerPool, expected: list[bytes
     await asyncio.sleep(0.02)
     first = workers_of(pool)[0]
     os.kill(first, signal.SIGKILL)
-    while (second := pool._places[0].member) is None or second.pid == first:  # noqa: ASYNC110 - nothing tells it
+    while (second := pool._shards[0].member) is None or second.pid == first:  # noqa: ASYNC110 - nothing tells it
         await asyncio.sleep(0)
     os.kill(second.pid, signal.SIGKILL)
     assert await asked == newer
@@ -250,7 +250,7 @@ async def killed_twice_before_it_is_ready(pool: WorkerPool, expected: list[bytes
 async def killed_after_its_last_completion(pool: WorkerPool, events: RecordedEvents, expected: list[bytes]) -> None:
     """A worker dies between its last completion and its confirmation. The next one must not sample the finished block
     again: the next block would join its rows, and rows of different ages round differently."""
-    victim, take = pool._places[0], pool._take
+    victim, take = pool._shards[0], pool._take
 
     def without_confirmation(worker, member: Member, frame: Frame) -> None:
         request = victim.pending.get(frame.fields.get("id"))
@@ -445,7 +445,7 @@ async def main():
     supply = LocalSupply()
     pool = WorkerPool(build_experiment({"cluster": {"kind": "local", "workers": 2}}), 2, supply)
     await pool.start()
-    print(supply._nursery.pid, *(place.member.pid for place in pool._places), flush=True)
+    print(supply._nursery.pid, *(place.member.pid for place in pool._shards), flush=True)
     await asyncio.sleep(600)
 
 asyncio.run(main())
