@@ -137,6 +137,29 @@ class PlayTask(Section):
     )
 
 
+class DiplomacyPlanTask(Section):
+    """Plans on the full Diplomacy map: orders and claims that no reply of the others refutes (docs/diplomacy.md)."""
+
+    kind: Literal["diplomacy_plan"] = "diplomacy_plan"
+    problems: Count = Field(256, description="Training problems.")
+    test_problems: Count = Field(64, description="Test problems.")
+    replies: Count = Field(
+        1000, description="Most replies that the grader tries. A plan with more replies gets so many sampled ones."
+    )
+    seed: int = Field(0, description="Seed of the problems.")
+
+
+class DiplomacyOutcomeTask(Section):
+    """Adjudication of one Diplomacy phase, step by step: the result of each order (docs/diplomacy.md)."""
+
+    kind: Literal["diplomacy_outcome"] = "diplomacy_outcome"
+    board: Literal["standard", "mini"] = Field("standard", description="The full map, or the one of 8 provinces.")
+    most_units: Annotated[int, Field(ge=2, le=34)] = Field(8, description="Most units of a problem.")
+    problems: Count = Field(512, description="Training problems.")
+    test_problems: Count = Field(128, description="Test problems.")
+    seed: int = Field(0, description="Seed of the problems.")
+
+
 class OpenEnvTask(Section):
     """Environments of an OpenEnv server whose episodes take one step: the prompt is the problem, the reward the grade
     (docs/environments.md)."""
@@ -178,11 +201,22 @@ TASKS: dict[str, type[Section]] = {
     "reasoning_gym": ReasoningGymTask,
     "code": CodeTask,
     "diplomacy_mini": DiplomacyMiniTask,
+    "diplomacy_plan": DiplomacyPlanTask,
+    "diplomacy_outcome": DiplomacyOutcomeTask,
     "play": PlayTask,
     "openenv": OpenEnvTask,
     "custom": CustomTask,
 }
 TaskSection = Annotated[
-    ModchainTask | Gsm8kTask | ReasoningGymTask | CodeTask | DiplomacyMiniTask | PlayTask | OpenEnvTask | CustomTask,
+    ModchainTask
+    | Gsm8kTask
+    | ReasoningGymTask
+    | CodeTask
+    | DiplomacyMiniTask
+    | DiplomacyPlanTask
+    | DiplomacyOutcomeTask
+    | PlayTask
+    | OpenEnvTask
+    | CustomTask,
     ByKind("modchain"),
 ]
