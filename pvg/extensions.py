@@ -30,7 +30,7 @@ REFERENCE_PATTERN = r"^[^:]+\.py:[A-Za-z_][A-Za-z0-9_]*$"
 # The type of a setting that accepts such a reference in addition to pvg's names.
 Reference = Annotated[str, Field(pattern=REFERENCE_PATTERN)]
 # The settings that accept one, by section.
-EXTENSIBLE = {"task": ("source",), "verifier": ("head", "loss"), "training": ("loss",), "game": ("reward",)}
+EXTENSIBLE = {"task": ("source", "game"), "verifier": ("head", "loss"), "training": ("loss",), "game": ("reward",)}
 
 # Expressions whose values cannot be called.
 PLAIN = (

@@ -38,6 +38,8 @@ class Experiment(AllSections):
     def arithmetic(self) -> BatchArithmetic:
         """The batch sizes that follow from the settings."""
         training, rollout = self.training, self.rollout
+        self_play = self.task.kind == "play"  # no verifier
+        verifier_steps = 0 if self_play else self.verifier.ensemble.size * self.verifier.steps
         rollouts = training.groups * rollout.group_size
         per_step = rollouts // training.minibatches
         longest = rollout.max_tokens + PROMPT_ALLOWANCE
@@ -52,10 +54,10 @@ class Experiment(AllSections):
             micro_batch_rollouts=micro,
             accumulation_steps=-(-per_step // micro),
             completion_tokens_per_batch=rollouts * rollout.max_tokens,
-            mint_rollouts_per_round=self.game.mint_problems * self.game.mint_samples,
-            verifier_pairs_per_round=self.verifier.ensemble.size * self.verifier.steps * self.verifier.pairs,
+            mint_rollouts_per_round=0 if self_play else self.game.mint_problems * self.game.mint_samples,
+            verifier_pairs_per_round=verifier_steps * self.verifier.pairs,
             prover_rollouts_per_round=rollouts * -(-training.steps // training.minibatches),
-            optimizer_steps=self.game.rounds * (self.verifier.ensemble.size * self.verifier.steps + training.steps),
+            optimizer_steps=self.game.rounds * (verifier_steps + training.steps),
         )
 
     def warnings(self) -> list[str]:

@@ -19,6 +19,7 @@ from pvg.config.game import (
 from pvg.config.rollout import SamplingAhead, TorchSampling
 from pvg.config.sections import AllSections
 from pvg.config.servers import Serving
+from pvg.config.task import PlayTask
 from pvg.config.verifier import ProblemPairing
 from pvg.extensions import is_reference
 
@@ -383,6 +384,40 @@ def _challenge(experiment: AllSections) -> Iterator[str]:
         yield f"training.overlong_buffer needs rollouts of one turn, but {several}; set it to 0"
 
 
+def _play(experiment: AllSections) -> Iterator[str]:
+    task, game, training, rollout = experiment.task, experiment.game, experiment.training, experiment.rollout
+    if not isinstance(task, PlayTask):
+        return
+    settings = {
+        "rollout.prefetch": (rollout.prefetch.kind, "none"),
+        "rollout.deadline": (rollout.deadline.kind, "none"),
+        "training.curriculum": (training.curriculum.kind, "none"),
+        "training.dynamic_sampling": (training.dynamic_sampling, 0),
+        "training.overlong_buffer": (training.overlong_buffer, 0),
+        "game.protocol": (game.protocol.kind, "direct"),
+        "game.schedule": (game.schedule.kind, "stackelberg"),
+        "game.stop": (game.stop.kind, "steps"),
+    }
+    for key, (value, only) in settings.items():
+        if value != only:
+            yield f"task.kind = 'play' does not support {key} = {value!r}; set it to {only!r}"
+    if training.groupless:
+        yield (
+            f"task.kind = 'play' compares decisions in groups, but training.loss = {training.loss.kind!r} has none; "
+            "set it to a loss with groups, such as 'grpo'"
+        )
+    if training.adapters.kind != "none" and game.rounds > 1:
+        yield (
+            "task.kind = 'play' continues each round from the last one, which training.adapters cannot; set "
+            "game.rounds to 1, or training.adapters to 'none'"
+        )
+    if rollout.engine.kind == "vllm" and "base" in (task.opponent, *task.references):
+        yield (
+            "task.opponent or task.references = 'base' needs a second engine, but rollout.engine = 'vllm' has servers "
+            "for one policy; leave out 'base', or set rollout.engine to 'torch'"
+        )
+
+
 def _translators(experiment: AllSections) -> Iterator[str]:
     game, reward = experiment.game, experiment.game.reward.kind
     if not isinstance(game.protocol, DecoupledProtocol):
@@ -487,7 +522,7 @@ def _trainer_ranks(experiment: AllSections) -> Iterator[str]:
 
 IMPOSSIBLE = (
     *(_batch_sizes, _old_logprobs, _prefetch, _deadline, _prover_servers, _verifier_servers, _trained_layers),
-    *(_roles, _dynamic_sampling, _code, _translators, _challenge, _workers),
+    *(_roles, _dynamic_sampling, _code, _translators, _challenge, _play, _workers),
 )
 
 
@@ -497,6 +532,8 @@ IMPOSSIBLE = (
 def _reward_warnings(experiment: AllSections) -> Iterator[str]:
     """Rewards that prefer a misaligned solution (pvg/game/rewards.py)."""
     reward = experiment.game.reward
+    if experiment.task.kind == "play":  # it has rewards of its own
+        return
     if isinstance(reward, SrcReward):
         yield (
             "game.reward = 'src' pays an aligned solution below its group's mean no more than a misaligned one "

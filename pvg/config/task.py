@@ -11,9 +11,12 @@ from pydantic import (
     model_validator,
 )
 
-from pvg.config.base import ByKind, Count, DataFolder, Folder, Fraction, Positive, Section
+from pvg.config.base import ByKind, Count, DataFolder, Folder, Fraction, Positive, Section, Weight
 from pvg.config.hub_ids import is_hub_id
-from pvg.extensions import Reference
+from pvg.extensions import REFERENCE_PATTERN, Reference
+
+PlayReference = Literal["random", "greedy", "base"]
+PlayOpponent = Literal["self", "random", "greedy", "base"]
 
 
 class ModchainTask(Section):
@@ -94,6 +97,46 @@ class CodeTask(Section):
     output_kb: Count = Field(256, description="Output of a solution in kB.")
 
 
+class PlayTask(Section):
+    """Whole games, which the policy learns by playing against itself or a reference (docs/self-play.md)."""
+
+    kind: Literal["play"] = "play"
+    game: Annotated[str, Field(pattern=rf"^[a-z][a-z0-9-]*$|{REFERENCE_PATTERN}")] = Field(
+        "negotiation", description="A game of pvg (pvg/games), or a class of your own as FILE.py:NAME."
+    )
+    problems: Count = Field(1024, description="Starts of training games.")
+    test_problems: Count = Field(256, description="Starts of rated games.")
+    warmup: Annotated[int, Field(ge=0, le=10**6)] = Field(
+        1, description="Largest number of phases before a fork. The number is drawn for each start."
+    )
+    horizon: Count | None = Field(None, description="Phases of a continuation. Unset: to the end of the game.")
+    quiet_rounds: Count | None = Field(
+        None, description="Phases without a change of value after which a continuation ends. Unset: it goes on."
+    )
+    reward: Literal["horizon", "dense"] = Field(
+        "horizon",
+        description="Change in value from the decision to the end of the continuation, or to the seat's next decision.",
+    )
+    illegal: Weight = Field(0.0, description="Subtracted from the reward of an illegal decision.")
+    groups: Literal["first", "phase", "stratified"] = Field(
+        "first",
+        description="Decisions that are compared: those at the fork, those of a start and phase, or those of a phase "
+        "and value.",
+    )
+    opponent: PlayOpponent = Field("self", description="Who plays the other seats in training.")
+    references: Annotated[tuple[PlayReference, ...], Field(strict=False)] = Field(
+        ("random", "greedy", "base"), description="Opponents of the rating after each round."
+    )
+    cache_share: Fraction = Field(
+        0.0, description="Share of starts that are states which the policy reached in earlier batches."
+    )
+    cache_size: Count = Field(256, description="Number of such states that are kept.")
+    cache_age: Count = Field(8, description="Versions of the policy after which such a state is dropped.")
+    in_step: bool = Field(
+        True, description="All games of a batch wait for each other, so a run repeats bit by bit. False: no waiting."
+    )
+
+
 class CustomTask(Section):
     """A task in a file of your own: `source` names the class, and `settings` are its arguments (docs/research.md)."""
 
@@ -107,6 +150,9 @@ TASKS: dict[str, type[Section]] = {
     "gsm8k": Gsm8kTask,
     "reasoning_gym": ReasoningGymTask,
     "code": CodeTask,
+    "play": PlayTask,
     "custom": CustomTask,
 }
-TaskSection = Annotated[ModchainTask | Gsm8kTask | ReasoningGymTask | CodeTask | CustomTask, ByKind("modchain")]
+TaskSection = Annotated[
+    ModchainTask | Gsm8kTask | ReasoningGymTask | CodeTask | PlayTask | CustomTask, ByKind("modchain")
+]

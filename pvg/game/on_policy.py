@@ -7,18 +7,17 @@ replaced (pvg.game.dynamic_sampling). All sampled rollouts are recorded, counted
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pvg.config.training import SpoLoss
+from pvg.game.batch_logprobs import EarlyReference, compute_logprobs, with_logprobs
 from pvg.game.curriculum import Curriculum, curriculum_of
 from pvg.game.dynamic_sampling import ScoredGroups, refilled
 from pvg.game.orders import ProverOrders
@@ -41,7 +40,7 @@ from pvg.records import Float32, Group, Role, Rollout
 from pvg.rollout.engine import EngineStats
 from pvg.rollout.partial import PartialSampling, partial_sampling
 from pvg.telemetry.spans import span
-from pvg.training.batch import PolicyBatch, routed_experts_of, sampled_masks_of
+from pvg.training.batch import PolicyBatch, batch_of, groups_and_roles
 from pvg.training.credit import (
     RoleBaseline,
     ValueTracker,
@@ -53,90 +52,6 @@ from pvg.training.credit import (
 from pvg.training.losses import PolicyObjective
 from pvg.verifier.scorer import ScorerStats, VerifierScorer
 from pvg.workers.training import ModelInWorkers
-
-Compute = Callable[[Sequence[Rollout]], Awaitable[list[Float32]]]
-
-
-class EarlyReference:
-    """Computes log-probs under the frozen reference while others sample the rest of a batch: servers, or other workers.
-
-        early = EarlyReference(compute)        # compute(rollouts): their log-probs under the reference
-        early.start()                          # outside of spans: its work overlaps with the wait
-        async with early.compute_passes():          # around a wait for rollouts
-            ...                                # early.arrived(rollouts), for each complete group
-        known = early.take(rollouts, oldest)   # the available log-probs, by rollout id
-        await early.close()
-
-    While others sample, the trainer's processes are idle. One forward pass takes all groups that have arrived; groups
-    that arrive during it go into the next pass. No pass starts outside of `compute_passes`, so no pass delays the
-    trainer. With an engine in the trainer's processes there is no gain, because sampling needs the same threads.
-
-    Invariant: the log-probs equal those of one pass over the whole batch, up to rounding. Call all methods from the
-    thread of one event loop.
-    """
-
-    def __init__(self, compute: Compute) -> None:
-        self._compute = compute
-        self._arrived: list[Rollout] = []
-        self._known: dict[str, tuple[int, Float32]] = {}  # rollout id -> version, log-probs
-        self._waiting = False
-        self._wanted = asyncio.Event()  # set when there are rollouts to compute and the trainer waits
-        self._pass = asyncio.Lock()  # held during a forward pass
-        self._worker: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._worker = asyncio.create_task(self._work(), name="early reference")
-
-    async def close(self) -> None:
-        """Wait for the current pass, then stop. Does nothing before `start`."""
-        if self._worker is not None:
-            worker, self._worker = self._worker, None
-            async with self._pass:
-                worker.cancel()
-            await asyncio.wait([worker])
-
-    def arrived(self, rollouts: Sequence[Rollout]) -> None:
-        """Add a complete group; the rest of its batch is still in flight."""
-        self._arrived += rollouts
-        if self._waiting:
-            self._wanted.set()
-
-    @asynccontextmanager
-    async def compute_passes(self) -> AsyncIterator[None]:
-        """Compute arrived groups while the block runs. The block ends after the last pass. Raises the exception of a
-        failed pass."""
-        self._waiting = True
-        if self._arrived:
-            self._wanted.set()
-        try:
-            yield
-        finally:
-            self._waiting = False
-            self._wanted.clear()
-            async with self._pass:
-                pass
-        if self._worker is not None and self._worker.done():
-            self._worker.result()
-
-    def take(self, rollouts: Sequence[Rollout], oldest: int) -> dict[str, Float32]:
-        """The log-probs of those `rollouts` that were computed early, by id. Forgets them, and all rollouts older than
-        version `oldest`, because no step trains on those."""
-        ids = {rollout.id for rollout in rollouts}
-        found = {id_: logprobs for id_, (_, logprobs) in self._known.items() if id_ in ids}
-        self._known = {id_: kept for id_, kept in self._known.items() if id_ not in ids and kept[0] >= oldest}
-        self._arrived = [rollout for rollout in self._arrived if rollout.id not in ids and rollout.version >= oldest]
-        return found
-
-    async def _work(self) -> None:
-        while True:
-            await self._wanted.wait()
-            self._wanted.clear()
-            if not (self._waiting and self._arrived):
-                continue
-            rollouts, self._arrived = self._arrived, []
-            async with self._pass:
-                found = await self._compute(rollouts)
-            self._known |= {r.id: (r.version, logprobs) for r, logprobs in zip(rollouts, found, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +184,7 @@ class OnPolicySource:
         with span("credit"):
             batch, credit_metrics = await self._credit(scored)
         everything = scored.rollouts
-        batch = await self._with_logprobs(batch, [everything[row] for row in scored.trained_M])
+        batch = await with_logprobs(self, batch, [everything[row] for row in scored.trained_M])
         since = self._since
         with span("record"):
             engine, version = sampled.engine.since(since.engine), session.players.engine.version
@@ -319,7 +234,7 @@ class OnPolicySource:
     async def _credit(self, scored: ScoredGroups) -> tuple[PolicyBatch, dict[str, float]]:
         """The batch with its advantages, and metrics. Updates the value tracker, the baseline and the curriculum."""
         everything = scored.rollouts
-        metrics = {"zero_signal": zero_signal_groups(scored.rewards_N, *_groups_and_roles(everything))}
+        metrics = {"zero_signal": zero_signal_groups(scored.rewards_N, *groups_and_roles(everything))}
         if scored.similarity_N is not None:
             metrics["similarity"] = mean_score(
                 scored.similarity_N, np.array([r.role is Role.SNEAKY for r in everything])
@@ -327,7 +242,7 @@ class OnPolicySource:
         if self.curriculum is not None:
             metrics |= self.curriculum.observe(everything, scored.aligned_N)
         rollouts, rewards_N = [everything[row] for row in scored.trained_M], scored.rewards_N[scored.trained_M]
-        group_ids_N, role_ids_N = _groups_and_roles(rollouts)
+        group_ids_N, role_ids_N = groups_and_roles(rollouts)
         versions_N = np.array([r.version for r in rollouts], dtype=np.int32)
         if self.tracker is not None:
             values_N = self.tracker.observe([(r.problem_id, r.role) for r in rollouts], rewards_N, versions_N)
@@ -341,78 +256,10 @@ class OnPolicySource:
         else:
             loss = self.session.experiment.training.loss.kind
             advantages_N = advantages(loss, rewards_N, group_ids_N, role_ids_N, credit=self.objective.credit)
-        return await self.session.players.off_loop(partial(_batch_of, rollouts, advantages_N)), metrics
-
-    async def _with_logprobs(self, batch: PolicyBatch, rollouts: Sequence[Rollout]) -> PolicyBatch:
-        """Add the log-probs that the loss needs. `batch` consists of these `rollouts`.
-
-        - The reference's, if the loss has a KL term.
-        - The current policy's, if the loss clips around them and the batch has several steps.
-        - Recomputed ones instead of the sampler's, with `rollout.logprobs = "recomputed"`.
-        """
-        players, objective, experiment = self.session.players, self.objective, self.session.experiment
-        if objective.needs_reference:
-            batch = replace(batch, reference_logprobs=await self._reference(batch, rollouts))
-        if experiment.rollout.logprobs == "recomputed":
-            batch = replace(batch, sampled_logprobs=await self._logprobs("recompute", batch))
-        if objective.needs_start:
-            return replace(batch, proximal_logprobs=await self._logprobs("recompute", batch))
-        stale_N = batch.versions_N < players.engine.version
-        if objective.decoupled and stale_N.any():
-            if objective.one_step:
-                return replace(batch, stale_N=stale_N)
-            stale_M = np.flatnonzero(stale_N)
-            recomputed = await self._logprobs("recompute", batch.select(stale_M))
-            proximal = list(batch.sampled_logprobs)  # fresh rows: the sampler is the policy at the start of the batch
-            for row, logprobs in zip(stale_M, recomputed, strict=True):
-                proximal[row] = logprobs
-            batch = replace(batch, proximal_logprobs=proximal)
-        return batch
-
-    async def _reference(self, batch: PolicyBatch, rollouts: Sequence[Rollout]) -> list[Float32]:
-        """The reference's log-probs: those computed early, and the rest computed now."""
-        oldest = self.session.players.engine.version - self.session.experiment.rollout.prefetch.staleness_budget
-        known = {} if self.early is None else self.early.take(rollouts, oldest)
-        missing_M = np.flatnonzero([rollout.id not in known for rollout in rollouts])
-        if len(missing_M):
-            rest = batch if len(missing_M) == len(batch) else batch.select(missing_M)
-            for row, logprobs in zip(missing_M.tolist(), await self._logprobs("reference", rest), strict=True):
-                known[rollouts[row].id] = logprobs
-        return [known[rollout.id] for rollout in rollouts]
+        return await self.session.players.off_loop(partial(batch_of, rollouts, advantages_N)), metrics
 
     async def _early_logprobs(self, rollouts: Sequence[Rollout]) -> list[Float32]:
-        batch = _batch_of(rollouts, np.zeros(len(rollouts), dtype=np.float32))
-        return await self._logprobs("reference", batch)
-
-    async def _logprobs(self, part: Literal["reference", "recompute"], batch: PolicyBatch) -> list[Float32]:
-        """The log-probs under the base prover ("reference") or the policy in training ("recompute")."""
-        if self.workers is not None:
-            with span(part):
-                return await self.workers.logprobs("base" if part == "reference" else "learner", batch)
-        model = self.session.players.base if part == "reference" else self.learner
-
-        def recompute() -> list[Float32]:
-            # The span starts here, so the wait for the thread does not count as training.
-            with span(part, device=True):
-                return self.objective.recompute(model.module, batch)
-
-        return await self.session.players.compute(recompute)
-
-
-def _batch_of(rollouts: Sequence[Rollout], advantages_N: Float32) -> PolicyBatch:
-    group_ids_N, role_ids_N = _groups_and_roles(rollouts)
-    return PolicyBatch(
-        sequences=[np.concatenate([r.prompt_ids, r.completion_ids]) for r in rollouts],
-        prompt_lengths=np.array([len(r.prompt_ids) for r in rollouts], dtype=np.int32),
-        sampled_logprobs=[r.logprobs[r.sampled_mask] if r.turns else r.logprobs for r in rollouts],
-        reference_logprobs=None,
-        advantages_N=advantages_N,
-        role_ids_N=role_ids_N,
-        group_ids_N=group_ids_N,
-        versions_N=np.array([r.version for r in rollouts], dtype=np.int32),
-        routed_experts=routed_experts_of(rollouts),
-        sampled_masks=sampled_masks_of(rollouts),
-    )
+        return await compute_logprobs(self, "reference", batch_of(rollouts, np.zeros(len(rollouts), dtype=np.float32)))
 
 
 def _scored(scored: ScoredGroups, verifier_version: str) -> list[Rollout]:
@@ -435,8 +282,3 @@ def _measured(
         **sampling_metrics(rollouts, engine, seconds),
         **staleness_metrics(rollouts, version),
     }
-
-
-def _groups_and_roles(rollouts: Sequence[Rollout]) -> tuple[NDArray[np.int32], NDArray[np.int8]]:
-    groups_N = np.array([r.group for r in rollouts], dtype=np.int32)
-    return groups_N, np.array([r.role.number for r in rollouts], dtype=np.int8)

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pvg.config.game import StopAfterSteps, StopAtScoreParity
 from pvg.errors import StateError, counted
+from pvg.game.batch_logprobs import LogprobSource
 from pvg.game.on_policy import OnPolicySource
 from pvg.game.players import Players
+from pvg.game.prefetch import Prefetcher
 from pvg.game.round_verifier import read_verifier, verifier_weights_name
 from pvg.game.session import Session, finite
 from pvg.game.simultaneous import VerifierUpdates, final_verifier_name, open_updates
@@ -25,6 +27,7 @@ from pvg.models.language_model import LanguageModel
 from pvg.models.low_rank import LowRankAdapter
 from pvg.models.starts import open_learner
 from pvg.records import source_of_round
+from pvg.rollout.partial import PartialSampling
 from pvg.telemetry.alerts import Alerts
 from pvg.telemetry.observer import PhaseInfo
 from pvg.telemetry.spans import span
@@ -186,15 +189,37 @@ async def open_round_verifier(session: RunWithPlayers, round_: int) -> tuple[Sco
     return await players.compute(lambda: read_verifier(players, read, name))
 
 
+class PhaseSource(LogprobSource, Protocol):
+    """A phase's source of batches: `OnPolicySource`, or games (pvg.game.play_phase.PlaySource)."""
+
+    batches_done: int
+    metrics: dict[str, float]
+    prefetcher: Prefetcher | None
+    partial: PartialSampling | None
+
+    async def next_batch(self) -> PolicyBatch: ...
+
+    def start(self, version: int) -> None: ...
+
+    def published(self, version: int) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def progress(self) -> dict[str, Any]: ...
+
+    def load_progress(self, progress: Mapping[str, Any]) -> int: ...
+
+
 class ProverPhase:
-    """One prover phase: the trainer, its on-policy source, the stop rule and the alerts, restored from the last commit.
-    `updates`: trains the verifier during the phase; None: it is frozen."""
+    """One prover phase: the trainer, its source of batches, the stop rule and the alerts, restored from the last
+    commit. `updates`: trains the verifier during the phase; None: it is frozen. Without a verifier, a subclass opens a
+    source that needs none."""
 
     def __init__(
         self,
         session: Session,
         info: PhaseInfo,
-        verifier: ScoringModel,
+        verifier: ScoringModel | None,
         threshold: float,
         learner: LanguageModel,
         stop_rule: TrainingStop | None = None,
@@ -205,9 +230,9 @@ class ProverPhase:
         training = experiment.training
         self.session, self.info, self.learner, self.verifier = session, info, learner, verifier
         objective = PolicyObjective(training, experiment.rollout, learner.tokenizer.pad_id)
-        self.scorer = session.players.scorer(verifier, beside_trainer=True)
+        self.scorer = None if verifier is None else session.players.scorer(verifier, beside_trainer=True)
         self.updates = updates
-        self.source = OnPolicySource(session, self.scorer, threshold, objective, learner)
+        self.source: PhaseSource = self.open_source(objective, threshold)
         self.minibatches = MinibatchSource(self.source, training.minibatches)
         learner.require_gradients()
         optimizer = OptimizerSettings(learning_rate=training.learning_rate, total_steps=max(1, training.steps))
@@ -233,6 +258,11 @@ class ProverPhase:
         self.last_metrics: dict[str, float] = {}
         self._resume()
 
+    def open_source(self, objective: PolicyObjective, threshold: float) -> PhaseSource:
+        """Called once, by the constructor."""
+        assert self.scorer is not None
+        return OnPolicySource(self.session, self.scorer, threshold, objective, self.learner)
+
     @property
     def done(self) -> int:
         return self.trainer.steps_done
@@ -244,7 +274,8 @@ class ProverPhase:
         with span("sync"):
             await self._publish()
         with span("open_models"):
-            await self.session.players.prepare_scoring(self.verifier)
+            if self.verifier is not None:
+                await self.session.players.prepare_scoring(self.verifier)
             if self.workers is not None:
                 await self.workers.prepare()
             if self.ranks is not None:
@@ -279,8 +310,9 @@ class ProverPhase:
         synced = sync_metrics(session.players.last_sync) if whole_batch else {}
         updated: dict[str, float] = {}
         if self.updates is not None and whole_batch and self.updates.due(self.source.batches_done):
+            assert self.scorer is not None
             updated = await self.updates.play(self.scorer)
-            self.source.threshold = self.updates.threshold
+            self._take_threshold(self.updates)
         of_step = {**report.metrics, **synced, **updated}
         metrics = self.last_metrics = {**self.source.metrics, **of_step}
         session.alert(self.alerts.check(metrics, new_batch=new_batch), self.done)
@@ -293,12 +325,18 @@ class ProverPhase:
             # score depends on its batch mates in its last bits, and these would reach the weights. Prefetch is not
             # reproducible bit by bit anyway, and scores may be in flight at any time, so it stores no cache.
             ahead = self.source.prefetcher is not None
-            cache = {} if ahead else await session.players.off_loop(self.scorer.cache_state)
+            cache: dict[str, Tensor] = {}
+            if self.scorer is not None and not ahead:
+                cache = await session.players.off_loop(self.scorer.cache_state)
             progress = self._progress()
             if self.updates is not None:
                 tensors, progress["updates"] = await self.updates.state()
                 cache |= tensors
             await session.commit_trainer(self.trainer, cache, version=self.version, progress=progress)
+
+    def _take_threshold(self, updates: VerifierUpdates) -> None:
+        assert isinstance(self.source, OnPolicySource)
+        self.source.threshold = updates.threshold
 
     async def _publish(self) -> None:
         tensors, adapter = await policy_of(self.session, self.learner)
@@ -333,10 +371,11 @@ class ProverPhase:
             return
         tensors, meta = checkpoint
         if self.updates is not None:
+            assert self.scorer is not None
             tensors = self.updates.load_state(tensors, state.progress["updates"], self.scorer)
-            self.source.threshold = self.updates.threshold
+            self._take_threshold(self.updates)
         cache = {name: tensor for name, tensor in tensors.items() if name.startswith("scores.")}
-        if self.source.prefetcher is None:
+        if self.scorer is not None and self.source.prefetcher is None:
             self.scorer.load_cache_state(cache)
         self.trainer.load_state({name: t for name, t in tensors.items() if name not in cache}, meta)
         if lost := self.source.load_progress(state.progress):

@@ -25,6 +25,8 @@ from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError, StateError, UsageError, user_paths
 from pvg.game.ledger import Ledger
 from pvg.game.mint import mint
+from pvg.game.play_phase import train_player
+from pvg.game.play_rating import rate
 from pvg.game.players import Players
 from pvg.game.protocols import environment_of, read_solutions, solve
 from pvg.game.prover_phase import train_prover
@@ -62,6 +64,9 @@ PHASES: dict[Phase, Callable[[Session], Awaitable[None]]] = {
     Phase.CHECKPOINT: checkpoint,
 }
 
+# Those of self-play (task.kind = "play"), which has no verifier.
+PLAY_PHASES = PHASES | {Phase.TRAIN_PROVER: train_player, Phase.CHECKPOINT: rate}
+
 
 @dataclass(frozen=True)
 class GameOutcome:
@@ -90,7 +95,8 @@ async def play(
     """
     started = time.perf_counter()
     async with AsyncExitStack() as stack:
-        session = await open_session(experiment, run, observer, stop, stack, supply=supply)
+        scoring = experiment.task.kind != "play"
+        session = await open_session(experiment, run, observer, stop, stack, scoring=scoring, supply=supply)
         ledger = session.ledger
         if not resume and ledger.state.phase is not Phase.INIT:
             raise StateError(f"{run.path} has already begun.", f"Continue it with: pvg train --resume {run.name}")
@@ -111,14 +117,16 @@ async def play(
 
 
 async def _play_phases(session: Session) -> None:
-    ledger = session.ledger
+    ledger, self_play = session.ledger, session.experiment.task.kind == "play"
     if ledger.state.phase is Phase.INIT:
         with span("open_models"):
             await session.players.compute(lambda: check_players_can_train(session))
         decoupled = session.experiment.game.protocol.kind == "decoupled"
-        await session.commit_state(ledger.state.enter(Phase.SOLVE if decoupled else Phase.MINT))
+        first = Phase.TRAIN_PROVER if self_play else Phase.SOLVE if decoupled else Phase.MINT
+        await session.commit_state(ledger.state.enter(first))
+    phases = PLAY_PHASES if self_play else PHASES
     while ledger.state.phase is not Phase.COMPLETE:
-        await PHASES[ledger.state.phase](session)
+        await phases[ledger.state.phase](session)
 
 
 async def open_session(
@@ -233,15 +241,8 @@ def check_players_can_train(session: Session) -> None:
     It tests whether the verifier takes its head, its template and the longest solution, and whether the prover supports
     shared prompts, gradient checkpointing and its adapters (without peft: MissingRequirementError)."""
     players, experiment = session.players, session.experiment
-    verifier = players.open_verifier()
-    try:
-        template = players.template(verifier)
-        problem = max(session.problems("verifier") + session.problems("prover"), key=lambda p: len(p.question))
-        empty = np.zeros(0, dtype=np.int32)
-        ids, _ = template.tokens(problem.question, "", empty, players.base.tokenizer.fingerprint)
-        _check_context(verifier, len(ids) + completion_room(experiment), "models.verifier")
-    finally:
-        verifier.close()
+    if experiment.task.kind != "play":
+        _check_verifier(session)
     if experiment.training.shared_prompts:
         training = experiment.training
         check_packing(players.base.module, training.fused_layers, in_blocks(training.blocked_layers))
@@ -249,6 +250,19 @@ def check_players_can_train(session: Session) -> None:
         with open_learner(players, round_=0) as learner:
             if experiment.training.gradient_checkpointing:
                 checkpoint_layers(learner.module)
+
+
+def _check_verifier(session: Session) -> None:
+    players = session.players
+    verifier = players.open_verifier()
+    try:
+        template = players.template(verifier)
+        problem = max(session.problems("verifier") + session.problems("prover"), key=lambda p: len(p.question))
+        empty = np.zeros(0, dtype=np.int32)
+        ids, _ = template.tokens(problem.question, "", empty, players.base.tokenizer.fingerprint)
+        _check_context(verifier, len(ids) + completion_room(session.experiment), "models.verifier")
+    finally:
+        verifier.close()
 
 
 def _check_context(model: LanguageModel | VerifierModel, need: int, key: str) -> None:

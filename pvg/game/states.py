@@ -2,6 +2,10 @@
 
     INIT -> [SOLVE ->] MINT -> TRAIN_VERIFIER -> TRAIN_PROVER -> CHECKPOINT -> (MINT of the next round | COMPLETE)
 
+Self-play (task.kind = "play") has no verifier:
+
+    INIT -> TRAIN_PROVER -> CHECKPOINT -> (TRAIN_PROVER of the next round | COMPLETE)
+
 Invariant: every file that a state on disk names is complete; all other files may be deleted.
 """
 
@@ -26,12 +30,12 @@ class Phase(StrEnum):
 
 
 ALLOWED: dict[Phase, tuple[Phase, ...]] = {
-    Phase.INIT: (Phase.MINT, Phase.SOLVE),
+    Phase.INIT: (Phase.MINT, Phase.SOLVE, Phase.TRAIN_PROVER),
     Phase.SOLVE: (Phase.MINT,),
     Phase.MINT: (Phase.TRAIN_VERIFIER,),
     Phase.TRAIN_VERIFIER: (Phase.TRAIN_PROVER,),
     Phase.TRAIN_PROVER: (Phase.CHECKPOINT,),
-    Phase.CHECKPOINT: (Phase.MINT, Phase.COMPLETE),
+    Phase.CHECKPOINT: (Phase.MINT, Phase.TRAIN_PROVER, Phase.COMPLETE),
     Phase.COMPLETE: (),
 }
 
@@ -74,7 +78,7 @@ class GameState:
         """The state at the start of `phase`. Raises StateError, naming both phases, if the game forbids this
         transition."""
         target = self.round if round_ is None else round_
-        expected_round = self.round + (self.phase is Phase.CHECKPOINT and phase is Phase.MINT)
+        expected_round = self.round + (self.phase is Phase.CHECKPOINT and phase is not Phase.COMPLETE)
         if phase not in ALLOWED[self.phase] or target != expected_round:
             raise StateError(
                 f"The game cannot go from {self.phase.value} of round {self.round} to {phase.value} of round {target}.",

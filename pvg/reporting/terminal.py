@@ -52,6 +52,12 @@ ROUND_COLUMNS: tuple[tuple[str, Column], ...] = (
     ("verifier_auc_previous", Column("AUC on previous", "right", "verifier", "AUC on\nprevious")),
     ("score_gap", Column("score gap", "right", on="pages")),
     ("malformed", Column("malformed", "right", on="pages")),
+    ("points_random", Column("points against random", "right", "", "points\nrandom", on="pages")),
+    ("points_greedy", Column("points against greedy", "right", "", "points\ngreedy", on="pages")),
+    ("points_base", Column("points against base", "right", "", "points\nbase", on="pages")),
+    ("gain_random", Column("gain against random", "right", "", "gain\nrandom", on="pages")),
+    ("gain_greedy", Column("gain against greedy", "right", "", "gain\ngreedy", on="pages")),
+    ("gain_base", Column("gain against base", "right", "", "gain\nbase", on="pages")),
 )
 
 KEY_METRICS = (
@@ -61,6 +67,7 @@ KEY_METRICS = (
     "score_gap",
     "pair_accuracy",
     "reward_mean",
+    "legal",
     "kl",
     "malformed",
     "zero_signal",
@@ -94,11 +101,13 @@ def rounds_table(rounds: Mapping[int, Mapping[str, float]]) -> Table:
     """One line per finished round, and one for the base prover where a round measured it. A page leaves out what no
     round measured; the live display keeps its columns."""
     measured = {name for metrics in rounds.values() for name in metrics}
-    columns = {
-        name: column if name in measured else replace(column, on="terminal")
-        for name, column in ROUND_COLUMNS
-        if name in measured or column.on == "everywhere"
-    }
+    self_play = any(name.startswith("points_") for name in measured)  # no verifier, so only what was measured
+    columns = {}
+    for name, column in ROUND_COLUMNS:
+        if name in measured:
+            columns[name] = replace(column, on="everywhere") if self_play else column
+        elif column.on == "everywhere" and not self_play:
+            columns[name] = replace(column, on="terminal")
     table = Table([Column("round", "right", short="\nround"), *columns.values()], narrow=True)
     base = base_metrics(rounds)
     if base:

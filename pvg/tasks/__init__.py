@@ -9,6 +9,7 @@ from pvg.config.task import TaskSection
 from pvg.tasks.code import Code
 from pvg.tasks.gsm8k import Gsm8k
 from pvg.tasks.modchain import Modchain
+from pvg.tasks.play import Play
 from pvg.tasks.reasoning_gym import ReasoningGym
 from pvg.tasks.task import LocatesFlaws, Task, half_of, open_custom, problems_of_half
 
@@ -20,6 +21,7 @@ TASKS: dict[str, Callable[[Any], Task]] = {
     "gsm8k": Gsm8k,
     "reasoning_gym": ReasoningGym,
     "code": Code,
+    "play": Play,
     "custom": open_custom,
 }
 

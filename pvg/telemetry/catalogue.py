@@ -97,6 +97,7 @@ def _table() -> dict[str, Metric]:
         *_verifier(),
         *_prover(),
         *_rounds(),
+        *_self_play(),
         *_budget(),
         *_device(),
         *_loop(),
@@ -175,6 +176,26 @@ def _played() -> list[Metric]:
         *_in(places, "score_sneaky_incorrect", "score", LOWER, "Mean score of wrong, well-formed sneaky solutions."),
         *_in(places, "score_gap", "score", HIGHER, gap),
     ]
+
+
+def _self_play() -> list[Metric]:
+    """Metrics of `task.kind = "play"`."""
+    found = [
+        *_in(PROVER, "decisions_trained", "rollouts", NEITHER, "Decisions of the batch with a reward (task.groups)."),
+        *_in(PROVER, "legal", "share", HIGHER, "Legal decisions of the policy in self-play."),
+        *_in(PROVER, "phases", "count", NEITHER, "Phases of a game after its fork, mean over the games."),
+        *_in(PROVER, "cached_starts", "share", NEITHER, "Games that began at a cached state (task.cache_share)."),
+    ]
+    for who, prefix in (("policy", ""), ("base prover", "base_")):
+        for reference in ("random", "greedy", "base")[: 2 if prefix else 3]:
+            against = f"in matches against the reference {reference!r}"
+            for bound, part in (("", "mean"), ("low_", "lower bound"), ("high_", "upper bound")):
+                points, gain = f"{prefix}points_{bound}{reference}", f"{prefix}gain_{bound}{reference}"
+                found += _in(ROUND, points, "share", HIGHER, f"Points of the {who} {against}: {part}.")
+                found += _in(ROUND, gain, "reward", HIGHER, f"Change in value of the {who}'s seat {against}: {part}.")
+            meaning = f"Difference in Elo that the {who}'s points mean, {against}."
+            found += _in(ROUND, f"{prefix}elo_{reference}", "number", HIGHER, meaning)
+    return found
 
 
 def _verifier() -> list[Metric]:

@@ -178,6 +178,29 @@ class MinibatchSource:
         return self._parts.popleft()
 
 
+def batch_of(rollouts: Sequence[Rollout], advantages_N: Float32) -> PolicyBatch:
+    """The batch of these rollouts, with the sampler's log-probs."""
+    group_ids_N, role_ids_N = groups_and_roles(rollouts)
+    return PolicyBatch(
+        sequences=[np.concatenate([r.prompt_ids, r.completion_ids]) for r in rollouts],
+        prompt_lengths=np.array([len(r.prompt_ids) for r in rollouts], dtype=np.int32),
+        sampled_logprobs=[r.logprobs[r.sampled_mask] if r.turns else r.logprobs for r in rollouts],
+        reference_logprobs=None,
+        advantages_N=advantages_N,
+        role_ids_N=role_ids_N,
+        group_ids_N=group_ids_N,
+        versions_N=np.array([r.version for r in rollouts], dtype=np.int32),
+        routed_experts=routed_experts_of(rollouts),
+        sampled_masks=sampled_masks_of(rollouts),
+    )
+
+
+def groups_and_roles(rollouts: Sequence[Rollout]) -> tuple[NDArray[np.int32], NDArray[np.int8]]:
+    """Group numbers int32 [N] and role numbers int8 [N] of rollouts."""
+    groups_N = np.array([r.group for r in rollouts], dtype=np.int32)
+    return groups_N, np.array([r.role.number for r in rollouts], dtype=np.int8)
+
+
 def routed_experts_of(rollouts: Sequence[Rollout]) -> list[RoutedExperts] | None:
     """Routed experts for a PolicyBatch; None if no rollout has them. Raises ValueError if only some have them."""
     found = [rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None]

@@ -174,7 +174,7 @@ def test_a_verifier_of_another_vocabulary_scores_the_same_rollouts_from_their_te
 
 def test_no_work_on_a_batch_is_done_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of these takes milliseconds for a batch of long rollouts."""
-    names = ("pay", "_batch_of", "_scored", "_measured")
+    names = ("pay", "batch_of", "_scored", "_measured")
     threads: dict[str, set[str]] = {name: set() for name in (*names, "tokens")}
 
     def noting(name: str, work: Any) -> Any:

@@ -5,6 +5,7 @@
     python tests/game/kill_drill.py --kills 6 --memory    # with training.micro_batch_memory_mb
     python tests/game/kill_drill.py --kills 6 --partial   # unfinished rollouts continue: no two runs are alike
     python tests/game/kill_drill.py --kills 6 --learning  # with all that the prover's trainer tracks and adapts
+    python tests/game/kill_drill.py --kills 6 --play      # self-play with a cache of states
     python tests/game/kill_drill.py --kills 12 --ranks 2  # kills the ranks of the prover's trainer, and the driver
 
 Prints one JSON document. Exit code 1 when anything differs: the final weights (bit by bit), the rollouts (ids and every
@@ -99,6 +100,21 @@ def learning_experiment() -> Experiment:
         "steps": 14,
     }
     plain["game"] |= {"reward": "correctness", "rounds": 1}
+    return build_experiment(plain)
+
+
+def play_experiment() -> Experiment:
+    """Two rounds of self-play, in which half of the games begin at states that earlier batches reached."""
+    plain = small_experiment().plain()
+    plain["task"] = {
+        "kind": "play",
+        "warmup": 2,
+        "groups": "phase",
+        "cache_share": 0.5,
+        "cache_size": 8,
+        "cache_age": 4,
+    }
+    plain["rollout"]["max_tokens"] = 6
     return build_experiment(plain)
 
 
@@ -378,6 +394,7 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--partial", action="store_true")
     parser.add_argument("--learning", action="store_true")
+    parser.add_argument("--play", action="store_true")
     parser.add_argument("--ranks", type=int, default=0)
     options = parser.parse_args()
 
@@ -388,6 +405,8 @@ def main() -> None:
         result = rank_drill(ranks_experiment(options.ranks), options.kills, options.seed, log)
     elif options.partial:
         result = partial_drill(options.kills, options.seed, log)
+    elif options.play:
+        result = drill(play_experiment(), options.kills, options.seed, log, ("train_prover", "checkpoint"))
     else:
         experiment = memory_experiment() if options.memory else small_experiment()
         if options.learning:

@@ -15,7 +15,9 @@ import pytest
 from test_configurations import changed, played, rows
 from test_prefetch import AHEAD, made_group
 
-from pvg.game.on_policy import EarlyReference, OnPolicySource
+from pvg.game import batch_logprobs
+from pvg.game.batch_logprobs import EarlyReference
+from pvg.game.on_policy import OnPolicySource
 from pvg.records import Float32, Rollout
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.training.batch import PolicyBatch
@@ -160,18 +162,20 @@ def test_in_a_game_they_are_those_of_a_pass_over_the_whole_batch(
         counts.append((len(found), len(asked)))
         return found
 
-    given = OnPolicySource._reference
+    given = batch_logprobs.reference_logprobs
 
-    async def checked(self: OnPolicySource, batch: PolicyBatch, asked: Sequence[Rollout]) -> list[Float32]:
-        found = await given(self, batch, asked)
-        base = self.session.players.base
-        expected = await self.session.players.compute(partial(self.objective.recompute, base.module, batch))
+    async def checked(
+        source: batch_logprobs.LogprobSource, batch: PolicyBatch, asked: Sequence[Rollout]
+    ) -> list[Float32]:
+        found = await given(source, batch, asked)
+        base = source.session.players.base
+        expected = await source.session.players.compute(partial(source.objective.recompute, base.module, batch))
         for row, logprobs in zip(found, expected, strict=True):
             np.testing.assert_allclose(row, logprobs, rtol=1e-5, atol=1e-5)
         return found
 
     monkeypatch.setattr(EarlyReference, "take", counting)
-    monkeypatch.setattr(OnPolicySource, "_reference", checked)
+    monkeypatch.setattr(batch_logprobs, "reference_logprobs", checked)
     # Groups arrive one after the other, with real tokens: as from a server, or from workers that only sample.
     if "cluster" not in settings:
         monkeypatch.setattr(TorchEngine, "remote", True)

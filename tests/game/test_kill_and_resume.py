@@ -43,6 +43,15 @@ def test_micro_batches_by_measured_memory_are_those_of_the_uninterrupted_run():
 
 @pytest.mark.drill
 @pytest.mark.timeout(900)
+def test_killed_self_play_ends_like_the_uninterrupted_run():
+    result = drilled("--kills", "6", "--play")
+    assert result["problems"] == []
+    assert result["kills"]["train_prover"] >= 2
+    assert result["kills"]["checkpoint"] >= 1
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(900)
 def test_with_partial_rollouts_no_committed_one_is_lost_and_none_comes_twice():
     result = drilled("--kills", "4", "--partial")
     assert result["problems"] == []

@@ -1,0 +1,306 @@
+"""TRAIN_PROVER of self-play (`task.kind = "play"`): the policy learns from whole games. There is no verifier.
+
+A batch plays `training.groups` starts. Each is played once for a few phases (`task.warmup`), and then
+`rollout.group_size` times from the state that it reached. The first round starts from the base prover, each later round
+from the prover of the round before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from pvg.game.batch_logprobs import EarlyReference, with_logprobs
+from pvg.game.play_credit import RewardedDecision, phase_statistics, rewarded_decisions
+from pvg.game.players import Players
+from pvg.game.prefetch import Prefetcher
+from pvg.game.prover_phase import PhaseSource, ProverPhase, read_prover, save_prover
+from pvg.game.session import Session
+from pvg.game.state_cache import CachedState, StateCache
+from pvg.game.states import Phase
+from pvg.game.statistics import sampling_metrics, staleness_metrics
+from pvg.models.language_model import LanguageModel
+from pvg.models.starts import open_learner
+from pvg.records import Group, Int32, Problem, Role, Rollout, source_of_round
+from pvg.rollout import EngineSetup, open_engine
+from pvg.rollout.dispatcher import Dispatcher
+from pvg.rollout.games import Fork, GameStart, Opponent, PlayedGame, game_start, play_games
+from pvg.rollout.gathering import SampleCall
+from pvg.rollout.partial import PartialSampling
+from pvg.seeds import generator_for, seed_for
+from pvg.tasks.play import Play
+from pvg.telemetry.events import SilentEvents
+from pvg.telemetry.spans import span
+from pvg.training.batch import PolicyBatch, batch_of
+from pvg.training.credit import advantages, zero_signal_groups
+from pvg.training.losses import PolicyObjective
+from pvg.workers.training import ModelInWorkers
+
+
+def play_task(session: Session) -> Play:
+    assert isinstance(session.task, Play), "a rule of pvg.game.run"
+    return session.task
+
+
+def encoder(session: Session, problem: Problem) -> Any:
+    """A function from the text of a decision's prompt to its token ids, int32 [P], in the style of the experiment."""
+
+    def encode(prompt: str) -> Int32:
+        return session.prompts.render(replace(problem, question=prompt), Role.HELPFUL)
+
+    return encode
+
+
+@asynccontextmanager
+async def base_policy(players: Players) -> AsyncIterator[Dispatcher]:
+    """The base prover as an opponent, on a torch engine of its own."""
+    setup = EngineSetup(players.experiment, players.base, players.executor, SilentEvents(), "base", list)
+    engine = open_engine(setup)
+    try:
+        yield Dispatcher(
+            engine,
+            players.task,
+            players.base.tokenizer,
+            players.dispatcher.sampling,
+            players.experiment.rollout.concurrency,
+        )
+    finally:
+        await engine.close()
+
+
+async def train_player(session: Session) -> None:
+    """Run the phase from the last committed step on, then enter CHECKPOINT."""
+    info = session.begin("steps", session.experiment.training.steps, session.state.step)
+    started = time.perf_counter()
+    with span("open_models"):
+        learner = await session.players.compute(lambda: _learner_of_round(session))
+    try:
+        async with AsyncExitStack() as stack:
+            opponent: Opponent | None = None
+            with span("open_models"):
+                named = play_task(session).section.opponent
+                if named == "base":
+                    opponent = await stack.enter_async_context(base_policy(session.players))
+                elif named != "self":
+                    opponent = named
+            phase = PlayPhase(session, info, learner, opponent)
+            await phase.play()
+        with span("checkpoint"):
+            names = await save_prover(session, learner, phase.done)
+        session.finish_phase(info, phase.last_metrics, time.perf_counter() - started)
+        entered = session.state.enter(Phase.CHECKPOINT)
+        await session.leave_phase(replace(entered, weights=(*entered.weights, *names), version=phase.version))
+    finally:
+        learner.close()
+
+
+def _learner_of_round(session: Session) -> LanguageModel:
+    round_ = session.state.round
+    learner = open_learner(session.players, round_)
+    if round_ > 0:
+        tensors, _ = read_prover(session, source_of_round(round_ - 1))
+        learner.load_weights(tensors)
+    return learner
+
+
+class PlayPhase(ProverPhase):
+    """A prover phase whose batches are games. `opponent`: who plays the other seats; None: the policy itself."""
+
+    def __init__(self, session: Session, info: Any, learner: LanguageModel, opponent: Opponent | None) -> None:
+        self._opponent = opponent
+        super().__init__(session, info, None, 0.0, learner)
+
+    def open_source(self, objective: PolicyObjective, threshold: float) -> PhaseSource:
+        return PlaySource(self.session, objective, self.learner, self._opponent)
+
+
+@dataclass(frozen=True, slots=True)
+class _Starts:
+    """What a batch plays: `seats[n]` is the only seat of the policy in start n; None: it plays all seats."""
+
+    starts: list[GameStart[Any]]
+    forks: list[Fork]
+    seats: list[str | None]
+    cached: int
+
+
+@dataclass
+class PlaySource:
+    """Produces one batch of decisions per call, from games that the current policy plays. A batch depends only on the
+    weights, its number and the state cache (`task.in_step = false`: also on the order of arrivals).
+
+    `metrics`: those of the newest batch. It samples nothing ahead.
+    """
+
+    session: Session
+    objective: PolicyObjective
+    learner: LanguageModel
+    opponent: Opponent | None
+    batches_done: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    workers: ModelInWorkers[PolicyBatch] | None = None
+    early: EarlyReference | None = None
+    prefetcher: Prefetcher | None = None
+    partial: PartialSampling | None = None
+
+    def __post_init__(self) -> None:
+        task = play_task(self.session)
+        self.game, self.section = task.game, task.section
+        self.cache = StateCache(self.section.cache_size, self.section.cache_age)
+
+    def start(self, version: int) -> None: ...
+
+    def published(self, version: int) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def progress(self) -> dict[str, Any]:
+        cache = {} if not self.section.cache_share else {"states": self.cache.state()}
+        return {"batches": self.batches_done, **cache}
+
+    def load_progress(self, progress: Mapping[str, Any]) -> int:
+        self.batches_done = progress["batches"]
+        self.cache.load_state(progress.get("states", ()))
+        return 0
+
+    # --- a batch ------------------------------------------------------------------------------------------------------
+
+    async def next_batch(self) -> PolicyBatch:
+        session, number = self.session, self.batches_done
+        players = session.players
+        began, before = time.perf_counter(), players.engine.stats
+        chosen = self._starts(number)
+        with span("rollout"):
+            played = await self._play(chosen, number)
+        seconds, engine = time.perf_counter() - began, players.engine.stats.since(before)
+        with span("credit"):
+            rewarded = self._rewarded(chosen, played)
+            trained = [replace(one.rollout, reward=one.reward, group=one.group, score=None) for one in rewarded]
+            rewards_N = np.array([one.reward for one in rewarded], dtype=np.float32)
+            groups_N = np.array([one.group for one in rewarded], dtype=np.int32)
+            roles_N = np.array([rollout.role.number for rollout in trained], dtype=np.int8)
+            loss = session.experiment.training.loss.kind
+            advantages_N = advantages(loss, rewards_N, groups_N, roles_N, credit=self.objective.credit)
+            batch = batch_of(trained, advantages_N)
+        session.tell_rollouts(_groups_of(rewarded), number)
+        batch = await with_logprobs(self, batch, trained)
+        with span("record"):
+            everything = _policy_rollouts(played, chosen.seats, trained)
+            session.ledger.keep(everything)
+            session.ledger.record(
+                "play_phases", round=session.state.round, step=number, phases=phase_statistics(played)
+            )
+            self._offer(played, number)
+            self.batches_done += 1
+            games = [one for continuations in played for one in continuations]
+            self.metrics = {
+                "rollouts": float(len(everything)),
+                "decisions_trained": float(len(trained)),
+                "legal": float(np.mean([r.grade.correct for r in everything])),
+                "truncated": float(np.mean([r.finish_reason == "length" for r in everything])),
+                "phases": float(np.mean([len(one.states) - 1 - one.fork for one in games])),
+                "cached_starts": chosen.cached / len(chosen.starts),
+                "reward_mean": float(rewards_N.mean()),
+                "zero_signal": zero_signal_groups(rewards_N, groups_N, roles_N),
+                **sampling_metrics(everything, engine, seconds),
+                **staleness_metrics(everything, players.engine.version),
+            }
+        return batch
+
+    def _starts(self, number: int) -> _Starts:
+        """The starts of batch `number`: cached states first, openings for the rest."""
+        session, section, round_ = self.session, self.section, self.session.state.round
+        training, size = session.experiment.training, session.experiment.rollout.group_size
+        generator = generator_for(session.seed, round_, "play-starts", number)
+        version = session.players.engine.version
+        cached = self.cache.draw(round(section.cache_share * training.groups), version, generator)
+        starts = [GameStart(state.start, self.game.load(state.dump)) for state in cached]
+        fresh = training.groups - len(starts)
+        problems = session.draw("prover", number * training.groups, fresh, f"prover-{round_}")
+        warmups = [0] * len(starts) + generator.integers(section.warmup + 1, size=fresh).tolist()
+        starts += [game_start(self.game, problem) for problem in problems]
+        seats: list[str | None] = [None] * len(starts)
+        if self.opponent is not None:
+            every = [list(self.game.values(start.state)) for start in starts]
+            seats = [names[(number * len(starts) + n) % len(names)] for n, names in enumerate(every)]
+        forks = [
+            Fork(warmup, size, section.horizon, seat, section.quiet_rounds)
+            for warmup, seat in zip(warmups, seats, strict=True)
+        ]
+        return _Starts(starts, forks, seats, len(cached))
+
+    async def _play(self, chosen: _Starts, number: int) -> list[list[PlayedGame[Any]]]:
+        session, round_ = self.session, self.session.state.round
+        call = SampleCall(
+            round_,
+            source_of_round(round_),
+            step=number,
+            seed=seed_for(session.seed, round_, "train_prover", number),
+            prefix=f"{round_:03d}/train_prover/{number:05d}",
+        )
+        against: list[dict[str, Opponent]] = [
+            {} if self.opponent is None else dict.fromkeys(set(self.game.values(start.state)) - {seat}, self.opponent)
+            for start, seat in zip(chosen.starts, chosen.seats, strict=True)
+        ]
+        return await play_games(
+            session.players.dispatcher,
+            chosen.starts,
+            self.game,
+            call,
+            encode=encoder(session, chosen.starts[0].problem),
+            forks=chosen.forks,
+            opponents=against,
+            in_step=self.section.in_step,
+        )
+
+    def _rewarded(self, chosen: _Starts, played: Sequence[Sequence[PlayedGame[Any]]]) -> list[RewardedDecision]:
+        section = self.section
+        return rewarded_decisions(
+            self.game, played, chosen.seats, reward=section.reward, groups=section.groups, illegal=section.illegal
+        )
+
+    def _offer(self, played: Sequence[Sequence[PlayedGame[Any]]], number: int) -> None:
+        """Offer the undecided states after the forks to the cache."""
+        if not self.section.cache_share:
+            return
+        version = self.session.players.engine.version
+        reached = [
+            CachedState(version, one.start.problem, self.game.dump(state))
+            for continuations in played
+            for one in continuations
+            for state in one.states[one.fork + 1 :]
+            if self.game.seats(state)
+        ]
+        distinct = list({state.dump: state for state in reached}.values())
+        generator = generator_for(self.session.seed, self.session.state.round, "play-cache", number)
+        self.cache.offer(distinct, version, generator)
+
+
+def _groups_of(rewarded: Sequence[RewardedDecision]) -> list[Group]:
+    by_group: dict[int, list[Rollout]] = {}
+    for one in rewarded:
+        by_group.setdefault(one.group, []).append(one.rollout)
+    return [
+        Group(Problem(rollouts[0].problem_id, rollouts[0].question, ""), rollouts[0].role, rollouts)
+        for rollouts in by_group.values()
+    ]
+
+
+def _policy_rollouts(
+    played: Sequence[Sequence[PlayedGame[Any]]], seats: Sequence[str | None], trained: Sequence[Rollout]
+) -> list[Rollout]:
+    """The policy's rollouts, each once, in the order of play; those that were trained on with their rewards."""
+    with_reward = {rollout.id: rollout for rollout in trained}
+    found = {
+        decision.rollout.id: with_reward.get(decision.rollout.id, decision.rollout)
+        for continuations, seat in zip(played, seats, strict=True)
+        for one in continuations
+        for decision in one.decisions
+        if decision.rollout is not None and seat in (None, decision.seat)
+    }
+    return list(found.values())
