@@ -73,6 +73,12 @@ class Board:
         return titles | {name: number for number, name in enumerate(self.places)}
 
     @cached_property
+    def centre_at(self) -> tuple[int, ...]:
+        """For each place the index of its province in `centres`, -1 if it is not one."""
+        index = {province: at for at, province in enumerate(self.centres)}
+        return tuple(index.get(province, -1) for province in self.province_of)
+
+    @cached_property
     def touching(self) -> tuple[tuple[int, ...], ...]:
         """For each province every province that an army or a fleet can enter from it."""
         return tuple(

@@ -13,7 +13,7 @@ from functools import cached_property
 from pvg.games.diplomacy.board import Board, numbers
 from pvg.games.diplomacy.movement import connected, group_of
 from pvg.games.diplomacy.orders import Order
-from pvg.games.diplomacy.position import Dislodged, Position, Unit
+from pvg.games.diplomacy.position import Dislodged, Position, Unit, unit_of
 
 _STAGES = {"M": ("hold", "move", "support", "convoy"), "R": ("move", "disband"), "A": ("build", "disband", "waive")}
 
@@ -61,24 +61,26 @@ class Legality:
 
     def __init__(self, board: Board, position: Position) -> None:
         self.board, self.position = board, position
-        province_of, units = board.province_of, position.units
-        self.units: dict[int, Unit] = {}
+        province_of = board.province_of
+        places = position.units[::2]
+        # The units by province and by place, in the order of `Position.units`.
+        standing = list(map(unit_of, places, position.units[1::2]))
+        self.units = dict(zip(map(province_of.__getitem__, places), standing, strict=True))
+        self._at = dict(zip(places, standing, strict=True)) if position.stage == "M" else {}
         self.fleets = 0  # the seas with a fleet, as a set of bits
-        for at in range(0, len(units), 2):
-            place, code = units[at], units[at + 1]
-            self.units[province_of[place]] = Unit(code >> 1, bool(code & 1), place)
-            if code & 1:
-                self.fleets |= 1 << province_of[place]
+        for place in places:
+            self.fleets |= 1 << place
         self.fleets &= board.seas
         self.leaving = {board.province_of[gone.unit.place]: gone for gone in position.dislodged_list()}
 
     def fault(self, power: int, order: Order) -> str:
+        unit = self._at.get(order.place)
+        if unit is not None and unit.power == power and order.unit == "AF"[unit.fleet]:
+            return self._movement_fault(unit, order)  # the usual case first: a step checks every order
         if order.act not in _STAGES[self.position.stage]:
             return "not in this phase"
-        if order.act == "waive":
-            return ""
-        if order.act == "build":
-            return self._build_fault(power, order)
+        if order.act in ("build", "waive"):
+            return self._build_fault(power, order) if order.act == "build" else ""
         unit = self._ordered(order.place)
         if unit is None:
             return "no unit there" if self.position.stage != "R" else "no unit there must retreat"
@@ -124,8 +126,8 @@ class Legality:
 
     def sites(self, power: int) -> list[int]:
         """The free home centres that the power owns."""
-        owner_of = dict(zip(self.board.centres, self.position.owners, strict=True))
-        return [c for c in self.board.homes[power] if owner_of[c] == power and c not in self.units]
+        owners, centre_at = self.position.owners, self.board.centre_at
+        return [c for c in self.board.homes[power] if owners[centre_at[c]] == power and c not in self.units]
 
     def adjustment(self, power: int) -> int:
         """The number of builds of a power, negative for disbands."""
@@ -164,9 +166,7 @@ class Legality:
 
     def _ordered(self, place: int) -> Unit | None:
         """The unit in the province of the place that gets orders in this stage."""
-        if not 0 <= place < len(self.board.places):
-            return None
-        province = self.board.province_of[place]
+        province = self.board.province_of[place] if 0 <= place < len(self.board.places) else -1
         if self.position.stage != "R":
             return self.units.get(province)
         return self.leaving[province].unit if province in self.leaving else None
@@ -181,14 +181,22 @@ class Legality:
         return ""
 
     def _act_fault(self, unit: Unit, order: Order) -> str:
+        if self.position.stage == "M":
+            return self._movement_fault(unit, order)
         if order.act == "move":
-            if self.position.stage == "R":
-                gone = self.leaving[self.board.province_of[unit.place]]
-                return "" if order.target in self.retreats(gone) else "cannot retreat there"
-            return self._move_fault(unit, order.target, order.via)
-        if order.act == "support":
-            return self._support_fault(unit, order.target, order.origin)
-        return self._convoy_fault(unit, order.target, order.origin) if order.act == "convoy" else ""
+            gone = self.leaving[self.board.province_of[unit.place]]
+            return "" if order.target in self.retreats(gone) else "cannot retreat there"
+        return ""
+
+    def _movement_fault(self, unit: Unit, order: Order) -> str:
+        act, _, target, origin, via, _ = order
+        if act == "support":
+            return self._support_fault(unit, target, origin)
+        if act == "move":
+            return self._move_fault(unit, target, via)
+        if act == "convoy":
+            return self._convoy_fault(unit, target, origin)
+        return "" if act == "hold" else "not in this phase"
 
     def _move_fault(self, unit: Unit, target: int, via: bool) -> str:
         board = self.board
@@ -206,7 +214,8 @@ class Legality:
 
     def _support_fault(self, unit: Unit, target: int, origin: int) -> str:
         board = self.board
-        own, helped = board.province_of[unit.place], self.units.get(board.province_of[origin]) if origin >= 0 else None
+        own = board.province_of[unit.place]
+        helped = self.units.get(board.province_of[origin]) if origin >= 0 else None
         if helped is None:
             return "no unit to support"
         if helped is unit:
@@ -268,19 +277,19 @@ class Legality:
     def _movement_orders(self, unit: Unit) -> Iterator[Order]:
         board, place, letter = self.board, unit.place, "AF"[unit.fleet]
         own = board.province_of[place]
-        yield Order("hold", place, unit=letter)
+        yield Order("hold", place, -1, -1, False, letter)
         for target in board.fleets[place] if unit.fleet else board.armies[place]:
-            yield Order("move", place, target, unit=letter)
+            yield Order("move", place, target, -1, False, letter)
         for target in self.crossings(unit):
-            yield Order("move", place, target, via=bool(board.army_reach[place] >> target & 1), unit=letter)
+            yield Order("move", place, target, -1, bool(board.army_reach[place] >> target & 1), letter)
         reach = board.fleet_reach[place] if unit.fleet else board.army_reach[place]
         for province, other in self.units.items():
             if province == own:
                 continue
             if reach >> province & 1:
-                yield Order("support", place, -1, other.place, unit=letter)
+                yield Order("support", place, -1, other.place, False, letter)
             for target in numbers(reach & self._reach(other, own)):
-                yield Order("support", place, target, other.place, unit=letter)
+                yield Order("support", place, target, other.place, False, letter)
         if self.fleets >> own & 1:
             yield from self._convoys(own, letter)
 
@@ -296,7 +305,7 @@ class Legality:
             if origin in self.units and not self.units[origin].fleet:
                 for target in shores:
                     if target != origin:
-                        yield Order("convoy", own, target, origin, unit=letter)
+                        yield Order("convoy", own, target, origin, False, letter)
 
 
 def _union(sets: Sequence[int], members: int) -> int:

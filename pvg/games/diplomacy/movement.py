@@ -13,7 +13,7 @@ import struct
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from pvg.games.diplomacy.board import Board
+from pvg.games.diplomacy.board import Board, numbers
 from pvg.games.diplomacy.orders import Order
 from pvg.games.diplomacy.position import NOBODY, Position
 
@@ -207,7 +207,7 @@ class _Phase:
         """The number of supports that the unit has, without those of the defending power."""
         power, count = self.power, 0
         for supporter in self.helpers.get(unit, ()):
-            if power[supporter] != defender and self.decide(supporter):
+            if power[supporter] != defender and (supporter not in self.comers or self.decide(supporter)):
                 count += 1
         return count
 
@@ -233,7 +233,7 @@ class _Phase:
         fleets, target = self.convoyed[army], self.goal[army]
         if not connected(self.board, fleets, army, target):
             return False
-        attacked = [fleet for fleet in self.carriers if fleets >> fleet & 1 and fleet in self.comers]
+        attacked = [fleet for fleet in numbers(fleets) if fleet in self.comers]
         safe = fleets & ~sum(1 << fleet for fleet in attacked)
         if not attacked or connected(self.board, safe, army, target):
             return True
@@ -271,10 +271,9 @@ class _Phase:
         return self.decide(unit)
 
     def rule(self, unit: int) -> bool:
+        """Whether the order of a unit that moves or is attacked succeeds."""
         if self.goal[unit] >= 0:
             return self.arrives(unit)
-        if unit not in self.comers:
-            return True
         return self.uncut(unit) if unit in self.aim else self.afloat(unit)
 
     def reopen(self, before: int) -> None:
@@ -294,46 +293,57 @@ class _Phase:
     # The result
 
     def result(self) -> Movement:
-        goal, decide = self.goal, self.decide
+        goal, answer = self.goal, self.answer
+        attackers = self.winners()
         moved, gone, success, why = [], [], [], []
-        attackers = {goal[unit]: unit for unit, _, _ in self.units if goal[unit] >= 0 and decide(unit)}
         for province, place, code in self.units:
-            if goal[province] >= 0 and self.answer[province]:
+            failure = ""
+            if goal[province] >= 0 and answer[province]:
                 moved.append(self.orders[province].target << 8 | code)
-                success.append(True)
-                why.append("")
-                continue
-            attacker = attackers.get(province, -1)
-            if attacker < 0:
-                moved.append(place << 8 | code)
-            else:
+            elif province in attackers:
+                attacker = attackers[province]
                 gone += [place, code, NOBODY if attacker in self.convoyed else attacker]
-            failure = "dislodged" if attacker >= 0 else self.failure(province)
+                failure = "dislodged"
+            else:
+                moved.append(place << 8 | code)
+                failure = self.failure(province) if province in self.orders else ""
             success.append(not failure)
             why.append(failure)
         moved.sort()
         after = struct.pack(f">{len(moved)}H", *moved)
         return Movement(after, bytes(gone), self.contested(attackers), tuple(success), tuple(why))
 
+    def winners(self) -> dict[int, int]:
+        """Decide all moves: destination -> the unit that arrives there."""
+        found = {}
+        for target, rivals in self.comers.items():
+            if self.power[target] < 0 and len(rivals) == 1 and rivals[0] not in self.convoyed:
+                self.answer[rivals[0]] = True  # nobody contests it
+                self.state[rivals[0]] = _DECIDED
+        for target, rivals in self.comers.items():
+            for unit in rivals:
+                if self.answer[unit] if self.state[unit] == _DECIDED else self.decide(unit):
+                    found[target] = unit
+        return found
+
     def failure(self, unit: int) -> str:
         """Why the order of a unit that is not dislodged fails, "" if it succeeds."""
         if self.goal[unit] >= 0:
             return "bounced" if unit not in self.convoyed or self.route(unit) else "no convoy"
         if unit in self.aim:
-            return "" if self.decide(unit) else "cut"
+            return "" if unit not in self.comers or self.decide(unit) else "cut"
         if unit in self.carriers:
             army, _ = self.carriers[unit]
             return "" if self.convoyed.get(army, 0) >> unit & 1 else "unmatched"
-        order = self.orders.get(unit)
-        return "unmatched" if order is not None and order.act == "support" else ""
+        return "unmatched" if self.orders[unit].act == "support" else ""
 
     def contested(self, attackers: Mapping[int, int]) -> bytes:
         """The provinces without a unit where a unit bounced."""
         found = []
         for target, rivals in self.comers.items():
-            stays = self.power[target] >= 0 and not (self.goal[target] >= 0 and self.answer[target])
-            if target in attackers or stays or len(rivals) == 1:
+            if len(rivals) == 1 or target in attackers:
                 continue
-            if any(self.prevents(rival, target, 1) for rival in rivals):
+            stays = self.power[target] >= 0 and not (self.goal[target] >= 0 and self.answer[target])
+            if not stays and any(self.prevents(rival, target, 1) for rival in rivals):
                 found.append(target)
         return bytes(sorted(found))

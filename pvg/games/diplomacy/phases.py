@@ -47,7 +47,6 @@ def step(board: Board, position: Position, orders: Mapping[int, Sequence[Order]]
 
 def deciders(board: Board, position: Position) -> tuple[int, ...]:
     """The powers that have something to decide, () if the game is over."""
-    powers = range(len(board.powers))
     if board.winner(position) is not None:
         return ()
     if position.stage == "M":
@@ -55,29 +54,32 @@ def deciders(board: Board, position: Position) -> tuple[int, ...]:
     if position.stage == "R":
         return tuple(sorted({code >> 1 for code in position.dislodged[1::3]}))
     legality = Legality(board, position)
-    return tuple(power for power in powers if legality.adjustment(power))
+    return tuple(power for power in range(len(board.powers)) if legality.adjustment(power))
 
 
 def _movement(board: Board, position: Position, orders: Mapping[int, Sequence[Order]]) -> PhaseOutcome:
     legality, chosen = Legality(board, position), dict[int, Order]()
-    faults = [_choose(legality, chosen, power, order) for power, order in _listed(orders)]
+    given = [(power, order, _choose(legality, chosen, power, order)) for power, order in _listed(orders)]
     done = adjudicate(board, position, chosen)
-    provinces = [board.province_of[place] for place in position.units[::2]]
-    ends = dict(zip(provinces, zip(done.success, done.why, strict=True), strict=True))
-    results = tuple(
-        Result(power, order, False, fault) if fault else Result(power, order, *ends[board.province_of[order.place]])
-        for (power, order), fault in zip(_listed(orders), faults, strict=True)
-    )
+    ends = dict(zip(legality.units, zip(done.success, done.why, strict=True), strict=True))
+    results = _results(board, given, ends)
     implied = tuple(
         Result(unit.power, Order("hold", unit.place, unit="AF"[unit.fleet]), *ends[province])
         for province, unit in legality.units.items()
         if province not in chosen
     )
-    dislodged = dislodged_units(done.dislodged)
-    after = Position(
-        position.year, position.season, "R", done.units, position.owners, done.dislodged, contested=done.contested
+    after = Position(position.year, position.season, "R", done.units, position.owners, done.dislodged, done.contested)
+    return PhaseOutcome(_with_retreats(board, after), results, dislodged_units(done.dislodged), implied)
+
+
+def _results(
+    board: Board, given: Sequence[tuple[int, Order, str]], ends: Mapping[int, tuple[bool, str]]
+) -> tuple[Result, ...]:
+    """The result of each order: its fault, or what became of its unit."""
+    return tuple(
+        Result(power, order, False, fault) if fault else Result(power, order, *ends[board.province_of[order.place]])
+        for power, order, fault in given
     )
-    return PhaseOutcome(_with_retreats(board, after), results, dislodged, implied)
 
 
 def _with_retreats(board: Board, after: Position) -> Position:
@@ -97,7 +99,7 @@ def _with_retreats(board: Board, after: Position) -> Position:
 
 def _retreats(board: Board, position: Position, orders: Mapping[int, Sequence[Order]]) -> PhaseOutcome:
     legality, chosen = Legality(board, position), dict[int, Order]()
-    faults = [_choose(legality, chosen, power, order) for power, order in _listed(orders)]
+    given = [(power, order, _choose(legality, chosen, power, order)) for power, order in _listed(orders)]
     goals = [board.province_of[order.target] for order in chosen.values() if order.act == "move"]
     units = [(place, code) for place, code in zip(position.units[::2], position.units[1::2], strict=True)]
     ends: dict[int, tuple[bool, str]] = {}
@@ -110,12 +112,8 @@ def _retreats(board: Board, position: Position, orders: Mapping[int, Sequence[Or
         else:
             ends[province] = (True, "")
             units.append((order.target, 2 * gone.unit.power + gone.unit.fleet))
-    results = tuple(
-        Result(power, order, False, fault) if fault else Result(power, order, *ends[board.province_of[order.place]])
-        for (power, order), fault in zip(_listed(orders), faults, strict=True)
-    )
     implied = tuple(_disband(gone.unit) for at, gone in legality.leaving.items() if at not in chosen)
-    return PhaseOutcome(_next_season(board, position, packed(units)), results, (), implied)
+    return PhaseOutcome(_next_season(board, position, packed(units)), _results(board, given, ends), (), implied)
 
 
 def _adjustments(board: Board, position: Position, orders: Mapping[int, Sequence[Order]]) -> PhaseOutcome:
@@ -171,11 +169,11 @@ def _next_season(board: Board, position: Position, units: bytes) -> Position:
     """The first position after a movement and its retreats in which somebody decides."""
     if position.season == "S":
         return Position(position.year, "F", "M", units, position.owners)
-    owner_of = dict(zip(board.centres, position.owners, strict=True))
+    owners, centre_at = bytearray(position.owners), board.centre_at
     for place, code in zip(units[::2], units[1::2], strict=True):
-        if board.province_of[place] in owner_of:
-            owner_of[board.province_of[place]] = code >> 1
-    winter = Position(position.year, "W", "A", units, bytes(owner_of.values()))
+        if centre_at[place] >= 0:
+            owners[centre_at[place]] = code >> 1
+    winter = Position(position.year, "W", "A", units, bytes(owners))
     if deciders(board, winter):
         return winter
     return Position(position.year + 1, "S", "M", units, winter.owners)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from pvg.errors import StateError
@@ -58,7 +59,7 @@ class Position:
         return f"{self.season}{self.year}{self.stage}"
 
     def unit_list(self) -> tuple[Unit, ...]:
-        return tuple(_unit(self.units[at : at + 2]) for at in range(0, len(self.units), 2))
+        return tuple(map(unit_of, self.units[::2], self.units[1::2]))
 
     def dislodged_list(self) -> tuple[Dislodged, ...]:
         return dislodged_units(self.dislodged)
@@ -95,7 +96,7 @@ class Position:
 def dislodged_units(data: bytes) -> tuple[Dislodged, ...]:
     """What `Position.dislodged` says."""
     return tuple(
-        Dislodged(_unit(data[at : at + 2]), -1 if data[at + 2] == NOBODY else data[at + 2])
+        Dislodged(unit_of(data[at], data[at + 1]), -1 if data[at + 2] == NOBODY else data[at + 2])
         for at in range(0, len(data), 3)
     )
 
@@ -105,8 +106,9 @@ def packed(units: list[tuple[int, int]]) -> bytes:
     return bytes(number for pair in sorted(units) for number in pair)
 
 
-def _unit(pair: bytes) -> Unit:
-    place, code = pair
+@cache
+def unit_of(place: int, code: int) -> Unit:
+    """The unit that two bytes of `Position.units` stand for."""
     return Unit(code >> 1, bool(code & 1), place)
 
 
