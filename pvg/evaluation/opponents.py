@@ -112,7 +112,13 @@ def attack_kinds(experiment: Experiment) -> list[str]:
 
 
 def check_protocol(experiment: Experiment, parts: Sequence[str]) -> None:
-    """Raises UsageError for the tax in a decoupled game, whose faithful role need not be correct."""
+    """Raises UsageError for self-play, which has no verifier, and for the tax in a decoupled game, whose faithful role
+    need not be correct."""
+    if experiment.task.kind == "play":
+        raise UsageError(
+            "pvg evaluate measures verifiers, and task.kind = 'play' has none.",
+            "The rating of a policy is in its rounds: pvg report RUN",
+        )
     if experiment.game.protocol.kind == "decoupled" and "tax" in parts:
         raise UsageError(
             "There is no legibility tax of game.protocol = 'decoupled': its faithful role is rewarded for keeping the "

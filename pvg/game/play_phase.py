@@ -8,13 +8,14 @@ from the prover of the round before.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from pvg.errors import ConfigurationError
 from pvg.game.batch_logprobs import EarlyReference, with_logprobs
 from pvg.game.play_credit import RewardedDecision, phase_statistics, rewarded_decisions
 from pvg.game.players import Players
@@ -24,6 +25,7 @@ from pvg.game.session import Session
 from pvg.game.state_cache import CachedState, StateCache
 from pvg.game.states import Phase
 from pvg.game.statistics import sampling_metrics, staleness_metrics
+from pvg.games.game import ExplainsRules
 from pvg.models.language_model import LanguageModel
 from pvg.models.starts import open_learner
 from pvg.records import Group, Int32, Problem, Role, Rollout, source_of_round
@@ -47,11 +49,27 @@ def play_task(session: Session) -> Play:
     return session.task
 
 
-def encoder(session: Session, problem: Problem) -> Any:
-    """A function from the text of a decision's prompt to its token ids, int32 [P], in the style of the experiment."""
+def encoder(session: Session) -> Callable[[str], Int32]:
+    """A function from the text of a decision's prompt to its token ids, int32 [P], in the style of the experiment. It
+    raises ConfigurationError for a prompt that is too long."""
+    game, base, experiment = play_task(session).game, session.players.base, session.experiment
+    rules = [{"role": "system", "content": game.instructions}] if isinstance(game, ExplainsRules) else []
+    chat = experiment.rollout.prompts == "chat"
+    limits = {"models.prover": base.max_length, "training.micro_batch_tokens": experiment.training.micro_batch_tokens}
+    limit, key = min((limit, key) for key, limit in limits.items())
 
     def encode(prompt: str) -> Int32:
-        return session.prompts.render(replace(problem, question=prompt), Role.HELPFUL)
+        if chat:
+            ids = base.tokenizer.chat([*rules, {"role": "user", "content": prompt}])
+        else:
+            ids = session.prompts.render(Problem("", prompt, ""), Role.HELPFUL)
+        if len(ids) + experiment.rollout.max_tokens > limit:
+            raise ConfigurationError(
+                f"A prompt of the game has {len(ids)} tokens, and a completion may have "
+                f"{experiment.rollout.max_tokens}, but {key} takes {limit}.",
+                "Lower rollout.max_tokens, raise training.micro_batch_tokens, or choose a model with a longer context.",
+            )
+        return ids
 
     return encode
 
@@ -252,7 +270,7 @@ class PlaySource:
             chosen.starts,
             self.game,
             call,
-            encode=encoder(session, chosen.starts[0].problem),
+            encode=encoder(session),
             forks=chosen.forks,
             opponents=against,
             in_step=self.section.in_step,

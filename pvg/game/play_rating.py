@@ -97,7 +97,7 @@ async def _matches(session: Session, source: str, reference: str, opponent: Oppo
         [starts[number] for number, _ in seats],
         game,
         call,
-        encode=encoder(session, starts[0].problem),
+        encode=encoder(session),
         forks=Fork(samples=test.samples),
         opponents=[dict.fromkeys(set(game.values(starts[n].state)) - {seat}, opponent) for n, seat in seats],
         in_step=play_task(session).section.in_step,

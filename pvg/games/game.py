@@ -80,6 +80,15 @@ class GameRules(Protocol[S]):
 
 
 @runtime_checkable
+class ExplainsRules(Protocol):
+    """An optional part of a game: its rules and the form of a decision, as the system message of a chat model
+    (`rollout.prompts = "chat"`). Other models read the prompt alone."""
+
+    @property
+    def instructions(self) -> str: ...
+
+
+@runtime_checkable
 class PlaysByScript(Protocol[S_contra]):
     """An optional part of a game: opponents without a model, as fixed references for a rating."""
 

@@ -40,6 +40,13 @@ class Bargain(NamedTuple):
 class Negotiation:
     """The game of this module (pvg.games.game.GameRules). States are `Bargain`s."""
 
+    instructions = (
+        "You negotiate a price from 0 to 9. The message has your limit, then +0 if you are the buyer or +1 if you are "
+        "the seller, then the offers so far, the other side's last. A buyer gains the limit minus the price, a seller "
+        f"the price minus the limit. You agree by meeting the last offer. There are at most {OFFERS} offers, and each "
+        "makes the gains smaller. Answer with your offer, one digit."
+    )
+
     def opening(self, split: Split, number: int) -> Problem:
         """The deals are drawn by a hash of split and number. The id has the number, because deals repeat."""
         draw = int.from_bytes(hashlib.sha256(f"negotiation/{split}/{number}".encode()).digest()[:8])

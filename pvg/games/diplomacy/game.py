@@ -32,6 +32,13 @@ class Diplomacy:
     def __init__(self, board: Board | None = None, last_year: int = 1910) -> None:
         self.board, self.last_year = board or standard_board(), last_year
 
+    instructions = (
+        "You play Diplomacy and want to own many supply centres. The message has the phase and your power, a line per "
+        "power with its units (~ is a fleet, * stands on a centre of its own, after / are its other centres), and a "
+        "line for each of your units with the places it can move to. Answer with one order per line and nothing else, "
+        "for example: par-bur, mar S par-bur, eng C lon-bre, bre H."
+    )
+
     def opening(self, split: Split, number: int) -> Problem:
         """The start of the game for number 0 of the training split; otherwise a position after random phases."""
         state = self.board.start

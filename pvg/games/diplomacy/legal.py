@@ -67,11 +67,12 @@ class Legality:
         standing = list(map(unit_of, places, position.units[1::2]))
         self.units = dict(zip(map(province_of.__getitem__, places), standing, strict=True))
         self._at = dict(zip(places, standing, strict=True)) if position.stage == "M" else {}
-        self.fleets = 0  # the seas with a fleet, as a set of bits
-        for place in places:
-            self.fleets |= 1 << place
-        self.fleets &= board.seas
         self.leaving = {board.province_of[gone.unit.place]: gone for gone in position.dislodged_list()}
+
+    @cached_property
+    def fleets(self) -> int:
+        """The seas with a fleet, as a set of bits."""
+        return sum(1 << place for place in self.position.units[::2]) & self.board.seas
 
     def fault(self, power: int, order: Order) -> str:
         unit = self._at.get(order.place)
@@ -131,8 +132,13 @@ class Legality:
 
     def adjustment(self, power: int) -> int:
         """The number of builds of a power, negative for disbands."""
-        surplus = self.position.centres_of(power) - self.position.units[1::2].translate(_POWER).count(power)
+        surplus = self.position.centres_of(power) - self._powers.count(power)
         return min(surplus, len(self.sites(power))) if surplus > 0 else surplus
+
+    @cached_property
+    def _powers(self) -> bytes:
+        """The power of each unit."""
+        return self.position.units[1::2].translate(_POWER)
 
     def crossings(self, unit: Unit) -> list[int]:
         """The provinces that an army can reach by convoy."""
@@ -223,17 +229,19 @@ class Legality:
         reach = board.fleet_reach[unit.place] if unit.fleet else board.army_reach[own]
         if not reach >> board.province_of[target if target >= 0 else origin] & 1:
             return "cannot reach the supported place"
-        if target < 0 or self._may_go(helped, target, self.fleets & ~(1 << own)):
+        if target < 0 or self._may_go(helped, target, own):
             return ""
         return "the supported unit cannot reach it"
 
-    def _may_go(self, unit: Unit, target: int, fleets: int) -> bool:
-        """Whether a unit can go to a place, or to any coast of the province, with these fleets for convoys."""
+    def _may_go(self, unit: Unit, target: int, helper: int) -> bool:
+        """Whether a unit can go to a place, or to any coast of the province, without a convoy by the helper's unit."""
         board, goal = self.board, self.board.province_of[target]
         if unit.fleet:
             reaches = bool(board.fleet_reach[unit.place] >> goal & 1)
             return reaches if target == goal else target in board.fleets[unit.place]
-        return bool(board.army_reach[unit.place] >> goal & 1) or self._crosses(unit.place, goal, fleets)
+        if board.army_reach[unit.place] >> goal & 1:
+            return True
+        return self._crosses(unit.place, goal, self.fleets & ~(1 << helper))
 
     def _convoy_fault(self, unit: Unit, target: int, origin: int) -> str:
         board = self.board

@@ -103,41 +103,46 @@ class _Phase:
     def _read(self, units: bytes) -> list[tuple[int, int, int]]:
         """Fill the tables; the units as province, place and code. The units' order, and not that of the mapping, is the
         order of all further work."""
-        board, province_of, power, goal, comers = self.board, self.board.province_of, self.power, self.goal, self.comers
-        listed, supports, crossing = [], [], []
-        order_of = self.orders.get
-        for at in range(0, len(units), 2):
-            place, code = units[at], units[at + 1]
-            province = province_of[place]
+        province_of, power, order_of = self.board.province_of, self.power, self.orders.get
+        listed = [(province_of[place], place, code) for place, code in zip(units[::2], units[1::2], strict=True)]
+        supports: list[tuple[int, Order]] = []
+        crossing: list[int] = []
+        for province, _, code in listed:
             power[province] = code >> 1
-            listed.append((province, place, code))
-            if (order := order_of(province)) is None:
+            order = order_of(province)
+            if order is None:
                 continue
-            act, _, target, origin, via, _ = order
+            act = order.act
             if act == "move":
-                goal[province] = to = province_of[target]
-                if to in comers:
-                    comers[to].append(province)
-                else:
-                    comers[to] = [province]
-                if not code & 1:
-                    if via or not board.army_reach[province] >> to & 1:
-                        self.convoyed[province] = 0
-                    else:
-                        crossing.append(province)
+                self._read_move(province, order, code & 1, crossing)
             elif act == "support":
-                supports.append((province, province_of[origin], target))
+                supports.append((province, order))
             elif act == "convoy":
-                self.carriers[province] = (province_of[origin], province_of[target])
+                self.carriers[province] = (province_of[order.origin], province_of[order.target])
         self._match(supports)
         if self.carriers:
             self._board_convoys(crossing)
         return listed
 
-    def _match(self, supports: list[tuple[int, int, int]]) -> None:
+    def _read_move(self, province: int, order: Order, fleet: int, crossing: list[int]) -> None:
+        target, comers = self.board.province_of[order.target], self.comers
+        self.goal[province] = target
+        if target in comers:
+            comers[target].append(province)
+        else:
+            comers[target] = [province]
+        if fleet:
+            return
+        if order.via or not self.board.army_reach[province] >> target & 1:
+            self.convoyed[province] = 0
+        else:
+            crossing.append(province)
+
+    def _match(self, supports: list[tuple[int, Order]]) -> None:
         """Keep the supports that fit the order of the unit they help."""
         goal, province_of, helpers = self.goal, self.board.province_of, self.helpers
-        for supporter, helped, target in supports:
+        for supporter, order in supports:
+            helped, target = province_of[order.origin], order.target
             if target < 0:
                 if self.power[helped] < 0 or goal[helped] >= 0:
                     continue
@@ -293,25 +298,24 @@ class _Phase:
     # The result
 
     def result(self) -> Movement:
-        goal, answer = self.goal, self.answer
+        goal, answer, orders = self.goal, self.answer, self.orders
         attackers = self.winners()
-        moved, gone, success, why = [], [], [], []
+        moved, gone, why = [], [], []
         for province, place, code in self.units:
-            failure = ""
             if goal[province] >= 0 and answer[province]:
-                moved.append(self.orders[province].target << 8 | code)
+                moved.append(orders[province].target << 8 | code)
+                why.append("")
             elif province in attackers:
                 attacker = attackers[province]
                 gone += [place, code, NOBODY if attacker in self.convoyed else attacker]
-                failure = "dislodged"
+                why.append("dislodged")
             else:
                 moved.append(place << 8 | code)
-                failure = self.failure(province) if province in self.orders else ""
-            success.append(not failure)
-            why.append(failure)
+                why.append(self.failure(province) if province in orders else "")
         moved.sort()
         after = struct.pack(f">{len(moved)}H", *moved)
-        return Movement(after, bytes(gone), self.contested(attackers), tuple(success), tuple(why))
+        success = tuple([not failure for failure in why])
+        return Movement(after, bytes(gone), self.contested(attackers), success, tuple(why))
 
     def winners(self) -> dict[int, int]:
         """Decide all moves: destination -> the unit that arrives there."""
@@ -328,14 +332,17 @@ class _Phase:
 
     def failure(self, unit: int) -> str:
         """Why the order of a unit that is not dislodged fails, "" if it succeeds."""
-        if self.goal[unit] >= 0:
-            return "bounced" if unit not in self.convoyed or self.route(unit) else "no convoy"
-        if unit in self.aim:
+        act = self.orders[unit].act
+        if act == "hold":
+            return ""
+        if act == "support":
+            if unit not in self.aim:
+                return "unmatched"
             return "" if unit not in self.comers or self.decide(unit) else "cut"
-        if unit in self.carriers:
-            army, _ = self.carriers[unit]
-            return "" if self.convoyed.get(army, 0) >> unit & 1 else "unmatched"
-        return "unmatched" if self.orders[unit].act == "support" else ""
+        if act == "move":
+            return "bounced" if unit not in self.convoyed or self.route(unit) else "no convoy"
+        army, _ = self.carriers[unit]
+        return "" if self.convoyed.get(army, 0) >> unit & 1 else "unmatched"
 
     def contested(self, attackers: Mapping[int, int]) -> bytes:
         """The provinces without a unit where a unit bounced."""

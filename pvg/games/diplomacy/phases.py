@@ -59,7 +59,7 @@ def deciders(board: Board, position: Position) -> tuple[int, ...]:
 
 def _movement(board: Board, position: Position, orders: Mapping[int, Sequence[Order]]) -> PhaseOutcome:
     legality, chosen = Legality(board, position), dict[int, Order]()
-    given = [(power, order, _choose(legality, chosen, power, order)) for power, order in _listed(orders)]
+    given = _chosen(legality, chosen, orders)
     done = adjudicate(board, position, chosen)
     ends = dict(zip(legality.units, zip(done.success, done.why, strict=True), strict=True))
     results = _results(board, given, ends)
@@ -99,7 +99,7 @@ def _with_retreats(board: Board, after: Position) -> Position:
 
 def _retreats(board: Board, position: Position, orders: Mapping[int, Sequence[Order]]) -> PhaseOutcome:
     legality, chosen = Legality(board, position), dict[int, Order]()
-    given = [(power, order, _choose(legality, chosen, power, order)) for power, order in _listed(orders)]
+    given = _chosen(legality, chosen, orders)
     goals = [board.province_of[order.target] for order in chosen.values() if order.act == "move"]
     units = [(place, code) for place, code in zip(position.units[::2], position.units[1::2], strict=True)]
     ends: dict[int, tuple[bool, str]] = {}
@@ -143,18 +143,20 @@ def _adjustments(board: Board, position: Position, orders: Mapping[int, Sequence
 _STAGES = {"M": _movement, "R": _retreats, "A": _adjustments}
 
 
-def _listed(orders: Mapping[int, Sequence[Order]]) -> list[tuple[int, Order]]:
-    return [(power, order) for power in sorted(orders) for order in orders[power]]
+def _chosen(
+    legality: Legality, chosen: dict[int, Order], orders: Mapping[int, Sequence[Order]]
+) -> list[tuple[int, Order, str]]:
+    """Note the first legal order of each unit in `chosen`; all orders, each with the reason why it does not count."""
+    return [
+        (power, order, _choose(legality, chosen, power, order)) for power in sorted(orders) for order in orders[power]
+    ]
 
 
 def _choose(legality: Legality, chosen: dict[int, Order], power: int, order: Order) -> str:
     """Note a legal order in `chosen` under its province; otherwise the reason why it does not count."""
     if fault := legality.fault(power, order):
         return f"illegal: {fault}"
-    if order.act == "waive":
-        chosen[-1 - len(chosen)] = order
-        return ""
-    province = legality.board.province_of[order.place]
+    province = legality.board.province_of[order.place] if order.act != "waive" else -1 - len(chosen)
     if province in chosen:
         return "illegal: the unit has an order"
     chosen[province] = order

@@ -1,0 +1,179 @@
+"""Runs of `task.kind = "play"`: what they store, who plays, and what is refused. Kills: test_kill_and_resume.py."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from kill_drill import play_experiment, small_experiment
+from tiny_programmer import tokenizer, untrained
+from transformers import LlamaForCausalLM
+
+from pvg.config.experiment import Experiment
+from pvg.config.load import build_experiment
+from pvg.errors import ConfigurationError, UsageError
+from pvg.evaluation.opponents import check_protocol
+from pvg.game.run import play
+from pvg.store.run_directory import RunDirectory
+from pvg.store.shards import RolloutShards, ShardInfo
+from pvg.store.state import FileStateStore
+from pvg.telemetry.catalogue import metric
+from pvg.telemetry.observer import SilentObserver
+
+
+def changed(**task: Any) -> Experiment:
+    plain = play_experiment().plain()
+    plain["game"]["rounds"] = 1
+    plain["training"]["steps"] = 3
+    plain["task"] = {"kind": "play", **task}
+    return build_experiment(plain)
+
+
+def played(experiment: Experiment, root: Path) -> RunDirectory:
+    run = RunDirectory.create(root, "drill", experiment)
+    with run.lock():
+        outcome = asyncio.run(play(experiment, run, observer=SilentObserver(), stop=asyncio.Event(), resume=False))
+    assert outcome.status == "complete"
+    return run
+
+
+def state_of(run: RunDirectory) -> dict[str, Any]:
+    state = FileStateStore(run.state).load().state
+    assert state is not None
+    return state
+
+
+def rollouts_of(run: RunDirectory) -> list[Any]:
+    return [r for plain in state_of(run)["shards"] for r in RolloutShards(run.path).read(ShardInfo.from_plain(plain))]
+
+
+def records(run: RunDirectory, kind: str) -> list[dict[str, Any]]:
+    return [row for row in map(orjson.loads, run.metrics.read_bytes().splitlines()) if row["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    return played(play_experiment(), tmp_path_factory.mktemp("play"))
+
+
+def test_each_round_has_a_prover_and_a_rating_but_no_verifier(finished: RunDirectory) -> None:
+    state = state_of(finished)
+    assert state["phase"] == "complete"
+    assert sorted(state["weights"]) == ["round-000-prover", "round-001-prover"]
+    first, second = state["rounds"]
+    for row in (first, second):
+        for reference in ("random", "greedy", "base"):
+            assert row[f"points_low_{reference}"] <= row[f"points_{reference}"] <= row[f"points_high_{reference}"]
+    assert "base_points_random" in first
+    assert "base_points_random" not in second
+
+
+def test_decisions_are_rollouts_with_versions_and_rewards(finished: RunDirectory) -> None:
+    trained = [rollout for rollout in rollouts_of(finished) if "/train_prover/" in rollout.id]
+    assert len({rollout.id for rollout in trained}) == len(trained)
+    versions = [rollout.version for rollout in trained]
+    assert versions == sorted(versions)
+    assert len(set(versions)) == 2 * play_experiment().training.steps
+    rewards = [rollout.reward for rollout in trained if rollout.reward is not None]
+    assert rewards
+    assert any(rollout.reward is None for rollout in trained)  # those of the warmups
+    assert {rollout.score for rollout in trained} == {None}
+
+
+def test_later_batches_start_at_states_that_the_policy_reached(finished: RunDirectory) -> None:
+    shares = [row["metrics"]["cached_starts"] for row in records(finished, "step") if row["phase"] == "train_prover"]
+    assert shares[0] == 0.0
+    assert max(shares) == 0.5
+    assert any("@" in rollout.problem_id for rollout in rollouts_of(finished))
+
+
+def test_every_metric_is_in_the_catalogue(finished: RunDirectory) -> None:
+    for kind, place in (("step", "phase"), ("round", None)):
+        for row in records(finished, kind):
+            where = row[place] if place else "round"
+            assert [name for name in row["metrics"] if metric(f"{where}/{name}") is None] == []
+
+
+def test_each_batch_has_statistics_per_phase(finished: RunDirectory) -> None:
+    found = records(finished, "play_phases")
+    assert len(found) == 2 * play_experiment().training.steps
+    for row in found:
+        assert {phase["phase"] for phase in row["phases"]} <= {f"offer-{number}" for number in range(1, 5)}
+        assert all(phase["decisions"] > 0 and phase["prompt_tokens"] >= 5 for phase in row["phases"])
+
+
+@pytest.mark.parametrize("opponent", ["greedy", "base"])
+def test_against_an_opponent_only_the_policys_seat_is_trained_and_stored(opponent: str, tmp_path: Path) -> None:
+    run = played(changed(opponent=opponent, references=[], warmup=0, groups="phase", reward="dense"), tmp_path)
+    seats: dict[str, set[str]] = {}
+    for rollout in rollouts_of(run):
+        game, seat = rollout.id.rsplit("/", 2)[0], rollout.id.rpartition("-")[2]
+        seats.setdefault(game, set()).add(seat)
+    assert all(len(found) == 1 for found in seats.values())
+    assert {seat for found in seats.values() for seat in found} == {"buyer", "seller"}
+
+
+def test_games_that_do_not_wait_for_each_other_train_too(tmp_path: Path) -> None:
+    run = played(changed(in_step=False, references=["random"], horizon=2, quiet_rounds=2), tmp_path)
+    assert len(rollouts_of(run)) > 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("rollout", {"prefetch": "fresh"}, "rollout.prefetch"),
+        ("training", {"dynamic_sampling": 2}, "training.dynamic_sampling"),
+        ("training", {"loss": "spo"}, "compares decisions in groups"),
+        ("game", {"stop": "score_parity"}, "game.stop"),
+        ("task", {"game": "chess"}, "Known games"),
+    ],
+)
+def test_what_self_play_cannot_do_is_refused(key: str, value: dict[str, Any], says: str, tmp_path: Path) -> None:
+    plain = changed().plain()
+    plain[key] |= value
+    with pytest.raises(ConfigurationError, match=says):
+        played(build_experiment(plain), tmp_path)
+
+
+def diplomacy(folder: Path, positions: int, prompts: str) -> Experiment:
+    """One step of Diplomacy with an untrained character model."""
+    config = untrained().config
+    config.max_position_embeddings = positions
+    fast = tokenizer()
+    fast.model_max_length = positions
+    fast.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    fast.save_pretrained(folder)
+    plain = changed(game="diplomacy", problems=8, test_problems=2, warmup=1, horizon=2, references=["greedy"]).plain()
+    plain["models"]["prover"] = {"source": str(folder)}
+    plain["rollout"] |= {"group_size": 2, "max_tokens": 12, "prompts": prompts}
+    plain["training"] |= {"groups": 2, "steps": 1}
+    plain["game"]["test"] = {"problems": 1, "samples": 1}
+    return build_experiment(plain)
+
+
+@pytest.mark.drill
+def test_diplomacy_trains_all_seats_that_decide_together(tmp_path: Path) -> None:
+    """With a random policy all orders are unreadable, so units hold; the scripts do not, and matches have results."""
+    run = played(diplomacy(tmp_path / "model", 4096, "chat"), tmp_path)
+    trained = [rollout for rollout in rollouts_of(run) if rollout.reward is not None]
+    seats = {rollout.id.rpartition("-")[2] for rollout in trained}
+    assert len(seats) > 2
+    sizes = Counter((rollout.group, rollout.prompt_ids.tobytes()) for rollout in trained)
+    assert set(sizes.values()) == {2}  # two continuations: the same prompt within a group
+    assert state_of(run)["rounds"][0]["points_greedy"] < 0.5
+
+
+def test_a_prompt_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"A prompt of the game has \d+ tokens"):
+        played(diplomacy(tmp_path / "model", 1000, "chat"), tmp_path)
+
+
+def test_it_has_no_verifier_to_evaluate() -> None:
+    check_protocol(small_experiment(), ["tax"])
+    with pytest.raises(UsageError, match="has none"):
+        check_protocol(changed(), [])
