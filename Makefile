@@ -20,8 +20,8 @@ PEERS_STAMP := $(PEERS)/.installed
 GAMES_PEER       := .venv-games-peer
 GAMES_PEER_STAMP := $(GAMES_PEER)/.installed
 
-# Tests run side by side, with one thread each.
-TEST_PROCESSES := 2
+# Tests run side by side, with one thread each. Three keep two cores busy, because some tests wait.
+TEST_PROCESSES := 3
 # Python keeps its bytecode. Otherwise every process that a test starts would compile pvg again.
 unexport PYTHONDONTWRITEBYTECODE
 

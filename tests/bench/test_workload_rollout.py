@@ -89,8 +89,8 @@ def test_the_shared_part_of_the_prompts() -> None:
     def share(*overrides: str) -> float:
         return float(use("rollout", [*FEW, *overrides], lambda w, _: w.derived()["prefix_share"]))
 
-    # Of 11 prompt tokens the last is each row's own first input; three of four rows need no prefill.
-    assert share() == pytest.approx(10 / 11 * 3 / 4)
+    # The engine reads the prompt of four rows once.
+    assert share() == pytest.approx(3 / 4)
     assert share("workload.engine=transformers") == 0.0
 
 
