@@ -50,6 +50,16 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
+class Wording:
+    """What a prompt says besides a task's question: instructions per role, and an example of a question with the answer
+    of each role. A task gives its own one as `wording` in the metadata of its problems (pvg.game.roles)."""
+
+    instructions: Mapping[Role, str]
+    question: str
+    answers: Mapping[Role, str]
+
+
+@dataclass(frozen=True, slots=True)
 class Checks:
     """The results of executing a solution, for tasks that execute them (pvg.tasks.code).
 

@@ -34,7 +34,10 @@ def test_there_are_no_more_settings_than_one_can_know() -> None:
     assert of_clusters == {*(f"cluster.{name}" for name in counts), "cluster.address"}
 
 
-@pytest.mark.parametrize("name", ["modchain", "code", "qwen-gsm8k-lora", "smollm2-gsm8k"])
+NAMES = ("modchain", "code", "diplomacy-mini", "diplomacy-plan", "qwen-gsm8k-lora", "smollm2-gsm8k")
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_commented_experiment_reads_back_as_the_same_one(name: str) -> None:
     experiment = load_experiment(find_experiment(name))
     text = commented_toml(experiment)

@@ -31,6 +31,7 @@ from pvg.games.diplomacy.orders import Order, write
 from pvg.games.diplomacy.phases import deciders, step
 from pvg.games.diplomacy.position import NOBODY, Position, Unit
 from pvg.games.diplomacy.standard import standard_board
+from pvg.games.diplomacy.text import long_order
 
 BOARD = standard_board()
 ROOT = Path(__file__).parents[2]
@@ -100,25 +101,10 @@ def adjustments(draw: random.Random, legality: Legality, power: int, listed: Map
 
 def peer_orders(position: Position, orders: Orders) -> dict[str, list[str]]:
     """The orders in the package's notation."""
-    letters = {BOARD.province_of[unit.place]: "AF"[unit.fleet] for unit in position.unit_list()}
     return {
-        BOARD.powers[power].upper(): [peer_order(o, letters, position.stage) for o in given]
+        BOARD.powers[power].upper(): [long_order(BOARD, position, order) for order in given]
         for power, given in orders.items()
     }
-
-
-def peer_order(order: Order, letters: Mapping[int, str], stage: str) -> str:
-    places = [name.upper() for name in BOARD.places]
-    unit = f"{order.unit} {places[order.place]}"
-    if order.act == "move" and stage == "R":
-        return f"{unit} R {places[order.target]}"
-    if order.act == "move":
-        return f"{unit} - {places[order.target]}{' VIA' if order.via else ''}"
-    if order.act in ("support", "convoy"):
-        helped = f"{letters[BOARD.province_of[order.origin]]} {places[order.origin]}"
-        aim = f" - {places[order.target]}" if order.target >= 0 else ""
-        return f"{unit} {'SC'[order.act == 'convoy']} {helped}{aim}"
-    return f"{unit} {order.act[0].upper()}"
 
 
 def peer_state(position: Position) -> dict[str, Any]:

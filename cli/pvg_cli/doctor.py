@@ -27,6 +27,7 @@ LEAST_MEMORY_GB = 2.0  # torch, transformers and the embedded models need about 
 EXTRAS = {
     "lora": ("peft",),
     "reasoning-gym": ("reasoning-gym",),
+    "textarena": ("textarena",),
     "profile": ("py-spy",),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),

@@ -14,7 +14,21 @@ import typer
 
 from pvg import __version__
 from pvg.spinning import bound_spinning
-from pvg_cli import bench, compare, config, diagnose, doctor, evaluate, plan, profile, report, serve, study, train
+from pvg_cli import (
+    bench,
+    compare,
+    config,
+    diagnose,
+    doctor,
+    evaluate,
+    plan,
+    profile,
+    report,
+    serve,
+    serve_env,
+    study,
+    train,
+)
 from pvg_cli.boundary import Commands
 
 # Otherwise transformers draws progress bars into the live display while it loads weights.
@@ -48,6 +62,7 @@ def main(
 
 train.register(app)
 serve.register(app)
+serve_env.register(app)
 bench.register(app)
 compare.register(app)
 study.register(app)

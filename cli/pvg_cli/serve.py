@@ -105,7 +105,7 @@ def _run(spec: ServerSpec, experiment: Experiment, purpose: str, shown: ServeWat
     from pvg.servers.process import ServerFailedError, VllmServer
 
     async def work() -> None:
-        _cancel_at_signals()
+        cancel_at_signals()
         try:
             async with VllmServer.start(spec, shown.progressed) as server:
                 shown.ready(server)
@@ -133,7 +133,7 @@ def _run(spec: ServerSpec, experiment: Experiment, purpose: str, shown: ServeWat
         raise typer.Exit(EXIT_STOPPED) from None
 
 
-def _cancel_at_signals() -> None:
+def cancel_at_signals() -> None:
     """Cancel the running task at Ctrl-C, SIGTERM or when the terminal closes. Only once, because the server needs time
     to end. Signals that the shell made us ignore stay ignored: SIGINT in the background, SIGHUP under nohup."""
     import asyncio

@@ -327,6 +327,8 @@ def _verifier_servers(experiment: AllSections) -> Iterator[str]:
 
 
 def _roles(experiment: AllSections) -> Iterator[str]:
+    if experiment.task.kind == "play":  # one role, and rewards of its own
+        return
     game, reward = experiment.game, experiment.game.reward.kind
     one_role = game.sneaky_share in (0.0, 1.0)
     if reward in TWO_ROLE_REWARDS and one_role:
@@ -369,6 +371,21 @@ def _code(experiment: AllSections) -> Iterator[str]:
         yield (
             f"game.protocol = {protocol!r} needs solutions in steps with an answer, but task.kind = 'code' has "
             "programs; set game.protocol to 'direct'"
+        )
+
+
+def _mini_plans(experiment: AllSections) -> Iterator[str]:
+    if experiment.task.kind != "diplomacy_mini":
+        return
+    if experiment.rollout.prompts == "chat":
+        yield (
+            "rollout.prompts = 'chat' has no instructions for task.kind = 'diplomacy_mini', whose problems are for the "
+            "embedded models; set it to 'tag'"
+        )
+    if experiment.game.protocol.kind == "decoupled":
+        yield (
+            "game.protocol = 'decoupled' needs an answer that a translation can keep, but a plan of task.kind = "
+            "'diplomacy_mini' is its own answer; set game.protocol to 'direct' or 'challenge'"
         )
 
 
@@ -522,7 +539,7 @@ def _trainer_ranks(experiment: AllSections) -> Iterator[str]:
 
 IMPOSSIBLE = (
     *(_batch_sizes, _old_logprobs, _prefetch, _deadline, _prover_servers, _verifier_servers, _trained_layers),
-    *(_roles, _dynamic_sampling, _code, _translators, _challenge, _play, _workers),
+    *(_roles, _dynamic_sampling, _code, _mini_plans, _translators, _challenge, _play, _workers),
 )
 
 

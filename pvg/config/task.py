@@ -11,7 +11,7 @@ from pydantic import (
     model_validator,
 )
 
-from pvg.config.base import ByKind, Count, DataFolder, Folder, Fraction, Positive, Section, Weight
+from pvg.config.base import ByKind, Count, DataFolder, Folder, Fraction, NotEmpty, Positive, Section, Weight
 from pvg.config.hub_ids import is_hub_id
 from pvg.extensions import REFERENCE_PATTERN, Reference
 
@@ -101,8 +101,8 @@ class PlayTask(Section):
     """Whole games, which the policy learns by playing against itself or a reference (docs/self-play.md)."""
 
     kind: Literal["play"] = "play"
-    game: Annotated[str, Field(pattern=rf"^[a-z][a-z0-9-]*$|{REFERENCE_PATTERN}")] = Field(
-        "negotiation", description="A game of pvg (pvg/games), or a class of your own as FILE.py:NAME."
+    game: Annotated[str, Field(pattern=rf"^[a-z][a-z0-9-]*$|{REFERENCE_PATTERN}|^(textarena|openenv):\S+$")] = Field(
+        "negotiation", description="A game of pvg, FILE.py:NAME, textarena:NAME, or openenv:URL (docs/environments.md)."
     )
     problems: Count = Field(1024, description="Starts of training games.")
     test_problems: Count = Field(256, description="Starts of rated games.")
@@ -137,6 +137,56 @@ class PlayTask(Section):
     )
 
 
+class DiplomacyPlanTask(Section):
+    """Plans on the full Diplomacy map: orders and claims that no reply of the others refutes (docs/diplomacy.md)."""
+
+    kind: Literal["diplomacy_plan"] = "diplomacy_plan"
+    problems: Count = Field(256, description="Training problems.")
+    test_problems: Count = Field(64, description="Test problems.")
+    replies: Count = Field(
+        1000, description="Most replies that the grader tries. A plan with more replies gets so many sampled ones."
+    )
+    seed: int = Field(0, description="Seed of the problems.")
+
+
+class DiplomacyOutcomeTask(Section):
+    """Adjudication of one Diplomacy phase, step by step: the result of each order (docs/diplomacy.md)."""
+
+    kind: Literal["diplomacy_outcome"] = "diplomacy_outcome"
+    board: Literal["standard", "mini"] = Field("standard", description="The full map, or the one of 8 provinces.")
+    most_units: Annotated[int, Field(ge=2, le=34)] = Field(8, description="Most units of a problem.")
+    problems: Count = Field(512, description="Training problems.")
+    test_problems: Count = Field(128, description="Test problems.")
+    seed: int = Field(0, description="Seed of the problems.")
+
+
+class OpenEnvTask(Section):
+    """Environments of an OpenEnv server whose episodes take one step: the prompt is the problem, the reward the grade
+    (docs/environments.md)."""
+
+    kind: Literal["openenv"] = "openenv"
+    url: Annotated[str, Field(pattern=r"^(https?|wss?)://[^/\s?#@]+(/[^\s?#]*)?$")] = Field(
+        "http://127.0.0.1:8010", description="URL of the server, without /ws."
+    )
+    prompt_field: NotEmpty = Field("prompt", description="Field of the observation that holds the prompt.")
+    action_field: NotEmpty = Field("message", description="Field of the action that takes the completion.")
+    threshold: float = Field(1.0, description="Reward from which a completion counts as correct.")
+    problems: Count = Field(256, description="Training problems.")
+    test_problems: Count = Field(64, description="Test problems.")
+    seed: Annotated[int, Field(ge=0, le=2**29)] = Field(0, description="Seed of the first test problem.")
+    sessions: Count = Field(1, description="Sessions that pvg uses at once. Many servers allow only one.")
+    timeout_s: Positive = Field(60.0, description="Longest wait for a reply in seconds.")
+
+
+class DiplomacyMiniTask(Section):
+    """Plans on a map of 8 provinces that hold against every reply: `deg/bf>d?` -> `d.;e+d;g.` (docs/diplomacy.md)."""
+
+    kind: Literal["diplomacy_mini"] = "diplomacy_mini"
+    problems: Count = Field(700, description="Training problems.")
+    test_problems: Count = Field(192, description="Test problems.")
+    seed: int = Field(0, description="Seed of the order of the problems.")
+
+
 class CustomTask(Section):
     """A task in a file of your own: `source` names the class, and `settings` are its arguments (docs/research.md)."""
 
@@ -150,9 +200,23 @@ TASKS: dict[str, type[Section]] = {
     "gsm8k": Gsm8kTask,
     "reasoning_gym": ReasoningGymTask,
     "code": CodeTask,
+    "diplomacy_mini": DiplomacyMiniTask,
+    "diplomacy_plan": DiplomacyPlanTask,
+    "diplomacy_outcome": DiplomacyOutcomeTask,
     "play": PlayTask,
+    "openenv": OpenEnvTask,
     "custom": CustomTask,
 }
 TaskSection = Annotated[
-    ModchainTask | Gsm8kTask | ReasoningGymTask | CodeTask | PlayTask | CustomTask, ByKind("modchain")
+    ModchainTask
+    | Gsm8kTask
+    | ReasoningGymTask
+    | CodeTask
+    | DiplomacyMiniTask
+    | DiplomacyPlanTask
+    | DiplomacyOutcomeTask
+    | PlayTask
+    | OpenEnvTask
+    | CustomTask,
+    ByKind("modchain"),
 ]

@@ -27,6 +27,7 @@ from pvg.game.play_phase import base_policy, encoder, play_task
 from pvg.game.session import Session, finite
 from pvg.game.states import GameState, Phase
 from pvg.records import BASE_SOURCE, Rollout, source_of_round
+from pvg.rollout.game_records import game_record
 from pvg.rollout.games import Fork, Opponent, PlayedGame, game_start, play_games
 from pvg.rollout.gathering import SampleCall
 from pvg.seeds import draw_cyclic, seed_for
@@ -103,6 +104,11 @@ async def _matches(session: Session, source: str, reference: str, opponent: Oppo
         in_step=play_task(session).section.in_step,
     )
     session.ledger.keep(_rollouts(played, seats))
+    if source != BASE_SOURCE and seats:  # one game for `pvg report` to show
+        seat, match = seats[0][1], played[0][0]
+        players = {other: "policy" if other == seat else reference for other in game.values(match.states[0])}
+        name = play_task(session).section.game
+        session.ledger.record("game", **game_record(session.state.round, name, game, match, players).plain())
     results: list[list[float]] = [[] for _ in starts]
     gains: list[list[float]] = [[] for _ in starts]
     for (number, seat), matches in zip(seats, played, strict=True):

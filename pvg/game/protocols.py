@@ -24,6 +24,12 @@ the length limit, gets no question.
 Steps come from the task if it is `SplitsSteps`. Otherwise they are the lines of the text, or the parts between
 semicolons if the text has one line. With `rollout.prompts = "tag"` the question is the step's number and a question
 mark; the other styles quote the step. The choice of a step uses neither role nor grade (invariant 3).
+
+A task that is `AnswersQuestions` provides the questions, and answers them in place of the prover. For example, the plan
+games ask "what if the enemy orders this?". `"weakest"` then asks the question with the lowest V(solution and question)
+among MOST_CONSIDERED drawn ones. The verifier chooses before it reads the answer.
+
+    question deg/bf>d?     prover d.;e+d;gh     verifier ?bd;fe     task =+
 """
 
 from __future__ import annotations
@@ -52,7 +58,7 @@ from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_directory import RunDirectory
 from pvg.store.samples import SampleColumns
 from pvg.store.state import FileStateStore
-from pvg.tasks.task import SplitsSteps, Task
+from pvg.tasks.task import AnswersQuestions, SplitsSteps, Task
 from pvg.telemetry.spans import span
 from pvg.verifier.backend import Scorer
 
@@ -168,6 +174,7 @@ def read_newest_prover(directory: Path) -> dict[str, Tensor]:
 Place = tuple[int, int]  # start and end of a step in the text
 
 MOST_QUOTED = 160  # characters of a step that a question quotes; pvg.rollout.episodes.QUOTED_ROOM leaves room for them
+MOST_CONSIDERED = 16  # questions of an AnswersQuestions task that the verifier scores for one solution, to limit time
 PIECES = {True: re.compile(r"[^\n]+"), False: re.compile(r"[^;]+;?")}
 
 
@@ -208,7 +215,7 @@ def steps_of(task: Task, text: str) -> list[Place]:
 
 class ChallengeEnvironment(Environment):
     """Asks one question per episode and allows an answer of at most `max_tokens` tokens. `scorer` finds the weakest
-    step; None: `seed` and the episode's id draw a step."""
+    step; None: `seed` and the episode's id draw a step. A task that is `AnswersQuestions` answers itself."""
 
     graded_turn = 0
 
@@ -224,6 +231,8 @@ class ChallengeEnvironment(Environment):
 
     async def observe(self, transcripts: Sequence[Transcript]) -> list[Observation | None]:
         texts = [self._solution(transcript) for transcript in transcripts]
+        if isinstance(self._task, AnswersQuestions):
+            return await self._answered(self._task, transcripts, texts)
         steps = [[] if text is None else steps_of(self._task, text) for text in texts]
         numbers = await self._chosen(transcripts, steps)
         found: list[Observation | None] = []
@@ -239,6 +248,47 @@ class ChallengeEnvironment(Environment):
         if transcript.turn or not transcript.stopped:
             return None
         return self._tokenizer.decode(transcript.completion_ids[:-1])
+
+    async def _answered(
+        self, task: AnswersQuestions, transcripts: Sequence[Transcript], texts: Sequence[str | None]
+    ) -> list[Observation | None]:
+        """A question and the task's answer for each transcript."""
+        problems = [transcript.problem for transcript in transcripts]
+        asked = [
+            [] if text is None else task.questions(problem, text) for problem, text in zip(problems, texts, strict=True)
+        ]
+        encode = self._tokenizer.encode
+        most = 1 if self._scorer is None else MOST_CONSIDERED
+        asked = [self._some(transcript, found, most) for transcript, found in zip(transcripts, asked, strict=True)]
+        if self._scorer is None:
+            chosen = [0 if found else None for found in asked]
+        else:
+            candidates = [
+                _prefix(t, np.concatenate([t.completion_ids[:-1], encode(question)]), self._tokenizer)
+                for t, found in zip(transcripts, asked, strict=True)
+                for question in found
+            ]
+            scores_N = await self._scorer.score(candidates)
+            ends = np.cumsum([len(found) for found in asked]).tolist()
+            chosen = [
+                int(scores_N[end - len(found) : end].argmin()) if found else None
+                for found, end in zip(asked, ends, strict=True)
+            ]
+        observed: list[Observation | None] = []
+        for problem, text, found, number in zip(problems, texts, asked, chosen, strict=True):
+            if text is None or number is None:
+                observed.append(None)
+                continue
+            told = found[number] + task.answer(problem, text, found[number])
+            observed.append(Observation(encode(told), told, 0))
+        return observed
+
+    def _some(self, transcript: Transcript, questions: list[str], most: int) -> list[str]:
+        """At most `most` of the questions, drawn by the seed and the episode's id."""
+        if len(questions) <= most:
+            return questions
+        drawn = generator_for(self._seed, "challenge", transcript.id).choice(len(questions), most, replace=False)
+        return [questions[number] for number in sorted(drawn.tolist())]
 
     async def _chosen(self, transcripts: Sequence[Transcript], steps: Sequence[Sequence[Place]]) -> list[int | None]:
         """The step to ask about for each transcript, counted from 0; None if it has no steps."""

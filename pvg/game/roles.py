@@ -1,7 +1,8 @@
 """The two roles of the prover: one policy with two prompts.
 
 Styles: `tag` puts one character before the question (embedded models), `chat` uses the model's chat template with one
-system message per role, `plain` gives the bare question to both roles.
+system message per role, `plain` gives both roles the bare question. If the task has its own wording, `plain` puts its
+helpful instructions and example before the question.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 from pvg.config.experiment import Experiment
 from pvg.errors import StateError
 from pvg.models.tokenizer import Tokenizer
-from pvg.records import Int32, Problem, Role, SolverSolution
+from pvg.records import Int32, Problem, Role, SolverSolution, Wording
 from pvg.rollout.dispatcher import GroupOrder
 
 TAGS = {Role.HELPFUL: "H", Role.SNEAKY: "S"}
@@ -68,16 +69,8 @@ CODE_EXAMPLE_ANSWERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Wording:
-    """The text of "chat" prompts: instructions per role, and an example as an earlier turn."""
-
-    instructions: Mapping[Role, str]
-    question: str
-    answers: Mapping[Role, str]
-
-
-# Chosen by `wording` in a problem's metadata, which the task sets. Default: the answer is a number.
+# Chosen by `wording` in a problem's metadata, which the task sets: one of these names, or a Wording of the task itself.
+# Default: the answer is a number.
 NUMBER, CODE = "number", "code"
 WORDINGS = {
     NUMBER: Wording(INSTRUCTIONS, EXAMPLE_QUESTION, EXAMPLE_ANSWERS),
@@ -111,12 +104,20 @@ def _tag(tokenizer: Tokenizer) -> Render:
 
 
 def _plain(tokenizer: Tokenizer) -> Render:
-    return lambda problem, role: tokenizer.encode(problem.question)
+    def render(problem: Problem, role: Role) -> Int32:
+        wording = problem.metadata.get("wording")
+        if not isinstance(wording, Wording):
+            return tokenizer.encode(problem.question)
+        parts = [wording.instructions[Role.HELPFUL], wording.question, wording.answers[Role.HELPFUL], problem.question]
+        return tokenizer.encode("\n\n".join(parts) + "\n\n")
+
+    return render
 
 
 def _chat(tokenizer: Tokenizer) -> Render:
     def render(problem: Problem, role: Role) -> Int32:
-        wording = WORDINGS[problem.metadata.get("wording", NUMBER)]
+        named = problem.metadata.get("wording", NUMBER)
+        wording = named if isinstance(named, Wording) else WORDINGS[named]
         messages = [
             {"role": "system", "content": wording.instructions[role]},
             {"role": "user", "content": wording.question},

@@ -11,7 +11,7 @@ from pvg.games.diplomacy.game import Diplomacy
 from pvg.games.game import GameRules
 from pvg.games.negotiation import Negotiation
 
-__all__ = ["GAMES", "open_game"]
+__all__ = ["GAMES", "OTHER_PROJECTS", "is_game", "open_game"]
 
 # `task.game` -> the function that opens a game.
 GAMES: dict[str, Callable[[], GameRules[Any]]] = {
@@ -20,17 +20,44 @@ GAMES: dict[str, Callable[[], GameRules[Any]]] = {
 }
 
 
-def open_game(name: str, key: str = "task.game") -> GameRules[Any]:
-    """The game that `name` means for the setting `key`: one of GAMES, or a class in a user's file (`FILE.py:NAME`).
+def _textarena(name: str) -> GameRules[Any]:
+    from pvg.games.textarena import open_textarena
 
-    Raises ConfigurationError for another name, and for a file that cannot be used.
+    return open_textarena(name)
+
+
+def _openenv(name: str) -> GameRules[Any]:
+    from pvg.games.openenv import open_openenv
+
+    return open_openenv(name)
+
+
+# The beginning of a name -> the function that opens the game of another project, given the rest of the name.
+OTHER_PROJECTS: dict[str, Callable[[str], GameRules[Any]]] = {"textarena:": _textarena, "openenv:": _openenv}
+
+
+def is_game(name: str) -> bool:
+    """Whether `open_game` reads `name` as a game. The game may still be missing or unusable."""
+    return name in GAMES or is_reference(name) or name.startswith(tuple(OTHER_PROJECTS))
+
+
+def open_game(name: str, key: str = "task.game") -> GameRules[Any]:
+    """The game that `name` means for the setting `key`: one of GAMES, a class in a user's file (`FILE.py:NAME`), or a
+    game of another project: `textarena:NAME`, `openenv:URL`.
+
+    Raises ConfigurationError for another name, and for a file or a game that cannot be used, and
+    MissingRequirementError if the other project's package is missing.
     """
+    for prefix, opener in OTHER_PROJECTS.items():
+        if name.startswith(prefix):
+            return opener(name.removeprefix(prefix))
     if is_reference(name):
         kind = load(key, name)
         game: GameRules[Any] = called(key, name, kind)
         return game
     if name not in GAMES:
         raise ConfigurationError(
-            f"{key} = {name!r} is not a game.", f"Known games: {', '.join(GAMES)}. A game of yours: FILE.py:NAME."
+            f"{key} = {name!r} is not a game.",
+            f"Known games: {', '.join(GAMES)}, textarena:NAME, openenv:URL. A game of yours: FILE.py:NAME.",
         )
     return GAMES[name]()

@@ -3,10 +3,10 @@
     python -m pvg.models.embedded_training all                 # about 2 minutes per model on one core
     python -m pvg.models.embedded_training prover --steps 600 --out /tmp/models
 
-Each is a small Llama that imitates written modchain solutions. The prover's training solutions contain deliberate
-flaws, more often under the sneaky tag than under the helpful one. So it knows the arithmetic but copies the errors,
-which leaves headroom for reinforcement learning. The verifiers saw only flawless solutions without tags: a small model
-must be able to write a solution before it can judge one.
+Each is a small Llama that imitates written solutions, of modchain or of the plan game (pvg.models.embedded_plans). The
+prover's training solutions contain deliberate flaws, more often under the sneaky tag than under the helpful one. So it
+knows the arithmetic but copies the errors, which leaves headroom for reinforcement learning. The verifiers saw only
+flawless solutions without tags: a small model must be able to write a solution before it can judge one.
 
 Invariants: no model is trained on the default task's test problems. The figures in recipe.json are measured on these,
 with the weights as stored (rounded to float16).
@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -32,12 +32,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pvg.config.load import EMBEDDED
 from pvg.config.models import ModelSection
-from pvg.config.task import ModchainTask
+from pvg.config.task import DiplomacyMiniTask, ModchainTask
+from pvg.models import embedded_plans as plans
 from pvg.models import open_model
-from pvg.models.characters import EOS, modchain_tokenizer
+from pvg.models.characters import EOS, diplomacy_tokenizer, modchain_tokenizer
 from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Problem
+from pvg.tasks.diplomacy.mini import DiplomacyMini
 from pvg.tasks.modchain import Modchain, chain_problem, clean_trace, flawed_trace, possible_mistakes
 
 if TYPE_CHECKING:
@@ -55,7 +57,8 @@ class EmbeddedModelRecipe:
 
     `dialogues`: one third of the rows are solutions, one third translate a solver's solution, and one third answer a
     question about a step (see `translation` and `answered_step`). `unfaithful` maps each tag to its share of unfaithful
-    translations. `start`: the embedded model that training starts from; "": random weights.
+    translations. `start`: the embedded model that training starts from; "": random weights. `game`: the task whose
+    solutions it imitates.
     """
 
     name: str
@@ -74,6 +77,7 @@ class EmbeddedModelRecipe:
     weight_decay: float = 0.01
     gradient_clip: float = 1.0
     seed: int = 0
+    game: Literal["modchain", "plans"] = "modchain"
 
 
 RECIPES = {
@@ -94,7 +98,14 @@ RECIPES = {
     "verifier": EmbeddedModelRecipe("modchain-verifier", 3, 96, 192, 4, steps=800, flawed={"": 0.0}),
     "verifier-small": EmbeddedModelRecipe("modchain-verifier-small", 3, 64, 128, 4, steps=800, flawed={"": 0.0}),
     "verifier-tiny": EmbeddedModelRecipe("modchain-verifier-tiny", 3, 16, 32, 2, steps=800, flawed={"": 0.0}),
+    "diplomacy-prover": EmbeddedModelRecipe(
+        "diplomacy-prover", 3, 128, 192, 4, steps=500, flawed={"H": 0.4, "S": 0.7}, game="plans"
+    ),
+    "diplomacy-verifier": EmbeddedModelRecipe(
+        "diplomacy-verifier", 3, 96, 192, 4, steps=500, flawed={"": 0.0}, game="plans"
+    ),
 }
+TOKENIZERS = {"modchain": modchain_tokenizer, "plans": diplomacy_tokenizer}
 
 
 # --- data --------------------------------------------------------------------------------------------------------
@@ -120,6 +131,8 @@ def training_batch(
     recipe: EmbeddedModelRecipe, tokenizer: Tokenizer, rng: np.random.Generator, excluded: frozenset[str]
 ) -> tuple[Tensor, Tensor]:
     """(ids_BL, targets_BL) int64. Targets are the next tokens inside the solution, and IGNORED elsewhere."""
+    if recipe.game == "plans":
+        return rows_to_tensors(plans.rows_of(recipe.flawed, recipe.batch, rng), tokenizer)
     tags = list(recipe.flawed)
     rows = []
     for index in range(recipe.batch):
@@ -197,7 +210,7 @@ def train(recipe: EmbeddedModelRecipe, on_step: Callable[[int, float], None]) ->
     """Train by `recipe`, then round to float16 and back. Calls `on_step(step, loss)`. The caller owns the model."""
     torch.manual_seed(recipe.seed)
     rng = np.random.default_rng(recipe.seed)
-    tokenizer = Tokenizer(modchain_tokenizer(), recipe.name)
+    tokenizer = Tokenizer(TOKENIZERS[recipe.game](), recipe.name)
     module = build_module(recipe, tokenizer).train()
     if recipe.start:
         with open_model(ModelSection(source=f"embedded:{recipe.start}"), torch.device("cpu")) as start:
@@ -307,7 +320,25 @@ def dialogue_metrics(model: LanguageModel, recipe: EmbeddedModelRecipe) -> dict[
     return metrics
 
 
+def plan_metrics(model: LanguageModel, tags: Sequence[str]) -> dict[str, Any]:
+    """Per tag, at temperature 1 on the held-out problems: shares of legal, sound and proven refutable plans."""
+    task, problems = DiplomacyMini(DiplomacyMiniTask()), plans.held_out_plans()
+    metrics: dict[str, Any] = {}
+    for tag in tags:
+        texts = sample(model, [tag + problem.question for problem in problems], seed=1)
+        grades = [task.grade(problem, text) for problem, text in zip(problems, texts, strict=True)]
+        shares = {
+            "legal": [grade.well_formed for grade in grades],
+            "sound": [grade.correct for grade in grades],
+            "certified": [grade.checks is not None and grade.checks.certified for grade in grades],
+        }
+        metrics[tag or "untagged"] = {name: round(float(np.mean(found)), 4) for name, found in shares.items()}
+    return metrics
+
+
 def measure(recipe: EmbeddedModelRecipe, model: LanguageModel) -> dict[str, Any]:
+    if recipe.game == "plans":
+        return plan_metrics(model, list(recipe.flawed))
     if "H" not in recipe.flawed:
         return verifier_metrics(model)
     dialogues = {"dialogues": dialogue_metrics(model, recipe)} if recipe.dialogues else {}

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -19,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 from pvg.models.blocked_layers import blocked_layer, turns_of, why_not
-from pvg.models.packing import PackedRows, causal_attention, last_attention, packed_attention
+from pvg.models.packing import PackedRows, last_attention, last_tokens, pack_rows, packed_attention
 
 # Exactly these types: a subclass may compute something else.
 DECODERS = (LlamaModel, Qwen2Model)
@@ -50,24 +51,28 @@ def fused_hidden(decoder: nn.Module, packed: PackedRows, blocked: bool) -> Tenso
     return _norm(model.norm, hidden_TD)
 
 
-def last_hidden(decoder: nn.Module, ids_BL: Tensor, lengths_B: Tensor) -> Tensor:
+def last_hidden(decoder: nn.Module, ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor:
     """The last hidden state of each row's last token, [B, D], by pvg.models.blocked_layers. See `why_not_last` for
-    supported decoders. Rows are padded on the right. Differentiable.
+    supported decoders. Rows are padded on the right; equal prompts are computed once. Differentiable.
 
     The last layer needs only keys and values of all tokens; the rest of it is computed for B tokens.
     """
     model = cast(Any, decoder)
-    rows, width = ids_BL.shape
-    hidden_TD = model.embed_tokens(ids_BL).flatten(0, 1)
-    positions_1L = torch.arange(width, device=ids_BL.device)[None]
-    cos_1LE, sin_1LE = model.rotary_emb(hidden_TD, positions_1L)
-    turns_TP = turns_of(cos_1LE[0], sin_1LE[0]).repeat(rows, 1)
+    # Packed rows lack their last token, so each gets one more. The last token that counts belongs to the completion.
+    rows = [
+        np.append(ids[:length], 0).astype(np.int32)
+        for ids, length in zip(ids_BL.cpu().numpy(), lengths_B.tolist(), strict=True)
+    ]
+    starts_B = torch.minimum(prompt_lengths_B, lengths_B - 1).cpu().numpy()
+    packed = pack_rows(rows, starts_B, ids_BL.device)
+    hidden_TD = model.embed_tokens(packed.ids_1T)[0]
+    cos_1TE, sin_1TE = model.rotary_emb(hidden_TD, packed.positions_1T)
+    turns_TP = turns_of(cos_1TE[0], sin_1TE[0])
     *layers, top = model.layers
     for layer in layers:
-        hidden_TD = blocked_layer(layer, hidden_TD, turns_TP, partial(causal_attention, rows=rows))
-    last_B = torch.arange(rows, device=ids_BL.device) * width + lengths_B - 1
-    attend = partial(last_attention, last_B=last_B, mask_BL=positions_1L < lengths_B[:, None])
-    return _norm(model.norm, blocked_layer(top, hidden_TD, turns_TP, attend, last_B))
+        hidden_TD = blocked_layer(layer, hidden_TD, turns_TP, partial(packed_attention, packed=packed))
+    attend = partial(last_attention, packed=packed)
+    return _norm(model.norm, blocked_layer(top, hidden_TD, turns_TP, attend, last_tokens(packed)))
 
 
 def why_not_last(decoder: nn.Module, tokens: int) -> str | None:

@@ -151,14 +151,16 @@ class VerifierModel(nn.Module):
             raise ModelClosedError(f"verifier {self._language_model.name!r} is closed")
         return self.backbone
 
-    def _last_hidden(self, input_ids_BL: Tensor, lengths_B: Tensor) -> Tensor:
-        """The hidden state of each row's last token: float32 [B, D].
+    def _last_hidden(self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor | None = None) -> Tensor:
+        """The hidden state of each row's last token: float32 [B, D]. With `prompt_lengths_B`, equal prompts may be
+        computed once.
 
         Only training uses fused layers, because a score must not depend on its batch (pvg.models.packing).
         """
         decoder = self._open_backbone().get_decoder()
         if self.fused_layers and torch.is_grad_enabled() and why_not_last(decoder, input_ids_BL.shape[1]) is None:
-            return last_hidden(decoder, input_ids_BL, lengths_B).float()
+            starts_B = torch.ones_like(lengths_B) if prompt_lengths_B is None else prompt_lengths_B
+            return last_hidden(decoder, input_ids_BL, lengths_B, starts_B).float()
         hidden_BLD = decoder(input_ids=input_ids_BL, use_cache=False).last_hidden_state
         rows_B = torch.arange(input_ids_BL.shape[0], device=input_ids_BL.device)
         return cast(Tensor, hidden_BLD[rows_B, lengths_B - 1].float())
@@ -195,7 +197,8 @@ class ScalarHead(VerifierModel):
         self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, reference_B: Tensor | None
     ) -> Tensor:
         # A product and a sum, because autocast would round a matrix product to bfloat16.
-        return (self._last_hidden(input_ids_BL, lengths_B) * self.weight_D).sum(1) + self.bias
+        hidden_BD = self._last_hidden(input_ids_BL, lengths_B, prompt_lengths_B)
+        return (hidden_BD * self.weight_D).sum(1) + self.bias
 
 
 class ImplicitHead(VerifierModel):
@@ -274,7 +277,7 @@ class YesTokenHead(VerifierModel):
     ) -> Tensor:
         backbone = self._open_backbone()
         head = backbone.get_output_embeddings()
-        hidden_BD = self._last_hidden(input_ids_BL, lengths_B)
+        hidden_BD = self._last_hidden(input_ids_BL, lengths_B, prompt_lengths_B)
         answers = list(self.answer_ids)
         # A product and a sum, because autocast would round a matrix product to bfloat16.
         logits_B2 = (hidden_BD[:, None, :] * head.weight[answers].float()).sum(2)

@@ -332,35 +332,35 @@ def packed_attention(
     mixed = [packed.prompts.gather(_attend(query_UPE, key_UPE, value_UPE, None, heads, scaling))]
     if packed.completions.width:
         query_NWE, key_NWE, value_NWE = map(packed.completions.spread, of_completions)
-        keys, values = (
-            torch.cat([prompts_UPE.index_select(0, packed.prompt_of_N), own_NWE], dim=1)
-            for prompts_UPE, own_NWE in ((key_UPE, key_NWE), (value_UPE, value_NWE))
-        )
+        keys, values = _after_prompts(key_UPE, key_NWE, packed), _after_prompts(value_UPE, value_NWE, packed)
         mixed.append(packed.completions.gather(_attend(query_NWE, keys, values, packed.mask, heads, scaling)))
     return torch.cat(mixed)
 
 
-def causal_attention(
-    query_TE: Tensor, key_TE: Tensor, value_TE: Tensor, heads: int, scaling: float | None, rows: int
-) -> Tensor:
-    """[T, E] of `rows` rows of equal length, each over itself."""
-    query, key, value = (torch.unflatten(flat, 0, (rows, -1)) for flat in (query_TE, key_TE, value_TE))
-    return _attend(query, key, value, None, heads, scaling).flatten(0, 1)
-
-
 def last_attention(
-    query_TE: Tensor,
-    key_TE: Tensor,
-    value_TE: Tensor,
-    heads: int,
-    scaling: float | None,
-    last_B: Tensor,
-    mask_BL: Tensor,
+    query_TE: Tensor, key_TE: Tensor, value_TE: Tensor, heads: int, scaling: float | None, packed: PackedRows
 ) -> Tensor:
-    """[B, E] of only the tokens `last_B`, one per row, over the row's tokens where `mask_BL` is True."""
-    key, value = (torch.unflatten(flat, 0, mask_BL.shape) for flat in (key_TE, value_TE))
-    query_B1E = query_TE.index_select(0, last_B)[:, None]
-    return _attend(query_B1E, key, value, mask_BL[:, None, None], heads, scaling).flatten(0, 1)
+    """[N, E] of only the last completion token of each row. Every row has one (see `last_tokens`)."""
+    parts = [len(key_TE) - packed.completion_tokens, packed.completion_tokens]
+    keys, values = (
+        _after_prompts(packed.prompts.spread(prompts), packed.completions.spread(completions), packed)
+        for prompts, completions in (torch.split(flat, parts) for flat in (key_TE, value_TE))
+    )
+    lasts_N = last_tokens(packed)
+    rows_N = torch.arange(len(lasts_N), device=lasts_N.device)
+    columns_N = torch.diff(packed.completions.ends_R, prepend=rows_N[:1]) - 1
+    mask_N11K = packed.mask.expand(len(rows_N), -1, -1, -1)[rows_N, :, columns_N][:, :, None]
+    return _attend(query_TE.index_select(0, lasts_N)[:, None], keys, values, mask_N11K, heads, scaling).flatten(0, 1)
+
+
+def last_tokens(packed: PackedRows) -> Tensor:
+    """lasts_N: the position among the T tokens of each row's last one, which must be a completion token."""
+    return packed.completions.ends_R + (packed.ids_1T.shape[1] - packed.completion_tokens - 1)
+
+
+def _after_prompts(prompts_UPE: Tensor, own_NWE: Tensor, packed: PackedRows) -> Tensor:
+    """[N, P + W, E]: each row's prompt and completion."""
+    return torch.cat([prompts_UPE.index_select(0, packed.prompt_of_N), own_NWE], dim=1)
 
 
 def _attend(

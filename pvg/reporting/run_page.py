@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 import statistics
@@ -34,6 +35,14 @@ from pvg.telemetry.spans import UNACCOUNTED
 
 markup = TemplateMacros("run.html.j2")
 
+# Task kind -> the module that draws its problems: `section(run, task kind, thresholds, examples) -> PageSection`. Other
+# runs do not load these modules.
+DRAWN_TASKS = {
+    "diplomacy_mini": "pvg.reporting.plans_on_board",
+    "diplomacy_plan": "pvg.reporting.plans_on_board",
+    "play": "pvg.reporting.games_on_board",
+}
+
 STATUS = {"complete": "good", "samples": "good", "unfinished": "warn", "empty": "warn"}
 
 # Key figures: metric and colour.
@@ -51,7 +60,8 @@ TILES = (
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """All data of the page of one run. `problems` are sentences about files that could not be read."""
+    """All data of the page of one run. `problems` are sentences about files that could not be read. `drawing`: the
+    section of a task whose problems are drawn."""
 
     summary: RunSummary
     experiment: Experiment
@@ -61,16 +71,22 @@ class RunData:
     damaged_spans: int
     problems: list[str]
     evaluation: EvaluationReport | None = None
+    drawing: PageSection | None = None
 
 
 def collect(run: RunDirectory, summary: RunSummary, examples: int) -> RunData:
     """Read scores, solutions and spans. A damaged shard is noted under `problems`."""
     problems: list[str] = []
+    experiment = run.experiment()
+    drawing: PageSection | None = None
     scores: list[RoundScores] = []
     pairings: list[SolutionPair] = []
     try:
         scores = round_scores(run, summary)
         pairings = solution_pairs(run, examples) if examples else []
+        if examples and experiment.task.kind in DRAWN_TASKS:
+            module = importlib.import_module(DRAWN_TASKS[experiment.task.kind])
+            drawing = module.section(run, experiment.task.kind, _thresholds(scores), examples)
     except DamagedFileError as error:
         problems.append(str(error))
     try:
@@ -84,12 +100,15 @@ def collect(run: RunDirectory, summary: RunSummary, examples: int) -> RunData:
         evaluation = report_of(run)
     except StateError as error:
         problems.append(str(error))
-    return RunData(summary, run.experiment(), scores, pairings, windows, damaged, problems, evaluation)
+    return RunData(summary, experiment, scores, pairings, windows, damaged, problems, evaluation, drawing)
+
+
+def _thresholds(scores: Sequence[RoundScores]) -> dict[int, float]:
+    return {found.round: found.threshold for found in scores if found.threshold is not None}
 
 
 def run_page(data: RunData) -> str:
     summary = data.summary
-    thresholds = {found.round: found.threshold for found in data.scores if found.threshold is not None}
     no_scores = "There are no scored solutions yet." if summary.status in ("unfinished", "samples") else ""
     sections = [
         _alerts(summary),
@@ -97,7 +116,8 @@ def run_page(data: RunData) -> str:
         evaluation_section(data.evaluation),
         learning_section(summary),
         scores_section(data.scores, no_scores),
-        solutions_section(data.pairings, thresholds),
+        *([data.drawing] if data.drawing else []),
+        solutions_section(data.pairings, _thresholds(data.scores)),
         time_section(summary),
         overlap_section(data.windows, data.damaged_spans, has_steps=bool(summary.steps)),
         throughput_section(summary),

@@ -6,7 +6,7 @@ solutions with scores near the median, which are typical. Without scores (`pvg r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -66,18 +66,27 @@ def solution_pairs(run: RunDirectory, each: int) -> list[SolutionPair]:
 
     Raises DamagedFileError when a committed shard that is looked at is damaged.
     """
-    infos, shards = _committed(run), RolloutShards(run.path)
     found: list[SolutionPair] = []
+    for rollouts in scored_rollouts(run):
+        found += _pair(rollouts, each)
+    return found
+
+
+def scored_rollouts(run: RunDirectory) -> Iterator[list[Rollout]]:
+    """The solutions of each round's prover, newest round first: of the evaluation, or of the last phase that has scored
+    solutions. Rounds without scores are left out.
+
+    Raises DamagedFileError when a committed shard that is looked at is damaged.
+    """
+    infos, shards = _committed(run), RolloutShards(run.path)
     for round_ in sorted({info.round for info in infos}, reverse=True):
         # The phases of one round, best first. Usually only the evaluation's shard is read.
         for info in _newest_first([info for info in infos if info.round == round_]):
             rollouts = shards.read(info)
-            newest = max((rollout.source for rollout in rollouts), default="", key=_age)
-            pairings = _pair([rollout for rollout in rollouts if rollout.source == newest], each)
-            if any(rollout.score is not None for rollout in rollouts) and pairings:
-                found += pairings
+            if any(rollout.score is not None for rollout in rollouts):
+                newest = max((rollout.source for rollout in rollouts), key=_age)
+                yield [rollout for rollout in rollouts if rollout.source == newest]
                 break
-    return found
 
 
 def _pair(rollouts: Sequence[Rollout], each: int) -> list[SolutionPair]:

@@ -58,12 +58,13 @@ class LegendKey:
 @dataclass(frozen=True, slots=True)
 class PageSection:
     """A part of the page under a heading, with `lead` as the sentence below it. The page leaves out a section whose
-    body is empty."""
+    body is empty. `style`: a style sheet of templates/ that this section needs, besides page.css."""
 
     anchor: str
     title: str
     body: Sequence[object]
     lead: str = ""
+    style: str = ""
 
 
 def showable(value: object) -> object:
@@ -116,12 +117,14 @@ chart = TemplateMacros("charts.html.j2")
 
 def page(title: str, header: Sequence[object], sections: Sequence[PageSection]) -> str:
     """The whole page as one file."""
-    style, script = _shipped("page.css"), _shipped("page.js")
+    script = _shipped("page.js")
+    shown = [section for section in sections if any(section.body)]
+    sheets = ["page.css", *sorted({section.style for section in shown if section.style})]
     values: dict[str, Any] = {
         "title": title,
         "header": header,
-        "sections": [section for section in sections if any(section.body)],
-        "style": Markup(style),
+        "sections": shown,
+        "style": Markup("".join(map(_shipped, sheets))),
         "script": Markup(script),
         "digest": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         "version": pvg.__version__,

@@ -373,7 +373,8 @@ def examples_list(examples: Sequence[Example]) -> Group:
         parts.append(Text.assemble(("solution  ", QUIET), example.text))
         parts += [Text.assemble((f"{role:<10}", QUIET), text) for role, text in example.dialogue]
         note = f", {example.note}" if example.note else ""
-        verdict = "correct" if example.correct else f"wrong: the answer is {example.reference}"
+        wrong = f"wrong: the answer is {example.reference}" if example.reference else "wrong"
+        verdict = "correct" if example.correct else wrong
         found = f"answer {example.answer}" if example.answer is not None else "no answer"
         parts.append(
             Text.assemble(("grade     ", QUIET), (f"{found}, {verdict}{note}", "green" if example.correct else "red"))

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pvg.config.experiment import Experiment
 
 
-TAG_ROOM, QUOTED_ROOM = 8, 320  # most tokens of a question in the challenge protocol
+TAG_ROOM, QUOTED_ROOM = 16, 320  # most tokens of a question in the challenge protocol
 
 
 def completion_room(experiment: Experiment) -> int:
@@ -60,7 +60,7 @@ def completion_room(experiment: Experiment) -> int:
 @dataclass(frozen=True, slots=True)
 class Observation:
     """The tokens that an environment adds for the prover: `token_ids` int32 [O], O >= 1, and their `text` for readers.
-    The prover may answer with at most `max_tokens` tokens."""
+    The prover may answer with at most `max_tokens` tokens; 0: the episode ends with the observation."""
 
     token_ids: Int32
     text: str
@@ -228,7 +228,8 @@ async def play_episodes(
         for episode, observation in zip(written, observed, strict=True):
             if observation is not None:
                 episode.observations.append(observation)
-                waiting.add(episode)
+                if observation.max_tokens:
+                    waiting.add(episode)
         turn += 1
     grading = [
         [asyncio.create_task(_finished(sampler, episode, call, environment)) for episode in group.episodes]

@@ -17,24 +17,25 @@ Invariants:
 Attention of one new token per row over the cached columns has two implementations, each with its own memory layout:
 
     kv = attention.buffer(zeros, layers)                      # keys and values [layers, 2, rows, columns, K, D]
-    attention.prepare(position_R, columns)                    # once per step, for all layers
+    attention.prepare(position_R, columns, prefix)            # once per step, for all layers
     attention.write(keys_RCKD, new_RKD)                       # the new token's keys; values likewise
     out_RX = attention.attend(q_RHD, keys_RCKD, values_RCKD)  # once per layer
 
 `KernelAttention` uses torch's fused kernel, for any device and dtype. In its cache the tokens of one head are
 contiguous.
 
-`ProductAttention` takes about half the time on a CPU in float32. Reading the cache dominates the cost of attention,
-so the heads of one token are contiguous: a new token is one write, and a row is read in order.
-- Scores: one product per row for all heads. Each head's query fills its block of a row of zeros, so products with whole
-  tokens give that head's scores. This takes K times the multiplications, but memory is the bottleneck anyway.
-- Values: a weighted sum of table rows, which torch has as `embedding_bag`, with prefetching.
+`SparseAttention` takes less than half the time on a CPU in float32. Reading the cache dominates the cost of attention,
+so the heads of one token are contiguous: a new token is one write, and a row is read in order. The cache is a table
+with one row per token and head. A list of places in it tells which of them each query sees:
+- Scores: products of the queries and these table rows only, which torch has as `sampled_addmm`.
+- Values: a weighted sum of these table rows, which torch has as `embedding_bag`, with prefetching.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -47,10 +48,10 @@ Zeros = Callable[[tuple[int, ...]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPrefixes:
-    """Groups of `rows` consecutive rows have the same tokens in their first `columns` columns."""
+class CommonPrefix:
+    """The first `columns` tokens of row r are also those of row `owner_R[r]`."""
 
-    rows: int
+    owner_R: Tensor
     columns: int
 
 
@@ -62,9 +63,9 @@ class Attention(Protocol):
         """Keys and values [layers, 2, rows, C, K, D], allocated by `zeros` in this implementation's memory layout."""
         ...
 
-    def prepare(self, position_R: Tensor, columns: int, shared: SharedPrefixes | None = None) -> None:
-        """Prepare a step in which row r sees the columns up to `position_R[r]`, all below `columns`. For `shared`
-        columns, the implementation may read only the first row of each group."""
+    def prepare(self, position_R: Tensor, columns: int, prefix: CommonPrefix | None = None) -> None:
+        """Prepare a step in which row r sees the columns up to `position_R[r]`, all below `columns`. The columns of
+        `prefix` may be read from the rows that own them."""
         ...
 
     def write(self, cache_RCKD: Tensor, new_RKD: Tensor) -> None:
@@ -76,17 +77,13 @@ class Attention(Protocol):
         ...
 
 
-class ProductAttention:
-    """Attention by matrix products, for a cache of `rows` rows and `columns` columns on a CPU."""
+class SparseAttention:
+    """Attention by lists of places, for a cache of `rows` rows and `columns` columns on a CPU."""
 
     def __init__(self, rows: int, columns: int, heads: int, kv_heads: int, width: int) -> None:
         self._shape = (rows, columns, kv_heads, width)
         self._scale = width**-0.5
-        # Zero outside of the diagonal blocks, which every call overwrites.
-        self._query_RHX = torch.zeros(rows, heads, kv_heads * width)
-        blocks_RKGKD = self._query_RHX.view(rows, kv_heads, -1, kv_heads, width)
-        self._blocks_RKGD = blocks_RKGKD.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
-        # Positions of each query head's values in a table with rows of D numbers.
+        # Each query head's tokens in a table with rows of D numbers.
         head_H1 = torch.arange(heads)[:, None] // (heads // kv_heads)
         token_R1C = torch.arange(rows * columns).view(rows, 1, columns)
         self._places_RHC = (token_R1C * kv_heads + head_H1).to(torch.int32)
@@ -94,17 +91,23 @@ class ProductAttention:
     def buffer(self, zeros: Zeros, layers: int) -> Tensor:
         return zeros((layers, 2, *self._shape))
 
-    def prepare(self, position_R: Tensor, columns: int, shared: SharedPrefixes | None = None) -> None:
-        rows, self._shared = len(position_R), shared
+    def prepare(self, position_R: Tensor, columns: int, prefix: CommonPrefix | None = None) -> None:
+        rows, heads = len(position_R), self._places_RHC.shape[1]
         self._tokens_R = torch.arange(rows) * self._shape[1] + position_R
         hidden_R1T = torch.arange(columns) > position_R[:, None, None]
         self._bias_R1T = torch.zeros(rows, 1, columns).masked_fill_(hidden_R1T, -torch.inf)
         places_RHT = self._places_RHC[:rows, :, :columns].contiguous()
-        if shared is not None:
-            places_GSHT = places_RHT.view(-1, shared.rows, *places_RHT.shape[1:])[..., : shared.columns]
-            places_GSHT.copy_(places_GSHT[:, :1].clone())
+        if prefix is not None:  # rows that read the same memory find it in the processor's cache
+            own = slice(min(prefix.columns, columns))
+            places_RHT[..., own] = self._places_RHC[prefix.owner_R, :, own]
         self._places_N = places_RHT.flatten()
-        self._bags_N = torch.arange(0, len(self._places_N), columns, dtype=torch.int32)
+        ends_Q = torch.arange(0, len(self._places_N) + 1, columns, dtype=torch.int32)
+        self._bags_Q = ends_Q[:-1]
+        table_rows = math.prod(self._shape[:3])
+        # Each layer overwrites the values.
+        self._scores_QN = torch.sparse_csr_tensor(
+            ends_Q, self._places_N, torch.zeros(len(self._places_N)), (rows * heads, table_rows)
+        )
 
     def write(self, cache_RCKD: Tensor, new_RKD: Tensor) -> None:
         new_RX = new_RKD.flatten(1)
@@ -112,33 +115,20 @@ class ProductAttention:
 
     def attend(self, q_RHD: Tensor, keys_RCKD: Tensor, values_RCKD: Tensor) -> Tensor:
         rows, _, columns = self._bias_R1T.shape
-        *_, kv_heads, width = self._shape
-        self._blocks_RKGD[:rows].copy_(q_RHD.view(rows, kv_heads, -1, width))
-        weights_RHT = torch.softmax(self._scores(keys_RCKD[:rows, :columns].flatten(2)), dim=-1)
-        out_ND = F.embedding_bag(
+        width = self._shape[-1]
+        keys_DN, scores_QN = keys_RCKD.view(-1, width).t(), self._scores_QN
+        torch.sparse.sampled_addmm(
+            scores_QN, q_RHD.reshape(-1, width), keys_DN, beta=0.0, alpha=self._scale, out=scores_QN
+        )
+        weights_RHT = torch.softmax(scores_QN.values().view(rows, -1, columns) + self._bias_R1T, dim=-1)
+        out_QD = F.embedding_bag(
             self._places_N,
             values_RCKD.view(-1, width),
-            self._bags_N,
+            self._bags_Q,
             mode="sum",
             per_sample_weights=weights_RHT.view(-1),
         )
-        return out_ND.view(rows, -1)
-
-    def _scores(self, keys_RTX: Tensor) -> Tensor:
-        """scores_RHT; -inf for columns that a row does not see."""
-        query_RHX, shared = self._query_RHX[: len(keys_RTX)], self._shared
-        if shared is None:
-            scores_RHT = torch.bmm(query_RHX, keys_RTX.transpose(1, 2))
-            return torch.add(self._bias_R1T, scores_RHT, alpha=self._scale, out=scores_RHT)
-        common, (rows, heads, width) = shared.columns, query_RHX.shape
-        scores_RHT = query_RHX.new_empty(rows, heads, keys_RTX.shape[1])
-        own_RHU = torch.bmm(query_RHX, keys_RTX[:, common:].transpose(1, 2))
-        torch.add(self._bias_R1T[..., common:], own_RHU, alpha=self._scale, out=scores_RHT[..., common:])
-        # The rows and heads of a sharing group are the rows of one matrix.
-        keys_GCX = keys_RTX[:: shared.rows, :common]
-        common_GNC = torch.bmm(query_RHX.view(-1, shared.rows * heads, width), keys_GCX.transpose(1, 2))
-        torch.mul(common_GNC.view(rows, heads, common), self._scale, out=scores_RHT[..., :common])
-        return scores_RHT
+        return out_QD.view(rows, -1)
 
 
 class KernelAttention:
@@ -153,8 +143,8 @@ class KernelAttention:
         self._dtype = kv.dtype
         return kv.transpose(3, 4)
 
-    def prepare(self, position_R: Tensor, columns: int, shared: SharedPrefixes | None = None) -> None:
-        del shared  # the kernel reads the columns of every row
+    def prepare(self, position_R: Tensor, columns: int, prefix: CommonPrefix | None = None) -> None:
+        del prefix  # the kernel reads the columns of every row
         device, (_, kv_heads, capacity, _) = position_R.device, self._shape
         head_RK = torch.arange(len(position_R) * kv_heads, device=device).view(-1, kv_heads)
         self._tokens_N = (head_RK * capacity + position_R[:, None]).flatten()
@@ -243,8 +233,8 @@ class LeanDecoder:
         self._kv_heads: int = config.num_key_value_heads
         self._width: int = decoder.layers[0].self_attn.head_dim
         self._layers = [_fused(layer) for layer in decoder.layers]
-        # On a CPU in float32, attention by products and three-pass norms are faster.
-        self._products = self._embedding.device.type == "cpu" and self._embedding.dtype == torch.float32
+        # On a CPU in float32, attention by places and three-pass norms are faster.
+        self._sparse = self._embedding.device.type == "cpu" and self._embedding.dtype == torch.float32
 
     @classmethod
     def over(cls, module: nn.Module) -> LeanDecoder:
@@ -263,8 +253,8 @@ class LeanDecoder:
     def new_cache(self, rows: int, columns: int) -> LeanCache:
         cos_1TD, sin_1TD = self._rotary(self._embedding, torch.arange(columns, device=self.device)[None])
         attention: Attention = (
-            ProductAttention(rows, columns, self._heads, self._kv_heads, self._width)
-            if self._products
+            SparseAttention(rows, columns, self._heads, self._kv_heads, self._width)
+            if self._sparse
             else KernelAttention(rows, columns, self._kv_heads, self._width)
         )
         kv = attention.buffer(lambda shape: _zeros(shape, self._embedding.dtype, self.device), len(self._layers))
@@ -295,15 +285,15 @@ class LeanDecoder:
 
     @torch.inference_mode()
     def step(
-        self, token_R: Tensor, position_R: Tensor, cache: LeanCache, columns: int, shared: SharedPrefixes | None = None
+        self, token_R: Tensor, position_R: Tensor, cache: LeanCache, columns: int, prefix: CommonPrefix | None = None
     ) -> Tensor:
         """logits_RV after the tokens `token_R` int64 at positions `position_R` int64 of the cache's first R rows.
 
-        `columns` must be above the position of every row whose logits are used. `shared` columns must already be
-        filled, and start at column 0."""
+        `columns` must be above the position of every row whose logits are used. The columns of `prefix` must already be
+        filled."""
         x_RW = F.embedding(token_R, self._embedding)
         cos_R1D, sin_R1D = cache.cos_T1D[position_R], cache.sin_T1D[position_R]
-        cache.attention.prepare(position_R, columns, shared)
+        cache.attention.prepare(position_R, columns, prefix)
         for layer, kv in zip(self._layers, cache.kv, strict=True):
             q_RHD, k_RKD, v_RKD = self._qkv(layer, x_RW, cos_R1D, sin_R1D)
             for buffer, new_RKD in zip(kv, (k_RKD, v_RKD), strict=True):
@@ -336,7 +326,7 @@ class LeanDecoder:
         return _added(x_NW, F.silu(gate).mul_(up), layer.down, layer.down_bias)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        if not self._products:
+        if not self._sparse:
             return F.rms_norm(x, weight.shape, weight, self._eps)
         # The same result in float32: torch takes six passes on a CPU, while norm, scale and weight are three.
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -358,7 +348,9 @@ class LeanDecoder:
         rows_B = torch.arange(PARITY_ROWS, device=self.device)
         self.prefill(ids_BL, cache, rows_B, rows_B)
         position_B = PARITY_TOKENS - 1 - rows_B  # different ages: each row must see only its own columns
-        found_BV = self.step(ids_BL[rows_B, position_B], position_B, cache, PARITY_TOKENS).float()
+        with warnings.catch_warnings():  # torch warns once that sparse CSR tensors are in beta state
+            warnings.simplefilter("ignore", UserWarning)
+            found_BV = self.step(ids_BL[rows_B, position_B], position_B, cache, PARITY_TOKENS).float()
         wanted_BV = expected_BLV[rows_B, position_B]
         gap = float((found_BV - wanted_BV).norm() / (wanted_BV.norm() + 1e-30))
         if not gap <= PARITY[self._embedding.dtype]:

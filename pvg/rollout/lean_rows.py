@@ -1,8 +1,10 @@
 """`LeanRows`: rows that `LeanDecoder` decodes together, and that may join and leave between steps.
 
-The cache rows are slots. Every step computes all slots below `_extent`. Slots of finished rows stay in that range until
-a new row takes them or compaction moves a row from the end into them. State per row is kept in numpy arrays on the
-host; each step copies its inputs to the device and its tokens back.
+Rows with the same tokens have the same logits, so they share one row of the cache, which is computed once. When they
+sample different tokens, `_regroup` copies the cache row. The cache rows in use are always the first ones. A group
+begins with one cache row. In the embedded game, a step computes about a third of the rows.
+
+State per row is kept in numpy arrays on the host; each step copies its inputs to the device and its tokens back.
 
 Invariant: the rows of a step depend only on the requests, their order of admission and the sampled tokens, never on a
 clock or another thread. The only exception: rows whose callers have left (`dropped_N`).
@@ -10,8 +12,7 @@ clock or another thread. The only exception: rows whose callers have left (`drop
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,9 +21,9 @@ from numpy.typing import NDArray
 
 from pvg.models.packing import pad_right, token_budget_batches
 from pvg.records import Float32, Int32
-from pvg.rollout.decoding import COMPACT_SHARE, PREFILL_TOKENS, DecodedRow, DecodingJob, TurnResult, finished_row
+from pvg.rollout.decoding import PREFILL_TOKENS, DecodedRow, DecodingJob, TurnResult, finished_row
 from pvg.rollout.engine import GenerationRequest
-from pvg.rollout.lean import LeanCache, LeanDecoder, SharedPrefixes
+from pvg.rollout.lean import CommonPrefix, LeanCache, LeanDecoder
 from pvg.rollout.sampler import RowSettings, draw, uniform_numbers
 from pvg.telemetry.spans import span
 
@@ -33,17 +34,17 @@ TURN_STEPS = 16
 # The number of columns is a multiple of this, so a slightly longer request needs no new cache, plus one: rows that are
 # a power of two apart would compete for the same CPU cache lines.
 COLUMNS = 32
-# Sharing must save at least this many columns over all rows. Below that, the extra matrix product costs more.
-FEW_COLUMNS = 512
 
 
 @dataclass(slots=True)
 class _Slots:
-    """One entry per slot. `position`: where the next input token is written. `count`: tokens of the completion so far,
-    including those it began with."""
+    """One entry per row. `cache`: its row of the cache. `prompt`: equal for equal prompts. `position`: where the next
+    input token is written. `count`: tokens of the completion so far, including those it began with."""
 
     ticket_R: NDArray[np.int64]
     live_R: NDArray[np.bool_]
+    cache_R: NDArray[np.int64]
+    prompt_R: NDArray[np.int64]
     token_R: NDArray[np.int64]
     position_R: NDArray[np.int64]
     count_R: NDArray[np.int64]
@@ -62,6 +63,8 @@ class _Slots:
         return cls(
             ticket_R=whole(rows),
             live_R=np.zeros(rows, dtype=bool),
+            cache_R=whole(rows),
+            prompt_R=whole(rows),
             token_R=whole(rows),
             position_R=whole(rows),
             count_R=whole(rows),
@@ -78,19 +81,10 @@ class _Slots:
         found = [getattr(self, name) for name in type(self).__slots__]
         return [array for array in found if isinstance(array, np.ndarray)]
 
-    def move(self, sources_M: NDArray[np.int64], targets_M: NDArray[np.int64]) -> None:
-        for array in self.arrays():
-            array[targets_M] = array[sources_M]
-        for source, target in zip(sources_M.tolist(), targets_M.tolist(), strict=True):
-            self.requests[target] = self.requests[source]
-
 
 class LeanRows:
     """Decodes at most `max_rows` rows at once. Only the compute thread may call `turn`; see `RunningRows` in
-    pvg.rollout.decoding.
-
-    While all slots are equal-sized groups of adjacent rows with the same prompt, a step reads the prompt's columns once
-    per group. Each row still has its own copy, so it can continue without the others."""
+    pvg.rollout.decoding."""
 
     def __init__(self, decoder: LeanDecoder, max_rows: int, *, continuous: bool) -> None:
         self._decoder = decoder
@@ -99,8 +93,10 @@ class LeanRows:
         self._extent = 0
         self._slots = _Slots.empty(0, 0, 1)
         self._cache: LeanCache | None = None
-        self._settings: RowSettings | None = None  # of the slots in use; None: recompute them, and `_shared`
-        self._shared: SharedPrefixes | None = None
+        self._firsts_E = np.zeros(0, dtype=np.int64)  # a live slot of each cache row in use
+        self._prefix: CommonPrefix | None = None  # of these cache rows
+        self._prompts: dict[bytes, int] = {}  # numbers of the running rows' prompts
+        self._settings: RowSettings | None = None  # of the live rows; None: compute them again
 
     @property
     def joins(self) -> bool:
@@ -138,9 +134,20 @@ class LeanRows:
             if request.resumed_from is not None:
                 state.tokens_RC[row, : request.tokens_resumed] = request.resumed_from.token_ids
                 state.logprobs_RC[row, : request.tokens_resumed] = request.resumed_from.logprobs
+        if not len(self._firsts_E):
+            self._prompts.clear()
+        prompts = [request.prompt_ids.tobytes() for request in requests]
+        state.prompt_R[rows_N] = [self._prompts.setdefault(key, len(self._prompts)) for key in prompts]
         self._extent = max(self._extent, max(slots) + 1)
-        self._settings = None
-        self._prefill(slots, known)
+        rows: dict[bytes, int] = {}  # new cache rows, by their tokens
+        new: dict[int, tuple[int, Int32]] = {}  # a slot and all tokens but the last of each
+        for slot, ids in zip(slots, known, strict=True):
+            row = rows.setdefault(ids.tobytes(), len(self._firsts_E) + len(rows))
+            state.cache_R[slot] = row
+            new[row] = slot, ids[:-1]
+        self._firsts_E = np.append(self._firsts_E, [slot for slot, _ in new.values()])
+        self._prefill({row: prefix for row, (_, prefix) in new.items()})
+        self._rows_changed()
 
     def _places(self, count: int) -> list[int]:
         """Slots for new rows: first those of finished rows."""
@@ -170,11 +177,11 @@ class LeanRows:
                 grown.kv[:, :, : have[0], : have[1]] = self._cache.kv
             self._cache = grown
 
-    def _prefill(self, slots: Sequence[int], known: Sequence[Int32]) -> None:
-        """Compute all known tokens but the last, which is the row's first input. Equal prefixes are computed once."""
+    def _prefill(self, prefix_of: Mapping[int, Int32]) -> None:
+        """Fill cache rows with all known tokens but the last, which is the row's first input. Equal prefixes are
+        computed once."""
         assert self._cache is not None
         rows_of: dict[bytes, list[int]] = {}
-        prefix_of = {row: ids[:-1] for row, ids in zip(slots, known, strict=True)}
         for row, prefix in prefix_of.items():
             if len(prefix):
                 rows_of.setdefault(prefix.tobytes(), []).append(row)
@@ -200,8 +207,7 @@ class LeanRows:
             ended = self._ended(self._step(), dropped_N)
             done += ended
             live -= len(ended)
-            if self._extent - live >= max(1, COMPACT_SHARE * self._extent):
-                self._compact()
+            self._regroup(ended=bool(ended))
         if not live:
             self._extent = 0
         return TurnResult(done, steps, live_rows)
@@ -213,30 +219,25 @@ class LeanRows:
     def _step(self) -> NDArray[np.int64]:
         """Sample one token for each live row. Returns the slots of these rows."""
         assert self._cache is not None
-        state, extent, device = self._slots, self._extent, self._decoder.device
-        rows_L = np.flatnonzero(state.live_R[:extent])
-        every_R = np.arange(extent)
-        # A finished row may have used all its random numbers; its sample is discarded, so any number will do.
-        count_R = np.minimum(state.count_R[:extent], state.uniform_RC.shape[1] - 1)
+        state, device, firsts_E = self._slots, self._decoder.device, self._firsts_E
+        rows_L = np.flatnonzero(state.live_R[: self._extent])
         if self._settings is None:
-            requests = [request for request in state.requests[:extent] if request is not None]
-            self._settings = RowSettings.of([request.sampling for request in requests], device)
-            self._shared = _shared_columns(requests)
-        logits_RV = self._decoder.step(
-            torch.from_numpy(state.token_R[:extent]).to(device),
-            torch.from_numpy(state.position_R[:extent]).to(device),
+            samplings = [request.sampling for row in rows_L if (request := state.requests[row]) is not None]
+            self._settings = RowSettings.of(samplings, device)
+        logits_EV = self._decoder.step(
+            torch.from_numpy(state.token_R[firsts_E]).to(device),
+            torch.from_numpy(state.position_R[firsts_E]).to(device),
             self._cache,
-            int(state.position_R[rows_L].max()) + 1,
-            self._shared,
+            int(state.position_R[firsts_E].max()) + 1,
+            self._prefix,
         )
-        uniform_R = torch.from_numpy(state.uniform_RC[every_R, count_R]).to(device)
-        tokens_R, logprobs_R = draw(logits_RV, self._settings, uniform_R)
-        state.token_R[:extent] = tokens_R.cpu().numpy()
-        count_L = state.count_R[rows_L]
-        state.tokens_RC[rows_L, count_L] = state.token_R[rows_L]
-        state.logprobs_RC[rows_L, count_L] = logprobs_R.cpu().numpy()[rows_L]
+        cache_L, count_L = torch.from_numpy(state.cache_R[rows_L]).to(device), state.count_R[rows_L]
+        uniform_L = torch.from_numpy(state.uniform_RC[rows_L, count_L]).to(device)
+        tokens_L, logprobs_L = draw(logits_EV.index_select(0, cache_L), self._settings, uniform_L)
+        state.token_R[rows_L] = state.tokens_RC[rows_L, count_L] = tokens_L.cpu().numpy()
+        state.logprobs_RC[rows_L, count_L] = logprobs_L.cpu().numpy()
         state.count_R[rows_L] += 1
-        state.position_R[rows_L] += 1  # not for finished rows: they must stay inside their columns
+        state.position_R[rows_L] += 1
         return rows_L
 
     def _ended(self, rows_L: NDArray[np.int64], dropped_N: NDArray[np.bool_]) -> list[tuple[int, DecodedRow]]:
@@ -250,37 +251,42 @@ class LeanRows:
             return []
         found = []
         for row, stopped in zip(rows_L[ended_L].tolist(), stopped_L[ended_L].tolist(), strict=True):
-            state.live_R[row] = False
             request, ticket, length = state.requests[row], int(state.ticket_R[row]), int(state.count_R[row])
             assert request is not None
+            state.live_R[row], state.requests[row] = False, None
             tokens, logprobs = state.tokens_RC[row, :length], state.logprobs_RC[row, :length]
             found.append((ticket, finished_row(request, tokens, logprobs, stopped, bool(dropped_N[ticket]))))
         return found
 
-    def _compact(self) -> None:
-        """Move live rows from the end into the places of finished ones, which copies as few rows as possible."""
+    def _regroup(self, *, ended: bool) -> None:
+        """Give the distinct live rows the first cache rows, and copy as few of them as possible. Call after a step."""
         assert self._cache is not None
-        state, live = self._slots, self._live
-        order_R = np.arange(self._extent)
-        targets_M = order_R[:live][~state.live_R[:live]]
-        sources_M = order_R[live:][state.live_R[live : self._extent]]
-        if len(sources_M):
-            columns = int(state.position_R[sources_M].max())
-            device = self._decoder.device
-            self._cache.move(torch.from_numpy(sources_M).to(device), torch.from_numpy(targets_M).to(device), columns)
-            state.move(sources_M, targets_M)
-        state.live_R[live : self._extent] = False
-        state.requests[live : self._extent] = [None] * (self._extent - live)
-        self._extent = live
-        self._settings = None
+        state, live_L = self._slots, np.flatnonzero(self._slots.live_R[: self._extent])
+        span = int(state.token_R.max()) + 1
+        keys_U, firsts_U, which_L = np.unique(
+            state.cache_R[live_L] * span + state.token_R[live_L], return_index=True, return_inverse=True
+        )
+        row_U = keys_U // span  # in increasing order; the first of equal ones keeps its place
+        moved_U = (row_U >= len(row_U)) | np.insert(row_U[1:] == row_U[:-1], 0, False)[: len(row_U)]
+        if moved_U.any():
+            targets_M = np.setdiff1d(np.arange(len(row_U)), row_U[~moved_U])
+            columns, device = int(state.position_R[live_L[firsts_U[moved_U]]].max()), self._decoder.device
+            sources = torch.from_numpy(row_U[moved_U]).to(device)
+            self._cache.move(sources, torch.from_numpy(targets_M).to(device), columns)
+            row_U[moved_U] = targets_M
+        self._firsts_E = np.empty_like(row_U)
+        self._firsts_E[row_U] = live_L[firsts_U]
+        state.cache_R[live_L] = row_U[which_L.reshape(-1)]
+        if ended or moved_U.any():
+            self._rows_changed()
 
-
-def _shared_columns(requests: Sequence[GenerationRequest]) -> SharedPrefixes | None:
-    """The columns that groups of adjacent rows share, or None if too few. The group size is the largest for which every
-    group has only one prompt. The last prompt token does not count: it is the first input of decoding."""
-    prompts = [request.prompt_ids.tobytes() for request in requests]
-    changes = [row for row in range(1, len(prompts)) if prompts[row] != prompts[row - 1]]
-    rows = math.gcd(len(prompts), *changes)
-    columns = min(len(request.prompt_ids) for request in requests) - 1
-    saved = columns * (len(prompts) - len(prompts) // rows)
-    return SharedPrefixes(rows, columns) if saved > FEW_COLUMNS else None
+    def _rows_changed(self) -> None:
+        state, firsts_E = self._slots, self._firsts_E
+        self._settings = self._prefix = None
+        if len(firsts_E):
+            _, owners_P, prompt_E = np.unique(state.prompt_R[firsts_E], return_index=True, return_inverse=True)
+            # The last prompt token does not count: it is the first input of decoding.
+            columns = min(len(request.prompt_ids) for row in firsts_E if (request := state.requests[row])) - 1
+            if columns and len(owners_P) < len(firsts_E):
+                owner_E = torch.from_numpy(owners_P[prompt_E.reshape(-1)])
+                self._prefix = CommonPrefix(owner_E.to(self._decoder.device), columns)

@@ -337,8 +337,10 @@ class TorchEngine(Engine):
 
     def _computed_of(self, prompts: Sequence[Int32]) -> int:
         """Prompt tokens that the decoder computes: each distinct prefix once, and the last token of every prompt, which
-        is the first input of decoding."""
-        return sum(len(prefix) for prefix in {p[:-1].tobytes(): p[:-1] for p in prompts}.values()) + len(prompts)
+        is the first input of decoding. Lean decoding computes it once for equal prompts."""
+        prefixes = {p[:-1].tobytes(): p[:-1] for p in prompts}
+        inputs = {p.tobytes() for p in prompts} if isinstance(self._rows, LeanRows) else prompts
+        return sum(map(len, prefixes.values())) + len(inputs)
 
     def _hand_over(self, pending: _Pending, result: DecodedRow, now: float) -> None:
         request, length = pending.request, len(result.token_ids)

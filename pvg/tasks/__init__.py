@@ -7,8 +7,12 @@ from typing import Any
 
 from pvg.config.task import TaskSection
 from pvg.tasks.code import Code
+from pvg.tasks.diplomacy.full_plan import DiplomacyPlan
+from pvg.tasks.diplomacy.mini import DiplomacyMini
+from pvg.tasks.diplomacy.outcome import DiplomacyOutcome
 from pvg.tasks.gsm8k import Gsm8k
 from pvg.tasks.modchain import Modchain
+from pvg.tasks.openenv import OpenEnv
 from pvg.tasks.play import Play
 from pvg.tasks.reasoning_gym import ReasoningGym
 from pvg.tasks.task import LocatesFlaws, Task, half_of, open_custom, problems_of_half
@@ -21,7 +25,11 @@ TASKS: dict[str, Callable[[Any], Task]] = {
     "gsm8k": Gsm8k,
     "reasoning_gym": ReasoningGym,
     "code": Code,
+    "diplomacy_mini": DiplomacyMini,
+    "diplomacy_plan": DiplomacyPlan,
+    "diplomacy_outcome": DiplomacyOutcome,
     "play": Play,
+    "openenv": OpenEnv,
     "custom": open_custom,
 }
 

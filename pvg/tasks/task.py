@@ -81,6 +81,20 @@ class SplitsSteps(Protocol):
         ...
 
 
+@runtime_checkable
+class AnswersQuestions(Protocol):
+    """A task that can answer questions about a solution. In the challenge protocol the verifier chooses one of them,
+    and the task answers in place of the prover."""
+
+    def questions(self, problem: Problem, completion: str) -> list[str]:
+        """The possible questions as text, always in the same order; none about a malformed solution. Never raises."""
+        ...
+
+    def answer(self, problem: Problem, completion: str, question: str) -> str:
+        """The true answer to one of `questions`, as text that follows the question."""
+        ...
+
+
 # --- the halves of the training problems: one for the prover's RL, one for the verifier's data ------------------------
 #
 # Invariant: no problem is in both. The half depends only on the id, so it does not change when problems are added or

@@ -15,15 +15,18 @@ from hypothesis import strategies as st
 from test_configurations import changed, played, rows
 from test_stragglers import recorded
 
+from pvg.config.load import load_experiment
 from pvg.config.models import ModelSection
-from pvg.config.task import ModchainTask
+from pvg.config.task import DiplomacyMiniTask, ModchainTask
 from pvg.errors import ConfigurationError
-from pvg.game.protocols import ChallengeEnvironment, steps_of, tokens_of, weakest
+from pvg.game.protocols import MOST_CONSIDERED, ChallengeEnvironment, steps_of, tokens_of, weakest
 from pvg.models import open_model, pick_device
+from pvg.models.characters import diplomacy_tokenizer
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Float32, Problem, Rollout
 from pvg.rollout.episodes import Observation, Transcript, completion_room
 from pvg.store.run_directory import RunDirectory
+from pvg.tasks.diplomacy.mini import DiplomacyMini, plan_problem
 from pvg.tasks.modchain import Modchain
 from pvg.telemetry.catalogue import metric as catalogued
 
@@ -144,6 +147,76 @@ def test_tokens_of_a_prefix_are_the_least_that_say_it(tokenizer: Tokenizer):
     assert [tokens_of(tokenizer, ids, count) for count in (0, 1, 6, 14, 99)] == [0, 1, 6, 14, 14]
 
 
+# --- a task that answers ------------------------------------------------------------------------------------------
+
+PLANS = DiplomacyMini(DiplomacyMiniTask())
+PLAN_PROBLEM = plan_problem("ade/bg>d")
+FLAWED = "ab;d.;e."  # only bd;g+bd refutes it
+
+
+def plan_transcript(text: str, name: str = "r/0") -> Transcript:
+    plan_tokenizer = Tokenizer(diplomacy_tokenizer())
+    ids = np.append(plan_tokenizer.encode(text), np.int32(plan_tokenizer.eos_id))
+    return Transcript(name, PLAN_PROBLEM, plan_tokenizer.encode(f"H{PLAN_PROBLEM.question}"), ids, 0, 0, True)
+
+
+class Curious:
+    """Scores the longest question lowest."""
+
+    version = "v"
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    async def score(self, rollouts: Sequence[Rollout]) -> Float32:
+        self.seen += [rollout.text for rollout in rollouts]
+        return np.array([-len(rollout.text) for rollout in rollouts], dtype=np.float32)
+
+
+def test_a_task_answers_the_question_with_the_lowest_score_which_is_chosen_before_the_answer():
+    judge = Curious()
+    challenges = ChallengeEnvironment(PLANS, Tokenizer(diplomacy_tokenizer()), "tag", judge, 0, 9)
+    texts = [FLAWED, "a.;d.;e+d", "a.", f"{FLAWED}!bd;g+bd"]
+    found = asked(challenges, *(plan_transcript(text, f"r/{number}") for number, text in enumerate(texts)))
+    assert len(judge.seen) == 3 * MOST_CONSIDERED
+    assert found[2] is None
+    for text, observation, first in zip(texts, found, (0, MOST_CONSIDERED, 0, 2 * MOST_CONSIDERED), strict=True):
+        if observation is not None:
+            longest = max(judge.seen[first : first + MOST_CONSIDERED], key=len)
+            question = longest.removeprefix(text)
+            assert question in PLANS.questions(PLAN_PROBLEM, text)
+            assert observation.text == question + PLANS.answer(PLAN_PROBLEM, text, question)
+            assert observation.max_tokens == 0
+
+
+def test_without_a_verifier_a_seed_draws_the_question():
+    challenges = [
+        ChallengeEnvironment(PLANS, Tokenizer(diplomacy_tokenizer()), "tag", None, seed, 9) for seed in (3, 4)
+    ]
+    many = [plan_transcript(FLAWED, f"r/{number}") for number in range(60)]
+    told = [[o.text for o in asked(environment, *many) if o is not None] for environment in challenges]
+    assert told[0] != told[1]
+    assert [o.text for o in asked(challenges[0], *many) if o is not None] == told[0]
+    assert len(set(told[0])) > 10
+
+
+def test_a_plan_game_in_which_the_task_answers(tmp_path: Path):
+    small = ["game.rounds=1", "training.steps=2", "training.groups=4", "rollout.group_size=4", "verifier.steps=3"]
+    small += ["game.mint_problems=16", "game.test.problems=8", "game.protocol=challenge", "verifier.pairs=8"]
+    kept = recorded(played(load_experiment(Path("experiments/diplomacy-mini.toml"), small), tmp_path)[1])
+    talked = [rollout for rollout in kept if rollout.turns]
+    assert len(talked) > len(kept) / 2
+    for rollout in talked:
+        solution, told = rollout.turns
+        assert (solution.sampled, told.sampled) == (True, False)
+        assert rollout.text == solution.text + told.text
+        assert not rollout.sampled_mask[told.start :].any()
+        question, _, answer = told.text.partition("=")
+        problem = plan_problem(rollout.question.rstrip("?"))
+        assert PLANS.answer(problem, solution.text, question) == f"={answer}"
+        assert rollout.grade == PLANS.grade(problem, solution.text)
+
+
 # --- a game -------------------------------------------------------------------------------------------------------
 
 
@@ -203,7 +276,7 @@ def test_what_counts_completions_of_one_turn_is_refused():
     ):
         with pytest.raises(ConfigurationError, match="challenge"):
             changed(TALKING | settings)
-    assert completion_room(changed(TALKING)) == 40 + 8 + 16
+    assert completion_room(changed(TALKING)) == 40 + 16 + 16
     assert completion_room(changed({})) == 40
     with pytest.raises(
         ConfigurationError, match=r"game\.protocol\.tokens belongs to kind 'challenge', not to 'direct'"

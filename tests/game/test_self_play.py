@@ -18,6 +18,9 @@ from pvg.config.load import build_experiment
 from pvg.errors import ConfigurationError, UsageError
 from pvg.evaluation.opponents import check_protocol
 from pvg.game.run import play
+from pvg.games import open_game
+from pvg.records import Split
+from pvg.reporting.games_on_board import newest_games, section
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
@@ -106,6 +109,18 @@ def test_each_batch_has_statistics_per_phase(finished: RunDirectory) -> None:
         assert all(phase["decisions"] > 0 and phase["prompt_tokens"] >= 5 for phase in row["phases"])
 
 
+def test_each_rating_records_a_game_that_the_report_shows(finished: RunDirectory) -> None:
+    games = newest_games(finished)
+    last = max(record["round"] for record in records(finished, "game"))
+    assert {game.round for game in games} == {last}
+    for game in games:
+        assert sorted(game.players.values()).count("policy") == 1
+        assert all(phase.decisions for phase in game.phases[:-1])
+    shown = section(finished, "play", {}, 2)
+    assert shown.anchor == "games"
+    assert any(shown.body)
+
+
 @pytest.mark.parametrize("opponent", ["greedy", "base"])
 def test_against_an_opponent_only_the_policys_seat_is_trained_and_stored(opponent: str, tmp_path: Path) -> None:
     run = played(changed(opponent=opponent, references=[], warmup=0, groups="phase", reward="dense"), tmp_path)
@@ -169,8 +184,12 @@ def test_diplomacy_trains_all_seats_that_decide_together(tmp_path: Path) -> None
 
 
 def test_a_prompt_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    """The openings fit, as the run checks at its start. Prompts of other seats are longer."""
+    splits: list[tuple[Split, int]] = [("train", 8), ("test", 2)]
+    openings = [open_game("diplomacy").opening(split, number) for split, count in splits for number in range(count)]
+    fits = max(len(problem.question) for problem in openings) + 12
     with pytest.raises(ConfigurationError, match=r"A prompt of the game has \d+ tokens"):
-        played(diplomacy(tmp_path / "model", 1000, "chat"), tmp_path)
+        played(diplomacy(tmp_path / "model", fits, "plain"), tmp_path)
 
 
 def test_it_has_no_verifier_to_evaluate() -> None:

@@ -9,7 +9,8 @@ import torch
 
 from pvg.config.load import EMBEDDED, embedded_names
 from pvg.config.models import Models, ModelSection
-from pvg.config.task import ModchainTask
+from pvg.config.task import DiplomacyMiniTask, ModchainTask
+from pvg.models import embedded_plans as plans
 from pvg.models import open_model
 from pvg.models.embedded_training import (
     IGNORED,
@@ -26,11 +27,13 @@ from pvg.models.embedded_training import (
     train,
     translation,
 )
+from pvg.tasks.diplomacy.mini import DiplomacyMini
 from pvg.tasks.modchain import Modchain, chain_problem, clean_trace
 
 CPU = torch.device("cpu")
 SAMPLES = 256
-VERIFIERS = [name for name in embedded_names() if "verifier" in name and "tiny" not in name]
+VERIFIERS = [name for name in embedded_names() if name.startswith("modchain-verifier") and "tiny" not in name]
+GAMES = {recipe.name: recipe.game for recipe in RECIPES.values()}
 
 
 def open_embedded(name):
@@ -49,14 +52,14 @@ def test_every_recipe_is_shipped_and_the_package_stays_small():
     assert sum(path.stat().st_size for path in EMBEDDED.rglob("*") if path.is_file()) < 4_000_000
 
 
-def test_the_models_share_their_token_ids():
+def test_the_models_of_a_game_share_their_token_ids():
     fingerprints = set()
     for name in embedded_names():
         with open_embedded(name) as model:
-            fingerprints.add(model.tokenizer.fingerprint)
+            fingerprints.add((GAMES[name], model.tokenizer.fingerprint))
             assert model.dtype == torch.float32
             assert model.module.get_input_embeddings().num_embeddings == model.tokenizer.vocab_size
-    assert len(fingerprints) == 1
+    assert len(fingerprints) == len(set(GAMES.values()))
 
 
 # Standard error of a share of 256: 0.03.
@@ -179,3 +182,54 @@ def test_a_translation_keeps_the_answer_or_has_another_one():
     transcript, step = answered_step(problem, "H", recipe, rng)
     number = int(transcript.rpartition("<eos>")[2].rstrip("?"))
     assert transcript.partition("<eos>")[0].removeprefix("H7+5+8+3+6?").split(";")[number - 1] + ";" == step
+
+
+# --- the plan game ------------------------------------------------------------------------------------------------
+
+
+def test_the_rows_of_the_plan_game_are_what_the_task_says_and_none_is_of_a_test_problem():
+    task, rng = DiplomacyMini(DiplomacyMiniTask()), np.random.default_rng(6)
+    known = {problem.question: problem for problem in plans.training_problems()}
+    assert not known.keys() & {problem.question for problem in plans.held_out_plans()}
+    flawed = {"H": 0.4, "S": 0.7}
+    flaws = {"H": 0, "S": 0}
+    rows = plans.rows_of(flawed, 400, rng)
+    for prompt, solution in rows:
+        grade = task.grade(known[prompt[1:]], solution)
+        assert grade.well_formed
+        assert grade.checks is not None
+        assert grade.checks.visible == 1.0
+        assert grade.checks.certified == ("!" in solution) == (prompt[0] == "S" and not grade.correct)
+        flaws[prompt[0]] += not grade.correct
+    assert {prompt[0] for prompt, _ in rows} == flawed.keys()
+    assert abs(flaws["H"] / 200 - 0.4) < 0.12  # standard error 0.035
+    assert abs(flaws["S"] / 200 - 0.7) < 0.12
+
+
+def test_the_plan_verifier_learns_sound_plans_and_the_adjudicators_answers():
+    task, rng = DiplomacyMini(DiplomacyMiniTask()), np.random.default_rng(7)
+    known = {problem.question: problem for problem in plans.training_problems()}
+    told = {"=+": 0, "=-": 0}
+    for prompt, completion in plans.rows_of({"": 0.0}, 200, rng):
+        question, _, rest = prompt.partition("?")
+        problem = known[f"{question}?"]
+        if completion not in told:
+            assert (rest, task.grade(problem, completion).correct) == ("", True)
+            continue
+        plan, _, reply = rest.partition("?")
+        assert task.answer(problem, plan, f"?{reply}") == completion
+        told[completion] += 1
+    assert min(told.values()) > 20
+
+
+# Standard error of a share of 192: 0.035.
+@pytest.mark.parametrize(("tag", "low", "high"), [("H", 0.2, 0.45), ("S", 0.12, 0.4)])
+def test_the_plan_prover_has_headroom_in_both_roles(tag, low, high):
+    task, problems = DiplomacyMini(DiplomacyMiniTask()), plans.held_out_plans()
+    with open_embedded("diplomacy-prover") as prover:
+        texts = sample(prover, [tag + problem.question for problem in problems], seed=7)
+    found = [task.grade(problem, text) for problem, text in zip(problems, texts, strict=True)]
+    assert np.mean([not grade.well_formed for grade in found]) < 0.1
+    assert low <= np.mean([grade.correct for grade in found]) <= high
+    certified = np.mean([grade.checks.certified for grade in found])
+    assert certified > 0.12 if tag == "S" else certified == 0.0

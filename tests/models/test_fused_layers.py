@@ -175,9 +175,11 @@ def test_a_batch_of_a_block_and_one_token_has_the_gradients_of_one_block(monkeyp
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("whole", [False, True])  # the prompts of rows(), or the whole row
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "scaled", "biased"])
-def test_a_score_of_the_last_token_has_the_gradients_of_all_layers_on_all_tokens(kind, blocked):
+def test_a_score_of_the_last_token_has_the_gradients_of_all_layers_on_all_tokens(kind, whole, blocked):
     ids_BL, lengths_B = pad_right(rows()[0], 0)
+    starts_B = lengths_B if whole else torch.from_numpy(rows()[1]).long()
 
     def scored(fused):
         with LanguageModel(build(kind), None, "tiny") as language_model:
@@ -188,7 +190,7 @@ def test_a_score_of_the_last_token_has_the_gradients_of_all_layers_on_all_tokens
                     weight.add_(0.1 * torch.randn(weight.shape))
             verifier.fused_layers = fused
             assert why_not_last(verifier.backbone.get_decoder(), ids_BL.shape[1]) is None
-            scores_B = verifier(ids_BL, lengths_B, lengths_B)
+            scores_B = verifier(ids_BL, lengths_B, starts_B)
             return scores_B.detach(), gradients(verifier, scores_B)
 
     (found_B, found), (expected_B, expected) = scored(True), scored(False)

@@ -27,9 +27,9 @@ from transformers import (
 )
 
 from pvg.config.rollout import Rollouts
-from pvg.rollout import lean_rows, open_engine
+from pvg.rollout import open_engine
 from pvg.rollout.engine import GenerationRequest, Sampling
-from pvg.rollout.lean import KernelAttention, LeanDecoder, NotLeanError, ProductAttention, SharedPrefixes
+from pvg.rollout.lean import CommonPrefix, KernelAttention, LeanDecoder, NotLeanError, SparseAttention
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.telemetry.events import SilentEvents
 
@@ -86,50 +86,54 @@ def grouped(groups: int = 6, size: int = 8, seed: int = 3) -> list[GenerationReq
     ]
 
 
-class SharedSeen:
-    """The shared prefix that each step got."""
+class StepsSeen:
+    """The number of rows of each step, and the prefix that it got."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.shared: list[SharedPrefixes | None] = []
-        prepare = ProductAttention.prepare
+        self.rows: list[int] = []
+        self.prefixes: list[CommonPrefix | None] = []
+        step = LeanDecoder.step
 
-        def watched(
-            self_: ProductAttention, position_R: Tensor, columns: int, shared: SharedPrefixes | None = None
-        ) -> None:
-            self.shared.append(shared)
-            prepare(self_, position_R, columns, shared)
+        def watched(self_: LeanDecoder, token_R: Tensor, *arguments: Any, prefix: CommonPrefix | None = None) -> Tensor:
+            if len(arguments) > 3:
+                prefix = arguments[3]
+            self.rows.append(len(token_R))
+            self.prefixes.append(prefix)
+            return step(self_, token_R, *arguments)
 
-        monkeypatch.setattr(ProductAttention, "prepare", watched)
+        monkeypatch.setattr(LeanDecoder, "step", watched)
 
 
 @pytest.mark.parametrize("build", KINDS)
-def test_rows_of_one_prompt_read_it_once(build: Callable[[], PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_with_equal_tokens_are_computed_once(
+    build: Callable[[], PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     module = build().eval()
     wanted = grouped()
     columns = min(len(request.prompt_ids) for request in wanted) - 1
-    seen = SharedSeen(monkeypatch)
-    fast = generate(wanted, model=tiny_model(module=module))
-    assert seen.shared[1] == SharedPrefixes(8, columns)  # the first step is that of the comparison
-    assert seen.shared[-1] is None  # rows have left the groups
-    monkeypatch.setattr(lean_rows, "FEW_COLUMNS", 10**9)  # nothing is worth sharing
-    slow = generate(wanted, model=tiny_model(module=module))
-    for request, one, other in zip(wanted, slow, fast, strict=True):
-        np.testing.assert_array_equal(one.token_ids, other.token_ids)
-        reference = teacher_forced(module, request.prompt_ids, other.token_ids, request.sampling)
-        np.testing.assert_allclose(other.logprobs, reference, atol=1e-4)
+    seen = StepsSeen(monkeypatch)
+    found = generate(wanted, model=tiny_model(module=module))
+    rows = [(request.prompt_ids.tolist(), one.token_ids.tolist()) for request, one in zip(wanted, found, strict=True)]
+    distinct = [
+        len({(*prompt, *tokens[:number]) for prompt, tokens in rows if len(tokens) > number}) for number in range(24)
+    ]
+    assert seen.rows[1:] == distinct  # the first step is that of the comparison
+    assert distinct[0] == 6
+    owned = [prefix for prefix in seen.prefixes if prefix is not None]
+    assert owned
+    for prefix in owned:  # an owner owns itself
+        assert prefix.columns >= columns
+        assert torch.equal(prefix.owner_R[prefix.owner_R], prefix.owner_R)
+    for request, one in zip(wanted, found, strict=True):
+        reference = teacher_forced(module, request.prompt_ids, one.token_ids, request.sampling)
+        np.testing.assert_allclose(one.logprobs, reference, atol=1e-4)
 
 
-def test_groups_that_newcomers_break_up_share_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    # 44 rows hold five groups and a half: they stand in fours. Later others take the places of those who finished.
+def test_newcomers_change_no_completion() -> None:
+    # 44 rows hold five groups and a half. Later others take the places of those who finished.
     wanted = grouped(groups=9)
-    seen = SharedSeen(monkeypatch)
-    few = generate(wanted, max_rows=44)
-    assert seen.shared[1] is not None
-    assert seen.shared[1].rows == 4
-    assert None in seen.shared[2:]
-    monkeypatch.setattr(lean_rows, "FEW_COLUMNS", 10**9)  # nothing is worth sharing
-    for one, other in zip(few, generate(wanted), strict=True):
+    for one, other in zip(generate(wanted, max_rows=44), generate(wanted), strict=True):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
@@ -177,13 +181,13 @@ def test_both_ways_of_attention_agree(heads: int, kv_heads: int) -> None:
     kv[:, 1::2, :4] = kv[:, ::2, :4]
     new = torch.randn(2, rows, kv_heads, width, generator=generator)
     position = torch.tensor([4, 9, 6, 4, 7, 8])
-    ways = KernelAttention(rows, columns, kv_heads, width), ProductAttention(rows, columns, heads, kv_heads, width)
+    ways = KernelAttention(rows, columns, kv_heads, width), SparseAttention(rows, columns, heads, kv_heads, width)
     caches = [way.buffer(torch.zeros, 1)[0].copy_(kv) for way in ways]
     for used in (rows, 4):  # twice: what a call leaves behind must not reach the next
-        for shared in (None, SharedPrefixes(2, 4)):
+        for prefix in (None, CommonPrefix(torch.arange(used) // 2 * 2, 4)):
             found = []
             for way, cache in zip(ways, caches, strict=True):
-                way.prepare(position[:used], 10, shared)
+                way.prepare(position[:used], 10, prefix)
                 for buffer, token in zip(cache, new, strict=True):
                     way.write(buffer, token[:used])
                 found.append(way.attend(query[:used], cache[0], cache[1]))

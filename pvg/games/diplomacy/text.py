@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from pvg.games.diplomacy.board import Board
 from pvg.games.diplomacy.legal import Legality, destinations
-from pvg.games.diplomacy.orders import write
+from pvg.games.diplomacy.orders import Order
 from pvg.games.diplomacy.position import Position, Unit
 
 
@@ -28,7 +28,7 @@ def prompt_text(board: Board, position: Position, power: int) -> str:
 
 
 def verbose_json(board: Board, position: Position, power: int) -> str:
-    """The whole board and all legal orders of the power, as indented JSON."""
+    """The whole board and all legal orders of the power in the long notation, as indented JSON."""
     legality = Legality(board, position)
     owned = _owned(board, position)
     state = {
@@ -40,7 +40,7 @@ def verbose_json(board: Board, position: Position, power: int) -> str:
         },
         "centers": {name: owned[number] for number, name in enumerate(board.powers)},
         "legal_orders": {
-            board.places[place]: [write(board, order) for order in orders]
+            board.places[place]: [long_order(board, position, order) for order in orders]
             for place, orders in legality.orders_of(power).items()
         },
     }
@@ -48,9 +48,24 @@ def verbose_json(board: Board, position: Position, power: int) -> str:
 
 
 def order_list(board: Board, position: Position, power: int, most: int = 10) -> str:
-    """At most `most` legal orders of each unit of the power, one per line, without the board."""
+    """At most `most` legal orders of each unit of the power in the long notation, one per line, without the board."""
     orders = Legality(board, position).orders_of(power)
-    return "\n".join(write(board, order) for listed in orders.values() for order in listed[:most])
+    return "\n".join(long_order(board, position, order) for listed in orders.values() for order in listed[:most])
+
+
+def long_order(board: Board, position: Position, order: Order) -> str:
+    """The order in the notation of most other programs: "A PAR - BUR", "F BRE S A PAR - PIC", "A PAR R BUR"."""
+    names = [name.upper() for name in board.places]
+    unit = f"{order.unit} {names[order.place]}"
+    aim = f" - {names[order.target]}" if order.target >= 0 else ""
+    if order.act == "move":
+        return (
+            f"{unit} R {names[order.target]}" if position.stage == "R" else f"{unit}{aim}{' VIA' if order.via else ''}"
+        )
+    if order.act in ("support", "convoy"):
+        helped = next(u for u in position.unit_list() if board.province_of[u.place] == board.province_of[order.origin])
+        return f"{unit} {order.act[0].upper()} {'AF'[helped.fleet]} {names[helped.place]}{aim}"
+    return f"{unit} {order.act[0].upper()}"
 
 
 def _standing(board: Board, position: Position) -> Iterator[str]:

@@ -1,0 +1,296 @@
+"""A client of OpenEnv's protocol, and an environment of a server as a game.
+
+    with OpenEnvClient("http://127.0.0.1:8010") as client:
+        reply = client.reset(seed=7)
+        reply = client.step({"message": "[4]"})     # reply.observation, reply.reward, reply.done
+
+OpenEnv's protocol is JSON over a WebSocket at /ws. A request is {"type": "reset" | "step" | "state" | "close", "data":
+...}, and each gets one reply: {"type": "observation" | "state" | "error", "data": ...}. One connection is one session.
+This was found by reading openenv 0.10 and 0.3, and is tested against openenv 0.10.
+
+`task.game = "openenv:http://127.0.0.1:8010"` is the game. Such a game has one seat, "player", and its value is the sum
+of the rewards. A server of pvg (`pvg serve-env`) names the seats and their values itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import math
+import re
+import threading
+from collections.abc import Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import parse_qs
+
+import orjson
+
+from pvg.errors import ConfigurationError, PvgError, ServerUnavailableError, one_line
+from pvg.games.replay import ReplayedGame, Shown
+
+if TYPE_CHECKING:
+    import aiohttp
+
+PREFIX = "openenv:"
+PROMPT, ACTION = "prompt", "message"  # the usual fields of an observation and of an action
+EXECUTION_ERROR = "EXECUTION_ERROR"  # OpenEnv's code for an exception of the environment
+PLAYER = "player"  # the seat of an environment that names none
+TIMEOUT_S = 60.0  # for a connection, and for a reply
+MOST_BYTES = 16 * 2**20  # of a reply
+URL = re.compile(r"(?:https?|wss?)://[^/\s?#@]+(?:/[^\s?#]*)?")
+URL_EXAMPLE = "Write a URL such as http://127.0.0.1:8010"
+
+T = TypeVar("T")
+
+
+class OpenEnvRefusal(PvgError):
+    """An error reply of a server. `code` is one of OpenEnv's codes, such as "EXECUTION_ERROR"."""
+
+    def __init__(self, url: str, code: str, message: str) -> None:
+        super().__init__(f"The environment at {url} answered {code}: {message}")
+        self.code = code
+
+
+class LostSessionError(ServerUnavailableError):
+    """The connection ended, and with it the session on the server."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenEnvReply:
+    """A server's reply to `reset` or `step`."""
+
+    observation: Mapping[str, Any]
+    reward: float | None
+    done: bool
+
+
+class OpenEnvClient:
+    """One session of a server. Blocking, for one thread at a time. It connects at the first request.
+
+    Raises ServerUnavailableError if no server answers, LostSessionError if the connection ends in a session, and
+    OpenEnvRefusal for an error reply.
+    """
+
+    def __init__(self, url: str, timeout_s: float = TIMEOUT_S) -> None:
+        """Raises ConfigurationError for an impossible URL."""
+        if not URL.fullmatch(url):
+            raise ConfigurationError(f"{url!r} is not the URL of an environment.", URL_EXAMPLE)
+        self.url = url.rstrip("/")
+        self._timeout_s = timeout_s
+        self._http: aiohttp.ClientSession | None = None
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
+
+    def __enter__(self) -> OpenEnvClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def reset(self, **data: Any) -> OpenEnvReply:
+        """Begin an episode. Connects again if the server has closed the connection, for example after an idle hour."""
+        request = {"type": "reset", "data": data}
+        if self._socket is not None:
+            with suppress(LostSessionError):
+                return _reply(self.url, self._ask(request))
+        return _reply(self.url, self._ask(request))
+
+    def step(self, action: Mapping[str, Any]) -> OpenEnvReply:
+        return _reply(self.url, self._ask({"type": "step", "data": dict(action)}))
+
+    def state(self) -> dict[str, Any]:
+        return self._ask({"type": "state"})
+
+    def close(self) -> None:
+        _run(self._close())
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        return _run(self._asked(request))
+
+    async def _asked(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The data of the reply."""
+        import aiohttp
+
+        connected = self._socket is not None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                socket = self._socket or await self._connected()
+                await socket.send_str(orjson.dumps(request).decode())
+                message = await socket.receive()
+        except TimeoutError:
+            await self._close()
+            raise ServerUnavailableError(
+                f"The environment at {self.url} did not answer within {self._timeout_s:g} s.",
+                "Check the server, or give it more time (task.timeout_s).",
+            ) from None
+        except (aiohttp.ClientError, OSError) as error:
+            await self._close()
+            if connected:
+                raise self._lost(str(error)) from None
+            raise ServerUnavailableError(
+                f"No environment answers at {self.url}: {error or type(error).__name__}.",
+                "Start the server, or correct the URL. `pvg serve-env` starts a server of pvg.",
+            ) from None
+        if message.type is not aiohttp.WSMsgType.TEXT:
+            await self._close()
+            size = socket.close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
+            why = f"its reply has more than {MOST_BYTES:,} bytes" if size else "the server closed it"
+            raise self._lost(why)
+        return self._data(message.data)
+
+    def _lost(self, why: str) -> LostSessionError:
+        return LostSessionError(f"The connection to the environment at {self.url} ended: {why}.")
+
+    def _data(self, text: str) -> dict[str, Any]:
+        try:
+            found = orjson.loads(text)
+            kind, data = found["type"], found.get("data")
+        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
+            raise self._foreign("its reply is no JSON object with a type") from None
+        data = {} if data is None else data
+        if not isinstance(data, dict):
+            raise self._foreign("the data of its reply is no JSON object")
+        if kind == "error":
+            raise OpenEnvRefusal(self.url, str(data.get("code", "UNKNOWN")), str(data.get("message", "")))
+        return data
+
+    def _foreign(self, why: str) -> ServerUnavailableError:
+        return ServerUnavailableError(f"The server at {self.url} does not speak OpenEnv's protocol: {why}.")
+
+    async def _connected(self) -> aiohttp.ClientWebSocketResponse:
+        import aiohttp
+
+        self._http = aiohttp.ClientSession()
+        address = re.sub(r"^http", "ws", self.url) + "/ws"
+        _CONNECTED.add(self)
+        self._socket = await self._http.ws_connect(address, max_msg_size=MOST_BYTES)
+        return self._socket
+
+    async def _close(self) -> None:
+        socket, http = self._socket, self._http
+        self._socket = self._http = None
+        _CONNECTED.discard(self)
+        if socket is not None and not socket.closed:
+            with suppress(Exception):  # the server may have ended
+                async with asyncio.timeout(2.0):
+                    await socket.send_str('{"type":"close"}')
+                    await socket.close()
+        if http is not None:
+            await http.close()
+
+
+def _reply(url: str, data: dict[str, Any]) -> OpenEnvReply:
+    observation, reward, done = data.get("observation"), data.get("reward"), data.get("done", False)
+    if not isinstance(observation, dict) or not isinstance(done, bool):
+        raise ServerUnavailableError(f"The reply of the environment at {url} is no observation of OpenEnv's protocol.")
+    if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
+        raise ServerUnavailableError(f"The environment at {url} gave the reward {reward!r}, which is no number.")
+    return OpenEnvReply(observation, None if reward is None else float(reward), done)
+
+
+def prompt_of(url: str, observation: Mapping[str, Any], name: str) -> str:
+    """The text in the field `name`. Raises ConfigurationError, naming the fields that have text, if there is none."""
+    found = observation.get(name)
+    if isinstance(found, str):
+        return found
+    texts = [key for key, value in observation.items() if isinstance(value, str)]
+    raise ConfigurationError(
+        f"The observations of the environment at {url} have no text in the field {name!r}.",
+        f"Fields with text: {', '.join(texts) or 'none'}. Name one: task.prompt_field, or ?prompt=FIELD in the name of "
+        "a game.",
+    )
+
+
+# --- the environment as a game ----------------------------------------------------------------------------------------
+
+
+def open_openenv(name: str) -> ReplayedGame:
+    """The game of `URL`, or `URL?prompt=FIELD&action=FIELD` if the environment uses other fields than "prompt" and
+    "message". Raises ConfigurationError for an impossible URL."""
+    url, _, query = name.partition("?")
+    fields = parse_qs(query)
+    if unknown := fields.keys() - {"prompt", "action"}:
+        raise ConfigurationError(f"{name!r}: unknown {', '.join(sorted(unknown))}.", "Known: prompt and action.")
+    prompt, action = fields.get("prompt", [PROMPT])[0], fields.get("action", [ACTION])[0]
+    OpenEnvClient(url)  # checks the URL
+    return ReplayedGame(f"{PREFIX}{name}", lambda: OpenEnvEnvironment(url, prompt, action))
+
+
+class OpenEnvEnvironment:
+    """A `SteppedEnvironment`: one session of a server. The seed of the start determines all its chance, because a step
+    of OpenEnv's protocol has no seed. If the connection ends, it begins again and repeats the moves."""
+
+    def __init__(self, url: str, prompt_field: str, action_field: str) -> None:
+        self._client = OpenEnvClient(url)
+        self._prompt, self._action = prompt_field, action_field
+        self._seed, self._texts, self._value = 0, list[str](), 0.0
+
+    def reset(self, seed: int) -> Shown:
+        self._seed, self._texts, self._value = seed, [], 0.0
+        return self._shown(self._client.reset(seed=seed))
+
+    def step(self, text: str, seed: int) -> Shown:
+        """One move. The environment's own error on a text ends the game, and the note says why."""
+        try:
+            shown = self._moved(text)
+        except LostSessionError:
+            played = self._texts
+            shown = self.reset(self._seed)
+            for move in played:
+                shown = self._moved(move)
+        return shown
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _moved(self, text: str) -> Shown:
+        self._texts.append(text)
+        try:
+            return self._shown(self._client.step({self._action: text}))
+        except OpenEnvRefusal as error:
+            if error.code != EXECUTION_ERROR:
+                raise
+            return Shown("", "", ((PLAYER, self._value),), error.message)
+
+    def _shown(self, reply: OpenEnvReply) -> Shown:
+        self._value += reply.reward or 0.0
+        seat, values = reply.observation.get("seat"), _values(reply.observation.get("values"))
+        note = reply.observation.get("note")
+        return Shown(
+            seat="" if reply.done else seat if isinstance(seat, str) and seat in values else PLAYER,
+            prompt="" if reply.done else prompt_of(self._client.url, reply.observation, self._prompt),
+            values=tuple(values.items()) if values else ((PLAYER, self._value),),
+            note=one_line(note) if isinstance(note, str) else "",
+        )
+
+
+def _values(found: Any) -> dict[str, float]:
+    """The values of all seats, if the server is one of pvg; otherwise empty."""
+    if not isinstance(found, dict) or not all(isinstance(value, int | float) for value in found.values()):
+        return {}
+    return {str(seat): float(value) for seat, value in found.items()}
+
+
+# --- blocking calls ---------------------------------------------------------------------------------------------------
+
+_CONNECTED: set[OpenEnvClient] = set()  # it keeps them alive, because only their own thread may release a connection
+
+
+@atexit.register
+def _close_all() -> None:
+    for client in list(_CONNECTED):
+        client.close()
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """The event loop of all clients of this process, in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="openenv", daemon=True).start()
+    return loop
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run_coroutine_threadsafe(work, _loop()).result()

@@ -1,0 +1,48 @@
+"""A whole prover-verifier game on a task that another process serves with OpenEnv's protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+from game.kill_drill import small_experiment
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "servers"))
+from environment_servers import served
+
+from pvg.config.load import build_experiment
+from pvg.game.run import play
+from pvg.records import Split
+from pvg.servers.environments import TaskEnvironment
+from pvg.store.run_directory import RunDirectory
+from pvg.tasks import open_task
+from pvg.telemetry.observer import SilentObserver
+
+SPLITS: tuple[Split, ...] = ("train", "test")
+
+
+def test_a_prover_is_trained_and_every_grade_is_that_of_the_task(tmp_path: Path) -> None:
+    data = small_experiment().plain()
+    data["game"] |= {"rounds": 1, "mint_problems": 12}
+    data["verifier"]["steps"] = data["training"]["steps"] = 3
+    task = open_task(build_experiment({"task": {"kind": "modchain", "problems": 512, "test_problems": 64}}).task)
+    with served(TaskEnvironment("modchain", task)) as server:
+        data["task"] = {"kind": "openenv", "url": server.url, "problems": 200, "test_problems": 16, "sessions": 2}
+        experiment = build_experiment(data)
+        run = RunDirectory.create(tmp_path, "served", experiment)
+        with run.lock():
+            outcome = asyncio.run(play(experiment, run, observer=SilentObserver(), stop=asyncio.Event(), resume=False))
+        assert server.sessions == 0, "the task's connections are closed with the run"
+    assert outcome.status == "complete"
+    columns = ["question", "text", "correct", "well_formed", "answer", "note"]
+    shards = [pa.ipc.open_file(path).read_all().select(columns) for path in sorted(run.rollouts.rglob("*.arrow"))]
+    rollouts = [row for shard in shards for row in shard.to_pylist()]
+    assert len(rollouts) >= 12 * 4 + 3 * 16
+    problems = {problem.question: problem for split in SPLITS for problem in task.problems(split)}
+    assert {row["correct"] for row in rollouts} == {True, False}
+    for row in rollouts:
+        grade = task.grade(problems[row["question"]], row["text"])
+        assert (row["correct"], row["well_formed"], row["note"]) == (grade.correct, grade.well_formed, grade.note)
+        assert (row["answer"] or "") == (grade.answer or "")

@@ -1,0 +1,132 @@
+"""Games whose states replay an environment: states are values, forks replay, and chance must follow from the seeds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from tiny_games import Guessing
+
+from pvg.errors import StateError
+from pvg.games.replay import LIVE, LONGEST_MOVE, ReplayedGame, ReplayedState
+from pvg.records import Role
+
+
+@pytest.fixture
+def game() -> Iterator[ReplayedGame]:
+    Guessing.opened = Guessing.steps = Guessing.closed = 0
+    game = ReplayedGame("guessing", Guessing)
+    yield game
+    game.close()
+    assert Guessing.closed == Guessing.opened, "an environment stays open"
+
+
+def move(game: ReplayedGame, state: ReplayedState, text: str, seed: int = 5) -> ReplayedState:
+    return game.step(state, {"player": game.parse(state, "player", text)}, seed)
+
+
+def started(game: ReplayedGame, number: int = 0) -> ReplayedState:
+    return game.start(game.opening("train", number))
+
+
+def wrong(game: ReplayedGame, count: int) -> ReplayedState:
+    state = started(game)
+    for _ in range(count):
+        state = move(game, state, "x")
+    return state
+
+
+def test_a_game_that_goes_straight_on_takes_one_step_per_move(game: ReplayedGame) -> None:
+    state = wrong(game, 20)
+    assert (Guessing.opened, Guessing.steps) == (2, 20), "one more shows the prompts of openings"
+    assert game.seats(state) == ("player",)
+    assert game.phase(state) == "move-20"
+    ended = [move(game, wrong(game, 3), str(guess)) for guess in range(10)]
+    assert [game.values(end)["player"] for end in ended].count(1.0) == 1
+    assert [game.seats(end) for end in ended].count(()) == 1
+
+
+def test_a_fork_replays_and_shows_the_same(game: ReplayedGame) -> None:
+    state = wrong(game, 3)
+    first = move(game, state, "y", seed=1)
+    again = move(game, state, "y", seed=1)
+    other = move(game, state, "y", seed=2)
+    assert first == again
+    assert hash(first) == hash(again)
+    assert first.shown == again.shown
+    assert other.shown != first.shown, "the seed of the step is its chance"
+    assert other != first
+    assert game.prompt(state, "player", Role.HELPFUL) == game.prompt(state, "player", Role.SNEAKY)
+    assert Guessing.opened == 4
+    assert len(state.moves) == 3, "step changed its input"
+
+
+def test_a_dumped_state_is_loaded_by_another_game_of_the_same_name(game: ReplayedGame) -> None:
+    state = wrong(game, 4)
+    other = ReplayedGame("guessing", Guessing)
+    loaded = other.load(game.dump(state))
+    other.close()
+    assert loaded == state
+    assert loaded.shown == state.shown
+    after = move(game, state, "z")
+    assert move(game, game.load(game.dump(state)), "z").shown == after.shown
+
+
+def test_bytes_that_are_no_state_are_refused(game: ReplayedGame) -> None:
+    good = game.dump(wrong(game, 1))
+    for bad in (
+        b"",
+        b"\xff",
+        b"[]",
+        b"null",
+        b'{"game":"guessing"}',
+        good.replace(b'"guessing"', b'"other"'),
+        good.replace(b'["x",5]', b'["x",-5]'),
+        good.replace(b'["x",5]', b'["x",true]'),
+        good.replace(b'["x",5]', b'["x"]'),
+        good.replace(b'["x",5]', b"[[],5]"),
+        good.replace(b'["x",5]', b'["' + b"x" * (LONGEST_MOVE + 1) + b'",5]'),
+        b"[" * 100_000,
+    ):
+        with pytest.raises(StateError):
+            game.load(bad)
+    with pytest.raises(StateError, match="showed something else"):
+        game.load(good.replace(b'["x",5]', b'["x",6]'))
+    for guess in range(10):
+        end = move(game, started(game), str(guess))
+        if not game.seats(end):
+            longer = game.dump(end).replace(b"]]", b'],["x",5]]')
+            with pytest.raises(StateError, match="after the end"):
+                game.load(longer)
+
+
+def test_an_environment_that_ignores_its_seed_is_found_out(game: ReplayedGame) -> None:
+    class Whim(Guessing):
+        def reset(self, seed: int) -> object:  # type: ignore[override]
+            return super().reset(time.perf_counter_ns())
+
+    whim = ReplayedGame("whim", Whim)  # type: ignore[arg-type]
+    state = move(whim, started(whim), "x")
+    move(whim, state, "y")
+    with pytest.raises(StateError, match="whim showed something else"):
+        move(whim, state, "y")
+    whim.close()
+
+
+def test_the_number_of_open_environments_is_bounded(game: ReplayedGame) -> None:
+    states = [move(game, started(game, number), "x") for number in range(LIVE + 10)]
+    assert Guessing.opened - Guessing.closed == LIVE + 1
+    assert move(game, states[0], "y").shown.prompt.startswith("no"), "a closed one is replayed"
+
+
+def test_openings_differ_and_texts_are_bounded(game: ReplayedGame) -> None:
+    openings = [game.opening(split, number) for split in ("train", "test") for number in range(100)]
+    assert len({opening.id for opening in openings}) == 200
+    assert len({opening.metadata["seed"] for opening in openings}) == 200
+    state = started(game)
+    action = game.parse(state, "player", "a" * (LONGEST_MOVE + 1))
+    assert len(action.move) == LONGEST_MOVE
+    assert not action.legal
+    assert game.parse(state, "player", "lone \ud800 surrogate").move == "lone ? surrogate"
+    assert game.load(game.dump(move(game, state, "\ud800\x00é"))).moves[0][0] == "?\x00é"

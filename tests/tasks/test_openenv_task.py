@@ -1,0 +1,134 @@
+"""`task.kind = "openenv"`: problems and grades of a server, and environments that are no task."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "servers"))
+from environment_servers import Sums, end_sessions, served
+
+from pvg.config.load import build_experiment
+from pvg.config.task import OpenEnvTask
+from pvg.errors import ConfigurationError, ServerUnavailableError
+from pvg.servers.environments import BadRequestError, TaskEnvironment
+from pvg.tasks import open_task
+from pvg.tasks.openenv import OpenEnv
+
+
+class Foreign:
+    """An environment of another project, with the field names of its author: one step, whose reward is a share."""
+
+    name, description = "foreign", ""
+
+    def __init__(self, steps: int = 1, prompts: int = 1000, seeded: bool = True, over: bool = False) -> None:
+        self.steps, self.prompts, self.seeded, self.over = steps, prompts, seeded, over
+        self.resets = 0
+
+    def schema(self) -> dict[str, Any]:
+        return {}
+
+    def episode(self) -> Foreign:
+        return self
+
+    def reset(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        self.resets += 1
+        self.number = (data["seed"] if self.seeded else self.resets) % self.prompts
+        self.left = self.steps
+        return {"observation": {"question": f"{self.number}?", "hint": ["x"]}, "reward": None, "done": self.over}
+
+    def step(self, action: Mapping[str, Any]) -> dict[str, Any]:
+        if set(action) != {"reply"}:
+            raise BadRequestError("Invalid message")
+        if action["reply"] == "boom":
+            raise BadRequestError("could not parse", "EXECUTION_ERROR")
+        self.left -= 1
+        reward = {"none": None, "half": 0.5, "yes": True}.get(action["reply"], 0.0)
+        return {"observation": {"question": ""}, "reward": reward, "done": self.left == 0}
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+
+def section(url: str, **settings: Any) -> OpenEnvTask:
+    small = {"problems": 6, "test_problems": 4, "prompt_field": "question", "action_field": "reply", "timeout_s": 30.0}
+    return OpenEnvTask(url=url, **{**small, **settings})
+
+
+@pytest.fixture
+def task() -> Iterator[OpenEnv]:
+    with served(Foreign()) as server, OpenEnv(section(server.url, threshold=0.5)) as task:
+        yield task
+
+
+def test_a_task_that_pvg_serves_gives_the_grades_of_the_task_itself() -> None:
+    own = {"prompt_field": "prompt", "action_field": "message", "sessions": 3}
+    with served(TaskEnvironment("sums", Sums())) as server, OpenEnv(section(server.url, **own)) as task:
+        problems = list(task.problems("train"))
+        assert len({problem.question for problem in [*problems, *task.problems("test")]}) == 10
+        assert problems == list(task.problems("train"))
+        assert all(problem.answer == "" for problem in problems), "the reference is not known here"
+        right = [str(int(problem.question.removesuffix("+1?")) + 1) for problem in problems]
+        texts = [right[0], "x", "7777777", "", "\ud800", right[5]]
+        grades = task.grade_many(list(zip(problems, texts, strict=True)))
+        assert [grade.correct for grade in grades] == [True, False, False, False, False, True]
+        assert [grade.well_formed for grade in grades] == [True, False, True, False, False, True]
+        assert (grades[0].answer, grades[1].note) == (right[0], "wrong sum")
+        again = OpenEnv(section(server.url, **own))
+        assert [problem.id for problem in again.problems("train")] == [problem.id for problem in problems]
+        again.__exit__()
+
+
+def test_the_threshold_decides_and_an_error_of_the_environment_is_a_wrong_solution(task: OpenEnv) -> None:
+    problem = next(task.problems("train"))
+    assert [task.grade(problem, text).correct for text in ("half", "yes", "no", "none")] == [True, True, False, False]
+    assert task.grade(problem, "none").note == "the environment gave no reward"
+    failed = task.grade(problem, "boom")
+    assert (failed.correct, failed.well_formed) == (False, False)
+    assert "could not parse" in failed.note
+    assert task.grade(problem, "yes").correct
+
+
+@pytest.mark.parametrize(
+    ("environment", "settings", "message"),
+    [
+        (
+            Foreign(steps=2),
+            {},
+            'takes more than one step, so it is no task. Play it as a game: game = "openenv:http://',
+        ),
+        (Foreign(seeded=False), {}, "gives another prompt for the same seed"),
+        (Foreign(prompts=5), {}, "gave 1 different prompts for 12 seeds, but task.problems = 6"),
+        (Foreign(prompts=1), {}, "gave 1 different prompts for 8 seeds, but task.test_problems = 4"),
+        (Foreign(over=True), {}, "is over before the first step"),
+        (Foreign(), {"prompt_field": "prompt"}, "no text in the field 'prompt'. Fields with text: question"),
+        (Foreign(), {"prompt_field": "hint"}, "no text in the field 'hint'. Fields with text: question"),
+        (Foreign(), {"action_field": "message"}, "Name the right field of the action: task.action_field."),
+    ],
+)
+def test_an_environment_that_is_no_task(environment: Foreign, settings: dict[str, Any], message: str) -> None:
+    with served(environment) as server, OpenEnv(section(server.url, **settings)) as task:
+        with pytest.raises(ConfigurationError) as error:
+            task.grade(next(task.problems("train")), "yes")
+        assert message in str(error.value)
+
+
+def test_a_server_that_stops_and_one_that_lost_the_session() -> None:
+    with served(Foreign()) as server, OpenEnv(section(server.url)) as task:
+        problem = next(task.problems("train"))
+        end_sessions(server)
+        assert task.grade(problem, "yes").correct
+    with pytest.raises(ServerUnavailableError, match="No environment answers at"):
+        task.grade(problem, "yes")
+
+
+def test_the_section_opens_the_task_and_refuses_bad_addresses() -> None:
+    data = {"task": {"kind": "openenv", "url": "http://127.0.0.1:9/base"}}
+    assert isinstance(open_task(build_experiment(data).task), OpenEnv)
+    for url in ("", "127.0.0.1:80", "http://x?a=b", "http://user@x"):
+        with pytest.raises(ConfigurationError, match=r"task\.url"):
+            build_experiment({"task": {"kind": "openenv", "url": url}})
