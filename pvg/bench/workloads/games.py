@@ -83,7 +83,7 @@ class GamesSettings(Section):
     """The `[workload]` table; see the module. `seed` is that of the recorded orders and of the sampling."""
 
     games: Count = 16
-    last_year: Count = 1903
+    last_year: Count = 1902
     seed: int = 0
     prompts: Literal["verbose", "compact"] = "compact"
     together: bool = True
