@@ -155,8 +155,8 @@ def _end(plan: DrawnPlan, after: Position) -> str:
 
 _QUESTION = re.compile(r"([a-h]+)/([a-h]+)>([a-h])\?")
 _ORDER = re.compile(r"([a-h])(?:\.|([a-h])|\+([a-h])([a-h])?)")
-_PHASE = re.compile(r"([SFW][0-9]{4}[MRA]) ([A-Za-z]+)")
-_GOAL = re.compile(r" in ([a-z]{3}), whatever")
+_PHASE = re.compile(r"[SFW][0-9]{4}[MRA]")
+_GOAL = re.compile(r" a unit of ([A-Za-z]+) in ([a-z]{3}), whatever")
 _POWER = re.compile(r"([A-Z][a-z]{2}): (.*)")
 _REPLY = re.compile(r"refuted by (.+?)(?: \(sampled\))?$")
 _REFUTED = re.compile(r"refuted by ([^ ,]+)")
@@ -201,10 +201,10 @@ def full_plan(rollout: Rollout) -> DrawnPlan | None:
     pvg.games.diplomacy.text. None if the texts have another form."""
     board, lines = standard_board(), rollout.question.split("\n")
     head, goal = _PHASE.fullmatch(lines[0]), _GOAL.search(lines[-1])
-    own, target = board.power(head[2]) if head else None, board.find(goal[1]) if goal else None
+    own, target = (board.power(goal[1]), board.find(goal[2])) if goal else (None, None)
     if head is None or own is None or target is None:
         return None
-    position = place(board, *_standing(board, lines[1:], head[1]))
+    position = place(board, *_standing(board, lines[1:], head[0]))
     parts = [part.strip() for part in re.split("[\n;]", rollout.solution)]
     found = [(part, parse(board, part)) for part in parts if part]
     orders = [complete(board, position, order) for _, order in found if order]
@@ -213,7 +213,7 @@ def full_plan(rollout: Rollout) -> DrawnPlan | None:
     powers = {board.province_of[unit.place]: unit.power for unit in position.unit_list()}
     for order in parse_orders(board, refuted[1]).orders if refuted else ():
         reply.setdefault(powers[board.province_of[order.place]], []).append(order)
-    question = f"{lines[0]}: a unit in {board.provinces[board.province_of[target]]}"
+    question = f"{head[0]} {board.powers[own]}: a unit in {board.provinces[board.province_of[target]]}"
     return DrawnPlan(
         board, position, own, orders, reply, board.province_of[target], question, claims, label="claims", crop=True
     )

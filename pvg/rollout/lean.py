@@ -261,25 +261,40 @@ class LeanDecoder:
         return LeanCache(kv, cos_1TD[0, :, None], sin_1TD[0, :, None], attention)
 
     @torch.inference_mode()
-    def prefill(self, ids_BL: Tensor, cache: LeanCache, rows_F: Tensor, prompts_F: Tensor) -> None:
-        """Write keys and values of B prompts, padded on the right. Prompt `prompts_F[f]` goes to row `rows_F[f]`. The
-        padding of a shorter prompt has no effect: a row overwrites those columns before it sees them."""
+    def prefill(
+        self, ids_BL: Tensor, cache: LeanCache, rows_F: Tensor, prompts_F: Tensor, starts_B: Tensor | None = None
+    ) -> None:
+        """Write keys and values of B prompts, padded on the right. Prompt `prompts_F[f]` goes to row `rows_F[f]`, from
+        column 0, or from `starts_B`; then these rows have the columns before it. The padding of a shorter prompt has no
+        effect: a row overwrites those columns before it sees them."""
         B, L = ids_BL.shape
+        columns_BL = torch.arange(L, device=self.device).expand(B, L)
+        if starts_B is not None:
+            columns_BL = (starts_B[:, None] + columns_BL).clamp(max=cache.columns - 1)  # only padding reaches the end
+            seen = int(columns_BL.max()) + 1
+            rows_B = torch.empty_like(starts_B)
+            rows_B[prompts_F] = rows_F  # any row of the prompt
+            hidden_B1LT = torch.arange(seen, device=self.device) > columns_BL[:, None, :, None]
         x_NW = F.embedding(ids_BL.reshape(-1), self._embedding)
-        cos_N1D, sin_N1D = cache.cos_T1D[:L].repeat(B, 1, 1), cache.sin_T1D[:L].repeat(B, 1, 1)
+        cos_N1D, sin_N1D = (table[columns_BL.reshape(-1)] for table in (cache.cos_T1D, cache.sin_T1D))
         groups = self._heads // self._kv_heads
         for layer, kv in zip(self._layers, cache.kv, strict=True):
             q_NHD, k_NKD, v_NKD = self._qkv(layer, x_NW, cos_N1D, sin_N1D)
-            for buffer, new_NKD in zip(kv, (k_NKD, v_NKD), strict=True):
-                buffer[:, :L].index_copy_(
-                    0, rows_F, new_NKD.reshape(B, L, *buffer.shape[2:]).index_select(0, prompts_F)
-                )
-            k_BKLD, v_BKLD = (x.view(B, L, self._kv_heads, self._width).transpose(1, 2) for x in (k_NKD, v_NKD))
+            kv_BTKD = tuple(new_NKD.reshape(B, L, self._kv_heads, self._width) for new_NKD in (k_NKD, v_NKD))
+            for buffer, new_BLKD in zip(kv, kv_BTKD, strict=True):
+                if starts_B is None:
+                    buffer[:, :L].index_copy_(0, rows_F, new_BLKD.index_select(0, prompts_F))
+                else:
+                    buffer[rows_F[:, None], columns_BL[prompts_F]] = new_BLKD[prompts_F]
+            if starts_B is not None:
+                kv_BTKD = tuple(buffer[:, :seen].index_select(0, rows_B) for buffer in kv)
+            k_BHTD, v_BHTD = (x.transpose(1, 2).repeat_interleave(groups, dim=1) for x in kv_BTKD)
             out_BHLD = F.scaled_dot_product_attention(
                 q_NHD.view(B, L, self._heads, self._width).transpose(1, 2),
-                k_BKLD.repeat_interleave(groups, dim=1),
-                v_BKLD.repeat_interleave(groups, dim=1),
-                is_causal=True,
+                k_BHTD,
+                v_BHTD,
+                attn_mask=None if starts_B is None else ~hidden_B1LT,
+                is_causal=starts_B is None,
             )
             x_NW = self._rest(layer, x_NW, out_BHLD.transpose(1, 2).reshape(B * L, -1))
 

@@ -25,6 +25,7 @@ from pvg.rollout.decoding import PREFILL_TOKENS, DecodedRow, DecodingJob, TurnRe
 from pvg.rollout.engine import GenerationRequest
 from pvg.rollout.lean import CommonPrefix, LeanCache, LeanDecoder
 from pvg.rollout.sampler import RowSettings, draw, uniform_numbers
+from pvg.rollout.shared_prefixes import shared_parts
 from pvg.telemetry.spans import span
 
 # In continuous batching a turn ends when this share of its rows has finished, or after TURN_STEPS. More often would
@@ -178,21 +179,24 @@ class LeanRows:
             self._cache = grown
 
     def _prefill(self, prefix_of: Mapping[int, Int32]) -> None:
-        """Fill cache rows with all known tokens but the last, which is the row's first input. Equal prefixes are
-        computed once."""
+        """Fill cache rows with all known tokens but the last, which is the row's first input. What several prefixes
+        begin with is computed once."""
         assert self._cache is not None
         rows_of: dict[bytes, list[int]] = {}
         for row, prefix in prefix_of.items():
             if len(prefix):
                 rows_of.setdefault(prefix.tobytes(), []).append(row)
-        groups = list(rows_of.values())
-        lengths_U = np.asarray([len(prefix_of[rows[0]]) for rows in groups], dtype=np.int64)
-        device = self._decoder.device
-        for batch in token_budget_batches(lengths_U, max(PREFILL_TOKENS, int(lengths_U.max(initial=0)))):
-            ids_BL, _ = pad_right([prefix_of[groups[group][0]] for group in batch], 0, device)
-            pairs = [(row, prompt) for prompt, group in enumerate(batch) for row in groups[group]]
-            rows_F, prompts_F = torch.tensor(pairs, device=device).T
-            self._decoder.prefill(ids_BL, self._cache, rows_F, prompts_F)
+        groups, device = list(rows_of.values()), self._decoder.device
+        prefixes = [prefix_of[rows[0]] for rows in groups]
+        for parts in shared_parts(prefixes):
+            lengths_P = np.asarray([part.length for part in parts], dtype=np.int64)
+            for batch in token_budget_batches(lengths_P, max(PREFILL_TOKENS, int(lengths_P.max(initial=0)))):
+                chosen = [parts[number] for number in batch]
+                ids_BL, _ = pad_right([prefixes[part.prompts[0]][part.start : part.end] for part in chosen], 0, device)
+                starts_B = torch.tensor([part.start for part in chosen], device=device)
+                pairs = [(row, b) for b, part in enumerate(chosen) for prompt in part.prompts for row in groups[prompt]]
+                rows_F, prompts_F = torch.tensor(pairs, device=device).T
+                self._decoder.prefill(ids_BL, self._cache, rows_F, prompts_F, starts_B if starts_B.any() else None)
 
     # --- decoding ----------------------------------------------------------------------------------------------------
 

@@ -47,6 +47,7 @@ from pvg.rollout.engine import (
 )
 from pvg.rollout.lean import LeanDecoder, NotLeanError
 from pvg.rollout.lean_rows import LeanRows
+from pvg.rollout.shared_prefixes import shared_parts
 from pvg.servers.publishing import SyncTiming, WeightUpdate
 from pvg.telemetry.events import Events, SilentEvents
 from pvg.telemetry.spans import run_in, submit_in
@@ -337,10 +338,12 @@ class TorchEngine(Engine):
 
     def _computed_of(self, prompts: Sequence[Int32]) -> int:
         """Prompt tokens that the decoder computes: each distinct prefix once, and the last token of every prompt, which
-        is the first input of decoding. Lean decoding computes it once for equal prompts."""
-        prefixes = {p[:-1].tobytes(): p[:-1] for p in prompts}
-        inputs = {p.tobytes() for p in prompts} if isinstance(self._rows, LeanRows) else prompts
-        return sum(map(len, prefixes.values())) + len(inputs)
+        is the first input of decoding. Lean decoding computes it once for equal prompts, and shares parts."""
+        prefixes = list({p[:-1].tobytes(): p[:-1] for p in prompts}.values())
+        if not isinstance(self._rows, LeanRows):
+            return sum(map(len, prefixes)) + len(prompts)
+        computed = sum(part.length for level in shared_parts(prefixes) for part in level)
+        return computed + len({p.tobytes() for p in prompts})
 
     def _hand_over(self, pending: _Pending, result: DecodedRow, now: float) -> None:
         request, length = pending.request, len(result.token_ids)

@@ -345,9 +345,9 @@ def test_an_illegal_order_is_noted_and_the_unit_holds() -> None:
 
 def test_the_prompt_says_what_the_long_forms_say_in_fewer_characters() -> None:
     assert Diplomacy().prompt(BOARD.start, "Turkey", Role.HELPFUL) == (
-        "S1901M Turkey\nAus: bud* ~tri* vie*\nEng: ~edi* ~lon* lvp*\nFra: ~bre* mar* par*\nGer: ber* ~kie* mun*\n"
+        "S1901M\nAus: bud* ~tri* vie*\nEng: ~edi* ~lon* lvp*\nFra: ~bre* mar* par*\nGer: ber* ~kie* mun*\n"
         "Ita: ~nap* rom* ven*\nRus: mos* ~sev* war* ~stp/sc*\nTur: ~ank* con* smy*\n"
-        "ank: arm bla con\ncon: ank bul smy\nsmy: ank arm con syr"
+        "Turkey\nank: arm bla con\ncon: ank bul smy\nsmy: ank arm con syr"
     )
     position = list(random_game(3, 9))[-1][0]
     short, full = prompt_text(BOARD, position, 3), verbose_json(BOARD, position, 3)

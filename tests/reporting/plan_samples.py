@@ -42,12 +42,13 @@ def plans(round_: int = 0) -> list[Rollout]:
     ]
 
 
-FULL_QUESTION = """F1902M Germany
+FULL_QUESTION = """F1902M
 Aus: ~alb bud* /vie
 Eng: edi* ~lon* ~nwy* yor /lvp
 Fra: ~bel* bur ~gas ~mar* por* ~spa/nc* /bre par
 Ger: ~den kie* ruh sil war* /ber mun swe
 Rus: mos* ~pru ~sev* ~stp/sc*
+Germany
 den: bal hel kie nth ska swe
 kie: ber den hol mun ruh
 ruh: bel bur hol kie mun

@@ -1,11 +1,13 @@
 """A position as text for a model, short, and in two long forms with which a benchmark compares it.
 
-    F1902M Turkey
+    F1902M
     Aus: bud* vie* ser ~tri*        units; ~ is a fleet, * a unit on a centre of its own power
     Tur: ~ank* con* bul /smy        after the slash: centres of the power without a unit of its own
+    Turkey                          the power that decides
     ank: arm bla con                each own unit, and where it can move without a convoy
     bul: con gre rum ser
 
+The prompts of all powers begin with the same lines, which an engine with shared prefixes computes once.
 Supports and convoys follow from the lines of the units, so the text does not list them. A retreat phase lists the
 dislodged units in the same way, and a winter gives the number of builds with the free centres, or of disbands.
 """
@@ -23,7 +25,7 @@ from pvg.games.diplomacy.position import Position, Unit
 
 def prompt_text(board: Board, position: Position, power: int) -> str:
     """What the power needs to know, in the form that the module describes."""
-    lines = [f"{position.phase} {board.powers[power]}", *_standing(board, position)]
+    lines = [position.phase, *_standing(board, position), board.powers[power]]
     return "\n".join([*lines, *_choices(board, position, power)])
 
 
