@@ -46,7 +46,8 @@ from pvg_cli.bench_tables import client_of, cost_cells, has_updates, notes, numb
 DOCS = Path(__file__).parents[2] / "docs"
 ORDER = (
     "rollout", "rollout-vllm", "trainer", "e2e", "contention", "verifier", "data", "data-game", "credit", "sync",
-    "sync-vllm", "games", "loop", "stragglers", "fleet", "pipeline", "telemetry", "scaling-rollouts", "scaling-length", "scaling-model",
+    "sync-vllm", "games", "loop", "stragglers", "fleet", "pipeline", "telemetry",
+    "scaling-rollouts", "scaling-length", "scaling-model",
 )  # fmt: skip
 KINDS = {"bench": 0, "ablation": 1, "sweep": 2}  # the order in which a profile's reports stand
 COMMAND = "python -m benchmarks.pages.make_benchmarks"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -38,7 +39,7 @@ def shared_parts(prompts: Sequence[Int32]) -> list[list[PromptPart]]:
     Without shared parts there is one level, in the order of the prompts."""
     # The bytes of numbers that are not negative have the order of the numbers, if the high byte is the first one.
     order = sorted(range(len(prompts)), key=lambda number: prompts[number].astype(">i4").tobytes())
-    common = [_common(prompts[one], prompts[next_]) for one, next_ in zip(order, order[1:], strict=False)]
+    common = [_common(prompts[one], prompts[next_]) for one, next_ in pairwise(order)]
     levels: list[list[PromptPart]] = [[]]
 
     def add(low: int, high: int, start: int, end: int, level: int) -> None:

@@ -73,7 +73,7 @@ def test_the_parts_of_a_prompt_cover_each_token_once(pieces: list[list[tuple[int
 
 
 def branching() -> list[GenerationRequest]:
-    """Prompts of 9 to 29 tokens: common instructions, three positions, and two endings of different lengths for each."""
+    """Prompts of 9 to 29 tokens: common instructions, three positions, and two endings of each."""
     generator = np.random.default_rng(1)
 
     def drawn(count: int) -> list[int]:
