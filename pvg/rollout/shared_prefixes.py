@@ -22,7 +22,7 @@ MOST_SHARED = 2
 
 
 @dataclass(frozen=True, slots=True)
-class PromptPart:
+class SharedPart:
     """The tokens `start:end`, which all `prompts` have, as all tokens before them. Prompts are numbers in a list."""
 
     prompts: tuple[int, ...]
@@ -34,19 +34,19 @@ class PromptPart:
         return self.end - self.start
 
 
-def shared_parts(prompts: Sequence[Int32]) -> list[list[PromptPart]]:
+def shared_parts(prompts: Sequence[Int32]) -> list[list[SharedPart]]:
     """The parts of distinct prompts int32 [P], level by level. The parts of a prompt cover each of its tokens once.
     Without shared parts there is one level, in the order of the prompts."""
     # The bytes of numbers that are not negative have the order of the numbers, if the high byte is the first one.
     order = sorted(range(len(prompts)), key=lambda number: prompts[number].astype(">i4").tobytes())
     common = [_common(prompts[one], prompts[next_]) for one, next_ in pairwise(order)]
-    levels: list[list[PromptPart]] = [[]]
+    levels: list[list[SharedPart]] = [[]]
 
     def add(low: int, high: int, start: int, end: int, level: int) -> None:
         if level == len(levels):
             levels.append([])
         if end > start:
-            levels[level].append(PromptPart(tuple(sorted(order[low:high])), start, end))
+            levels[level].append(SharedPart(tuple(sorted(order[low:high])), start, end))
 
     def split(low: int, high: int, start: int, level: int) -> None:
         """The parts of order[low:high], which share `start` tokens of earlier levels."""

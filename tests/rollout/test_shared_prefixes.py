@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from pvg.rollout import shared_prefixes
 from pvg.rollout.engine import GenerationRequest, Sampling
 from pvg.rollout.lean import LeanDecoder
-from pvg.rollout.shared_prefixes import LEAST_SHARED, MOST_SHARED, PromptPart, shared_parts
+from pvg.rollout.shared_prefixes import LEAST_SHARED, MOST_SHARED, SharedPart, shared_parts
 
 
 def tokens(*pieces: tuple[int, int]) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -30,21 +30,21 @@ def test_what_prompts_begin_with_is_a_part_of_the_first_level() -> None:
     rules, board = (7, 40), (300, 50)
     prompts = [tokens(rules, board, (1, 5)), tokens((9, 60)), tokens(rules, board, (2, 6)), tokens(rules, (3, 4))]
     assert shared_parts(prompts) == [
-        [PromptPart((0, 2, 3), 0, 40), PromptPart((1,), 0, 60)],
-        [PromptPart((0, 2), 40, 90), PromptPart((3,), 40, 44)],
-        [PromptPart((0,), 90, 95), PromptPart((2,), 90, 96)],
+        [SharedPart((0, 2, 3), 0, 40), SharedPart((1,), 0, 60)],
+        [SharedPart((0, 2), 40, 90), SharedPart((3,), 40, 44)],
+        [SharedPart((0,), 90, 95), SharedPart((2,), 90, 96)],
     ]
 
 
 def test_short_common_beginnings_are_left_as_they_are() -> None:
     prompts = [tokens((5, LEAST_SHARED - 1), (token, 3)) for token in (2, 1, 3)]
-    assert shared_parts(prompts) == [[PromptPart((number,), 0, len(prompts[0])) for number in range(3)]]
+    assert shared_parts(prompts) == [[SharedPart((number,), 0, len(prompts[0])) for number in range(3)]]
     assert shared_parts([]) == [[]]
 
 
 def test_a_prompt_that_is_the_beginning_of_others_has_no_part_of_its_own() -> None:
     prompts = [tokens((5, 40)), tokens((5, 40), (6, 2))]
-    assert shared_parts(prompts) == [[PromptPart((0, 1), 0, 40)], [PromptPart((1,), 40, 42)]]
+    assert shared_parts(prompts) == [[SharedPart((0, 1), 0, 40)], [SharedPart((1,), 40, 42)]]
 
 
 @given(
