@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -23,7 +24,11 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from benchmarks.games_peer.variants import RULES, variants
+from pvg.bench.busy import busy_processes
 from pvg.bench.report import cpu_model, git_state
 from pvg.games.diplomacy.legal import Legality
 from pvg.games.diplomacy.movement import Movement, adjudicate
@@ -264,21 +269,28 @@ def copy_times(peer: Peer, count: int) -> dict[str, Any]:
 
 
 def phase_times(peer: Peer, timed: list[tuple[Position, dict[int, list[Order]]]]) -> dict[str, Any]:
-    """Seconds per movement phase, without those of the communication: mean over the phases of the fastest of some
-    rounds, in which the sides take turns."""
+    """Processor seconds per movement phase, without those of the communication: mean over the phases of the fastest of
+    some rounds, in which the sides take turns. The intervals are those of the mean over drawn phases (bootstrap)."""
     asked = [{"state": settable(peer_state(p)), "orders": peer_orders(p, orders)} for p, orders in timed]
     rounds: dict[str, list[list[float]]] = {"step": [], "adjudicate": [], "package_check": [], "package_process": []}
     for _ in range(ROUNDS):
         for name, seconds in {**peer.ask("time", phases=asked), **own_times(timed)}.items():
             rounds[name].append(seconds)
-    best = {name: mean(map(min, zip(*seconds, strict=True))) for name, seconds in rounds.items()}
+    best = {name: np.min(seconds, axis=0) for name, seconds in rounds.items()}
     return {
         "phases": len(timed),
         "units": mean(len(position.units) // 2 for position, _ in timed),
-        "mean_s": best,
-        "adjudicating_ratio": best["package_process"] / best["adjudicate"],
-        "whole_phase_ratio": (best["package_check"] + best["package_process"]) / best["step"],
+        "mean_s": {name: float(seconds_P.mean()) for name, seconds_P in best.items()},
+        "adjudicating_ratio": ratio(best["package_process"], best["adjudicate"]),
+        "whole_phase_ratio": ratio(best["package_check"] + best["package_process"], best["step"]),
     }
+
+
+def ratio(slow_P: NDArray[np.float64], fast_P: NDArray[np.float64]) -> dict[str, float]:
+    """The ratio of the means over P phases, with a 95 % interval."""
+    drawn_SP = np.random.default_rng(0).integers(len(slow_P), size=(2000, len(slow_P)))
+    low, high = np.quantile(slow_P[drawn_SP].mean(axis=1) / fast_P[drawn_SP].mean(axis=1), [0.025, 0.975])
+    return {"ratio": float(slow_P.mean() / fast_P.mean()), "low": float(low), "high": float(high)}
 
 
 def own_times(timed: list[tuple[Position, dict[int, list[Order]]]]) -> dict[str, list[float]]:
@@ -295,7 +307,9 @@ def own_times(timed: list[tuple[Position, dict[int, list[Order]]]]) -> dict[str,
     return found
 
 
-def report(tally: Tally, times: Mapping[str, Any], copies: Mapping[str, Any], games: int) -> dict[str, Any]:
+def report(
+    tally: Tally, times: Mapping[str, Any], busy: Mapping[str, Any], copies: Mapping[str, Any], games: int
+) -> dict[str, Any]:
     commit, changes = git_state(ROOT)
     examples: dict[str, list[dict[str, Any]]] = {}
     for difference in tally.differences:
@@ -312,6 +326,7 @@ def report(tally: Tally, times: Mapping[str, Any], copies: Mapping[str, Any], ga
         "by_rule": {rules: len(found) for rules, found in examples.items()},
         "rules": RULES | OTHER_RULES,
         "movement_phase": dict(times),
+        "movement_phase_beside_busy_processes": dict(busy),
         "copy": dict(copies),
         "listed": [f"{d['game']} {d['phase']} {' + '.join(d['rules']) or 'unexplained'}" for d in tally.differences],
         "examples": {rules: found[: 2 if rules != "unexplained" else None] for rules, found in examples.items()},
@@ -332,7 +347,10 @@ def main() -> int:
     peer, tally = Peer(given.python), Tally()
     for seed in range(given.games):
         play(peer, seed, given.last_year, tally)
-    found = report(tally, phase_times(peer, tally.timed), copy_times(peer, given.copies), given.games)
+    times = phase_times(peer, tally.timed)
+    with busy_processes(os.cpu_count() or 1):
+        busy = phase_times(peer, tally.timed)
+    found = report(tally, times, busy, copy_times(peer, given.copies), given.games)
     peer.close()
     if given.out:
         given.out.write_text(json.dumps(found, indent=1) + "\n")
