@@ -94,9 +94,7 @@ def _province(board: Board, number: int) -> ProvinceObject:
     return ProvinceObject(board.provinces[number], board.titles[number], board.kinds[number], armies, fleets)
 
 
-def advanced(
-    board: Board, game: MutableGame, position: Position, orders: Mapping[int, Sequence[Order]]
-) -> MutableGame:
+def advanced(board: Board, game: MutableGame, position: Position, orders: Mapping[int, Sequence[Order]]) -> MutableGame:
     """The game after a phase with these orders, which led to `position`. `game` itself stays as it is."""
     with span("copy_state"):
         after = copy.deepcopy(game)
