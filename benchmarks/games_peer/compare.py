@@ -64,7 +64,10 @@ class Peer:
         assert self._process.stdin
         assert self._process.stdout
         print(json.dumps({"do": do, **request}), file=self._process.stdin, flush=True)
-        return json.loads(self._process.stdout.readline())
+        reply = self._process.stdout.readline()
+        if not reply:
+            raise SystemExit(f"The process with the package ended with code {self._process.wait()} on {do!r}.")
+        return json.loads(reply)
 
     def close(self) -> None:
         assert self._process.stdin

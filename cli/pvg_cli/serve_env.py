@@ -27,7 +27,7 @@ def serve_env(
         str,
         typer.Argument(
             metavar="GAME|EXPERIMENT",
-            help="A game: negotiation, textarena:NAME or FILE.py:CLASS. Or an experiment, whose task is served.",
+            help="A game: negotiation, diplomacy, textarena:NAME or FILE.py:CLASS. Or an experiment, for its task.",
         ),
     ],
     overrides: SetOption = None,

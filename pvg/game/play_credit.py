@@ -78,8 +78,8 @@ def _group_of(game: GameRules[Any], start: int, decision: SeatDecision[Any], gro
 
 
 def phase_statistics(played: Sequence[Sequence[PlayedGame[Any]]]) -> list[dict[str, Any]]:
-    """One row per phase, in order: the number of decisions, the mean number of decisions requested together, mean
-    tokens of prompts and completions, and the median and largest latency in seconds. Scripts are left out."""
+    """One row per phase, ordered by name: the number of decisions, the mean number of decisions requested together,
+    mean tokens of prompts and completions, and the median and largest latency in seconds. Scripts are left out."""
     by_phase: dict[str, dict[str, tuple[Rollout, int]]] = {}
     for continuations in played:
         for one in continuations:
@@ -106,6 +106,8 @@ def _phase_row(phase: str, rows: Sequence[tuple[Rollout, int]]) -> dict[str, Any
 
 def points(values: Mapping[str, float], seat: str) -> float:
     """The result of a match for `seat`: 1 if its value is above every other seat's, 0.5 if it equals the highest of the
-    others, else 0."""
+    others, else 0. NaN in a game of one seat."""
+    if len(values) == 1:
+        return math.nan
     best = max(value for other, value in values.items() if other != seat)
     return 0.5 if values[seat] == best else float(values[seat] > best)

@@ -198,6 +198,11 @@ class PlaySource:
         seconds, engine = time.perf_counter() - began, players.engine.stats.since(before)
         with span("credit"):
             rewarded = self._rewarded(chosen, played)
+            if not rewarded:
+                raise ConfigurationError(
+                    f"The policy decides nothing after the forks of batch {number}.",
+                    "Check that the starts of the game have seats that decide, or raise training.groups.",
+                )
             trained = [replace(one.rollout, reward=one.reward, group=one.group, score=None) for one in rewarded]
             rewards_N = np.array([one.reward for one in rewarded], dtype=np.float32)
             groups_N = np.array([one.group for one in rewarded], dtype=np.int32)
@@ -244,7 +249,9 @@ class PlaySource:
         starts += [game_start(self.game, problem) for problem in problems]
         seats: list[str | None] = [None] * len(starts)
         if self.opponent is not None:
-            every = [list(self.game.values(start.state)) for start in starts]
+            # In a cached state some seats may be out of the game, so one of those that decide there is chosen.
+            every = [list(self.game.seats(start.state)) for start in starts[: len(cached)]]
+            every += [list(self.game.values(start.state)) for start in starts[len(cached) :]]
             seats = [names[(number * len(starts) + n) % len(names)] for n, names in enumerate(every)]
         forks = [
             Fork(warmup, size, section.horizon, seat, section.quiet_rounds)

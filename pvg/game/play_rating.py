@@ -132,19 +132,20 @@ def _rollouts(played: Sequence[Sequence[PlayedGame[Any]]], seats: Sequence[tuple
 
 def match_metrics(results: Sequence[Sequence[float]], gains: Sequence[Sequence[float]]) -> dict[str, float]:
     """Points per match (0 to 1) and the mean gain in value, each with the bounds of a 95 % interval over starts, and
-    the difference in Elo that the points mean (NaN for 0 and 1)."""
+    the difference in Elo that the points mean (NaN for 0 and 1). A game of one seat has no points."""
     points_S = np.array([np.mean(of_start) for of_start in results])
     gains_S = np.array([np.mean(of_start) for of_start in gains])
     share = float(points_S.mean())
     low, high = interval(points_S)
     gain_low, gain_high = interval(gains_S)
+    gain = {"gain": float(gains_S.mean()), "gain_low": gain_low, "gain_high": gain_high}
+    if math.isnan(share):
+        return gain
     return {
         "points": share,
         "points_low": max(0.0, low),
         "points_high": min(1.0, high),
-        "gain": float(gains_S.mean()),
-        "gain_low": gain_low,
-        "gain_high": gain_high,
+        **gain,
         "elo": elo(share),
     }
 

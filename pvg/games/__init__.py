@@ -7,6 +7,7 @@ from typing import Any
 
 from pvg.errors import ConfigurationError
 from pvg.extensions import called, is_reference, load
+from pvg.games.checked import CheckedGame
 from pvg.games.diplomacy.game import Diplomacy
 from pvg.games.game import GameRules
 from pvg.games.negotiation import Negotiation
@@ -53,8 +54,7 @@ def open_game(name: str, key: str = "task.game") -> GameRules[Any]:
             return opener(name.removeprefix(prefix))
     if is_reference(name):
         kind = load(key, name)
-        game: GameRules[Any] = called(key, name, kind)
-        return game
+        return CheckedGame(key, name, called(key, name, kind))
     if name not in GAMES:
         raise ConfigurationError(
             f"{key} = {name!r} is not a game.",

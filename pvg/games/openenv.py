@@ -29,7 +29,7 @@ from urllib.parse import parse_qs
 import orjson
 
 from pvg.errors import ConfigurationError, PvgError, ServerUnavailableError, one_line
-from pvg.games.replay import ReplayedGame, Shown
+from pvg.games.replay import NoRoomError, ReplayedGame, Shown, not_repeatable
 
 if TYPE_CHECKING:
     import aiohttp
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 PREFIX = "openenv:"
 PROMPT, ACTION = "prompt", "message"  # the usual fields of an observation and of an action
 EXECUTION_ERROR = "EXECUTION_ERROR"  # OpenEnv's code for an exception of the environment
+CAPACITY_REACHED = "CAPACITY_REACHED"  # OpenEnv's code for a server whose sessions are all in use
 PLAYER = "player"  # the seat of an environment that names none
 TIMEOUT_S = 60.0  # for a connection, and for a reply
 MOST_BYTES = 16 * 2**20  # of a reply
@@ -210,9 +211,11 @@ def open_openenv(name: str) -> ReplayedGame:
     """The game of `URL`, or `URL?prompt=FIELD&action=FIELD` if the environment uses other fields than "prompt" and
     "message". Raises ConfigurationError for an impossible URL."""
     url, _, query = name.partition("?")
-    fields = parse_qs(query)
+    fields = parse_qs(query, keep_blank_values=True)
     if unknown := fields.keys() - {"prompt", "action"}:
         raise ConfigurationError(f"{name!r}: unknown {', '.join(sorted(unknown))}.", "Known: prompt and action.")
+    if wrong := [key for key, values in fields.items() if len(values) > 1 or not values[0]]:
+        raise ConfigurationError(f"{name!r} does not name one field for {wrong[0]}.", "Write ?prompt=NAME&action=NAME.")
     prompt, action = fields.get("prompt", [PROMPT])[0], fields.get("action", [ACTION])[0]
     OpenEnvClient(url)  # checks the URL
     return ReplayedGame(f"{PREFIX}{name}", lambda: OpenEnvEnvironment(url, prompt, action))
@@ -225,52 +228,85 @@ class OpenEnvEnvironment:
     def __init__(self, url: str, prompt_field: str, action_field: str) -> None:
         self._client = OpenEnvClient(url)
         self._prompt, self._action = prompt_field, action_field
-        self._seed, self._texts, self._value = 0, list[str](), 0.0
+        self._seed, self._texts, self._digests = 0, list[str](), list[str]()
+        self._sum = 0.0  # of the rewards
+        self._values: dict[str, float] = {}  # of the seats; empty if the server names none
 
     def reset(self, seed: int) -> Shown:
-        self._seed, self._texts, self._value = seed, [], 0.0
-        return self._shown(self._client.reset(seed=seed))
+        self._seed, self._texts, self._sum = seed, [], 0.0
+        try:
+            reply = self._client.reset(seed=seed)
+        except OpenEnvRefusal as error:
+            if error.code != CAPACITY_REACHED:
+                raise
+            raise NoRoomError(
+                str(error), "End other sessions, or let the server have more (pvg serve-env --sessions)."
+            ) from None
+        seat, values = _seat_and_values(reply)
+        self._values = values if seat or (reply.done and "seat" in reply.observation) else {}
+        shown = self._shown(reply)
+        self._digests = [shown.digest()]
+        return shown
 
     def step(self, text: str, seed: int) -> Shown:
-        """One move. The environment's own error on a text ends the game, and the note says why."""
+        """One move. The environment's own error on a text ends the game, and the note says why. Raises StateError if
+        a lost session shows something else when it is repeated."""
         try:
-            shown = self._moved(text)
+            return self._moved(text)
         except LostSessionError:
-            played = self._texts
-            shown = self.reset(self._seed)
-            for move in played:
-                shown = self._moved(move)
-        return shown
+            self._repeat()
+            return self._moved(text)
 
     def close(self) -> None:
         self._client.close()
 
+    def _repeat(self) -> None:
+        texts, digests = self._texts, self._digests
+        self.reset(self._seed)
+        for text in texts:
+            if self._digests != digests[: len(self._digests)]:
+                break
+            self._moved(text)
+        if self._digests != digests:
+            raise not_repeatable(f"The environment at {self._client.url}")
+
     def _moved(self, text: str) -> Shown:
-        self._texts.append(text)
         try:
-            return self._shown(self._client.step({self._action: text}))
+            shown = self._shown(self._client.step({self._action: text}))
         except OpenEnvRefusal as error:
             if error.code != EXECUTION_ERROR:
                 raise
-            return Shown("", "", ((PLAYER, self._value),), error.message)
+            shown = Shown("", "", self._worth(), error.message)
+        self._texts.append(text)
+        self._digests.append(shown.digest())
+        return shown
 
     def _shown(self, reply: OpenEnvReply) -> Shown:
-        self._value += reply.reward or 0.0
-        seat, values = reply.observation.get("seat"), _values(reply.observation.get("values"))
-        note = reply.observation.get("note")
+        self._sum += reply.reward or 0.0
+        seat, note = PLAYER, reply.observation.get("note")
+        if self._values:
+            seat, values = _seat_and_values(reply)
+            if values.keys() != self._values.keys() or not (seat or reply.done):
+                raise ServerUnavailableError(f"The environment at {self._client.url} changed the names of its seats.")
+            self._values = values
         return Shown(
-            seat="" if reply.done else seat if isinstance(seat, str) and seat in values else PLAYER,
+            seat="" if reply.done else seat,
             prompt="" if reply.done else prompt_of(self._client.url, reply.observation, self._prompt),
-            values=tuple(values.items()) if values else ((PLAYER, self._value),),
+            values=self._worth(),
             note=one_line(note) if isinstance(note, str) else "",
         )
 
+    def _worth(self) -> tuple[tuple[str, float], ...]:
+        return tuple(self._values.items()) or ((PLAYER, self._sum),)
 
-def _values(found: Any) -> dict[str, float]:
-    """The values of all seats, if the server is one of pvg; otherwise empty."""
-    if not isinstance(found, dict) or not all(isinstance(value, int | float) for value in found.values()):
-        return {}
-    return {str(seat): float(value) for seat, value in found.items()}
+
+def _seat_and_values(reply: OpenEnvReply) -> tuple[str, dict[str, float]]:
+    """The seat that decides, and the values of all seats, as a server of pvg sends them. Otherwise empty."""
+    seat, values = reply.observation.get("seat"), reply.observation.get("values")
+    if not isinstance(values, dict) or not all(isinstance(value, int | float) for value in values.values()):
+        return "", {}
+    found = {str(name): float(value) for name, value in values.items()}
+    return seat if isinstance(seat, str) and seat in found else "", found
 
 
 # --- blocking calls ---------------------------------------------------------------------------------------------------

@@ -24,12 +24,12 @@ from typing import Protocol
 
 import orjson
 
-from pvg.errors import StateError, shortened
+from pvg.errors import ServerUnavailableError, StateError, shortened
 from pvg.games.game import Action
 from pvg.records import Problem, Role, Split
 from pvg.seeds import seed_for
 
-LIVE = 64  # environments that a game keeps
+LIVE = 64  # environments that a game keeps open
 LONGEST_MOVE = 20_000  # characters; a longer completion is cut
 MOST_MOVES = 10_000
 SEED_LIMIT = 2**31  # environments often accept no larger seed
@@ -51,9 +51,13 @@ class Shown:
         return hashlib.sha256(repr((self.seat, self.prompt, self.values)).encode(errors="replace")).hexdigest()[:16]
 
 
+class NoRoomError(ServerUnavailableError):
+    """An environment cannot be opened, because too many are open already."""
+
+
 class SteppedEnvironment(Protocol):
     """`reset` once, then one `step` per move. The seeds determine all chance. Only a broken connection or a wrong
-    setting raises; a text never does."""
+    setting raises; a text never does. `reset` raises NoRoomError if fewer environments must be open first."""
 
     def reset(self, seed: int) -> Shown: ...
 
@@ -89,17 +93,21 @@ class ReplayedGame:
         self._open = open_environment
         self._live: OrderedDict[ReplayedState, SteppedEnvironment] = OrderedDict()
         self._opener: SteppedEnvironment | None = None
+        self._most = LIVE  # lower if no more can be open at once
         self._lock = Lock()
 
     def opening(self, split: Split, number: int) -> Problem:
         """The question is the first prompt. One environment shows those of all openings."""
         seed = seed_for(0, "opening", self.name, split, number) % SEED_LIMIT
         with self._lock:
-            environment, self._opener = self._opener or self._open(), None
-            with _closed_on_error(environment):
-                prompt = environment.reset(seed).prompt
+            environment, self._opener = self._opener, None
+            if environment is None:
+                environment, shown = self._started(seed)
+            else:
+                with _closed_on_error(environment):
+                    shown = environment.reset(seed)
             self._opener = environment
-        return Problem(f"{self.name}-{split}-{number}", prompt, "", {"seed": seed})
+        return Problem(f"{self.name}-{split}-{number}", shown.prompt, "", {"seed": seed})
 
     def start(self, problem: Problem) -> ReplayedState:
         with self._lock:
@@ -128,7 +136,7 @@ class ReplayedGame:
     def step(self, state: ReplayedState, actions: Mapping[str, Action], seed: int) -> ReplayedState:
         """Raises StateError if a replay shows something else than before, and after MOST_MOVES moves."""
         if len(state.moves) >= MOST_MOVES:
-            raise StateError(f"{self.name}: the game has {MOST_MOVES:,} moves and did not end.")
+            raise StateError(f"{self.name}: the game has {MOST_MOVES:,} moves and did not end.", "Set task.horizon.")
         move = actions[state.shown.seat].move
         with self._lock:
             environment = self._live.pop(state, None) or self._replayed(state)
@@ -152,7 +160,7 @@ class ReplayedGame:
             environment, shown = self._played(seed, moves)
             if shown.digest() != digest:
                 environment.close()
-                raise self._not_repeatable()
+                raise not_repeatable(self.name)
             return self._keep(ReplayedState(seed, moves, shown), environment)
 
     def close(self) -> None:
@@ -184,34 +192,54 @@ class ReplayedGame:
         environment, shown = self._played(state.seed, state.moves)
         if shown != state.shown:
             environment.close()
-            raise self._not_repeatable()
+            raise not_repeatable(self.name)
         return environment
 
     def _played(self, seed: int, moves: Moves) -> tuple[SteppedEnvironment, Shown]:
         """A new environment after these moves, and what it shows."""
-        environment = self._open()
+        environment, shown = self._started(seed)
         with _closed_on_error(environment):
-            shown = environment.reset(seed)
             for text, step_seed in moves:
                 if not shown.seat:
                     raise StateError(f"The state of {self.name} has moves after the end of the game.")
                 shown = environment.step(text, step_seed)
         return environment, shown
 
+    def _started(self, seed: int) -> tuple[SteppedEnvironment, Shown]:
+        """A new environment at its start. If there is no room for it, the least recently used ones are
+        closed."""
+        while len(self._live) >= self._most:
+            self._close_oldest()
+        while True:
+            environment = self._open()
+            try:
+                with _closed_on_error(environment):
+                    return environment, environment.reset(seed)
+            except NoRoomError:
+                if not self._close_oldest():
+                    raise
+                self._most = len(self._live) + 1  # with the new one
+
+    def _close_oldest(self) -> bool:
+        """Close an environment that is not in use. False if there is none."""
+        oldest, self._opener = (self._live.popitem(last=False)[1], self._opener) if self._live else (self._opener, None)
+        if oldest is not None:
+            oldest.close()
+        return oldest is not None
+
     def _keep(self, state: ReplayedState, environment: SteppedEnvironment) -> ReplayedState:
         if not state.shown.seat:
             environment.close()
             return state
         before = self._live.pop(state, None)  # the same moves, played twice
-        self._live[state] = environment
-        if before is None and len(self._live) > LIVE:
-            _, before = self._live.popitem(last=False)
         if before is not None:
             before.close()
+        self._live[state] = environment
         return state
 
-    def _not_repeatable(self) -> StateError:
-        return StateError(
-            f"{self.name} showed something else when pvg repeated the same moves with the same seeds.",
-            "Its chance does not depend on the seed, or its version changed. pvg cannot fork or resume such a game.",
-        )
+
+def not_repeatable(name: str) -> StateError:
+    return StateError(
+        f"{name} showed something else when pvg repeated the same moves with the same seeds.",
+        "Its chance does not depend on the seed, or its version changed. pvg cannot fork or resume such a game.",
+    )

@@ -12,6 +12,8 @@ from typing import Any
 from pvg.games.game import GameRules
 from pvg.rollout.games import PlayedGame
 
+MOST_STATE_BYTES = 2**20  # of all states of a record; a state that lists all moves grows with the game
+
 
 @dataclass(frozen=True, slots=True)
 class SeatRecord:
@@ -24,7 +26,8 @@ class SeatRecord:
 
 @dataclass(frozen=True, slots=True)
 class PhaseRecord:
-    """A phase: its name, the state before it as `GameRules.dump` writes it (in hex), and the value of each seat."""
+    """A phase: its name, the state before it as `GameRules.dump` writes it (in hex; empty beyond
+    MOST_STATE_BYTES), and the value of each seat."""
 
     phase: str
     state: str
@@ -68,8 +71,11 @@ def game_record(
         names[decision.number] = decision.phase
         seat = SeatRecord(decision.seat, decision.action.text, decision.action.note)
         decisions.setdefault(decision.number, []).append(seat)
-    phases = [
-        PhaseRecord(names.get(number, ""), game.dump(state).hex(), dict(game.values(state)), decisions.get(number, []))
-        for number, state in enumerate(played.states)
-    ]
+    phases, left = [], MOST_STATE_BYTES
+    for number, state in enumerate(played.states):
+        dump = game.dump(state) if left > 0 else b""
+        left -= len(dump)
+        written = dump.hex() if left >= 0 else ""
+        values = dict(game.values(state))
+        phases.append(PhaseRecord(names.get(number, ""), written, values, decisions.get(number, [])))
     return GameRecord(round_, name, played.start.problem.id, dict(players), played.ended, phases)

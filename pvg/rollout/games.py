@@ -49,9 +49,9 @@ def game_start(game: GameRules[S], problem: Problem) -> GameStart[S]:
 class Fork:
     """`warmup` phases are played once, then `samples` continuations of at most `horizon` phases (None: to the end).
 
-    If the game ends during the warmup, the continuations begin at the last state that has a decision. A continuation
-    ends early if no value has changed for `quiet_rounds` phases (None: never). `seat`: the one whose decisions are
-    compared (pvg.game.play_credit); None: all seats that the policy plays.
+    `seat`: the warmup goes on until this seat decides (None: any seat). If the game ends during the warmup, the
+    continuations begin at the last state in which it decides. A continuation ends early if no value has changed for
+    `quiet_rounds` phases (None: never).
     """
 
     warmup: int = 0
@@ -67,7 +67,7 @@ WHOLE_GAME = Fork()
 @dataclass(frozen=True, slots=True)
 class SeatDecision(Generic[S]):
     """What one seat decided in `state`. `number`: of the phase, from 0 at the start. `rollout`: None for a script.
-    `batch`: the number of decisions that were requested at the same time."""
+    `batch`: the number of decisions that were requested together: by all games in step, else by this game."""
 
     seat: str
     number: int
@@ -93,7 +93,8 @@ class PlayedGame(Generic[S]):
 
 @dataclass(slots=True, eq=False)
 class _Table(Generic[S]):
-    """A game in progress. `until`: the number of phases after which it ends; None: never."""
+    """A game in progress. `until`: the number of phases after which it ends, but not before the seat `waits_for`
+    decides; None: never."""
 
     start: GameStart[S]
     number: int
@@ -102,6 +103,7 @@ class _Table(Generic[S]):
     sample: int = 0
     fork: int = 0
     until: int | None = None
+    waits_for: str | None = None
     quiet_rounds: int | None = None
     quiet: int = 0
     decisions: list[SeatDecision[S]] = field(default_factory=list)
@@ -187,9 +189,10 @@ class _Hall(Generic[S]):
     # --- whole games --------------------------------------------------------------------------------------------------
 
     def ending(self, table: _Table[S]) -> Literal["over", "horizon", "quiet"] | None:
-        if not self.game.seats(table.states[-1]):
+        seats = self.game.seats(table.states[-1])
+        if not seats:
             return "over"
-        if table.until is not None and table.phase >= table.until:
+        if table.until is not None and table.phase >= table.until and table.waits_for in (None, *seats):
             return "horizon"
         return "quiet" if table.quiet_rounds is not None and table.quiet >= table.quiet_rounds else None
 
@@ -201,7 +204,7 @@ class _Hall(Generic[S]):
     def continuations(self, table: _Table[S], fork: Fork) -> list[_Table[S]]:
         """The tables of a fork, from a table after its warmup."""
         states, decisions = list(table.states), list(table.decisions)
-        while len(states) > 1 and not self.game.seats(states[-1]):
+        while len(states) > 1 and not self.decides(table.waits_for, states[-1]):
             states.pop()
             decisions = [decision for decision in decisions if decision.number < len(states) - 1]
         phase = len(states) - 1
@@ -213,11 +216,16 @@ class _Hall(Generic[S]):
                 sample=sample,
                 fork=phase,
                 until=None if fork.horizon is None else phase + fork.horizon,
+                waits_for=None,
                 quiet_rounds=fork.quiet_rounds,
                 quiet=0,
             )
             for sample in range(fork.samples)
         ]
+
+    def decides(self, seat: str | None, state: S) -> bool:
+        seats = self.game.seats(state)
+        return bool(seats) if seat is None else seat in seats
 
     def played(self, table: _Table[S]) -> PlayedGame[S]:
         ended = self.ending(table)
@@ -253,7 +261,7 @@ async def play_games(
     seats = list(game.values(starts[0].state)) if starts else []
     hall = _Hall(game, dispatcher, call, encode, role, seats)
     tables = [
-        _Table(start, number, against[number], [start.state], until=each[number].warmup)
+        _Table(start, number, against[number], [start.state], until=each[number].warmup, waits_for=each[number].seat)
         for number, start in enumerate(starts)
     ]
     if in_step:

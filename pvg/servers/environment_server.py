@@ -25,7 +25,7 @@ import orjson
 from aiohttp import WSCloseCode, WSMsgType, web
 
 import pvg
-from pvg.errors import ConfigurationError, PvgError
+from pvg.errors import ConfigurationError, PvgError, shortened
 from pvg.servers.environments import EXECUTION_ERROR, BadRequestError, ServedEnvironment, ServedEpisode
 
 MOST_BYTES = 2**20  # of a message
@@ -92,8 +92,10 @@ class EnvironmentServer:
             server._thread.shutdown(cancel_futures=True)
 
     async def end_sessions(self) -> None:
-        for socket in list(self._open):
-            await socket.close(code=WSCloseCode.GOING_AWAY, message=b"the server ends this session")
+        """Close all sessions. A client that does not answer takes two seconds, so they are closed at once.
+        An exception means that a client is gone already."""
+        closing = [s.close(code=WSCloseCode.GOING_AWAY, message=b"the server ends this session") for s in self._open]
+        await asyncio.gather(*closing, return_exceptions=True)
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response({"status": "healthy"})
@@ -171,7 +173,7 @@ def _read(request: Any) -> tuple[str, dict[str, Any]]:
     if kind not in REQUESTS:
         raise BadRequestError(f"The type of a message must be one of {', '.join(REQUESTS)}.", "UNKNOWN_TYPE")
     if unknown := request.keys() - {"type", "data"}:
-        raise BadRequestError(f"A message has only type and data, not {sorted(map(str, unknown))[0]!r}.")
+        raise BadRequestError(f"A message has only type and data, not {shortened(repr(sorted(unknown)[0]))}.")
     if not isinstance(data, dict):
         raise BadRequestError("The data of a message must be a JSON object.")
     if kind == "step" and "data" not in request:

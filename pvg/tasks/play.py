@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 from pvg.config.task import PlayTask
+from pvg.errors import ConfigurationError
 from pvg.games import open_game
+from pvg.games.game import PlaysByScript, Script
 from pvg.records import Grade, Problem, Split
 
 
 class Play:
+    """A context manager: it closes the connections of a game of another project."""
+
     def __init__(self, section: PlayTask) -> None:
-        """Raises ConfigurationError for an unknown game."""
+        """Raises ConfigurationError for an unknown game, and if a script should play a game that has none."""
         self.section = section
         self.game = open_game(section.game)
+        scripts = sorted({section.opponent, *section.references} & {*get_args(Script)})
+        if scripts and not isinstance(self.game, PlaysByScript):
+            raise ConfigurationError(
+                f"The game {section.game} has no scripts, so {scripts[0]!r} cannot play it.",
+                'Set task.references to ["base"], and task.opponent to "self" or "base".',
+            )
+
+    def __enter__(self) -> Play:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if (close := getattr(self.game, "close", None)) is not None:
+            close()
 
     def problems(self, split: Split) -> Iterator[Problem]:
         count = self.section.problems if split == "train" else self.section.test_problems

@@ -13,6 +13,7 @@ from pvg.game.state_cache import CachedState, StateCache
 from pvg.games.game import Action
 from pvg.games.negotiation import Bargain, Negotiation
 from pvg.records import Grade, Problem, Role, Rollout, Timing, VersionSpan
+from pvg.rollout.game_records import MOST_STATE_BYTES, game_record
 from pvg.rollout.games import GameStart, PlayedGame, SeatDecision
 
 GAME = Negotiation()
@@ -144,3 +145,24 @@ def test_the_id_of_a_cached_start_does_not_grow() -> None:
 def test_an_action_with_a_note_is_illegal() -> None:
     assert Action(1, "1").legal
     assert not Action(1, "1", "note").legal
+
+
+def test_a_game_of_one_seat_has_a_gain_and_no_points() -> None:
+    assert math.isnan(points({"player": 2.0}, "player"))
+    found = match_metrics([[math.nan, math.nan], [math.nan]], [[2.0, 4.0], [1.0]])
+    assert sorted(found) == ["gain", "gain_high", "gain_low"]
+    assert found["gain"] == 2.0
+
+
+def test_the_recorded_states_of_a_long_game_are_bounded() -> None:
+    """A replayed state lists all its moves, so all states together grow with the square of the game's length."""
+
+    class Heavy(Negotiation):
+        def dump(self, state: Bargain) -> bytes:
+            return bytes(MOST_STATE_BYTES // 2)
+
+    plain = game_record(0, "heavy", Heavy(), DEAL, {"buyer": "policy"}).plain()
+    assert [len(phase["state"]) for phase in plain["phases"]] == [MOST_STATE_BYTES, MOST_STATE_BYTES, 0, 0]
+    assert [phase["values"] for phase in plain["phases"]][-1] == GAME.values(DEAL.states[-1])
+    light = game_record(0, "negotiation", GAME, DEAL, {}).plain()
+    assert [bytes.fromhex(phase["state"]) for phase in light["phases"]] == [GAME.dump(state) for state in DEAL.states]

@@ -18,7 +18,8 @@ from pvg.config.load import build_experiment
 from pvg.errors import ConfigurationError, UsageError
 from pvg.evaluation.opponents import check_protocol
 from pvg.game.run import play
-from pvg.games import open_game
+from pvg.games import GAMES, open_game
+from pvg.games.negotiation import Negotiation
 from pvg.records import Split
 from pvg.reporting.games_on_board import newest_games, section
 from pvg.store.run_directory import RunDirectory
@@ -130,6 +131,33 @@ def test_against_an_opponent_only_the_policys_seat_is_trained_and_stored(opponen
         seats.setdefault(game, set()).add(seat)
     assert all(len(found) == 1 for found in seats.values())
     assert {seat for found in seats.values() for seat in found} == {"buyer", "seller"}
+
+
+def test_every_start_trains_the_policys_seat_also_if_the_opponent_begins(tmp_path: Path) -> None:
+    """Groups of the decisions at the fork, one start per batch: about half of them begin with the opponent."""
+    plain = changed(opponent="random", references=[], warmup=0).plain()
+    plain["training"] |= {"groups": 1, "steps": 6}
+    run = played(build_experiment(plain), tmp_path)
+    trained = [rollout for rollout in rollouts_of(run) if rollout.reward is not None]
+    assert len(trained) == 6 * plain["rollout"]["group_size"]
+    phases = {rollout.id.rsplit("/", 1)[1].partition("-")[0] for rollout in trained}
+    assert phases == {"000", "001"}
+
+
+class Still:
+    """A game that is over at its start."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(Negotiation(), name)
+
+    def seats(self, state: Any) -> tuple[str, ...]:
+        return ()
+
+
+def test_starts_without_a_decision_are_an_error_of_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GAMES, "still", Still)
+    with pytest.raises(ConfigurationError, match="decides nothing after the forks of batch 0"):
+        played(changed(game="still", references=[], warmup=0), tmp_path)
 
 
 def test_games_that_do_not_wait_for_each_other_train_too(tmp_path: Path) -> None:

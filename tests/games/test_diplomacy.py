@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from pvg.errors import StateError, UsageError
 from pvg.games.diplomacy.board import Board
-from pvg.games.diplomacy.game import Diplomacy
+from pvg.games.diplomacy.game import LONGEST_TEXT, Diplomacy
 from pvg.games.diplomacy.legal import Legality, orders_of
 from pvg.games.diplomacy.mini import mini_board
 from pvg.games.diplomacy.movement import adjudicate
@@ -353,3 +354,103 @@ def test_the_prompt_says_what_the_long_forms_say_in_fewer_characters() -> None:
     short, full = prompt_text(BOARD, position, 3), verbose_json(BOARD, position, 3)
     assert len(short) < 0.3 * len(full)
     assert len(order_list(BOARD, position, 3).splitlines()) <= 10 * len(position.units_of(3))
+
+
+def winter(units: list[str], centres: list[str]) -> Position:
+    return place(BOARD, {"France": units}, "W1901A", {"France": centres})
+
+
+@pytest.mark.parametrize(
+    ("units", "centres", "text", "kept", "note"),
+    [
+        (["A par", "A bur"], ["par"], "waive\nbur D", "A bur D", "waive: no build left"),
+        (["A par", "A bur"], ["par"], "mar B\nbur D", "A bur D", "mar B: no build left"),
+        (["A par", "A bur"], ["par"], "bur D\npar D", "A bur D", "A par D: none left"),
+        (["A par"], ["par", "mar"], "par D\nA mar B", "A mar B", "A par D: no disband left"),
+        (["A par"], ["par", "mar"], "waive\nA mar B", "waive", "A mar B: none left"),
+        (["A par"], ["par", "mar", "bre"], "A mar B\nF mar B", "A mar B", "F mar B: the unit has an order"),
+    ],
+)
+def test_winter_orders_that_do_not_fit_the_number_of_centres(
+    units: list[str], centres: list[str], text: str, kept: str, note: str
+) -> None:
+    """What `parse` calls legal is what `step` executes."""
+    game, state = Diplomacy(), winter(units, centres)
+    action = game.parse(state, "France", text)
+    assert (action.text, action.note) == (kept, note)
+    outcome = step(BOARD, state, {2: completed(state, text)})
+    assert [write(BOARD, result.order) for result in outcome.results if result.success] == [kept]
+    assert outcome.position == game.step(state, {"France": action}, 0)
+
+
+def completed(state: Position, text: str) -> list[Order]:
+    legality = Legality(BOARD, state)
+    return [legality.complete(order) for order in parse_orders(BOARD, text).orders]
+
+
+def test_a_second_order_and_a_text_that_is_too_long_are_noted() -> None:
+    game = Diplomacy()
+    twice = game.parse(BOARD.start, "France", "par-bur\npar-pic")
+    assert (twice.text, twice.note) == ("A par-bur", "A par-pic: the unit has an order")
+    long = game.parse(BOARD.start, "France", "par-bur\n" + "\n" * LONGEST_TEXT)
+    assert (long.text, long.legal) == ("A par-bur", False)
+    assert f"{LONGEST_TEXT:,} characters are read" in long.note
+
+
+@settings(max_examples=25, deadline=None)
+@given(seeds, st.lists(st.sampled_from([*WORDS, "waive", "bud", "mos", ";", "\n"]), max_size=60).map(" ".join))
+def test_any_completion_is_read_and_played_in_every_phase(seed: int, text: str) -> None:
+    game, draw = Diplomacy(), random.Random(seed)
+    for position, orders in random_game(seed, 12):
+        state, texts = position, {}
+        for seat in game.seats(state):
+            listed = [write(BOARD, order) for order in orders[BOARD.power(seat) or 0]]
+            texts[seat] = draw.choice([text, f"{text};waive", ";".join([*listed, *listed]), "waive;" * 3])
+        actions = {seat: game.parse(state, seat, written) for seat, written in texts.items()}
+        after = game.step(state, actions, 0)
+        assert game.load(game.dump(after)) == after
+        for seat, action in actions.items():
+            assert game.parse(state, seat, action.text).move == action.move
+
+
+@settings(max_examples=150, deadline=None)
+@given(seeds, st.integers(1, 20))
+def test_bytes_of_strangers_are_refused_or_can_be_played(seed: int, phases: int) -> None:
+    """A server loads the states that its clients send."""
+    game, draw = Diplomacy(), random.Random(seed)
+    data = bytearray(list(random_game(seed, phases))[-1][0].dump())
+    for _ in range(draw.randint(1, 3)):
+        data[draw.randrange(len(data))] = draw.choice([draw.randrange(256), draw.randrange(14), 255])
+    try:
+        state = game.load(bytes(data))
+    except StateError:
+        return
+    assert game.dump(state) == bytes(data)
+    prompts = [game.prompt(state, seat, Role.HELPFUL) for seat in game.seats(state)]
+    texts = {seat: game.scripted("greedy", state, seat, seed) for seat in game.seats(state)}
+    actions = {seat: game.parse(state, seat, text) for seat, text in texts.items()}
+    assert all(prompts)
+    assert all(action.legal for action in actions.values())
+    if texts:
+        game.load(game.dump(game.step(state, actions, 0)))
+
+
+def test_positions_of_another_board_are_refused() -> None:
+    game, start = Diplomacy(), BOARD.start
+    wrong = {
+        "an army at sea": replace(start, units=bytes([BOARD.find("nth") or 0, 0])),
+        "a fleet inland": replace(start, units=bytes([BOARD.find("par") or 0, 1])),
+        "a fleet without a coast": replace(start, units=bytes([BOARD.find("stp") or 0, 1])),
+        "no such place": replace(start, units=bytes([200, 0])),
+        "no such power": replace(start, units=bytes([BOARD.find("par") or 0, 2 * 7])),
+        "two units in Spain": replace(start, units=bytes([BOARD.find("spa") or 0, 0, BOARD.find("spa/nc") or 0, 1])),
+        "an unknown owner": replace(start, owners=bytes([9]) + start.owners[1:]),
+        "too few centres": replace(start, owners=start.owners[1:]),
+        "retreats without a unit": replace(start, stage="R"),
+        "adjustments in spring": replace(start, stage="A"),
+        "the mini map": mini_board().start,
+    }
+    assert game.load(start.dump()) == start
+    for name, position in wrong.items():
+        with pytest.raises(StateError, match="no position of the map 'standard'"):
+            pytest.fail(f"{name}: {game.load(position.dump())}")

@@ -9,7 +9,7 @@ import pytest
 from tiny_games import Guessing
 
 from pvg.errors import StateError
-from pvg.games.replay import LIVE, LONGEST_MOVE, ReplayedGame, ReplayedState
+from pvg.games.replay import LIVE, LONGEST_MOVE, NoRoomError, ReplayedGame, ReplayedState, Shown
 from pvg.records import Role
 
 
@@ -130,3 +130,33 @@ def test_openings_differ_and_texts_are_bounded(game: ReplayedGame) -> None:
     assert not action.legal
     assert game.parse(state, "player", "lone \ud800 surrogate").move == "lone ? surrogate"
     assert game.load(game.dump(move(game, state, "\ud800\x00é"))).moves[0][0] == "?\x00é"
+
+
+def test_with_room_for_few_environments_the_oldest_one_is_closed(game: ReplayedGame) -> None:
+    """A server may allow a few sessions, or one. Games that are played at the same time then take turns."""
+
+    class Narrow(Guessing):
+        def reset(self, seed: int) -> Shown:
+            if Guessing.opened - Guessing.closed > room:
+                raise NoRoomError("no room")
+            return super().reset(seed)
+
+    for room in (1, 2, 3):
+        narrow, most = ReplayedGame("guessing", Narrow), 0
+        wide = ReplayedGame("guessing", Guessing)
+        states = [started(narrow, number) for number in range(5)]
+        for text in "xyz":
+            states = [move(narrow, state, text) for state in states]
+            narrow.opening("test", 0)
+            most = max(most, Guessing.opened - Guessing.closed)
+        assert most <= room
+        narrow.close()
+        expected = [started(wide, number) for number in range(5)]
+        for text in "xyz":
+            expected = [move(wide, state, text) for state in expected]
+        assert [state.shown for state in states] == [state.shown for state in expected]
+        wide.close()
+    room = 0
+    nowhere = ReplayedGame("guessing", Narrow)
+    with pytest.raises(NoRoomError):
+        nowhere.opening("train", 0)

@@ -110,6 +110,21 @@ def test_a_warmup_that_ends_the_game_leaves_one_decision() -> None:
             assert len(game.states) > game.fork + 1
 
 
+def test_a_fork_waits_for_the_decision_of_its_seat() -> None:
+    """The seats of the negotiation decide in turn, and the start says who begins."""
+    for seat in ("buyer", "seller"):
+        other = {"buyer": "seller", "seller": "buyer"}[seat]
+        for warmup in (0, 1, 9):
+            groups = played(Fork(warmup=warmup, samples=2, seat=seat), opponents=[{other: "random"}] * len(STARTS))
+            for game in (game for group in groups for game in group):
+                assert GAME.seats(game.states[game.fork]) == (seat,)
+                assert [d.seat for d in game.decisions if d.number == game.fork] == [seat]
+                assert game.fork <= min(warmup + 1, 3)
+    early = played(Fork(seat="buyer", horizon=1))
+    assert {len(game.states) - game.fork for group in early for game in group} == {2}
+    assert {group[0].fork for group in early} == {0, 1}
+
+
 def test_horizon_and_quiet_rounds_end_a_continuation_early() -> None:
     assert {len(game.states) for group in played(Fork(warmup=1, horizon=1)) for game in group} == {3}
     quiet = [game for group in played(Fork(quiet_rounds=2)) for game in group]

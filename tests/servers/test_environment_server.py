@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,14 @@ from environment_servers import Sums, end_sessions, served
 sys.path.insert(0, str(Path(__file__).parent.parent / "games"))
 from tiny_games import EvenOdd
 
-from pvg.errors import ConfigurationError, ServerUnavailableError
+from pvg.errors import ConfigurationError, ServerUnavailableError, StateError
 from pvg.games import open_game
 from pvg.games.negotiation import Negotiation
 from pvg.games.openenv import LostSessionError, OpenEnvClient, OpenEnvRefusal
 from pvg.records import Role
 from pvg.servers import environment_server
 from pvg.servers.environment_server import MOST_BYTES, EnvironmentServer
-from pvg.servers.environments import GameEnvironment, TaskEnvironment
+from pvg.servers.environments import BadRequestError, GameEnvironment, TaskEnvironment
 
 NEGOTIATION = GameEnvironment("negotiation", Negotiation())
 RESET = b'{"type":"reset","data":{"seed":1}}'
@@ -118,6 +118,97 @@ def test_a_lost_session_of_a_game_is_replayed() -> None:
             state = game.step(state, {seat: game.parse(state, seat, text)}, seed=0)
         assert state.shown.prompt == "odd, round 1, -1: a number?"
         game.close()  # type: ignore[attr-defined]
+
+
+def test_more_games_at_once_than_the_server_has_sessions() -> None:
+    """As many games as a batch has: the oldest sessions are closed, and their games are repeated when they go on."""
+    with served(GameEnvironment("even-odd", EvenOdd()), most_sessions=3) as server:
+        game = open_game(f"openenv:{server.url}")
+        states = [game.start(game.opening("train", number)) for number in range(8)]
+        for text in ("1", "2", "3", "1"):
+            seats = [game.seats(state)[0] for state in states]
+            states = [
+                game.step(state, {seat: game.parse(state, seat, text)}, seed=0)
+                for state, seat in zip(states, seats, strict=True)
+            ]
+        assert {state.shown.prompt for state in states} == {"even, round 2, +0: a number?"}
+        game.close()  # type: ignore[attr-defined]
+        rivals = [OpenEnvClient(server.url) for _ in range(3)]
+        for rival in rivals:
+            rival.reset()
+        with pytest.raises(ServerUnavailableError, match=r"All 3 sessions are in use.*--sessions"):
+            game.opening("train", 0)
+        for rival in rivals:
+            rival.close()
+
+
+class Dice:
+    """An environment of another project whose chance no seed determines. Its observations have a field "values", which
+    is about something else. It fails on the text "boom"."""
+
+    name, description = "dice", ""
+    seats: Sequence[str] = ()
+    thrown = 0
+
+    def schema(self) -> dict[str, Any]:
+        return {}
+
+    def episode(self) -> Dice:
+        return self
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def reset(self, data: Any) -> dict[str, Any]:
+        return self.reply(None)
+
+    def step(self, action: Any) -> dict[str, Any]:
+        if action["message"] == "boom":
+            raise BadRequestError("division by zero", "EXECUTION_ERROR")
+        Dice.thrown += 1
+        return self.reply(0.5)
+
+    def reply(self, reward: float | None) -> dict[str, Any]:
+        seen: dict[str, Any] = {"prompt": f"you threw {Dice.thrown}", "values": {"gold": 3.0}}
+        if self.seats:
+            seen |= {"seat": self.seats[0], "values": dict.fromkeys(self.seats, 0.25)}
+        return {"observation": seen, "reward": reward, "done": False}
+
+
+def moved(game: Any, state: Any, text: str) -> Any:
+    (seat,) = game.seats(state)
+    return game.step(state, {seat: game.parse(state, seat, text)}, seed=0)
+
+
+def test_a_lost_session_that_cannot_be_repeated_is_an_error() -> None:
+    with served(Dice()) as server:
+        game = open_game(f"openenv:{server.url}")
+        state = moved(game, game.start(game.opening("train", 0)), "x")
+        end_sessions(server)
+        with pytest.raises(StateError, match="showed something else when pvg repeated"):
+            moved(game, state, "y")
+        game.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("seats", [(), ("north", "south")])
+def test_every_state_has_the_value_of_every_seat(seats: tuple[str, ...]) -> None:
+    environment = Dice()
+    environment.seats = seats
+    with served(environment) as server:
+        game = open_game(f"openenv:{server.url}")
+        state = moved(game, game.start(game.opening("train", 0)), "x")
+        values = {"north": 0.25, "south": 0.25} if seats else {"player": 0.5}
+        assert (game.values(state), game.seats(state)) == (values, (next(iter(values)),))
+        failed = moved(game, state, "boom")
+        assert (game.values(failed), game.seats(failed)) == (values, ())
+        assert failed.shown.note.endswith("EXECUTION_ERROR: division by zero")
+        game.close()  # type: ignore[attr-defined]
+
+
+def test_a_name_with_other_fields_names_each_once() -> None:
+    for query in ("prompt", "prompt=", "prompt=a&prompt=b", "action=&prompt=a", "field=a"):
+        with pytest.raises(ConfigurationError, match=r"does not name one field|unknown field"):
+            open_game(f"openenv:http://127.0.0.1:9?{query}")
 
 
 def test_health_metadata_and_schema(server: EnvironmentServer) -> None:

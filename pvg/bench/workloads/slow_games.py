@@ -43,7 +43,7 @@ class PowerObject:
 
 
 @dataclass(slots=True, eq=False)
-class PhaseRecord:
+class VerbosePhase:
     """A played phase: the units and the orders of each power."""
 
     phase: str
@@ -60,7 +60,7 @@ class MutableGame:
     position: Position
     provinces: dict[str, ProvinceObject]
     powers: dict[str, PowerObject]
-    history: list[PhaseRecord] = field(default_factory=list)
+    history: list[VerbosePhase] = field(default_factory=list)
 
     @classmethod
     def begin(cls, board: Board, number: int) -> MutableGame:
@@ -99,7 +99,7 @@ def advanced(board: Board, game: MutableGame, position: Position, orders: Mappin
     with span("copy_state"):
         after = copy.deepcopy(game)
     after.history.append(
-        PhaseRecord(
+        VerbosePhase(
             game.position.phase,
             {name: list(power.units) for name, power in after.powers.items()},
             {board.powers[power]: [write(board, order) for order in given] for power, given in orders.items()},

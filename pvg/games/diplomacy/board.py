@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from pvg.games.diplomacy.position import NOBODY, Position, packed
+from pvg.games.diplomacy.position import NOBODY, Position, Unit, packed
 
 Kind = Literal["land", "coast", "sea"]
 
@@ -66,6 +66,32 @@ class Board:
             return None
         return next((p for p in range(len(self.powers)) if position.centres_of(p) >= self.to_win), None)
 
+    def can_stand(self, place: int, fleet: bool) -> bool:
+        """Whether an army or a fleet can be in the place."""
+        if fleet:
+            return bool(self.fleets[place])
+        return place < len(self.provinces) and self.kinds[place] != "sea"
+
+    def admits(self, position: Position) -> bool:
+        """Whether the board can have this position. Positions of other boards, and bytes of strangers, may not fit."""
+        units, gone = position.unit_list(), position.dislodged_list()
+        leaving = [one.unit for one in gone]
+        if not all(self._has(unit) for unit in (*units, *leaving)):
+            return False
+        provinces = {*(one.barred for one in gone), *position.contested} - {-1}
+        owners = {*range(len(self.powers)), NOBODY}
+        return (
+            (position.season == "W") == (position.stage == "A")
+            and (position.stage == "R") == bool(gone)
+            and not (position.contested and not gone)
+            and list(position.units[::2]) == sorted(position.units[::2])
+            and self._apart(units)
+            and self._apart(leaving)
+            and all(province < len(self.provinces) for province in provinces)
+            and len(position.owners) == len(self.centres)
+            and owners >= set(position.owners)
+        )
+
     @cached_property
     def names(self) -> Mapping[str, int]:
         """Every accepted name of a place, in lower case and without spaces."""
@@ -115,6 +141,13 @@ class Board:
     def shores(self) -> int:
         """All provinces with a coast as a set of bits."""
         return _bits(p for p, kind in enumerate(self.kinds) if kind == "coast")
+
+    def _has(self, unit: Unit) -> bool:
+        known = unit.power < len(self.powers) and unit.place < len(self.places)
+        return known and self.can_stand(unit.place, unit.fleet)
+
+    def _apart(self, units: Sequence[Unit]) -> bool:
+        return len({self.province_of[unit.place] for unit in units}) == len(units)
 
     def _on(self, province: int) -> tuple[int, ...]:
         return self.coasts[province] or (province,)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 
+from pvg.errors import StateError
 from pvg.games.diplomacy.board import Board
 from pvg.games.diplomacy.legal import Legality
 from pvg.games.diplomacy.orders import Order, parse_orders, write
-from pvg.games.diplomacy.phases import deciders, step
+from pvg.games.diplomacy.phases import accept, deciders, step
 from pvg.games.diplomacy.position import Position
 from pvg.games.diplomacy.standard import standard_board
 from pvg.games.diplomacy.text import prompt_text
@@ -70,11 +71,10 @@ class Diplomacy:
         chosen: dict[int, Order] = {}
         notes = [f"{part[:40]!r} is not an order" for part in unread[:MOST_ORDERS]]
         for order in map(legality.complete, orders[:MOST_ORDERS]):
-            if fault := legality.fault(power, order):
+            if fault := accept(legality, chosen, power, order):
                 notes.append(f"{write(self.board, order)}: {fault}")
-            else:
-                key = self.board.province_of[order.place] if order.place >= 0 else -1 - len(chosen)
-                chosen.setdefault(key, order)
+        if len(text) > LONGEST_TEXT or len(orders) > MOST_ORDERS:
+            notes.append(f"only the first {MOST_ORDERS} orders and {LONGEST_TEXT:,} characters are read")
         notes += [] if chosen else ["no legal order"]
         moves = tuple(chosen.values())
         return Action(moves, "\n".join(write(self.board, order) for order in moves), "; ".join(notes))
@@ -91,7 +91,11 @@ class Diplomacy:
         return state.dump()
 
     def load(self, data: bytes) -> Position:
-        return Position.load(data)
+        """Also raises StateError for a position that this board cannot have."""
+        position = Position.load(data)
+        if not self.board.admits(position):
+            raise StateError(f"This is no position of the map {self.board.name!r}.", "Pass bytes that `dump` returned.")
+        return position
 
     def scripted(self, script: Script, state: Position, seat: str, seed: int) -> str:
         """The script "greedy" moves each unit to a free or foreign centre if it reaches one. All other orders are

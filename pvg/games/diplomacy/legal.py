@@ -81,7 +81,7 @@ class Legality:
         if order.act not in _STAGES[self.position.stage]:
             return "not in this phase"
         if order.act in ("build", "waive"):
-            return self._build_fault(power, order) if order.act == "build" else ""
+            return self._build_fault(power, order)
         unit = self._ordered(order.place)
         if unit is None:
             return "no unit there" if self.position.stage != "R" else "no unit there must retreat"
@@ -192,7 +192,8 @@ class Legality:
         if order.act == "move":
             gone = self.leaving[self.board.province_of[unit.place]]
             return "" if order.target in self.retreats(gone) else "cannot retreat there"
-        return ""
+        surplus = self.position.stage == "A" and self.adjustment(unit.power) >= 0
+        return "no disband left" if surplus else ""
 
     def _movement_fault(self, unit: Unit, order: Order) -> str:
         act, _, target, origin, via, _ = order
@@ -261,6 +262,8 @@ class Legality:
     def _build_fault(self, power: int, order: Order) -> str:
         if self.position.centres_of(power) <= sum(unit.power == power for unit in self.units.values()):
             return "no build left"
+        if order.act == "waive":
+            return ""
         site = self.board.province_of[order.place]
         if site not in self.sites(power):
             return "not a free home centre that you own"

@@ -125,7 +125,7 @@ def _adjustments(board: Board, position: Position, orders: Mapping[int, Sequence
         given, left = orders.get(power, ()), legality.adjustment(power)
         built: dict[int, Order] = {}
         for order in given:
-            fault = _choose(legality, built, power, order) if len(built) < abs(left) else "illegal: none left"
+            fault = _choose(legality, built, power, order)
             results.append(Result(power, order, not fault, fault))
         if left > 0:
             units |= {Unit(power, o.unit == "F", o.place) for o in built.values() if o.act == "build"}
@@ -153,12 +153,20 @@ def _chosen(
 
 
 def _choose(legality: Legality, chosen: dict[int, Order], power: int, order: Order) -> str:
-    """Note a legal order in `chosen` under its province; otherwise the reason why it does not count."""
+    fault = accept(legality, chosen, power, order)
+    return fault and f"illegal: {fault}"
+
+
+def accept(legality: Legality, chosen: dict[int, Order], power: int, order: Order) -> str:
+    """Note an order in `chosen` under its province if it is legal beside those; otherwise the reason why it does not
+    count. In stage A, `chosen` has the orders of one power."""
     if fault := legality.fault(power, order):
-        return f"illegal: {fault}"
+        return fault
+    if legality.position.stage == "A" and len(chosen) >= abs(legality.adjustment(power)):
+        return "none left"
     province = legality.board.province_of[order.place] if order.act != "waive" else -1 - len(chosen)
     if province in chosen:
-        return "illegal: the unit has an order"
+        return "the unit has an order"
     chosen[province] = order
     return ""
 

@@ -50,8 +50,7 @@ def _unit(board: Board, text: str) -> tuple[int, bool]:
     if letter.upper() not in ("A", "F"):
         raise UsageError(f"{text!r} is not a unit.", "Write it like 'A par' or 'F spa/nc'.")
     at, fleet = _place(board, name), letter.upper() == "F"
-    stands = bool(board.fleets[at]) if fleet else at < len(board.provinces) and board.kinds[at] != "sea"
-    if not stands:
+    if not board.can_stand(at, fleet):
         raise UsageError(f"{text!r} cannot stand there.", "Name a province for this kind of unit, and a fleet's coast.")
     return at, fleet
 
