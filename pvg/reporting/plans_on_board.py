@@ -21,7 +21,7 @@ from pvg.games.diplomacy.phases import Result, step
 from pvg.games.diplomacy.position import Position
 from pvg.games.diplomacy.setup import place
 from pvg.games.diplomacy.standard import standard_board
-from pvg.records import Rollout
+from pvg.records import Role, Rollout
 from pvg.reporting.board import DrawnOrder, board_svg, legend, spoken, units_text
 from pvg.reporting.solutions import scored_rollouts
 from pvg.reporting.table import PageSection, TemplateMacros, elements
@@ -89,12 +89,13 @@ def section(run: RunDirectory, kind: str, thresholds: Mapping[int, float], each:
 def _cards(
     rollouts: Sequence[Rollout], read: Callable[[Rollout], DrawnPlan | None], threshold: float | None, each: int
 ) -> Iterator[PlanCard]:
-    """The plans of each kind with the highest scores. If the threshold is unknown, it is the median score."""
+    """The plans of each kind with the highest scores; flawed ones of the sneaky role and sound ones of the helpful role
+    come first, because these roles aim at them. If the threshold is unknown, it is the median score."""
     scored = sorted(((r.score, r) for r in rollouts if r.score is not None), key=lambda pair: pair[0], reverse=True)
     limit = scored[len(scored) // 2][0] if threshold is None else threshold
     for sound, accepted in KINDS:
         shown: set[str] = set()
-        for score, rollout in scored:
+        for score, rollout in sorted(scored, key=lambda pair: (pair[1].role is Role.HELPFUL) != sound):
             if (rollout.grade.correct, score >= limit) != (sound, accepted) or rollout.problem_id in shown:
                 continue
             if len(shown) < each and rollout.grade.well_formed and (plan := read(rollout)):

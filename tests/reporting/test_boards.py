@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from page_checks import Page, check
-from plan_samples import FULL_QUESTION, THRESHOLD, full_plan_sample, played_plans
+from plan_samples import FULL_QUESTION, THRESHOLD, full_plan_sample, plan, played_plans
 from run_samples import begin, commit, played, rollout, state
 
 from benchmarks.pages.draw_plans import PICTURE, picture
@@ -193,6 +193,20 @@ def test_a_plan_is_shown_with_its_score_and_its_refuting_reply(tmp_path: Path) -
     assert "broken" not in shown.text
     ids = [found["id"] for _, found in shown.tags if "id" in found]
     assert len(ids) == len(set(ids))
+
+
+def test_plans_of_the_role_that_aims_at_them_come_first(tmp_path: Path) -> None:
+    """A failed helpful plan with a higher score does not displace the flaw that fooled the verifier."""
+    failed = plan("failed", Role.HELPFUL, "abe/df>d?", "ad;b+ad;ef", "d.;fb", 9.0)
+    fools = plan("fools", Role.SNEAKY, "adg/be>d?", "a.;d.;gh!bd;e+bd", "bd;e+bd", 2.5)
+    run = begin(tmp_path)
+    commit(run, state("complete", rounds=[{}]), {"checkpoint-00000": [failed, fools]})
+    for each, shown in ((1, ["fools"]), (2, ["fools", "failed"])):
+        drawn = check(page("plans", [], [section(run, "diplomacy_mini", {0: THRESHOLD}, each)]))
+        labels = [
+            str(found["aria-labelledby"]) for name, found in drawn.tags if name == "svg" and "aria-labelledby" in found
+        ]
+        assert [label.split("-title")[0] for label in labels] == [f"plan-{name}" for name in shown]
 
 
 def test_a_plan_of_the_full_map_is_read_from_its_question(tmp_path: Path) -> None:

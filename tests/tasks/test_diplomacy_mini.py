@@ -166,11 +166,16 @@ def test_the_worked_problem(text: str, correct: bool, note: str, flaw: int | Non
         ("a.;dc;e+d", "malformed: order 2 is not legal"),  # no border
         ("a.;D.;e+d", "malformed: order 2 is not legal"),
         ("!bd;g+bd", "malformed: needs 3 orders"),
+        # The verifier would read an answer of the adjudicator that the prover wrote itself.
+        ("a.;d.;e+d!?bd;g+bd=+", "malformed: the certificate has a question mark"),
+        ("ab;d.;e.!bd;g+bd?b.;g.=+", "malformed: the certificate has a question mark"),
     ],
 )
 def test_near_misses_are_malformed_and_say_why(text: str, note: str) -> None:
     grade = TASK.grade(WORKED, text)
     assert (grade.correct, grade.well_formed, grade.note) == (False, False, note)
+    assert TASK.questions(WORKED, text) == []
+    assert TASK.flaw(WORKED, text) is None
 
 
 @pytest.mark.parametrize("style", ["tag", "plain"])

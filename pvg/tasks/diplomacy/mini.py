@@ -62,7 +62,7 @@ class DiplomacyMini:
         enemy armies hold is the visible one (pvg.records.Checks)."""
         table = replies_to(problem)
         plan, _, certificate = completion.partition(CERTIFICATE)
-        row = table.plans.get(plan)
+        row = _row(table, completion)
         if row is None:
             return Grade(False, False, note=f"malformed: {_fault(table, plan)}", checks=Checks(0.0, 0.0, False))
         stands_R = table.stands_PR[row]
@@ -92,7 +92,7 @@ class DiplomacyMini:
     def flaw(self, problem: Problem, completion: str) -> int | None:
         """The first order after which no sound plan remains, whatever the later orders are."""
         table = replies_to(problem)
-        row = table.plans.get(completion.partition(CERTIFICATE)[0])
+        row = _row(table, completion)
         if row is None or table.sound_P[row]:
             return None
         counts = [len(orders) for orders in table.position.choices[:OWN]]
@@ -102,7 +102,7 @@ class DiplomacyMini:
     def questions(self, problem: Problem, completion: str) -> list[str]:
         """What a verifier may ask: "what if the enemy orders this?" for every reply; nothing of a malformed plan."""
         table = replies_to(problem)
-        if completion.partition(CERTIFICATE)[0] not in table.plans:
+        if _row(table, completion) is None:
             return []
         return [QUESTION + reply for reply in table.replies]
 
@@ -183,8 +183,17 @@ def _solved(own: str, enemy: str) -> tuple[MiniPosition, NDArray[np.uint8]]:
     return position, position.held()
 
 
+def _row(table: Replies, completion: str) -> int | None:
+    """The row of a completion's plan, None if it is malformed. A question mark in the certificate is malformed, because
+    the verifier reads what follows one: the text could pretend to be an answer of the adjudicator."""
+    plan, _, certificate = completion.partition(CERTIFICATE)
+    return None if QUESTION in certificate else table.plans.get(plan)
+
+
 def _fault(table: Replies, plan: str) -> str:
-    """Why a text is not a plan, in a few words."""
+    """Why a text is malformed, in a few words."""
+    if plan in table.plans:
+        return "the certificate has a question mark"
     orders = plan.split(";", maxsplit=OWN)
     if len(orders) != OWN:
         return f"needs {OWN} orders"

@@ -162,8 +162,9 @@ class DiplomacyOutcome:
 
 
 def _step(board: Board, line: str) -> tuple[object, ...] | None:
-    """What a line says: unit and order without the unit's letter, numbers and result; None if it says none."""
-    match = STEP.fullmatch(line)
+    """What a line says: unit and order without the unit's letter, numbers and result; None if it says none, or
+    is longer than LONGEST_LINE."""
+    match = STEP.fullmatch(line) if len(line) <= LONGEST_LINE else None
     order = parse(board, match[1]) if match else None
     if match is None or order is None or (match[2] is None) == (order.act == "move"):
         return None

@@ -75,7 +75,8 @@ def pieces(text: str) -> list[tuple[int, int]]:
 
 
 def read_claim(board: Board, text: str, step: int) -> Claim | None:
-    match = CLAIM.fullmatch(text)
+    """The claim that the text says; None if it says none, or is longer than LONGEST_LINE."""
+    match = CLAIM.fullmatch(text) if len(text) <= LONGEST_LINE else None
     at = board.find(match[1]) if match else None
     if match is None or at is None:
         return None

@@ -209,3 +209,11 @@ def test_no_text_raises(task: DiplomacyPlan, example: Problem) -> None:
         flaw = task.flaw(example, text)
         assert flaw is None or flaw < len(task.cuts(text))
     assert not task.grade(example, "bur " * 100_000).well_formed
+
+
+@pytest.mark.timeout(60)  # a pattern of cubic time would take hours
+@pytest.mark.parametrize("text", ["bur" + " " * 20_000 + "x", "a " * 20_000, "b(" * 20_000])
+def test_long_lines_take_linear_time(task: DiplomacyPlan, example: Problem, text: str) -> None:
+    assert task.steps(text) == task.cuts(text) == []
+    assert task.flaw(example, text) is None
+    assert not task.grade(example, text).well_formed

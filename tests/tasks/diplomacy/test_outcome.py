@@ -189,3 +189,11 @@ def test_the_exact_solution_of_every_problem_is_flawless(board: str) -> None:
                 assert " S " in line or " C " in line or line.endswith(" H ok")
     again = open_task(DiplomacyOutcomeTask(board=board, problems=3, test_problems=10, most_units=6))
     assert [p.id for p in again.problems("train")] == [p.id for p in problems[10:13]]
+
+
+@pytest.mark.timeout(60)  # a pattern of quadratic time would take minutes
+@pytest.mark.parametrize("text", ["A gas-bur" + " " * 50_000 + "x", " 1<1" * 50_000])
+def test_long_lines_take_linear_time(task: DiplomacyOutcome, burgundy: Problem, text: str) -> None:
+    assert task.steps(text) == task.cuts(text) == []
+    assert task.flaw(burgundy, text) is None
+    assert not task.grade(burgundy, text).well_formed
