@@ -374,18 +374,19 @@ def _code(experiment: AllSections) -> Iterator[str]:
         )
 
 
-def _mini_plans(experiment: AllSections) -> Iterator[str]:
-    if experiment.task.kind != "diplomacy_mini":
-        return
-    if experiment.rollout.prompts == "chat":
+def _diplomacy(experiment: AllSections) -> Iterator[str]:
+    task = experiment.task.kind
+    if task == "diplomacy_mini" and experiment.rollout.prompts == "chat":
         yield (
             "rollout.prompts = 'chat' has no instructions for task.kind = 'diplomacy_mini', whose problems are for the "
             "embedded models; set it to 'tag'"
         )
-    if experiment.game.protocol.kind == "decoupled":
+    if task not in ("diplomacy_mini", "diplomacy_plan", "diplomacy_outcome"):
+        return
+    if experiment.game.protocol.kind == "decoupled":  # a plan is its own answer, and no prompt explains a translation
         yield (
-            "game.protocol = 'decoupled' needs an answer that a translation can keep, but a plan of task.kind = "
-            "'diplomacy_mini' is its own answer; set game.protocol to 'direct' or 'challenge'"
+            f"game.protocol = 'decoupled' has no prompts for translations of task.kind = {task!r}; set game.protocol "
+            "to 'direct' or 'challenge'"
         )
 
 
@@ -539,7 +540,7 @@ def _trainer_ranks(experiment: AllSections) -> Iterator[str]:
 
 IMPOSSIBLE = (
     *(_batch_sizes, _old_logprobs, _prefetch, _deadline, _prover_servers, _verifier_servers, _trained_layers),
-    *(_roles, _dynamic_sampling, _code, _mini_plans, _translators, _challenge, _play, _workers),
+    *(_roles, _dynamic_sampling, _code, _diplomacy, _translators, _challenge, _play, _workers),
 )
 
 

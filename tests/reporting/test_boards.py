@@ -24,6 +24,7 @@ from pvg.games.diplomacy.setup import place
 from pvg.games.diplomacy.standard import standard_board
 from pvg.games.diplomacy.text import prompt_text
 from pvg.records import Role
+from pvg.reporting import board as board_module
 from pvg.reporting.board import TILE, DrawnOrder, board_svg, crossed, described, free_bend, spoken, unit_point
 from pvg.reporting.board import _bent as bent
 from pvg.reporting.board_places import LAYOUTS
@@ -104,6 +105,16 @@ def test_a_bounce_a_cut_support_and_a_dislodgement_are_marked() -> None:
     gone = looks(draw(board, position, "a-d;b S a-d;d H;e-h"))
     assert gone.count("burst") == 1
     assert gone.count("failure") == 0  # a hold that is dislodged has the burst alone
+
+
+def test_a_free_centre_does_not_take_the_colour_of_the_card_around_the_board() -> None:
+    """The card of a sneaky plan sets --c. A board resets it, and only signs of a power or side set it again."""
+    css = (Path(board_module.__file__).parent / "templates" / "board.css").read_text(encoding="utf-8")
+    (rule,) = re.findall(r"^\.board \{([^}]*)\}", css, re.MULTILINE)
+    assert "--c: initial;" in rule
+    position = place(standard_board(), {"France": ["A par"]}, owners={"France": ["par"]})
+    centres = [look for look in looks(draw(standard_board(), position, "")) if look.startswith("centre")]
+    assert sorted(set(map(str.strip, centres))) == ["centre", "centre power-2"]
 
 
 def test_moves_in_opposite_directions_are_apart() -> None:

@@ -11,7 +11,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "verifier"))
 from tiny_verifiers import english_tokenizer
 
+from pvg.config.load import load_experiment
 from pvg.config.task import DiplomacyPlanTask
+from pvg.errors import ConfigurationError
 from pvg.game.roles import prompt_renderer
 from pvg.games.diplomacy.orders import parse
 from pvg.games.diplomacy.position import Position
@@ -217,3 +219,11 @@ def test_long_lines_take_linear_time(task: DiplomacyPlan, example: Problem, text
     assert task.steps(text) == task.cuts(text) == []
     assert task.flaw(example, text) is None
     assert not task.grade(example, text).well_formed
+
+
+@pytest.mark.parametrize("kind", ["diplomacy_plan", "diplomacy_outcome"])
+def test_translations_are_refused_because_their_prompt_asks_for_a_number(kind: str) -> None:
+    """The chat prompt of the decoupled game asks for '#### ' and a number, which no solution of these tasks has."""
+    changes = [f"task={kind}", "game.protocol=decoupled", "game.reward=decoupled", "rollout.prompts=chat"]
+    with pytest.raises(ConfigurationError, match=f"decoupled.*{kind}"):
+        load_experiment(Path("experiments/diplomacy-plan.toml"), changes)
