@@ -121,9 +121,9 @@ equality: $(STAMP)  ## play five seeds with all switches slow and all fast, writ
 bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (20 minutes; nothing else should run)
 	for profile in rollout trainer e2e contention verifier sync pipeline; do \
 	  $(BIN)/pvg bench --profile $$profile --out $(REPORTS)/$$profile.json || exit 1; done
-	for profile in rollout rollout-peer rollout-stream trainer e2e verifier; do \
+	for profile in rollout rollout-peer rollout-stream trainer e2e verifier games; do \
 	  $(BIN)/pvg bench --profile $$profile --ablate --out $(REPORTS)/$$profile-ablation.json || exit 1; done
-	for profile in data data-game loop stragglers telemetry scaling-rollouts scaling-length scaling-model; do \
+	for profile in data data-game loop stragglers fleet telemetry scaling-rollouts scaling-length scaling-model; do \
 	  $(BIN)/pvg bench --profile benchmarks/$$profile.toml --out $(REPORTS)/$$profile.json || exit 1; done
 	for profile in data credit loop telemetry; do \
 	  $(BIN)/pvg bench --profile benchmarks/$$profile.toml --ablate --out $(REPORTS)/$$profile-ablation.json || exit 1; done
@@ -177,10 +177,10 @@ bench-games-peer: $(STAMP) $(GAMES_PEER_STAMP)  ## the same 500 games of Diploma
 	$(BIN)/python -m benchmarks.games_peer.compare --out docs/games-peer.json
 
 # The second and the third command need the extra `cluster`.
-soak: $(STAMP)  ## kill runs, their workers and nodes at 450 random moments, and compare their ends bit by bit (1 hour)
+soak: $(STAMP)  ## kill runs, their workers and nodes at 500 random moments, and compare their ends bit by bit (1 hour)
 	$(BIN)/python tests/game/kill_drill.py --kills 300 --seed 1
 	PYTHONPATH=. $(BIN)/python tests/game/soak.py --kills 100 --seed 1
-	PYTHONPATH=. $(BIN)/python tests/game/soak.py --kills 50 --seed 1 --cluster ray
+	PYTHONPATH=. $(BIN)/python tests/game/soak.py --kills 100 --seed 1 --cluster ray
 
 clean:  ## remove the environments and caches (runs are kept)
 	rm -rf $(VENV) $(VLLM) $(PEERS) $(DOCS) build .mypy_cache .ruff_cache .pytest_cache .hypothesis

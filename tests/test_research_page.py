@@ -34,6 +34,7 @@ def test_the_page_shows_the_files_as_they_are() -> None:
     assert [name for name in files if name not in shown] == [], "an example that no game is played with"
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("settings", [*TOML_BLOCKS, *COMMANDS], ids=str)
 def test_a_game_is_played_with_it(settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)

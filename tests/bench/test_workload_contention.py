@@ -62,6 +62,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_opened(overrides:
         WORKLOADS["contention"](load_profile("contention", overrides))
 
 
+@pytest.mark.drill
 def test_what_the_child_cannot_play_fails_the_variant() -> None:
     # Room for a completion, but not for its prompt: known only when the problems are rendered.
     settings = load_profile("contention", [*SMALL, "training.micro_batch_tokens=12"])

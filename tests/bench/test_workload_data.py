@@ -104,6 +104,7 @@ def test_a_sample_measures_every_size_in_a_process_of_its_own(loader: str, tempo
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.drill
 def test_the_game_plays_both_phases_on_the_rollouts_of_a_size(temporary: Path) -> None:
     given = ("workload.loader=game", "workload.steps=2", "workload.pairs=[160]")
 
@@ -135,6 +136,7 @@ def test_a_run_of_the_game_names_the_store_s_shards_and_leaves_the_store_as_it_i
     RolloutShards(tmp_path / "store").verify(infos[0])
 
 
+@pytest.mark.drill
 def test_the_same_order_reads_the_same_characters(tmp_path: Path) -> None:
     infos = store(tmp_path, SHAPE, [40])[40]
 

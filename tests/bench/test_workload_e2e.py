@@ -78,6 +78,7 @@ def test_every_sample_is_the_same_from_the_start() -> None:
     assert tokens[0] > 16  # a token a rollout at least
 
 
+@pytest.mark.drill
 def test_all_rungs_of_the_ladder_do_the_same_work() -> None:
     plan = plan_bench("e2e", [*SMALL, "repeats=1", "rollout.concurrency=256"], ablate=True)
     report = run_plan(plan, command="test").report

@@ -43,6 +43,7 @@ def ran(*overrides: str) -> tuple[Any, dict[str, Any]]:
     return variant, work
 
 
+@pytest.mark.drill
 def test_ahead_and_in_turns_the_work_is_the_same_and_nothing_is_left_behind(scratch: Path) -> None:
     synchronous, work = ran("rollout.prefetch=none")
     ahead, same_work = ran("rollout.prefetch=fresh")

@@ -51,6 +51,7 @@ def test_every_sample_computes_the_same_and_no_weight_moves() -> None:
     assert seen[0][0]["learning_rate"] == 0.0
 
 
+@pytest.mark.drill
 def test_ways_of_doing_it_do_the_same_work() -> None:
     ways = [
         [],

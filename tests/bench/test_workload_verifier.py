@@ -80,6 +80,7 @@ def test_every_sample_begins_with_the_same_verifier(head: str) -> None:
     assert first == second
 
 
+@pytest.mark.drill
 def test_all_rungs_of_the_ladder_do_the_same_work() -> None:
     report = run_plan(plan_bench("verifier", SMALL, ablate=True), command="test").report
     assert report.status == "ok", report.reason

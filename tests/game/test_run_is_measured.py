@@ -84,6 +84,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, Sc
     experiment = build_experiment(plain)
     run = RunDirectory.create(tmp_path_factory.mktemp("runs"), "measured", experiment)
     observer = Scraping(port)
+    device._WORKER_PEAKS.clear()  # an earlier test of this process may have played with workers
 
     async def main() -> None:
         await play(experiment, run, observer=observer, stop=asyncio.Event(), resume=False)

@@ -255,6 +255,7 @@ def test_ranks_train_as_one_process_does_and_each_keeps_its_part(model_folder: P
     with_ranks(work)
 
 
+@pytest.mark.drill
 def test_a_batch_without_work_for_every_rank_and_one_without_signal(model_folder: Path) -> None:
     async def work(group: RankGroup) -> None:
         chosen = experiment(model_folder, loss="dapo", kl="none")
@@ -289,6 +290,7 @@ def test_bfloat16_is_as_exact_as_in_one_process(model_folder: Path) -> None:
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drill
 def test_a_checkpoint_of_any_number_of_ranks_continues_with_any_other(model_folder: Path) -> None:
     async def begun(group: RankGroup, ranks: int) -> State:
         async with training(group, chosen, ranks, batches[:3]) as first:
@@ -440,6 +442,7 @@ def test_steps_that_can_no_longer_be_repeated_are_an_error() -> None:
     asyncio.run(asyncio.wait_for(work(), 30))
 
 
+@pytest.mark.drill
 def test_a_gradient_that_is_not_finite_changes_no_weight(model_folder: Path) -> None:
     async def work(group: RankGroup) -> None:
         good, bad = batch(0), batch(1)

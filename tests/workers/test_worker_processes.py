@@ -269,6 +269,7 @@ async def killed_after_its_last_completion(pool: WorkerPool, events: RecordedEve
     assert await sampled(pool, 31) == expected
 
 
+@pytest.mark.drill
 def test_killed_and_hanging_workers_change_no_bit(monkeypatch):
     asyncio.run(killed_while_sampling(monkeypatch))
 
