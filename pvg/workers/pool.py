@@ -225,7 +225,6 @@ class WorkerPool:
         self._workers = [_Worker(number) for number in range(self._highest)]
         self._shards = [_Shard(number, self._workers[number * self._lowest // count]) for number in range(count)]
         self._asked: dict[int, _Shard] = {}  # by the number of a request without an answer
-        self._turns = asyncio.Semaphore(AT_ONCE)
         self._slots: dict[int, _Slot] = {}
         self._policy = _Buffers(supply)
         # A policy waits for the rows that run, and the other models must not wait for it.
@@ -420,9 +419,7 @@ class WorkerPool:
         """Take a process's frames until it ends; then replace it."""
         while (frame := await receive(member.reader)) is not None:
             worker.missed = 0
-            async with self._turns:
-                self._take(worker, member, frame)
-                await asyncio.sleep(0)  # frames that have arrived would otherwise be taken in one turn of the loop
+            self._take(worker, member, frame)
         self._left(worker, member)
         if self._closing:
             return
