@@ -310,8 +310,8 @@ TARGETS = (
         "< 50 ms",
         "fleet.json",
         plain("lag_p99_ms", "ms", 1, "workload.workers=1000"),
-        "The loop stalls at the begin and at the end of a sample: 32,000 rollouts are submitted, and their groups are "
-        "built. A limit on the answers per turn of the loop made it worse on an idle machine.",
+        "The loop stalls when 32,000 rollouts are submitted, and when their groups are built at the end."
+        " A limit on the answers per turn of the loop made it worse on an idle machine.",
         most=50.0,
     ),
     Target(

@@ -327,7 +327,7 @@ def _verifier_servers(experiment: AllSections) -> Iterator[str]:
 
 
 def _roles(experiment: AllSections) -> Iterator[str]:
-    if experiment.task.kind == "play":  # one role, and rewards of its own
+    if experiment.task.kind == "play":  # one role, whose reward is a change in value
         return
     game, reward = experiment.game, experiment.game.reward.kind
     one_role = game.sneaky_share in (0.0, 1.0)
@@ -550,7 +550,7 @@ IMPOSSIBLE = (
 def _reward_warnings(experiment: AllSections) -> Iterator[str]:
     """Rewards that prefer a misaligned solution (pvg/game/rewards.py)."""
     reward = experiment.game.reward
-    if experiment.task.kind == "play":  # it has rewards of its own
+    if experiment.task.kind == "play":  # its reward is a change in value
         return
     if isinstance(reward, SrcReward):
         yield (

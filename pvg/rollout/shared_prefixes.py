@@ -17,7 +17,7 @@ import numpy as np
 
 from pvg.records import Int32
 
-LEAST_SHARED = 32  # tokens; for fewer, a pass of its own costs more than it saves
+LEAST_SHARED = 32  # tokens; an estimate: the separate pass for a few tokens costs more than it saves
 MOST_SHARED = 2
 
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
@@ -123,17 +124,17 @@ Recorded = Mapping[tuple[int, str, str], str]  # number of the game, phase, seat
 S = TypeVar("S", bound=BenchState)
 
 
-class RecordedGame(Generic[S]):
+class RecordedGame(ABC, Generic[S]):
     """Diplomacy in which recorded orders replace the text of each completion. Subclasses choose the state."""
 
     def __init__(self, rules: Diplomacy, recorded: Recorded, workload: GamesSettings) -> None:
         self.rules, self._recorded, self._workload = rules, recorded, workload
 
-    def begin(self, number: int) -> S:
-        raise NotImplementedError
+    @abstractmethod
+    def begin(self, number: int) -> S: ...
 
-    def after(self, state: S, position: Position, actions: Mapping[str, Action]) -> S:
-        raise NotImplementedError
+    @abstractmethod
+    def after(self, state: S, position: Position, actions: Mapping[str, Action]) -> S: ...
 
     def opening(self, split: Split, number: int) -> Problem:
         return Problem(f"diplomacy-{number}", "", "", {"number": number})

@@ -39,7 +39,7 @@ from pvg.tasks.diplomacy.plans import (
     write_claim,
     write_plan,
 )
-from pvg.tasks.diplomacy.positions import played_positions
+from pvg.tasks.diplomacy.positions import DrawnProblems, played_positions
 from pvg.tasks.diplomacy.replies import reply_space
 
 MOST_TRIED = 400  # replies to a plan that a problem may need to prove or refute
@@ -69,16 +69,12 @@ class DiplomacyPlan:
     def __init__(self, section: DiplomacyPlanTask) -> None:
         self._section = section
         self._board = standard_board()
-        self._made: dict[Split, list[Problem]] = {}
+        self._problems = DrawnProblems(section, self._drawn)
         self._judged = lru_cache(maxsize=4096)(self._judge)
 
     def problems(self, split: Split) -> Iterator[Problem]:
         """The problems of `split`, whose positions come from other games than those of the other split."""
-        if split not in self._made:
-            count = self._section.problems if split == "train" else self._section.test_problems
-            taken = {problem.id for problem in self.problems("test")} if split == "train" else set[str]()
-            self._made[split] = self._drawn(split, count, taken)
-        return iter(self._made[split])
+        return self._problems.of(split)
 
     def grade(self, problem: Problem, completion: str) -> Grade:
         """Correct: no reply refutes a claim. Well-formed: legal orders, then claims, the last one for the province of

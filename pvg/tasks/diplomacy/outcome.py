@@ -40,7 +40,7 @@ from pvg.records import Grade, Problem, Role, Split, Wording
 from pvg.seeds import generator_for
 from pvg.tasks.diplomacy.contests import Contest, goals_of, with_units
 from pvg.tasks.diplomacy.plans import MOST_LINES, pieces
-from pvg.tasks.diplomacy.positions import drawn_orders, played_positions
+from pvg.tasks.diplomacy.positions import DrawnProblems, drawn_orders, played_positions
 
 LONGEST_LINE = 80
 PER_POSITION = 4  # problems of one position
@@ -85,15 +85,11 @@ class DiplomacyOutcome:
     def __init__(self, section: DiplomacyOutcomeTask) -> None:
         self._section = section
         self._board = standard_board() if section.board == "standard" else mini_board()
-        self._made: dict[Split, list[Problem]] = {}
+        self._problems = DrawnProblems(section, self._drawn)
 
     def problems(self, split: Split) -> Iterator[Problem]:
         """The problems of `split`, whose positions come from other games than those of the other split."""
-        if split not in self._made:
-            count = self._section.problems if split == "train" else self._section.test_problems
-            taken = {problem.id for problem in self.problems("test")} if split == "train" else set[str]()
-            self._made[split] = self._drawn(split, count, taken)
-        return iter(self._made[split])
+        return self._problems.of(split)
 
     def grade(self, problem: Problem, completion: str) -> Grade:
         """Correct: the answer is. Well-formed: lines with an order and a result, and an answer at the end. The note

@@ -7,16 +7,18 @@ positions depend only on the board and the seed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from pvg.config.task import DiplomacyOutcomeTask, DiplomacyPlanTask
 from pvg.games.diplomacy.board import Board
 from pvg.games.diplomacy.legal import orders_of
 from pvg.games.diplomacy.orders import Order
 from pvg.games.diplomacy.phases import deciders, step
 from pvg.games.diplomacy.position import Position
 from pvg.games.diplomacy.setup import place
+from pvg.records import Problem, Split
 from pvg.seeds import generator_for
 from pvg.tasks.diplomacy.contests import helped_by
 
@@ -24,6 +26,24 @@ LAST_PHASE = 12  # movement phases of a game: six years
 GREEDY = 0.6  # share of the units that go to a centre if they can
 SUPPORTING = 0.6  # share of the others that support one of the moves of their power, if they can
 ALONE = 0.8  # share of the rest that hold or move, without supports and convoys
+
+
+class DrawnProblems:
+    """The problems of both splits. The first call for a split draws them with `draw(split, count, taken)`, later calls
+    return the same ones. `taken` has the ids of the test problems, which the training split must not contain."""
+
+    def __init__(
+        self, section: DiplomacyPlanTask | DiplomacyOutcomeTask, draw: Callable[[Split, int, set[str]], list[Problem]]
+    ) -> None:
+        self._section, self._draw = section, draw
+        self._kept: dict[Split, list[Problem]] = {}
+
+    def of(self, split: Split) -> Iterator[Problem]:
+        if split not in self._kept:
+            count = self._section.problems if split == "train" else self._section.test_problems
+            taken = {problem.id for problem in self.of("test")} if split == "train" else set[str]()
+            self._kept[split] = self._draw(split, count, taken)
+        return iter(self._kept[split])
 
 
 def played_positions(board: Board, seed: int, kind: str, every: int) -> Iterator[Position]:
