@@ -8,11 +8,13 @@ noted too. If a step was recorded twice, the last record counts.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from pvg.config.experiment import Experiment
 from pvg.errors import PvgError, user_paths
 from pvg.reporting.formats import total_budget
 from pvg.store.atomic import DamagedFileError
@@ -23,6 +25,7 @@ from pvg.store.run_directory import RunDirectory, runs_in
 Status = Literal["empty", "samples", "unfinished", "complete"]
 
 NOTEWORTHY = 0.005  # share of all steps' time; less overlap than this is not reported as hidden
+SAMPLERS = ("device", "loop", "workers")  # kinds of records that are readings
 SAMPLING_PHASE = "init"  # the state a run stays in while `pvg rollout` fills it
 
 # The metrics of each phase in the phases table.
@@ -183,41 +186,15 @@ def read_run(run: RunDirectory) -> RunSummary:
     """Summarise a run, finished or not. Raises ConfigurationError when its experiment.toml was damaged."""
     experiment = run.experiment()
     notes: list[str] = []
-    state = _committed_state(run, notes)
+    state = committed_state(run, notes)
     try:
         run.verify_journal(state, run.metrics)
     except DamagedFileError as error:
         notes.append(str(error))
-    records = _known(list(_records(run, notes)), run, notes)
-    rounds = dict(enumerate(_finite(metrics) for metrics in state.get("rounds", ())))
-    rounds |= {record["round"]: _finite(record["metrics"]) for record in records if record["kind"] == "round"}
-    steps = _steps(records)
-    return RunSummary(
-        name=run.name,
-        path=run.path,
-        experiment=experiment.name,
-        config_hash=experiment.hash(),
-        status=status_of(state),
-        phase=state.get("phase", SAMPLING_PHASE),
-        rounds_planned=experiment.game.rounds,
-        rounds=rounds,
-        phases=_phases(records, steps),
-        steps=steps,
-        alerts=_alerts(records),
-        budget=total_budget(step.budget for step in steps),
-        notes=notes,
-        # A step without busy time had no overlap.
-        busy=total_budget(s.busy or s.budget for s in steps) if any(s.busy for s in steps) else {},
-        device=_readings(records, "device"),
-        loop=_readings(records, "loop"),
-        workers=_readings(records, "workers"),
-        scaling=_scaling(records),
-        processes=[_process(record) for record in records if record["kind"] == "run"],
-        machine=str(state.get("machine", "")),
-        code_version=str(state.get("code_version", "")),
-        peak_memory=_finite(state.get("peak_memory", {})),
-        began=next((float(r["time"]) for r in records if isinstance(r.get("time"), (int, float))), None),
-    )
+    records = RunRecords()
+    for record in _records(run, notes):
+        records.add(record)
+    return records.summary(run, experiment, state, notes)
 
 
 def status_of(state: Mapping[str, Any]) -> Status:
@@ -251,7 +228,8 @@ def unfinished_runs(root: Path, experiment: str | None = None) -> list[RunDirect
 # --- reading -----------------------------------------------------------------------------------------------------
 
 
-def _committed_state(run: RunDirectory, notes: list[str]) -> dict[str, Any]:
+def committed_state(run: RunDirectory, notes: list[str]) -> dict[str, Any]:
+    """The last commit; empty if there is none. Adds remarks on damaged files to `notes`."""
     try:
         loaded = run.load_state()
     except PvgError as error:
@@ -289,14 +267,6 @@ FIELDS: dict[str, dict[str, type]] = {
 }
 
 
-def _known(records: list[dict[str, Any]], run: RunDirectory, notes: list[str]) -> list[dict[str, Any]]:
-    """The records of pvg, without foreign lines in the file."""
-    known = [record for record in records if _is_known(record)]
-    if foreign := len(records) - len(known):
-        notes.append(f"{foreign} of the lines of {run.metrics.name} are not records of pvg and were left out.")
-    return known
-
-
 def _is_known(record: dict[str, Any]) -> bool:
     kind = record.get("kind")
     if not isinstance(kind, str):
@@ -304,37 +274,127 @@ def _is_known(record: dict[str, Any]) -> bool:
     return all(isinstance(record.get(name), expected) for name, expected in FIELDS.get(kind, {}).items())
 
 
-def _steps(records: list[dict[str, Any]]) -> list[StepRecord]:
-    """One record per step: the last one, at the place of the first."""
-    found: dict[tuple[int, str, int], StepRecord] = {}
-    for record in records:
-        if record["kind"] == "step":
-            found[record["round"], record["phase"], record["step"]] = StepRecord(
-                round=record["round"],
-                phase=record["phase"],
-                step=record["step"],
-                of=record.get("of"),
-                time=record.get("time"),
-                metrics=_finite(record["metrics"]),
-                budget=_seconds(record, "budget"),
-                busy=_seconds(record, "busy"),
-                device_s=_seconds(record, "device_s"),
-            )
-    return list(found.values())
+class RunRecords:
+    """The records of metrics.jsonl, sorted by kind while they are added. If a step was recorded twice, the last record
+    counts, at the place of the first.
+
+    `limit`: the most steps, alerts and readings of a sampler that are kept, the newest; None: all.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit
+        self._steps: OrderedDict[tuple[int, str, int], StepRecord] = OrderedDict()
+        self._ended: dict[tuple[int, str], dict[str, Any]] = {}
+        self._rounds: dict[int, dict[str, float]] = {}
+        self._alerts: OrderedDict[AlertRecord, None] = OrderedDict()
+        self._readings: dict[str, list[SamplerReading]] = {kind: [] for kind in SAMPLERS}
+        self._scaling: list[ScalingRecord] = []
+        self._processes: list[ProcessSummary] = []
+        self._began: float | None = None
+        self._foreign = self._left_out = 0
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Lines that are not records of pvg are counted for a remark and left out."""
+        if not _is_known(record):
+            self._foreign += 1
+            return
+        kind, moment = record["kind"], _moment(record)
+        if self._began is None:
+            self._began = moment
+        if kind == "step":
+            self._steps[record["round"], record["phase"], record["step"]] = _step(record)
+        elif kind == "phase":
+            self._ended[record["round"], record["phase"]] = record
+        elif kind == "round":
+            self._rounds[record["round"]] = _finite(record["metrics"])
+        elif kind == "alert":
+            names = ("round", "phase", "step", "name", "message")
+            self._alerts[AlertRecord(*(record.get(name) for name in names))] = None  # type: ignore[arg-type]
+        elif kind == "run":
+            self._processes.append(_process(record))
+        elif moment is not None and kind in SAMPLERS:
+            self._readings[kind].append(SamplerReading(moment, _finite(record["metrics"])))
+        elif moment is not None and kind == "scaling":
+            self._scaling.append(ScalingRecord(moment, record["workers"], record["why"]))
+        if self._limit is not None:
+            self._shorten(self._limit)
+
+    def _shorten(self, limit: int) -> None:
+        while len(self._steps) > limit:
+            self._steps.popitem(last=False)
+            self._left_out += 1
+        while len(self._alerts) > limit:
+            self._alerts.popitem(last=False)
+        for readings in self._readings.values():
+            del readings[: max(0, len(readings) - limit)]
+        del self._scaling[: max(0, len(self._scaling) - limit)]
+
+    def summary(
+        self, run: RunDirectory, experiment: Experiment, state: Mapping[str, Any], notes: Sequence[str]
+    ) -> RunSummary:
+        """The summary of the records so far. `state`: the last commit (empty: none)."""
+        notes = list(notes)
+        if self._foreign:
+            of = run.metrics.name
+            notes.append(f"{self._foreign} of the lines of {of} are not records of pvg and were left out.")
+        if self._left_out:
+            newest = f"Only the newest {self._limit:,} steps are shown"
+            notes.append(f"{newest}; {self._left_out:,} older ones are left out.")
+        steps = list(self._steps.values())
+        return RunSummary(
+            name=run.name,
+            path=run.path,
+            experiment=experiment.name,
+            config_hash=experiment.hash(),
+            status=status_of(state),
+            phase=state.get("phase", SAMPLING_PHASE),
+            rounds_planned=experiment.game.rounds,
+            rounds={**dict(enumerate(_finite(metrics) for metrics in state.get("rounds", ()))), **self._rounds},
+            phases=_phases(self._ended, steps),
+            steps=steps,
+            alerts=list(self._alerts),
+            budget=total_budget(step.budget for step in steps),
+            notes=notes,
+            # A step without busy time had no overlap.
+            busy=total_budget(s.busy or s.budget for s in steps) if any(s.busy for s in steps) else {},
+            # In order of time, because the machine's clock may have been set back.
+            **{kind: sorted(found, key=lambda reading: reading.time) for kind, found in self._readings.items()},
+            scaling=list(self._scaling),
+            processes=list(self._processes),
+            machine=str(state.get("machine", "")),
+            code_version=str(state.get("code_version", "")),
+            peak_memory=_finite(state.get("peak_memory", {})),
+            began=self._began,
+        )
 
 
-def _phases(records: list[dict[str, Any]], steps: list[StepRecord]) -> list[PhaseSummary]:
-    """Every phase that has a step or an end, in the order in which they began."""
+def _moment(record: Mapping[str, Any]) -> float | None:
+    moment = record.get("time")
+    return float(moment) if isinstance(moment, (int, float)) else None
+
+
+def _step(record: Mapping[str, Any]) -> StepRecord:
+    return StepRecord(
+        round=record["round"],
+        phase=record["phase"],
+        step=record["step"],
+        of=record.get("of"),
+        time=record.get("time"),
+        metrics=_finite(record["metrics"]),
+        budget=_seconds(record, "budget"),
+        busy=_seconds(record, "busy"),
+        device_s=_seconds(record, "device_s"),
+    )
+
+
+def _phases(ended: Mapping[tuple[int, str], dict[str, Any]], steps: list[StepRecord]) -> list[PhaseSummary]:
+    """Every phase that has a step or an end, in the order in which they began. `ended`: the records of their ends."""
     counts: dict[tuple[int, str], int] = {}
     worked: dict[tuple[int, str], float] = {}
-    ended: dict[tuple[int, str], dict[str, Any]] = {}
     for step in steps:
         key = (step.round, step.phase)
         counts[key] = counts.get(key, 0) + 1
         worked[key] = worked.get(key, 0.0) + sum(step.budget.values())
-    for record in records:
-        if record["kind"] == "phase":
-            ended[record["round"], record["phase"]] = record
     summaries = []
     for key in dict.fromkeys([*counts, *ended]):
         end = ended.get(key)
@@ -346,33 +406,6 @@ def _phases(records: list[dict[str, Any]], steps: list[StepRecord]) -> list[Phas
         summaries.append(PhaseSummary(*key, end is not None, seconds, counts.get(key, 0), metrics, outside))
     order = {key: place for place, key in enumerate(counts)}
     return sorted(summaries, key=lambda phase: (phase.round, order.get((phase.round, phase.phase), len(order))))
-
-
-def _alerts(records: list[dict[str, Any]]) -> list[AlertRecord]:
-    found = [
-        AlertRecord(r["round"], r["phase"], r.get("step"), r["name"], r["message"])
-        for r in records
-        if r["kind"] == "alert"
-    ]
-    return list(dict.fromkeys(found))
-
-
-def _readings(records: list[dict[str, Any]], kind: str) -> list[SamplerReading]:
-    """In order of time, because the machine's clock may have been set back."""
-    found = [
-        SamplerReading(float(record["time"]), _finite(record["metrics"]))
-        for record in records
-        if record["kind"] == kind and isinstance(record.get("time"), (int, float))
-    ]
-    return sorted(found, key=lambda reading: reading.time)
-
-
-def _scaling(records: list[dict[str, Any]]) -> list[ScalingRecord]:
-    return [
-        ScalingRecord(float(record["time"]), record["workers"], record["why"])
-        for record in records
-        if record["kind"] == "scaling" and isinstance(record.get("time"), (int, float))
-    ]
 
 
 def _process(record: Mapping[str, Any]) -> ProcessSummary:
