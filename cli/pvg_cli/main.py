@@ -2,6 +2,7 @@
 
 pvg train            play the embedded game on the CPU
 pvg report RUN       show the results of a run
+pvg watch RUN        follow a run in a browser while it trains
 pvg study NAME       play several experiments with several seeds, and compare them
 """
 
@@ -28,6 +29,7 @@ from pvg_cli import (
     serve_env,
     study,
     train,
+    watch,
 )
 from pvg_cli.boundary import Commands
 
@@ -67,6 +69,7 @@ bench.register(app)
 compare.register(app)
 study.register(app)
 report.register(app)
+watch.register(app)
 evaluate.register(app)
 config.register(app)
 doctor.register(app)

@@ -7,7 +7,7 @@ import re
 import shlex
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from pvg.config.operation import Store
 from pvg.config.task import TASKS
 from pvg.errors import StateError
 from pvg.evaluation.report import EvaluationReport, report_of
+from pvg.records import Rollout
 from pvg.reporting.axes import PROVER
 from pvg.reporting.charts import spark
 from pvg.reporting.evaluation import evaluation_section
@@ -26,11 +27,12 @@ from pvg.reporting.formats import HOME_PHASES, duration, metric_display, metric_
 from pvg.reporting.learning import learning_section, rounds_section, scores_section
 from pvg.reporting.machine import machine_section, throughput_section
 from pvg.reporting.run_summary import RunSummary, base_metrics
-from pvg.reporting.solutions import Example, RoundScores, SolutionPair, round_scores, solution_pairs
+from pvg.reporting.solutions import Example, RoundScores, SolutionPair, example_of, round_scores, solution_pairs
 from pvg.reporting.table import Column, PageSection, Table, TableCell, TemplateMacros, elements, page
 from pvg.reporting.time_sections import StepWindow, choose_windows, overlap_section, read_windows, time_section
 from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
+from pvg.store.shards import RolloutShards
 from pvg.telemetry.spans import UNACCOUNTED
 
 markup = TemplateMacros("run.html.j2")
@@ -72,71 +74,103 @@ class RunData:
     problems: list[str]
     evaluation: EvaluationReport | None = None
     drawing: PageSection | None = None
+    playing: bool = False
 
 
-def collect(run: RunDirectory, summary: RunSummary, examples: int) -> RunData:
-    """Read scores, solutions and spans. A damaged shard is noted under `problems`."""
+def collect(
+    run: RunDirectory,
+    summary: RunSummary,
+    examples: int,
+    *,
+    playing: bool = False,
+    shards: RolloutShards | None = None,
+) -> RunData:
+    """Read scores, solutions and spans. A damaged shard is noted under `problems`.
+
+    `playing`: another process plays the run. Then only the newest round's solutions are read, and no whole journals.
+    """
     problems: list[str] = []
     experiment = run.experiment()
     drawing: PageSection | None = None
     scores: list[RoundScores] = []
     pairings: list[SolutionPair] = []
     try:
-        scores = round_scores(run, summary)
-        pairings = solution_pairs(run, examples) if examples else []
+        scores = round_scores(run, summary, shards)
+        pairings = solution_pairs(run, examples, 1 if playing else None) if examples else []
         if examples and experiment.task.kind in DRAWN_TASKS:
             module = importlib.import_module(DRAWN_TASKS[experiment.task.kind])
-            drawing = module.section(run, experiment.task.kind, _thresholds(scores), examples)
+            drawing = module.section(run, experiment.task.kind, thresholds_of(scores), examples)
     except DamagedFileError as error:
         problems.append(str(error))
-    try:
-        run.verify_journal(run.load_state().state or {}, run.spans)
-    except StateError as error:
-        if str(error) not in summary.notes:
-            problems.append(str(error))
-    windows, damaged = read_windows(run.spans, choose_windows(summary.steps))
+    windows: list[StepWindow] = []
+    damaged = 0
+    if not playing:
+        try:
+            run.verify_journal(run.load_state().state or {}, run.spans)
+        except StateError as error:
+            if str(error) not in summary.notes:
+                problems.append(str(error))
+        windows, damaged = read_windows(run.spans, choose_windows(summary.steps))
     evaluation = None
     try:
         evaluation = report_of(run)
     except StateError as error:
         problems.append(str(error))
-    return RunData(summary, experiment, scores, pairings, windows, damaged, problems, evaluation, drawing)
+    return RunData(summary, experiment, scores, pairings, windows, damaged, problems, evaluation, drawing, playing)
 
 
-def _thresholds(scores: Sequence[RoundScores]) -> dict[int, float]:
+def thresholds_of(scores: Sequence[RoundScores]) -> dict[int, float]:
     return {found.round: found.threshold for found in scores if found.threshold is not None}
 
 
 def run_page(data: RunData) -> str:
+    sections = [build() for build in run_sections(data).values()]
+    return page(f"{data.summary.name}: pvg report", run_header(data), sections)
+
+
+def run_header(data: RunData, state: str = "", kind: str = "") -> list[object]:
+    """Title, facts, notes and key figures. `state`: the word after the title, and `kind` its colour; default: the
+    status of the summary."""
     summary = data.summary
-    no_scores = "There are no scored solutions yet." if summary.status in ("unfinished", "samples") else ""
-    sections = [
-        _alerts(summary),
-        rounds_section(summary),
-        evaluation_section(data.evaluation),
-        learning_section(summary),
-        scores_section(data.scores, no_scores),
-        *([data.drawing] if data.drawing else []),
-        solutions_section(data.pairings, _thresholds(data.scores)),
-        time_section(summary),
-        overlap_section(data.windows, data.damaged_spans, has_steps=bool(summary.steps)),
-        throughput_section(summary),
-        machine_section(summary),
-        settings_section(data.experiment),
-        _onwards(summary),
-    ]
-    header = [
+    return [
         elements.title(
             summary.name,
             f"experiment {summary.experiment}" if summary.experiment != summary.name else "pvg run",
-            summary.status,
-            STATUS[summary.status],
+            state or summary.status,
+            kind or STATUS[summary.status],
         ),
         _facts(summary),
         elements.notes([*summary.notes, *data.problems]),
         markup.tiles(_tiles(summary)),
     ]
-    return page(f"{summary.name}: pvg report", header, sections)
+
+
+def run_sections(data: RunData) -> dict[str, Callable[[], PageSection]]:
+    """The sections by name, in order. Each is drawn when it is called."""
+    summary = data.summary
+    no_scores = "There are no scored solutions yet." if summary.status in ("unfinished", "samples") else ""
+    return {
+        "alerts": lambda: _alerts(summary),
+        "rounds": lambda: rounds_section(summary),
+        "evaluation": lambda: evaluation_section(data.evaluation),
+        "learning": lambda: learning_section(summary),
+        "scores": lambda: scores_section(data.scores, no_scores),
+        "drawing": lambda: data.drawing or PageSection("drawing", "Drawing", []),
+        "solutions": lambda: solutions_section(data.pairings, thresholds_of(data.scores)),
+        "time": lambda: time_section(summary),
+        "gantt": lambda: _timeline(data),
+        "throughput": lambda: throughput_section(summary),
+        "machine": lambda: machine_section(summary),
+        "settings": lambda: settings_section(data.experiment),
+        "onwards": lambda: _onwards(summary),
+    }
+
+
+def _timeline(data: RunData) -> PageSection:
+    if data.playing:
+        why = "pvg draws the timeline when the run ends, because it needs the whole file of spans."
+        return PageSection("gantt", "Timeline of some steps", [elements.empty(why)] if data.summary.steps else [])
+    return overlap_section(data.windows, data.damaged_spans, has_steps=bool(data.summary.steps))
 
 
 def _facts(summary: RunSummary) -> Markup:
@@ -207,6 +241,7 @@ def _onwards(summary: RunSummary) -> PageSection:
     commands = [
         *([(f"pvg train --resume {name}", "continue the run")] if summary.status in ("unfinished", "empty") else []),
         *([(f"pvg evaluate {name}", "measure attackers, detection, best-of-n, and more")] if summary.rounds else []),
+        (f"pvg watch {name}", "follow the run, or browse all of its solutions"),
         (f"pvg report {name}", "make this report again"),
         (f"pvg report {name} OTHER", "compare with another run"),
         (f"pvg diagnose {name}", "find what slowed the run down"),
@@ -260,14 +295,19 @@ def _pair(pairing: SolutionPair, thresholds: dict[int, float]) -> Markup:
     return markup.pairing(pairing.question, pairing.reference, sides)
 
 
-def _side(example: Example, threshold: float | None) -> ShownSolution:
+def rollout_side(rollout: Rollout, threshold: float | None, longest: int) -> ShownSolution:
+    """A stored solution as a page shows it, with at most `longest` characters of each text."""
+    return _side(example_of(rollout, ""), threshold, longest)
+
+
+def _side(example: Example, threshold: float | None, longest: int = LONGEST) -> ShownSolution:
     score = ""
     if example.score is not None:
         verdict = "" if threshold is None else (", accepted" if example.score >= threshold else ", refused")
         score = f"score {example.score:+.3f}{verdict}"
-    pieces, wrong = text_pieces(example.text, example.note)
-    before = [] if example.solver_text is None else [f"solver: {example.solver_text[:LONGEST]}"]
-    after = [f"{role}: {text[:LONGEST]}" for role, text in example.dialogue]
+    pieces, wrong = text_pieces(example.text, example.note, longest)
+    before = [] if example.solver_text is None else [f"solver: {example.solver_text[:longest]}"]
+    after = [f"{role}: {text[:longest]}" for role, text in example.dialogue]
     return ShownSolution(example, score, _grade(example), pieces, wrong, before, after)
 
 
@@ -278,15 +318,15 @@ def _grade(example: Example) -> str:
     return f"{verdict}: {found}" + (f", {note}" if note else "")
 
 
-def text_pieces(text: str, note: str) -> tuple[list[str], int]:
+def text_pieces(text: str, note: str, longest: int = LONGEST) -> tuple[list[str], int]:
     """The steps of a text, and the number of the step that the grader's note names: the last step if the note names
     the final answer, -1 if it names no step."""
-    pieces = _pieces(text[:LONGEST])
+    pieces = _pieces(text[:longest])
     match = STEP.search(note)
     last = len(pieces) - 1 if "final answer" in note and "no final" not in note else -1
     place = int(match[1]) - 1 if match else last
     wrong = place if 0 <= place < len(pieces) else -1
-    rest = [f" … and {len(text) - LONGEST} more characters"] if len(text) > LONGEST else []
+    rest = [f" … and {len(text) - longest} more characters"] if len(text) > longest else []
     return [*pieces, *rest], wrong
 
 

@@ -6,6 +6,7 @@ solutions with scores near the median, which are typical. Without scores (`pvg r
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -60,14 +61,15 @@ class SolutionPair:
     sneaky: Example | None
 
 
-def solution_pairs(run: RunDirectory, each: int) -> list[SolutionPair]:
+def solution_pairs(run: RunDirectory, each: int, rounds: int | None = None) -> list[SolutionPair]:
     """At most `each` problems per round, newest round first: the flaws with the highest scores, each with a helpful
-    solution of the same problem. If no sneaky solution is wrong: helpful solutions alone.
+    solution of the same problem. If no sneaky solution is wrong: helpful solutions alone. `rounds`: only so many of the
+    newest rounds; None: all.
 
     Raises DamagedFileError when a committed shard that is looked at is damaged.
     """
     found: list[SolutionPair] = []
-    for rollouts in scored_rollouts(run):
+    for rollouts in itertools.islice(scored_rollouts(run), rounds):
         found += _pair(rollouts, each)
     return found
 
@@ -100,11 +102,11 @@ def _pair(rollouts: Sequence[Rollout], each: int) -> list[SolutionPair]:
     pairings = []
     for flaw in _distinct(ranked, each):
         partners = sorted(helpful.get(flaw.problem_id, []), key=lambda r: not r.grade.correct)
-        partner = _example(partners[0], "helpful") if partners else None
-        pairings.append(SolutionPair(flaw.round, flaw.question, flaw.reference, partner, _example(flaw, "sneaky")))
+        partner = example_of(partners[0], "helpful") if partners else None
+        pairings.append(SolutionPair(flaw.round, flaw.question, flaw.reference, partner, example_of(flaw, "sneaky")))
     if not pairings:
         alone = _distinct(_around_median([r for r in rollouts if r.role is Role.HELPFUL], _score), each)
-        pairings = [SolutionPair(r.round, r.question, r.reference, _example(r, "helpful"), None) for r in alone]
+        pairings = [SolutionPair(r.round, r.question, r.reference, example_of(r, "helpful"), None) for r in alone]
     return pairings
 
 
@@ -160,9 +162,9 @@ def _choose(rollouts: Sequence[Rollout], each: int) -> list[Example]:
     typical = _distinct(_around_median(solutions, _score), each)
     scored = any(r.score is not None for r in rollouts)
     return [
-        *(_example(r, "the flaw with the highest score" if scored else "a flaw") for r in by_score[:1]),
-        *(_example(r, "another flaw with a high score" if scored else "another flaw") for r in by_score[1:]),
-        *(_example(r, "a typical correct solution" if scored else "a correct solution") for r in typical),
+        *(example_of(r, "the flaw with the highest score" if scored else "a flaw") for r in by_score[:1]),
+        *(example_of(r, "another flaw with a high score" if scored else "another flaw") for r in by_score[1:]),
+        *(example_of(r, "a typical correct solution" if scored else "a correct solution") for r in typical),
     ]
 
 
@@ -185,7 +187,8 @@ def _distinct(rollouts: Sequence[Rollout], most: int) -> list[Rollout]:
     return list(found.values())[:most]
 
 
-def _example(rollout: Rollout, why: str) -> Example:
+def example_of(rollout: Rollout, why: str) -> Example:
+    """A rollout as an example."""
     return Example(
         why=why,
         id=rollout.id,
@@ -238,13 +241,14 @@ class RoundScores:
         return float((scores >= self.threshold).mean()) if self.threshold is not None and len(scores) else None
 
 
-def round_scores(run: RunDirectory, summary: RunSummary) -> list[RoundScores]:
-    """The scores of every round with scored solutions, in order. Raises DamagedFileError for a damaged shard."""
+def round_scores(run: RunDirectory, summary: RunSummary, shards: RolloutShards | None = None) -> list[RoundScores]:
+    """The scores of every round with scored solutions, in order. `shards`: what reads them; default: a new object.
+    Raises DamagedFileError for a damaged shard."""
     try:
         state = FileStateStore(run.state).load().state or {}
     except StateError:  # the run's summary notes it
         return []
-    shards = RolloutShards(run.path)
+    shards = shards or RolloutShards(run.path)
     infos = [ShardInfo.from_plain(plain) for plain in state.get("shards", ())]
     found = []
     for round_ in sorted({info.round for info in infos}):
@@ -253,11 +257,12 @@ def round_scores(run: RunDirectory, summary: RunSummary) -> list[RoundScores]:
         trained = [info for info in own if info.label.startswith(f"{PROVER}-")][-1:]
         kinds = _kinds(shards, evaluated or trained, source_of_round(round_))
         if any(len(scores) for scores in kinds.values()):
-            found.append(RoundScores(round_, bool(evaluated), _threshold(summary, round_), kinds))
+            found.append(RoundScores(round_, bool(evaluated), threshold_of(summary, round_), kinds))
     return found
 
 
-def _threshold(summary: RunSummary, round_: int) -> float | None:
+def threshold_of(summary: RunSummary, round_: int) -> float | None:
+    """The verifier's acceptance threshold in a round; None if it is not known."""
     metrics_of_round = [
         summary.rounds.get(round_, {}),
         *(phase.metrics for phase in summary.phases if phase.round == round_),

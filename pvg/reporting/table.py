@@ -58,13 +58,35 @@ class LegendKey:
 @dataclass(frozen=True, slots=True)
 class PageSection:
     """A part of the page under a heading, with `lead` as the sentence below it. The page leaves out a section whose
-    body is empty. `style`: a style sheet of templates/ that this section needs, besides page.css."""
+    body is empty. `style`: a style sheet of templates/ that this section needs, besides page.css. `part`: its name on a
+    live page (pvg.reporting.live_page), which replaces the section and keeps an empty one hidden."""
 
     anchor: str
     title: str
     body: Sequence[object]
     lead: str = ""
     style: str = ""
+    part: str = ""
+
+    @property
+    def shown(self) -> bool:
+        return any(self.body)
+
+
+@dataclass(frozen=True, slots=True)
+class PageKind:
+    """What a page may do besides showing itself. `scripts`: files of templates/. `policy`: more directives of its
+    content security policy. `sheets`: style sheets besides page.css. `links`: pairs of address and text in the bar."""
+
+    scripts: Sequence[str] = ("page.js",)
+    policy: str = ""
+    sheets: Sequence[str] = ()
+    links: Sequence[tuple[str, str]] = ()
+    footer: str = "This file loads nothing from anywhere."
+
+
+OFFLINE = PageKind()
+LIVE_SCRIPT = "live.js"  # replaces the header and the sections with a `part`
 
 
 def showable(value: object) -> object:
@@ -115,22 +137,35 @@ elements = TemplateMacros("elements.html.j2")
 chart = TemplateMacros("charts.html.j2")
 
 
-def page(title: str, header: Sequence[object], sections: Sequence[PageSection]) -> str:
+def page(title: str, header: Sequence[object], sections: Sequence[PageSection], kind: PageKind = OFFLINE) -> str:
     """The whole page as one file."""
-    script = _shipped("page.js")
-    shown = [section for section in sections if any(section.body)]
-    sheets = ["page.css", *sorted({section.style for section in shown if section.style})]
+    shown = [section for section in sections if section.shown or section.part]
+    sheets = dict.fromkeys(["page.css", *sorted({section.style for section in shown if section.style}), *kind.sheets])
     values: dict[str, Any] = {
         "title": title,
         "header": header,
         "sections": shown,
         "style": Markup("".join(map(_shipped, sheets))),
-        "script": Markup(script),
-        "digest": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        "script": Markup(_script(kind)),
+        "policy": policy_of(kind),
+        "links": kind.links,
+        "live": LIVE_SCRIPT in kind.scripts,
+        "footer": kind.footer,
         "version": pvg.__version__,
         "written": time.strftime("%Y-%m-%d %H:%M", time.localtime()),
     }
     return TEMPLATES.get_template("page.html.j2").render(values)
+
+
+def _script(kind: PageKind) -> str:
+    return "".join(map(_shipped, kind.scripts))
+
+
+def policy_of(kind: PageKind) -> str:
+    """The content security policy of such a page: its own script may run, and nothing is loaded from elsewhere."""
+    digest = base64.b64encode(hashlib.sha256(_script(kind).encode()).digest()).decode()
+    own = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    return f"{own}; {kind.policy}" if kind.policy else own
 
 
 def write_page(path: Path, text: str) -> None:

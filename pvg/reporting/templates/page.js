@@ -59,7 +59,7 @@
     row.append(name, number);
     return row;
   };
-  for (const figure of document.querySelectorAll("[data-cross]")) {
+  const wire = (figure) => {
     const area = figure.querySelector(".area"), [low, high] = figure.dataset.x.split(" ").map(Number);
     area.addEventListener("pointermove", (event) => {
       const box = area.getBoundingClientRect();
@@ -86,7 +86,24 @@
       place(event);
     });
     area.addEventListener("pointerleave", hide);
-  }
+  };
+  // What is wider than the screen fades out at the side where it goes on.
+  const hint = (box) => {
+    const rest = box.scrollWidth - box.clientWidth;
+    box.classList.toggle("more-left", box.scrollLeft > 1);
+    box.classList.toggle("more-right", box.scrollLeft < rest - 1);
+  };
+  const widths = typeof ResizeObserver === "undefined" ? null : new ResizeObserver((all) => all.forEach((one) => hint(one.target)));
+  const prepare = (root) => {
+    root.querySelectorAll("[data-cross]").forEach(wire);
+    for (const box of root.querySelectorAll(".scroll, .contents")) {
+      box.addEventListener("scroll", () => hint(box), { passive: true });
+      widths?.observe(box);
+      hint(box);
+    }
+  };
+  prepare(document);
+  document.addEventListener("pvg-new", (event) => { hide(); prepare(event.target); }); // live.js has replaced a part
 
   // --- everything else that has a <title>
   document.addEventListener("pointerover", (event) => {

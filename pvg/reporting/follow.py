@@ -1,0 +1,290 @@
+"""Follows a run that another process plays: reads what the run appends, and says how the run is doing.
+
+    followed = FollowedRun(run)
+    if followed.update():
+        followed.summary, followed.situation
+
+Invariants: nothing in the run's folder is locked or written. An update reads only bytes that were appended since the
+last one, except after a resume, which cuts the journal back. At most MOST_RECORDS steps are kept.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import orjson
+
+from pvg.reporting.run_summary import RunRecords, RunSummary, StepRecord, committed_state
+from pvg.store.lease import BEAT_S, WATCH_S, newest_lease, read_driver, this_boot
+from pvg.store.run_directory import RunDirectory
+
+MOST_RECORDS = 20_000  # steps that are kept, and readings of each sampler: about 60 MB
+BLOCK = 1 << 22  # bytes of one read
+REMEMBERED = 128  # bytes before the place of the next read, which show whether the file is still the same
+RATE_STEPS = 20  # over which the speed is averaged
+MISSED_BEATS = 3
+
+# "waiting": nothing has happened yet; "silent": its process lives, but does not beat; "failed": its process ended with
+# an error; "died": its process is gone, and did not end the run; "removed": the run's folder is gone.
+RunState = Literal["waiting", "running", "silent", "finished", "stopped", "failed", "died", "removed"]
+ENDED: frozenset[RunState] = frozenset({"finished", "stopped", "failed", "died", "removed"})
+
+
+class JournalTail:
+    """Reads the lines that were appended to a journal, and notices when the journal was cut back or replaced."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+        self._file: tuple[int, int] | None = None
+        self._before = b""
+
+    def read(self) -> tuple[bool, list[bytes]]:
+        """The complete lines since the last call, at most about BLOCK bytes, and whether the journal begins anew. Then
+        all lines of earlier calls are void. An incomplete last line is left for a later call."""
+        try:
+            file = open(self.path, "rb", buffering=0)  # noqa: SIM115 (closed by the with below)
+        except FileNotFoundError:
+            return self._begin_anew(None), []
+        with file:
+            found = os.fstat(file.fileno())
+            anew = False
+            if (found.st_dev, found.st_ino) != self._file or not self._is_same(file.fileno(), found.st_size):
+                anew = self._begin_anew((found.st_dev, found.st_ino))
+            length, block = BLOCK, b""
+            while b"\n" not in block and self._offset + len(block) < found.st_size:
+                block = os.pread(file.fileno(), length, self._offset)
+                length *= 2  # a line that is longer than a block
+        whole = block[: block.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        self._before = (self._before + whole)[-REMEMBERED:]
+        return anew, whole.splitlines()
+
+    def _is_same(self, file: int, size: int) -> bool:
+        start = self._offset - len(self._before)
+        return size >= self._offset and os.pread(file, len(self._before), start) == self._before
+
+    def _begin_anew(self, file: tuple[int, int] | None) -> bool:
+        had_lines = self._offset > 0
+        self._offset, self._before, self._file = 0, b"", file
+        return had_lines
+
+
+@dataclass(frozen=True, slots=True)
+class RunSituation:
+    """How a run is doing. `process` and `host`: what plays it or played it last. `quiet_s`: seconds since its last
+    sign of life; None before the first."""
+
+    state: RunState
+    process: int | None = None
+    host: str = ""
+    quiet_s: float | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+
+@dataclass(frozen=True, slots=True)
+class RunProgress:
+    """Where a run is: its newest step, and the seconds that are left. None: not known."""
+
+    round: int
+    rounds: int
+    phase: str
+    step: int | None
+    of: int | None
+    phase_left_s: float | None
+    run_left_s: float | None
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class FollowedRun:
+    """A run and what is known of it. Call `update` from one thread at a time."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.run = run
+        self.experiment = run.experiment()
+        self.shards: list[dict[str, Any]] = []  # of the last commit
+        self.state: dict[str, Any] = {}
+        self._tail = JournalTail(run.metrics)
+        self._records = RunRecords(MOST_RECORDS)
+        self._damaged = 0
+        self._newest = ""  # the kind of the newest record that no sampler wrote
+        self._seen: tuple[object, ...] = ()
+        self._notes: list[str] = []
+        self._summary: RunSummary | None = None
+        self.situation = self._situation()
+
+    def update(self) -> bool:
+        """Read what is new. Returns whether `summary` or the state of `situation` has changed."""
+        changed = self._summary is None
+        changed |= self._read_state()
+        changed |= self._read_records()
+        before, self.situation = self.situation.state, self._situation()
+        if changed:
+            self._summary = None
+        return changed or self.situation.state != before
+
+    @property
+    def summary(self) -> RunSummary:
+        """What `pvg report` reads, as far as the run has come."""
+        if self._summary is None:
+            notes = list(self._notes)
+            if self._damaged:
+                notes.append(f"{self._damaged} lines of {self.run.metrics.name} are damaged and were left out.")
+            self._summary = self._records.summary(self.run, self.experiment, self.state, notes)
+        return self._summary
+
+    @property
+    def solutions(self) -> int:
+        """Committed solutions."""
+        return sum(int(shard["rows"]) for shard in self.shards)
+
+    def _read_state(self) -> bool:
+        """The last commit, if there is a newer one."""
+        seen = tuple(_signature(path) for path in (self.run.state, self.run.state.with_name("state.previous.json")))
+        if seen == self._seen:
+            return False
+        self._notes = []
+        self.state = committed_state(self.run, self._notes)
+        self.shards = list(self.state.get("shards", ()))
+        self._seen = seen
+        return True
+
+    def _read_records(self) -> bool:
+        changed = False
+        while True:
+            anew, lines = self._tail.read()
+            if anew:
+                self._records, self._damaged, self._newest = RunRecords(MOST_RECORDS), 0, ""
+            changed |= anew or bool(lines)
+            for line in lines:
+                self._add(line)
+            if not lines:
+                return changed
+
+    def _add(self, line: bytes) -> None:
+        try:
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            record = None
+        if not isinstance(record, dict):
+            self._damaged += 1
+            return
+        self._records.add(record)
+        if record.get("kind") in ("step", "phase", "round", "run"):
+            self._newest = record["kind"]
+
+    def _situation(self) -> RunSituation:
+        """From the lease: a driver counts its beats in it, and releases it at its end. A driver that was killed does
+        neither."""
+        try:
+            lease = newest_lease(self.run.path)
+        except FileNotFoundError:
+            return RunSituation("removed")
+        driver = read_driver(lease)
+        phase, begun = self.state.get("phase", "init"), bool(self._newest or self.shards)
+        process, host = driver.get("process") or None, str(driver.get("host", ""))
+        quiet_s = _age(lease) if lease is not None else None
+        if phase == "complete":
+            return RunSituation("finished", process, host, quiet_s)
+        if not driver or driver.get("ended"):
+            if phase == "init":  # `pvg rollout` leaves a run in this phase
+                return RunSituation("finished" if self.shards else "waiting", None, host, quiet_s)
+            stopped = self._newest == "run" or not begun
+            return RunSituation("stopped" if stopped else "failed", None, host, quiet_s)
+        gone = driver.get("boot") == this_boot() and process is not None and not _lives(process)
+        if quiet_s is None or quiet_s < MISSED_BEATS * BEAT_S:
+            # A process of another container is not visible here, so a fresh beat counts more.
+            state: RunState = "died" if gone and quiet_s is not None and quiet_s > 1.5 * BEAT_S else "running"
+            return RunSituation(state, process, host, quiet_s)
+        elsewhere = driver.get("boot") != this_boot()
+        return RunSituation("died" if gone or (elsewhere and quiet_s > WATCH_S) else "silent", process, host, quiet_s)
+
+
+def _signature(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _age(path: Path) -> float | None:
+    try:
+        return max(0.0, time.time() - path.stat().st_mtime)
+    except OSError:
+        return None
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it belongs to another user
+        return True
+    return True
+
+
+# --- progress ----------------------------------------------------------------------------------------------------
+
+
+def progress_of(summary: RunSummary, now: float) -> RunProgress | None:
+    """Where the run is, from its newest step; None before the first. The remaining time of the phase is that of the
+    last RATE_STEPS steps; that of the run assumes that each phase takes as long as it took last, and is known after the
+    first round."""
+    if not summary.steps:
+        return None
+    newest = max(summary.steps[-RATE_STEPS:], key=lambda step: (step.time or 0.0, step.round, step.step))
+    place = (newest.round, newest.phase)
+    done = any((phase.round, phase.phase) == place and phase.finished for phase in summary.phases)
+    phase_left_s = 0.0 if done else _phase_left(summary, newest, now)
+    run_left_s = None if summary.status == "complete" else _run_left(summary, newest, phase_left_s)
+    return RunProgress(
+        newest.round, summary.rounds_planned, newest.phase, newest.step, newest.of, phase_left_s, run_left_s
+    )
+
+
+def _phase_left(summary: RunSummary, newest: StepRecord, now: float) -> float | None:
+    timed = [
+        (step.time, step.step)
+        for step in summary.steps[-RATE_STEPS:]
+        if (step.round, step.phase) == (newest.round, newest.phase) and step.time is not None
+    ]
+    timed.sort()
+    paces = [
+        (after - before) / (step - earlier)
+        for (before, earlier), (after, step) in pairwise(timed)
+        if after > before and step > earlier
+    ]
+    if not paces or newest.of is None:
+        return None
+    end, last = timed[-1]
+    # The median, because a pause between two processes counts as one long step.
+    return max(0.0, (newest.of - last) * median(paces) - max(0.0, now - end))
+
+
+def _run_left(summary: RunSummary, newest: StepRecord, phase_left_s: float | None) -> float | None:
+    finished = [round_ for round_ in summary.rounds if round_ < newest.round] or list(summary.rounds)
+    if not finished or phase_left_s is None:
+        return None
+    order = [phase.phase for phase in summary.phases if phase.round == max(finished)]
+    lasted: Mapping[str, float] = {
+        phase.phase: phase.seconds for phase in summary.phases if phase.finished and phase.seconds is not None
+    }
+    if newest.phase not in order or any(phase not in lasted for phase in order):
+        return None
+    rest = order[order.index(newest.phase) + 1 :]
+    rounds = max(0, summary.rounds_planned - newest.round - 1)
+    return phase_left_s + sum(lasted[phase] for phase in rest) + rounds * sum(lasted[phase] for phase in order)

@@ -1,0 +1,249 @@
+"""`pvg watch` as a user runs it: a separate process, real HTTP, server-sent events, and a run in a third process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import orjson
+import pytest
+from calling import ENTRY, pvg, pvg_process
+from run_samples import begin, commit, played, rollout, state, step, tell
+
+from pvg.records import Role
+from pvg.store.run_directory import RunDirectory
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "reporting"))
+from page_checks import Page
+
+PATIENCE_S = 60.0
+SHORT = ("cluster=none", "game.rounds=1", "training.steps=6", "verifier.steps=10", "game.mint_problems=32")
+
+
+class Watching:
+    """A running `pvg watch`."""
+
+    def __init__(self, process: subprocess.Popen[str], document: dict[str, Any]) -> None:
+        self.process, self.document = process, document
+        self.url: str = document["url"]
+
+    def get(self, path: str = "", **headers: str) -> str:
+        with self.open(path, **headers) as answer:
+            return answer.read().decode()
+
+    def open(self, path: str = "", **headers: str) -> Any:
+        return urllib.request.urlopen(urllib.request.Request(self.url + path, headers=headers), timeout=PATIENCE_S)
+
+    def refused(self, path: str = "", **headers: str) -> int:
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            self.get(path, **headers)
+        return caught.value.code
+
+    @contextmanager
+    def events(self) -> Iterator[Iterator[dict[str, Any]]]:
+        with self.open("events") as answer:
+            yield events_of(answer)
+
+
+def events_of(answer: IO[bytes]) -> Iterator[dict[str, Any]]:
+    """The data of server-sent events, read as a browser reads them."""
+    name = ""
+    for line in answer:
+        if line.startswith(b"event: "):
+            name = line[7:].strip().decode()
+        elif line.startswith(b"data: "):
+            assert name == "run"
+            yield orjson.loads(line[6:])
+
+
+@contextmanager
+def watching(name: str, *options: str) -> Iterator[Watching]:
+    process = subprocess.Popen(
+        [*ENTRY, "watch", name, "--port", "0", "--json", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    try:
+        assert process.stdout is not None
+        text = ""
+        for line in process.stdout:
+            text += line
+            if line == "}\n":
+                break
+        assert text, process.stderr.read() if process.stderr else ""
+        yield Watching(process, orjson.loads(text))
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def until(events: Iterator[dict[str, Any]], fits: Any) -> dict[str, Any]:
+    began = time.monotonic()
+    for event in events:
+        if fits(event):
+            return event
+        assert time.monotonic() - began < PATIENCE_S, event
+    raise AssertionError("the stream ended")
+
+
+def test_it_says_its_address_and_how_to_forward_it_and_ends_at_ctrl_c() -> None:
+    played(Path("runs"))
+    with watching("first") as watch:
+        assert watch.url.startswith("http://127.0.0.1:")
+        port = watch.url.rstrip("/").rpartition(":")[2]
+        assert watch.document["forward"].startswith(f"ssh -N -L {port}:127.0.0.1:{port} ")
+        with watch.events() as events:
+            assert next(events)["state"] == "finished"
+            watch.process.send_signal(signal.SIGINT)  # with a browser still connected
+            out, err = watch.process.communicate(timeout=PATIENCE_S)
+        assert watch.process.returncode == 130
+        assert out == ""
+        assert f"Watching first: {watch.url}" in err
+        assert "Traceback" not in err
+        assert err.rstrip().endswith("Stopped. The run is not affected.")
+
+
+def test_wrong_calls_are_explained() -> None:
+    called = pvg("watch", "nothing")
+    assert called.code == 2
+    assert "There is no run 'nothing'" in called.err
+    played(Path("runs"))
+    with watching("first") as watch:
+        port = watch.url.rstrip("/").rpartition(":")[2]
+        second = pvg_process("watch", "first", "--port", port)
+        assert second.code == 3
+        assert f"Port {port} of 127.0.0.1 cannot be used" in second.err
+
+
+def test_the_page_is_live_and_guards_itself() -> None:
+    run = played(Path("runs"))
+    before = contents(run)
+    with watching("first") as watch, watch.open() as answer:
+        policy = answer.headers["Content-Security-Policy"]
+        page = Page(answer.read().decode())
+        assert page.wrong == []
+        assert "default-src 'none'" in policy
+        assert "connect-src 'self'" in policy
+        assert "frame-ancestors 'none'" in policy
+        assert {attributes.get("data-part") for _, attributes in page.tags} >= {"head", "learning", "workers", "rounds"}
+        assert not [a for _, a in page.tags if {"src", "action"} & a.keys()]
+        assert "87.5 %" in page.text
+        assert orjson.loads(watch.get("parts/rounds"))["title"] == "Rounds"
+        # A name that an attacker's DNS server points to 127.0.0.1 is refused; a forwarded port is not.
+        assert watch.refused(Host="evil.example") == 403
+        assert watch.refused("events", Host="evil.example:8765") == 403
+        assert watch.refused("rollouts", Host="") == 403
+        assert watch.refused("rollouts", Host="[") == 403
+        assert watch.get(Host="localhost:9999")
+        assert watch.get(Host="[::1]:9999")
+        assert watch.refused("parts/nothing") == 404
+        assert watch.refused("rollouts/0/checkpoint-00000/999") == 404
+        assert watch.refused("rollouts/0/..%2f..%2fstate/0") == 404
+        assert watch.refused("../state.json") == 404
+    assert contents(run) == before
+
+
+def contents(run: RunDirectory) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+
+
+def test_the_rollouts_of_a_run_are_found_and_shown() -> None:
+    played(Path("runs"))
+    with watching("first") as watch:
+        page = Page(watch.get("rollouts?role=sneaky&grade=flaw&order=highest&text=TEXT"))
+        links = [str(a["href"]) for _, a in page.tags if str(a.get("class")).startswith("hit ")]
+        assert [link.rpartition("/")[2] for link in links] == ["7", "1", "0"]  # old (99.0), strong (2.5), weak (-1.0)
+        one = Page(watch.get(links[1].removeprefix("/")))
+        assert "text of strong" in one.text
+        assert "score +2.500" in one.text
+
+
+def test_events_follow_a_run_that_grows_is_cut_back_and_ends() -> None:
+    """Two browsers see the same, and one that leaves disturbs nobody."""
+    run = begin(Path("runs"), "growing")
+    with watching("growing") as watch, watch.events() as first:
+        assert next(first)["state"] == "waiting"
+        with run.lock():
+            tell(run, step("train_prover", 1, helpful_accuracy=0.25))
+            found = until(first, lambda event: event["metrics"])
+            assert (found["state"], found["metrics"]) == ("running", {"helpful_accuracy": 0.25})
+            assert "step 1 of 60" in found["texts"]["place"]
+            with watch.events() as second:
+                tell(run, step("train_prover", 2, helpful_accuracy=0.5))
+                fits = lambda event: event["metrics"]["helpful_accuracy"] == 0.5  # noqa: E731
+                assert until(first, fits)["revision"] >= found["revision"]
+                until(second, fits)
+            commit(
+                run, state("train_prover"), {"mint-00000": [rollout("a", Role.SNEAKY, correct=False, score=1.0)] * 3}
+            )
+            until(first, lambda event: event["solutions"] == 3)
+            # As a resume leaves the file: cut back, then continued with other records.
+            os.truncate(run.metrics, 0)
+            tell(run, *(step("train_prover", number, helpful_accuracy=0.75) for number in (1, 2, 3)))
+            until(first, lambda event: event["metrics"]["helpful_accuracy"] == 0.75)
+            tell(run, {"kind": "run", "time": 2.0, "status": "interrupted", "seconds": 1.0, "budget": {}})
+        stopped = until(first, lambda event: event["ended"])
+        assert stopped["state"] == "stopped"
+        assert "75.0 %" in orjson.loads(watch.get("parts/head"))["html"]
+        assert "stopped" in Page(watch.get()).text
+
+
+@pytest.mark.drill
+def test_a_game_is_followed_through_a_kill_and_a_resume_to_its_end() -> None:
+    """A real game in another process: values advance, the kill is told, the resumed game ends."""
+    settings = [word for setting in SHORT for word in ("-s", setting)]
+    arguments = [*ENTRY, "train", "modchain", "--name", "game", *settings]
+    output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    game = subprocess.Popen(arguments, **output)
+    run = Path("runs/game")
+    try:
+        wait_for((run / "experiment.toml").is_file)
+        with watching("game") as watch, watch.events() as events:
+            phases: list[str] = []
+            for event in events:
+                progress = event["progress"]
+                phases += [progress["phase"]] if progress and progress["phase"] not in phases else []
+                if "train_verifier" in phases:
+                    break
+            assert event["state"] == "running"
+            assert event["process"] == game.pid
+            game.kill()
+            game.wait()
+            died = until(events, lambda event: event["state"] != "running")
+            assert died["state"] == "died"
+            game = subprocess.Popen([*ENTRY, "train", "--resume", "game"], **output)
+            end = until(events, lambda event: event["ended"] and event["state"] != "died")
+            assert end["state"] == "finished"
+            assert end["rounds"][0]["metrics"]["helpful_accuracy"] > 0
+            assert game.wait(PATIENCE_S) == 0
+            state_ = RunDirectory(run).load_state().state
+            assert state_ is not None
+            final = until(events, lambda event: True) if end["solutions"] != rows(state_) else end
+            assert final["solutions"] == rows(state_)
+            assert "finished" in orjson.loads(watch.get("parts/head"))["html"]
+            assert f"{rows(state_):,} solutions of {rows(state_):,}" in Page(watch.get("rollouts")).text
+    finally:
+        game.kill()
+        game.wait()
+
+
+def rows(plain: dict[str, Any]) -> int:
+    return sum(shard["rows"] for shard in plain["shards"])
+
+
+def wait_for(fits: Any) -> None:
+    until_ = time.monotonic() + PATIENCE_S
+    while not fits():
+        assert time.monotonic() < until_
+        time.sleep(0.05)
