@@ -71,7 +71,7 @@ def watch(
                 async with WatchServer.start(directory, candidate) as server:
                     ready = True
                     _announce(server, directory, as_json)
-                    await asyncio.Event().wait()
+                    await server.follow()
             except PortInUseError as error:
                 if not error.taken or candidate == candidates[-1]:
                     raise

@@ -42,6 +42,12 @@ MOST_STREAMS = 32  # event streams at once
 KEEP_ALIVE_S = 15.0  # between two bytes of a stream, so that a tunnel does not close it
 READ_S = 2.0  # of new shards per request; a page that has not read all of them says so
 RETRY_MS = 2000
+HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
 
 Answer = TypeVar("Answer")
 
@@ -51,6 +57,7 @@ class WatchServer:
 
     url: str
     port: int
+    _follower: asyncio.Task[None]
 
     def __init__(self, run: RunDirectory) -> None:
         self._live = LiveRun(run)
@@ -66,6 +73,7 @@ class WatchServer:
         used."""
         server = cls(run)
         app = web.Application(middlewares=[_guard])
+        app.on_response_prepare.append(_harden)
         app.add_routes(
             [
                 web.get("/", server._page),
@@ -77,7 +85,7 @@ class WatchServer:
         )
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
-        follower = asyncio.create_task(server._follow())
+        server._follower = asyncio.create_task(server._follow())
         try:
             try:
                 await web.TCPSite(runner, HOST, port).start()
@@ -91,10 +99,14 @@ class WatchServer:
             server.url = f"http://{HOST}:{server.port}/"
             yield server
         finally:
-            follower.cancel()
-            await asyncio.gather(follower, return_exceptions=True)
+            server._follower.cancel()
+            await asyncio.gather(server._follower, return_exceptions=True)
             await runner.cleanup()
             server._thread.shutdown(cancel_futures=True)
+
+    async def follow(self) -> None:
+        """Returns never. Raises the error that ends the following of the run."""
+        await self._follower
 
     # --- the run ---------------------------------------------------------------------------------------------------
 
@@ -219,17 +231,15 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         raise web.HTTPInternalServerError(text=str(error)) from error
 
 
+async def _harden(_: web.Request, answer: web.StreamResponse) -> None:
+    answer.headers.update(HEADERS)
+
+
 def _html(text: str, kind: PageKind) -> web.Response:
     answer = web.Response(
         text=text,
         content_type="text/html",
-        headers={
-            "Content-Security-Policy": f"{policy_of(kind)}; frame-ancestors 'none'",
-            "X-Content-Type-Options": "nosniff",
-            "Referrer-Policy": "no-referrer",
-            "Cross-Origin-Resource-Policy": "same-origin",
-            "Cache-Control": "no-store",
-        },
+        headers={"Content-Security-Policy": f"{policy_of(kind)}; frame-ancestors 'none'"},
     )
     answer.enable_compression()
     return answer

@@ -38,11 +38,10 @@
     work();
   }, { rootMargin: "400px" });
   parts.forEach((part) => seen.observe(part));
-  document.addEventListener("visibilitychange", work);
   setInterval(work, 2000); // for parts that were in use
 
-  const lost = document.getElementById("lost"), source = new EventSource("events");
-  source.addEventListener("run", (event) => {
+  const lost = document.getElementById("lost");
+  const show = (event) => {
     const found = JSON.parse(event.data);
     lost.hidden = true;
     document.title = found.title;
@@ -54,6 +53,16 @@
     if (bar) bar.value = found.share;
     revision = found.revision;
     work();
-  });
-  source.addEventListener("error", () => { lost.hidden = false; });
+  };
+  // A page in the background does not listen, because a browser opens only six connections to one address.
+  let source = null;
+  const listen = () => {
+    if (document.hidden) { source?.close(); source = null; return; }
+    if (source) return;
+    source = new EventSource("events");
+    source.addEventListener("run", show);
+    source.addEventListener("error", () => { lost.hidden = false; });
+  };
+  document.addEventListener("visibilitychange", listen);
+  listen();
 })();
