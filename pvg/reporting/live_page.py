@@ -144,8 +144,17 @@ class LiveRun:
     def _all_sections(self) -> dict[str, Callable[[], PageSection]]:
         if not self._sections:
             sections = run_sections(self.data())
-            self._sections = {"workers": lambda: workers_section(self.followed.summary, time.time()), **sections}
+            self._sections = {"workers": self._workers, **sections}
         return self._sections
+
+    def _workers(self) -> PageSection:
+        situation = self.followed.situation
+        if situation.state not in (
+            "running",
+            "silent",
+        ):  # there are no workers; the section about the machine tells what they did
+            return PageSection("workers", "Workers", [])
+        return workers_section(self.followed.summary, time.time(), silent=situation.state == "silent")
 
     def _now(self) -> tuple[RunSummary, RunSituation, RunProgress | None]:
         summary = self.followed.summary
@@ -161,7 +170,7 @@ class LiveRun:
         """The data of the page. Scores and solutions are read again when a phase ends, the timeline of some steps only
         when nothing plays the run: both need whole files."""
         summary, idle = self.followed.summary, self.followed.situation.ended
-        key = (summary.phase, len(summary.rounds), summary.status, idle, _size(self.followed.run))
+        key = (summary.phase, len(summary.rounds), summary.status, idle, _evaluated(self.followed.run))
         if self._data is None or key != self._collected:
             self._data, self._collected = self._collect(summary, idle), key
         return replace(self._data, summary=summary)
@@ -234,13 +243,13 @@ def _sign(situation: RunSituation) -> str:
     return sentences[situation.state]
 
 
-def workers_section(summary: RunSummary, now: float) -> PageSection:
-    """Each worker as its sampler saw it last."""
+def workers_section(summary: RunSummary, now: float, *, silent: bool = False) -> PageSection:
+    """Each worker as its sampler saw it last. `silent`: the process that samples gives no sign of life."""
     if not summary.workers:
         return PageSection("workers", "Workers", [])
     newest = summary.workers[-1]
     metrics, age_s = newest.metrics, max(0.0, now - newest.time)
-    stale = age_s > STALE_S
+    stale = silent or age_s > STALE_S
     table = Table([Column("worker"), Column("state"), Column("busy", "right"), Column("replaced", "right")])
     for number in sorted({int(match[1]) for name in metrics if (match := NAMED_WORKER.fullmatch(name))}):
         up, busy, restarts = (metrics.get(f"w{number}_{name}") for name in ("up", "busy", "restarts"))
@@ -262,7 +271,7 @@ def _html(piece: object) -> str:
     return str(piece.__html__()) if hasattr(piece, "__html__") else str(piece)
 
 
-def _size(run: RunDirectory) -> tuple[int, int] | None:
+def _evaluated(run: RunDirectory) -> tuple[int, int] | None:
     """Changes when `pvg evaluate` has written."""
     try:
         found = (run.evaluation / REPORT_FILE).stat()

@@ -126,6 +126,11 @@ def test_wrong_calls_are_explained() -> None:
         assert f"Port {port} of 127.0.0.1 cannot be used" in second.err
 
 
+def test_the_server_loads_no_torch() -> None:
+    code = "import sys, pvg.reporting.watch_server; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_the_page_is_live_and_guards_itself() -> None:
     run = played(Path("runs"))
     before = contents(run)

@@ -244,6 +244,11 @@ def test_workers_are_shown_as_ready_down_or_stale(tmp_path: Path) -> None:
     ]
     (table,) = workers_section(summary, now=2100.0).body
     assert [row[1].text for row in table.rows] == ["stale", "down"]  # type: ignore[attr-defined]
+    live = LiveRun(run)
+    assert live.part("workers") == {"title": "Workers", "html": ""}  # nothing plays the run
+    lease(run)
+    live.update()
+    assert "worker 1" in live.part("workers")["html"]  # type: ignore[index]
 
 
 def test_following_locks_and_writes_nothing(tmp_path: Path) -> None:
