@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,7 +13,7 @@ from tiny_policies import tiny_model, with_engine
 
 from pvg.errors import ConfigurationError, StateError
 from pvg.records import Grade, Group, Problem, Role, Split, Timing, VersionSpan
-from pvg.rollout.dispatcher import Dispatcher, GroupOrder, request_seed
+from pvg.rollout.dispatcher import GROUPS_AT_A_TIME, Dispatcher, GroupOrder, all_or_none, request_seed
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
 from pvg.rollout.gathering import STARTED_AT_A_TIME
 from pvg.rollout.torch_engine import TorchEngine
@@ -240,3 +241,43 @@ def test_a_caller_that_is_cancelled_while_rollouts_begin_leaves_nothing_running(
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(play())
+
+
+def test_the_loop_turns_while_the_records_of_many_groups_are_made() -> None:
+    async def play() -> int:
+        after_the_last = 0
+
+        def done(finished: int) -> None:
+            nonlocal last
+            last = finished == 1000
+
+        last = False
+        call = sample(dispatcher_of(ScriptedEngine(), 1000), orders(1000, 1), on_done=done)
+        sampling = asyncio.create_task(call)
+        while not sampling.done():
+            await asyncio.sleep(0)
+            after_the_last += last
+        assert len(await sampling) == 1000
+        return after_the_last
+
+    assert asyncio.run(play()) > 1000 // GROUPS_AT_A_TIME
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_of_two_failures_the_first_in_time_is_raised_and_the_other_is_not_logged(
+    late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(turns: int, text: str) -> None:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        raise StateError(text)
+
+    async def play() -> None:
+        work = [fail(9, "second"), fail(3, "first"), *([fail(3, "third")] if late else [])]
+        with pytest.raises(StateError, match="first"):
+            await all_or_none([[asyncio.create_task(one)] for one in work])
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(play())
+    gc.collect()
+    assert not caplog.records

@@ -164,7 +164,7 @@ def test_many_rollouts_begin_over_several_turns_of_the_loop() -> None:
     async def work() -> None:
         sampling = asyncio.create_task(game.partial.sample(game.plan, 0))
         seen = []
-        for _ in range(8):
+        for _ in range(600 // STARTED_AT_A_TIME + 6):
             await asyncio.sleep(0)
             seen.append(len(game.engine._running))
         assert 0 < next(count for count in seen if count) <= STARTED_AT_A_TIME + 2
