@@ -229,7 +229,7 @@ def _is_writable(text: str) -> bool:
 
 
 CODE = "code"  # key in a Problem's metadata: its CodeProblem
-WORDING = "code"  # the wording of its prompts (pvg.game.roles)
+WORDING = "code"  # the wording of its prompts (pvg.tasks.wordings)
 
 
 @dataclass(frozen=True, slots=True)
