@@ -27,6 +27,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 
+# pvg's distribution was once called `pvg`. pip does not know that prover-verifier-games replaces it.
+remove-old-name = @if $(1) -m pip show --quiet pvg 2>/dev/null; then \
+	  $(1) -m pip uninstall --quiet --disable-pip-version-check --yes pvg; fi
+
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -35,6 +39,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "pvg needs Python 3.11 or newer; set one with: make PYTHON=/path/to/python3.11 ..." >&2; exit 3; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(call remove-old-name,$(BIN)/python)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 

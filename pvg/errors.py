@@ -52,11 +52,6 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def install_extra(extra: str) -> str:
-    """The command that installs an extra of pvg. It needs a checkout: `pvg` on the package index is another project."""
-    return f"pip install -e '.[{extra}]' (in a checkout of pvg)"
-
-
 class PvgError(Exception):
     """Base of the errors that the command line prints without a traceback.
 

@@ -17,6 +17,7 @@ LAYERS = (
     *(
         "version",
         "errors",
+        "installation",
         "records",
         "seeds",
         "inputs",
@@ -113,9 +114,10 @@ def _reached(start: str, edges: dict[str, frozenset[str]]) -> set[str]:
 
 
 def layer(module: str) -> int:
-    """The place of a module in LAYERS. The command line stands after the library, the package `pvg` before it."""
+    """The place of a module in LAYERS. The command line stands after the library, the package `pvg` before it.
+    `python -m pvg` is the command line."""
     parts = module.split(".")
-    if parts[0] != "pvg":
+    if parts[0] != "pvg" or module == "pvg.__main__":
         return len(LAYERS)
     return LAYERS.index(parts[1]) if len(parts) > 1 else -1
 

@@ -16,7 +16,8 @@ from typing import Literal
 
 import typer
 
-from pvg.errors import EXIT_CHECK_FAILED, SYSTEMS, counted, install_extra
+from pvg.errors import EXIT_CHECK_FAILED, SYSTEMS, counted
+from pvg.installation import install_extra, install_packages
 from pvg_cli.boundary import DebugOption, JsonOption, RunsOption, emit, guarded
 
 Verdict = Literal["ok", "missing", "notice"]
@@ -107,7 +108,7 @@ def check_packages(runs: Path) -> Iterator[CheckResult]:
     """The required packages, and the threads of torch."""
     for package in ("torch", "transformers", "tokenizers", "safetensors", "pyarrow"):
         if importlib.util.find_spec(package) is None:
-            yield CheckResult(package, "missing", "not installed", f"pip install {package}")
+            yield CheckResult(package, "missing", "not installed", install_packages(package))
         elif package == "torch":
             import torch
 
@@ -164,7 +165,7 @@ def check_models(runs: Path) -> Iterator[CheckResult]:
         return
     from pvg.config.experiment import Experiment
     from pvg.config.load import EMBEDDED, embedded_names
-    from pvg.models.sources import GGUF_READERS, INSTALL, SMOLLM2
+    from pvg.models.sources import GGUF_READERS, SMOLLM2, how_to_install
 
     present = embedded_names()
     models = Experiment().models
@@ -177,7 +178,8 @@ def check_models(runs: Path) -> Iterator[CheckResult]:
             yield CheckResult(f"model {name}", "missing", "not embedded", "make models")
     absent = [package for package in (SMOLLM2, *GGUF_READERS) if importlib.util.find_spec(package) is None]
     if absent:
-        yield CheckResult("model SmolLM2-135M", "notice", f"not installed ({', '.join(absent)})", INSTALL[SMOLLM2])
+        found = f"not installed ({', '.join(absent)})"
+        yield CheckResult("model SmolLM2-135M", "notice", found, how_to_install(SMOLLM2))
     else:
         yield CheckResult("model SmolLM2-135M", "ok", f"installed: gguf:{SMOLLM2}")
 

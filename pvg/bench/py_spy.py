@@ -30,7 +30,8 @@ from typing import IO, Any, Literal
 
 import orjson
 
-from pvg.errors import MissingRequirementError, install_extra
+from pvg.errors import MissingRequirementError
+from pvg.installation import install_extra
 
 Format = Literal["flamegraph", "speedscope"]
 

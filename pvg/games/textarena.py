@@ -23,8 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from pvg.errors import ConfigurationError, MissingRequirementError, install_extra
+from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.games.replay import LONGEST_MOVE, ReplayedGame, Shown
+from pvg.installation import install_extra
 
 PREFIX = "textarena:"
 MOST_PLAYERS = 15

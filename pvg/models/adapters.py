@@ -27,7 +27,8 @@ import orjson
 import torch
 from torch import Tensor, nn
 
-from pvg.errors import ConfigurationError, MissingRequirementError, install_extra
+from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.installation import install_extra
 from pvg.models.language_model import LanguageModel
 from pvg.models.low_rank import LowRankAdapter
 

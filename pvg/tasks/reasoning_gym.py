@@ -30,7 +30,8 @@ from typing import Any
 import orjson
 
 from pvg.config.task import ReasoningGymTask
-from pvg.errors import ConfigurationError, MissingRequirementError, install_extra
+from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.installation import install_extra
 from pvg.records import Grade, Problem, Split
 
 # Correct answers are short. Graders parse, compare and permute answers, not always in linear time.

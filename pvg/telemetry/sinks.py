@@ -28,7 +28,8 @@ from typing import Any, Protocol
 
 import orjson
 
-from pvg.errors import MissingRequirementError, UsageError, counted, install_extra
+from pvg.errors import MissingRequirementError, UsageError, counted
+from pvg.installation import install_extra
 
 CAPACITY = 1000  # queued points: minutes of a run whose sink hangs, in less than a megabyte
 CLOSE_LIMIT_S = 15.0  # a sink that waits for a dead network must not keep a finished run from ending

@@ -24,7 +24,8 @@ from typing import Any, TypeVar
 
 import psutil
 
-from pvg.errors import MissingRequirementError, UsageError, WorkerLostError, install_extra, one_line, shortened
+from pvg.errors import MissingRequirementError, UsageError, WorkerLostError, one_line, shortened
+from pvg.installation import install_extra
 from pvg.telemetry.waits import usable_cores
 
 LONGEST_LINE = 300

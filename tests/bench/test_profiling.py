@@ -29,6 +29,7 @@ from pvg.bench.py_spy import (
     shortened,
 )
 from pvg.errors import EXIT_ENVIRONMENT, ConfigurationError, UsageError
+from pvg.installation import install_extra
 
 HERE = shutil.which("py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 needs_py_spy = pytest.mark.skipif(HERE is None, reason="py-spy is not installed")
@@ -95,7 +96,7 @@ def test_a_folder_with_everything_in_it(tmp_path: Path, capfd: pytest.CaptureFix
 
 def test_without_py_spy_the_rest_is_made_and_what_is_missing_is_said(tmp_path: Path, without_py_spy: None) -> None:
     made, _ = profiled(tmp_path / "out")
-    assert made.missing == {"py-spy": "py-spy is not installed. pip install -e '.[profile]' (in a checkout of pvg)"}
+    assert made.missing == {"py-spy": f"py-spy is not installed. {install_extra('profile')}"}
     assert made.frames_from == "torch"
     assert "aten::mm" in [frame.function for frame in made.frames]
     assert sum(frame.share for frame in made.frames) <= 1.0 + 1e-9

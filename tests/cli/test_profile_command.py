@@ -11,6 +11,7 @@ import pytest
 from calling import pvg, pvg_process
 from run_samples import begin, tell
 
+from pvg.installation import install_extra
 from pvg.store import JsonLines
 
 
@@ -107,4 +108,4 @@ def test_a_demanded_py_spy_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("PATH", str(tmp_path))
     called = pvg("profile", "--stage", "rollout", "--py-spy", "--json")
     assert called.code == 3
-    assert called.document["error"]["remedy"] == "pip install -e '.[profile]' (in a checkout of pvg)"
+    assert called.document["error"]["remedy"] == install_extra("profile")

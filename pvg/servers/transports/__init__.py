@@ -8,7 +8,8 @@ from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
 from pvg.config.servers import FileTransport, Weights
-from pvg.errors import MissingRequirementError, install_extra
+from pvg.errors import MissingRequirementError
+from pvg.installation import install_extra
 from pvg.servers.publishing import PublishingSession
 from pvg.servers.transports.transport import Transport
 

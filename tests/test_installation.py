@@ -1,0 +1,143 @@
+"""Installation hints: right for each kind of installation, and never the name of somebody else's project."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import pvg
+from pvg import installation
+from pvg.installation import DISTRIBUTION, Installation, install_extra, install_packages, this_installation
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# Hints that install somebody else's project, or that let pip choose other versions than those of constraints.txt.
+WRONG = (
+    re.compile(r"\b(?:install|inject|download)\b[^\n|]*?(?<![\w/.-])pvg(?:\[|==|>=|['\"`\s]|$)"),
+    re.compile(r"['\"]pvg\["),
+    re.compile(r"install (?!.*-c )[^\n]*-e '?\.\["),
+)
+WHEEL = ROOT / "environment"
+
+
+def wrong_hints(text: str) -> list[str]:
+    commands = re.compile(r"(?:pip|pipx|uv tool|uv pip)\W+(?:install|inject|download|run)\b|['\"]pvg\[")
+    return [line for line in text.splitlines() if commands.search(line) and any(form.search(line) for form in WRONG)]
+
+
+def test_no_text_installs_the_stranger_called_pvg() -> None:
+    git = ["git", "ls-files", "-co", "--exclude-standard"]
+    listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    names = [name for name in listed if Path(name).name not in (Path(__file__).name, "CHANGELOG.md")]
+    suffixes = (".py", ".md", ".toml", ".yml", ".txt", "Makefile", "Dockerfile")
+    paths = [ROOT / name for name in names if name.endswith(suffixes) and (ROOT / name).is_file()]
+    assert len(paths) > 500
+    found = {str(path): wrong for path in paths if (wrong := wrong_hints(path.read_text(encoding="utf-8")))}
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("pip install pvg", True),
+        ("pip install 'pvg[lora]'", True),
+        ("pipx install pvg", True),
+        ("uv tool install pvg", True),
+        ("pip install -e '.[lora]'", True),
+        ("pip install -c constraints.txt -e '.[lora]'", False),
+        ("pip install 'prover-verifier-games[lora]'", False),
+        ("make train    # installs pvg into .venv", False),
+        ("cd ~/pvg && pip install -c constraints.txt gguf", False),
+    ],
+)
+def test_the_search_tells_wrong_from_right(line: str, wrong: bool) -> None:
+    assert bool(wrong_hints(line)) == wrong
+
+
+def test_pyproject_has_the_name_and_each_extra_of_the_hints() -> None:
+    assert PROJECT["name"] == DISTRIBUTION
+    assert PROJECT["version"] == pvg.__version__
+    sources = [path.read_text() for place in ("pvg", "cli") for path in (ROOT / place).rglob("*.py")]
+    named = {name for text in sources for name in re.findall(r"install_extra\([\"']([\w-]+)[\"']\)", text)}
+    assert {"lora", "vllm", "cluster"} <= named <= PROJECT["optional-dependencies"].keys()
+
+
+def test_a_checkout_installs_its_extra_with_its_constraints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    here = this_installation()
+    assert (here.manager, here.root) == ("checkout", ROOT)
+    monkeypatch.chdir(ROOT)
+    assert install_extra("lora").endswith("-m pip install -c constraints.txt -e '.[lora]'")
+    monkeypatch.chdir(tmp_path)
+    assert install_extra("lora").startswith(f"cd {ROOT} && ")
+    assert install_packages("gguf", dependencies=False).endswith("-m pip install -c constraints.txt --no-deps gguf")
+
+
+@pytest.mark.parametrize(
+    ("manager", "extra", "package"),
+    [
+        (
+            Installation("pip", WHEEL, "python"),
+            "python -m pip install 'prover-verifier-games[lora]'",
+            "python -m pip install --no-deps gguf",
+        ),
+        (
+            Installation("pip", WHEEL, "/e/bin/python", has_pip=False),
+            "uv pip install --python /e/bin/python 'prover-verifier-games[lora]'",
+            "uv pip install --python /e/bin/python --no-deps gguf",
+        ),
+        (
+            Installation("pipx", WHEEL, "/e/bin/python"),
+            "pipx inject environment 'peft>=0.18'",
+            "pipx inject --pip-args=--no-deps environment gguf",
+        ),
+        (
+            Installation("uv tool", WHEEL, "/e/bin/python", has_pip=False),
+            "uv tool install --with 'peft>=0.18' '/my wheels/prover.whl'",
+            "uv pip install --python /e/bin/python --no-deps gguf",
+        ),
+    ],
+    ids=["pip", "uv pip", "pipx", "uv tool"],
+)
+def test_a_wheel_gets_the_command_of_what_installed_it(
+    monkeypatch: pytest.MonkeyPatch, manager: Installation, extra: str, package: str
+) -> None:
+    monkeypatch.setattr(installation, "requirements", lambda name: {"lora": ["peft>=0.18"]}[name])
+    monkeypatch.setattr(installation, "source_of_wheel", lambda: "/my wheels/prover.whl")
+    assert manager.extra("lora") == extra
+    assert manager.packages("gguf", dependencies=False) == package
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"), [("pipx_metadata.json", "pipx"), ("uv-receipt.toml", "uv tool"), ("pyvenv.cfg", "pip")]
+)
+def test_the_environment_tells_what_installed_the_wheel(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str, expected: str
+) -> None:
+    (tmp_path / file).touch()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(pvg, "__file__", str(tmp_path / "lib" / "pvg" / "__init__.py"))
+    found = this_installation()
+    assert (found.manager, found.root) == (expected, tmp_path)
+
+
+def test_the_requirements_of_an_extra_come_from_the_metadata(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    info = tmp_path / "prover_verifier_games-0.1.0.dist-info"
+    info.mkdir()
+    needs = ("torch>=2.9", "peft>=0.18; extra == 'lora'", 'ray<3,>=2.60; extra == "cluster"')
+    head = "Metadata-Version: 2.4\nName: prover-verifier-games\nVersion: 0.1.0\n"
+    (info / "METADATA").write_text(head + "".join(f"Requires-Dist: {need}\n" for need in needs))
+    (info / "direct_url.json").write_text('{"url": "file:///wheels/prover.whl", "archive_info": {}}')
+    monkeypatch.syspath_prepend(tmp_path)
+    assert installation.requirements("lora") == ["peft>=0.18"]
+    assert installation.requirements("cluster") == ["ray<3,>=2.60"]
+    assert installation.source_of_wheel() == "/wheels/prover.whl"
+
+
+def test_python_m_pvg_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "pvg", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"pvg {pvg.__version__}\n"
