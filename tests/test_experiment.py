@@ -488,7 +488,6 @@ def test_arithmetic_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
-        ({"game": {"reward": "src"}}, "game.reward"),
         ({"game": {"reward": {"kind": "src", "misaligned": 5.0}}}, "game.reward.misaligned"),
         ({"game": {"reward": {"kind": "decoupled", "floor": 0.5}}}, "game.reward.floor"),
         ({"game": {"reward": "cgc"}, "training": {"overlong_buffer": 8}}, "training.overlong_buffer"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from pvg.config.experiment import Experiment
 from pvg.config.load import differences, find_experiment, load_experiment, read_override
 from pvg.config.operation import Store
+from pvg.config.switching import task_switch
 from pvg.errors import MissingRequirementError, StateError, UsageError, counted, user_paths
 from pvg.extensions import check_references
 from pvg.hub import pinned, pinned_as
@@ -25,7 +26,11 @@ DEFAULT_EXPERIMENT = "modchain"
 def resolve(name: str | None, overrides: Sequence[str], cluster: str | None = None) -> Experiment:
     """The experiment `name` (a name or a file; None: the default) with `--cluster` and the overrides applied. Checks
     the settings, and that the user's files that they name exist."""
-    experiment = _loaded(find_experiment(DEFAULT_EXPERIMENT if name is None else name), overrides, cluster)
+    path = find_experiment(DEFAULT_EXPERIMENT if name is None else name)
+    experiment = _loaded(path, overrides, cluster)
+    switch = task_switch(path, overrides, experiment)
+    if switch is not None and switch.note:
+        say(switch.note)
     check_references(experiment)
     return experiment
 

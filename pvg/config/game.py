@@ -13,7 +13,8 @@ from pvg.extensions import Reference
 
 
 class SrcReward(Section):
-    """Soft role-conditional reward of arXiv 2407.13692."""
+    """Soft role-conditional reward of arXiv 2407.13692. It pays an aligned solution below its group's mean no more than
+    a misaligned one, by design; `cgc` never does."""
 
     kind: Literal["src"] = "src"
     misaligned: float = Field(-1.0, description="Reward of a misaligned or malformed solution.")

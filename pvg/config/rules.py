@@ -20,6 +20,7 @@ from pvg.config.rollout import SamplingAhead, TorchSampling
 from pvg.config.sections import AllSections
 from pvg.config.servers import Serving
 from pvg.config.task import PlayTask
+from pvg.config.training import FixedKl
 from pvg.config.verifier import ProblemPairing
 from pvg.extensions import is_reference
 
@@ -552,13 +553,8 @@ def _reward_warnings(experiment: AllSections) -> Iterator[str]:
     reward = experiment.game.reward
     if experiment.task.kind == "play":  # its reward is a change in value
         return
-    if isinstance(reward, SrcReward):
-        yield (
-            "game.reward = 'src' pays an aligned solution below its group's mean no more than a misaligned one "
-            "(by design); 'cgc' never does"
-        )
-        if reward.misaligned >= 0:
-            yield f"game.reward.misaligned = {reward.misaligned} rewards what src should punish; set it below 0"
+    if isinstance(reward, SrcReward) and reward.misaligned >= 0:
+        yield f"game.reward.misaligned = {reward.misaligned} rewards what src should punish; set it below 0"
     if isinstance(reward, DecoupledReward) and reward.floor >= 0:
         yield f"game.reward.floor = {reward.floor} is not below every aligned reward; set it below 0"
     if reward.kind == "cgc" and experiment.training.overlong_buffer:
@@ -574,7 +570,7 @@ def _reward_warnings(experiment: AllSections) -> Iterator[str]:
 
 def _switch_warnings(experiment: AllSections) -> Iterator[str]:
     training, engine = experiment.training, experiment.rollout.engine
-    if isinstance(engine, TorchSampling) and engine.decoding == "module" and "batching" in engine.model_fields_set:
+    if isinstance(engine, TorchSampling) and engine.decoding == "module" and engine.batching != "auto":
         yield (
             "rollout.engine.batching has no effect with rollout.engine.decoding = 'module', which decodes whole batches"
         )
@@ -586,7 +582,7 @@ def _switch_warnings(experiment: AllSections) -> Iterator[str]:
     missing = [setting for setting, there in needed.items() if not there]
     if training.blocked_layers and missing:
         yield f"training.blocked_layers has no effect without {' and '.join(missing)}"
-    if training.loss.kind == "dapo" and "kl" in training.model_fields_set and training.kl.kind == "fixed":
+    if training.loss.kind == "dapo" and isinstance(training.kl, FixedKl) and training.kl != FixedKl():
         yield "training.kl has no effect with training.loss = 'dapo'; set it to 'none'"
     if experiment.task.kind == "code" and experiment.task.sandbox == "reduced":
         yield (

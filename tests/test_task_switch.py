@@ -1,0 +1,85 @@
+"""`-s task.kind=KIND`: what is dropped, what else is needed, and that it plays."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from pvg.config.experiment import TABLES
+from pvg.config.load import assign, build_experiment, find_experiment, load_experiment
+from pvg.config.switching import task_switch
+from pvg.errors import ConfigurationError, UsageError
+from pvg_cli.runs import resolve
+
+MODCHAIN = find_experiment("modchain").resolve()
+DIPLOMACY_MODELS = [
+    "models.prover.source=embedded:diplomacy-prover",
+    "models.verifier.source=embedded:diplomacy-verifier",
+]
+
+
+def test_the_settings_of_the_files_kind_are_dropped_with_one_note(capsys: pytest.CaptureFixture[str]) -> None:
+    switched = resolve("modchain", [*DIPLOMACY_MODELS, "task.kind=diplomacy_mini", "task.problems=90"])
+    assert (switched.task.kind, switched.task.problems) == ("diplomacy_mini", 90)  # type: ignore[union-attr]
+    dropped = "task.max_terms, task.min_terms, task.modulus"
+    note = f"task.kind = 'diplomacy_mini' replaces 'modchain', so these settings of the file are dropped: {dropped}.\n"
+    assert capsys.readouterr().err == note
+
+
+def test_the_files_own_kind_is_no_switch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert resolve("modchain", ["task.kind=modchain", "task.modulus=7"]).task.min_terms == 5  # type: ignore[union-attr]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named", "remedy"),
+    [
+        (
+            ["task=diplomacy_mini"],
+            "models.verifier.source = 'embedded:modchain-verifier-small' does not know the characters",
+            "Add: -s models.prover.source=embedded:diplomacy-prover "
+            "-s models.verifier.source=embedded:diplomacy-verifier",
+        ),
+        (
+            ["task.kind=gsm8k", "models.verifier.source=mine"],
+            "rollout.prompts = 'tag'",
+            "Add: -s task.path=hf:openai/gsm8k -s models.prover.source=hf:OWNER/NAME -s rollout.prompts=chat",
+        ),
+        (["task.kind=custom"], "task.source is not set", "Add: -s task.source=FILE.py:NAME"),
+    ],
+)
+def test_one_error_names_all_that_the_new_task_needs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, overrides: list[str], named: str, remedy: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError) as caught:
+        task_switch(MODCHAIN, overrides, load_experiment(MODCHAIN, overrides))
+    assert named in caught.value.message
+    assert caught.value.remedy == remedy
+
+
+def test_a_missing_package_is_named_with_the_other_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    overrides = ["task.kind=reasoning_gym", "rollout.prompts=chat", "models.verifier.source=mine"]
+    with pytest.raises(
+        UsageError, match=r"reasoning-gym is not installed \(type: .*\[reasoning-gym\]'\); models.prover"
+    ):
+        task_switch(MODCHAIN, overrides, load_experiment(MODCHAIN, overrides))
+
+
+def test_a_setting_with_its_default_never_warns() -> None:
+    """A run's own experiment.toml names every setting, so a resumed run must warn like the run that it resumes."""
+    for key, table in TABLES.items():
+        for kind in table.kinds():
+            data: dict[str, object] = {}
+            assign(data, key, kind)
+            try:
+                experiment = build_experiment(data)
+            except ConfigurationError:  # this kind needs other settings
+                continue
+            resumed = build_experiment(tomllib.loads(experiment.to_toml()))
+            assert resumed.warnings() == experiment.warnings(), (key, kind)
+    assert build_experiment({}).warnings() == []
