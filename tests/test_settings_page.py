@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pvg.config.describe import PAGE, commented_toml, explained, page, settings, used
+from pvg.config.describe import PAGE, commented_toml, explained, json_schema, page, settings, used
 from pvg.config.experiment import TABLES, Experiment
 from pvg.config.load import build_experiment, find_experiment, load_experiment, valid_keys
 from pvg.errors import UsageError
@@ -21,8 +21,60 @@ def test_the_page_is_what_the_sections_say() -> None:
 def test_every_setting_has_a_short_meaning() -> None:
     for setting in settings():
         assert setting.meaning.endswith("."), setting.key
-        assert len(setting.meaning) <= 120, setting.key
+        assert len(setting.meaning) <= 140, setting.key
     assert {setting.key for setting in settings()} == set(valid_keys())
+
+
+UNITS = {
+    "_s": "second",
+    "_ms": "ms",
+    "_mb": "MB",
+    "_kb": "kB",
+    "seconds": "second",
+    "_tokens": "token",
+    "_rollouts": "rollout",
+    "_share": "share",
+}
+
+
+def test_a_setting_with_a_unit_in_its_name_says_it() -> None:
+    for setting in settings():
+        unit = next((unit for end, unit in UNITS.items() if setting.key.endswith(end)), "")
+        assert unit.lower() in setting.meaning.lower(), (setting.key, setting.meaning)
+
+
+def test_a_setting_says_its_range() -> None:
+    ranges = {setting.key: setting.range for setting in settings()}
+    assert ranges["training.groups"] == "at least 1"
+    assert ranges["verifier.held_out"] == "at least 0 and below 1"
+    assert ranges["game.sneaky_share"] == "0 to 1"
+    assert ranges["training.learning_rate"] == "above 0"
+    assert ranges["cluster.trainer_ranks"] == "2 to 64"  # may be left out
+    assert ranges["rollout.top_p"] == "above 0 and at most 1"
+    assert ranges["training.precision"] == ""
+    numbers = [each for each in settings() if each.type.startswith(("integer", "number"))]
+    free = {each.key for each in numbers if not each.range}
+    rewards = {f"game.reward.{name}" for name in ("misaligned", "floor")}
+    assert free == rewards | {"task.seed", "task.threshold", "evaluate.attack_cgc_floor"}
+
+
+def test_the_json_schema_describes_every_setting() -> None:
+    schema = json_schema()
+    for section in [schema, *schema["$defs"].values()]:
+        for name, field in section.get("properties", {}).items():
+            described = field.get("description") or "$ref" in field or "oneOf" in field
+            assert described, (section["title"], name)
+
+
+def test_a_section_is_explained_with_its_settings() -> None:
+    told = explained("game.test")
+    assert told["meaning"].startswith("Fresh samples")
+    assert [inside["key"] for inside in told["settings"]] == ["game.test.problems", "game.test.samples"]
+    assert "training.kl.target" in [inside["key"] for inside in explained("training")["settings"]]
+    assert [inside["kinds"] for inside in explained("game.mixture")["settings"]] == [
+        ["exponential", "geometric"],
+        ["window"],
+    ]
 
 
 def test_there_are_no_more_settings_than_one_can_know() -> None:

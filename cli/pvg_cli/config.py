@@ -44,11 +44,11 @@ def show(
 @app.command()
 @guarded
 def explain(
-    key: Annotated[str, typer.Argument(metavar="KEY", help="A setting or a table, such as training.kl.")],
+    key: Annotated[str, typer.Argument(metavar="KEY", help="A setting or a table: training.kl, or training.")],
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Explain a setting: its meaning, type and default, and which experiments set it."""
+    """Explain a setting: its meaning, type, range and default, and which experiments set it. A table: its settings."""
     from pvg.config.describe import explained
 
     told = explained(key)
@@ -94,9 +94,9 @@ def schema(
 
     resolved = resolve(experiment, []) if experiment else None
     if as_json:
-        from pvg.config.experiment import Experiment
+        from pvg.config.describe import json_schema
 
-        emit(Experiment.model_json_schema())
+        emit(json_schema())
     else:
         print_schema(resolved)
 
@@ -130,7 +130,7 @@ def value_at(experiment: Experiment, setting: Setting) -> Any:
 
 
 def print_explained(told: dict[str, Any]) -> None:
-    """A setting or a tagged table: meaning, type, default, and the experiments that set it."""
+    """A setting, a tagged table or a section: meaning, type, default, and the experiments that set it."""
     from rich.text import Text
 
     from pvg_cli.output import stdout
@@ -140,9 +140,17 @@ def print_explained(told: dict[str, Any]) -> None:
     for form in told.get("forms", []):
         kinds = f" (kind {', '.join(form['kinds'])})" if form["kinds"] else ""
         out.print(Text(f"  {form['meaning']}{kinds}"))
-        out.print(Text(f"  {form['type']}; default: {form['default'] or 'unset'}"))
+        allowed = ", ".join(filter(None, (form["type"], form["range"])))
+        out.print(Text(f"  {allowed}; default: {form['default'] or 'unset'}"))
     for kind, meaning in told.get("kinds", {}).items():
         mark = "  (default)" if told["default"] in kind.split(", ") else ""
         out.print(Text(f"  {kind}{mark}: {meaning}"))
-    where = ", ".join(f"{name} = {value}" for name, value in told["experiments"].items())
-    out.print(Text(f"  experiments: {where or 'none sets it'}"))
+    if "meaning" in told:
+        out.print(Text(f"  {told['meaning']}"))
+    for inside in told.get("settings", []):
+        kinds = f" (kind {', '.join(inside['kinds'])})" if inside["kinds"] else ""
+        out.print(Text.assemble((f"  {inside['key']}", "bold"), f" = {inside['default'] or 'unset'}{kinds}"))
+        out.print(Text(f"    {inside['meaning']}"))
+    if "experiments" in told:
+        where = ", ".join(f"{name} = {value}" for name, value in told["experiments"].items())
+        out.print(Text(f"  experiments: {where or 'none sets it'}"))

@@ -56,11 +56,18 @@ class RayCluster(Section):
     kind: Literal["ray"] = "ray"
     workers: Annotated[int, Field(ge=1, le=4096)] | None = Field(
         None,
-        description="As for local workers. Required with an address, unless `max_workers` is set. vLLM servers: 1.",
+        description="Shards of the work, as for local workers. Required with an address, unless `max_workers` is "
+        "set. vLLM servers: 1.",
     )
-    trainers: Annotated[int, Field(ge=1, le=4095)] | None = Field(None, description="As for local workers.")
-    min_workers: Annotated[int, Field(ge=1, le=4096)] | None = Field(None, description="As for local workers.")
-    max_workers: Annotated[int, Field(ge=1, le=4096)] | None = Field(None, description="As for local workers.")
+    trainers: Annotated[int, Field(ge=1, le=4095)] | None = Field(
+        None, description="Workers that only train, as for local workers. Unset: all do both."
+    )
+    min_workers: Annotated[int, Field(ge=1, le=4096)] | None = Field(
+        None, description="Worker processes at the start, and at least. Unset: `max_workers`."
+    )
+    max_workers: Annotated[int, Field(ge=1, le=4096)] | None = Field(
+        None, description="Worker processes at most. Unset: `workers`."
+    )
     address: NotEmpty | None = Field(
         None, description="HOST:PORT of a running cluster. Unset: pvg starts one on this machine."
     )

@@ -11,6 +11,7 @@ import re
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -23,16 +24,20 @@ from pvg.config.load import nearest_key, read_toml, shipped_directories
 from pvg.errors import UsageError
 
 PAGE = Path("docs") / "settings.md"
+KIND = "Choice. It decides which settings the table has."
+UNLIMITED = 10**12  # a limit of this size only guards against numbers that no machine can count
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting. `kinds` are the kinds of its table that have it; () outside of tagged tables."""
+    """A setting. `kinds` are the kinds of its table that have it; () outside of tagged tables. `range` is empty if the
+    type alone decides what is allowed."""
 
     key: str
     type: str
     default: Any
     meaning: str
+    range: str = ""
     kinds: tuple[str, ...] = ()
 
     @property
@@ -56,13 +61,14 @@ def _settings(
             yield from _settings(info.annotation, getattr(defaults, name), f"{key}.")
         elif (table := TABLES.get(key)) is not None:
             choices = " or ".join(f'"{kind}"' for kind in table.kinds())
-            yield Setting(f"{key}.kind", choices, table.default, "Choice. It decides which settings the table has.")
+            yield Setting(f"{key}.kind", choices, table.default, KIND)
             for choice in table.sections:
                 yield from _settings(choice, None, f"{key}.", kinds_of(choice))
         elif name != "kind":
             plain = info.get_default(call_default_factory=True)
             default = getattr(defaults, name, plain)
-            yield Setting(key, type_text(info.annotation), default, info.description or "", kinds)
+            allowed = range_text(_properties(section)[name])
+            yield Setting(key, type_text(info.annotation), default, info.description or "", allowed, kinds)
 
 
 def kinds_text(kinds: tuple[str, ...]) -> str:
@@ -86,6 +92,28 @@ def type_text(annotation: Any) -> str:
     return names.get(origin or annotation, str(annotation))
 
 
+@cache
+def _properties(section: type[BaseModel]) -> dict[str, Any]:
+    """The JSON schemas of a section's settings."""
+    return dict(section.model_json_schema()["properties"])
+
+
+def range_text(schema: Mapping[str, Any]) -> str:
+    """The allowed values of a setting, from its JSON schema: `1 to 64`, `above 0`; empty without limits."""
+    for choice in schema.get("anyOf", [schema]):
+        low, high = choice.get("minimum"), choice.get("maximum", choice.get("exclusiveMaximum"))
+        above = choice.get("exclusiveMinimum")
+        if high is not None and high >= UNLIMITED:
+            high = None
+        lower = f"above {above:g}" if above is not None else "" if low is None else f"at least {low:g}"
+        upper = "" if high is None else f"below {high:g}" if "exclusiveMaximum" in choice else f"at most {high:g}"
+        if low is not None and high is not None and "maximum" in choice:
+            return f"{low:g} to {high:g}"
+        if lower or upper:
+            return " and ".join(filter(None, (lower, upper)))
+    return ""
+
+
 def toml_value(value: Any) -> str:
     """As it would stand in a TOML file; empty for what is left out."""
     if value is None:
@@ -95,6 +123,11 @@ def toml_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml_value, value))}]"
     return str(value) if isinstance(value, int | float | dict) else f'"{value}"'
+
+
+def typed(setting: Setting) -> str:
+    """Type and range: `integer, at least 1`."""
+    return ", ".join(filter(None, (setting.type, setting.range)))
 
 
 def about(section: type[BaseModel]) -> str:
@@ -136,14 +169,22 @@ def _meanings(section: Any) -> Mapping[str, str]:
 
 
 def explained(key: str) -> dict[str, Any]:
-    """What `pvg config explain KEY` tells of a setting or a tagged table, as plain data.
+    """What `pvg config explain KEY` tells of a setting, a tagged table or a section, as plain data.
 
     Raises UsageError for an unknown key, with the nearest one.
     """
     if key in TABLES:
         table = TABLES[key]
         kinds = {", ".join(kinds_of(section)): about(section) for section in table.sections}
-        return {"key": key, "default": table.default, "kinds": kinds, "experiments": used(key)}
+        return {
+            "key": key,
+            "default": table.default,
+            "kinds": kinds,
+            "settings": _inside(key),
+            "experiments": used(key),
+        }
+    if key in _sections(Experiment):
+        return {"key": key, "meaning": about(_sections(Experiment)[key]), "settings": _inside(key)}
     found = [setting for setting in settings() if setting.key == key]
     if not found:
         hint = nearest_key(key)
@@ -152,10 +193,51 @@ def explained(key: str) -> dict[str, Any]:
             "See `pvg config schema` for all settings.",
         )
     forms = [
-        {"kinds": list(each.kinds), "meaning": each.meaning, "type": each.type, "default": toml_value(each.default)}
+        {
+            "kinds": list(each.kinds),
+            "meaning": each.meaning,
+            "type": each.type,
+            "range": each.range,
+            "default": toml_value(each.default),
+        }
         for each in found
     ]
     return {"key": key, "forms": forms, "experiments": used(key)}
+
+
+def _sections(section: type[BaseModel], place: str = "") -> dict[str, type[BaseModel]]:
+    """Key -> class of every section that is not a tagged table."""
+    found: dict[str, type[BaseModel]] = {}
+    for name, info in section.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            found |= {f"{place}{name}": info.annotation, **_sections(info.annotation, f"{place}{name}.")}
+    return found
+
+
+def _inside(key: str) -> list[dict[str, Any]]:
+    """The settings of a section or a tagged table, each with its meaning and default."""
+    inside = [setting for setting in settings() if setting.key.startswith(f"{key}.")]
+    return [
+        {
+            "key": each.key,
+            "kinds": list(each.kinds),
+            "meaning": each.meaning,
+            "range": each.range,
+            "default": toml_value(each.default),
+        }
+        for each in inside
+        if each.key != f"{key}.kind"
+    ]
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of an experiment. Every setting has a description."""
+    schema = Experiment.model_json_schema()
+    for section in [schema, *schema["$defs"].values()]:
+        for name, field in section.get("properties", {}).items():
+            if name == "kind":
+                field.setdefault("description", KIND)
+    return schema
 
 
 def used(key: str) -> dict[str, str]:
@@ -231,7 +313,7 @@ def _code_list(kinds: tuple[str, ...]) -> str:
 
 def _row(setting: Setting, kinds: str = "") -> str:
     default = f"`{value}`" if (value := toml_value(setting.default)) else "unset"
-    return f"| `{setting.key}` |{kinds} {setting.type} | {default} | {setting.meaning} |"
+    return f"| `{setting.key}` |{kinds} {typed(setting)} | {default} | {setting.meaning} |"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ class SrcReward(Section):
     a misaligned one, by design; `cgc` never does."""
 
     kind: Literal["src"] = "src"
-    misaligned: float = Field(-1.0, description="Reward of a misaligned or malformed solution.")
+    misaligned: float = Field(
+        -1.0, description="Reward of a misaligned or malformed solution. Lower values punish it more."
+    )
 
 
 class CgcReward(Section):
@@ -39,7 +41,11 @@ class DecoupledReward(Section):
     """Reward of the game of arXiv 2602.23248, in standard deviations of the group."""
 
     kind: Literal["decoupled"] = "decoupled"
-    floor: float = Field(-2.0, description="Reward of a misaligned solution, in standard deviations of the group.")
+    floor: float = Field(
+        -2.0,
+        description="Reward of a misaligned solution, in standard deviations of the group. Lower values punish it "
+        "more.",
+    )
 
 
 Similarity = Literal["reference", "group", "both"]
@@ -53,7 +59,10 @@ class GatedReward(Section):
     """For programs: the verifier's probability if all tests of the role pass, else `floor`."""
 
     kind: Literal["gated"] = "gated"
-    floor: float = Field(-2.0, description="Reward of a solution that fails a test or has no valid certificate.")
+    floor: float = Field(
+        -2.0,
+        description="Reward of a solution that fails a test or has no valid certificate. Lower values punish it more.",
+    )
     similarity_weight: Weight = Field(0.0, description=SIMILARITY_WEIGHT)
     similarity: Similarity = Field("both", description=SIMILARITY)
 
@@ -62,7 +71,10 @@ class CompositeReward(Section):
     """For programs: the verifier's probability, plus the weighted share of tests passed."""
 
     kind: Literal["composite"] = "composite"
-    tests_weight: Weight = Field(1.0, description="Weight of the share of tests passed.")
+    tests_weight: Weight = Field(
+        1.0,
+        description="Weight of the share of tests passed. Higher values favour correct programs over convincing ones.",
+    )
     similarity_weight: Weight = Field(0.0, description=SIMILARITY_WEIGHT)
     similarity: Similarity = Field("both", description=SIMILARITY)
 
@@ -88,14 +100,17 @@ class DecayMixture(Section):
     """Older sources have smaller shares (pvg/game/mixtures.py)."""
 
     kind: Literal["exponential", "geometric"] = "exponential"
-    decay: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(0.5, description="Factor from one source to the next older.")
+    decay: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+        0.5,
+        description="Factor from one source to the next older. Near 1, old sources have nearly the share of new ones.",
+    )
 
 
 class WindowMixture(Section):
     """The newest sources, with equal shares."""
 
     kind: Literal["window"] = "window"
-    size: Count = Field(2, description="Number of newest sources.")
+    size: Count = Field(2, description="Number of newest sources that the verifier learns from.")
 
 
 Mixture = Annotated[SimpleMixture | DecayMixture | WindowMixture, ByKind("equal")]
@@ -136,7 +151,7 @@ class ChallengeProtocol(Section):
     step: Literal["weakest", "random"] = Field(
         "weakest", description="The questioned step: the one with the least support by the verifier, or a random one."
     )
-    tokens: Count = Field(16, description="Maximum number of tokens of an answer.")
+    tokens: Count = Field(16, description="Maximum number of tokens of an answer. A longer one is cut off.")
 
 
 Protocol = Annotated[DirectProtocol | DecoupledProtocol | ChallengeProtocol, ByKind("direct")]
@@ -152,8 +167,14 @@ class SimultaneousSchedule(Section):
     """The verifier also learns while the prover trains, from fresh solutions of the current prover."""
 
     kind: Literal["simultaneous"] = "simultaneous"
-    every: Count = Field(5, description="Batches of the prover between two updates of the verifier.")
-    updates: Count = Field(5, description="Optimizer steps of the verifier in an update.")
+    every: Count = Field(
+        5, description="Batches of the prover between two updates of the verifier. Higher values update it less often."
+    )
+    updates: Count = Field(
+        5,
+        description="Optimizer steps of the verifier in an update. With more of them, it follows the prover more "
+        "closely.",
+    )
     problems: Count = Field(32, description="Problems sampled for an update, with game.mint_samples solutions each.")
 
 
@@ -163,17 +184,25 @@ Schedule = Annotated[StackelbergSchedule | SimultaneousSchedule, ByKind("stackel
 class RoundTest(Section):
     """Fresh samples at the end of each round, on problems that no model was trained on."""
 
-    problems: Count = Field(128, description="Test problems.")
-    samples: Count = Field(2, description="Solutions per problem and role.")
+    problems: Count = Field(
+        128, description="Number of test problems. More of them make intervals narrower, and take longer."
+    )
+    samples: Count = Field(
+        2, description="Solutions per problem and role. More of them make intervals narrower, and take longer."
+    )
 
 
 class Game(Section):
     """Rounds, roles, rewards, mixture and stop rule."""
 
-    rounds: Count = Field(3, description="Rounds of mint, verifier phase and prover phase.")
+    rounds: Count = Field(3, description="Number of rounds. Each has a mint, a verifier phase and a prover phase.")
     reward: Reward = SrcReward()
-    sneaky_share: Fraction = Field(0.5, description="Share of groups in the sneaky role.")
-    mint_problems: Count = Field(256, description="Problems per mint.")
+    sneaky_share: Fraction = Field(0.5, description="Share of groups in the sneaky role. The other groups are helpful.")
+    mint_problems: Count = Field(
+        256,
+        description="Problems per mint. With more of them, the verifier has more to learn from, and sampling takes "
+        "longer.",
+    )
     mint_samples: Annotated[int, Field(ge=2, le=10**12)] = Field(
         8, description="Solutions per problem of a mint, shared by the sources."
     )

@@ -24,7 +24,11 @@ class ModelSection(Section):
         "embedded:modchain-prover",
         description='"embedded:NAME", "hf:OWNER/NAME[@REVISION]", "gguf:PACKAGE", or a Hugging Face directory.',
     )
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Data type of the weights.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Data type of the weights. bfloat16 halves their memory, and is slow on a CPU without support "
+        "for it.",
+    )
 
 
 def _device(name: str) -> str:
@@ -59,8 +63,12 @@ class LoraAdapters(Section):
     """Low-rank adapters of all linear layers are trained, and all other weights are frozen (extra `lora`)."""
 
     kind: Literal["lora"] = "lora"
-    rank: Count = Field(16, description="Rank of the adapters.")
-    alpha: Positive = Field(16.0, description="The output of an adapter is multiplied by alpha / rank.")
+    rank: Count = Field(16, description="Rank of the adapters. Higher ranks can learn more, and take more memory.")
+    alpha: Positive = Field(
+        16.0,
+        description="The output of an adapter is multiplied by alpha / rank. Higher values act like a higher "
+        "learning rate.",
+    )
 
 
 Adapters = Annotated[NoAdapters | LoraAdapters, ByKind("none")]

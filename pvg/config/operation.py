@@ -17,8 +17,12 @@ class Evaluate(Section):
     """What `pvg evaluate` measures in the finished rounds of a run, and with how much effort. These settings do not
     change the run, so you can set them for a finished run."""
 
-    problems: Annotated[int, Field(ge=2)] = Field(128, description="Test problems.")
-    samples: Annotated[int, Field(ge=2)] = Field(8, description="Solutions per problem and role.")
+    problems: Annotated[int, Field(ge=2)] = Field(
+        128, description="Number of test problems. More of them make intervals narrower, and take longer."
+    )
+    samples: Annotated[int, Field(ge=2)] = Field(
+        8, description="Solutions per problem and role. More of them make intervals narrower, and take longer."
+    )
     attacks: Annotated[tuple[Literal["src", "cgc", "goodhart"], ...], Field(strict=False), BeforeValidator(_names)] = (
         Field(
             ("src", "cgc", "goodhart"),
@@ -26,9 +30,13 @@ class Evaluate(Section):
         )
     )
     attack_steps: Annotated[int, Field(ge=1, le=100_000)] = Field(
-        200, description="Optimizer steps after which an attack ends without success."
+        200,
+        description="Optimizer steps after which an attack ends without success. With more of them, attacks are "
+        "stronger.",
     )
-    attack_window: Count = Field(10, description="Batches that the criterion is averaged over.")
+    attack_window: Count = Field(
+        10, description="Batches that the criterion of an attack is averaged over. More of them make it less noisy."
+    )
     attack_error_rate: Fraction = Field(
         0.95, description="Share of well-formed wrong solutions that an exploit needs (arXiv 2407.13692)."
     )
@@ -37,7 +45,7 @@ class Evaluate(Section):
         None, description="Floor of the cgc attacker's reward. Unset: by the round's own scores (docs/evaluation.md)."
     )
     baseline_probes: Annotated[int, Field(ge=1, le=90)] = Field(
-        6, description="Points on the trajectory of the baseline, besides its start."
+        6, description="Points on the trajectory of the baseline, besides its start. More of them take longer."
     )
 
 
@@ -62,4 +70,6 @@ class Store(Section):
     """Where runs are stored, and how often they commit."""
 
     root: Folder = Field(Path("runs"), description="Folder of the runs.")
-    commit_every: Count = Field(10, description="Optimizer steps between two commits.")
+    commit_every: Count = Field(
+        10, description="Optimizer steps between two commits. A killed run repeats at most that many."
+    )

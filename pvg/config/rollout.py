@@ -15,7 +15,11 @@ class TorchSampling(Section):
     """This process samples, with torch."""
 
     kind: Literal["torch"] = "torch"
-    max_rows: Count = Field(256, description="Maximum number of sequences that are decoded together.")
+    max_rows: Count = Field(
+        256,
+        description="Maximum number of sequences that are decoded together. More of them are faster and take more "
+        "memory.",
+    )
     decoding: Literal["lean", "module"] = Field(
         "lean",
         description='"lean": pvg\'s own decoding step for Llama-like models. "module": the model\'s own forward pass.',
@@ -83,7 +87,9 @@ class SamplingAhead(Section):
     (`fresh`), or the oldest first, which drops few (`old`)."""
 
     kind: Literal["fresh", "old"] = "fresh"
-    batches: Count = Field(1, description="Batches that are sampled ahead of the trainer.")
+    batches: Count = Field(
+        1, description="Batches that are sampled ahead of the trainer. With more of them, rollouts are more stale."
+    )
     max_staleness: Count | None = Field(
         None, description="Versions behind from which a rollout is dropped. Unset: batches + 1."
     )
@@ -109,16 +115,18 @@ class Rollouts(Section):
     dtype: Literal["model", "float32", "bfloat16"] = Field(
         "model", description='Data type of the sampling copy of the prover. "model": the type of the prover.'
     )
-    group_size: Count = Field(8, description="Solutions per problem and role.")
-    max_tokens: Count = Field(48, description="Maximum number of tokens of a solution.")
-    temperature: Positive = Field(1.0, description="Sampling temperature.")
+    group_size: Count = Field(
+        8, description="Solutions per problem and role. More of them give a better baseline, and take longer to sample."
+    )
+    max_tokens: Count = Field(48, description="Maximum number of tokens of a solution. A longer one is cut off.")
+    temperature: Positive = Field(1.0, description="Sampling temperature. Higher values give more varied solutions.")
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         1.0, description="Nucleus sampling: smallest probability mass that is kept. 1: all tokens."
     )
     top_k: Annotated[int, Field(ge=0)] = Field(
         0, description="Only this many most likely tokens are sampled. 0: all tokens."
     )
-    concurrency: Count = Field(1024, description="Requests in flight.")
+    concurrency: Count = Field(1024, description="Maximum number of requests in flight.")
     logprobs: Literal["sampled", "recomputed"] = Field(
         "sampled", description="Log-probs of the sampler: as sampled, or computed again by the trainer."
     )

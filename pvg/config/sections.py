@@ -27,7 +27,9 @@ class AllSections(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=LONGEST_NAME)] = Field(
         "modchain", description="Name of the experiment, and of its runs."
     )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="Seed of all random numbers.")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        0, description="Seed of all random numbers. Another seed plays another run."
+    )
     task: TaskSection = ModchainTask()
     models: Models = Models()
     rollout: Rollouts = Rollouts()

@@ -61,14 +61,19 @@ class Serving(Section):
         15.0, description="Seconds without an answer after which a server counts as down."
     )
     unavailable_s: Positive = Field(120.0, description="Seconds that a request waits for any server.")
-    max_num_seqs: Count = Field(256, description="Maximum number of sequences that the server decodes together.")
+    max_num_seqs: Count = Field(
+        256,
+        description="Maximum number of sequences that the server decodes together. More of them take more GPU memory.",
+    )
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        0.9, description="Share of the GPU's memory that the server takes."
+        0.9, description="Share of the GPU's memory that the server takes. Lower it if the trainer shares the GPU."
     )
     max_model_len: Count | None = Field(None, description="Longest sequence in tokens. Unset: the model's own limit.")
     tensor_parallel: Count = Field(1, description="GPUs per server. Above 1 it is EXPERIMENTAL: no GPU has run it.")
     startup_s: Positive = Field(900.0, description="Seconds that a server may take to start.")
-    extra_args: Annotated[tuple[str, ...], Field(strict=False)] = Field((), description="Further arguments for vLLM.")
+    extra_args: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        (), description="Further command-line arguments for vLLM."
+    )
 
 
 Checksums = Literal["first", "always", "never"]
@@ -120,8 +125,8 @@ class Weights(Section):
     )
     root: Folder = Field(Path("runs/.weights"), description="Folder that the trainer and the servers share.")
     canary_prompts: Annotated[int, Field(ge=0)] = Field(
-        4, description="Prompts that trainer and servers score after each update. 0: no check."
+        4, description="Prompts that trainer and servers score after each update, as a check. 0: no check."
     )
     canary_tolerance: Positive | None = Field(
-        None, description="Largest log-prob gap in nats. Unset: by the data type."
+        None, description="Largest gap in nats between the log-probs of trainer and servers. Unset: by the data type."
     )

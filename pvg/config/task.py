@@ -23,12 +23,20 @@ class ModchainTask(Section):
     """Chains of modular sums, made on the fly: `7+5+8?` -> `7+5=2;2+8=0;A0`."""
 
     kind: Literal["modchain"] = "modchain"
-    min_terms: Annotated[int, Field(ge=2, le=64)] = Field(5, description="Smallest number of terms of a problem.")
-    max_terms: Annotated[int, Field(ge=2, le=64)] = Field(5, description="Largest number of terms of a problem.")
-    modulus: Annotated[int, Field(ge=2, le=100)] = Field(10, description="Sums are modulo this number.")
-    problems: Count = Field(8192, description="Training problems.")
-    test_problems: Count = Field(1024, description="Test problems.")
-    seed: int = Field(0, description="Seed of the problems.")
+    min_terms: Annotated[int, Field(ge=2, le=64)] = Field(
+        5, description="Smallest number of terms of a problem. More terms are harder."
+    )
+    max_terms: Annotated[int, Field(ge=2, le=64)] = Field(
+        5, description="Largest number of terms of a problem. More terms are harder."
+    )
+    modulus: Annotated[int, Field(ge=2, le=100)] = Field(
+        10, description="Sums are taken modulo this number. A larger one has more possible answers."
+    )
+    problems: Count = Field(
+        8192, description="Number of training problems. With more of them, each repeats less often."
+    )
+    test_problems: Count = Field(1024, description="Number of test problems. No model learns from them.")
+    seed: int = Field(0, description="Seed of the problems. Another seed gives other problems.")
 
     @model_validator(mode="after")
     def _ordered(self) -> ModchainTask:
@@ -63,11 +71,17 @@ class ReasoningGymTask(Section):
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     dataset: str = Field("chain_sum", description="Name of the dataset in reasoning-gym.")
-    settings: dict[str, Any] = Field(default_factory=dict, description="Settings of the dataset.")
-    problems: Count = Field(1024, description="Training problems.")
-    test_problems: Count = Field(256, description="Test problems.")
-    threshold: Fraction = Field(1.0, description="Score of the grader from which a solution counts as correct.")
-    seed: int = Field(0, description="Seed of the problems.")
+    settings: dict[str, Any] = Field(
+        default_factory=dict, description="Arguments of the dataset, with the names that reasoning-gym gives them."
+    )
+    problems: Count = Field(
+        1024, description="Number of training problems. With more of them, each repeats less often."
+    )
+    test_problems: Count = Field(256, description="Number of test problems. No model learns from them.")
+    threshold: Fraction = Field(
+        1.0, description="Score of the grader from which a solution counts as correct. Higher values are stricter."
+    )
+    seed: int = Field(0, description="Seed of the problems. Another seed gives other problems.")
 
 
 class CodeTask(Section):
@@ -83,18 +97,26 @@ class CodeTask(Section):
     unusable: Literal["refuse", "skip"] = Field(
         "refuse", description="What pvg does with a problem that has no test, or whose reference fails a test."
     )
-    problems: Count = Field(320, description="Training problems that pvg makes.")
-    test_problems: Count = Field(64, description="Test problems that pvg makes.")
-    visible_tests: Count = Field(3, description="Tests of a problem that its prompt shows.")
-    seed: int = Field(0, description="Seed of the problems.")
+    problems: Count = Field(
+        320, description="Number of training problems that pvg makes. With more of them, each repeats less often."
+    )
+    test_problems: Count = Field(64, description="Number of test problems that pvg makes. No model learns from them.")
+    visible_tests: Count = Field(3, description="Tests of a problem that its prompt shows. The others stay hidden.")
+    seed: int = Field(0, description="Seed of the problems. Another seed gives other problems.")
     sandbox: Literal["full", "reduced"] = Field(
         "full",
         description='"full": only in a complete sandbox (docs/sandbox.md). "reduced": with the available isolation.',
     )
     workers: Count | None = Field(None, description="Programs that run at once. Unset: one per core.")
-    cpu_s: Positive = Field(2.0, description="CPU time of a solution in seconds, for all its tests together.")
-    memory_mb: Count = Field(256, description="Memory of a solution in MB.")
-    output_kb: Count = Field(256, description="Output of a solution in kB.")
+    cpu_s: Positive = Field(
+        2.0,
+        description="CPU time of a solution in seconds, for all its tests together. Raise it if correct programs "
+        "run out of time.",
+    )
+    memory_mb: Count = Field(
+        256, description="Memory of a solution in MB. Raise it if correct programs run out of memory."
+    )
+    output_kb: Count = Field(256, description="Largest output of a solution in kB. A program that writes more fails.")
 
 
 class PlayTask(Section):
@@ -104,8 +126,12 @@ class PlayTask(Section):
     game: Annotated[str, Field(pattern=rf"^[a-z][a-z0-9-]*$|{REFERENCE_PATTERN}|^(textarena|openenv):\S+$")] = Field(
         "negotiation", description="A game of pvg, FILE.py:NAME, textarena:NAME, or openenv:URL (docs/environments.md)."
     )
-    problems: Count = Field(1024, description="Starts of training games.")
-    test_problems: Count = Field(256, description="Starts of rated games.")
+    problems: Count = Field(
+        1024, description="Number of starts of training games. With more of them, each repeats less often."
+    )
+    test_problems: Count = Field(
+        256, description="Number of starts of rated games. More of them make the ratings more precise."
+    )
     warmup: Annotated[int, Field(ge=0, le=10**6)] = Field(
         1, description="Largest number of phases before a fork. The number is drawn for each start."
     )
@@ -117,7 +143,7 @@ class PlayTask(Section):
         "horizon",
         description="Change in value from the decision to the end of the continuation, or to the seat's next decision.",
     )
-    illegal: Weight = Field(0.0, description="Subtracted from the reward of an illegal decision.")
+    illegal: Weight = Field(0.0, description="Subtracted from the reward of an illegal decision. 0: no penalty.")
     groups: Literal["first", "phase", "stratified"] = Field(
         "first",
         description="Decisions that are compared: those at the fork, those of a start and phase, or those of a phase "
@@ -130,10 +156,11 @@ class PlayTask(Section):
     cache_share: Fraction = Field(
         0.0, description="Share of starts that are states which the policy reached in earlier batches."
     )
-    cache_size: Count = Field(256, description="Number of such states that are kept.")
-    cache_age: Count = Field(8, description="Versions of the policy after which such a state is dropped.")
+    cache_size: Count = Field(256, description="Number of reached states that are kept for cache_share.")
+    cache_age: Count = Field(8, description="Versions of the policy after which a reached state is dropped.")
     in_step: bool = Field(
-        True, description="All games of a batch wait for each other, so a run repeats bit by bit. False: no waiting."
+        True,
+        description="True: all games of a batch wait for each other, so a run repeats bit by bit. False: no waiting.",
     )
 
 
@@ -141,12 +168,12 @@ class DiplomacyPlanTask(Section):
     """Plans on the full Diplomacy map: orders and claims that no reply of the others refutes (docs/diplomacy.md)."""
 
     kind: Literal["diplomacy_plan"] = "diplomacy_plan"
-    problems: Count = Field(256, description="Training problems.")
-    test_problems: Count = Field(64, description="Test problems.")
+    problems: Count = Field(256, description="Number of training problems. With more of them, each repeats less often.")
+    test_problems: Count = Field(64, description="Number of test problems. No model learns from them.")
     replies: Count = Field(
         1000, description="Most replies that the grader tries. A plan with more replies gets so many sampled ones."
     )
-    seed: int = Field(0, description="Seed of the problems.")
+    seed: int = Field(0, description="Seed of the problems. Another seed gives other problems.")
 
 
 class DiplomacyOutcomeTask(Section):
@@ -154,10 +181,12 @@ class DiplomacyOutcomeTask(Section):
 
     kind: Literal["diplomacy_outcome"] = "diplomacy_outcome"
     board: Literal["standard", "mini"] = Field("standard", description="The full map, or the one of 8 provinces.")
-    most_units: Annotated[int, Field(ge=2, le=34)] = Field(8, description="Most units of a problem.")
-    problems: Count = Field(512, description="Training problems.")
-    test_problems: Count = Field(128, description="Test problems.")
-    seed: int = Field(0, description="Seed of the problems.")
+    most_units: Annotated[int, Field(ge=2, le=34)] = Field(
+        8, description="Most units of a problem. More units make longer and harder problems."
+    )
+    problems: Count = Field(512, description="Number of training problems. With more of them, each repeats less often.")
+    test_problems: Count = Field(128, description="Number of test problems. No model learns from them.")
+    seed: int = Field(0, description="Seed of the problems. Another seed gives other problems.")
 
 
 class OpenEnvTask(Section):
@@ -170,9 +199,11 @@ class OpenEnvTask(Section):
     )
     prompt_field: NotEmpty = Field("prompt", description="Field of the observation that holds the prompt.")
     action_field: NotEmpty = Field("message", description="Field of the action that takes the completion.")
-    threshold: float = Field(1.0, description="Reward from which a completion counts as correct.")
-    problems: Count = Field(256, description="Training problems.")
-    test_problems: Count = Field(64, description="Test problems.")
+    threshold: float = Field(
+        1.0, description="Reward from which a completion counts as correct. Higher values are stricter."
+    )
+    problems: Count = Field(256, description="Number of training problems. With more of them, each repeats less often.")
+    test_problems: Count = Field(64, description="Number of test problems. No model learns from them.")
     seed: Annotated[int, Field(ge=0, le=2**29)] = Field(0, description="Seed of the first test problem.")
     sessions: Count = Field(1, description="Sessions that pvg uses at once. Many servers allow only one.")
     timeout_s: Positive = Field(60.0, description="Longest wait for a reply in seconds.")
@@ -182,9 +213,9 @@ class DiplomacyMiniTask(Section):
     """Plans on a map of 8 provinces that hold against every reply: `deg/bf>d?` -> `d.;e+d;g.` (docs/diplomacy.md)."""
 
     kind: Literal["diplomacy_mini"] = "diplomacy_mini"
-    problems: Count = Field(700, description="Training problems.")
-    test_problems: Count = Field(192, description="Test problems.")
-    seed: int = Field(0, description="Seed of the order of the problems.")
+    problems: Count = Field(700, description="Number of training problems. With more of them, each repeats less often.")
+    test_problems: Count = Field(192, description="Number of test problems. No model learns from them.")
+    seed: int = Field(0, description="Seed of the order of the problems. Another seed gives another order.")
 
 
 class CustomTask(Section):

@@ -23,8 +23,16 @@ class ClippedLoss(Section):
     """Policy losses that clip the probability ratio on both sides. `dapo` has no KL term."""
 
     kind: Literal["grpo", "dr_grpo", "dapo", "gspo", "reinforce_pp", "rae"] = "grpo"
-    clip_low: Clip = Field(None, description="The ratio is clipped below 1 - clip_low. Unset: the loss's own value.")
-    clip_high: Clip = Field(None, description="The ratio is clipped above 1 + clip_high. Unset: the loss's own value.")
+    clip_low: Clip = Field(
+        None,
+        description="The ratio is clipped below 1 - clip_low. Higher values allow larger updates. Unset: the loss's "
+        "own value.",
+    )
+    clip_high: Clip = Field(
+        None,
+        description="The ratio is clipped above 1 + clip_high. Higher values allow larger updates. Unset: the "
+        "loss's own value.",
+    )
 
 
 class CappedLoss(Section):
@@ -47,16 +55,32 @@ class SpoLoss(Section):
     """SPO: the baseline is a tracked value of each problem and role, so it needs no groups."""
 
     kind: Literal["spo"] = "spo"
-    clip_low: Clip = Field(None, description="The ratio is clipped below 1 - clip_low. Unset: the loss's own value.")
-    clip_high: Clip = Field(None, description="The ratio is clipped above 1 + clip_high. Unset: the loss's own value.")
+    clip_low: Clip = Field(
+        None,
+        description="The ratio is clipped below 1 - clip_low. Higher values allow larger updates. Unset: the loss's "
+        "own value.",
+    )
+    clip_high: Clip = Field(
+        None,
+        description="The ratio is clipped above 1 + clip_high. Higher values allow larger updates. Unset: the "
+        "loss's own value.",
+    )
 
 
 class OwnLoss(Section):
     """A `PolicyLoss` in a file of your own."""
 
     kind: Reference
-    clip_low: Clip = Field(None, description="The ratio is clipped below 1 - clip_low. Unset: the loss's own value.")
-    clip_high: Clip = Field(None, description="The ratio is clipped above 1 + clip_high. Unset: the loss's own value.")
+    clip_low: Clip = Field(
+        None,
+        description="The ratio is clipped below 1 - clip_low. Higher values allow larger updates. Unset: the loss's "
+        "own value.",
+    )
+    clip_high: Clip = Field(
+        None,
+        description="The ratio is clipped above 1 + clip_high. Higher values allow larger updates. Unset: the "
+        "loss's own value.",
+    )
 
 
 Loss = Annotated[ClippedLoss | CappedLoss | UnclippedLoss | SpoLoss | OwnLoss, ByKind("grpo")]
@@ -76,7 +100,9 @@ class FixedKl(Section):
     """A penalty on the KL divergence to the base prover, with a fixed coefficient."""
 
     kind: Literal["fixed"] = "fixed"
-    coefficient: Positive = Field(0.02, description="Coefficient of the KL penalty.")
+    coefficient: Positive = Field(
+        0.02, description="Coefficient of the KL penalty. Higher values keep the prover nearer to its base."
+    )
     estimator: Estimator = Field(
         "k3_k2",
         description="Value and gradient of the penalty (docs/learning.md): k3_k2 has k3's value and k2's gradient.",
@@ -119,7 +145,10 @@ class EntropyBonus(Section):
     """An entropy bonus in the objective, with a fixed coefficient."""
 
     kind: Literal["bonus"] = "bonus"
-    coefficient: Positive = Field(0.001, description="Coefficient of the exact entropy in the objective.")
+    coefficient: Positive = Field(
+        0.001,
+        description="Coefficient of the exact entropy in the objective. Higher values keep solutions more varied.",
+    )
     target: ClassVar[float | None] = None
 
 
@@ -255,10 +284,16 @@ class Training(Section):
     importance: Importance = NoImportance()
     curriculum: CurriculumSection = AllProblems()
     adapters: Adapters = NoAdapters()
-    groups: Count = Field(32, description="Groups sampled per batch.")
-    steps: Annotated[int, Field(ge=0)] = Field(60, description="Optimizer steps per round.")
-    minibatches: Count = Field(1, description="Optimizer steps per sampled batch.")
-    micro_batch_tokens: Count = Field(16_384, description="Tokens per micro-batch, padding included.")
+    groups: Count = Field(32, description="Groups sampled per batch. More groups make steadier, slower steps.")
+    steps: Annotated[int, Field(ge=0)] = Field(
+        60, description="Optimizer steps of the prover per round. 0: the prover is not trained."
+    )
+    minibatches: Count = Field(
+        1, description="Optimizer steps per sampled batch. More of them use the same samples again, which grow stale."
+    )
+    micro_batch_tokens: Count = Field(
+        16_384, description="Tokens per micro-batch, padding included. Lower it if memory runs out."
+    )
     micro_batch_memory_mb: Annotated[int, Field(ge=0)] = Field(
         0,
         description="MB of a forward and backward pass; pvg measures how many tokens fit. 0: no limit.",
@@ -269,7 +304,9 @@ class Training(Section):
     shared_prompts: bool = Field(
         True, description="Whether equal prompts and equal rows of a micro-batch are computed once."
     )
-    learning_rate: Positive = Field(1e-4, description="Learning rate of AdamW.")
+    learning_rate: Positive = Field(
+        1e-4, description="Learning rate of AdamW. Higher values learn faster, and may diverge."
+    )
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="Precision of the forward and backward pass."
     )

@@ -18,7 +18,7 @@ class LogprobHead(Section):
     """The score is `beta` times the log-probability of the solution minus that under the initial weights."""
 
     kind: Literal["implicit"] = "implicit"
-    beta: Positive = Field(1.0, description="Scale of the score.")
+    beta: Positive = Field(1.0, description="Scale of the score. A larger one multiplies all scores.")
 
 
 class LastTokenHead(Section):
@@ -48,15 +48,21 @@ class PenalisedRisk(Section):
     """A penalty on differences between the sources: `vrex` (arXiv 2003.00688) or `irm` (arXiv 1907.02893)."""
 
     kind: Literal["vrex", "irm"] = "vrex"
-    strength: Weight = Field(1.0, description="Coefficient of the penalty.")
-    warmup: Annotated[int, Field(ge=0)] = Field(0, description="Steps in which the penalty grows to its full strength.")
+    strength: Weight = Field(
+        1.0, description="Coefficient of the penalty. Higher values make the losses of the sources more equal."
+    )
+    warmup: Annotated[int, Field(ge=0)] = Field(
+        0, description="Optimizer steps in which the penalty grows to its full strength. 0: full from the start."
+    )
 
 
 class WorstCaseRisk(Section):
     """Sources with a higher loss get more weight (arXiv 1911.08731)."""
 
     kind: Literal["group_dro"] = "group_dro"
-    strength: Weight = Field(1.0, description="Step size of the sources' weights.")
+    strength: Weight = Field(
+        1.0, description="Step size of the sources' weights. Higher values follow the worst source faster."
+    )
 
 
 Robust = Annotated[PlainRisk | PenalisedRisk | WorstCaseRisk, ByKind("none")]
@@ -75,7 +81,7 @@ class EnsembleOfVerifiers(Section):
 
     kind: Literal["mean", "median", "min"] = "mean"
     size: Annotated[int, Field(ge=2, le=10**12)] = Field(
-        3, description="Number of verifiers, each trained on its own pairs."
+        3, description="Number of verifiers, each trained on its own pairs. Time and memory grow with it."
     )
     bag: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         1.0, description="Share of the mint's problems that each verifier learns from."
@@ -103,7 +109,7 @@ class ProblemPairing(Section):
 
     kind: Literal["problem"] = "problem"
     solutions_per_problem: Annotated[int, Field(ge=2)] = Field(
-        8, description="Maximum number of solutions of a problem."
+        8, description="Maximum number of solutions of a problem. With more of them, a step has fewer problems."
     )
 
 
@@ -121,19 +127,33 @@ class Verifier(Section):
     loss: Literal["bradley_terry", "cross_entropy"] | Reference = Field(
         "bradley_terry", description='Pair loss: "bradley_terry", "cross_entropy", or FILE.py:NAME.'
     )
-    score_penalty: Weight = Field(0.005, description="Coefficient of the penalty on squared scores.")
-    steps: Count = Field(100, description="Optimizer steps per round.")
-    pairs: Count = Field(64, description="Pairs per optimizer step (pairing by problem: on average).")
-    micro_batch_tokens: Count = Field(16_384, description="Tokens per micro-batch, padding included.")
-    learning_rate: Positive = Field(3e-4, description="Learning rate of AdamW.")
+    score_penalty: Weight = Field(
+        0.005, description="Coefficient of the penalty on squared scores. Higher values keep scores nearer to 0."
+    )
+    steps: Count = Field(
+        100, description="Optimizer steps of the verifier per round. More of them learn more, and take longer."
+    )
+    pairs: Count = Field(
+        64,
+        description="Pairs per optimizer step (pairing by problem: on average). More pairs make steadier, slower "
+        "steps.",
+    )
+    micro_batch_tokens: Count = Field(
+        16_384, description="Tokens per micro-batch, padding included. Lower it if memory runs out."
+    )
+    learning_rate: Positive = Field(
+        3e-4, description="Learning rate of AdamW. Higher values learn faster, and may diverge."
+    )
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="Precision of the forward and backward pass."
     )
     held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
-        0.1, description="Share of the mint's problems that is kept for calibration and AUC."
+        0.1, description="Share of the mint's problems that no verifier learns from: they serve calibration and AUC."
     )
-    cache_entries: Count = Field(100_000, description="Scores that are kept in memory.")
-    score_tokens: Count = Field(16_384, description="Tokens per scoring batch.")
+    cache_entries: Count = Field(
+        100_000, description="Number of scores that are kept in memory, so that a solution is scored once."
+    )
+    score_tokens: Count = Field(16_384, description="Tokens per scoring batch. Lower it if memory runs out.")
     engine: Literal["torch", "vllm"] = Field(
         "torch", description="Where scores are computed: in this process, or on serving.verifier_servers."
     )
