@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pvg_cli import completion
 from pvg_cli.boundary import (
     EXIT_STOPPED,
     DebugOption,
@@ -44,7 +45,13 @@ def bench(
     *,
     profile: Annotated[
         str | None,
-        typer.Option("--profile", "-p", metavar="NAME|FILE", help="A profile in ./profiles or of pvg, or a TOML file."),
+        typer.Option(
+            "--profile",
+            "-p",
+            metavar="NAME|FILE",
+            help="A profile in ./profiles or of pvg, or a TOML file.",
+            autocompletion=completion.profiles,
+        ),
     ] = None,
     overrides: SetOption = None,
     sweep: Annotated[

@@ -34,6 +34,7 @@ from pvg.errors import (
     path_error,
     visible,
 )
+from pvg_cli import completion
 
 EXIT_DEFECT = 70  # EX_SOFTWARE of sysexits.h; no check and no user error uses this code
 # Errors of the machine, whatever path they concern: errno -> the remedy. Any other OSError is a mistake of the user in
@@ -64,7 +65,9 @@ DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback o
 ExperimentArgument = Annotated[
     str,
     typer.Argument(
-        metavar="[NAME|FILE]", help="An experiment in ./experiments, an experiment that comes with pvg, or a TOML file."
+        metavar="[NAME|FILE]",
+        help="An experiment in ./experiments, an experiment that comes with pvg, or a TOML file.",
+        autocompletion=completion.experiments,
     ),
 ]
 SetOption = Annotated[
@@ -74,9 +77,13 @@ SetOption = Annotated[
         "-s",
         metavar="KEY=VALUE",
         help="Change a setting: -s training.steps=30. Load settings from a TOML file: -s @FILE. Repeatable.",
+        autocompletion=completion.settings,
     ),
 ]
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The name of a run, or the path of its folder.")]
+RunArgument = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="The name of a run, or the path of its folder.", autocompletion=completion.runs),
+]
 RunNameOption = Annotated[
     str | None,
     typer.Option(
@@ -225,6 +232,9 @@ class Commands(TyperGroup):
     """The group of all commands. With --json, a usage error is a JSON document too."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        if extra.get("resilient_parsing") and (values := completion.value_in_bash()) is not None:
+            typer.echo("\n".join(values))
+            raise SystemExit(0)
         as_json = "--json" in args
         with UsageDocument(as_json):
             context = super().make_context(info_name, args, parent, **extra)

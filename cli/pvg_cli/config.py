@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pvg_cli import completion
 from pvg_cli.boundary import DebugOption, ExperimentArgument, JsonOption, SetOption, emit, guarded, say
 
 if TYPE_CHECKING:
@@ -44,7 +45,12 @@ def show(
 @app.command()
 @guarded
 def explain(
-    key: Annotated[str, typer.Argument(metavar="KEY", help="A setting or a table: training.kl, or training.")],
+    key: Annotated[
+        str,
+        typer.Argument(
+            metavar="KEY", help="A setting or a table: training.kl, or training.", autocompletion=completion.keys
+        ),
+    ],
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -84,7 +90,11 @@ def validate(
 def schema(
     experiment: Annotated[
         str | None,
-        typer.Argument(metavar="[EXPERIMENT]", help="Show the values of this experiment instead of the defaults."),
+        typer.Argument(
+            metavar="[EXPERIMENT]",
+            help="Show the values of this experiment instead of the defaults.",
+            autocompletion=completion.experiments,
+        ),
     ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from pvg.errors import EXIT_CHECK_FAILED, UsageError, user_paths
+from pvg_cli import completion
 from pvg_cli.boundary import DebugOption, JsonOption, RunsOption, emit, guarded, say
 
 ANY = "any"
@@ -21,7 +22,11 @@ def register(app: typer.Typer) -> None:
 def diagnose(
     logs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN|LOG...", help="A run, or log files, plain or .gz. - reads standard input."),
+        typer.Argument(
+            metavar="RUN|LOG...",
+            help="A run, or log files, plain or .gz. - reads standard input.",
+            autocompletion=completion.runs,
+        ),
     ],
     runs: RunsOption = Path("runs"),
     fail_on: Annotated[

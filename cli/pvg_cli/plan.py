@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pvg_cli import completion
 from pvg_cli.boundary import DebugOption, JsonOption, RunsOption, SetOption, emit, guarded, say
 
 if TYPE_CHECKING:
@@ -24,7 +25,9 @@ def plan(
     experiment: Annotated[
         str | None,
         typer.Argument(
-            metavar="[NAME|FILE]", help="An experiment in ./experiments or of pvg, or a TOML file. Default: modchain."
+            metavar="[NAME|FILE]",
+            help="An experiment in ./experiments or of pvg, or a TOML file. Default: modchain.",
+            autocompletion=completion.experiments,
         ),
     ] = None,
     overrides: SetOption = None,
@@ -41,7 +44,13 @@ def plan(
         typer.Option("--gpu-gb", metavar="N", min=1, help="Memory of the GPU in GB. Default: that of --gpu."),
     ] = None,
     measured: Annotated[
-        str | None, typer.Option("--from", metavar="RUN", help="Take lengths and times from the records of a run.")
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="RUN",
+            help="Take lengths and times from the records of a run.",
+            autocompletion=completion.runs,
+        ),
     ] = None,
     runs: RunsOption = Path("runs"),
     inputs: Annotated[

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pvg.errors import UsageError, counted
+from pvg_cli import completion
 from pvg_cli.boundary import (
     EXIT_STOPPED,
     DebugOption,
@@ -38,7 +39,9 @@ def profile(
     experiment: Annotated[
         str | None,
         typer.Argument(
-            metavar="[NAME|FILE]", help="An experiment in ./experiments or of pvg, or a TOML file. Default: modchain."
+            metavar="[NAME|FILE]",
+            help="An experiment in ./experiments or of pvg, or a TOML file. Default: modchain.",
+            autocompletion=completion.experiments,
         ),
     ] = None,
     stage: Annotated[
@@ -50,7 +53,13 @@ def profile(
         int, typer.Option("--steps", min=1, help="The number of steps under each profiler.")
     ] = DEFAULT_STEPS,
     run: Annotated[
-        str | None, typer.Option("--run", metavar="RUN", help="Export the timeline of this run, and run nothing.")
+        str | None,
+        typer.Option(
+            "--run",
+            metavar="RUN",
+            help="Export the timeline of this run, and run nothing.",
+            autocompletion=completion.runs,
+        ),
     ] = None,
     runs: RunsOption = Path("runs"),
     out: Annotated[

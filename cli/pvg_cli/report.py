@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pvg.errors import StateError, UsageError, user_paths
+from pvg_cli import completion
 from pvg_cli.boundary import DebugOption, JsonOption, RunsOption, emit, guarded, say
 
 if TYPE_CHECKING:
@@ -30,7 +31,11 @@ def register(app: typer.Typer) -> None:
 def report(
     targets: Annotated[
         list[str],
-        typer.Argument(metavar="RUN|REPORT...", help="Runs by name or folder, or JSON reports of pvg bench."),
+        typer.Argument(
+            metavar="RUN|REPORT...",
+            help="Runs by name or folder, or JSON reports of pvg bench.",
+            autocompletion=completion.runs,
+        ),
     ],
     runs: RunsOption = Path("runs"),
     examples: Annotated[int, typer.Option("--examples", min=0, help="The number of example solutions per role.")] = 2,

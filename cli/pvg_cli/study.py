@@ -15,6 +15,7 @@ import typer
 
 import pvg as package
 from pvg.errors import EXIT_CHECK_FAILED, UsageError, counted
+from pvg_cli import completion
 from pvg_cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, RunsOption, SetOption, emit, guarded, say
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def study(  # noqa: PLR0917  (each is an option)
         str | None,
         typer.Argument(
             metavar="[NAME|FILE]",
+            autocompletion=completion.studies,
             help="A study in ./studies or of pvg, or a TOML file. Without it: list the studies.",
             show_default=False,
         ),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
+from pvg_cli import completion
 from pvg_cli.boundary import (
     EXIT_STOPPED,
     ClusterOption,
@@ -57,6 +58,7 @@ def train(
             metavar="[NAME|FILE]",
             help="An experiment in ./experiments or of pvg, or a TOML file. Default: modchain.",
             show_default=False,
+            autocompletion=completion.experiments,
         ),
     ] = None,
     overrides: SetOption = None,
@@ -67,6 +69,7 @@ def train(
             "--resume",
             metavar="[RUN]",
             help="Resume RUN. Without a name: resume the newest unfinished run of the experiment.",
+            autocompletion=completion.runs,
         ),
     ] = None,
     cluster: ClusterOption = None,
