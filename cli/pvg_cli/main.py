@@ -22,6 +22,7 @@ from pvg_cli import (
     diagnose,
     doctor,
     evaluate,
+    init,
     plan,
     profile,
     report,
@@ -76,3 +77,4 @@ doctor.register(app)
 diagnose.register(app)
 profile.register(app)
 plan.register(app)
+init.register(app)

@@ -1,0 +1,82 @@
+"""`pvg init [DIR]`: a new folder with an experiment, a task, its data and its test, which plays as it is."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pvg_cli.boundary import DebugOption, JsonOption, emit, guarded
+
+SCAFFOLD = Path(__file__).parent / "scaffold"
+
+
+def register(app: typer.Typer) -> None:
+    app.command("init")(init)
+
+
+@guarded
+def init(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[DIR]", help="The folder for the files. Default: this folder.")
+    ] = Path(),
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Write an example of your own experiment: its settings, a task with wording and grader, data, and a test.
+
+    The command never replaces a file.
+    """
+    written = write_scaffold(folder)
+    steps = next_steps(folder)
+    if as_json:
+        emit({"files": [str(path) for path in written], "next": steps})
+        return
+    for path in written:
+        typer.echo(f"wrote {path}")
+    typer.echo("\nNext:")
+    for command, meaning in steps.items():
+        typer.echo(f"  {command:<40} {meaning}")
+
+
+def write_scaffold(folder: Path) -> list[Path]:
+    """Write the files and return their paths. Raises UsageError if one of them exists, and writes none then."""
+    from pvg.errors import UsageError, user_paths
+
+    texts = {path.name.removesuffix(".template"): path.read_text(encoding="utf-8") for path in SCAFFOLD.iterdir()}
+    with user_paths():
+        there = [name for name in sorted(texts) if (folder / name).exists()]
+        if there:
+            raise UsageError(
+                f"{folder} has files that pvg init does not replace: {', '.join(there)}.",
+                "Name a new folder: pvg init DIR",
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in sorted(texts.items()):
+            with (folder / name).open("x", encoding="utf-8") as file:
+                file.write(text.replace("@NAME@", experiment_name(folder)))
+    return [folder / name for name in sorted(texts)]
+
+
+def experiment_name(folder: Path) -> str:
+    """The name of the folder, with the characters that a run's name may have."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).lstrip("._-")
+    return name[:50] or "experiment"
+
+
+def next_steps(folder: Path) -> dict[str, str]:
+    """Command -> its purpose, to be typed from here."""
+    from pvg.installation import install_packages
+
+    steps = {} if folder.resolve() == Path.cwd() else {f"cd {shlex.quote(str(folder))}": "all paths are relative to it"}
+    if importlib.util.find_spec("pytest") is None:
+        steps[install_packages("pytest")] = "install the test runner"
+    return steps | {
+        "python -m pytest": "test the task",
+        "pvg train experiment.toml --dry-run": "look at the settings",
+        "pvg train experiment.toml": "play it",
+    }

@@ -1,0 +1,62 @@
+"""`pvg init`: the files pass their own test, play, and replace nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from calling import ENTRY, pvg
+
+from pvg.config.load import load_experiment
+from pvg.records import Role
+from pvg.tasks import open_task
+
+FILES = ["data.jsonl", "experiment.toml", "task.py", "test_task.py"]
+
+
+def test_the_scaffold_is_written_and_its_next_steps_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    called = pvg("init", "my game!")
+    assert called.code == 0
+    assert sorted(path.name for path in (tmp_path / "my game!").iterdir()) == FILES
+    assert "cd 'my game!'" in called.out
+    assert "pvg train experiment.toml" in called.out
+    assert load_experiment(tmp_path / "my game!" / "experiment.toml").name == "my-game-"
+
+
+def test_nothing_is_replaced_or_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "task.py").write_text("mine")
+    called = pvg("init", "--json")
+    assert called.code == 2
+    assert "task.py" in called.document["error"]["message"]
+    assert [path.name for path in tmp_path.iterdir()] == ["task.py"]
+    assert (tmp_path / "task.py").read_text() == "mine"
+
+
+def test_the_scaffolds_own_test_passes(tmp_path: Path) -> None:
+    assert pvg("init", str(tmp_path / "new")).code == 0
+    pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(pytest_, cwd=tmp_path / "new", capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "4 passed" in done.stdout
+
+
+def test_the_task_says_its_wording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pvg("init", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    problem = next(iter(open_task(load_experiment(Path("experiment.toml")).task).problems("train")))
+    assert "modulo 10" in problem.metadata["wording"].instructions[Role.HELPFUL]
+
+
+def test_the_scaffold_plays(tmp_path: Path) -> None:
+    pvg("init", str(tmp_path))
+    small = ("training.steps=2", "verifier.steps=2", "game.test.problems=4", "cluster=none")
+    words = [word for setting in small for word in ("-s", setting)]
+    command = [*ENTRY, "train", "experiment.toml", *words, "--json"]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert '"status": "complete"' in done.stdout
