@@ -1,0 +1,136 @@
+"""A scripted newcomer does what docs/tutorial.md says, word by word: its experiment, its commands, its program.
+
+Only the sizes of the experiment are smaller. The model is a local folder with a chat template; the data are JSON lines.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from calling import ENTRY
+
+ROOT = Path(__file__).parent.parent.parent
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+PATIENCE_S = 300.0
+# The embedded model reads one character per token and has no words. Its chat template therefore renders the role as one
+# character and drops the instructions and the example.
+TEMPLATE = (
+    "{% if messages[0].role == 'system' %}{{ 'S' if 'wrong' in messages[0].content else 'H' }}"
+    "{{ messages[-1].content }}"
+    "{% else %}{{ messages[0].content | replace('Problem:', '') | replace('Solution:', '') | replace('\n', '') }}"
+    "{% endif %}"
+)
+SIZES = {
+    "max_tokens": 48,
+    "steps": 3,
+    "groups": 8,
+    "mint_problems": 48,
+    "problems": 16,
+    "attack_steps": 2,
+    "attack_window": 1,
+    "baseline_probes": 1,
+}
+
+
+def blocks(language: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```", TUTORIAL.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [text for kind, text in found if kind == language]
+
+
+def write_model(folder: Path) -> None:
+    shutil.copytree(ROOT / "pvg" / "models" / "embedded" / "modchain-prover", folder)
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": TEMPLATE}))
+
+
+def write_data(folder: Path) -> None:
+    folder.mkdir()
+    numbers = random.Random(0)
+    for split, count in (("train", 300), ("test", 60)):
+        rows = [[numbers.randrange(10) for _ in range(5)] for _ in range(count)]
+        lines = [{"question": "+".join(map(str, row)) + "?", "answer": f"#### {sum(row) % 10}"} for row in rows]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def called(words: list[str], folder: Path) -> str:
+    """What a program prints."""
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def first_event(words: list[str], folder: Path) -> dict[str, Any]:
+    """The first server-sent event of the page that `pvg watch` serves."""
+    watching = subprocess.Popen([*ENTRY, *words, "--port", "0"], cwd=folder, stderr=subprocess.PIPE, text=True)
+    try:
+        assert watching.stderr is not None
+        line = watching.stderr.readline()
+        found = re.search(r"http://127\.0\.0\.1:\d+/", line)
+        assert found is not None, line
+        with urllib.request.urlopen(f"{found[0]}events", timeout=PATIENCE_S) as answer:
+            event = next(line for line in answer if line.startswith(b"data: "))
+        return dict(json.loads(event.removeprefix(b"data: ")))
+    finally:
+        watching.terminate()
+        watching.communicate(timeout=PATIENCE_S)
+
+
+def watched(words: list[str], training: list[str], folder: Path) -> int:
+    """Train, and read one event of the live page meanwhile. Returns the exit code of the training."""
+    trained = subprocess.Popen([*ENTRY, *training], cwd=folder)
+    try:
+        until = time.monotonic() + PATIENCE_S
+        while not (folder / "runs" / "mine" / "experiment.toml").exists():
+            assert trained.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        assert first_event(words, folder)
+        return trained.wait(timeout=PATIENCE_S)
+    finally:
+        trained.kill()
+        trained.wait()
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(900)
+def test_a_newcomer_trains_and_opens_a_verifier(tmp_path: Path) -> None:
+    write_model(tmp_path / "my-model")
+    write_data(tmp_path / "data")
+    [experiment] = blocks("toml")
+    for name, size in SIZES.items():
+        experiment = re.sub(rf"^{name} = \d+", f"{name} = {size}", experiment, flags=re.MULTILINE)
+    (tmp_path / "mine.toml").write_text(experiment)
+
+    commands = [shlex.split(line, comments=True) for line in "".join(blocks("")).splitlines()]
+    assert all(program == "pvg" for program, *_ in commands)
+    printed: dict[str, str] = {}
+    training: list[str] = []
+    for _, *words in commands:
+        if words[0] == "train" and "--dry-run" not in words:
+            training = words
+        elif words[0] == "watch":
+            assert watched(words, training, tmp_path) == 0
+        else:
+            printed[words[0]] = called([*ENTRY, *words], tmp_path)
+
+    assert list(printed) == ["config", "train", "plan", "rollout", "evaluate", "report"]
+    assert "correct" in printed["rollout"]
+    assert (tmp_path / "runs" / "mine" / "report.html").stat().st_size > 10_000
+
+    [program] = blocks("python")
+    assert "pvg" not in re.findall(r"^(?:import|from) (\w+)", program, flags=re.MULTILINE)
+    out = called([sys.executable, "-c", program], tmp_path)
+    found = re.search(r"largest difference (\S+), acceptance threshold (\S+)", out)
+    assert found is not None
+    assert float(found[1]) < 1e-4
