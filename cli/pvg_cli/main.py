@@ -26,6 +26,7 @@ from pvg_cli import (
     plan,
     profile,
     report,
+    score,
     serve,
     serve_env,
     study,
@@ -72,6 +73,7 @@ study.register(app)
 report.register(app)
 watch.register(app)
 evaluate.register(app)
+score.register(app)
 config.register(app)
 doctor.register(app)
 diagnose.register(app)
