@@ -22,6 +22,7 @@ from pvg_cli import (
     diagnose,
     doctor,
     evaluate,
+    export,
     init,
     plan,
     profile,
@@ -74,6 +75,7 @@ report.register(app)
 watch.register(app)
 evaluate.register(app)
 score.register(app)
+export.register(app)
 config.register(app)
 doctor.register(app)
 diagnose.register(app)
