@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from pvg_cli.boundary import DebugOption, JsonOption, RunArgument, RunsOption, emit, guarded, say
-from pvg_cli.score import RoundOption
+from pvg_cli.boundary import DebugOption, JsonOption, RoundOption, RunArgument, RunsOption, emit, guarded, say
 
 
 def register(app: typer.Typer) -> None:

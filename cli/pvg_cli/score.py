@@ -8,14 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pvg_cli.boundary import DebugOption, JsonOption, RunArgument, RunsOption, emit, guarded, say
+from pvg_cli.boundary import DebugOption, JsonOption, RoundOption, RunArgument, RunsOption, emit, guarded, say
 
 if TYPE_CHECKING:
     from pvg.export.finished import FinishedRound
-
-RoundOption = Annotated[
-    int, typer.Option("--round", metavar="N", help="A finished round, counted from 0. -1: the last.")
-]
 
 
 def register(app: typer.Typer) -> None:
