@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +32,7 @@ from pvg.telemetry.observer import Observer, SilentObserver
 from pvg.telemetry.waits import run_to_end
 
 if TYPE_CHECKING:
-    import torch
-
     from pvg.evaluation.report import EvaluationReport
-    from pvg.models.heads import VerifierModel
     from pvg.reporting.solutions import Example
     from pvg.verifier.scorer import VerifierScorer
 
@@ -193,7 +188,9 @@ class Run:
 
     def open_scorer(self, round: int = -1) -> VerifierScorer:
         """The scorer of a round's verifier; see `VerifierScorer.load`."""
-        return _open_scorer(self, round)
+        from pvg.export.finished import FinishedRound
+
+        return FinishedRound.open(self.directory, round).scorer()
 
     def _state(self) -> dict[str, Any]:
         return self.directory.load_state().state or {}
@@ -219,52 +216,3 @@ def _played(directory: RunDirectory, experiment: Experiment, observer: Observer,
             experiment.telemetry.event_loop,
         )
     return Run(directory.path)
-
-
-class _Verifiers:
-    """Opens a run's verifiers without its prover."""
-
-    def __init__(self, experiment: Experiment, device: torch.device) -> None:
-        self._experiment, self._device = experiment, device
-
-    def open_verifier(self, round_: int = 0, member: int = 0, like: VerifierModel | None = None) -> VerifierModel:
-        from pvg.models.starts import open_verifier
-
-        return open_verifier(self._experiment, self._device, None, round_, member, like)
-
-
-def _open_scorer(run: Run, round_: int) -> VerifierScorer:
-    from pvg.game.players import template_of
-    from pvg.game.round_verifier import read_verifier, verifier_weights_name
-    from pvg.game.simultaneous import final_verifier_name
-    from pvg.models import pick_device
-    from pvg.store.checkpoints import read_checkpoint
-    from pvg.tasks import open_task
-    from pvg.verifier.scorer import VerifierScorer
-
-    experiment, weights, finished = run.experiment, run.weights, len(run.rounds)
-    number = finished + round_ if round_ < 0 else round_
-    if not 0 <= number < finished:
-        raise UsageError(f"Round {round_} of the run {run.name!r} is not finished.", f"Finished rounds: {finished}.")
-    final = final_verifier_name(number)
-    name = final if final in weights else verifier_weights_name(number)
-    device = pick_device(experiment.models.device)
-    with ExitStack() as opened:
-        executor = opened.enter_context(ThreadPoolExecutor(1, "pvg-score"))
-        task = open_task(experiment.task)
-        if isinstance(task, AbstractContextManager):
-            opened.enter_context(task)
-        read = _Verifiers(experiment, device)
-        work = executor.submit(read_verifier, read, lambda name: read_checkpoint(run.directory.weights, name), name)
-        verifier, threshold = work.result()
-        opened.callback(verifier.close)
-        return VerifierScorer(
-            verifier,
-            template_of(experiment, task, verifier),
-            verifier.version(),
-            cache_entries=experiment.verifier.cache_entries,
-            token_budget=experiment.verifier.score_tokens,
-            executor=executor,
-            threshold=threshold,
-            owned=opened.pop_all(),
-        )

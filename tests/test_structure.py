@@ -40,6 +40,7 @@ LAYERS = (
         "workers",
         "game",
         "evaluation",
+        "export",
     ),
     *("bench", "reporting", "planning", "study", "api"),
 )

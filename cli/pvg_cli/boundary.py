@@ -93,6 +93,9 @@ RunNameOption = Annotated[
     ),
 ]
 RunsOption = Annotated[Path, typer.Option("--runs", metavar="FOLDER", help="The folder that contains the runs.")]
+RoundOption = Annotated[
+    int, typer.Option("--round", metavar="N", help="A finished round, counted from 0. -1: the last.")
+]
 MetricsPortOption = Annotated[
     int | None,
     typer.Option("--metrics-port", metavar="PORT", help="Serve metrics for Prometheus on 127.0.0.1:PORT."),

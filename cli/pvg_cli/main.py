@@ -22,10 +22,12 @@ from pvg_cli import (
     diagnose,
     doctor,
     evaluate,
+    export,
     init,
     plan,
     profile,
     report,
+    score,
     serve,
     serve_env,
     study,
@@ -72,6 +74,8 @@ study.register(app)
 report.register(app)
 watch.register(app)
 evaluate.register(app)
+score.register(app)
+export.register(app)
 config.register(app)
 doctor.register(app)
 diagnose.register(app)

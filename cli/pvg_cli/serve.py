@@ -1,4 +1,4 @@
-"""`pvg serve`: start a vLLM server for an experiment, and run it until Ctrl-C."""
+"""`pvg serve`: start a vLLM server for an experiment, or serve the verifier of a run, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from pvg_cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, SetOption, emit, emit_error, guarded, say
+from pvg_cli.boundary import (
+    EXIT_STOPPED,
+    DebugOption,
+    JsonOption,
+    RoundOption,
+    RunsOption,
+    SetOption,
+    emit,
+    emit_error,
+    guarded,
+    say,
+)
 
 if TYPE_CHECKING:
     from pvg.config.experiment import Experiment
@@ -35,9 +46,18 @@ def serve(
     *,
     name: Annotated[
         str,
-        typer.Argument(metavar="EXPERIMENT", help="An experiment in ./experiments or of pvg, or a TOML file."),
+        typer.Argument(
+            metavar="EXPERIMENT|RUN",
+            help="An experiment in ./experiments or of pvg, or a TOML file. With --player: a run.",
+        ),
     ],
     overrides: SetOption = None,
+    player: Annotated[
+        Literal["verifier"] | None,
+        typer.Option("--player", help="Serve this player of a finished run, with torch and without vLLM."),
+    ] = None,
+    round_: RoundOption = -1,
+    runs: RunsOption = Path("runs"),
     purpose: Annotated[
         Literal["prover", "verifier", "reference"],
         typer.Option(
@@ -45,7 +65,9 @@ def serve(
             help="The model to serve. prover: it samples. verifier: it scores. reference: for the implicit head.",
         ),
     ] = "prover",
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="The port of the server.")] = 8000,
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="The port of the server. With --player, 0: any free one.")
+    ] = 8000,
     host: Annotated[
         str,
         typer.Option(
@@ -66,9 +88,21 @@ def serve(
 ) -> None:
     """Start a vLLM server for an experiment, and run it until Ctrl-C. Ctrl-C ends all of its processes.
 
+    With --player verifier, serve the verifier of a finished run on 127.0.0.1: routes /health, /score and /get_reward.
     With --json, the document is printed when the server is ready. The server keeps running.
     """
     from pvg.errors import UsageError
+
+    if player is not None:
+        if overrides or log is not None or purpose != "prover" or host != "127.0.0.1":
+            raise UsageError(
+                "--set, --for, --log and --host belong to vLLM servers, and --player serves a run.",
+                f"pvg serve {shlex.quote(name)} --player verifier --port {port}",
+            )
+        _serve_verifier(name, runs, round_, port, as_json)
+        return
+    if port == 0:
+        raise UsageError("--port 0 needs --player.", "Give the port of the vLLM server.")
     from pvg.hub import fetch_all, pinned
     from pvg.servers.command import find_interpreter, server_spec
     from pvg.servers.models import kind_for, model_folder
@@ -129,6 +163,39 @@ def _run(spec: ServerSpec, experiment: Experiment, purpose: str, shown: ServeWat
     except (KeyboardInterrupt, asyncio.CancelledError):
         say("Stopped. No process of the server is left.")
         if as_json and not shown.is_ready:
+            emit_error("Stopped", "Stopped before the server was ready.", "", EXIT_STOPPED)
+        raise typer.Exit(EXIT_STOPPED) from None
+
+
+def _serve_verifier(name: str, runs: Path, round_: int, port: int, as_json: bool) -> None:
+    """Serve the verifier of a finished round on 127.0.0.1. Ends with exit code 130 at Ctrl-C."""
+    import asyncio
+
+    from pvg.export.finished import FinishedRound
+    from pvg.store.run_directory import RunDirectory
+
+    finished = FinishedRound.open(RunDirectory.open(name, runs), round_)
+    finished.verifier_name  # noqa: B018 - raises for a run without a verifier
+    ready = False
+
+    async def work() -> None:
+        nonlocal ready
+        from pvg.export.reward_server import RewardServer
+
+        cancel_at_signals()
+        async with RewardServer.start(finished, port) as server:
+            ready = True
+            if as_json:
+                emit({"url": server.url, "run": finished.run.name, "round": finished.round})
+            say(f"Serving the verifier of {finished.run.name}, round {finished.round}: {server.url}")
+            say("Routes: GET /health, POST /score, POST /get_reward (OpenRLHF). Ctrl-C ends the server.")
+            await asyncio.Event().wait()
+
+    try:
+        asyncio.run(work())
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        say("Stopped. The run is not affected.")
+        if as_json and not ready:
             emit_error("Stopped", "Stopped before the server was ready.", "", EXIT_STOPPED)
         raise typer.Exit(EXIT_STOPPED) from None
 

@@ -67,6 +67,11 @@ class VerifierModel(nn.Module):
         themselves."""
         return self._language_model.start()
 
+    def trained_model(self) -> LanguageModel:
+        """A copy of the language model as it is now, with adapters merged; the caller closes it."""
+        self._open_backbone()
+        return self._language_model.copy()
+
     @property
     def shape(self) -> str:
         """The language model's `LanguageModel.shape`."""

@@ -1,0 +1,63 @@
+"""`pvg export RUN`: write a player of a run as a Hugging Face directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from pvg_cli.boundary import DebugOption, JsonOption, RoundOption, RunArgument, RunsOption, emit, guarded, say
+
+
+def register(app: typer.Typer) -> None:
+    app.command("export")(export)
+
+
+@guarded
+def export(
+    *,
+    run: RunArgument,
+    player: Annotated[Literal["prover", "verifier"], typer.Option("--player", help="The model to export.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The new folder.")],
+    round_: RoundOption = -1,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Write a prover with adapters as a whole model, not as a peft folder.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export in --out.")] = False,
+    push: Annotated[
+        str | None,
+        typer.Option(
+            "--push", metavar="ORG/NAME", help="Upload the folder to the Hugging Face hub.", show_default=False
+        ),
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="Let everyone see a repository that --push creates. Default: private.")
+    ] = False,
+    runs: RunsOption = Path("runs"),
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Write a player of a run as a Hugging Face folder, with a model card.
+
+    The prover opens as AutoModelForCausalLM. A verifier with a scalar or yes_token head opens as
+    AutoModelForSequenceClassification, and every verifier opens with the small file pvg_verifier.py in the folder.
+    """
+    from pvg.export.finished import FinishedRound
+    from pvg.export.push import check_push, push_folder
+    from pvg.store.run_directory import RunDirectory
+
+    if push is not None:
+        check_push(push)
+    finished = FinishedRound.open(RunDirectory.open(run, runs), round_)
+
+    from pvg.export.folders import export_player, weights_size
+
+    facts = export_player(finished, player, out, merge=merge, overwrite=overwrite)
+    say(f"Wrote the {player} of {run}, round {finished.round}, to {out} ({weights_size(out) / 1e6:.1f} MB of weights).")
+    url = None
+    if push is not None:
+        url, visible_to = push_folder(out, push, public=public)
+        say(f"Uploaded to {url}. Visible to: {visible_to}.")
+    if as_json:
+        emit({"out": str(out), "url": url, **facts})

@@ -1,0 +1,102 @@
+"""`pvg score RUN FILE`: score solutions with the verifier of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pvg_cli.boundary import DebugOption, JsonOption, RoundOption, RunArgument, RunsOption, emit, guarded, say
+
+if TYPE_CHECKING:
+    from pvg.export.finished import FinishedRound
+
+
+def register(app: typer.Typer) -> None:
+    app.command("score")(score)
+
+
+@guarded
+def score(
+    run: RunArgument,
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE.jsonl", help='One object per line: {"question": "...", "solution": "..."}.'),
+    ],
+    round_: RoundOption = -1,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="The file for the results. Default: stdout.", show_default=False),
+    ] = None,
+    runs: RunsOption = Path("runs"),
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Score solutions with the verifier of a run: one line of JSON per solution.
+
+    `score` is the verifier's logit, `accepted` says whether it reaches the run's threshold, and `probability` is the
+    calibrated probability that the solution is correct (only after `pvg evaluate`). With --json, stdout holds a
+    summary, and --out is required.
+    """
+    from pvg.errors import UsageError
+    from pvg.export.finished import FinishedRound
+    from pvg.export.rows import read_rows
+    from pvg.store.run_directory import RunDirectory
+
+    if as_json and out is None:
+        raise UsageError("--json prints a summary, so the results need a file.", "Add --out FILE")
+    finished = FinishedRound.open(RunDirectory.open(run, runs), round_)
+    finished.verifier_name  # noqa: B018 - raises for a run without a verifier
+    for _ in read_rows(file):  # before the model is loaded, and before the first result is written
+        pass
+    summary = _write(finished, file, out)
+    if as_json:
+        emit(summary)
+    say(f"Scored {summary['rows']:,} solutions with {run}, round {finished.round}: {summary['accepted']:,} accepted.")
+
+
+def _write(finished: FinishedRound, file: Path, out: Path | None) -> dict[str, Any]:
+    """Score all rows. A file gets its name when it is complete."""
+    import asyncio
+    import os
+    import sys
+
+    import orjson
+
+    from pvg.errors import user_paths
+    from pvg.export.rows import score_rows
+    from pvg.store.atomic import disk_full_explained, temporary_beside
+
+    calibration = finished.calibration()
+    rows = accepted = 0
+
+    with finished.scorer() as scorer:
+
+        async def work(write: Callable[[bytes], object]) -> None:
+            nonlocal rows, accepted
+            async for result, verdict in score_rows(scorer, file, calibration):
+                write(orjson.dumps(result) + b"\n")
+                rows, accepted = rows + 1, accepted + verdict.accepted
+
+        if out is None:
+            asyncio.run(work(lambda data: sys.stdout.write(data.decode())))
+        else:
+            temporary = temporary_beside(out)
+            try:
+                with user_paths(), disk_full_explained(out), open(temporary, "wb") as target:
+                    asyncio.run(work(target.write))
+                os.replace(temporary, out)
+            finally:
+                temporary.unlink(missing_ok=True)
+        return {
+            "run": finished.run.name,
+            "round": finished.round,
+            "rows": rows,
+            "accepted": accepted,
+            "threshold": scorer.threshold,
+            "calibrated": calibration is not None,
+            "verifier_version": scorer.version,
+            "out": None if out is None else str(out),
+        }

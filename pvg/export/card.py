@@ -1,0 +1,196 @@
+"""The model card of an export: README.md, generated from the run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pvg.config.hub_ids import is_hub_id, parse
+from pvg.evaluation.intervals import CONFIDENCE, Estimate, share_of
+from pvg.evaluation.opened_run import OpenedRun
+from pvg.export.finished import FinishedRound
+from pvg.game.statistics import RolloutColumns
+from pvg.records import source_of_round
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# The settings that a reader needs to judge the model; all others are in the run's experiment.toml.
+SETTINGS = (
+    "task.kind",
+    "game.rounds",
+    "game.mint_problems",
+    "training.steps",
+    "training.learning_rate",
+    "verifier.head.kind",
+    "verifier.loss",
+    "verifier.steps",
+    "rollout.prompts",
+    "rollout.max_tokens",
+    "rollout.temperature",
+    "seed",
+)
+LABELS = {
+    "helpful_accuracy": "Correct solutions of the helpful prover",
+    "sneaky_error_rate": "Wrong solutions of the sneaky prover",
+    "fooled_rate": "Wrong sneaky solutions that the verifier accepts",
+    "accepted_helpful": "Correct helpful solutions that the verifier accepts",
+}
+
+
+def intervals(finished: FinishedRound) -> dict[str, Estimate]:
+    """The round's shares with intervals, from the stored samples on test problems. Empty for a run without them."""
+    opened = OpenedRun.open(finished.run)
+    own = source_of_round(finished.round)
+    kept = [r for r in opened.read_rollouts(finished.round, "checkpoint") if r.source == own and r.score is not None]
+    threshold = finished.metrics.get("threshold")
+    if not kept or threshold is None:
+        return {}
+    columns = RolloutColumns(kept, np.array([r.score for r in kept], dtype=np.float32))
+    _, problems_N = np.unique([r.problem_id for r in kept], return_inverse=True)
+    accepted_N = columns.scores_N >= np.float32(threshold)
+
+    def share(holds_N: NDArray[np.bool_], among_N: NDArray[np.bool_]) -> Estimate:
+        return share_of(holds_N[among_N], problems_N[among_N], CONFIDENCE)
+
+    return {
+        "helpful_accuracy": share(columns.correct_N, columns.helpful_N),
+        "sneaky_error_rate": share(columns.flaws_N, ~columns.helpful_N),
+        "fooled_rate": share(accepted_N, columns.flaws_N),
+        "accepted_helpful": share(accepted_N, columns.solutions_N),
+    }
+
+
+def model_card(finished: FinishedRound, facts: dict[str, Any], folder: str) -> str:
+    """README.md of an export with these facts. `folder`: its name, for the code."""
+    player, base = facts["player"], facts["base"]
+    head = ["---", "library_name: " + ("peft" if facts.get("form") == "adapter" else "transformers")]
+    if is_hub_id(base):
+        head.append(f"base_model: {parse(base).repository}")
+    head += ["tags:", "- prover-verifier-game", "- pvg", "---", ""]
+    parts = [
+        f"# {player.capitalize()} of the run {facts['run']}, round {facts['round']}",
+        f"The {player} of a prover-verifier game on the task `{facts['task']}`, exported by pvg "
+        f"{facts['pvg_version']}. It was trained from `{base}`. This is round {facts['round']} of "
+        f"{finished.experiment.game.rounds}, counted from 0.",
+        "## Load it",
+        _loading(facts, folder),
+        *([_verdicts(facts)] if player == "verifier" else []),
+        "## Measurements",
+        _measurements(finished),
+        "## Settings",
+        _settings(finished),
+        "## Licence",
+        _licence(base),
+    ]
+    return "\n".join(head) + "\n" + "\n\n".join(parts) + "\n"
+
+
+def _loading(facts: dict[str, Any], folder: str) -> str:
+    return f"```python\n{loading_code(facts, folder)}```"
+
+
+def loading_code(facts: dict[str, Any], folder: str) -> str:
+    """Python that loads the export with transformers (and peft for adapters)."""
+    if facts["player"] == "prover":
+        return (
+            _PEFT.format(folder=folder, dtype=facts["dtype"])
+            if facts["form"] == "adapter"
+            else _PROVER.format(folder=folder)
+        )
+    return (_IMPLICIT if facts["head"] == "implicit" else _CLASSIFIER).format(folder=folder)
+
+
+_PROVER = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{folder}")
+tokenizer = AutoTokenizer.from_pretrained("{folder}")
+"""
+_PEFT = """from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+model = AutoPeftModelForCausalLM.from_pretrained("{folder}", dtype="{dtype}")
+tokenizer = AutoTokenizer.from_pretrained("{folder}")
+"""
+_CLASSIFIER = """from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+model = AutoModelForSequenceClassification.from_pretrained("{folder}")
+tokenizer = AutoTokenizer.from_pretrained("{folder}")
+# A score is model(input_ids).logits[0, 0] + model.config.pvg["score_bias"].
+
+import sys
+
+sys.path.insert(0, "{folder}")
+from pvg_verifier import ExportedVerifier  # renders a question and a solution as in the run
+
+verifier = ExportedVerifier("{folder}")
+# verifier.score(question, solution) >= verifier.threshold
+"""
+_IMPLICIT = """import sys
+
+sys.path.insert(0, "{folder}")
+from pvg_verifier import ExportedVerifier
+
+verifier = ExportedVerifier("{folder}")
+# verifier.score(question, solution) >= verifier.threshold
+"""
+
+
+def _verdicts(facts: dict[str, Any]) -> str:
+    fit = facts["calibration"]
+    text = (
+        f"The verifier accepts a solution with a score of at least {facts['threshold']:.6g}. A score is a logit, and "
+        "higher is better. "
+    )
+    if facts["head"] == "implicit":
+        text += (
+            "The score is the scaled difference between the log-probs of the solution under two models: the one in "
+            "this folder, and the one in `reference/`. "
+        )
+    if fit is None:
+        text += "There is no calibration: `pvg evaluate` was not run before the export."
+    else:
+        text += f"P(correct) = 1 / (1 + exp(-({fit['slope']:.6g} score + {fit['offset']:.6g})))."
+    if facts["conceals_text"]:
+        text += (
+            " The task hides a part of each solution from the verifier. Pass only the visible part, or score with "
+            "`pvg score`, which removes the rest."
+        )
+    return text
+
+
+def _measurements(finished: FinishedRound) -> str:
+    found = intervals(finished)
+    rows = ["| Share | Value | 95 % interval | Solutions | Problems |", "|---|---|---|---|---|"]
+    for name, estimate in found.items():
+        if estimate.value is not None:
+            known = estimate.low is not None and estimate.high is not None
+            interval = f"{estimate.low:.1%} to {estimate.high:.1%}" if known else "none"
+            rows.append(f"| {LABELS[name]} | {estimate.value:.1%} | {interval} | {estimate.n} | {estimate.problems} |")
+    auc = finished.metrics.get("verifier_auc")
+    after = [] if auc is None else [f"AUC of the verifier on these solutions: {auc:.3f}."]
+    if len(rows) == 2:
+        return "\n\n".join(["The run has no stored solutions of this round on test problems.", *after])
+    intro = "From solutions on test problems at the end of the round. Solutions of one problem count as one cluster."
+    return "\n\n".join([intro, "\n".join(rows), *after])
+
+
+def _settings(finished: FinishedRound) -> str:
+    plain = finished.experiment.model_dump(mode="json")
+    rows = ["| Setting | Value |", "|---|---|"]
+    for key in SETTINGS:
+        value: Any = plain
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None:
+            rows.append(f"| `{key}` | `{value}` |")
+    return "\n".join(rows)
+
+
+def _licence(base: str) -> str:
+    if is_hub_id(base):
+        return f"These weights derive from {parse(base).repository}. Its licence applies to them."
+    if base.startswith("embedded:"):
+        return f"These weights derive from `{base}`, which comes with pvg under the Apache License 2.0."
+    return f"These weights derive from `{base}`. The licence of that model applies to them."

@@ -1,0 +1,136 @@
+"""A finished round of a run: its verifier, its prover's weights, and the facts that a user of them needs.
+
+finished = FinishedRound.open(RunDirectory.open("mine", Path("runs")))
+with finished.scorer() as scorer:
+    scores_N = await scorer.score(solutions)
+"""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pvg.config.experiment import Experiment
+from pvg.errors import UsageError
+from pvg.records import source_of_round
+from pvg.store.checkpoints import read_checkpoint
+from pvg.store.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from pvg.models.heads import VerifierModel
+    from pvg.verifier.backend import ScoringModel
+    from pvg.verifier.scorer import VerifierScorer
+
+
+@dataclass(frozen=True, slots=True)
+class Platt:
+    """P(correct) = 1 / (1 + exp(-(slope score + offset))), fitted by `pvg evaluate --parts calibration`."""
+
+    slope: float
+    offset: float
+
+    def probability(self, score: float) -> float:
+        return 0.5 * (1.0 + math.tanh(0.5 * (self.slope * score + self.offset)))
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRound:
+    """`weights`: the names of the run's committed weight folders. `metrics`: of the round, from fresh samples."""
+
+    run: RunDirectory
+    experiment: Experiment
+    round: int
+    weights: tuple[str, ...]
+    metrics: dict[str, float | None]
+
+    @classmethod
+    def open(cls, run: RunDirectory, round_: int = -1) -> FinishedRound:
+        """Rounds count from 0; -1 is the last. Raises UsageError for a round that is not finished."""
+        state = run.load_state().state or {}
+        rounds = state.get("rounds", ())
+        number = len(rounds) + round_ if round_ < 0 else round_
+        if not 0 <= number < len(rounds):
+            raise UsageError(
+                f"Round {round_} of the run {run.name!r} is not finished.", f"Finished rounds: {len(rounds)}."
+            )
+        return cls(run, run.experiment(), number, tuple(state.get("weights", ())), dict(rounds[number]))
+
+    @property
+    def prover_name(self) -> str:
+        """The folder of the prover's weights."""
+        return f"{source_of_round(self.round)}-prover"
+
+    @property
+    def verifier_name(self) -> str:
+        """The folder of the verifier's weights. Raises UsageError for a run without a verifier (self-play)."""
+        from pvg.game.round_verifier import verifier_weights_name
+        from pvg.game.simultaneous import final_verifier_name
+
+        final = final_verifier_name(self.round)
+        name = final if final in self.weights else verifier_weights_name(self.round)
+        if name not in self.weights:
+            raise UsageError(f"Round {self.round} of the run {self.run.name!r} has no verifier.", "Choose another run.")
+        return name
+
+    def calibration(self) -> Platt | None:
+        """The calibration of the round's verifier; None if `pvg evaluate` has not computed it."""
+        from pvg.evaluation.report import report_of
+
+        report = report_of(self.run)
+        for found in () if report is None else report.rounds:
+            if found.round == self.round and found.calibration is not None:
+                return Platt(found.calibration.slope, found.calibration.offset)
+        return None
+
+    def read_weights(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return read_checkpoint(self.run.weights, name)
+
+    def read_verifier(self, device: torch.device) -> tuple[ScoringModel, float]:
+        """The verifier and its acceptance threshold. The caller closes the verifier."""
+        from pvg.game.round_verifier import read_verifier
+
+        return read_verifier(_Verifiers(self.experiment, device), self.read_weights, self.verifier_name)
+
+    def scorer(self) -> VerifierScorer:
+        """The scorer of the round's verifier, computed by torch in this process. The caller closes it."""
+        from pvg.game.players import template_of
+        from pvg.models import pick_device
+        from pvg.tasks import open_task
+        from pvg.verifier.scorer import VerifierScorer
+
+        section, device = self.experiment.verifier, pick_device(self.experiment.models.device)
+        with ExitStack() as opened:
+            executor = opened.enter_context(ThreadPoolExecutor(1, "pvg-score"))
+            task = open_task(self.experiment.task)
+            if isinstance(task, AbstractContextManager):
+                opened.enter_context(task)
+            verifier, threshold = executor.submit(self.read_verifier, device).result()
+            opened.callback(verifier.close)
+            return VerifierScorer(
+                verifier,
+                template_of(self.experiment, task, verifier),
+                verifier.version(),
+                cache_entries=section.cache_entries,
+                token_budget=section.score_tokens,
+                executor=executor,
+                threshold=threshold,
+                owned=opened.pop_all(),
+            )
+
+
+class _Verifiers:
+    """Opens a run's verifiers without its prover."""
+
+    def __init__(self, experiment: Experiment, device: torch.device) -> None:
+        self._experiment, self._device = experiment, device
+
+    def open_verifier(self, round_: int = 0, member: int = 0, like: VerifierModel | None = None) -> VerifierModel:
+        from pvg.models.starts import open_verifier
+
+        return open_verifier(self._experiment, self._device, None, round_, member, like)

@@ -1,0 +1,291 @@
+"""Writes a player of a finished round as a Hugging Face directory.
+
+    export_player(finished, "verifier", Path("out"))
+
+Invariants: a directory gets its name when it is complete. Weights are safetensors. An existing directory is replaced
+only if it is an earlier export and the caller allows it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import orjson
+import torch
+
+from pvg import __version__
+from pvg.config.hub_ids import is_hub_id, parse
+from pvg.errors import ConfigurationError, UsageError, user_paths
+from pvg.export import pvg_verifier
+from pvg.export.card import model_card
+from pvg.export.finished import FinishedRound
+from pvg.inputs import expanded
+from pvg.models import open_model
+from pvg.models.heads import ImplicitHead, ScalarHead, VerifierModel, YesTokenHead
+from pvg.models.language_model import LanguageModel, without_progress_bars
+from pvg.models.logprobs import finish_logits
+from pvg.store.atomic import disk_full_explained, make_directory, remove_tree, temporary_beside
+from pvg.tasks import open_task
+from pvg.tasks.task import ConcealsText
+from pvg.verifier.template import QUESTION
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Player = Literal["prover", "verifier"]
+FORMAT = 1
+MARK = "pvg.json"  # the facts of an export; shows that a directory is one
+LOADER = "pvg_verifier.py"
+REFERENCE = "reference"  # the implicit head's second model, in its own folder
+CPU = torch.device("cpu")
+
+
+def export_player(
+    finished: FinishedRound, player: Player, out: Path, *, merge: bool = False, overwrite: bool = False
+) -> dict[str, Any]:
+    """Write `out` and return its facts, which are also in `pvg.json` and in config.json under "pvg".
+
+    A prover with adapters becomes a peft directory, or with `merge` a whole model. Raises UsageError if `out` exists,
+    and ConfigurationError for a verifier that has no Hugging Face form.
+    """
+    with user_paths():
+        _check_target(out, overwrite)
+    with user_paths(), disk_full_explained(out):
+        make_directory(out.absolute().parent)
+        temporary = temporary_beside(out.absolute())
+        temporary.mkdir()
+        try:
+            with without_progress_bars():
+                facts = (
+                    _write_prover(finished, temporary, merge)
+                    if player == "prover"
+                    else _write_verifier(finished, temporary)
+                )
+            (temporary / MARK).write_bytes(orjson.dumps(facts, option=orjson.OPT_INDENT_2))
+            (temporary / "README.md").write_text(model_card(finished, facts, out.name), encoding="utf-8")
+            _put(temporary, out.absolute())
+        finally:
+            if temporary.exists():
+                shutil.rmtree(temporary)
+    return facts
+
+
+def _check_target(out: Path, overwrite: bool) -> None:
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if not out.exists():
+        return
+    if not (out / MARK).is_file():
+        raise UsageError(f"{out} exists, and it is not an export of pvg.", "Choose another folder with --out.")
+    if not overwrite:
+        raise UsageError(f"{out} has an export already.", "Replace it with --overwrite, or choose another --out.")
+
+
+def _put(temporary: Path, out: Path) -> None:
+    if not out.exists():
+        os.rename(temporary, out)
+        return
+    old = temporary_beside(out)
+    os.rename(out, old)
+    os.rename(temporary, out)
+    remove_tree(old)
+
+
+def _common(finished: FinishedRound, player: Player, source: str) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "pvg_version": __version__,
+        "player": player,
+        "run": finished.run.name,
+        "experiment": finished.experiment.name,
+        "task": finished.experiment.task.kind,
+        "round": finished.round,
+        "base": source,
+    }
+
+
+# --- the prover -------------------------------------------------------------------------------------------------------
+
+
+def _write_prover(finished: FinishedRound, folder: Path, merge: bool) -> dict[str, Any]:
+    from pvg.game.prover_phase import adapter_name
+
+    section, adapters = finished.experiment.models.prover, adapter_name(finished.prover_name)
+    facts = _common(finished, "prover", section.source)
+    facts["dtype"] = section.dtype
+    facts["prompts"] = finished.experiment.rollout.prompts
+    with open_model(section, CPU) as model:
+        if adapters in finished.weights and not merge:
+            facts["form"] = "adapter"
+            _write_adapter(finished, adapters, folder)
+        else:
+            facts["form"] = "model"
+            model.load_weights(finished.read_weights(finished.prover_name)[0])
+            _set_generation(model, finished)
+            _write_module(model.module, folder, facts)
+        model.tokenizer.save(folder)
+    return facts
+
+
+def _write_adapter(finished: FinishedRound, name: str, folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors, meta = finished.read_weights(name)
+    base, revision = _base_for_peft(finished.experiment.models.prover.source)
+    config = {**meta["config"], "base_model_name_or_path": base, "revision": revision}
+    save_file(dict(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_bytes(orjson.dumps(config, option=orjson.OPT_INDENT_2))
+
+
+def _base_for_peft(source: str) -> tuple[str, str | None]:
+    """The name under which peft finds the base, and its revision."""
+    if is_hub_id(source):
+        found = parse(source)
+        return found.repository, found.revision
+    if source.partition(":")[0] in ("embedded", "gguf"):
+        raise UsageError(
+            f"peft cannot open the base of these adapters, {source!r}.", "Add --merge, which writes a whole model."
+        )
+    return str(expanded(source, "models").resolve()), None
+
+
+def _set_generation(model: LanguageModel, finished: FinishedRound) -> None:
+    """Sampling as in the run."""
+    rollout, generation = finished.experiment.rollout, model.module.generation_config
+    assert generation is not None
+    generation.update(
+        eos_token_id=model.tokenizer.eos_id,
+        pad_token_id=model.tokenizer.pad_id,
+        max_new_tokens=rollout.max_tokens,
+        do_sample=rollout.temperature > 0,
+    )
+    if rollout.temperature > 0:
+        generation.update(temperature=rollout.temperature, top_p=rollout.top_p, top_k=max(0, rollout.top_k))
+
+
+def _write_module(module: PreTrainedModel, folder: Path, facts: dict[str, Any]) -> None:
+    cast(Any, module.config).pvg = facts
+    module.save_pretrained(folder)
+
+
+# --- the verifier -----------------------------------------------------------------------------------------------------
+
+
+def _write_verifier(finished: FinishedRound, folder: Path) -> dict[str, Any]:
+    verifier, threshold = finished.read_verifier(CPU)
+    try:
+        if not isinstance(verifier, VerifierModel):
+            raise _no_form("an ensemble of verifiers", "Set verifier.ensemble to none in the next run")
+        write = WRITERS.get(type(verifier))
+        if write is None:
+            raise _no_form("a verifier head from a file of your own", "Score with pvg score or pvg serve")
+        section, calibration = finished.experiment, finished.calibration()
+        facts = {
+            **_common(finished, "verifier", section.models.verifier.source),
+            "head": section.verifier.head.kind,
+            "threshold": threshold,
+            "score_bias": 0.0,
+            "calibration": None if calibration is None else {"slope": calibration.slope, "offset": calibration.offset},
+            "template": {
+                "style": "chat" if section.rollout.prompts == "chat" else "plain",
+                "asks": QUESTION if verifier.reads == "yes_token" else None,
+            },
+            "conceals_text": _conceals(finished),
+        }
+        write(verifier, folder, facts)
+        shutil.copyfile(pvg_verifier.__file__, folder / LOADER)
+        return facts
+    finally:
+        verifier.close()
+
+
+def _no_form(what: str, remedy: str) -> ConfigurationError:
+    return ConfigurationError(f"This run has {what}, which has no form that transformers can open.", f"{remedy}.")
+
+
+def _conceals(finished: FinishedRound) -> bool:
+    """Whether the task hides a part of each solution from the verifier."""
+    from contextlib import AbstractContextManager, nullcontext
+
+    task = open_task(finished.experiment.task)
+    with task if isinstance(task, AbstractContextManager) else nullcontext():
+        return isinstance(task, ConcealsText)
+
+
+def _write_scalar(verifier: VerifierModel, folder: Path, facts: dict[str, Any]) -> None:
+    assert isinstance(verifier, ScalarHead)
+    facts["score_bias"] = float(verifier.bias.detach())
+    with verifier.trained_model() as model:
+        _write_classifier(model, verifier.weight_D.detach(), folder, facts)
+
+
+def _write_yes_token(verifier: VerifierModel, folder: Path, facts: dict[str, Any]) -> None:
+    """logit("yes") - logit("no") = (w_yes - w_no) h + (b_yes - b_no), so a classifier with one label expresses it."""
+    assert isinstance(verifier, YesTokenHead)
+    yes, no = verifier.answer_ids
+    with verifier.trained_model() as model:
+        probe = torch.tensor([1.0, -1.0, 100.0])
+        finished = finish_logits(model.module, probe)
+        factor = float(finished[0])
+        if not torch.allclose(finished, probe * factor):
+            raise _no_form("a yes_token head on a model that caps its logits", "Score with pvg score or pvg serve")
+        head = cast(Any, model.module.get_output_embeddings())
+        weight_D = (head.weight[yes].float() - head.weight[no].float()).detach() * factor
+        if getattr(head, "bias", None) is not None:
+            facts["score_bias"] = float((head.bias[yes].float() - head.bias[no].float()).detach()) * factor
+        _write_classifier(model, weight_D, folder, facts)
+
+
+def _write_implicit(verifier: VerifierModel, folder: Path, facts: dict[str, Any]) -> None:
+    assert isinstance(verifier, ImplicitHead)
+    facts["score_bias"], facts["beta"] = float(verifier.bias.detach()), verifier.beta
+    with verifier.trained_model() as model:
+        _write_module(model.module, folder, facts)
+        cast("PreTrainedModel", verifier.start).save_pretrained(folder / REFERENCE)
+        model.tokenizer.save(folder)
+
+
+def _write_classifier(model: LanguageModel, weight_D: torch.Tensor, folder: Path, facts: dict[str, Any]) -> None:
+    """The backbone of `model` with one linear layer on the last token, as *ForSequenceClassification."""
+    from transformers import AutoModelForSequenceClassification
+
+    module = model.module
+    config = type(module.config).from_dict({**module.config.to_dict(), "num_labels": 1})
+    config.pad_token_id = _padding(model)
+    try:
+        classifier = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    except ValueError:
+        raise _no_form(
+            f"a {facts['head']} head on {type(module).__name__}, an architecture without a classifier",
+            "Score with pvg score or pvg serve",
+        ) from None
+    layer: Any = getattr(classifier, "score", None)
+    if not isinstance(layer, torch.nn.Linear) or [*layer.state_dict()] != ["weight"]:
+        raise _no_form(f"a {facts['head']} head on {type(module).__name__}", "Score with pvg score or pvg serve")
+    classifier.base_model.load_state_dict(module.base_model.state_dict())
+    with torch.no_grad():
+        layer.weight.copy_(weight_D[None])
+    _write_module(classifier, folder, facts)
+    model.tokenizer.save(folder)
+
+
+def _padding(model: LanguageModel) -> int:
+    """The token that transformers skips at the end of a row. It must not be the end token, which ends every row."""
+    tokenizer = model.tokenizer
+    return tokenizer.pad_id if tokenizer.pad_id != tokenizer.eos_id else int(tokenizer.eos_id == 0)
+
+
+WRITERS: dict[type[VerifierModel], Callable[[VerifierModel, Path, dict[str, Any]], None]] = {
+    ScalarHead: _write_scalar,
+    YesTokenHead: _write_yes_token,
+    ImplicitHead: _write_implicit,
+}
+
+
+def weights_size(folder: Path) -> int:
+    """Bytes of all weight files."""
+    return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))

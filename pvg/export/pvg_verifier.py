@@ -1,0 +1,96 @@
+"""Scores solutions with a verifier that `pvg export` wrote. Needs torch and transformers, but not pvg.
+
+    verifier = ExportedVerifier("DIR")
+    score = verifier.score("7+5+8?", "7+5=2;2+8=0;A0")     # the logit that pvg computes
+    accepted = score >= verifier.threshold
+
+The folder's config.json has the facts under the key "pvg": head, template, threshold, calibration.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+
+class ExportedVerifier:
+    """`threshold`: the verifier accepts a solution whose score reaches it."""
+
+    def __init__(self, folder: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self.reference: Any = None
+        kind: Any = AutoModelForSequenceClassification
+        options: Any = {"dtype": dtype}
+        self.model: Any = None
+        if (Path(folder) / "reference").is_dir():  # the implicit head compares two language models
+            kind = AutoModelForCausalLM
+            self.reference = kind.from_pretrained(Path(folder) / "reference", **options).to(device).eval()
+        self.model = kind.from_pretrained(folder, **options).to(device).eval()
+        self.facts: dict[str, Any] = self.model.config.pvg
+        self.threshold: float = self.facts["threshold"]
+        self.device = device
+
+    def score(self, question: str, solution: str) -> float:
+        """The verifier's logit."""
+        prompt, rest = self.tokens(question, solution)
+        ids = torch.tensor([prompt + rest], device=self.device)
+        with torch.inference_mode():
+            if self.reference is None:
+                value = self.model(ids).logits[0, 0].item()
+            else:
+                value = self.facts["beta"] * (
+                    _logprob(self.model, ids, len(prompt)) - _logprob(self.reference, ids, len(prompt))
+                )
+        return float(value + self.facts["score_bias"])
+
+    def probability(self, question: str, solution: str) -> float:
+        """The calibrated probability that the solution is correct. Raises ValueError without a calibration."""
+        fit = self.facts["calibration"]
+        if fit is None:
+            raise ValueError("this verifier has no calibration: run `pvg evaluate` before `pvg export`")
+        return 1.0 / (1.0 + math.exp(-(fit["slope"] * self.score(question, solution) + fit["offset"])))
+
+    def tokens(self, question: str, solution: str) -> tuple[list[int], list[int]]:
+        """The verifier's input in two parts. The implicit head reads its score from the second part."""
+        template = self.facts["template"]
+        asked, end = template["asks"], [self.tokenizer.eos_token_id]
+        if template["style"] != "chat":
+            solved = _without_end(self._encode(solution), end[0])
+            return self._encode(question), solved + (self._encode(f"\n{asked}\n") if asked else end)
+        if self.facts["head"] == "implicit":
+            return self._chat(question), _without_end(self._encode(solution), end[0]) + end
+        content = f"Problem:\n{question}\n\nSolution:\n{self._without_controls(solution)}"
+        return self._chat(f"{content}\n\n{asked}" if asked else content), []
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def _chat(self, content: str) -> list[int]:
+        messages = [{"role": "user", "content": content}]
+        return self._encode(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+
+    def _without_controls(self, text: str) -> str:
+        """Without special tokens spelled out, so that a solution cannot end the message that quotes it."""
+        while len(cleaned := self._plain(text)) < len(text):
+            text = cleaned
+        return text
+
+    def _plain(self, text: str) -> str:
+        ids = self._encode(text)
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _without_end(ids: list[int], end: int) -> list[int]:
+    while ids and ids[-1] == end:
+        ids = ids[:-1]
+    return ids
+
+
+def _logprob(model: Any, ids: torch.Tensor, start: int) -> float:
+    """The sum of the log-probs of the tokens from `start`, in nats."""
+    logprobs = model(ids).logits[0, start - 1 : -1].float().log_softmax(-1)
+    return float(logprobs.gather(1, ids[0, start:, None]).double().sum())

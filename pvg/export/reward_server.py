@@ -1,0 +1,163 @@
+"""Serves a run's verifier over HTTP on 127.0.0.1, also to the trainers of other projects.
+
+    async with RewardServer.start(finished, port=0) as server:
+        print(server.url)
+        await asyncio.Event().wait()
+
+- GET /health: the run, the round and the verifier's version.
+- POST /score: {"rows": [{"question": "...", "solution": "..."}]} -> {"results": [{"score": ..., "accepted": ...}]}.
+- POST /get_reward: the request of OpenRLHF's remote reward models, {"query": [...], "prompts": [...]} ->
+  {"rewards": [...]}. A query is a prompt and its response in one text, and the prompt is the plain question.
+
+Requests that come at the same time share forward passes. A wrong request gets status 400 and {"error": "..."}. The
+server refuses web pages (browsers send an Origin header) and requests under another host name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import orjson
+from aiohttp import web
+
+from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, UsageError, shortened
+from pvg.export.finished import FinishedRound, Platt
+from pvg.export.rows import Verdict
+from pvg.verifier.scorer import TextSolution, VerifierScorer
+
+HOST = "127.0.0.1"
+NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
+MOST_BYTES = 8 * 2**20  # of a request
+MOST_ROWS = 4096  # of a request
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class RewardServer:
+    """Use `RewardServer.start`."""
+
+    url: str
+
+    def __init__(self, finished: FinishedRound, scorer: VerifierScorer, calibration: Platt | None) -> None:
+        self._finished, self._scorer, self._calibration = finished, scorer, calibration
+
+    @classmethod
+    @asynccontextmanager
+    async def start(cls, finished: FinishedRound, port: int) -> AsyncIterator[RewardServer]:
+        """Serve until the block ends. Port 0 is any free one. Raises MissingRequirementError if the port cannot be
+        used."""
+        with finished.scorer() as scorer:
+            server = cls(finished, scorer, finished.calibration())
+            app = web.Application(middlewares=[_guard], client_max_size=MOST_BYTES)
+            app.add_routes(
+                [
+                    web.get("/health", server._health),
+                    web.post("/score", server._score),
+                    web.post("/get_reward", server._get_reward),
+                ]
+            )
+            runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+            await runner.setup()
+            try:
+                try:
+                    await web.TCPSite(runner, HOST, port).start()
+                except OSError as error:
+                    raise MissingRequirementError(
+                        f"Port {port} of {HOST} cannot be used: {error.strerror or error}.",
+                        "Choose another port with --port.",
+                    ) from None
+                server.url = f"http://{HOST}:{runner.addresses[0][1]}"
+                yield server
+            finally:
+                await runner.cleanup()
+                await scorer.drop()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return _json(
+            {
+                "status": "ok",
+                "run": self._finished.run.name,
+                "round": self._finished.round,
+                "verifier_version": self._scorer.version,
+                "threshold": self._scorer.threshold,
+                "calibrated": self._calibration is not None,
+            }
+        )
+
+    async def _score(self, request: web.Request) -> web.Response:
+        rows = _list(await _object(request), "rows")
+        for number, row in enumerate(rows):
+            if not (isinstance(row, dict) and isinstance(row.get("question"), str)):
+                raise UsageError(f'rows[{number}] has no text "question".')
+            if not isinstance(row.get("solution"), str):
+                raise UsageError(f'rows[{number}] has no text "solution".')
+        verdicts = await self._verdicts([(row["question"], row["solution"]) for row in rows])
+        return _json({"results": [verdict.plain() for verdict in verdicts]})
+
+    async def _get_reward(self, request: web.Request) -> web.Response:
+        body = await _object(request)
+        queries, prompts = _list(body, "query"), _list(body, "prompts")
+        if len(queries) != len(prompts):
+            raise UsageError(f'"query" has {len(queries)} texts, but "prompts" has {len(prompts)}.')
+        pairs = []
+        for number, (query, prompt) in enumerate(zip(queries, prompts, strict=True)):
+            if not (isinstance(query, str) and isinstance(prompt, str)):
+                raise UsageError(f"query[{number}] or prompts[{number}] is not a text.")
+            if not query.startswith(prompt):
+                raise UsageError(f"query[{number}] does not begin with prompts[{number}], the question.")
+            pairs.append((prompt, query[len(prompt) :]))
+        verdicts = await self._verdicts(pairs)
+        scores = [verdict.score for verdict in verdicts]
+        accepted = [float(verdict.accepted) for verdict in verdicts]
+        # OpenRLHF reads `rewards` as the reward, `scores` for its filter of prompts (0 to 1), and logs the rest.
+        return _json({"rewards": scores, "scores": accepted, "extra_logs": {"accepted": accepted}})
+
+    async def _verdicts(self, pairs: list[tuple[str, str]]) -> list[Verdict]:
+        assert self._scorer.threshold is not None
+        texts = [TextSolution(f"number {n}", question, solution) for n, (question, solution) in enumerate(pairs)]
+        scores_N = await self._scorer.score(texts)
+        return [Verdict.of(float(score), self._scorer.threshold, self._calibration) for score in scores_N]
+
+
+async def _object(request: web.Request) -> dict[str, Any]:
+    try:
+        body = orjson.loads(await request.read())
+    except orjson.JSONDecodeError as error:
+        raise UsageError(f"The request is not JSON: {error}.") from None
+    if not isinstance(body, dict):
+        raise UsageError("The request is not a JSON object.")
+    return body
+
+
+def _list(body: dict[str, Any], key: str) -> list[Any]:
+    found = body.get(key)
+    if not isinstance(found, list):
+        raise UsageError(f'"{key}" is not a list: {shortened(repr(found))}.')
+    if len(found) > MOST_ROWS:
+        raise UsageError(f'"{key}" has {len(found)} rows; a request may have at most {MOST_ROWS}.')
+    return found
+
+
+@web.middleware
+async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        name = urlsplit(f"//{request.headers.get('Host', '')}").hostname
+    except ValueError:
+        name = None
+    if name not in NAMES or "Origin" in request.headers:
+        return _json({"error": "This server answers only programs on this machine."}, 403)
+    try:
+        return await handler(request)
+    except (UsageError, ConfigurationError) as error:
+        return _json({"error": str(error)}, 400)
+    except PvgError as error:
+        return _json({"error": str(error)}, 500)
+    except web.HTTPException as error:  # an unknown route, or a request that is too large
+        return _json({"error": error.reason}, error.status)
+
+
+def _json(content: dict[str, Any], status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(content), content_type="application/json", status=status)

@@ -1,0 +1,104 @@
+"""Scores the rows of a JSONL file with a run's verifier, in constant memory.
+
+Each line is an object with "question" and "solution". An "id" is copied to the result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from pvg.errors import ConfigurationError, UsageError, shortened, user_paths
+from pvg.export.finished import Platt
+from pvg.verifier.scorer import TextSolution, VerifierScorer
+
+ROWS_AT_ONCE = 256  # scored together and then written
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`score`: the verifier's logit. `accepted`: whether it reaches the run's threshold. `probability`: of being
+    correct; None without a calibration."""
+
+    score: float
+    accepted: bool
+    probability: float | None
+
+    @classmethod
+    def of(cls, score: float, threshold: float, calibration: Platt | None) -> Verdict:
+        return cls(score, score >= threshold, None if calibration is None else calibration.probability(score))
+
+    def plain(self) -> dict[str, Any]:
+        known = {} if self.probability is None else {"probability": self.probability}
+        return {"score": self.score, **known, "accepted": self.accepted}
+
+
+def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The line numbers (from 1) and objects of a JSONL file. Empty lines are skipped. Raises UsageError with the line
+    number for a line that is not an object with two texts."""
+    with user_paths():
+        try:
+            file = open(path, "rb")  # noqa: SIM115 - closed below
+        except FileNotFoundError:
+            raise UsageError(f"There is no file {str(path)!r}.", "Give a JSONL file.") from None
+    with file, user_paths():
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield number, _row(path, number, line)
+
+
+def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    place = f"{path.name}, line {number}"
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise UsageError(f"{place}: this is not valid JSON ({error}).", "Write one JSON object per line.") from None
+    if not isinstance(row, dict):
+        raise UsageError(f"{place}: this is not a JSON object.", 'Write {"question": "...", "solution": "..."}')
+    for key in ("question", "solution"):
+        if not isinstance(row.get(key), str):
+            wrong = f"{key!r} is missing" if key not in row else f"{key!r} is {shortened(repr(row[key]))}, not a text"
+            raise UsageError(f"{place}: {wrong}.", 'Write {"question": "...", "solution": "..."}')
+    return row
+
+
+async def score_rows(
+    scorer: VerifierScorer, path: Path, calibration: Platt | None
+) -> AsyncIterator[tuple[dict[str, Any], Verdict]]:
+    """The result of each row, in order: a plain object for one line of output, and its verdict. Raises UsageError with
+    the line number for a row that cannot be scored."""
+    chunk: list[tuple[int, dict[str, Any]]] = []
+    for row in read_rows(path):
+        chunk.append(row)
+        if len(chunk) == ROWS_AT_ONCE:
+            for result in await _scored(scorer, path, chunk, calibration):
+                yield result
+            chunk = []
+    for result in await _scored(scorer, path, chunk, calibration):
+        yield result
+
+
+async def _scored(
+    scorer: VerifierScorer, path: Path, chunk: list[tuple[int, dict[str, Any]]], calibration: Platt | None
+) -> list[tuple[dict[str, Any], Verdict]]:
+    assert scorer.threshold is not None
+    found = await asyncio.gather(*(_score(scorer, path, number, row) for number, row in chunk))
+    results = []
+    for (number, row), score in zip(chunk, found, strict=True):
+        verdict = Verdict.of(score, scorer.threshold, calibration)
+        copied = {"id": row["id"]} if "id" in row else {}
+        results.append(({"line": number, **copied, **verdict.plain()}, verdict))
+    return results
+
+
+async def _score(scorer: VerifierScorer, path: Path, number: int, row: dict[str, Any]) -> float:
+    try:
+        (score,) = await scorer.score([TextSolution(f"of line {number}", row["question"], row["solution"])])
+    except (UsageError, ConfigurationError) as error:
+        raise type(error)(f"{path.name}, line {number}: {error.message}", error.remedy) from error
+    return float(score)

@@ -1,0 +1,182 @@
+"""`pvg score` and `pvg serve --player verifier` as separate processes, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from game.kill_drill import small_experiment
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
+from calling import ENTRY, pvg
+
+from pvg.api import Run, play
+from pvg.export.reward_server import MOST_BYTES
+from pvg.verifier.scorer import VerifierScorer
+
+QUESTION = "7+5+8+3+6?"
+SOLUTIONS = ["7+5=2;2+8=0;0+3=3;3+6=9;A9", "7+5=2;2+8=0;0+3=4;4+6=0;A0", "A9", ""]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("serving"))
+        Path("small.toml").write_text(small_experiment().to_toml())
+        yield play("small.toml", {"game.rounds": 1}, name="mine")
+
+
+@pytest.fixture(scope="module")
+def wanted(run: Run) -> list[float]:
+    with VerifierScorer.load(run) as scorer:
+        return [float(score) for score in scorer.score_texts(QUESTION, SOLUTIONS)]
+
+
+@pytest.fixture(scope="module")
+def url(run: Run) -> Iterator[str]:
+    process = subprocess.Popen(
+        [*ENTRY, "serve", "mine", "--player", "verifier", "--port", "0", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    try:
+        assert process.stdout is not None
+        text = ""
+        for line in process.stdout:
+            text += line
+            if line.startswith("}"):
+                break
+        yield json.loads(text)["url"]
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert "Stopped. The run is not affected." in errors
+        assert "Traceback" not in errors
+    finally:
+        process.kill()
+        process.wait()
+
+
+def post(address: str, body: Any, **headers: str) -> tuple[int, Any]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(address, data=data, headers={"Content-Type": "application/json", **headers})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def rows(*solutions: str) -> dict[str, Any]:
+    return {"rows": [{"question": QUESTION, "solution": text} for text in solutions]}
+
+
+def test_the_score_route_gives_the_scores_of_the_run(url: str, run: Run, wanted: list[float]) -> None:
+    status, answer = post(f"{url}/score", rows(*SOLUTIONS))
+    assert status == 200
+    assert [row["score"] for row in answer["results"]] == wanted
+    threshold = run.rounds[-1]["threshold"]
+    assert [row["accepted"] for row in answer["results"]] == [score >= threshold for score in wanted]
+    with urllib.request.urlopen(f"{url}/health", timeout=60) as health:
+        assert json.load(health)["threshold"] == threshold
+
+
+def test_the_reward_route_speaks_openrlhf(url: str, wanted: list[float]) -> None:
+    body = {"query": [QUESTION + text for text in SOLUTIONS], "prompts": [QUESTION] * 4, "labels": [""] * 4}
+    status, answer = post(f"{url}/get_reward", body)
+    assert (status, answer["rewards"]) == (200, wanted)
+    assert len(answer["scores"]) == len(answer["extra_logs"]["accepted"]) == 4
+
+
+def test_requests_at_the_same_time_each_get_their_own_scores(url: str, wanted: list[float]) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        found = [*pool.map(lambda n: post(f"{url}/score", rows(SOLUTIONS[n % 4])), range(32))]
+    assert [answer["results"][0]["score"] for _, answer in found] == [wanted[n % 4] for n in range(32)]
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "words"),
+    [
+        ("score", b"{", "not JSON"),
+        ("score", [], "not a JSON object"),
+        ("score", {}, '"rows" is not a list'),
+        ("score", {"rows": [{"question": "7?"}]}, 'rows[0] has no text "solution"'),
+        ("score", {"rows": [{"question": QUESTION, "solution": "x"}]}, "cannot express 'x'"),
+        ("score", {"rows": [{"question": QUESTION, "solution": "1+" * 500}]}, "exceeds the verifier's context"),
+        ("get_reward", {"query": ["7?1"], "prompts": []}, '"query" has 1 texts, but "prompts" has 0'),
+        ("get_reward", {"query": ["7?1"], "prompts": ["8?"]}, "does not begin with prompts[0]"),
+    ],
+)
+def test_a_wrong_request_gets_a_sentence(url: str, route: str, body: Any, words: str) -> None:
+    status, answer = post(f"{url}/{route}", body)
+    assert status == 400
+    assert words in answer["error"]
+
+
+def test_what_must_not_reach_the_verifier(url: str) -> None:
+    assert post(f"{url}/score", rows("A9"), Origin="http://example.org")[0] == 403
+    assert post(f"{url}/score", rows("A9"), Host="example.org")[0] == 403
+    assert post(f"{url}/score", b" " * (MOST_BYTES + 1))[0] == 413
+    assert post(f"{url}/nothing", rows("A9"))[0] == 404
+
+
+def test_a_file_is_scored_line_by_line(run: Run, wanted: list[float]) -> None:
+    lines = [json.dumps({"question": QUESTION, "solution": text, "id": n}) for n, text in enumerate(SOLUTIONS * 100)]
+    Path("rows.jsonl").write_text("\n\n".join(lines))
+    called = pvg("score", "mine", "rows.jsonl", "--out", "scores.jsonl", "--json")
+    assert called.code == 0, called.err
+    found = [json.loads(line) for line in Path("scores.jsonl").read_text().splitlines()]
+    assert [row["score"] for row in found] == wanted * 100
+    assert [row["line"] for row in found] == [*range(1, 801, 2)]
+    assert [row["id"] for row in found] == [*range(400)]
+    assert called.document["rows"] == 400
+    assert called.document["accepted"] == sum(row["accepted"] for row in found)
+    again = pvg("score", "mine", "rows.jsonl")
+    assert again.out == Path("scores.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"question": "7?"', "wrong.jsonl, line 2: this is not valid JSON"),
+        ("[1]", "wrong.jsonl, line 2: this is not a JSON object."),
+        ('{"question": "7?"}', "wrong.jsonl, line 2: 'solution' is missing."),
+        ('{"question": "7?", "solution": 3}', "wrong.jsonl, line 2: 'solution' is 3, not a text."),
+        ('{"question": "7?", "solution": "x"}', "wrong.jsonl, line 2: The tokenizer"),
+    ],
+)
+def test_a_wrong_line_is_named(run: Run, line: str, words: str) -> None:
+    Path("wrong.jsonl").write_text('{"question": "7+5?", "solution": "A2"}\n' + line + "\n")
+    called = pvg("score", "mine", "wrong.jsonl", "--out", "none.jsonl")
+    assert called.code == 2
+    assert words in called.err
+    assert not Path("none.jsonl").exists()
+    assert not [*Path().glob(".*none*")]
+
+
+def test_an_evaluated_run_has_probabilities(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pvg.export.finished import FinishedRound, Platt
+
+    monkeypatch.setattr(FinishedRound, "calibration", lambda _: Platt(2.0, -1.0))
+    Path("one.jsonl").write_text(json.dumps({"question": QUESTION, "solution": "A9"}))
+    called = pvg("score", "mine", "one.jsonl")
+    row = json.loads(called.out)
+    assert row["probability"] == pytest.approx(1 / (1 + 2.718281828459045 ** -(2.0 * row["score"] - 1.0)))
+
+
+def test_mixed_options_are_refused(run: Run) -> None:
+    called = pvg("serve", "mine", "--player", "verifier", "--host", "0.0.0.0")
+    assert called.code == 2
+    assert "pvg serve mine --player verifier --port 8000" in called.err
+    assert "Add --out FILE" in pvg("score", "mine", "rows.jsonl", "--json").err
