@@ -27,6 +27,7 @@ from pvg_cli import (
     plan,
     profile,
     report,
+    run_folders,
     score,
     serve,
     serve_env,
@@ -73,6 +74,7 @@ compare.register(app)
 study.register(app)
 report.register(app)
 watch.register(app)
+run_folders.register(app)
 evaluate.register(app)
 score.register(app)
 export.register(app)

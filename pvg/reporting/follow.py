@@ -27,6 +27,8 @@ from pvg.store.run_directory import RunDirectory
 
 MOST_RECORDS = 20_000  # steps that are kept, and readings of each sampler: about 60 MB
 BLOCK = 1 << 22  # bytes of one read
+LAST_BLOCK = 1 << 18  # bytes at the end of a journal that are read for a short look at the run
+PROGRESS = ("step", "phase", "round", "run")  # kinds of records that no sampler writes
 REMEMBERED = 128  # bytes before the place of the next read, which show whether the file is still the same
 RATE_STEPS = 20  # over which the speed is averaged
 MISSED_BEATS = 3
@@ -182,34 +184,61 @@ class FollowedRun:
             self._damaged += 1
             return
         self._records.add(record)
-        if record.get("kind") in ("step", "phase", "round", "run"):
+        if record.get("kind") in PROGRESS:
             self._newest = record["kind"]
 
     def _situation(self) -> RunSituation:
-        """From the lease: a driver counts its beats in it, and releases it at its end. A driver that was killed does
-        neither."""
+        return _situation(self.run, self.state, self._newest)
+
+
+def situation(run: RunDirectory, state: Mapping[str, Any]) -> RunSituation:
+    """How a run with the committed `state` (empty: none) is doing. Of its journal, reads the last block."""
+    return _situation(run, state, _newest_kind(run.metrics))
+
+
+def _situation(run: RunDirectory, state: Mapping[str, Any], newest: str) -> RunSituation:
+    """From the lease: a driver counts its beats in it, and releases it at its end. A driver that was killed does
+    neither. `newest`: the kind of the newest record that no sampler wrote; "" if there is none."""
+    try:
+        lease = newest_lease(run.path)
+    except FileNotFoundError:
+        return RunSituation("removed")
+    driver, shards = read_driver(lease), state.get("shards")
+    phase, begun = state.get("phase", "init"), bool(newest or shards)
+    process, host = driver.get("process") or None, str(driver.get("host", ""))
+    quiet_s = _age(lease) if lease is not None else None
+    if phase == "complete":
+        return RunSituation("finished", process, host, quiet_s)
+    if not driver or driver.get("ended"):
+        if phase == "init":  # `pvg rollout` leaves a run in this phase
+            return RunSituation("finished" if shards else "waiting", None, host, quiet_s)
+        stopped = newest == "run" or not begun
+        return RunSituation("stopped" if stopped else "failed", None, host, quiet_s)
+    gone = driver.get("boot") == this_boot() and process is not None and not _lives(process)
+    if quiet_s is None or quiet_s < MISSED_BEATS * BEAT_S:
+        # A process of another container is not visible here, so a fresh beat counts more.
+        now: RunState = "died" if gone and quiet_s is not None and quiet_s > 1.5 * BEAT_S else "running"
+        return RunSituation(now, process, host, quiet_s)
+    elsewhere = driver.get("boot") != this_boot()
+    return RunSituation("died" if gone or (elsewhere and quiet_s > WATCH_S) else "silent", process, host, quiet_s)
+
+
+def _newest_kind(journal: Path) -> str:
+    """The kind of the newest record in the last block of `journal` that no sampler wrote; "" if there is none."""
+    try:
+        with open(journal, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            lines = os.pread(file.fileno(), LAST_BLOCK, max(0, size - LAST_BLOCK)).splitlines()
+    except FileNotFoundError:
+        return ""
+    for line in reversed(lines):
         try:
-            lease = newest_lease(self.run.path)
-        except FileNotFoundError:
-            return RunSituation("removed")
-        driver = read_driver(lease)
-        phase, begun = self.state.get("phase", "init"), bool(self._newest or self.shards)
-        process, host = driver.get("process") or None, str(driver.get("host", ""))
-        quiet_s = _age(lease) if lease is not None else None
-        if phase == "complete":
-            return RunSituation("finished", process, host, quiet_s)
-        if not driver or driver.get("ended"):
-            if phase == "init":  # `pvg rollout` leaves a run in this phase
-                return RunSituation("finished" if self.shards else "waiting", None, host, quiet_s)
-            stopped = self._newest == "run" or not begun
-            return RunSituation("stopped" if stopped else "failed", None, host, quiet_s)
-        gone = driver.get("boot") == this_boot() and process is not None and not _lives(process)
-        if quiet_s is None or quiet_s < MISSED_BEATS * BEAT_S:
-            # A process of another container is not visible here, so a fresh beat counts more.
-            state: RunState = "died" if gone and quiet_s is not None and quiet_s > 1.5 * BEAT_S else "running"
-            return RunSituation(state, process, host, quiet_s)
-        elsewhere = driver.get("boot") != this_boot()
-        return RunSituation("died" if gone or (elsewhere and quiet_s > WATCH_S) else "silent", process, host, quiet_s)
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError:  # cut off at the start of the block, or still being written
+            continue
+        if isinstance(record, dict) and (kind := record.get("kind")) in PROGRESS:
+            return str(kind)
+    return ""
 
 
 def _signature(path: Path) -> tuple[int, int, int] | None:

@@ -240,6 +240,11 @@ class RunDirectory:
         return self.path / "report.html"
 
     @property
+    def tags(self) -> Path:
+        """The user's tags (pvg.store.run_folders)."""
+        return self.path / "tags.json"
+
+    @property
     def lock_file(self) -> Path:
         return self.path / "lock"
 
@@ -368,14 +373,16 @@ class RunDirectory:
         """Remove the temporary files of dead processes in the run's folder, its manifests and its code; returns their
         paths. Only for the process that holds the lock.
 
-        A living process may write a report without the lock, so only old temporary files of reports are removed.
+        A living process may write a report without the lock, and a user may tag the run, so only old
+        temporary files of these are removed.
         """
         store = FileStateStore(self.state)
         removed = []
         journals = (self.metrics, self.spans, self.events)
         for path in (self.experiment_file, store.path, store.previous_path, *journals):
             removed += remove_temporaries(self.path, path.name)
-        removed += remove_old_temporaries(self.path, self.report.name)
+        for path in (self.report, self.tags):
+            removed += remove_old_temporaries(self.path, path.name)
         for folder in (self.manifest, self.code):
             removed += remove_temporaries(folder)
         return removed
@@ -414,6 +421,19 @@ def _first_entry(folder: Path) -> str:
 
 
 def runs_in(root: Path) -> list[str]:
+    """The names of the runs in `root`, sorted. A folder that is being deleted is none."""
     if not root.is_dir():
         return []
-    return sorted(path.parent.name for path in root.glob("*/experiment.toml"))
+    return sorted(path.parent.name for path in root.glob("*/experiment.toml") if not is_removed(path.parent))
+
+
+REMOVED_NAME = re.compile(r"\.removed-.+-[0-9a-f]{8}")
+
+
+def removed_name(name: str, number: str) -> str:
+    """The name of the folder of run `name` while it is deleted. `number`: 8 hexadecimal digits."""
+    return f".removed-{name}-{number}"
+
+
+def is_removed(path: Path) -> bool:
+    return REMOVED_NAME.fullmatch(path.name) is not None

@@ -1,0 +1,219 @@
+"""`pvg runs list|show|tag|remove`: the runs of a folder."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pvg_cli import completion
+from pvg_cli.boundary import DebugOption, JsonOption, RunArgument, RunsOption, emit, guarded, say
+
+if TYPE_CHECKING:
+    from pvg.reporting.run_list import RunGlance
+    from pvg.reporting.table import Table
+    from pvg.store.run_directory import RunDirectory
+
+app = typer.Typer(invoke_without_command=True, help="List, show, tag and remove runs. Without a command: list.")
+
+TagOption = Annotated[
+    list[str] | None, typer.Option("--tag", metavar="TAG", help="Only runs that have this tag. Repeatable.")
+]
+
+
+def register(parent: typer.Typer) -> None:
+    parent.add_typer(app, name="runs")
+
+
+@app.callback()
+def default(
+    ctx: typer.Context,
+    tags: TagOption = None,
+    runs: RunsOption = Path("runs"),
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """List, show, tag and remove runs. Without a command: list."""
+    if ctx.invoked_subcommand is None:
+        list_(tags=tags, runs=runs, as_json=as_json, debug=debug)
+
+
+@app.command("list")
+@guarded
+def list_(
+    tags: TagOption = None, runs: RunsOption = Path("runs"), as_json: JsonOption = False, debug: DebugOption = False
+) -> None:
+    """List the runs of a folder, the one with the newest activity first."""
+    import time
+
+    from pvg.reporting.run_list import list_runs, runs_table
+    from pvg_cli.output import stdout
+
+    found = list_runs(runs, tags or [])
+    if as_json:
+        emit({"runs": [run.plain() for run in found]})
+    elif found:
+        stdout().print(runs_table(found, time.time()))
+        for run in found:
+            for note in run.notes:
+                say(f"{run.name}: {note}")
+    else:
+        say(f"There is no run {'with these tags ' if tags else ''}in {runs}. Start one with: pvg train")
+
+
+@app.command()
+@guarded
+def show(
+    run: RunArgument, runs: RunsOption = Path("runs"), as_json: JsonOption = False, debug: DebugOption = False
+) -> None:
+    """Show what a run is: its settings, state, files and tags, and the commands to go on with."""
+    from pvg.reporting.run_list import glance_at
+    from pvg.store.run_directory import RunDirectory
+    from pvg_cli.output import stdout
+
+    directory = RunDirectory.open(run, runs)
+    facts, sizes = glance_at(directory), _sizes(directory)
+    commands = _commands(directory, facts)
+    if as_json:
+        emit({**facts.plain(), "sizes": sizes, "commands": list(commands)})
+        return
+    console = stdout()
+    console.print(_facts_table(facts, sizes))
+    for note in facts.notes:
+        say(note)
+    console.print()
+    for command, use in commands.items():
+        console.print(f"{use}: {command}")
+
+
+@app.command()
+@guarded
+def tag(
+    run: RunArgument,
+    tags: Annotated[list[str] | None, typer.Argument(metavar="TAG...", help="The tags to add.")] = None,
+    remove: Annotated[
+        list[str] | None, typer.Option("--remove", metavar="TAG", help="A tag to remove. Repeatable.")
+    ] = None,
+    runs: RunsOption = Path("runs"),
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Add tags to a run, or remove some. Without a tag: print its tags."""
+    from pvg.config.load import did_you_mean
+    from pvg.errors import UsageError
+    from pvg.store.run_directory import RunDirectory
+    from pvg.store.run_folders import read_tags, write_tags
+
+    directory = RunDirectory.open(run, runs)
+    found = read_tags(directory)
+    for unknown in [tag for tag in remove or [] if tag not in found]:
+        raise UsageError(
+            f"The run {directory.name!r} has no tag {unknown!r}.{did_you_mean(unknown, found)}",
+            f"Its tags: {' '.join(found) or 'none'}.",
+        )
+    if tags or remove:
+        found = write_tags(directory, [tag for tag in [*found, *(tags or [])] if tag not in (remove or [])])
+    if as_json:
+        emit({"run": directory.name, "tags": found})
+    else:
+        typer.echo(" ".join(found))
+
+
+@app.command()
+@guarded
+def remove(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...", help="The names of runs, or the paths of their folders.", autocompletion=completion.runs
+        ),
+    ],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    runs: RunsOption = Path("runs"),
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Delete runs with all of their files. Asks first. A run that a process plays is not deleted."""
+    from pvg.reporting.formats import byte_size
+    from pvg.store.run_directory import RunDirectory
+    from pvg.store.run_folders import folder_bytes, remove_run
+
+    directories = list({RunDirectory.open(name, runs).path: RunDirectory.open(name, runs) for name in names}.values())
+    sizes = {run.path: folder_bytes(run.path) for run in directories}
+    if not yes:
+        _ask([f"{run.path} ({byte_size(sizes[run.path])})" for run in directories], as_json)
+    for run in directories:
+        name = run.name
+        remove_run(run, say)
+        say(f"Removed {name}: {byte_size(sizes[run.path])}.")
+    if as_json:
+        emit({"removed": [str(run.path) for run in directories], "bytes": sum(sizes.values())})
+
+
+def _ask(folders: list[str], as_json: bool) -> None:
+    """Ask on stderr whether to delete. Raises UsageError without a terminal, and Exit(1) for a no."""
+    import sys
+
+    from pvg.errors import UsageError, counted
+
+    if as_json or sys.stdin is None or not sys.stdin.isatty():
+        raise UsageError("pvg asks before it deletes a run, but stdin is not a terminal.", "To delete it: --yes")
+    for folder in folders:
+        say(folder)
+    if not typer.confirm(f"Delete {counted(len(folders), 'run')} with all files?", err=True):
+        say("Nothing was deleted.")
+        raise typer.Exit(1)
+
+
+def _sizes(run: RunDirectory) -> dict[str, int]:
+    """Bytes of the parts of a run's folder; without empty parts."""
+    from pvg.store.run_folders import folder_bytes
+
+    parts = {path.name: folder_bytes(path) for path in sorted(run.path.iterdir()) if path.is_dir()}
+    parts["other files"] = folder_bytes(run.path) - sum(parts.values())
+    return {name: size for name, size in parts.items() if size > 0}
+
+
+def _facts_table(facts: RunGlance, sizes: dict[str, int]) -> Table:
+    import time
+
+    from pvg.reporting.formats import byte_size
+    from pvg.reporting.run_list import WORDS, age
+    from pvg.reporting.table import Column, Table
+
+    moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts.last_activity))
+    player = f" (process {facts.process} on {facts.host})" if facts.process else ""
+    table = Table([Column("", style="quiet", wrap=False), Column("")], narrow=True)
+    for label, value in {
+        "run": facts.name,
+        "folder": str(facts.path),
+        "experiment": facts.experiment,
+        "task": facts.task,
+        "state": f"{WORDS[facts.state][0]}{player}",
+        "phase": facts.phase,
+        "rounds": f"{facts.rounds_finished} of {facts.rounds_planned} finished",
+        "last activity": f"{moment} ({age(time.time() - facts.last_activity)})",
+        "size": f"{byte_size(facts.size_bytes)}: "
+        + ", ".join(f"{name} {byte_size(size)}" for name, size in sorted(sizes.items(), key=lambda item: -item[1])),
+        "tags": " ".join(facts.tags),
+        "pvg": facts.code_version,
+    }.items():
+        if value:
+            table.add(label, value)
+    return table
+
+
+def _commands(run: RunDirectory, facts: RunGlance) -> dict[str, str]:
+    """Commands to go on with, and what each is for."""
+    from pvg_cli.runs import report_command, resume_command
+
+    report = report_command(run)
+    target = report.removeprefix("pvg report ")
+    commands = {report: "results", f"pvg config show {shlex.quote(str(run.experiment_file))}": "settings"}
+    if facts.process:
+        commands[f"pvg watch {target}"] = "follow"
+    elif facts.status in ("empty", "unfinished"):
+        commands[resume_command(run)] = "resume"
+    return commands

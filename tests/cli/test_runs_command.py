@@ -1,0 +1,179 @@
+"""`pvg runs`: list, show, tag and remove, on real run folders and with real processes."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from calling import ENTRY, pvg, pvg_process
+from rich.cells import cell_len
+from run_samples import begin, commit, played, state, tell
+
+from pvg.store.run_directory import RunDirectory, runs_in
+
+RUNS = Path("runs")
+HOLD = """
+import sys
+from pathlib import Path
+from pvg.store.run_directory import RunDirectory
+with RunDirectory(Path(sys.argv[1])).lock():
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+DIE_HALF_WAY = """
+import os, signal, shutil, sys
+from pathlib import Path
+from pvg.store import run_folders
+from pvg.store.run_directory import RunDirectory
+def die(folder):
+    os.unlink(folder / "state.json")
+    os.kill(os.getpid(), signal.SIGKILL)
+shutil.rmtree = die
+run_folders.remove_run(RunDirectory(Path(sys.argv[1])), print)
+"""
+
+
+def test_without_runs_it_says_how_to_start_one() -> None:
+    called = pvg("runs")
+    assert (called.code, called.out) == (0, "")
+    assert "Start one with: pvg train" in called.err
+    assert pvg("runs", "--json").document["runs"] == []
+
+
+def test_the_list_has_rounds_state_and_tags_newest_first() -> None:
+    played(RUNS, "old")
+    os.utime(RUNS / "old/state.json", (1000, 1000))
+    for name in ("experiment.toml", "metrics.jsonl"):
+        os.utime(RUNS / "old" / name, (1000, 1000))
+    half = begin(RUNS, "half")
+    commit(half, state("train_prover", rounds=[{}], round=1))
+    tell(half, {"kind": "run", "status": "interrupted", "seconds": 2.0})
+    assert pvg("runs", "tag", "old", "good", "paper", "good").out == "good paper\n"
+    listed = pvg("runs", "list", "--json").document["runs"]
+    assert [(run["name"], run["state"], run["rounds_finished"], run["tags"]) for run in listed] == [
+        ("half", "stopped", 1, []),
+        ("old", "finished", 1, ["good", "paper"]),
+    ]
+    assert listed[1]["size_bytes"] == sum(path.stat().st_size for path in (RUNS / "old").rglob("*") if path.is_file())
+    assert [run["name"] for run in pvg("runs", "--tag", "paper", "--json").document["runs"]] == ["old"]
+    assert "stopped" in pvg("runs").out
+
+
+def test_tags_are_removed_and_mistakes_are_named() -> None:
+    played(RUNS)
+    pvg("runs", "tag", "first", "good", "bad")
+    assert pvg("runs", "tag", "first", "best", "--remove", "bad", "--json").document["tags"] == ["good", "best"]
+    called = pvg("runs", "tag", "first", "--remove", "goo")
+    assert called.code == 2
+    assert "Did you mean 'good'?" in called.err
+    assert pvg("runs", "tag", "first", "two words").code == 2
+    pvg("runs", "tag", "first", "--remove", "good", "--remove", "best")
+    assert not (RUNS / "first/tags.json").exists()
+
+
+def test_a_long_list_fits_into_80_columns_without_cuts() -> None:
+    name = "an-experiment-with-a-long-name-and-a-number-" + "7" * 40
+    played(RUNS, name)
+    pvg("runs", "tag", name, "a-tag-of-some-length", "another-tag")
+    shown = in_terminal("runs")
+    assert max(cell_len(line) for line in shown.splitlines()) <= 80
+    assert "…" not in shown
+    assert "".join(re.findall(r"^[a-z7-]+", shown, flags=re.MULTILINE)).removeprefix("run") == name
+
+
+def test_damaged_runs_are_listed_and_can_be_removed() -> None:
+    played(RUNS)
+    (RUNS / "first/experiment.toml").write_text("[broken")
+    (RUNS / "first/tags.json").write_text("{}")
+    called = pvg("runs")
+    assert "damaged" in called.out
+    assert "is not a list of tags" in called.err
+    assert len(pvg("runs", "show", "first", "--json").document["notes"]) == 2
+    assert pvg("runs", "remove", "first", "--yes").code == 0
+    assert list(RUNS.iterdir()) == []
+
+
+def test_show_names_the_state_the_sizes_and_the_next_command() -> None:
+    run = begin(RUNS)
+    commit(run, state("train_prover", rounds=[]))
+    called = pvg("runs", "show", "first")
+    assert "resume: pvg train --resume first" in called.out
+    document = pvg("runs", "show", "first", "--json").document
+    assert sum(document["sizes"].values()) == document["size_bytes"]
+    assert pvg("runs", "show", "frist").code == 2
+
+
+def test_a_run_that_a_process_plays_is_running_and_is_not_removed() -> None:
+    run = played(RUNS)
+    commit(run, state("train_prover", rounds=[]))
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "locked\n"
+        listed = pvg("runs", "--json").document["runs"]
+        assert [(run["state"], run["process"]) for run in listed] == [("running", holder.pid)]
+        called = pvg("runs", "remove", "first", "--yes")
+        assert called.code == 2
+        assert f"is being driven by process {holder.pid}" in called.err
+        assert runs_in(RUNS) == ["first"]
+    finally:
+        holder.communicate("")
+    assert pvg("runs", "remove", "first", "--yes", "--json").document["removed"] == ["runs/first"]
+    assert list(RUNS.iterdir()) == []
+
+
+def test_a_kill_half_way_leaves_no_folder_that_looks_like_a_run() -> None:
+    run = played(RUNS)
+    done = subprocess.run([sys.executable, "-c", DIE_HALF_WAY, str(run.path)], check=False)
+    assert done.returncode == -9
+    assert len(list(RUNS.iterdir())) == 1
+    assert not list(RUNS.glob("*/experiment.toml"))
+    assert pvg("runs", "--json").document["runs"] == []
+    played(RUNS, "second")
+    pvg("runs", "remove", "second", "--yes")
+    assert list(RUNS.iterdir()) == []
+
+
+def test_without_a_terminal_it_does_not_ask() -> None:
+    played(RUNS)
+    called = pvg_process("runs", "remove", "first", stdin=subprocess.DEVNULL)
+    assert called.code == 2
+    assert "--yes" in called.err
+    assert RunDirectory.open("first", RUNS).experiment().name
+
+
+@pytest.mark.parametrize(("answer", "left"), [("n", ["first"]), ("y", [])])
+def test_on_a_terminal_it_asks(answer: str, left: list[str]) -> None:
+    played(RUNS)
+    assert "Delete 1 run with all files?" in in_terminal("runs", "remove", "first", answer=answer)
+    assert runs_in(RUNS) == left
+
+
+def in_terminal(*arguments: str, answer: str = "") -> str:
+    """What `pvg` prints on a terminal of 80 columns."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "80", "LINES": "24", "TERM": "xterm", "NO_COLOR": "1"}
+    with subprocess.Popen([*ENTRY, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        if answer:
+            os.write(ours, f"{answer}\n".encode())
+        shown = b""
+        while True:
+            try:
+                block = os.read(ours, 1 << 16)
+            except OSError:  # the terminal's other end is closed
+                break
+            if not block:
+                break
+            shown += block
+    os.close(ours)
+    text = shown.decode().replace("\r\n", "\n")
+    assert process.returncode in (0, 1), text
+    return "\n".join(line.rstrip() for line in text.replace("\x1b[1m", "").replace("\x1b[0m", "").split("\n"))
