@@ -13,14 +13,10 @@ import importlib.util
 import os
 import re
 import shlex
-import shutil
 import sys
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Literal
-
-import orjson
 
 import pvg
 
@@ -74,6 +70,8 @@ def this_installation() -> Installation:
     """The installation that this process runs."""
     root = Path(pvg.__file__).resolve().parent.parent
     prefix = Path(sys.prefix)
+    import shutil
+
     has_pip = importlib.util.find_spec("pip") is not None or shutil.which("uv") is None
     if (root / "pyproject.toml").is_file():
         return Installation("checkout", root, _python(), has_pip)
@@ -101,6 +99,8 @@ def in_checkout() -> bool:
 
 def requirements(extra: str) -> list[str]:
     """The requirements of an extra, from the metadata of the installed wheel: ["peft>=0.18"]."""
+    from importlib import metadata
+
     marked = re.compile(rf"""extra\s*==\s*["']{re.escape(extra)}["']""")
     found = [need.split(";") for need in metadata.requires(DISTRIBUTION) or [] if marked.search(need)]
     return [re.sub(r"\s*\((.*)\)", r"\1", name).strip() for name, *_ in found]
@@ -108,6 +108,10 @@ def requirements(extra: str) -> list[str]:
 
 def source_of_wheel() -> str:
     """Where the installed wheel came from: a file, or the name of the distribution on the package index."""
+    from importlib import metadata
+
+    import orjson
+
     text = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
     url = orjson.loads(text)["url"] if text else DISTRIBUTION
     return str(url).removeprefix("file://")
@@ -116,6 +120,8 @@ def source_of_wheel() -> str:
 def _python() -> str:
     """The interpreter as a user types it: `python` if the shell finds this one, otherwise its path. Links stay, because
     an environment's interpreter is a link."""
+    import shutil
+
     for name in ("python", "python3"):
         found = shutil.which(name)
         if found and os.path.abspath(found) == os.path.abspath(sys.executable):

@@ -5,12 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
@@ -106,6 +103,8 @@ def check_system(runs: Path) -> Iterator[CheckResult]:
 
 def check_packages(runs: Path) -> Iterator[CheckResult]:
     """The required packages, and the threads of torch."""
+    from importlib import metadata
+
     for package in ("torch", "transformers", "tokenizers", "safetensors", "pyarrow"):
         if importlib.util.find_spec(package) is None:
             yield CheckResult(package, "missing", "not installed", install_packages(package))
@@ -152,6 +151,8 @@ def check_transports(runs: Path) -> Iterator[CheckResult]:
 
 
 def _is_installed(package: str) -> bool:
+    from importlib import metadata
+
     try:
         metadata.distribution(package)
     except metadata.PackageNotFoundError:
@@ -186,6 +187,9 @@ def check_models(runs: Path) -> Iterator[CheckResult]:
 
 def check_runs_folder(runs: Path) -> Iterator[CheckResult]:
     """Disk space and write permission in the folder of runs."""
+    import shutil
+    import tempfile
+
     place = runs.absolute()
     while not place.exists():
         place = place.parent

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -86,6 +85,8 @@ def watch(
 
 
 def _announce(server: WatchServer, directory: RunDirectory, as_json: bool) -> None:
+    import socket
+
     forward = f"ssh -N -L {server.port}:127.0.0.1:{server.port} {shlex.quote(socket.gethostname())}"
     if as_json:
         emit({"url": server.url, "run": directory.name, "path": str(directory.path), "forward": forward})

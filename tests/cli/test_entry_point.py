@@ -12,7 +12,9 @@ from calling import pvg_process
 
 from pvg import __version__
 
-HEAVY = ("torch", "ray", "transformers", "pyarrow", "numpy", "pydantic", "safetensors")
+HEAVY = ("torch", "ray", "transformers", "pyarrow", "numpy", "pydantic", "safetensors", "aiohttp", "jinja2")
+# Each of these takes 3 to 20 ms, for every command and every press of the tab key.
+SLOW = ("asyncio", "importlib.metadata", "orjson", "pvg.config", "pvg.reporting", "socket", "tempfile")
 
 
 def test_the_console_script_is_the_app() -> None:
@@ -25,11 +27,27 @@ def test_help_and_version_import_nothing_heavy(argument: str) -> None:
     program = (
         "import sys\nfrom pvg_cli.main import app\n"
         f"try:\n    app(['{argument}'], prog_name='pvg')\nexcept SystemExit as end:\n    assert end.code == 0\n"
-        f"print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
+        f"print([name for name in {HEAVY + SLOW!r} if name in sys.modules], file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "[]"
     assert done.stdout.strip()
+
+
+def test_completion_of_names_imports_nothing_heavy() -> None:
+    """The shell starts `pvg` for each press of the tab key."""
+    of_typer = ("pydantic", "importlib.metadata", "socket", "tempfile")  # typer loads these to read parameters
+    heavy = [name for name in HEAVY + SLOW if name not in of_typer]
+    program = (
+        "import atexit, sys\n"
+        f"atexit.register(lambda: print([n for n in {heavy!r} if n in sys.modules], file=sys.stderr))\n"
+        "from pvg_cli.main import app\napp(prog_name='pvg')"
+    )
+    variables = {"_PVG_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "pvg train modc"}
+    environment = {**os.environ, **variables}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
+    assert "modchain" in done.stdout
+    assert done.stderr.strip() == "[]"
 
 
 def test_help_names_every_command_and_version_is_that_of_the_package() -> None:
