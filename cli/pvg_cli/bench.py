@@ -18,6 +18,7 @@ from pvg_cli.boundary import (
     JsonOption,
     RunsOption,
     SetOption,
+    announce_loading,
     emit,
     emit_error,
     guarded,
@@ -104,6 +105,8 @@ def bench(
 
     If a variant fails, the report says why, and the exit code is 1, 2 or 3.
     """
+    if profile is not None:
+        announce_loading()
     from pvg.bench.planning import plan_bench
     from pvg.bench.report import write_report
     from pvg.bench.runner import run_plan

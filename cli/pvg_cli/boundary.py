@@ -47,6 +47,7 @@ MACHINE_ERRORS: dict[int, str] = {
     **dict.fromkeys(DISK_FULL, "Free some space on that disk, and try again."),
 }
 PRINTING = frozenset({"pvg_cli", "rich", "typer", "click"})  # packages that write to stdout and stderr
+STOPPED = "Stopped before the work started."
 EXIT_STOPPED = 130  # the code that shells report for a program ended by SIGINT
 
 JsonOption = Annotated[
@@ -152,6 +153,21 @@ def _silence_stdout() -> None:
         os.close(nowhere)
 
 
+def _end_if_unread(error: BaseException | None, trace: TracebackType | None) -> None:
+    """End the command with code 0 if `error` says that the reader has closed stdout, as `head` does. rich makes a
+    SystemExit of that error."""
+    broken = error.__context__ if isinstance(error, SystemExit) else error
+    if isinstance(broken, BrokenPipeError) and (broken is not error or _was_printing(trace)):
+        _silence_stdout()
+        raise typer.Exit
+
+
+def announce_loading() -> None:
+    """Say on a terminal that the next seconds go into loading torch and transformers, if they are not loaded."""
+    if "torch" not in sys.modules and sys.stderr is not None and sys.stderr.isatty():
+        say("loading torch and transformers ...")
+
+
 def _interrupt(number: int, frame: object) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # for example in a command that a script started with `&`
         raise KeyboardInterrupt
@@ -183,11 +199,12 @@ class ErrorHandler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        _end_if_unread(error, trace)
         if isinstance(error, PvgError):
             self._mistake(error)
         elif isinstance(error, KeyboardInterrupt):
-            say("Stopped before the work started.")
-            self._document("Stopped", "Stopped before the work started.", "", EXIT_STOPPED)
+            say(STOPPED)
+            self._document("Stopped", STOPPED, "", EXIT_STOPPED)
             raise typer.Exit(EXIT_STOPPED)
         elif isinstance(error, OSError) and error.errno in DISK_FULL and not error.filename and _was_printing(trace):
             self._no_room(error)
@@ -251,7 +268,7 @@ class Commands(TyperGroup):
 
 class UsageDocument:
     """Escapes control characters in a usage error, and writes its JSON document. typer prints the text and exits
-    with code 2."""
+    with code 2. Also ends the command if Ctrl-C comes, or if stdout is closed, before a command handles that."""
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
@@ -261,10 +278,23 @@ class UsageDocument:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        _end_if_unread(error, trace)
+        if isinstance(error, KeyboardInterrupt):
+            say(STOPPED)
+            if self.as_json:
+                emit_error("Stopped", STOPPED, "", EXIT_STOPPED)
+            raise typer.Exit(EXIT_STOPPED)
         if isinstance(error, CommandLineError) and hasattr(error, "message"):
             error.message = one_line(error.message)
         if self.as_json and isinstance(error, CommandLineError):
             emit_error("UsageError", str(error), "See --help.", EXIT_USAGE)
+        elif error is None or isinstance(error, typer.Exit):
+            try:
+                sys.stdout.flush()  # here, because an error at the end of the interpreter has another exit code
+            except BrokenPipeError:
+                _silence_stdout()
+                if error is None:
+                    raise typer.Exit from None
 
 
 def metrics_port_override(port: int | None) -> list[str]:

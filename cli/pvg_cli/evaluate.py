@@ -15,6 +15,7 @@ from pvg_cli.boundary import (
     RunArgument,
     RunsOption,
     SetOption,
+    announce_loading,
     emit,
     guarded,
     say,
@@ -75,6 +76,7 @@ def evaluate(
     other = None if baseline is None else RunDirectory.open(baseline, runs)
     _refuse_early(run)
     fetch_all(experiment, say)
+    announce_loading()
     from pvg.evaluation.runner import EvaluationRequest
 
     outcome = _measure(experiment, run, EvaluationRequest(wanted, numbers, other), as_json)

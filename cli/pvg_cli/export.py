@@ -7,7 +7,17 @@ from typing import Annotated, Literal
 
 import typer
 
-from pvg_cli.boundary import DebugOption, JsonOption, RoundOption, RunArgument, RunsOption, emit, guarded, say
+from pvg_cli.boundary import (
+    DebugOption,
+    JsonOption,
+    RoundOption,
+    RunArgument,
+    RunsOption,
+    announce_loading,
+    emit,
+    guarded,
+    say,
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -51,6 +61,7 @@ def export(
         check_push(push)
     finished = FinishedRound.open(RunDirectory.open(run, runs), round_)
 
+    announce_loading()
     from pvg.export.folders import export_player, weights_size
 
     facts = export_player(finished, player, out, merge=merge, overwrite=overwrite)

@@ -15,6 +15,7 @@ from pvg_cli.boundary import (
     JsonOption,
     RunsOption,
     SetOption,
+    announce_loading,
     emit,
     emit_error,
     guarded,
@@ -114,6 +115,7 @@ def _of_run(run: str, runs: Path, out: Path | None) -> ProfileResult:
 def _of_stage(
     experiment: str | None, stage: str, overrides: list[str], steps: int, out: Path | None, py_spy: bool | None
 ) -> ProfileResult:
+    announce_loading()
     from pvg.bench.profiling import profile_stage, stage_of, stage_settings
     from pvg_cli.runs import DEFAULT_EXPERIMENT
 

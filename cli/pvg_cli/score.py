@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pvg_cli.boundary import DebugOption, JsonOption, RoundOption, RunArgument, RunsOption, emit, guarded, say
+from pvg_cli.boundary import (
+    DebugOption,
+    JsonOption,
+    RoundOption,
+    RunArgument,
+    RunsOption,
+    announce_loading,
+    emit,
+    guarded,
+    say,
+)
 
 if TYPE_CHECKING:
     from pvg.export.finished import FinishedRound
@@ -42,13 +52,15 @@ def score(
     """
     from pvg.errors import UsageError
     from pvg.export.finished import FinishedRound
-    from pvg.export.rows import read_rows
     from pvg.store.run_directory import RunDirectory
 
     if as_json and out is None:
         raise UsageError("--json prints a summary, so the results need a file.", "Add --out FILE")
     finished = FinishedRound.open(RunDirectory.open(run, runs), round_)
+    announce_loading()
     finished.verifier_name  # noqa: B018 - raises for a run without a verifier
+    from pvg.export.rows import read_rows
+
     for _ in read_rows(file):  # before the model is loaded, and before the first result is written
         pass
     summary = _write(finished, file, out)

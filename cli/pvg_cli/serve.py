@@ -15,6 +15,7 @@ from pvg_cli.boundary import (
     RoundOption,
     RunsOption,
     SetOption,
+    announce_loading,
     emit,
     emit_error,
     guarded,
@@ -180,6 +181,7 @@ def _serve_verifier(name: str, runs: Path, round_: int, port: int, as_json: bool
 
     async def work() -> None:
         nonlocal ready
+        announce_loading()
         from pvg.export.reward_server import RewardServer
 
         cancel_at_signals()

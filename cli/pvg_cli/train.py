@@ -18,6 +18,7 @@ from pvg_cli.boundary import (
     MetricsPortOption,
     RunNameOption,
     SetOption,
+    announce_loading,
     emit,
     guarded,
     metrics_port_override,
@@ -106,6 +107,7 @@ def train(
     if plan.notice:
         say(plan.notice)
     fetch_all(plan.experiment, say)
+    announce_loading()
     _print_result(_play(plan, as_json), plan, as_json)
 
 
@@ -249,6 +251,7 @@ def rollout(
     if plan.notice:
         say(plan.notice)
     fetch_all(resolved, say, ("models.prover.source", "task.path"))
+    announce_loading()
     run = create(plan)
 
     async def work(observer: RunWatcher, stop: asyncio.Event) -> GameOutcome:

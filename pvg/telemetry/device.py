@@ -28,6 +28,8 @@ from pvg.telemetry.waits import CoreWaits
 
 STOP_LIMIT_S = 5.0  # a driver that hangs must not keep a finished run from ending
 
+NVIDIA, DISPLAY = "0x10de", "0x03"  # the vendor and the class of a GPU on the PCI bus
+
 OnSample = Callable[[float, dict[str, float]], None]
 
 
@@ -220,15 +222,35 @@ def _machine_seconds() -> tuple[float, float]:
 
 
 def open_nvml() -> dict[int, Gpu]:
-    """The GPUs that the NVIDIA driver shows, by NVML's number.
+    """The GPUs that the NVIDIA driver shows, by NVML's number; none on a machine without an NVIDIA GPU.
 
-    Raises GpuUnavailableError without a library, a driver or a GPU.
+    Raises GpuUnavailableError if the machine has one, and the library or the driver is missing.
     """
     try:
         import pynvml
     except ImportError as error:
         raise GpuUnavailableError(f"the package nvidia-ml-py is not installed ({error})") from error
-    return gpus_of(pynvml)
+    try:
+        return gpus_of(pynvml)
+    except GpuUnavailableError:
+        if not has_nvidia_gpu(Path("/")):
+            return {}
+        raise
+
+
+def has_nvidia_gpu(root: Path) -> bool:
+    """Whether the kernel of this machine has an NVIDIA GPU: on its PCI bus, as a device file, or through WSL. `root`:
+    the root of the file system."""
+    if any((root / "dev").glob("nvidia[0-9]*")) or (root / "dev/dxg").exists():
+        return True
+    for device in (root / "sys/bus/pci/devices").glob("*"):
+        try:
+            vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
+        except OSError:  # removed in the meantime
+            continue
+        if vendor == NVIDIA and kind.startswith(DISPLAY):
+            return True
+    return False
 
 
 def gpus_of(nvml: Any) -> dict[int, Gpu]:

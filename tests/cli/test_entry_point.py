@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import entry_points
+from pathlib import Path
 
+import orjson
 import pytest
-from calling import pvg_process
+from calling import ENTRY, pvg_process
+from in_terminal import in_terminal
+from run_samples import played
 
 from pvg import __version__
 
@@ -78,11 +84,69 @@ def test_a_dry_run_loads_no_torch() -> None:
     assert done.stderr.strip() == "[]"
 
 
-def test_a_closed_pipe_is_no_defect() -> None:
-    shell = f"{sys.executable} -c \"from pvg_cli.main import app; app(['config', 'schema'])\" | head -n 1"
-    done = subprocess.run(shell, shell=True, capture_output=True, text=True, check=False)
-    assert "Traceback" not in done.stderr
-    assert "defect" not in done.stderr
+@pytest.mark.parametrize("reader", ["head -n 1", "true"])
+@pytest.mark.parametrize(
+    "arguments", ["--help", "config", "runs --help", "config schema", "train --dry-run", "train --dry-run --json"]
+)
+def test_a_closed_pipe_is_success(arguments: str, reader: str) -> None:
+    called = f"{shlex.join(ENTRY)} {arguments} | {reader} > /dev/null; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", called], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+# Runs `pvg` with `act()` at the moment when it imports a module: at the same place on a fast and on a busy machine.
+AT_IMPORT = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            {act}
+sys.meta_path.insert(0, Finder())
+sys.argv = ["pvg", *{arguments!r}]
+from pvg_cli.main import app
+sys.exit(app(prog_name="pvg"))
+"""
+
+
+def at_import(module: str, act: str, arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-c", AT_IMPORT.format(module=module, act=act, arguments=list(arguments))]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("module", ["typer", "pvg_cli.train", "typer._adapters", "pydantic", "pvg.config.load"])
+def test_an_early_interrupt_is_one_line(module: str, as_json: bool) -> None:
+    command = at_import(
+        module, "os.kill(os.getpid(), signal.SIGINT)", ["train", "--dry-run", *(["--json"] if as_json else [])]
+    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "Stopped before the work started.\n")
+    if as_json:
+        assert orjson.loads(done.stdout)["error"]["exit_code"] == 130
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train", "-s", "cluster=none"),
+        ("rollout", "-s", "cluster=none"),
+        ("bench", "-p", "trainer"),
+        ("profile",),
+        ("evaluate", "first"),
+        ("score", "first", "rows.jsonl"),
+    ],
+)
+def test_the_terminal_names_what_loads_before_it_loads(arguments: tuple[str, ...]) -> None:
+    played(Path("runs"))
+    Path("rows.jsonl").write_text('{"question": "1+1", "solution": "2"}\n')
+    code, shown = in_terminal(at_import("torch", "os._exit(77)", arguments))
+    assert code == 77, shown
+    assert shown.startswith("loading torch and transformers ...\n")
+
+
+def test_a_pipe_is_not_told_what_loads() -> None:
+    command = at_import("torch", "os._exit(77)", ("train", "-s", "cluster=none"))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (77, "", "")
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(("--version",), 0), (("train",), 3)])

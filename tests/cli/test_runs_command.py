@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from calling import ENTRY, pvg, pvg_process
+from in_terminal import in_terminal
 from rich.cells import cell_len
 from run_samples import begin, commit, played, state, tell
 
@@ -80,7 +80,8 @@ def test_a_long_list_fits_into_80_columns_without_cuts() -> None:
     name = "an-experiment-with-a-long-name-and-a-number-" + "7" * 40
     played(RUNS, name)
     pvg("runs", "tag", name, "a-tag-of-some-length", "another-tag")
-    shown = in_terminal("runs")
+    code, shown = in_terminal([*ENTRY, "runs"])
+    assert code == 0
     assert max(cell_len(line) for line in shown.splitlines()) <= 80
     assert "…" not in shown
     assert "".join(re.findall(r"^[a-z7-]+", shown, flags=re.MULTILINE)).removeprefix("run") == name
@@ -152,28 +153,7 @@ def test_without_a_terminal_it_does_not_ask() -> None:
 @pytest.mark.parametrize(("answer", "left"), [("n", ["first"]), ("y", [])])
 def test_on_a_terminal_it_asks(answer: str, left: list[str]) -> None:
     played(RUNS)
-    assert "Delete 1 run with all files?" in in_terminal("runs", "remove", "first", answer=answer)
+    code, shown = in_terminal([*ENTRY, "runs", "remove", "first"], answer=answer)
+    assert "Delete 1 run with all files?" in shown
+    assert code == (1 if left else 0)
     assert runs_in(RUNS) == left
-
-
-def in_terminal(*arguments: str, answer: str = "") -> str:
-    """What `pvg` prints on a terminal of 80 columns."""
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "COLUMNS": "80", "LINES": "24", "TERM": "xterm", "NO_COLOR": "1"}
-    with subprocess.Popen([*ENTRY, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
-        os.close(theirs)
-        if answer:
-            os.write(ours, f"{answer}\n".encode())
-        shown = b""
-        while True:
-            try:
-                block = os.read(ours, 1 << 16)
-            except OSError:  # the terminal's other end is closed
-                break
-            if not block:
-                break
-            shown += block
-    os.close(ours)
-    text = shown.decode().replace("\r\n", "\n")
-    assert process.returncode in (0, 1), text
-    return "\n".join(line.rstrip() for line in text.replace("\x1b[1m", "").replace("\x1b[0m", "").split("\n"))

@@ -8,6 +8,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ import pynvml
 import pytest
 
 from pvg.telemetry import device
-from pvg.telemetry.device import DeviceSampler, Gpu, GpuUnavailableError, HostReader, gpus_of, open_nvml
+from pvg.telemetry.device import DeviceSampler, Gpu, GpuUnavailableError, HostReader, gpus_of, has_nvidia_gpu, open_nvml
 
 
 class FakeNvml:
@@ -156,13 +157,37 @@ def test_the_real_driver_or_its_absence() -> None:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        with pytest.raises(GpuUnavailableError, match="NVML could not be started"):
-            open_nvml()
+        if has_nvidia_gpu(Path("/")):
+            with pytest.raises(GpuUnavailableError, match="NVML could not be started"):
+                open_nvml()
+        else:
+            assert open_nvml() == {}
     else:
         pynvml.nvmlShutdown()
         for gpu in open_nvml().values():
             assert gpu.read()["memory_total_bytes"] > 0
             gpu.close()
+
+
+def test_a_gpu_is_found_on_the_bus_or_among_the_devices(tmp_path: Path) -> None:
+    def add(name: str, vendor: str, kind: str) -> None:
+        device = tmp_path / "sys/bus/pci/devices" / name
+        device.mkdir(parents=True)
+        (device / "vendor").write_text(f"{vendor}\n")
+        (device / "class").write_text(f"{kind}\n")
+
+    assert not has_nvidia_gpu(tmp_path)
+    add("0000:00:01.0", "0x8086", "0x030000")  # another vendor's GPU
+    add("0000:00:02.0", "0x10de", "0x040300")  # NVIDIA's sound
+    assert not has_nvidia_gpu(tmp_path)
+    add("0000:00:03.0", "0x10de", "0x030200")
+    assert has_nvidia_gpu(tmp_path)
+    other = tmp_path / "other"
+    (other / "dev").mkdir(parents=True)
+    (other / "dev/nvidiactl").touch()
+    assert not has_nvidia_gpu(other)
+    (other / "dev/nvidia0").touch()
+    assert has_nvidia_gpu(other)
 
 
 def test_a_missing_library_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
