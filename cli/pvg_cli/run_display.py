@@ -20,7 +20,6 @@ from rich.text import Text
 
 from pvg.reporting.formats import (
     HOME_PHASES,
-    clock,
     compact,
     duration,
     metric_display,
@@ -233,9 +232,9 @@ def draw(board: RunBoard, width: int, *, roomy: bool = True, stopping: bool = Fa
 
 
 def _header(board: RunBoard) -> Table:
-    """Round, phase chips, and the clock."""
+    """Round, phase chips, and the elapsed time. The chips take two lines where they do not fit into one."""
     row = Table.grid(expand=True, padding=(0, 1))
-    row.add_column(no_wrap=True)
+    row.add_column()
     row.add_column(justify="right", no_wrap=True)
     chips = Text()
     if board.info is not None and len(board.phases) > 1:
@@ -247,7 +246,7 @@ def _header(board: RunBoard) -> Table:
         mark, style = MARKS[board.phase_state(phase)]
         chips.append("  " if place else "")
         chips.append(f"{mark} {phase_label(phase)}", style=style)
-    row.add_row(chips, Text(clock(board.elapsed), style=QUIET))
+    row.add_row(chips, Text(duration(board.elapsed), style=QUIET))
     return row
 
 
@@ -322,7 +321,7 @@ class RunWatcher:
         self._screen: Screen = (
             LivePanel(console, self.render, refresh_per_second)
             if is_live(console)
-            else PlainLines(console, lambda: f"{clock(board.elapsed):>5}", board.clock, SECONDS_BETWEEN_LINES)
+            else PlainLines(console, lambda: f"{duration(board.elapsed):>11}", board.clock, SECONDS_BETWEEN_LINES)
         )
 
     def __enter__(self) -> RunWatcher:

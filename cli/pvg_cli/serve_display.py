@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pvg.reporting.formats import clock, compact, duration
+from pvg.reporting.formats import compact, duration
 from pvg.reporting.terminal import QUIET
 from pvg.servers.command import ServerSpec
 from pvg.servers.control import ServerLoad
@@ -52,7 +52,7 @@ class ServeWatcher:
         self._screen: Screen = (
             LivePanel(console, self.render, refresh_per_second=4)
             if is_live(console)
-            else PlainLines(console, lambda: f"{clock(self.elapsed):>7}", time.monotonic, LINE_S)
+            else PlainLines(console, lambda: f"{duration(self.elapsed):>11}", time.monotonic, LINE_S)
         )
 
     def __enter__(self) -> ServeWatcher:
@@ -183,11 +183,13 @@ def stages_table(shown: ServeWatcher) -> Table:
 def clock_row(shown: ServeWatcher, width: int) -> Table:
     """A pulsing bar with the elapsed time and the time limit. The duration of a start is unknown before it ends."""
     row = Table.grid(padding=(0, 2, 0, 0))
-    row.add_column(width=max(10, width - 44))
+    row.add_column(width=max(10, width - 56))
     row.add_column(no_wrap=True)
-    bar = ProgressBar(total=None, pulse=True, width=max(10, width - 44))
+    bar = ProgressBar(total=None, pulse=True, width=max(10, width - 56))
     limit = Text.assemble(
-        (clock(shown.elapsed), "bold"), (f" of at most {clock(shown.spec.startup_s)}", QUIET), ("  Ctrl-C stops", QUIET)
+        (duration(shown.elapsed), "bold"),
+        (f" of at most {duration(shown.spec.startup_s)}", QUIET),
+        ("  Ctrl-C stops", QUIET),
     )
     row.add_row(bar, limit)
     return row
@@ -202,7 +204,7 @@ def announcement(url: str, seconds: float, commands: Mapping[str, str]) -> Text:
 
 
 def activity(shown: ServeWatcher) -> Text:
-    return Text.assemble("  ", activity_text(shown), (f"   up {clock(shown.elapsed)}   Ctrl-C stops", QUIET))
+    return Text.assemble("  ", activity_text(shown), (f"   up {duration(shown.elapsed)}   Ctrl-C stops", QUIET))
 
 
 def activity_text(shown: ServeWatcher) -> Text:

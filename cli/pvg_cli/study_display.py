@@ -11,7 +11,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from pvg.errors import counted
-from pvg.reporting.formats import clock, duration, metric_display, metric_text, phase_label
+from pvg.reporting.formats import duration, metric_display, metric_text, phase_label
 from pvg.reporting.table import Column, Table, TableCell
 from pvg.reporting.terminal import QUIET, section
 from pvg.study.cells import CellProgress
@@ -196,7 +196,7 @@ class StudyWatcher:
         board = self.board
         left = board.time_left()
         done = f"{board.count('complete')}/{len(board.cells)}{', ' if left else ''}{left}"
-        return f"{clock(board.elapsed):>5}  [{done}]"
+        return f"{duration(board.elapsed):>11}  [{done}]"
 
 
 def draw(board: StudyBoard, width: int) -> Panel:
@@ -220,7 +220,7 @@ def _progress(board: StudyBoard) -> RichTable:
         facts.append(f"  {failed} failed", style="red")
     if left := board.time_left():
         facts.append(f"  {left}", style=QUIET)
-    facts.append(f"  {clock(board.elapsed)}", style=QUIET)
+    facts.append(f"  {duration(board.elapsed)}", style=QUIET)
     return progress_row(max(1, board.plan.steps), board.steps_done, facts)
 
 

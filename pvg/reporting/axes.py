@@ -121,7 +121,7 @@ def _seconds_label(tick: float, step: float, largest: float, *, log: bool) -> st
     for unit, factor, limit in (("µs", 1e6, 1e-3), ("ms", 1e3, 1.0), ("s", 1.0, 120.0)):
         if largest < limit:
             return f"{tick * factor:.{_decimals(step * factor)}f} {unit}"
-    return short_seconds(tick)
+    return short_seconds(tick).removesuffix(" 00 s").removesuffix(" 00 min")
 
 
 def _decimals(step: float) -> int:

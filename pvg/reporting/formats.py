@@ -162,7 +162,7 @@ def compact(value: float) -> str:
 
 
 def short_seconds(seconds: float) -> str:
-    """0.0123 -> `12.3 ms`, 4.2 -> `4.20 s`, 75 -> `1:15`."""
+    """A measured time with three digits: 0.0123 -> `12.3 ms`, 4.2 -> `4.20 s`; from a minute on like `duration`."""
     size = abs(seconds)
     if size == 0:
         return "0 s"
@@ -170,7 +170,7 @@ def short_seconds(seconds: float) -> str:
         return f"{seconds * 1e6:.3g} µs"
     if size < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
-    return f"{seconds:.2f} s" if size < 59.995 else clock(seconds)
+    return f"{seconds:.2f} s" if size < 59.995 else duration(seconds)
 
 
 PEAKS = {
@@ -197,19 +197,18 @@ def byte_size(count: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """75 -> `1:15`, 0.4 -> `0.4 s`, 3700 -> `1:01:40`."""
+    """0.4 -> `0.4 s`, 12 -> `12 s`, 947 -> `15 min 47 s`, 7500 -> `2 h 05 min`."""
     if seconds is None or math.isnan(seconds) or math.isinf(seconds):
         return ABSENT
-    return f"{seconds:.1f} s" if seconds < 9.95 else clock(seconds)
-
-
-def clock(seconds: float) -> str:
-    """75 -> `1:15`, 3700 -> `1:01:40`."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
+    if minutes == 0:
+        return f"{rest} s"
     if minutes < 60:
-        return f"{minutes}:{rest:02d}"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes:02d} min"
 
 
 def total_budget(budgets: Iterable[Mapping[str, float]]) -> dict[str, float]:

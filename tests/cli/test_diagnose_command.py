@@ -24,7 +24,7 @@ def test_a_run_by_its_name_or_its_folder() -> None:
 def test_a_finding_shows_its_cost_its_line_and_the_setting() -> None:
     QUEUED.write(Path("events.log"))
     text = pvg("diagnose", "events.log").out
-    assert "front-end-queue   54% of the time, 1:11" in text
+    assert "front-end-queue   54% of the time, 1 min 11 s" in text
     assert "events.log:29" in text
     assert "rollout.concurrency" in text
     assert "With the load of generation" in text

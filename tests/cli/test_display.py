@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 from run_samples import played
 
+from pvg.reporting.formats import duration
 from pvg.reporting.run_summary import read_run
 from pvg.telemetry.observer import PhaseInfo, Progress
 from pvg_cli.run_display import SECONDS_BETWEEN_LINES, RunBoard, RunWatcher, draw
@@ -69,6 +70,22 @@ def test_the_whole_game_is_estimated_once_every_phase_was_timed() -> None:
     clock.now += 1.0
     state.progress(Progress(5))
     assert state.game_eta() == pytest.approx(1.0 + 5.0 + 20.0 + 3.0)
+
+
+@pytest.mark.parametrize("elapsed_s", [5.0, 947.0, 45_000.0])
+def test_80_columns_cut_nothing_off(elapsed_s: float) -> None:
+    state, clock = board()
+    for phase in ("mint", "train_verifier", "train_prover", "checkpoint"):
+        state.start_phase(info(phase, 1000))
+        clock.now += elapsed_s / 5
+        state.finish_phase(info(phase, 1000), {})
+    state.start_phase(info("mint", 1000, round_=1))
+    clock.now = elapsed_s
+    state.progress(Progress(500))
+    text = "\n".join(drawn(state, 80))
+    assert "…" not in text
+    for shown in ("mint", "verifier", "prover", "checkpoint", duration(elapsed_s), "left", "in total"):
+        assert shown in text
 
 
 def test_phases_are_done_now_or_next() -> None:
@@ -199,8 +216,8 @@ def test_plain_lines_are_few_and_without_escape_codes() -> None:
     told = text.splitlines()
     assert len(told) == 3 + 50 / SECONDS_BETWEEN_LINES
     assert "begins: 100 steps, 3 done before" in told[0]
-    assert "13/100 steps  1/s  1:27 left  helpful_accuracy=50.0%" in told[1]
-    assert "done in 0:50" in told[-2]
+    assert "13/100 steps  1/s  1 min 27 s left  helpful_accuracy=50.0%" in told[1]
+    assert "done in 50 s" in told[-2]
     assert "verifier_auc=0.900" in told[-1]
     assert "\x1b" not in text
 

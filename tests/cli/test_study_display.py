@@ -49,7 +49,7 @@ def test_the_time_left_is_that_of_the_steps_left_at_what_a_step_has_taken_a_proc
     assert shown.eta() == 20.0 * (12 + 16 + 16) / 20 / 2
     shown.update(third, CellProgress("unfinished", reason="It broke."), "failed")  # no process continues it
     assert shown.eta() == 20.0 * (12 + 16) / 20 / 2
-    assert shown.time_left() == "0:14 left"
+    assert shown.time_left() == "14 s left"
 
 
 def test_evaluations_are_part_of_the_time_left_once_one_was_seen_to_its_end() -> None:
@@ -61,10 +61,10 @@ def test_evaluations_are_part_of_the_time_left_once_one_was_seen_to_its_end() ->
     clock.now = 16.0
     shown.update(first, CellProgress("played", done=16), "evaluating")
     clock.now = 20.0
-    assert (shown.eta(), shown.time_left()) == (48.0, "0:48 left of the games")  # and does not grow meanwhile
+    assert (shown.eta(), shown.time_left()) == (48.0, "48 s left of the games")  # and does not grow meanwhile
     clock.now = 26.0
     shown.update(first, CellProgress("complete", done=16), "complete")
-    assert (shown.eta(), shown.time_left()) == (48.0 + 3 * 10.0, "1:18 left")
+    assert (shown.eta(), shown.time_left()) == (48.0 + 3 * 10.0, "1 min 18 s left")
     shown.update(second, CellProgress("new"), "playing")
     clock.now = 42.0
     shown.update(second, CellProgress("played", done=16), "evaluating")

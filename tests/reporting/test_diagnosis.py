@@ -165,7 +165,7 @@ def test_workers_that_wait_for_cores_count_as_the_threads_of_the_driver_do(tmp_p
     assert finding.signature == "shared-machine"
     assert finding.measured == pytest.approx(81.2 / 221.2)
     assert finding.cost_s == pytest.approx(20 * 2.5)
-    assert "threads and workers ran for 140 s and waited 81.2 s" in finding.says
+    assert "threads and workers ran for 2 min 20 s and waited 1 min 21 s" in finding.says
     assert "longest_wait_ms=2500" in finding.evidence[0].text
     assert finding.settings == ("models.threads", "cluster.workers")
 

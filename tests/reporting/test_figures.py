@@ -41,7 +41,16 @@ def test_compact(value: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.42, "0.4 s"), (9.94, "9.9 s"), (9.96, "0:10"), (75, "1:15"), (3599.6, "1:00:00"), (3700, "1:01:40")],
+    [
+        (0.42, "0.4 s"),
+        (5.5, "5.5 s"),
+        (9.96, "10 s"),
+        (59.6, "1 min 00 s"),
+        (947, "15 min 47 s"),
+        (3599.6, "1 h 00 min"),
+        (7500, "2 h 05 min"),
+        (None, "–"),
+    ],
 )
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text

@@ -65,7 +65,7 @@ def test_the_rounds_table_fits_80_columns_unshortened() -> None:
 def test_the_closing_tells_the_exact_commands(tmp_path: Path) -> None:
     text = printed(closing(read_run(played(tmp_path)), 75.0, {"pvg report first": "what happened"}))
     assert "pvg report first   what happened" in text
-    assert "1:15" in text
+    assert "1 min 15 s" in text
 
 
 @given(st.lists(st.floats(0.001, 100.0), min_size=1, max_size=9), st.integers(20, 120))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from pvg.reporting.diagnosis.log_events import Event
 from pvg.reporting.diagnosis.tally import LoadCorrelation, LogTally
+from pvg.reporting.formats import duration, short_seconds
 from pvg.telemetry.waits import SHARED, LagLimits
 
 LEAST_SHARE = 0.05  # of the time; a smaller gain is within the noise between two runs on one machine
@@ -411,10 +412,8 @@ def across(related: LoadCorrelation | None) -> str:
 
 
 def milliseconds(value: float) -> str:
-    """12.3 -> `12.3 ms`, 8580 -> `8.58 s`, 125000 -> `125 s`."""
-    if value < 999.5:
-        return f"{value:.3g} ms"
-    return f"{value / 1e3:.3g} s" if value < 999.5e3 else f"{value / 1e3:,.0f} s"
+    """A time in milliseconds as text: 12.3 -> `12.3 ms`, 8580 -> `8.58 s`, 125000 -> `2 min 05 s`."""
+    return short_seconds(value / 1e3) if value < 9950 else duration(value / 1e3)
 
 
 def percent(share: float) -> str:
