@@ -87,6 +87,7 @@ def train(
     """
     from pvg.errors import UsageError
     from pvg.hub import fetch_all
+    from pvg.telemetry.cpu import bfloat16_warnings
     from pvg_cli.runs import plan_new, plan_resume, resolve
 
     if resume is not None and run_name is not None:
@@ -99,7 +100,7 @@ def train(
         plan = plan_resume(name, settings, resume, cluster, clean=not dry_run)
     else:
         plan = plan_new(resolve(name, settings, cluster), run_name)
-    for warning in plan.experiment.warnings():
+    for warning in [*plan.experiment.warnings(), *bfloat16_warnings(plan.experiment)]:
         say(f"warning: {warning}.")
     if dry_run:
         _show_plan(plan, as_json)

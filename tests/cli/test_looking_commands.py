@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import tempfile
 import tomllib
 from pathlib import Path
 
@@ -135,7 +136,7 @@ def test_doctor_sees_a_runs_folder_that_cannot_be_written(monkeypatch: pytest.Mo
     def refused(**_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(pvg_cli.doctor.tempfile, "TemporaryFile", refused)
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
     assert {finding.name: finding.verdict for finding in check_runs_folder(Path("runs"))}["runs folder"] == "missing"
 
 
