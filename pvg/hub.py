@@ -7,8 +7,8 @@
 huggingface_hub does the transfers, so its settings apply: HF_HOME (the cache), HF_TOKEN or `hf auth login`,
 HF_HUB_OFFLINE, HF_ENDPOINT. It retries broken connections, and keeps complete files.
 
-Invariant: pvg downloads only safetensors, JSON and text of a model, and only parquet and JSON lines of a dataset. So
-no pickle and no code reaches the disk. Importing this module does not import huggingface_hub.
+Invariant: pvg downloads only safetensors, JSON and text of a model, and only parquet, CSV and JSON lines of a dataset.
+So no pickle and no code reaches the disk. Importing this module does not import huggingface_hub.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ DATA_FILES = tuple(
     f"{folder}{split}{ending}"
     for folder in DATA_FOLDERS
     for split in ("train", "test")
-    for ending in (".jsonl", ".parquet", "-*.parquet")
+    for ending in (".jsonl", ".csv", ".parquet", "-*.parquet")
 )
 PATTERNS: dict[Kind, tuple[str, ...]] = {"model": MODEL_FILES, "dataset": DATA_FILES}
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -255,7 +255,7 @@ def _listed(hub_id: HubId, kind: Kind) -> list[DryRunFileInfo]:
         if not all(any(name.rpartition("/")[2].startswith(split) for name in names) for split in ("train", "test")):
             raise ConfigurationError(
                 f"The dataset {hub_id.repository!r} has no train and test files that pvg reads.",
-                "It needs train and test as .jsonl or .parquet, at its root, in main/ or in data/.",
+                "It needs train and test as .jsonl, .csv or .parquet, at its root, in main/ or in data/.",
             )
         return files
     if not any(name.endswith(".safetensors") for name in names):

@@ -544,7 +544,7 @@ def test_partial_rollouts_grow_stale_and_may_be_decoupled() -> None:
 
 
 def test_a_setting_of_another_kind_of_task_is_named_as_such():
-    with pytest.raises(ConfigurationError, match=r"task\.path belongs to kinds 'gsm8k', 'code'"):
+    with pytest.raises(ConfigurationError, match=r"task\.path belongs to kinds 'gsm8k', 'data', 'code'"):
         build_experiment({"task": {"kind": "modchain", "path": "/data"}})
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pvg.config.experiment import TABLES, Experiment
 from pvg.config.load import read_override, read_toml
-from pvg.config.task import CustomTask, Gsm8kTask, ReasoningGymTask
+from pvg.config.task import CustomTask, DataTask, Gsm8kTask, ReasoningGymTask
 from pvg.errors import UsageError
 from pvg.installation import install_extra
 
@@ -73,6 +73,8 @@ def _needs(experiment: Experiment) -> Iterator[tuple[str, str]]:
         yield f"the package reasoning-gym is not installed (type: {install_extra('reasoning-gym')})", ""
     if isinstance(task, Gsm8kTask) and task.path is None:
         yield "task.path is not set", "task.path=hf:openai/gsm8k"
+    if isinstance(task, DataTask) and task.path is None:
+        yield "task.path is not set", "task.path=FILE.jsonl"
     if isinstance(task, CustomTask) and task.source == CustomTask().source and not Path("my_task.py").is_file():
         yield "task.source is not set", "task.source=FILE.py:NAME"
     models = (("prover", experiment.models.prover.source), ("verifier", experiment.models.verifier.source))

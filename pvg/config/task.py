@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -47,7 +48,7 @@ class ModchainTask(Section):
 
 def _local(path: Path | None) -> Path | None:
     if path is not None and is_hub_id(str(path)):
-        raise ValueError(f"{str(path)!r}: only task.kind = 'gsm8k' reads a dataset of the hub")
+        raise ValueError(f"{str(path)!r}: only task.path of the kinds 'gsm8k' and 'data' may be a dataset of the hub")
     return path
 
 
@@ -64,6 +65,69 @@ class Gsm8kTask(Section):
     max_steps: Count | None = Field(
         None, description="Only problems whose published solution takes at most this many calculations. Unset: all."
     )
+
+
+REPEATED_GROUP = re.compile(r"(?<!\\)\)[*+{]")
+REPEAT = re.compile(r"(?<!\\)[*+{]")
+MOST_REPEATS = 3
+
+
+def _pattern(text: str | None) -> str | None:
+    """A pattern of Python's re with at most one group, whose matching takes bounded time."""
+    if text is None:
+        return None
+    try:
+        compiled = re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{text!r} is not a regular expression: {error}") from None
+    if compiled.groups > 1:
+        raise ValueError(
+            f"{text!r} has {compiled.groups} groups; mark the answer with one, and write others as (?:...)"
+        )
+    if REPEATED_GROUP.search(text):
+        raise ValueError(f"{text!r} repeats a group, which may take endless time; repeat a character set: [a-z ]+")
+    if len(REPEAT.findall(text)) > MOST_REPEATS:
+        raise ValueError(f"{text!r} has more than {MOST_REPEATS} of * + {{}}, which may take endless time")
+    return text
+
+
+class DataTask(Section):
+    """Questions and answers from JSON lines, CSV or parquet, with a choice of graders (docs/sources.md)."""
+
+    kind: Literal["data"] = "data"
+    path: DataFolder | None = Field(
+        None,
+        description="File .jsonl, .csv or .parquet with training problems, or a folder or hub dataset with train and "
+        "test.",
+    )
+    test_path: Annotated[Folder | None, AfterValidator(_local)] = Field(
+        None, description="File with test problems. Unset: test of the folder, or a tenth of the training problems."
+    )
+    question: NotEmpty = Field("question", description="Name of the column with the question.")
+    answer: NotEmpty = Field("answer", description="Name of the column with the right answer.")
+    grader: Literal["exact", "number", "choice", "regex", "expression"] = Field(
+        "exact", description="How an answer is read and compared with the right one (docs/sources.md)."
+    )
+    pattern: Annotated[str | None, AfterValidator(_pattern)] = Field(
+        None, description='Only for "regex": the pattern of the line with the answer, which is its group.'
+    )
+    form: NotEmpty | None = Field(
+        None, description='Only for "regex": the sentence of the prompt that says how to write that line.'
+    )
+    limit: Count | None = Field(None, description="Maximum number of problems that pvg reads per split. Unset: all.")
+
+    @model_validator(mode="after")
+    def _complete(self) -> DataTask:
+        given = [name for name in ("pattern", "form") if getattr(self, name) is not None]
+        if self.grader == "regex" and len(given) < 2:
+            raise ValueError(
+                "grader = 'regex' needs pattern and form: pattern = 'Color: ([a-z]+)', form = \"End with ...\""
+            )
+        if self.grader != "regex" and given:
+            raise ValueError(f"{given[0]} is only for grader = 'regex', not {self.grader!r}")
+        if self.question == self.answer:
+            raise ValueError(f"question and answer are both the column {self.question!r}")
+        return self
 
 
 class ReasoningGymTask(Section):
@@ -229,6 +293,7 @@ class CustomTask(Section):
 TASKS: dict[str, type[Section]] = {
     "modchain": ModchainTask,
     "gsm8k": Gsm8kTask,
+    "data": DataTask,
     "reasoning_gym": ReasoningGymTask,
     "code": CodeTask,
     "diplomacy_mini": DiplomacyMiniTask,
@@ -241,6 +306,7 @@ TASKS: dict[str, type[Section]] = {
 TaskSection = Annotated[
     ModchainTask
     | Gsm8kTask
+    | DataTask
     | ReasoningGymTask
     | CodeTask
     | DiplomacyMiniTask

@@ -47,6 +47,7 @@ from pvg.seeds import seed_for
 from pvg.store.run_directory import RunDirectory
 from pvg.store.samples import SampleColumns
 from pvg.tasks import open_task
+from pvg.tasks.data import Data
 from pvg.telemetry.events import Events, ServerNotices
 from pvg.telemetry.monitoring import Monitoring
 from pvg.telemetry.observer import Observer
@@ -147,6 +148,8 @@ async def open_session(
         task = open_task(experiment.task)
         if isinstance(task, AbstractContextManager):
             stack.enter_context(task)
+        if isinstance(task, Data) and task.note:
+            observer.noticed(task.note)
         ledger = Ledger(run, experiment, code_version())
         stack.callback(ledger.close)
         for notice in ledger.notices:

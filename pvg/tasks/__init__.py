@@ -7,6 +7,7 @@ from typing import Any
 
 from pvg.config.task import TaskSection
 from pvg.tasks.code import Code
+from pvg.tasks.data import Data
 from pvg.tasks.diplomacy.full_plan import DiplomacyPlan
 from pvg.tasks.diplomacy.mini import DiplomacyMini
 from pvg.tasks.diplomacy.outcome import DiplomacyOutcome
@@ -23,6 +24,7 @@ __all__ = ["TASKS", "LocatesFlaws", "Task", "half_of", "open_task", "problems_of
 TASKS: dict[str, Callable[[Any], Task]] = {
     "modchain": Modchain,
     "gsm8k": Gsm8k,
+    "data": Data,
     "reasoning_gym": ReasoningGym,
     "code": Code,
     "diplomacy_mini": DiplomacyMini,

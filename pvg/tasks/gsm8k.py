@@ -10,20 +10,18 @@ reordered, added, or left out by `limit`.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-import orjson
 
 from pvg import hub
 from pvg.config.hub_ids import is_hub_id
 from pvg.config.task import Gsm8kTask
 from pvg.errors import ConfigurationError, MissingRequirementError
-from pvg.inputs import check_regular, expanded
+from pvg.inputs import expanded
 from pvg.records import Grade, Problem, Split
 from pvg.tasks.answers import extract, parse_number, read
+from pvg.tasks.rows import files_of, json_rows, parquet_rows
 
 SHORT_ID = 8
 LONG_ID = 16  # hex digits of an id, if short digests of a file's questions collide
@@ -31,7 +29,6 @@ REMEDY = (
     "Set it with --set task.path=hf:openai/gsm8k, or task.path=DIRECTORY. The directory needs train and test in the "
     "published form, as .jsonl or .parquet."
 )
-SHARD = re.compile(r"-(\d+)-of-(\d+)\.parquet")  # the end of a file's name; the second number is the count of files
 
 
 class Gsm8k:
@@ -78,15 +75,12 @@ class Gsm8k:
         return Grade(found.value == parse_number(problem.answer), well_formed=True, answer=found.text, note=note)
 
     def _files(self, split: str) -> list[Path]:
-        """The files of a split, in order: in the directory, or in the first of hub.DATA_FOLDERS that has any."""
-        for folder in hub.DATA_FOLDERS:
-            for pattern in (f"{split}.jsonl", f"{split}.parquet", f"{split}-*.parquet"):
-                if found := sorted((self._directory / folder).glob(pattern)):
-                    for file in found:
-                        check_regular(file)
-                    _refuse_gaps(found)
-                    return found
-        raise MissingRequirementError(f"There is no file {self._directory / split}.jsonl or {split}.parquet.", REMEDY)
+        found = files_of(self._directory, split)
+        if not found:
+            raise MissingRequirementError(
+                f"There is no file {self._directory / split}.jsonl or {split}.parquet.", REMEDY
+            )
+        return found
 
 
 def calculations(solution: str) -> int:
@@ -104,7 +98,7 @@ def _problems(files: Sequence[Path]) -> Iterator[tuple[str, str, str]]:
     """Question, final answer and worked solution of each row, without repetitions."""
     first_seen: dict[str, tuple[str, str]] = {}
     for file in files:
-        for number, row in _json_rows(file) if file.suffix == ".jsonl" else _parquet_rows(file):
+        for number, row in json_rows(file) if file.suffix == ".jsonl" else parquet_rows(file):
             place = f"{file}, {number}"
             question, solution = _fields(row, place)
             found = extract(solution)
@@ -118,38 +112,6 @@ def _problems(files: Sequence[Path]) -> Iterator[tuple[str, str, str]]:
                     f"{place}: repeats the question of {first_seen[question][0]} with another answer "
                     f"({found.text} instead of {first_seen[question][1]})."
                 )
-
-
-def _json_rows(file: Path) -> Iterator[tuple[str, object]]:
-    """(place in the file, row) of each line that is not empty."""
-    for number, line in enumerate(file.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            yield f"line {number}", orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            raise ConfigurationError(
-                f"{file}, line {number}: not valid JSON ({error}).", "Download the file again."
-            ) from None
-
-
-def _parquet_rows(file: Path) -> Iterator[tuple[str, object]]:
-    """(place in the file, row) of each row."""
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        rows = parquet.read_table(file).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigurationError(f"{file}: not valid parquet ({error}).", "Download the file again.") from None
-    yield from ((f"row {number}", row) for number, row in enumerate(rows, start=1))
-
-
-def _refuse_gaps(files: Sequence[Path]) -> None:
-    """Raises MissingRequirementError if a split has several parquet files and one is missing."""
-    wanted = max((int(found[2]) for file in files if (found := SHARD.search(file.name))), default=len(files))
-    if len(files) != wanted:
-        raise MissingRequirementError(f"{files[0].parent} has {len(files)} of {wanted} files like {files[0].name}.")
 
 
 def _fields(row: object, place: str) -> tuple[str, str]:

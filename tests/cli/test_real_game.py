@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,16 @@ def test_train_then_report_then_rollout() -> None:
     assert report["status"] == "samples"
     assert report["phases"][0]["metrics"]["rollouts"] == 6
     assert len(list(Path("runs/modchain-samples/rollouts").glob("*/*.arrow"))) == 1
+
+
+@pytest.mark.skipif(len(embedded_names()) < 2, reason="the embedded models are not built")
+def test_a_game_on_a_file_of_questions() -> None:
+    numbers = product(range(4), repeat=4)
+    rows = [f"7+{'+'.join(map(str, others))}?,{(7 + sum(others)) % 10}" for others in numbers]
+    Path("sums.csv").write_text("\n".join(["sum,result", *rows]) + "\n")
+    task = ["kind=data", "path=sums.csv", "question=sum", "answer=result", "grader=number"]
+    # Modular sums, as the embedded models write them: `1+2=3;3+1=4;A4`. The last number is the answer.
+    trained = pvg("train", *SMALL, *(word for setting in task for word in ("-s", f"task.{setting}")), "--json")
+    assert trained.code == 0, trained.err
+    assert "sums.csv has no test file, so pvg tests with a tenth of its problems." in trained.err
+    assert trained.document["rounds"][0]["metrics"]["helpful_accuracy"] > 0.0

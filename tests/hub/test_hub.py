@@ -66,9 +66,9 @@ def test_what_no_repository_is_called_is_refused_with_the_key(source: str) -> No
         experiment(source)
 
 
-def test_only_gsm8k_reads_a_dataset_of_the_hub() -> None:
+def test_only_two_tasks_read_a_dataset_of_the_hub() -> None:
     build_experiment({"task": {"kind": "gsm8k", "path": "hf:openai/gsm8k"}})
-    with pytest.raises(ConfigurationError, match=r"only task\.kind = 'gsm8k'"):
+    with pytest.raises(ConfigurationError, match=r"kinds 'gsm8k' and 'data'"):
         build_experiment({"task": {"kind": "code", "path": "hf:openai/gsm8k"}})
 
 

@@ -1,0 +1,104 @@
+"""Reads the rows of a task's data files: JSON lines, CSV or parquet.
+
+for place, row in rows_of(Path("train.csv")):  # ("line 2", {"question": ..., "answer": ...})
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import orjson
+
+from pvg import hub
+from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.inputs import check_regular
+
+SHARD = re.compile(r"-(\d+)-of-(\d+)\.parquet")  # the end of a file's name; the second number is the count of files
+
+
+def files_of(directory: Path, split: str) -> list[Path]:
+    """The files of a split, in order: in the directory, or in the first of hub.DATA_FOLDERS that has any. Empty without
+    one."""
+    for folder in hub.DATA_FOLDERS:
+        for pattern in (f"{split}.jsonl", f"{split}.csv", f"{split}.parquet", f"{split}-*.parquet"):
+            if found := sorted((directory / folder).glob(pattern)):
+                for file in found:
+                    check_regular(file)
+                _refuse_gaps(found)
+                return found
+    return []
+
+
+def rows_of(file: Path) -> Iterator[tuple[str, object]]:
+    """(place in the file, row) of each row. Raises ConfigurationError for invalid ones and other files."""
+    reader = READERS.get(file.suffix.lower())
+    if reader is None:
+        raise ConfigurationError(f"{file}: not a kind of file that pvg reads.", f"It reads {', '.join(READERS)}.")
+    return reader(file)
+
+
+def json_rows(file: Path) -> Iterator[tuple[str, object]]:
+    """(place in the file, row) of each line that is not empty."""
+    for number, line in enumerate(file.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            yield f"line {number}", orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise ConfigurationError(
+                f"{file}, line {number}: not valid JSON ({error}).", "Download the file again."
+            ) from None
+
+
+def csv_rows(file: Path) -> Iterator[tuple[str, object]]:
+    """(place in the file, row) of each row that is not empty. The first line names the columns."""
+    data = file.read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigurationError(f"{file}, line {line}: not UTF-8.", "Save the file with the encoding UTF-8.") from None
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    line = 1
+    try:
+        columns = next(reader, [])
+        if len(set(columns)) < len(columns):
+            raise ConfigurationError(f"{file}, line 1: two columns have the same name.", "Rename one of them.")
+        line = reader.line_num + 1
+        for row in reader:
+            if row and len(row) != len(columns):
+                raise ConfigurationError(
+                    f"{file}, line {line}: {len(row)} fields, and line 1 names {len(columns)} columns.",
+                    "Put quotation marks around a field that contains a comma or a line break.",
+                )
+            if row:
+                yield f"line {line}", dict(zip(columns, row, strict=True))
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise ConfigurationError(f"{file}, line {line}: not valid CSV ({error}).", "Correct the line.") from None
+
+
+def parquet_rows(file: Path) -> Iterator[tuple[str, object]]:
+    """(place in the file, row) of each row."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        rows = parquet.read_table(file).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigurationError(f"{file}: not valid parquet ({error}).", "Download the file again.") from None
+    yield from ((f"row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _refuse_gaps(files: Sequence[Path]) -> None:
+    """Raises MissingRequirementError if a split has several parquet files and one is missing."""
+    wanted = max((int(found[2]) for file in files if (found := SHARD.search(file.name))), default=len(files))
+    if len(files) != wanted:
+        raise MissingRequirementError(f"{files[0].parent} has {len(files)} of {wanted} files like {files[0].name}.")
+
+
+READERS = {".jsonl": json_rows, ".csv": csv_rows, ".parquet": parquet_rows}

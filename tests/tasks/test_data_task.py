@@ -1,0 +1,352 @@
+"""The data task: each grader, each kind of file, and every way in which a file can be wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+from pydantic import ValidationError
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "game"))
+from tiny_chat import chatting
+
+from pvg.config.task import DataTask
+from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.game.roles import prompt_renderer
+from pvg.records import Problem, Role, Wording
+from pvg.tasks import open_task
+from pvg.tasks.expressions import value_of
+from pvg.tasks.graders import Choice, grader_of
+from pvg.tasks.wordings import WORDINGS
+
+REGEX = {"pattern": "Color: ([a-z ]+)", "form": "End with a line 'Color: ' followed by the color."}
+
+
+def section(grader: str = "number", **more: Any) -> DataTask:
+    return DataTask(grader=grader, **(REGEX if grader == "regex" else {}), **more)  # type: ignore[arg-type]
+
+
+def lines(*rows: tuple[Any, Any]) -> str:
+    return "".join(json.dumps({"question": question, "answer": answer}) + "\n" for question, answer in rows)
+
+
+def read(path: Path, split: str = "train", **more: Any) -> list[Problem]:
+    return list(open_task(section(path=path, **more)).problems(split))  # type: ignore[arg-type]
+
+
+# --- graders ----------------------------------------------------------------------------------------------------------
+
+RIGHT, WRONG, UNREADABLE = (True, True), (False, True), (False, False)
+
+
+@pytest.mark.parametrize(
+    ("grader", "answer", "completion", "expected"),
+    [
+        ("exact", "Ada Lovelace", "She wrote it.\n<answer>Ada Lovelace</answer>", RIGHT),
+        ("exact", "Ada Lovelace", "<answer> Ada\n Lovelace </answer> That is all.", RIGHT),
+        ("exact", "Ada Lovelace", "It was\nAda Lovelace", RIGHT),
+        ("exact", "caf\u00e9", "<answer>cafe\u0301</answer>", RIGHT),
+        ("exact", "Ada Lovelace", "<answer>Ada Lovelac</answer>", WRONG),
+        ("exact", "Ada Lovelace", "<answer>ada lovelace</answer>", WRONG),
+        ("exact", "Ada Lovelace", "<answer>Ada Lovelace or Babbage</answer>", WRONG),
+        ("exact", "Ada Lovelace", "<answer>Ada Lovelace</answer> no: <answer>Babbage</answer>", WRONG),
+        ("exact", "Ada Lovelace", "<answer></answer>", UNREADABLE),
+        ("exact", "Ada Lovelace", " \n", UNREADABLE),
+        ("number", "1,080", "48 + 2\n#### $1,080.00 in all", RIGHT),
+        ("number", "she had 10 * 2 = 20\n#### 20", "#### 20", RIGHT),
+        ("number", "0.1", "#### 1/10", RIGHT),
+        ("number", "1,080", "#### 1081", WRONG),
+        ("number", "1,080", "#### 1080 or 1081", UNREADABLE),
+        ("number", "1,080", "I do not know", UNREADABLE),
+        ("choice", "B", "So it is the second.\nAnswer: B", RIGHT),
+        ("choice", "(b)", "Answer: (B)", RIGHT),
+        ("choice", "B", "**Answer:** **B**", RIGHT),
+        ("choice", "B", "The answer is b.", RIGHT),
+        ("choice", "B", "Answer: B) the dog", RIGHT),
+        ("choice", "B", "Final answer: \\boxed{B}", RIGHT),
+        ("choice", "B", "I think so.\n(B)", RIGHT),
+        ("choice", "B", "Answer: B\nNo, wait.\nAnswer: C", WRONG),
+        ("choice", "A", "Answer: a dog", UNREADABLE),
+        ("choice", "B", "Answer: B or C", UNREADABLE),
+        ("choice", "B", "Answer: B) or C)", UNREADABLE),
+        ("choice", "B", "Answer: K", UNREADABLE),
+        ("choice", "B", "Answer: Bees", UNREADABLE),
+        ("choice", "B", "I do not know", UNREADABLE),
+        ("regex", "dark red", "It is like blood.\nColor: dark  red", RIGHT),
+        ("regex", "dark red", "Color: red", WRONG),
+        ("regex", "dark red", "Color: dark red\nColor: blue", WRONG),
+        ("regex", "dark red", "dark red", UNREADABLE),
+        ("expression", "10.5", "<answer>3 * (4 - 1/2)</answer>", RIGHT),
+        ("expression", "2^3", "<answer>8.0</answer>", RIGHT),
+        ("expression", "1/3", "<answer>2 ÷ 6</answer>", RIGHT),
+        ("expression", "1/3", "<answer>0.333333333333</answer>", WRONG),
+        ("expression", "0.3", "<answer>0.1 + 0.2</answer>", RIGHT),
+        ("expression", "8", "<answer>2 + 3</answer>", WRONG),
+        ("expression", "8", "<answer>2 +</answer>", UNREADABLE),
+        ("expression", "8", "<answer>__import__('os')</answer>", UNREADABLE),
+        ("expression", "8", "<answer>8 if 1 else 2</answer>", UNREADABLE),
+    ],
+)
+def test_grades(grader: str, answer: str, completion: str, expected: tuple[bool, bool]) -> None:
+    opened = grader_of(section(grader))
+    grade = opened.grade(opened.reference(answer), completion)
+    assert (grade.correct, grade.well_formed) == expected
+
+
+@pytest.mark.parametrize("grader", ["exact", "number", "choice", "expression"])
+def test_the_example_of_the_prompt_is_graded_as_the_role_wants(grader: str) -> None:
+    opened = grader_of(section(grader))
+    wording = opened.wording if isinstance(opened.wording, Wording) else WORDINGS[opened.wording]
+    reference = opened.reference("B" if grader == "choice" else "11")
+    assert opened.grade(reference, wording.answers[Role.HELPFUL]).correct
+    wrong = opened.grade(reference, wording.answers[Role.SNEAKY])
+    assert wrong.well_formed
+    assert not wrong.correct
+
+
+@given(st.text(max_size=300), st.sampled_from(["exact", "number", "choice", "regex", "expression"]))
+@settings(deadline=None)
+def test_no_text_makes_a_grader_raise(text: str, grader: str) -> None:
+    opened = grader_of(section(grader))
+    reference = opened.reference("B" if grader == "choice" else "11")
+    for completion in (text, f"Answer: {text}", f"<answer>{text}", f"#### {text}", f"Color: {text}"):
+        grade = opened.grade(reference, completion)
+        assert grade.well_formed or not grade.correct
+
+
+@given(
+    st.sampled_from("ABCDEFGHIJ"),
+    st.sampled_from("ABCDEFGHIJ"),
+    st.sampled_from(["{}", "({})", "{}.", "**{}**", "[{}]"]),
+)
+def test_every_letter_is_read_in_every_form(right: str, written: str, form: str) -> None:
+    for letter in (written, written.lower()):
+        grade = Choice().grade(right, f"Answer: {form.format(letter)}")
+        assert grade.well_formed
+        assert grade.correct == (right == written)
+
+
+def test_a_grader_survives_hostile_lengths() -> None:
+    texts = ["<answer>" * 10**5, "Answer: " * 10**5, "(" * 10**6, "Color: a" * 10**5, "Color: a\n" * 10**5]
+    for grader in ("exact", "choice", "regex", "expression"):
+        opened = grader_of(section(grader))
+        reference = opened.reference("B" if grader == "choice" else "11")
+        for text in texts:
+            assert not opened.grade(reference, text).correct
+
+
+# --- expressions ------------------------------------------------------------------------------------------------------
+
+numbers = st.fractions(max_denominator=50).map(lambda value: (f"({value})", value))
+
+
+@given(
+    st.recursive(
+        numbers,
+        lambda inner: st.tuples(inner, st.sampled_from("+-*"), inner).map(
+            lambda each: (
+                f"({each[0][0]} {each[1]} {each[2][0]})",
+                {"+": Fraction.__add__, "-": Fraction.__sub__, "*": Fraction.__mul__}[each[1]](each[0][1], each[2][1]),
+            )
+        ),
+        max_leaves=6,
+    )
+)
+def test_an_expression_has_the_value_of_fractions(expression: tuple[str, Fraction]) -> None:
+    text, value = expression
+    assert value_of(text) == (value if len(text) <= 300 else None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "9**9**9", "9^9^9^9", "2**100000", "(1/3)**999999", "1" * 301, "9" * 290 + "**200", "(" * 150 + "1" + ")" * 149,
+        "-" * 300, "1/0", "0**-1", "2**0.5", "5 (3)", "()", "7//2", "0x10", "1_000", "1e9", "1j", "x", "True", "1,2",
+        "1 2", "", " ", "1;2", "1=1", "\0", "²", "٣",
+    ],
+)  # fmt: skip
+def test_what_has_no_value(text: str) -> None:
+    assert value_of(text) is None
+
+
+def test_a_long_sum_and_deep_brackets_are_read() -> None:
+    assert value_of("+".join(["1"] * 140)) == 140
+    assert value_of("(" * 60 + "1.50" + ")" * 60) == Fraction(3, 2)
+    assert value_of("2**-2") == Fraction(1, 4)
+    assert value_of("-2^2") == -4
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"grader": "regex"}, "needs pattern"),
+        ({"grader": "exact", "pattern": "a", "form": "b"}, "only for grader = 'regex'"),
+        ({"grader": "regex", "pattern": "(", "form": "b"}, "not a regular expression"),
+        ({"grader": "regex", "pattern": "(a)(b)", "form": "b"}, "has 2 groups"),
+        ({"grader": "regex", "pattern": "(a+)+$", "form": "b"}, "repeats a group"),
+        ({"grader": "regex", "pattern": ".*.*.*.*=", "form": "b"}, "more than 3"),
+        ({"question": "text", "answer": "text"}, "are both the column"),
+        ({"test_path": "hf:a/b"}, "may be a dataset of the hub"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(given: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValidationError, match=complaint.replace("(", r"\(")):
+        DataTask(**given)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+ROWS = [(f"What is {number} + {number}?", 2 * number) for number in range(40)]
+
+
+def write_parquet(file: Path, **columns: Any) -> Path:
+    parquet.write_table(pyarrow.table(columns), file)
+    return file
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_every_kind_of_file_gives_the_same_problems(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "all.jsonl").write_text(lines(*ROWS))
+    expected = read(tmp_path / "all.jsonl")
+    file = tmp_path / f"problems.{kind}"
+    if kind == "parquet":
+        write_parquet(file, asked=[row[0] for row in ROWS], right=[row[1] for row in ROWS], other=[[1]] * len(ROWS))
+    elif kind == "csv":
+        text = "asked,other,right\r\n" + "".join(f'"{question}",x,{answer}\r\n' for question, answer in ROWS)
+        file.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    else:
+        file.write_text("".join(json.dumps({"asked": row[0], "right": row[1]}) + "\r\n\r\n" for row in ROWS))
+    task = open_task(section(path=file, question="asked", answer="right"))
+    assert list(task.problems("train")) == expected
+    assert {problem.question for problem in expected} | {problem.question for problem in task.problems("test")} == {
+        row[0] for row in ROWS
+    }
+
+
+def test_the_held_out_share_does_not_change_with_the_rows(tmp_path: Path) -> None:
+    file = tmp_path / "problems.jsonl"
+    file.write_text(lines(*ROWS))
+    task = open_task(section(path=file))
+    assert "a tenth" in task.note  # type: ignore[attr-defined]
+    before = {problem.id for problem in task.problems("test")}
+    by_hand = [row for row in ROWS if int(hashlib.sha256(row[0].encode()).hexdigest()[-8:], 16) % 10 == 0]
+    assert [problem.question for problem in task.problems("test")] == [row[0] for row in by_hand]
+    file.write_text(lines(*reversed(ROWS), *((f"And {n}?", n) for n in range(100))))
+    assert before < {problem.id for problem in read(file, "test")}
+
+
+def test_a_test_file_is_used_and_gives_no_note(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text(lines(*ROWS))
+    (tmp_path / "other.csv").write_text("question,answer\nWhy?,42\n")
+    task = open_task(section(path=tmp_path, test_path=tmp_path / "other.csv", limit=3))
+    assert task.note == ""  # type: ignore[attr-defined]
+    assert [problem.question for problem in task.problems("train")] == [row[0] for row in ROWS[:3]]
+    assert [problem.answer for problem in task.problems("test")] == ["42"]
+    (tmp_path / "test.csv").write_text("question,answer\nWho?,7\n")
+    assert [problem.answer for problem in read(tmp_path, "test")] == ["7"]
+
+
+def test_a_field_with_a_line_break_and_a_comma_is_one_field(tmp_path: Path) -> None:
+    file = tmp_path / "problems.csv"
+    file.write_text('question,answer\n"One,\ntwo?",12\n\nThree?,3\n"bad",x\n')
+    with pytest.raises(ConfigurationError, match=r"problems\.csv, line 6: the answer 'x' is not a number"):
+        read(file)
+
+
+HUGE = json.dumps({"question": "x" * 200_000, "answer": "1"})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("a.jsonl", b"", "has no rows"),
+        ("a.csv", b"", "has no rows"),
+        ("a.jsonl", b"\n \n", "has no rows"),
+        ("a.csv", b"question,answer\n", "has no rows"),
+        ("a.jsonl", b"not json\n", "line 1: not valid JSON"),
+        ("a.jsonl", b"[1]\n", "line 1: not a JSON object"),
+        ("a.jsonl", b'{"question": "\xff", "answer": "1"}\n', "line 1: not valid JSON"),
+        ("a.csv", b"question,answer\nok?,1\n\xff,1\n", "line 3: not UTF-8"),
+        ("a.csv", "question,answer\na?,1\n".encode("utf-16"), "line 1: not UTF-8"),
+        ("a.csv", b"question,answer\na?,1,2\n", "line 2: 3 fields, and line 1 names 2 columns"),
+        ("a.csv", b"question,question\na?,1\n", "line 1: two columns have the same name"),
+        ("a.csv", b'question,answer\n"a?,1\n', "line 2: not valid CSV"),
+        ("a.csv", b"question,answer\n" + b"x" * 200_000 + b",1\n", "line 2: not valid CSV"),
+        ("a.csv", b"question,solution\na?,1\n", "no column 'answer'. Set task.answer to one of: question, solution"),
+        ("a.jsonl", b'{"question": "a?"}\n', "line 1: there is no column 'answer'"),
+        ("a.jsonl", b'{"question": "a?", "answer": null}\n', "column 'answer' is empty"),
+        ("a.jsonl", b'{"question": "a?", "answer": " "}\n', "column 'answer' is empty"),
+        ("a.jsonl", b'{"question": "a?", "answer": true}\n', "column 'answer' is true, not a text"),
+        ("a.jsonl", b'{"question": "a?", "answer": [1]}\n', "column 'answer' is of type list"),
+        ("a.jsonl", b'{"question": "a?", "answer": {"b": 1}}\n', "column 'answer' is of type dict"),
+        ("a.jsonl", b'{"question": 3, "answer": 1}\n', "column 'question' is of type int"),
+        ("a.jsonl", b'{"question": "a?", "answer": 36893488147419103233}\n', "may have lost digits"),
+        ("a.jsonl", b'{"question": "a\\u0000?", "answer": 1}\n', "contains a NUL character"),
+        ("a.csv", b"question,answer\na\0?,1\n", "contains a NUL character"),
+        ("a.jsonl", HUGE.encode(), "the question has 200,000 characters"),
+        ("a.jsonl", b'{"question": "a?", "answer": "many"}\n', "line 1: the answer 'many' is not a number"),
+        ("a.jsonl", lines(("a?", 1), ("a?", 2)).encode(), "line 2: repeats the question of .* with another answer"),
+        ("a.jsonl", lines(("a?", 1), ("a?", "1.0")).encode(), "has 1 problem, too few to hold out"),
+        ("a.parquet", b"PAR1 no more", "not valid parquet"),
+        ("a.txt", b"question", "not a kind of file that pvg reads"),
+    ],
+)  # fmt: skip
+def test_a_wrong_file_is_explained_in_one_line(tmp_path: Path, name: str, content: bytes, complaint: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigurationError, match=complaint) as raised:
+        read(tmp_path / name)
+    assert "\n" not in str(raised.value)
+    assert name in str(raised.value)
+
+
+def test_parquet_columns_of_other_types_are_refused(tmp_path: Path) -> None:
+    for values, complaint in (
+        ([[1], [2]], "of type list"),
+        ([None, 1.5], "row 1: .* is empty"),
+        ([True, False], "is true"),
+    ):
+        file = write_parquet(tmp_path / "a.parquet", question=["a?", "b?"], answer=values)
+        with pytest.raises(ConfigurationError, match=complaint):
+            read(file)
+
+
+def test_a_question_in_train_and_test_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text(lines(*ROWS))
+    (tmp_path / "test.jsonl").write_text(lines(("New?", 1), ROWS[3]))
+    with pytest.raises(ConfigurationError, match=r"test\.jsonl, line 2: this test .* is also .*train\.jsonl, line 4"):
+        read(tmp_path)
+
+
+def test_missing_files_are_explained(tmp_path: Path) -> None:
+    with pytest.raises(MissingRequirementError, match=r"task\.path is not set"):
+        open_task(DataTask())
+    with pytest.raises(MissingRequirementError, match=r"no file .*none\.jsonl"):
+        open_task(DataTask(path=tmp_path / "none.jsonl"))
+    with pytest.raises(MissingRequirementError, match=r"has no train\.jsonl"):
+        open_task(DataTask(path=tmp_path))
+    os.mkfifo(tmp_path / "train.jsonl")
+    with pytest.raises(ConfigurationError, match="is not a regular file"):
+        open_task(DataTask(path=tmp_path / "train.jsonl"))
+
+
+def test_prompts_say_how_to_write_the_answer(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(lines(*ROWS))
+    tokenizer = chatting()
+    render = prompt_renderer("chat", tokenizer)
+    for grader, form in (("number", "####"), ("exact", "<answer>"), ("expression", "<answer>"), ("regex", "Color: ")):
+        problem = read(tmp_path / "a.jsonl", grader=grader)[0]
+        for role in Role:
+            assert form in tokenizer.decode(render(problem, role))
