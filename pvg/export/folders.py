@@ -30,7 +30,7 @@ from pvg.models.heads import ImplicitHead, ScalarHead, VerifierModel, YesTokenHe
 from pvg.models.language_model import LanguageModel, without_progress_bars
 from pvg.models.logprobs import finish_logits
 from pvg.store.atomic import disk_full_explained, make_directory, remove_tree, temporary_beside
-from pvg.store.run_players import adapter_name
+from pvg.store.run_players import WARMED_PROVER, adapter_name
 from pvg.tasks import open_task
 from pvg.tasks.task import ConcealsText
 from pvg.verifier.template import QUESTION
@@ -135,6 +135,11 @@ def _write_adapter(finished: FinishedRound, name: str, folder: Path) -> None:
     from safetensors.torch import save_file
 
     tensors, meta = finished.read_weights(name)
+    if WARMED_PROVER in finished.weights:
+        raise UsageError(
+            "These adapters belong to the prover after the warm start, which peft cannot find.",
+            "Add --merge, which writes a whole model.",
+        )
     base, revision = _base_for_peft(finished.experiment.models.prover.source)
     config = {**meta["config"], "base_model_name_or_path": base, "revision": revision}
     save_file(dict(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
