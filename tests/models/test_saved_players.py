@@ -99,6 +99,8 @@ def test_a_source_names_a_run_a_round_and_a_player(source: str, wanted: RunId) -
 def test_a_source_without_a_player_means_the_one_whose_model_it_is() -> None:
     models = Models(prover=ModelSection(source="run:mine"), verifier=ModelSection(source="run:mine/round-1"))
     assert (models.prover.source, models.verifier.source) == ("run:mine/prover", "run:mine/round-1/verifier")
+    warm = Models(verifier=ModelSection(source="run:mine/warmup"))
+    assert warm.verifier.source == "run:mine/warmup/prover"
     other = Models(prover=ModelSection(source="run:mine/verifier"))
     assert other.prover.source == "run:mine/verifier"
 
