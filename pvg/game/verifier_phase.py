@@ -39,15 +39,19 @@ from pvg.telemetry.observer import PhaseInfo
 from pvg.telemetry.spans import span
 from pvg.training.optimizer import OptimizerSettings
 from pvg.training.trainer import GradientWorkers, Trainer
-from pvg.verifier.calibration import acceptance_threshold, auc, common_scales, disagreement, member_scores
+from pvg.verifier.calibration import (
+    ACCEPTANCE,
+    acceptance_threshold,
+    auc,
+    common_scales,
+    disagreement,
+    member_scores,
+)
 from pvg.verifier.data import PairSource, VerifierBatch
 from pvg.verifier.robust import objective_for
 
 # Held-out solutions to read and score at a time: enough to fill batches, also on servers, and only a few megabytes.
 SCORED_AT_ONCE = 4096
-# The threshold accepts this share of correct held-out solutions. Training does not use the threshold. Reports show
-# shares of accepted solutions, and a constant makes them comparable between runs.
-ACCEPTANCE = 0.9
 # Steps in which the learning rate grows from 0: AdamW's first steps have no reliable second moment.
 WARMUP = 10
 

@@ -40,6 +40,7 @@ METRIC_DISPLAYS: dict[str, MetricDisplay] = {
     "helpful_accuracy": MetricDisplay("helpful accuracy", "share", True),
     "sneaky_error_rate": MetricDisplay("sneaky error rate", "share"),
     "fooled_rate": MetricDisplay("fooled rate", "share"),
+    "fooled_rate_at_90": MetricDisplay("fooled at 90% accepted", "share", False),
     "fooled_rate_base": MetricDisplay("fooled by base", "share", False),
     "fooled_rate_previous": MetricDisplay("fooled by previous", "share", False),
     "accepted_helpful": MetricDisplay("helpful accepted", "share", True),
