@@ -117,8 +117,8 @@ wheel: $(STAMP)  ## build the wheel into dist/
 models: $(STAMP)  ## train the embedded models again (minutes; the results are committed)
 	$(BIN)/python -m pvg.models.embedded_training all
 
-seeds: $(STAMP)  ## play the embedded game with five seeds and write docs/embedded-game.md (about 20 minutes)
-	$(BIN)/python -m benchmarks.pages.make_embedded_game
+seeds: $(STAMP)  ## play five rounds of the embedded game with five seeds, write docs/embedded-game.md (about 25 minutes)
+	$(BIN)/python -m benchmarks.pages.make_embedded_game --set game.rounds=5
 
 equality: $(STAMP)  ## play five seeds with all switches slow and all fast, write docs/equality.md (20 minutes on 2 cores)
 	$(BIN)/python -m benchmarks.pages.make_equality
