@@ -81,9 +81,12 @@ def test_there_are_no_more_settings_than_one_can_know() -> None:
     """A new setting has to take the place of another one, or to be argued for here."""
     outside_tasks = {key for key in valid_keys() if not key.startswith("task.") and not key.endswith(".kind")}
     of_clusters = {key for key in outside_tasks if key.startswith("cluster.")}
-    assert len(outside_tasks - of_clusters) <= 130
+    of_prompts = {key for key in outside_tasks if key.startswith("prompts.")}
+    assert len(outside_tasks - of_clusters - of_prompts) <= 130
     counts = ("workers", "trainers", "min_workers", "max_workers", "trainer_ranks", "gpus_per_worker")
     assert of_clusters == {*(f"cluster.{name}" for name in counts), "cluster.address"}
+    texts = ("helpful", "sneaky", "examples", "helpful_translation", "sneaky_translation", "frame")
+    assert of_prompts == {*(f"prompts.{name}" for name in texts), "prompts.place"}
 
 
 NAMES = ("modchain", "code", "diplomacy-mini", "diplomacy-plan", "qwen-gsm8k-lora", "smollm2-gsm8k")

@@ -45,8 +45,8 @@ def test_the_files_own_kind_is_no_switch(capsys: pytest.CaptureFixture[str]) -> 
         ),
         (
             ["task.kind=gsm8k", "models.verifier.source=mine"],
-            "rollout.prompts = 'tag'",
-            "Add: -s task.path=hf:openai/gsm8k -s models.prover.source=hf:OWNER/NAME -s rollout.prompts=chat",
+            "prompts = 'tag'",
+            "Add: -s task.path=hf:openai/gsm8k -s models.prover.source=hf:OWNER/NAME -s prompts=chat",
         ),
         (["task.kind=custom"], "task.source is not set", "Add: -s task.source=FILE.py:NAME"),
     ],
@@ -63,7 +63,7 @@ def test_one_error_names_all_that_the_new_task_needs(
 
 def test_a_missing_package_is_named_with_the_other_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    overrides = ["task.kind=reasoning_gym", "rollout.prompts=chat", "models.verifier.source=mine"]
+    overrides = ["task.kind=reasoning_gym", "prompts=chat", "models.verifier.source=mine"]
     with pytest.raises(
         UsageError, match=r"reasoning-gym is not installed \(type: .*\[reasoning-gym\]'\); models.prover"
     ):

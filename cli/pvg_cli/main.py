@@ -32,6 +32,7 @@ from pvg_cli import (
     serve,
     serve_env,
     study,
+    task,
     train,
     watch,
 )
@@ -67,6 +68,7 @@ def main(
 
 
 train.register(app)
+task.register(app)
 serve.register(app)
 serve_env.register(app)
 bench.register(app)

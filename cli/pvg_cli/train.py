@@ -76,7 +76,8 @@ def train(
     cluster: ClusterOption = None,
     metrics_port: MetricsPortOption = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print all settings, batch sizes and downloads, and stop.")
+        bool,
+        typer.Option("--dry-run", help="Print all settings, batch sizes, downloads, prompts and grades, and stop."),
     ] = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -117,9 +118,12 @@ def _show_plan(plan: RunPlan, as_json: bool) -> None:
 
     from pvg.hub import KEYS, download_of, hub_ids
     from pvg_cli.output import arithmetic_table, print_toml, stdout
+    from pvg_cli.task import print_preview, prompts_of
 
     experiment = plan.experiment
     downloads = {key: download_of(source, KEYS[key]) for key, source in hub_ids(experiment)}
+    lacking = [key for key, download in downloads.items() if download.missing]
+    found = None if lacking else prompts_of(experiment)
     if as_json:
         emit(
             {
@@ -129,6 +133,7 @@ def _show_plan(plan: RunPlan, as_json: bool) -> None:
                 "run": str(plan.run.path),
                 "resume": plan.resume,
                 "downloads": {key: asdict(download) for key, download in downloads.items()},
+                "prompts": None if found is None else found.plain(),
             }
         )
         return
@@ -138,6 +143,10 @@ def _show_plan(plan: RunPlan, as_json: bool) -> None:
     console.print(arithmetic_table(experiment))
     for key, download in downloads.items():
         console.print(f"{key}: {download}")
+    if found is None:
+        console.print(f"\nNo prompts yet: {' and '.join(lacking)} must be downloaded first, which pvg train does.")
+    else:
+        print_preview(found, console)
     console.print(
         f"\nThe run {'would continue' if plan.resume else 'would be'} in {plan.run.path}.", style="bright_black"
     )
