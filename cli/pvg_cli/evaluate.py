@@ -133,7 +133,8 @@ def _measure(experiment: Experiment, run: RunDirectory, request: EvaluationReque
     board = RunBoard(experiment.name, run.name, experiment.game.rounds, phases=_phases(request), once=False)
     watcher = RunWatcher(board, stderr())
     with run.lock(waiting=say):
-        return drive(work, watcher, killed_document(run.name, as_json), experiment.telemetry.event_loop)
+        killed = killed_document(run.name, "The same command resumes the evaluation.", as_json)
+        return drive(work, watcher, killed, experiment.telemetry.event_loop)
 
 
 def _phases(request: EvaluationRequest) -> tuple[str, ...]:

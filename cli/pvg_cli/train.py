@@ -11,6 +11,7 @@ from typer.core import TyperCommand
 from pvg_cli import completion
 from pvg_cli.boundary import (
     EXIT_STOPPED,
+    SCHEMA_VERSION,
     ClusterOption,
     DebugOption,
     ExperimentArgument,
@@ -20,7 +21,9 @@ from pvg_cli.boundary import (
     SetOption,
     announce_loading,
     emit,
+    error_document,
     guarded,
+    json_text,
     metrics_port_override,
     say,
 )
@@ -159,7 +162,7 @@ def _play(plan: RunPlan, as_json: bool) -> GameOutcome:
     from pvg_cli.driving import drive
     from pvg_cli.output import stderr
     from pvg_cli.run_display import RunBoard, RunWatcher
-    from pvg_cli.runs import create
+    from pvg_cli.runs import create, resume_command
 
     run = plan.run if plan.resume else create(plan)
     experiment = plan.experiment
@@ -180,14 +183,16 @@ def _play(plan: RunPlan, as_json: bool) -> GameOutcome:
         board.recall(read_run(run))
     watcher = RunWatcher(board, stderr())
     with stack, run.lock(discard=lambda: not plan.resume and not run.has_state, waiting=say):
-        return drive(work, watcher, killed_document(run.name, as_json), experiment.telemetry.event_loop)
+        killed = killed_document(run.name, f"To resume it: {resume_command(run)}", as_json)
+        return drive(work, watcher, killed, experiment.telemetry.event_loop)
 
 
-def killed_document(run: str, as_json: bool) -> bytes:
+def killed_document(run: str, remedy: str, as_json: bool) -> bytes:
     """The JSON document of a command that a second Ctrl-C ends."""
-    import orjson
-
-    return orjson.dumps({"status": "killed", "run": run}) + b"\n" if as_json else b""
+    if not as_json:
+        return b""
+    error = error_document("Killed", f"A second Ctrl-C ended the work on {run!r} at once.", remedy, EXIT_STOPPED)
+    return json_text({"schema_version": SCHEMA_VERSION, **error}) + b"\n"
 
 
 def _print_result(outcome: GameOutcome, plan: RunPlan, as_json: bool) -> None:
@@ -274,7 +279,7 @@ def rollout(
         outcome = drive(
             work,
             RunWatcher(board, stderr()),
-            killed_document(run.name, as_json),
+            killed_document(run.name, "Call pvg rollout again.", as_json),
             resolved.telemetry.event_loop,
         )
     _print_samples(outcome, as_json)

@@ -40,6 +40,7 @@ from pvg.telemetry.waits import (
     Heartbeat,
     LagWindow,
     LoopLagMonitor,
+    cores_used,
     crowding,
     warnings,
 )
@@ -310,6 +311,8 @@ class Monitoring:
 
     def _record_device(self, at: float, metrics: dict[str, float]) -> None:
         self._record("device", time=at, metrics=metrics)
+        if (used := cores_used(metrics)) is not None:
+            self._log(format_event("machine", event="sample", **used))
         self._write({f"device/{name}": value for name, value in metrics.items()}, at)
         self._look_for_crowding(metrics)
 

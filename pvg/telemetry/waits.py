@@ -157,6 +157,15 @@ class CoreWaits:
         return found
 
 
+def cores_used(metrics: Mapping[str, float]) -> dict[str, float] | None:
+    """The fields of a "[machine] sample" line from a "device" record: the machine's cores, how many of them all
+    programs used, and how many pvg with its child processes. None in the first record, which has no time before it."""
+    if "cpu" not in metrics or "process_cpu" not in metrics:
+        return None
+    cores = psutil.cpu_count() or 1
+    return {"cores": cores, "busy_cores": metrics["cpu"] * cores, "own_cores": metrics["process_cpu"]}
+
+
 def crowding(metrics: Mapping[str, float], waits: CoreTime | None = None) -> str | None:
     """The notice for a "device" record in which this process's threads waited for cores; None if they did not. If other
     processes used no cores, pvg has more threads than cores. `waits`: of this process and its workers; None: there are
