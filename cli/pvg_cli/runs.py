@@ -17,6 +17,7 @@ from pvg.extensions import check_references
 from pvg.hub import pinned, pinned_as
 from pvg.reporting.run_summary import read_run, unfinished_runs
 from pvg.store.run_directory import RunDirectory, free_name, refuse_name
+from pvg.store.run_players import pinned_players, pinned_players_as
 from pvg.workers.choice import cluster_settings, with_workers
 from pvg_cli.boundary import say
 
@@ -52,9 +53,9 @@ class RunPlan:
 
 
 def plan_new(experiment: Experiment, name: str | None, suffix: str = "") -> RunPlan:
-    """Plan a new run: `name`, or the experiment's name with -2, -3 ... if that run exists. Pins hub ids, and the number
-    of workers."""
-    experiment = with_workers(pinned(experiment, say))
+    """Plan a new run: `name`, or the experiment's name with -2, -3 ... if that run exists. Pins hub ids,
+    players of other runs, and the number of workers."""
+    experiment = with_workers(pinned_players(pinned(experiment, say)))
     root = experiment.store.root
     wanted = f"{experiment.name}{suffix}" if name is None else name
     refuse_name(wanted)
@@ -91,7 +92,8 @@ def plan_resume(
     _refuse_unplayable(run, clean)
     own = run.experiment()
     wanted = given or _loaded(run.experiment_file, overrides, cluster)
-    experiment = with_workers(pinned(pinned_as(wanted, own), say), own)
+    pinned_wanted = pinned(pinned_as(wanted, own), say)
+    experiment = with_workers(pinned_players(pinned_players_as(pinned_wanted, own)), own)
     changed = differences(own.hashed(), experiment.hashed())
     if changed:
         raise StateError(

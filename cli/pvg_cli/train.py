@@ -106,8 +106,9 @@ def train(
         plan = plan_new(resolve(name, settings, cluster), run_name)
     for warning in [*plan.experiment.warnings(), *bfloat16_warnings(plan.experiment)]:
         say(f"warning: {warning}.")
+    warmup = None if plan.resume else _demonstrations(plan)
     if dry_run:
-        _show_plan(plan, as_json)
+        _show_plan(plan, warmup, as_json)
         return
     if plan.notice:
         say(plan.notice)
@@ -116,7 +117,20 @@ def train(
     _print_result(_play(plan, as_json), plan, as_json)
 
 
-def _show_plan(plan: RunPlan, as_json: bool) -> None:
+def _demonstrations(plan: RunPlan) -> dict[str, Any] | None:
+    """The number of demonstrations of the warm start; None without one. Raises what is wrong with its file."""
+    from pvg.config.warmup import DemonstrationWarmup
+    from pvg.game.demonstrations import read_demonstrations
+
+    section = plan.experiment.warmup
+    if not isinstance(section, DemonstrationWarmup):
+        return None
+    found = read_demonstrations(section)
+    epochs = section.steps * section.batch / len(found.train)
+    return {"demonstrations": len(found.train), "held_out": len(found.held_out), "epochs": round(epochs, 2)}
+
+
+def _show_plan(plan: RunPlan, warmup: dict[str, Any] | None, as_json: bool) -> None:
     from dataclasses import asdict
 
     from pvg.hub import KEYS, download_of, hub_ids
@@ -137,6 +151,7 @@ def _show_plan(plan: RunPlan, as_json: bool) -> None:
                 "resume": plan.resume,
                 "downloads": {key: asdict(download) for key, download in downloads.items()},
                 "prompts": None if found is None else found.plain(),
+                **({} if warmup is None else {"warmup": warmup}),
             }
         )
         return
@@ -150,6 +165,11 @@ def _show_plan(plan: RunPlan, as_json: bool) -> None:
         console.print(f"\nNo prompts yet: {' and '.join(lacking)} must be downloaded first, which pvg train does.")
     else:
         print_preview(found, console)
+    if warmup is not None:
+        console.print(
+            f"warmup: {warmup['demonstrations']} demonstrations, each about {warmup['epochs']:g} times; "
+            f"{warmup['held_out']} held out"
+        )
     console.print(
         f"\nThe run {'would continue' if plan.resume else 'would be'} in {plan.run.path}.", style="bright_black"
     )

@@ -538,9 +538,25 @@ def _trainer_ranks(experiment: AllSections) -> Iterator[str]:
         yield f"{without} models.device = {experiment.models.device!r}; set models.device to 'cpu' or 'cuda'"
 
 
+def _warmup(experiment: AllSections) -> Iterator[str]:
+    if experiment.warmup.kind == "none":
+        return
+    if experiment.task.kind == "play":
+        yield (
+            "warmup shows solutions of questions, but task.kind = 'play' has no questions; set warmup to 'none', and "
+            "models.prover.source to the prover of another run: run:NAME"
+        )
+    if experiment.weights.transport.kind == "lora":
+        yield (
+            "weights.transport = 'lora' sends only adapters, so the servers would not have the warmed prover below "
+            "them; set it to 'filesystem', or start from a run that is warm: models.prover.source = 'run:NAME/warmup'"
+        )
+
+
 IMPOSSIBLE = (
     *(_batch_sizes, _old_logprobs, _prefetch, _deadline, _prover_servers, _verifier_servers, _trained_layers),
     *(_roles, prompt_conflicts, _dynamic_sampling, _code, _diplomacy, _translators, _challenge, _play, _workers),
+    _warmup,
 )
 
 

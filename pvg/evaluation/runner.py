@@ -33,6 +33,7 @@ from pvg.game.protocols import solutions_of
 from pvg.game.roles import prompt_builder
 from pvg.game.session import InterruptedByUser
 from pvg.game.states import Phase
+from pvg.game.warm_start import warmed
 from pvg.store.atomic import make_directory, remove_temporaries
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
@@ -134,7 +135,8 @@ async def open_study(
         if isinstance(task, AbstractContextManager):
             stack.enter_context(task)
         notices = ServerNotices(log, observer.noticed, servers)
-        players = Players(experiment, task, notices, run=reading.directory.name)
+        playing = warmed(experiment, reading.directory, reading.state)
+        players = Players(playing, task, notices, run=reading.directory.name)
         stack.push_async_callback(players.close)
     if players.device.type == "cuda":
         tracer.use_device_clock(CudaClock())

@@ -36,6 +36,7 @@ from pvg.models.heads import VerifierModel
 from pvg.records import Role, Rollout, source_of_round
 from pvg.seeds import generator_for, seed_for
 from pvg.store.pairs import PairView, is_held_out
+from pvg.store.run_players import final_verifier_name
 from pvg.store.shards import solutions_in_memory
 from pvg.telemetry.spans import span
 from pvg.training.optimizer import OptimizerSettings
@@ -53,11 +54,6 @@ if TYPE_CHECKING:
 WINDOW = 4
 FRESH_SHARE = 0.5  # share of pairs with fresh solutions; the other half keeps the verifier good on the mint
 PREFIX = "verifier."  # marks the verifier trainer's tensors in the prover's checkpoint
-
-
-def final_verifier_name(round_: int) -> str:
-    """The weights of a verifier that kept learning, saved when the round's prover was done."""
-    return f"{source_of_round(round_)}-verifier-final"
 
 
 async def open_updates(session: Session, verifier: ScoringModel, threshold: float) -> VerifierUpdates | None:

@@ -26,7 +26,7 @@ from pvg.config.verifier import Verifier
 from pvg.errors import StateError
 from pvg.game.mixtures import source_weights, sources_for_round
 from pvg.game.players import Players
-from pvg.game.round_verifier import member_weights_name, read_members, verifier_weights_name
+from pvg.game.round_verifier import member_weights_name, read_members
 from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.models.ensembles import ScoreScales, VerifierEnsemble
@@ -34,6 +34,7 @@ from pvg.models.heads import VerifierModel
 from pvg.records import Float32, Scorable
 from pvg.seeds import seed_for
 from pvg.store.pairs import Pairs, PairStream, PairView, is_held_out, is_in_bag
+from pvg.store.run_players import verifier_weights_name
 from pvg.telemetry.alerts import Alert
 from pvg.telemetry.observer import PhaseInfo
 from pvg.telemetry.spans import span
