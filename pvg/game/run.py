@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError, StateError, UsageError, user_paths
@@ -48,6 +49,7 @@ from pvg.store.run_directory import RunDirectory
 from pvg.store.samples import SampleColumns
 from pvg.tasks import open_task
 from pvg.tasks.data import Data
+from pvg.telemetry.device import GpuUnavailableError, gpu_number
 from pvg.telemetry.events import Events, ServerNotices
 from pvg.telemetry.monitoring import Monitoring
 from pvg.telemetry.observer import Observer
@@ -161,7 +163,8 @@ async def open_session(
             players.workers.trained_s = tracer.trained_s
             players.workers.changed = lambda workers, why: ledger.record("scaling", workers=workers, why=why)
         if players.device.type == "cuda":
-            tracer.use_device_clock(CudaClock())
+            tracer.use_device_clock(CudaClock(players.device))
+            _note_gpu(players.device, observer)
         if elsewhere := ledger.record_machine(players.machine):
             observer.noticed(elsewhere)
         prompts = prompt_builder(experiment, players.base.tokenizer)
@@ -177,6 +180,16 @@ async def open_session(
     if url := session.monitoring.endpoint_url:
         observer.noticed(f"Metrics for Prometheus: {url}")
     return session
+
+
+def _note_gpu(device: torch.device, observer: Observer) -> None:
+    """Say which GPU of the charts computes, if its number there is another one."""
+    try:
+        number = gpu_number(device)
+    except GpuUnavailableError:
+        return  # the sampler says so
+    if number not in (None, device.index):
+        observer.noticed(f"This run computes on {device}, which is GPU {number} in the charts and in the metrics.")
 
 
 def _notices(experiment: Experiment, log: Events, notice: Callable[[str], None]) -> ServerNotices:
