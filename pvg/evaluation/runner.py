@@ -139,7 +139,7 @@ async def open_study(
         players = Players(playing, task, notices, run=reading.directory.name)
         stack.push_async_callback(players.close)
     if players.device.type == "cuda":
-        tracer.use_device_clock(CudaClock())
+        tracer.use_device_clock(CudaClock(players.device))
     prompts = prompt_builder(experiment, players.base.tokenizer)
     if prompts.translate is not None:
         prompts.solutions = solutions_of(reading.read_rollouts(0, Phase.SOLVE.value))

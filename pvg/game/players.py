@@ -21,7 +21,7 @@ from pvg.config.verifier import YES_NO_QUESTION, AnswerHead
 from pvg.errors import ConfigurationError, MissingRequirementError, counted
 from pvg.game.roles import prompt_renderer
 from pvg.models import open_model, pick_device
-from pvg.models.compute import ComputeExecutor, compute_executor, width_of
+from pvg.models.compute import ComputeExecutor, allow_tf32, compute_executor, width_of
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
 from pvg.models.low_rank import LowRankAdapter
@@ -76,6 +76,7 @@ class Players:
         self.experiment = experiment
         self.task = task
         self.device = pick_device(experiment.models.device)
+        allow_tf32(self.device, (experiment.training.precision, experiment.verifier.precision))
         cluster, self.workers = experiment.cluster, None
         self.servers = RayServers(experiment, events) if experiment.server_cluster and opener is None else None
         self._ranks = self._rank_group(events)
@@ -283,6 +284,7 @@ class Players:
             verifier.version(),
             cache_entries=section.cache_entries,
             token_budget=section.score_tokens,
+            precision=section.precision,
             executor=self.scoring if beside_trainer and self.scoring is not None else self.executor,
             prover_fingerprint=self.base.tokenizer.fingerprint,
             backend=backend,

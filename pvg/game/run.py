@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from pvg.config.experiment import Experiment
 from pvg.errors import StateError, UsageError, user_paths
 from pvg.game.ledger import Ledger
@@ -45,6 +47,7 @@ from pvg.store.run_directory import RunDirectory
 from pvg.store.samples import SampleColumns
 from pvg.tasks import open_task
 from pvg.tasks.data import Data
+from pvg.telemetry.device import GpuUnavailableError, gpu_number
 from pvg.telemetry.events import Events, ServerNotices
 from pvg.telemetry.monitoring import Monitoring
 from pvg.telemetry.observer import Observer
@@ -192,7 +195,8 @@ async def open_session(
             players.workers.trained_s = tracer.trained_s
             players.workers.changed = lambda workers, why: ledger.record("scaling", workers=workers, why=why)
         if players.device.type == "cuda":
-            tracer.use_device_clock(CudaClock())
+            tracer.use_device_clock(CudaClock(players.device))
+            _note_gpu(players.device, observer)
         # A warm start without the workers of the run does not know the machine of the run.
         same = playing.cluster == experiment.cluster
         if same and (elsewhere := ledger.record_machine(players.machine)):
@@ -210,6 +214,16 @@ async def open_session(
     if url := session.monitoring.endpoint_url:
         observer.noticed(f"Metrics for Prometheus: {url}")
     return session
+
+
+def _note_gpu(device: torch.device, observer: Observer) -> None:
+    """Say which GPU of the charts computes, if its number there is another one."""
+    try:
+        number = gpu_number(device)
+    except GpuUnavailableError:
+        return  # the sampler says so
+    if number not in (None, device.index):
+        observer.noticed(f"This run computes on {device}, which is GPU {number} in the charts and in the metrics.")
 
 
 def _notices(experiment: Experiment, log: Events, notice: Callable[[str], None]) -> ServerNotices:
