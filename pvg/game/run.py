@@ -100,7 +100,7 @@ async def play(
         session = await open_session(experiment, run, observer, stop, stack, scoring=scoring, supply=supply)
         ledger = session.ledger
         if not resume and ledger.state.phase is not Phase.INIT:
-            raise StateError(f"{run.path} has already begun.", f"Continue it with: pvg train --resume {run.name}")
+            raise StateError(f"{run.path} has already begun.", f"Continue it with: pvg train --resume {run.argument}")
         try:
             await _play_phases(session)
         except InterruptedByUser:
