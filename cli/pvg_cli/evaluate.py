@@ -116,7 +116,7 @@ def _refuse_early(run: RunDirectory) -> None:
     if not summary.rounds:
         raise UsageError(
             f"The run {run.name!r} has no finished round, so there is nothing to evaluate.",
-            f"Resume it: pvg train --resume {shlex.quote(run.name)}",
+            f"Resume it: pvg train --resume {run.argument}",
         )
 
 

@@ -104,7 +104,7 @@ def chosen_rounds(reading: OpenedRun, run: RunDirectory, wanted: Sequence[int] |
     if not reading.rounds:
         raise UsageError(
             f"No round of the run {run.name!r} is finished, so there is nothing to evaluate.",
-            f"Continue it: pvg train --resume {run.name}",
+            f"Continue it: pvg train --resume {run.argument}",
         )
     if reading.rounds > MOST_ROUNDS:
         raise UsageError(f"The run {run.name!r} has more than {MOST_ROUNDS} rounds, the most that can be evaluated.")

@@ -123,7 +123,7 @@ async def play(
 def _refuse_begun(session: Session, resume: bool) -> None:
     if not resume and session.state.phase is not Phase.INIT:
         run = session.ledger.directory
-        raise StateError(f"{run.path} has already begun.", f"Continue it with: pvg train --resume {run.name}")
+        raise StateError(f"{run.path} has already begun.", f"Continue it with: pvg train --resume {run.argument}")
 
 
 async def _warm_up(
