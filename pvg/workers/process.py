@@ -53,6 +53,7 @@ from pvg.verifier.backend import ScoringModel
 from pvg.verifier.data import VerifierBatch
 from pvg.verifier.robust import RobustObjective, objective_for
 from pvg.workers.frames import Array, Frame, receive, record_of, rows_of, send
+from pvg.workers.links import own_address
 from pvg.workers.requests import completion_arrays, requests_of
 from pvg.workers.shared import MappedTensors
 
@@ -151,11 +152,10 @@ class Worker:
 
     def _as_rank(self, frame: Frame) -> Frame:
         """Join the ranks of the trainer, or work as one of them."""
-        from pvg.workers.rank import Rank  # here, because some builds of torch lack FSDP2
+        from pvg.workers.rank import Rank, RankPlace  # here, because some builds of torch lack FSDP2
 
-        fields = frame.fields
-        if fields["do"] == "join":
-            self._rank = Rank(fields["number"], fields["ranks"], fields["device"], fields["store"])
+        if frame.fields["do"] == "join":
+            self._rank = Rank(RankPlace(**frame.fields["rank"]), own_address(self._writer))
             return Frame("done")
         assert self._rank is not None
         return self._rank.do(frame)
