@@ -133,7 +133,7 @@ def _show_plan(plan: RunPlan, as_json: bool) -> None:
                 "run": str(plan.run.path),
                 "resume": plan.resume,
                 "downloads": {key: asdict(download) for key, download in downloads.items()},
-                "prompts": None if found is None else found.plain(),
+                "preview": None if found is None else found.plain(),
             }
         )
         return
