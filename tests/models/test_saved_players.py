@@ -13,6 +13,7 @@ import orjson
 import pytest
 import torch
 from game.kill_drill import small_experiment
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pvg
 from pvg.config.experiment import Experiment
@@ -98,6 +99,8 @@ def test_a_source_names_a_run_a_round_and_a_player(source: str, wanted: RunId) -
 def test_a_source_without_a_player_means_the_one_whose_model_it_is() -> None:
     models = Models(prover=ModelSection(source="run:mine"), verifier=ModelSection(source="run:mine/round-1"))
     assert (models.prover.source, models.verifier.source) == ("run:mine/prover", "run:mine/round-1/verifier")
+    warm = Models(verifier=ModelSection(source="run:mine/warmup"))
+    assert warm.verifier.source == "run:mine/warmup/prover"
     other = Models(prover=ModelSection(source="run:mine/verifier"))
     assert other.prover.source == "run:mine/verifier"
 
@@ -249,3 +252,16 @@ def test_a_shown_source_has_no_place() -> None:
         "run:mine/round-0/prover@0123456789abcdef"
     )
     assert shown_source("embedded:modchain-prover") == "embedded:modchain-prover"
+
+
+@pytest.mark.parametrize(("run", "weights"), [("base", "round-001-prover"), ("lora", "round-000-prover")])
+def test_transformers_opens_the_weights_of_a_prover_in_the_folder_of_the_run(
+    folder: Path, run: str, weights: str
+) -> None:
+    place = Path("runs", run, "weights", weights)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
+    state, wanted = model.state_dict(), saved_weights(run, weights)
+    assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
+    assert tokenizer.decode(tokenizer("H7+5?").input_ids) == "H7+5?"
+    with open_model(ModelSection(source=str(place)), CPU) as opened:
+        assert all(torch.equal(opened.weights()[name], tensor) for name, tensor in wanted.items())
