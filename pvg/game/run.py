@@ -199,6 +199,7 @@ def monitoring_of(session: Session, run: RunDirectory) -> Monitoring:
         first_step=session.ledger.steps_before,
         load=session.players.workers.measured if session.players.workers is not None else None,
         workers_here=session.experiment.cluster.kind == "local",
+        threads=session.players.threads,
     )
 
 
