@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,16 +104,11 @@ def plan_resume(
 
 def resume_command(run: RunDirectory) -> str:
     """The command that resumes `run` from the current folder."""
-    return f"pvg train --resume {shlex.quote(_target(run))}"
+    return f"pvg train --resume {run.argument}"
 
 
 def report_command(run: RunDirectory) -> str:
-    return f"pvg report {shlex.quote(_target(run))}"
-
-
-def _target(run: RunDirectory) -> str:
-    """The argument for a command: the run's name in the default folder, its path elsewhere."""
-    return run.name if run.path == Store().root / run.name else str(run.path)
+    return f"pvg report {run.argument}"
 
 
 def _newest(root: Path, experiment: str) -> RunDirectory:

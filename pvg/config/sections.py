@@ -11,6 +11,7 @@ from pvg.config.cluster import AutoCluster, Cluster, RayCluster
 from pvg.config.game import Game
 from pvg.config.models import Models
 from pvg.config.operation import Evaluate, Store, Telemetry
+from pvg.config.prompts import Prompts, TagPrompts
 from pvg.config.rollout import Rollouts
 from pvg.config.servers import Serving, Weights
 from pvg.config.task import ModchainTask, TaskSection
@@ -33,6 +34,7 @@ class AllSections(Section):
     )
     task: TaskSection = ModchainTask()
     models: Models = Models()
+    prompts: Prompts = TagPrompts()
     rollout: Rollouts = Rollouts()
     verifier: Verifier = Verifier()
     training: Training = Training()

@@ -26,7 +26,7 @@ SETTINGS = (
     "verifier.head.kind",
     "verifier.loss",
     "verifier.steps",
-    "rollout.prompts",
+    "prompts.kind",
     "rollout.max_tokens",
     "rollout.temperature",
     "seed",

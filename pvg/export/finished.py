@@ -114,6 +114,7 @@ class FinishedRound:
                 verifier.version(),
                 cache_entries=section.cache_entries,
                 token_budget=section.score_tokens,
+                precision=section.precision,
                 executor=executor,
                 threshold=threshold,
                 owned=opened.pop_all(),

@@ -18,8 +18,10 @@ import orjson
 import torch
 
 from pvg import __version__
+from pvg.config.experiment import Experiment
 from pvg.config.hub_ids import is_hub_id, parse
 from pvg.config.run_ids import is_run_id, shown_source
+from pvg.config.verifier import AnswerHead
 from pvg.errors import ConfigurationError, UsageError, user_paths
 from pvg.export import pvg_verifier
 from pvg.export.card import model_card
@@ -33,7 +35,6 @@ from pvg.store.atomic import disk_full_explained, make_directory, remove_tree, t
 from pvg.store.run_players import WARMED_PROVER, adapter_name
 from pvg.tasks import open_task
 from pvg.tasks.task import ConcealsText
-from pvg.verifier.template import QUESTION
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -117,7 +118,7 @@ def _write_prover(finished: FinishedRound, folder: Path, merge: bool) -> dict[st
     section, adapters = finished.experiment.models.prover, adapter_name(finished.prover_name)
     facts = _common(finished, "prover", section.source)
     facts["dtype"] = section.dtype
-    facts["prompts"] = finished.experiment.rollout.prompts
+    facts["prompts"] = finished.experiment.prompts.kind
     with open_model(section, CPU) as model:
         if adapters in finished.weights and not merge:
             facts["form"] = "adapter"
@@ -196,10 +197,7 @@ def _write_verifier(finished: FinishedRound, folder: Path) -> dict[str, Any]:
             "threshold": threshold,
             "score_bias": 0.0,
             "calibration": None if calibration is None else {"slope": calibration.slope, "offset": calibration.offset},
-            "template": {
-                "style": "chat" if section.rollout.prompts == "chat" else "plain",
-                "asks": QUESTION if verifier.reads == "yes_token" else None,
-            },
+            "template": exported_template(section),
             "conceals_text": _conceals(finished),
         }
         write(verifier, folder, facts)
@@ -207,6 +205,15 @@ def _write_verifier(finished: FinishedRound, folder: Path) -> dict[str, Any]:
         return facts
     finally:
         verifier.close()
+
+
+def exported_template(experiment: Experiment) -> dict[str, str | None]:
+    """The verifier's input as the loader makes it: the style, the question of a yes_token head, and the frame of
+    "chat"."""
+    prompts, head = experiment.prompts, experiment.verifier.head
+    asks = head.question if isinstance(head, AnswerHead) else None
+    style = prompts.kind if prompts.kind in ("chat", "text") else "plain"
+    return {"style": style, "asks": asks, "frame": prompts.frame}
 
 
 def _no_form(what: str, remedy: str) -> ConfigurationError:

@@ -65,6 +65,9 @@ class Session:
             self._problems[half] = problems_of_half(self.task, half)
         return self._problems[half]
 
+    def halves(self) -> dict[Half, list[Problem]]:
+        return {"prover": self.problems("prover"), "verifier": self.problems("verifier")}
+
     def test_problems(self) -> list[Problem]:
         if "test" not in self._problems:
             self._problems["test"] = list(self.task.problems("test"))

@@ -40,6 +40,7 @@ METRIC_DISPLAYS: dict[str, MetricDisplay] = {
     "helpful_accuracy": MetricDisplay("helpful accuracy", "share", True),
     "sneaky_error_rate": MetricDisplay("sneaky error rate", "share"),
     "fooled_rate": MetricDisplay("fooled rate", "share"),
+    "fooled_rate_at_90": MetricDisplay("fooled at 90% accepted", "share", False),
     "fooled_rate_base": MetricDisplay("fooled by base", "share", False),
     "fooled_rate_previous": MetricDisplay("fooled by previous", "share", False),
     "accepted_helpful": MetricDisplay("helpful accepted", "share", True),
@@ -175,7 +176,9 @@ def short_seconds(seconds: float) -> str:
         return f"{seconds * 1e6:.3g} µs"
     if size < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
-    return f"{seconds:.2f} s" if size < 59.995 else duration(seconds)
+    if size < 9.995:
+        return f"{seconds:.2f} s"
+    return f"{seconds:.1f} s" if size < 59.95 else duration(seconds)
 
 
 PEAKS = {

@@ -474,6 +474,14 @@ def _rounds() -> list[Metric]:
         *_in(ROUND, "threshold", "score", NEITHER, "The score from which a solution is accepted."),
         *_in(ROUND, "base_helpful_accuracy", "share", NEITHER, "helpful_accuracy of the base prover."),
         *_in(ROUND, "base_sneaky_error_rate", "share", NEITHER, "sneaky_error_rate of the base prover."),
+        *_in(
+            ROUND,
+            "fooled_rate_at_90",
+            "share",
+            LOWER,
+            "Flaws that pass a threshold which 90% of this prover's correct helpful solutions pass. It measures the "
+            "ranking alone; fooled_rate also depends on the threshold, which comes from the mint.",
+        ),
         *_in(ROUND, "fooled_rate_base", "share", LOWER, "Flaws of the base prover that this verifier accepts."),
         *_in(
             ROUND,
