@@ -24,6 +24,7 @@ LEAST_MEMORY_GB = 2.0  # torch, transformers and the embedded models need about 
 # The packages of each extra of pyproject.toml. Packages and not modules, because py-spy has no module.
 EXTRAS = {
     "lora": ("peft",),
+    "cluster": ("ray",),
     "reasoning-gym": ("reasoning-gym",),
     "textarena": ("textarena",),
     "profile": ("py-spy",),

@@ -92,8 +92,9 @@ def _experiment(run: RunDirectory, overrides: list[str]) -> Experiment:
     """The settings of the run with the overrides. Raises StateError if an override changes the run itself."""
     from pvg.config.load import differences, load_experiment
     from pvg.errors import StateError
+    from pvg.store.run_players import pinned_players
 
-    experiment = load_experiment(run.experiment_file, overrides)
+    experiment = pinned_players(load_experiment(run.experiment_file, overrides))
     if changed := differences(run.experiment().hashed(), experiment.hashed()):
         raise StateError(
             f"The run {run.name!r} was played with other settings: {'; '.join(changed)}.",
@@ -115,7 +116,7 @@ def _refuse_early(run: RunDirectory) -> None:
     if not summary.rounds:
         raise UsageError(
             f"The run {run.name!r} has no finished round, so there is nothing to evaluate.",
-            f"Resume it: pvg train --resume {shlex.quote(run.name)}",
+            f"Resume it: pvg train --resume {run.argument}",
         )
 
 

@@ -33,6 +33,7 @@ from pvg_cli import (
     serve,
     serve_env,
     study,
+    task,
     train,
     watch,
 )
@@ -68,6 +69,7 @@ def main(
 
 
 train.register(app)
+task.register(app)
 serve.register(app)
 serve_env.register(app)
 bench.register(app)

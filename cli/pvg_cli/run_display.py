@@ -46,7 +46,10 @@ NUMBERS = (
     ("fooled_rate", SNEAKY, "score_gap", VERIFIER),
     ("malformed", QUIET, "tokens_per_s", "blue"),
 )
-LINE_METRICS = ("helpful_accuracy", "sneaky_error_rate", "fooled_rate", "verifier_auc", "pair_accuracy", "tokens_per_s")
+LINE_METRICS = (
+    *("held_out_loss_before", "held_out_loss_after", "helpful_accuracy", "sneaky_error_rate", "fooled_rate"),
+    *("verifier_auc", "pair_accuracy", "tokens_per_s"),
+)
 ROUND_METRICS = (
     "helpful_accuracy",
     "sneaky_error_rate",
@@ -256,7 +259,9 @@ def _header(board: RunBoard) -> Table:
         chips = Text.assemble(
             ("round ", QUIET), (str(number), "bold"), (f" ({number + 1} of {board.rounds})   ", QUIET)
         )
-    for place, phase in enumerate(board.phases):
+    before = board.info is not None and len(board.phases) > 1 and board.info.phase not in board.phases
+    shown = (board.info.phase, *board.phases) if board.info is not None and before else board.phases
+    for place, phase in enumerate(shown):
         mark, style = MARKS[board.phase_state(phase)]
         chips.append("  " if place else "")
         chips.append(f"{mark} {phase_label(phase)}", style=style)

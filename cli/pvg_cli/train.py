@@ -79,7 +79,8 @@ def train(
     cluster: ClusterOption = None,
     metrics_port: MetricsPortOption = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print all settings, batch sizes and downloads, and stop.")
+        bool,
+        typer.Option("--dry-run", help="Print all settings, batch sizes, downloads, prompts and grades, and stop."),
     ] = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -105,8 +106,9 @@ def train(
         plan = plan_new(resolve(name, settings, cluster), run_name)
     for warning in [*plan.experiment.warnings(), *bfloat16_warnings(plan.experiment)]:
         say(f"warning: {warning}.")
+    warmup = None if plan.resume else _demonstrations(plan)
     if dry_run:
-        _show_plan(plan, as_json)
+        _show_plan(plan, warmup, as_json)
         return
     if plan.notice:
         say(plan.notice)
@@ -115,14 +117,30 @@ def train(
     _print_result(_play(plan, as_json), plan, as_json)
 
 
-def _show_plan(plan: RunPlan, as_json: bool) -> None:
+def _demonstrations(plan: RunPlan) -> dict[str, Any] | None:
+    """The number of demonstrations of the warm start; None without one. Raises what is wrong with its file."""
+    from pvg.config.warmup import DemonstrationWarmup
+    from pvg.game.demonstrations import read_demonstrations
+
+    section = plan.experiment.warmup
+    if not isinstance(section, DemonstrationWarmup):
+        return None
+    found = read_demonstrations(section)
+    epochs = section.steps * section.batch / len(found.train)
+    return {"demonstrations": len(found.train), "held_out": len(found.held_out), "epochs": round(epochs, 2)}
+
+
+def _show_plan(plan: RunPlan, warmup: dict[str, Any] | None, as_json: bool) -> None:
     from dataclasses import asdict
 
     from pvg.hub import KEYS, download_of, hub_ids
     from pvg_cli.output import arithmetic_table, print_toml, stdout
+    from pvg_cli.task import print_preview, prompts_of
 
     experiment = plan.experiment
     downloads = {key: download_of(source, KEYS[key]) for key, source in hub_ids(experiment)}
+    lacking = [key for key, download in downloads.items() if download.missing]
+    found = None if lacking else prompts_of(experiment)
     if as_json:
         emit(
             {
@@ -132,6 +150,8 @@ def _show_plan(plan: RunPlan, as_json: bool) -> None:
                 "run": str(plan.run.path),
                 "resume": plan.resume,
                 "downloads": {key: asdict(download) for key, download in downloads.items()},
+                "prompts": None if found is None else found.plain(),
+                "warmup": warmup,
             }
         )
         return
@@ -141,6 +161,15 @@ def _show_plan(plan: RunPlan, as_json: bool) -> None:
     console.print(arithmetic_table(experiment))
     for key, download in downloads.items():
         console.print(f"{key}: {download}")
+    if found is None:
+        console.print(f"\nNo prompts yet: {' and '.join(lacking)} must be downloaded first, which pvg train does.")
+    else:
+        print_preview(found, console)
+    if warmup is not None:
+        console.print(
+            f"warmup: {warmup['demonstrations']} demonstrations, each about {warmup['epochs']:g} times; "
+            f"{warmup['held_out']} held out"
+        )
     console.print(
         f"\nThe run {'would continue' if plan.resume else 'would be'} in {plan.run.path}.", style="bright_black"
     )

@@ -348,7 +348,7 @@ def _trained_probes(study: EvaluationContext) -> list[BaselinePolicy]:
 # --- from another run --------------------------------------------------------------------------------------------
 
 # Settings that must be equal in both runs for their KL and accuracy to be comparable.
-SHARED = ("task", "models.prover", "rollout.prompts", "rollout.temperature", "rollout.top_p", "rollout.top_k")
+SHARED = ("task", "models.prover", "prompts", "rollout.temperature", "rollout.top_p", "rollout.top_k")
 
 
 def check_comparable(study: EvaluationContext, run: RunDirectory) -> OpenedRun:

@@ -35,6 +35,7 @@ from pvg.game.protocols import solutions_of
 from pvg.game.roles import prompt_builder
 from pvg.game.session import InterruptedByUser
 from pvg.game.states import Phase
+from pvg.game.warm_start import warmed
 from pvg.store.atomic import make_directory, remove_temporaries
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
@@ -105,7 +106,7 @@ def chosen_rounds(reading: OpenedRun, run: RunDirectory, wanted: Sequence[int] |
     if not reading.rounds:
         raise UsageError(
             f"No round of the run {run.name!r} is finished, so there is nothing to evaluate.",
-            f"Continue it: pvg train --resume {run.name}",
+            f"Continue it: pvg train --resume {run.argument}",
         )
     if reading.rounds > MOST_ROUNDS:
         raise UsageError(f"The run {run.name!r} has more than {MOST_ROUNDS} rounds, the most that can be evaluated.")
@@ -136,10 +137,11 @@ async def open_study(
         if isinstance(task, AbstractContextManager):
             stack.enter_context(task)
         notices = ServerNotices(log, observer.noticed, servers)
-        players = Players(experiment, task, notices, run=reading.directory.name)
+        playing = warmed(experiment, reading.directory, reading.state)
+        players = Players(playing, task, notices, run=reading.directory.name)
         stack.push_async_callback(players.close)
     if players.device.type == "cuda":
-        tracer.use_device_clock(CudaClock())
+        tracer.use_device_clock(CudaClock(players.device))
     prompts = prompt_builder(experiment, players.base.tokenizer)
     if prompts.translate is not None:
         prompts.solutions = solutions_of(reading.read_rollouts(0, Phase.SOLVE.value))

@@ -133,7 +133,7 @@ def plan_of(
         verifier,
         prompt_tokens=math.ceil(inputs["prompt_tokens"]),
         slots=world.slots,
-        gpu=gpu_gb is not None,
+        gpu_bytes=None if gpu_gb is None else gpu_gb * 1e9,
     )
     in_process = isinstance(experiment.rollout.engine, TorchSampling)
     found = ExperimentPlan(

@@ -120,6 +120,13 @@ def verify_checkpoint(directory: Path, name: str) -> dict[str, Any]:
     return meta
 
 
+def read_checkpoint_meta(directory: Path, name: str) -> tuple[str, dict[str, Any]]:
+    """The sha256 of the tensors of `directory/name` in hex, and its meta. Does not read the tensors. Raises
+    DamagedFileError."""
+    body = _read_meta(directory / name / META_FILE)
+    return body["tensors"]["sha256"], body["meta"]
+
+
 def prune(directory: Path, keep: set[str]) -> list[Path]:
     """Remove checkpoints that are not in `keep`, and temporary files of dead writers; returns their paths.
 
