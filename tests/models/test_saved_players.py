@@ -204,6 +204,13 @@ def test_a_dry_run_names_the_weights_and_refuses_what_train_would(folder: Path) 
     assert orjson.loads(planned.stdout)
 
 
+def test_the_path_of_a_run_means_its_player_when_a_run_starts(folder: Path) -> None:
+    pinned = pinned_players(with_models("runs/base/round-0"))
+    assert pinned == pinned_players(with_models("run:base/round-0"))
+    weights = "runs/base/weights/round-000-prover"
+    assert pinned_players(with_models(weights)).models.prover.source == weights
+
+
 def test_an_unfinished_run_is_refused(folder: Path) -> None:
     pvg.store.run_directory.RunDirectory.create(Path("runs"), "begun", small_experiment())
     with pytest.raises(UsageError, match=r"'begun' has no finished round\. Play one: pvg train --resume begun"):

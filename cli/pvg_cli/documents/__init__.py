@@ -43,6 +43,7 @@ from pvg_cli.documents.of_runs import (
     RunsShowDocument,
     RunsTagDocument,
     ScoreDocument,
+    TaskCheckDocument,
     TrainDocument,
 )
 from pvg_cli.documents.of_settings import (
@@ -66,6 +67,7 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 DOCUMENTS: dict[str, tuple[str, type[BaseModel]]] = {
     "error": ("any command", ErrorDocument),
     "train": ("pvg train", TrainDocument),
+    "task-check": ("pvg task check FILE.py:CLASS", TaskCheckDocument),
     "train-dry-run": ("pvg train --dry-run", DryRunDocument),
     "rollout": ("pvg rollout", RolloutDocument),
     "runs-list": ("pvg runs list", RunsListDocument),

@@ -64,8 +64,46 @@ class BatchNumbers(DocumentPart):
     optimizer_steps: int
 
 
+class PlayerInput(DocumentPart):
+    """What a player reads. `tokens`: null without a tokenizer."""
+
+    text: str
+    tokens: int | None
+
+
+class GradedExample(DocumentPart):
+    """A known solution, and how the task grades it."""
+
+    solution: str
+    text: str
+    expected_correct: bool
+    correct: bool
+    well_formed: bool
+    answer: str | None
+    note: str
+
+
+class PreviewedPrompts(DocumentPart):
+    """One training problem as the players read it. `prompts`: by role. `graded`: known solutions."""
+
+    problem: str
+    question: str
+    prompts: dict[Literal["helpful", "sneaky"], PlayerInput]
+    verifier_input: PlayerInput | None
+    graded: list[GradedExample]
+
+
+class PlannedWarmup(DocumentPart):
+    """The demonstrations of the warm start. `epochs`: how often each is learnt from, about."""
+
+    demonstrations: int
+    held_out: int
+    epochs: float
+
+
 class DryRunDocument(JsonDocument):
-    """What a run would be. `hash`: of the settings that affect the result. `downloads`: by setting."""
+    """What a run would be. `hash`: of the settings that affect the result. `downloads`: by setting. `prompts`: null if
+    a model is not downloaded yet. `warmup`: null without one."""
 
     experiment: Settings
     arithmetic: BatchNumbers
@@ -73,6 +111,26 @@ class DryRunDocument(JsonDocument):
     run: str
     resume: bool
     downloads: dict[str, PendingDownload]
+    prompts: PreviewedPrompts | None
+    warmup: PlannedWarmup | None
+
+
+class TaskCheck(DocumentPart):
+    """`passed`: null if the check could not be made; `detail` says why."""
+
+    check: str
+    passed: bool | None
+    detail: str
+
+
+class TaskCheckDocument(JsonDocument):
+    """The checks of a task. If `passed` is false, the exit code is 1. `notice`: why prompts have no chat template."""
+
+    task: str
+    passed: bool
+    checks: list[TaskCheck]
+    preview: PreviewedPrompts | None
+    notice: str
 
 
 class RolloutDocument(JsonDocument):
