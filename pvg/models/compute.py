@@ -32,6 +32,8 @@ ALL_THREADS = torch.get_num_threads()
 
 # Narrower models are computed in one thread.
 WIDE = 512
+# See `rounding_tolerance`.
+SHALLOW, LARGEST_TOLERANCE = 4, 0.25
 
 
 def default_threads(width: int) -> int:
@@ -55,6 +57,15 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
     if precision == "bfloat16":
         return torch.autocast(device.type, dtype=torch.bfloat16)
     raise ConfigurationError(f"There is no precision {precision!r}.", "Known: float32, bfloat16.")
+
+
+def rounding_tolerance(shallow: float, layers: int) -> float:
+    """The largest relative difference of two correct ways to compute a model in 16 bits. `shallow`: for SHALLOW layers.
+
+    Each layer adds its own rounding, so the difference grows with the root of their number. With random weights, 28
+    layers differ by up to 0.08, and a wrong position or mask makes a difference of at least 0.35.
+    """
+    return min(LARGEST_TOLERANCE, shallow * max(1.0, layers / SHALLOW) ** 0.5)
 
 
 def scoring_autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
