@@ -18,6 +18,7 @@ So only one thread has a pool, and all other threads compute alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -65,7 +66,7 @@ def rounding_tolerance(shallow: float, layers: int) -> float:
     Each layer adds its own rounding, so the difference grows with the root of their number. With random weights, 28
     layers differ by up to 0.08, and a wrong position or mask makes a difference of at least 0.35.
     """
-    return min(LARGEST_TOLERANCE, shallow * max(1.0, layers / SHALLOW) ** 0.5)
+    return min(LARGEST_TOLERANCE, shallow * math.sqrt(max(1.0, layers / SHALLOW)))
 
 
 def scoring_autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
