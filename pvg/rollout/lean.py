@@ -44,7 +44,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pvg.models.compute import rounding_tolerance
+from pvg.models.precision import rounding_tolerance
 
 Zeros = Callable[[tuple[int, ...]], Tensor]
 
@@ -172,7 +172,7 @@ LEAN_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 # Their frequencies depend on the text's length, so they cannot be tabulated.
 CHANGING_ROTARY = frozenset({"dynamic", "longrope"})
 # Largest difference from the module's logits relative to their norm: covers rounding in another order only. In 16 bits,
-# of a shallow model (pvg.models.compute.rounding_tolerance).
+# of a shallow model (pvg.models.precision.rounding_tolerance).
 PARITY = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 PARITY_ROWS, PARITY_TOKENS = 3, 7
 HUGE_PAGE = 1 << 21
