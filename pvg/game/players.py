@@ -17,14 +17,16 @@ from torch import nn
 
 from pvg.config.cluster import LocalCluster, RayCluster, has_workers, processes_of, ranks_of, shards_of
 from pvg.config.experiment import Experiment
+from pvg.config.verifier import YES_NO_QUESTION, AnswerHead
 from pvg.errors import ConfigurationError, MissingRequirementError, counted
 from pvg.game.roles import prompt_renderer
 from pvg.models import open_model, pick_device
-from pvg.models.compute import ComputeExecutor, compute_executor, width_of
+from pvg.models.compute import ComputeExecutor, allow_tf32, compute_executor, width_of
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
 from pvg.models.low_rank import LowRankAdapter
 from pvg.models.starts import open_verifier, verifier_is_on_base
+from pvg.models.tokenizer import Tokenizer
 from pvg.records import Int32, Role
 from pvg.rollout import EngineSetup, open_engine
 from pvg.rollout.dispatcher import Dispatcher
@@ -40,7 +42,7 @@ from pvg.training.optimizer import OptimizerSettings, trainable_parameters
 from pvg.verifier.backend import ScoreBackend, ScoreCache, ScoringModel
 from pvg.verifier.data import VerifierBatch
 from pvg.verifier.scorer import VerifierScorer
-from pvg.verifier.template import VerifierTemplate
+from pvg.verifier.template import Head, VerifierTemplate
 from pvg.verifier.vllm_backend import VerifierServing, VllmBackend
 from pvg.workers.choice import open_rank_supply, open_supply
 from pvg.workers.engine import WorkerEngine
@@ -75,6 +77,7 @@ class Players:
         self.experiment = experiment
         self.task = task
         self.device = pick_device(experiment.models.device)
+        allow_tf32(self.device, (experiment.training.precision, experiment.verifier.precision))
         cluster, self.workers = experiment.cluster, None
         self.servers = RayServers(experiment, events) if experiment.server_cluster and opener is None else None
         with_workers = has_workers(cluster) and experiment.server_cluster is None
@@ -295,6 +298,7 @@ class Players:
             verifier.version(),
             cache_entries=section.cache_entries,
             token_budget=section.score_tokens,
+            precision=section.precision,
             executor=self.scoring if beside_trainer and self.scoring is not None else self.executor,
             prover_fingerprint=self.base.tokenizer.fingerprint,
             backend=backend,
@@ -303,7 +307,7 @@ class Players:
 
     def _canary_prompts(self) -> list[Int32]:
         """Prompts for the first problems of the prover's half, as in training."""
-        render = prompt_renderer(self.experiment.rollout.prompts, self.base.tokenizer)
+        render = prompt_renderer(self.experiment.prompts, self.base.tokenizer)
         problems = problems_of_half(self.task, "prover")[: self.experiment.weights.canary_prompts]
         return [render(problem, tuple(Role)[number % 2]) for number, problem in enumerate(problems)]
 
@@ -337,5 +341,13 @@ class Players:
 
 def template_of(experiment: Experiment, task: Task, verifier: ScoringModel) -> VerifierTemplate:
     """What `verifier` reads of a solution of `task`."""
+    return verifier_template(experiment, task, verifier.tokenizer, verifier.reads)
+
+
+def verifier_template(experiment: Experiment, task: Task, tokenizer: Tokenizer, reads: Head) -> VerifierTemplate:
+    """What a verifier with this tokenizer reads of a solution of `task`. `reads`: the built-in head whose input it
+    takes."""
     shown = task.shown if isinstance(task, ConcealsText) else None
-    return VerifierTemplate(verifier.tokenizer, experiment.rollout.prompts, verifier.reads, shown)
+    prompts, head = experiment.prompts, experiment.verifier.head
+    asks = head.question if isinstance(head, AnswerHead) else YES_NO_QUESTION
+    return VerifierTemplate(tokenizer, prompts.kind, reads, shown, frame=prompts.frame, asks=asks)

@@ -34,6 +34,7 @@ from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
 from pvg.errors import PvgError
 from pvg.models import open_model
+from pvg.models.compute import autocast
 from pvg.models.ensembles import ScoreScales, VerifierEnsemble
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
@@ -47,7 +48,7 @@ from pvg.telemetry.spans import run_in
 from pvg.telemetry.waits import CoreWaits
 from pvg.training.batch import PolicyBatch
 from pvg.training.losses import PolicyObjective
-from pvg.training.optimizer import autocast, trainable_parameters
+from pvg.training.optimizer import trainable_parameters
 from pvg.training.trainer import AdaptsCoefficients, Objective, accumulate, checkpoint_layers
 from pvg.verifier.backend import ScoringModel
 from pvg.verifier.data import VerifierBatch

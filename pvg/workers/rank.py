@@ -39,6 +39,7 @@ from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
 from pvg.errors import WorkerLostError
 from pvg.models import open_model
+from pvg.models.compute import autocast
 from pvg.models.logprobs import check_logits
 from pvg.models.shared_prompts import check_packing
 from pvg.telemetry.metrics import Metrics
@@ -47,7 +48,6 @@ from pvg.training.losses import PolicyObjective
 from pvg.training.optimizer import (
     MOMENTS,
     OptimizerSettings,
-    autocast,
     build_optimizer,
     optimizer_tensors,
     trainable_parameters,

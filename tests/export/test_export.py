@@ -29,7 +29,8 @@ from verifier.tiny_verifiers import english_tokenizer, language_model, perturb, 
 
 import pvg
 from pvg.config.load import embedded_model
-from pvg.config.verifier import Verifier
+from pvg.config.prompts import FRAME
+from pvg.config.verifier import YES_NO_QUESTION, Verifier
 from pvg.errors import ConfigurationError, UsageError
 from pvg.export.card import intervals
 from pvg.export.finished import FinishedRound
@@ -38,7 +39,7 @@ from pvg.models.ensembles import ScoreScales, VerifierEnsemble
 from pvg.models.heads import VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer
-from pvg.verifier.template import QUESTION, VerifierTemplate
+from pvg.verifier.template import VerifierTemplate
 
 QUESTION_OF_TEST = "7+5+8+3+6?"
 SOLUTIONS = ["7+5=2;2+8=0;0+3=3;3+6=9;A9", "7+5=2;2+8=0;0+3=4;4+6=0;A0", "A9", ""]
@@ -92,8 +93,13 @@ def pvg_scores(finished: FinishedRound) -> list[float]:
 
 
 def facts_of(model: VerifierModel, head: str, style: str = "plain") -> dict[str, Any]:
-    asks = QUESTION if head == "yes_token" else None
-    return {"head": head, "score_bias": 0.0, "threshold": 0.0, "template": {"style": style, "asks": asks}}
+    asks = YES_NO_QUESTION if head == "yes_token" else None
+    return {
+        "head": head,
+        "score_bias": 0.0,
+        "threshold": 0.0,
+        "template": {"style": style, "asks": asks, "frame": FRAME},
+    }
 
 
 def scores_of(model: VerifierModel, style: Any, rows: list[tuple[str, str]]) -> list[float]:

@@ -30,9 +30,9 @@ from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError
 from pvg.game.ledger import Ledger
 from pvg.game.players import Players
+from pvg.game.prompt_checks import check_prompts_fit
 from pvg.game.prover_phase import ProverPhase
 from pvg.game.roles import prompt_builder
-from pvg.game.run import check_prompts_fit
 from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.models.heads import VerifierModel
@@ -180,7 +180,7 @@ class EndToEnd:
             "temperature": rollout.temperature,
             "top_p": rollout.top_p,
             "top_k": rollout.top_k,
-            "prompts": rollout.prompts,
+            "prompts": experiment.prompts.kind,
             "sneaky_share": game.sneaky_share,
             "reward": game.reward.kind,
             "loss": training.loss.kind,
@@ -247,5 +247,5 @@ def open_bench_session(
     stack.push_async_callback(players.close)
     prompts = prompt_builder(experiment, players.base.tokenizer)
     session = BenchSession(experiment, task, ledger, players, prompts, SilentObserver(), asyncio.Event(), Tracer())
-    check_prompts_fit(session)
+    check_prompts_fit(experiment, session.prompts, session.halves(), session.test_problems(), players.base.max_length)
     return session
