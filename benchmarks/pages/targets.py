@@ -320,6 +320,15 @@ TARGETS = (
         )
     ),
     Target(
+        "exchange with a worker process per core (packing, sending, waiting for the event loop, weights), as a share "
+        "of a step on an idle machine, an upper bound",
+        "< 5 %",
+        "contention.json",
+        share_of("exchange_share", "cluster.kind=local", lambda derived: f"{derived['workers']:.0f} workers"),
+        "The driver's event loop also samples, grades and scores, and an answer waits while it is busy.",
+        most=5.0,
+    ),
+    Target(
         "a step with a worker on each of two simulated Ray nodes, compared with two local workers",
         ">= 0.85x",
         "cluster.json",

@@ -182,6 +182,16 @@ def test_a_share_that_a_report_derives_is_told_with_its_parts_and_an_older_repor
     found = line({"gflop": 110.0, "matmul_gflops": 130.0, "arithmetic_share": 0.66})
     assert "| 66 % (110 GFLOP at 130 GFLOP/s) | reached |" in found
     assert "| not measured |" in line({})
+    sides = [
+        variant(
+            {"step_s": lower([1.0]), "step_1_s": lower([1.0]), "step_2_s": lower([1.0]), "kept_1": higher([0.9])}, name
+        )
+        for name in ("threads=cores", "threads=default", "cluster.kind=local")
+    ]
+    sides[2] = sides[2].model_copy(update={"derived": {"exchange_share": 0.031, "workers": 2.0}})
+    lines = target_lines({"contention.json": made_report(*sides, config={"profile": PROFILE, "experiment": {}})})
+    (exchange,) = [line for line in lines if line.startswith("| exchange with a worker")]
+    assert "| 3.1 % (2 workers) | reached |" in exchange
 
 
 def test_a_report_that_lacks_the_measure_is_refused() -> None:
