@@ -121,6 +121,9 @@ class StubSupply:
             self._processes.append(process)
             self._tell(process, self._secret.hex())
 
+    async def ready(self) -> None:
+        """Does nothing: `open` has started what it needs."""
+
     async def start(self) -> Member:
         key = secrets.randbits(64)
         expected = self._expected[key] = asyncio.get_running_loop().create_future()

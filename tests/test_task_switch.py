@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import tomllib
 from pathlib import Path
@@ -59,6 +60,23 @@ def test_one_error_names_all_that_the_new_task_needs(
         task_switch(MODCHAIN, overrides, load_experiment(MODCHAIN, overrides))
     assert named in caught.value.message
     assert caught.value.remedy == remedy
+
+
+@pytest.mark.parametrize("kind", TABLES["task"].kinds())
+@pytest.mark.parametrize("name", ["modchain", "diplomacy-mini", "negotiation"])
+def test_every_kind_is_accepted_with_the_settings_that_the_error_names(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, kind: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", importlib.import_module("json"))  # a module with a spec
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE.py").write_text("class NAME: ...\n")
+    overrides = [f"task.kind={kind}"]
+    try:
+        found = resolve(name, overrides)
+    except UsageError as error:
+        found = resolve(name, [*overrides, *error.remedy.removeprefix("Add: -s ").split(" -s ")])
+    assert found.task.kind == kind
+    assert capsys.readouterr().err.count("\n") <= 1
 
 
 def test_a_missing_package_is_named_with_the_other_changes(monkeypatch: pytest.MonkeyPatch) -> None:

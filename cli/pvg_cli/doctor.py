@@ -24,6 +24,7 @@ LEAST_MEMORY_GB = 2.0  # torch, transformers and the embedded models need about 
 # The packages of each extra of pyproject.toml. Packages and not modules, because py-spy has no module.
 EXTRAS = {
     "lora": ("peft",),
+    "cluster": ("ray",),
     "reasoning-gym": ("reasoning-gym",),
     "textarena": ("textarena",),
     "profile": ("py-spy",),
@@ -293,7 +294,7 @@ def check_gpu(runs: Path) -> Iterator[CheckResult]:
             "gpu support",
             "notice",
             "models.device = 'cuda', 'mps' and serving.tensor_parallel above 1 are experimental: no GPU has run them",
-            "Compare a short run with one on the CPU: -s models.device=cpu",
+            "Test them in a checkout: make gpu. Or compare a short run with one on the CPU: -s models.device=cpu",
         )
     else:
         yield CheckResult("gpu", "notice", "none, so pvg runs on the CPU")

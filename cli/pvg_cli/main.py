@@ -19,6 +19,7 @@ from pvg_cli import (
     bench,
     compare,
     config,
+    contracts,
     diagnose,
     doctor,
     evaluate,
@@ -81,6 +82,7 @@ evaluate.register(app)
 score.register(app)
 export.register(app)
 config.register(app)
+contracts.register(app)
 doctor.register(app)
 diagnose.register(app)
 profile.register(app)

@@ -413,7 +413,8 @@ def _device_clock(settings: BenchSettings) -> DeviceClock | None:
     from pvg.models import pick_device
     from pvg.telemetry.spans import CudaClock
 
-    return CudaClock() if pick_device(settings.experiment.models.device).type == "cuda" else None
+    device = pick_device(settings.experiment.models.device)
+    return CudaClock(device) if device.type == "cuda" else None
 
 
 def _write_index(made: ProfileResult) -> None:

@@ -435,4 +435,5 @@ def _device_clock(settings: BenchSettings, gpu: str | None) -> DeviceClock | Non
     from pvg.models import pick_device
     from pvg.telemetry.spans import CudaClock
 
-    return CudaClock() if pick_device(settings.experiment.models.device).type == "cuda" else None
+    device = pick_device(settings.experiment.models.device)
+    return CudaClock(device) if device.type == "cuda" else None

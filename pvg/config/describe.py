@@ -108,13 +108,18 @@ def range_text(schema: Mapping[str, Any]) -> str:
         above = choice.get("exclusiveMinimum")
         if high is not None and high >= UNLIMITED:
             high = None
-        lower = f"above {above:g}" if above is not None else "" if low is None else f"at least {low:g}"
-        upper = "" if high is None else f"below {high:g}" if "exclusiveMaximum" in choice else f"at most {high:g}"
+        lower = f"above {_number(above)}" if above is not None else "" if low is None else f"at least {_number(low)}"
+        below = "below" if "exclusiveMaximum" in choice else "at most"
+        upper = "" if high is None else f"{below} {_number(high)}"
         if low is not None and high is not None and "maximum" in choice:
-            return f"{low:g} to {high:g}"
+            return f"{_number(low)} to {_number(high)}"
         if lower or upper:
             return " and ".join(filter(None, (lower, upper)))
     return ""
+
+
+def _number(value: float) -> str:
+    return f"{int(value):,}" if float(value).is_integer() else f"{value:g}"
 
 
 def toml_value(value: Any) -> str:

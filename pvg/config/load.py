@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import difflib
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,17 @@ def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
         assign(data, key, value)
         origins[key] = origin
     return build_experiment(data, str(path), origins)
+
+
+def changed(experiment: Experiment, values: Mapping[str, Any]) -> Experiment | None:
+    """The experiment with other values, by dotted key. None if these settings exclude each other."""
+    data = parse_toml(experiment.to_toml(), experiment.name)
+    for key, value, _ in kinds_first([(key, value, "") for key, value in values.items()]):
+        assign(data, key, value)
+    try:
+        return build_experiment(data)
+    except ConfigurationError:
+        return None
 
 
 def read_toml(path: Path, kind: str) -> dict[str, Any]:

@@ -286,6 +286,8 @@ def _servers_on_cluster(cluster: RayCluster, experiment: AllSections) -> Iterato
             "weights.transport = 'ipc' needs trainer and server on one GPU, but cluster = 'ray' gives a server its own "
             "GPUs; set weights.transport to 'filesystem' or 'nccl'"
         )
+    if cluster.workers == 0:
+        yield "cluster.workers = 0 leaves rollout.engine = 'vllm' no server on the cluster; set it to 1 or more"
     if cluster.gpus_per_worker and cluster.gpus_per_worker < serving.tensor_parallel:
         yield (
             f"cluster.gpus_per_worker = {cluster.gpus_per_worker} is below serving.tensor_parallel = "
@@ -459,19 +461,22 @@ def _translators(experiment: AllSections) -> Iterator[str]:
 
 def _workers(experiment: AllSections) -> Iterator[str]:
     cluster = experiment.cluster
-    if not isinstance(cluster, LocalCluster | RayCluster) or experiment.server_cluster is not None:
+    if not isinstance(cluster, LocalCluster | RayCluster):
+        return
+    yield from _trainer_ranks(experiment)
+    if experiment.server_cluster is not None:
         return
     if isinstance(cluster, RayCluster) and cluster.gpus_per_worker:
         yield (
             f"cluster.gpus_per_worker = {cluster.gpus_per_worker} is for vLLM servers, but rollout.engine = 'torch' "
             "computes on CPUs; set it to 0, or rollout.engine to 'vllm'"
         )
-    if isinstance(cluster, RayCluster) and cluster.address is not None and shards_of(cluster) is None:
+    open_number = shards_of(cluster) is None and ranks_of(cluster) is None
+    if isinstance(cluster, RayCluster) and cluster.address is not None and open_number:
         yield "cluster.address needs cluster.workers, because results depend on their number; set it"
-    yield from _trainer_ranks(experiment)
     if not has_workers(cluster):
         if ranks_of(cluster) is None:
-            yield "cluster.workers = 0 leaves nothing to a local cluster; set cluster to 'none'"
+            yield f"cluster.workers = 0 leaves nothing to cluster = {cluster.kind!r}; set cluster to 'none'"
         return
     device = experiment.models.device
     if device not in ("auto", "cpu"):
@@ -538,9 +543,25 @@ def _trainer_ranks(experiment: AllSections) -> Iterator[str]:
         yield f"{without} models.device = {experiment.models.device!r}; set models.device to 'cpu' or 'cuda'"
 
 
+def _warmup(experiment: AllSections) -> Iterator[str]:
+    if experiment.warmup.kind == "none":
+        return
+    if experiment.task.kind == "play":
+        yield (
+            "warmup shows solutions of questions, but task.kind = 'play' has no questions; set warmup to 'none', and "
+            "models.prover.source to the prover of another run: run:NAME"
+        )
+    if experiment.weights.transport.kind == "lora":
+        yield (
+            "weights.transport = 'lora' sends only adapters, so the servers would not have the warmed prover below "
+            "them; set it to 'filesystem', or start from a run that is warm: models.prover.source = 'run:NAME/warmup'"
+        )
+
+
 IMPOSSIBLE = (
     *(_batch_sizes, _old_logprobs, _prefetch, _deadline, _prover_servers, _verifier_servers, _trained_layers),
     *(_roles, prompt_conflicts, _dynamic_sampling, _code, _diplomacy, _translators, _challenge, _play, _workers),
+    _warmup,
 )
 
 

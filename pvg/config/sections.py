@@ -17,6 +17,7 @@ from pvg.config.servers import Serving, Weights
 from pvg.config.task import ModchainTask, TaskSection
 from pvg.config.training import Training
 from pvg.config.verifier import Verifier
+from pvg.config.warmup import NoWarmup, Warmup
 
 # Run folders have this name, with a number if there are several. Most file systems allow 255 bytes.
 LONGEST_NAME = 100
@@ -38,6 +39,7 @@ class AllSections(Section):
     verifier: Verifier = Verifier()
     training: Training = Training()
     game: Game = Game()
+    warmup: Warmup = NoWarmup()
     serving: Serving = Serving()
     weights: Weights = Weights()
     cluster: Cluster = AutoCluster()

@@ -72,8 +72,8 @@ def model_card(finished: FinishedRound, facts: dict[str, Any], folder: str) -> s
     parts = [
         f"# {player.capitalize()} of the run {facts['run']}, round {facts['round']}",
         f"The {player} of a prover-verifier game on the task `{facts['task']}`, exported by pvg "
-        f"{facts['pvg_version']}. It was trained from `{base}`. This is round {facts['round']} of "
-        f"{finished.experiment.game.rounds}, counted from 0.",
+        f"{facts['pvg_version']}. It was trained from `{base}`{_warm_start(finished, player)}. This is round "
+        f"{facts['round']} of {finished.experiment.game.rounds}, counted from 0.",
         "## Load it",
         _loading(facts, folder),
         *([_verdicts(facts)] if player == "verifier" else []),
@@ -85,6 +85,11 @@ def model_card(finished: FinishedRound, facts: dict[str, Any], folder: str) -> s
         _licence(base),
     ]
     return "\n".join(head) + "\n" + "\n\n".join(parts) + "\n"
+
+
+def _warm_start(finished: FinishedRound, player: str) -> str:
+    warm = player == "prover" and finished.experiment.warmup.kind != "none"
+    return ", first on demonstrations (`[warmup]`)" if warm else ""
 
 
 def _loading(facts: dict[str, Any], folder: str) -> str:

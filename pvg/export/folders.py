@@ -20,6 +20,7 @@ import torch
 from pvg import __version__
 from pvg.config.experiment import Experiment
 from pvg.config.hub_ids import is_hub_id, parse
+from pvg.config.run_ids import is_run_id, shown_source
 from pvg.config.verifier import AnswerHead
 from pvg.errors import ConfigurationError, UsageError, user_paths
 from pvg.export import pvg_verifier
@@ -31,6 +32,7 @@ from pvg.models.heads import ImplicitHead, ScalarHead, VerifierModel, YesTokenHe
 from pvg.models.language_model import LanguageModel, without_progress_bars
 from pvg.models.logprobs import finish_logits
 from pvg.store.atomic import disk_full_explained, make_directory, remove_tree, temporary_beside
+from pvg.store.run_players import WARMED_PROVER, adapter_name
 from pvg.tasks import open_task
 from pvg.tasks.task import ConcealsText
 
@@ -105,7 +107,7 @@ def _common(finished: FinishedRound, player: Player, source: str) -> dict[str, A
         "experiment": finished.experiment.name,
         "task": finished.experiment.task.kind,
         "round": finished.round,
-        "base": source,
+        "base": shown_source(source),
     }
 
 
@@ -113,8 +115,6 @@ def _common(finished: FinishedRound, player: Player, source: str) -> dict[str, A
 
 
 def _write_prover(finished: FinishedRound, folder: Path, merge: bool) -> dict[str, Any]:
-    from pvg.game.prover_phase import adapter_name
-
     section, adapters = finished.experiment.models.prover, adapter_name(finished.prover_name)
     facts = _common(finished, "prover", section.source)
     facts["dtype"] = section.dtype
@@ -136,6 +136,11 @@ def _write_adapter(finished: FinishedRound, name: str, folder: Path) -> None:
     from safetensors.torch import save_file
 
     tensors, meta = finished.read_weights(name)
+    if WARMED_PROVER in finished.weights:
+        raise UsageError(
+            "These adapters belong to the prover after the warm start, which peft cannot find.",
+            "Add --merge, which writes a whole model.",
+        )
     base, revision = _base_for_peft(finished.experiment.models.prover.source)
     config = {**meta["config"], "base_model_name_or_path": base, "revision": revision}
     save_file(dict(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -147,9 +152,10 @@ def _base_for_peft(source: str) -> tuple[str, str | None]:
     if is_hub_id(source):
         found = parse(source)
         return found.repository, found.revision
-    if source.partition(":")[0] in ("embedded", "gguf"):
+    if source.partition(":")[0] in ("embedded", "gguf") or is_run_id(source):
         raise UsageError(
-            f"peft cannot open the base of these adapters, {source!r}.", "Add --merge, which writes a whole model."
+            f"peft cannot open the base of these adapters, {shown_source(source)!r}.",
+            "Add --merge, which writes a whole model.",
         )
     return str(expanded(source, "models").resolve()), None
 

@@ -78,6 +78,7 @@ class RewardServer:
     async def _health(self, _: web.Request) -> web.Response:
         return _json(
             {
+                "schema_version": 1,  # of the answers of all routes (docs/contracts.md)
                 "status": "ok",
                 "run": self._finished.run.name,
                 "round": self._finished.round,

@@ -217,9 +217,17 @@ class Ledger:
             before=self._unchanged,
         )
 
-    async def save_weights(self, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Write a player's final weights; they become durable with a commit whose state names them."""
-        await run_in(self._disk, write_checkpoint, self.directory.weights, name, tensors, dict(meta), self._unchanged)
+    async def save_weights(
+        self,
+        name: str,
+        tensors: Mapping[str, Tensor],
+        meta: Mapping[str, Any],
+        files: Mapping[str, bytes] | None = None,
+    ) -> None:
+        """Write a player's final weights; they become durable with a commit whose state names them. `files`: those with
+        which transformers opens the folder as a model."""
+        folder, check = self.directory.weights, self._unchanged
+        await run_in(self._disk, write_checkpoint, folder, name, tensors, dict(meta), check, files)
 
     def read_weights(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return read_checkpoint(self.directory.weights, name)

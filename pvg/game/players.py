@@ -21,7 +21,7 @@ from pvg.config.verifier import YES_NO_QUESTION, AnswerHead
 from pvg.errors import ConfigurationError, MissingRequirementError, counted
 from pvg.game.roles import prompt_renderer
 from pvg.models import open_model, pick_device
-from pvg.models.compute import ComputeExecutor, compute_executor, width_of
+from pvg.models.compute import ComputeExecutor, allow_tf32, compute_executor, width_of
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
 from pvg.models.low_rank import LowRankAdapter
@@ -44,12 +44,13 @@ from pvg.verifier.data import VerifierBatch
 from pvg.verifier.scorer import VerifierScorer
 from pvg.verifier.template import Head, VerifierTemplate
 from pvg.verifier.vllm_backend import VerifierServing, VllmBackend
-from pvg.workers.choice import open_supply
+from pvg.workers.choice import open_rank_supply, open_supply
 from pvg.workers.engine import WorkerEngine
 from pvg.workers.pool import Supply, WorkerPool
 from pvg.workers.rank_group import RankGroup
 from pvg.workers.ranks import Committed, ModelInRanks, rank_fields
 from pvg.workers.ray_servers import RayServers
+from pvg.workers.ray_supply import RaySupply
 from pvg.workers.scoring import ScoringSlots, WorkerBackend
 from pvg.workers.training import ModelInWorkers, pair_fields, pair_shards, policy_fields, policy_shards
 
@@ -76,9 +77,9 @@ class Players:
         self.experiment = experiment
         self.task = task
         self.device = pick_device(experiment.models.device)
+        allow_tf32(self.device, (experiment.training.precision, experiment.verifier.precision))
         cluster, self.workers = experiment.cluster, None
         self.servers = RayServers(experiment, events) if experiment.server_cluster and opener is None else None
-        self._ranks = self._rank_group(events)
         with_workers = has_workers(cluster) and experiment.server_cluster is None
         if isinstance(cluster, LocalCluster | RayCluster) and with_workers:
             if self.device.type != "cpu":
@@ -93,13 +94,15 @@ class Players:
             processes = processes_of(cluster, shards)
             self.workers = WorkerPool(experiment, shards, supply, events, cluster.trainers, processes)
             self._slots = ScoringSlots(self.workers)
+        self._supply = supply
+        self._ranks: RankGroup | None = None
         self._owns_executor = executor is None
         self.executor: Executor = compute_executor(experiment.models.threads) if executor is None else executor
         try:
+            self._ranks = self._rank_group(events)
             self.base: LanguageModel = self.executor.submit(open_model, experiment.models.prover, self.device).result()
         except BaseException:
-            if (started := self.servers or supply) is not None:
-                started.end()
+            self._end_supplies()
             raise
         if isinstance(self.executor, ComputeExecutor):
             self.executor.settle(width_of(self.base.module))
@@ -116,8 +119,7 @@ class Players:
                 self.engine = (opener or open_engine)(setup)
         except BaseException:  # no request has reached a server yet
             self._close_base()
-            if (started := self.servers or supply) is not None:
-                started.end()
+            self._end_supplies()
             raise
         self.publisher = Publisher([self.engine], events=events)
         self.last_sync: SyncTiming | None = None  # of the latest update
@@ -148,12 +150,23 @@ class Players:
                 f"{self.device.type} here.",
                 "Set models.device to cpu.",
             )
-        if self.device.type == "cuda" and count > torch.cuda.device_count():
+        on_cluster = self.experiment.cluster.kind == "ray"  # which waits until it has enough GPUs
+        if self.device.type == "cuda" and not on_cluster and count > torch.cuda.device_count():
             raise MissingRequirementError(
                 f"cluster.trainer_ranks = {count} needs a GPU per rank, but torch sees {torch.cuda.device_count()}.",
                 "Set fewer ranks, or models.device to cpu.",
             )
-        return RankGroup(count, self.device.type, events)
+        others = self.servers or self._supply
+        client = others.client if isinstance(others, RayServers | RaySupply) else None
+        supply = open_rank_supply(self.experiment, self.device.type, client)
+        return RankGroup(count, self.device.type, events, supply)
+
+    def _end_supplies(self) -> None:
+        """End what starts other processes, none of which has begun to work."""
+        if (started := self.servers or self._supply) is not None:
+            started.end()
+        if self._ranks is not None:
+            self._ranks.abandon()
 
     def _scoring_executor(self) -> ThreadPoolExecutor | None:
         """A thread that scores prefetched rollouts while the trainer works on earlier ones. None without prefetch, with
@@ -187,6 +200,8 @@ class Players:
         """
         if self.workers is not None:
             await self.workers.start()
+        if self._ranks is not None:
+            await self._ranks.ready()
         if self.servers is not None:
             assert isinstance(self.engine, VllmEngine)
             await self.servers.start(self.engine.served)
@@ -283,6 +298,7 @@ class Players:
             verifier.version(),
             cache_entries=section.cache_entries,
             token_budget=section.score_tokens,
+            precision=section.precision,
             executor=self.scoring if beside_trainer and self.scoring is not None else self.executor,
             prover_fingerprint=self.base.tokenizer.fingerprint,
             backend=backend,

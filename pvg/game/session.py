@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pvg.telemetry.monitoring import Monitoring
     from pvg.training.trainer import Trainer
 
-TRAINED_PHASES = frozenset({"train_verifier", "train_prover"})
+TRAINED_PHASES = frozenset({"warmup", "train_verifier", "train_prover"})
 
 
 class InterruptedByUser(Exception):

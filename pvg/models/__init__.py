@@ -34,14 +34,15 @@ def open_model(section: ModelSection, device: torch.device) -> LanguageModel:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of that name. "auto" is the first CUDA device if there is one, otherwise the CPU.
+    """The device of that name. "auto" is the first CUDA device if there is one, otherwise the CPU. A CUDA
+    device always has its number, so that it equals the device of its tensors.
 
     Raises ConfigurationError for a name unknown to torch, MissingRequirementError for a device that does not exist.
     """
     import torch
 
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -53,4 +54,4 @@ def pick_device(name: str) -> torch.device:
             f"models.device = {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices.",
             'Use "cpu", or install a CUDA build of torch.',
         )
-    return device
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device

@@ -103,8 +103,9 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.finish, ctx.chunk, ctx.dtype = finish, chunk, dtype
         ctx.set_materialize_grads(False)  # None for unused outputs
         logprobs, sums, entropies, kept = [], [], [], None
+        head = _cast_head(weight_VD, bias_V, dtype)
         for hidden_CD, targets_C in zip(torch.split(hidden_ND, chunk), torch.split(targets_N, chunk), strict=True):
-            logits_CV = _head_logits(hidden_CD, weight_VD, bias_V, finish, dtype)
+            logits_CV = _head_logits(hidden_CD, *head, finish)
             sums.append(logits_CV.logsumexp(dim=1))
             logprobs.append(logits_CV.gather(1, targets_C[:, None])[:, 0] - sums[-1])
             if with_entropies:
@@ -126,11 +127,12 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden = []
         grad_VD = torch.zeros(weight_VD.shape, dtype=torch.float32, device=weight_VD.device) if wants_weight else None
         grad_V = torch.zeros(weight_VD.shape[0], dtype=torch.float32, device=weight_VD.device) if wants_bias else None
+        head = cast_VD, _ = _cast_head(weight_VD, bias_V, dtype)
         parts = (hidden_ND, targets_N, sums_N, grad_N)
         for number, (hidden_CD, targets_C, sums_C, grad_C) in enumerate(
             zip(*(torch.split(part, chunk) for part in parts), strict=True)
         ):
-            logits_CV = _head_logits(hidden_CD, weight_VD, bias_V, finish, dtype) if kept is None else kept
+            logits_CV = _head_logits(hidden_CD, *head, finish) if kept is None else kept
             if slope_N is None:
                 slope_CV = (logits_CV - sums_C[:, None]).exp_().mul_(-grad_C[:, None])
             else:
@@ -142,7 +144,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_V += slope_CV.sum(0)
             slope_CV = slope_CV.to(dtype)
             if wants_hidden:
-                grad_hidden.append((slope_CV @ weight_VD.to(dtype)).to(hidden_ND.dtype))
+                grad_hidden.append((slope_CV @ cast_VD).to(hidden_ND.dtype))
             if grad_VD is not None:
                 if dtype == torch.float32:
                     grad_VD.addmm_(slope_CV.T, hidden_CD.float())
@@ -167,17 +169,27 @@ def _slope(logprobs_CV: Tensor, grad_C: Tensor, slope_C: Tensor, entropies_C: Te
     return inner_CV.mul_(logprobs_CV.exp_()).neg_()
 
 
-def _head_logits(
-    hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, finish: LogitTransform, dtype: torch.dtype
-) -> Tensor:
-    bias = None if bias_V is None else bias_V.to(dtype)
-    return finish(linear(hidden_CD.to(dtype), weight_VD.to(dtype), bias).float())
+def _cast_head(weight_VD: Tensor, bias_V: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """The head in the dtype of the products. Cast once per pass: the matrix may be a gigabyte."""
+    return weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
+
+
+def _head_logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, finish: LogitTransform) -> Tensor:
+    return finish(linear(hidden_CD.to(weight_VD.dtype), weight_VD, bias_V).float())
 
 
 # --- of a whole model ------------------------------------------------------------------------------------------------
 
-# 4M float32 logits are 16 MB: 32 tokens of a 131k vocabulary, or a whole micro-batch of a character tokenizer.
+# On a CPU. 4M float32 logits are 16 MB: 32 tokens of a 131k vocabulary, or a whole micro-batch of a character
+# tokenizer.
 DEFAULT_LOGITS_CHUNK = 4_194_304
+# On a GPU one chunk takes this share of the whole memory, so the products are large enough for it: on one with 80 GB,
+# 1,024 tokens of a 152k vocabulary. About four such chunks exist at once. The free memory would be another choice, but
+# it differs between a run and its resumed second half, and the chunk changes the last bits of a gradient.
+GPU_LOGITS_SHARE = 1 / 128
+# Matrix products on a GPU are fastest for whole tiles.
+GPU_TILE = 128
+FLOAT32_BYTES = 4
 # Largest difference from the model's own logits, relative to the largest one, for each kind of rounding.
 _TOLERANCE_FLOAT32 = 1e-4
 _TOLERANCE_BFLOAT16 = 2e-2
@@ -209,13 +221,13 @@ def completion_logprobs(
     prompt_lengths_B: Tensor,
     *,
     temperature: float = 1.0,
-    logits_chunk: int = DEFAULT_LOGITS_CHUNK,
+    logits_chunk: int | None = None,
 ) -> Tensor:
     """logprobs_BL float32, nats: [b, t] = log p(token t | tokens < t) if prompt_lengths[b] <= t < lengths[b], else 0.
 
     `module` is any transformers *ForCausalLM. `input_ids_BL` int64 is padded on the right, where a causal model does
     not look, so no mask is needed. p is the softmax of logits / temperature. Differentiable. At most `logits_chunk`
-    logits exist at a time.
+    logits exist at a time (None: as many as suit the device).
 
     Raises ConfigurationError if the model's logits cannot be reproduced,
     and ValueError for inconsistent lengths.
@@ -237,7 +249,7 @@ def completion_outputs(
     prompt_lengths_B: Tensor,
     *,
     temperature: float = 1.0,
-    logits_chunk: int = DEFAULT_LOGITS_CHUNK,
+    logits_chunk: int | None = None,
     entropies: bool = False,
 ) -> CompletionOutputs:
     """`completion_logprobs`, and with `entropies` also these, differentiable too. Raises the same errors."""
@@ -262,7 +274,7 @@ def shared_prompt_outputs(
     prompt_lengths: NDArray[Any],
     *,
     temperature: float = 1.0,
-    logits_chunk: int = DEFAULT_LOGITS_CHUNK,
+    logits_chunk: int | None = None,
     fused_layers: bool = True,
     blocked_layers: bool = False,
     entropies: bool = False,
@@ -341,17 +353,30 @@ def _chunked_outputs(
     hidden_ND: Tensor,
     targets_N: Tensor,
     temperature: float,
-    logits_chunk: int,
+    logits_chunk: int | None,
     entropies: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs [N], and entropies [N] if requested."""
     head = cast(Any, module).get_output_embeddings()
-    vocabulary = head.weight.shape[0]
-    tokens = max(1, logits_chunk // vocabulary)
+    tokens = chunk_tokens(head.weight.shape[0], _gpu_bytes(head.weight.device), logits_chunk)
     finish = replace(_finish_of(module), temperature=temperature)
     if entropies:
         return token_logprobs_and_entropies(hidden_ND, head.weight, head.bias, targets_N, finish, tokens)
     return token_logprobs(hidden_ND, head.weight, head.bias, targets_N, finish, tokens), None
+
+
+def chunk_tokens(vocabulary: int, gpu_bytes: int, logits_chunk: int | None = None) -> int:
+    """The tokens of a chunk. `gpu_bytes`: the memory of the GPU that computes; 0 for a CPU. `logits_chunk` overrides
+    both."""
+    if logits_chunk is None and gpu_bytes:
+        tokens = int(gpu_bytes * GPU_LOGITS_SHARE) // (FLOAT32_BYTES * vocabulary)
+        tokens = max(tokens, DEFAULT_LOGITS_CHUNK // vocabulary)
+        return max(1, tokens // GPU_TILE * GPU_TILE or tokens)
+    return max(1, (logits_chunk or DEFAULT_LOGITS_CHUNK) // vocabulary)
+
+
+def _gpu_bytes(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0
 
 
 def _logits(module: nn.Module, hidden_ND: Tensor) -> Tensor:

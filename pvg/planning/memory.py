@@ -1,6 +1,6 @@
 """How much memory an experiment needs: weights, gradients, optimizer, activations and KV cache, by stage.
 
-    for plan in memory_of(experiment, prover, verifier, prompt_tokens=256, slots=256):
+    for plan in memory_of(experiment, prover, verifier, prompt_tokens=256, slots=256, gpu_bytes=None):
         plan.total, plan.parts
 
 The peak of a training step is the larger of two moments: the start of the backward pass (all activations, no gradients
@@ -25,7 +25,8 @@ from pvg.planning.shapes import ModelShape
 
 FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}
-LOGITS_CHUNK = 4_194_304  # as pvg.models.logprobs.DEFAULT_LOGITS_CHUNK, which loads torch
+# As DEFAULT_LOGITS_CHUNK and GPU_LOGITS_SHARE of pvg.models.logprobs, which loads torch.
+LOGITS_CHUNK, GPU_LOGITS_SHARE = 4_194_304, 1 / 128
 LOGITS_COPIES = 3  # the chunk's logits, their probabilities, and the gradient
 CONTEXT_BYTES = 600 << 20  # of a process on a GPU: assumed. A CUDA context takes 300 to 600 MiB.
 Place = Literal["trainer", "server"]
@@ -74,10 +75,12 @@ def layer_bytes(model: ModelInTraining) -> float:
     return 2 * (numbers - 2 * shape.width) + FLOAT32 * 3.6 * shape.width
 
 
-def training_parts(model: ModelInTraining, positions: int) -> dict[str, float]:
-    """The peak of an optimizer step whose micro-batches have `positions` positions, without the frozen weights."""
+def training_parts(model: ModelInTraining, positions: int, gpu_bytes: float | None = None) -> dict[str, float]:
+    """The peak of an optimizer step whose micro-batches have `positions` positions, without the frozen weights.
+    `gpu_bytes`: the memory of the GPU, whose size sets the chunk of logits; None: a CPU."""
     shape = model.shape
-    logits = min(LOGITS_CHUNK, positions * shape.vocabulary)
+    chunk = LOGITS_CHUNK if gpu_bytes is None else max(LOGITS_CHUNK, int(gpu_bytes * GPU_LOGITS_SHARE / FLOAT32))
+    logits = min(chunk, positions * shape.vocabulary)
     number = 2 if model.half else FLOAT32
     layer = layer_bytes(model) * positions
     inputs = shape.layers * shape.width * number * positions if model.checkpointing else 0.0
@@ -99,15 +102,26 @@ def training_parts(model: ModelInTraining, positions: int) -> dict[str, float]:
 
 
 def memory_of(
-    experiment: Experiment, prover: ModelShape, verifier: ModelShape, *, prompt_tokens: int, slots: int, gpu: bool
+    experiment: Experiment,
+    prover: ModelShape,
+    verifier: ModelShape,
+    *,
+    prompt_tokens: int,
+    slots: int,
+    gpu_bytes: float | None,
 ) -> list[MemoryPlan]:
-    """The stages of a round, each with its peak. `slots`: rollouts that a server decodes at once. `gpu`: whether to
-    count what a process on a GPU takes besides."""
-    return list(_stages(experiment, prover, verifier, prompt_tokens, slots, gpu))
+    """The stages of a round, each with its peak. `slots`: rollouts that a server decodes at once. `gpu_bytes`: the
+    memory of the GPU; then the plan counts what a process on a GPU takes besides. None: a CPU."""
+    return list(_stages(experiment, prover, verifier, prompt_tokens, slots, gpu_bytes))
 
 
 def _stages(
-    experiment: Experiment, prover: ModelShape, verifier: ModelShape, prompt_tokens: int, slots: int, gpu: bool
+    experiment: Experiment,
+    prover: ModelShape,
+    verifier: ModelShape,
+    prompt_tokens: int,
+    slots: int,
+    gpu_bytes: float | None,
 ) -> Iterator[MemoryPlan]:
     models, rollout = experiment.models, experiment.rollout
     length = prompt_tokens + rollout.max_tokens
@@ -116,18 +130,18 @@ def _stages(
     engine, copy = rollout.engine, {}
     if isinstance(engine, TorchSampling):
         copy = {"weights of the sampler": float(prover.parameters * sampling)}
-    context = {"GPU context (assumed)": float(CONTEXT_BYTES)} if gpu else {}
+    context = {"GPU context (assumed)": float(CONTEXT_BYTES)} if gpu_bytes is not None else {}
     frozen = {"base prover": float(base), **copy, **context}
 
     policy, scoring = _policy(experiment, prover), _verifier(experiment, verifier)
     verifier_bytes = _scoring_bytes(experiment, scoring)
     numbers = experiment.arithmetic()
     batch = numbers.rollouts_per_optimizer_step * length
-    training = training_parts(policy, max(length, min(experiment.training.micro_batch_tokens, batch)))
+    training = training_parts(policy, max(length, min(experiment.training.micro_batch_tokens, batch)), gpu_bytes)
     yield MemoryPlan("train the prover", "trainer", {**frozen, "verifier": verifier_bytes, **training})
 
     pairs = 2 * experiment.verifier.pairs * length
-    own = training_parts(scoring, max(2 * length, min(experiment.verifier.micro_batch_tokens, pairs)))
+    own = training_parts(scoring, max(2 * length, min(experiment.verifier.micro_batch_tokens, pairs)), gpu_bytes)
     start = _frozen_verifier_bytes(experiment, scoring)
     yield MemoryPlan("train the verifier", "trainer", {**frozen, "verifier's initial weights": start, **own})
 

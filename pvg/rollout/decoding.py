@@ -183,6 +183,8 @@ PREFILL_TOKENS = 16_384
 # Compact when this share of the rows has finished: moving rows costs about as much as one step that reads them.
 COMPACT_SHARE = 1 / 8
 NO_STOP = -1
+# On a GPU, look for finished rows after this many steps.
+LOOK_EVERY = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +352,8 @@ def _sample_to_the_end(
             now_N = dropped_N.copy()
             limits_N[now_N] = np.minimum(limits_N, first_N + step + 1)[now_N]
             rows.done_R |= torch.from_numpy(now_N).to(device)[rows.request_R]
+        if device.type != "cpu" and (step + 1) % LOOK_EVERY:
+            continue  # reading from a GPU waits for it
         live = len(rows.done_R) - int(rows.done_R.sum())
         if live == 0:
             break

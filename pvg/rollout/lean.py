@@ -7,7 +7,7 @@ weights.
 
 Compared with the module, this saves the Python of about twenty submodules per layer, separate query, key, value, gate
 and up projections (fused into two products), one mask per layer, and the attention kernel where other operators are
-faster. It is plain torch, chosen by device. So far it has run on CPUs only.
+faster. It is plain torch, chosen by device. So far it has run on CPUs only: `make gpu` compares it on a GPU.
 
 Invariants:
 - The weights are the module's own: its parameters become views of fused matrices, so in-place loads reach both.
@@ -198,24 +198,33 @@ class _Layer:
 class LeanCache:
     """Keys and values [layers, 2, rows, columns, K heads, D]; zero where nothing was written, because masked values are
     multiplied by 0 and must be finite. `cos_T1D`, `sin_T1D`: the rotary table, in the model's dtype. `attention`
-    defines the memory layout."""
+    defines the memory layout. On a GPU `kv` is a list of layers, so that a cache can grow layer by layer."""
 
-    kv: Tensor
+    kv: Tensor | list[Tensor]
     cos_T1D: Tensor
     sin_T1D: Tensor
     attention: Attention
 
     @property
     def rows(self) -> int:
-        return self.kv.shape[2]
+        return self.kv[0].shape[1]
 
     @property
     def columns(self) -> int:
-        return self.kv.shape[3]
+        return self.kv[0].shape[2]
+
+    def take(self, smaller: LeanCache) -> None:
+        """Copy the contents of another cache."""
+        for layer, source in zip(self.kv, smaller.kv, strict=True):
+            layer[:, : smaller.rows, : smaller.columns] = source
 
     def move(self, sources_M: Tensor, targets_M: Tensor, columns: int) -> None:
         """Copy row `sources_M[m]` to row `targets_M[m]`, up to `columns`."""
-        self.kv[:, :, targets_M, :columns] = self.kv[:, :, sources_M, :columns]
+        if isinstance(self.kv, Tensor):
+            self.kv[:, :, targets_M, :columns] = self.kv[:, :, sources_M, :columns]
+            return
+        for layer in self.kv:
+            layer[:, targets_M, :columns] = layer[:, sources_M, :columns]
 
 
 class LeanDecoder:
@@ -250,15 +259,37 @@ class LeanDecoder:
     def device(self) -> torch.device:
         return self._embedding.device
 
-    def new_cache(self, rows: int, columns: int) -> LeanCache:
+    def new_cache(self, rows: int, columns: int, *, by_layer: bool = False) -> LeanCache:
+        """A cache of zeros. `by_layer`: each layer is a separate tensor (see `widened`)."""
+        cos_T1D, sin_T1D, attention = self._parts(rows, columns)
+        if by_layer:
+            layers = [attention.buffer(self._zeros, 1)[0] for _ in self._layers]
+            return LeanCache(layers, cos_T1D, sin_T1D, attention)
+        return LeanCache(attention.buffer(self._zeros, len(self._layers)), cos_T1D, sin_T1D, attention)
+
+    def widened(self, cache: LeanCache, columns: int) -> LeanCache:
+        """A cache with more columns and the contents of `cache`, which was made `by_layer` and loses them. Only one
+        layer at a time exists twice."""
+        assert isinstance(cache.kv, list)
+        cos_T1D, sin_T1D, attention = self._parts(cache.rows, columns)
+        old, wide = cache.columns, list[Tensor]()
+        while cache.kv:
+            wide.append(attention.buffer(self._zeros, 1)[0])
+            wide[-1][:, :, :old] = cache.kv.pop(0)
+        return LeanCache(wide, cos_T1D, sin_T1D, attention)
+
+    def _parts(self, rows: int, columns: int) -> tuple[Tensor, Tensor, Attention]:
+        """The rotary table and the attention of a cache."""
         cos_1TD, sin_1TD = self._rotary(self._embedding, torch.arange(columns, device=self.device)[None])
         attention: Attention = (
             SparseAttention(rows, columns, self._heads, self._kv_heads, self._width)
             if self._sparse
             else KernelAttention(rows, columns, self._kv_heads, self._width)
         )
-        kv = attention.buffer(lambda shape: _zeros(shape, self._embedding.dtype, self.device), len(self._layers))
-        return LeanCache(kv, cos_1TD[0, :, None], sin_1TD[0, :, None], attention)
+        return cos_1TD[0, :, None], sin_1TD[0, :, None], attention
+
+    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+        return _zeros(shape, self._embedding.dtype, self.device)
 
     @torch.inference_mode()
     def prefill(

@@ -4,7 +4,8 @@ Rows with the same tokens have the same logits, so they share one row of the cac
 sample different tokens, `_regroup` copies the cache row. The cache rows in use are always the first ones. A group
 begins with one cache row. In the embedded game, a step computes about a third of the rows.
 
-State per row is kept in numpy arrays on the host; each step copies its inputs to the device and its tokens back.
+State per row is kept in numpy arrays on the host; each step copies its inputs to the device and its tokens back. That
+is free on a CPU. On a GPU, pvg.rollout.device_rows keeps the state there.
 
 Invariant: the rows of a step depend only on the requests, their order of admission and the sampled tokens, never on a
 clock or another thread. The only exception: rows whose callers have left (`dropped_N`).
@@ -12,20 +13,19 @@ clock or another thread. The only exception: rows whose callers have left (`drop
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pvg.models.packing import pad_right, token_budget_batches
 from pvg.records import Float32, Int32
-from pvg.rollout.decoding import PREFILL_TOKENS, DecodedRow, DecodingJob, TurnResult, finished_row
+from pvg.rollout.decoding import DecodedRow, DecodingJob, TurnResult, finished_row
 from pvg.rollout.engine import GenerationRequest
 from pvg.rollout.lean import CommonPrefix, LeanCache, LeanDecoder
+from pvg.rollout.lean_prefill import prefill_rows
 from pvg.rollout.sampler import RowSettings, draw, uniform_numbers
-from pvg.rollout.shared_prefixes import shared_parts
 from pvg.telemetry.spans import span
 
 # In continuous batching a turn ends when this share of its rows has finished, or after TURN_STEPS. More often would
@@ -147,7 +147,8 @@ class LeanRows:
             state.cache_R[slot] = row
             new[row] = slot, ids[:-1]
         self._firsts_E = np.append(self._firsts_E, [slot for slot, _ in new.values()])
-        self._prefill({row: prefix for row, (_, prefix) in new.items()})
+        assert self._cache is not None
+        prefill_rows(self._decoder, self._cache, {row: prefix for row, (_, prefix) in new.items()})
         self._rows_changed()
 
     def _places(self, count: int) -> list[int]:
@@ -175,28 +176,8 @@ class LeanRows:
             self._cache = None if self._extent == 0 else cache  # free an empty old cache first
             grown = self._decoder.new_cache(rows, columns)
             if self._cache is not None:
-                grown.kv[:, :, : have[0], : have[1]] = self._cache.kv
+                grown.take(self._cache)
             self._cache = grown
-
-    def _prefill(self, prefix_of: Mapping[int, Int32]) -> None:
-        """Fill cache rows with all known tokens but the last, which is the row's first input. What several prefixes
-        begin with is computed once."""
-        assert self._cache is not None
-        rows_of: dict[bytes, list[int]] = {}
-        for row, prefix in prefix_of.items():
-            if len(prefix):
-                rows_of.setdefault(prefix.tobytes(), []).append(row)
-        groups, device = list(rows_of.values()), self._decoder.device
-        prefixes = [prefix_of[rows[0]] for rows in groups]
-        for parts in shared_parts(prefixes):
-            lengths_P = np.asarray([part.length for part in parts], dtype=np.int64)
-            for batch in token_budget_batches(lengths_P, max(PREFILL_TOKENS, int(lengths_P.max(initial=0)))):
-                chosen = [parts[number] for number in batch]
-                ids_BL, _ = pad_right([prefixes[part.prompts[0]][part.start : part.end] for part in chosen], 0, device)
-                starts_B = torch.tensor([part.start for part in chosen], device=device)
-                pairs = [(row, b) for b, part in enumerate(chosen) for prompt in part.prompts for row in groups[prompt]]
-                rows_F, prompts_F = torch.tensor(pairs, device=device).T
-                self._decoder.prefill(ids_BL, self._cache, rows_F, prompts_F, starts_B if starts_B.any() else None)
 
     # --- decoding ----------------------------------------------------------------------------------------------------
 

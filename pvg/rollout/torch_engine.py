@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from pvg.errors import ConfigurationError, StateError
 from pvg.records import Int32
 from pvg.rollout.decoding import DecodedRow, DecodingJob, ModuleRows, RunningRows, TurnResult, diverged
+from pvg.rollout.device_rows import DeviceRows
 from pvg.rollout.engine import (
     Completion,
     CutShort,
@@ -109,6 +110,7 @@ class TorchEngine(Engine):
         self._lean = lean
         self._continuous = continuous
         self._routed_experts = routed_experts
+        self._refusal = ""  # why torch records no CUDA graphs
         self._rows: RunningRows | None = None  # created in the executor by the first batch; discarded after an error
         self._events = events or SilentEvents()
         self._queue: deque[_Pending] = deque()
@@ -138,7 +140,7 @@ class TorchEngine(Engine):
     @property
     def decoding(self) -> str:
         """How rows are decoded, "lean" or "module"; "" before the first batch."""
-        return "" if self._rows is None else "lean" if isinstance(self._rows, LeanRows) else "module"
+        return "" if self._rows is None else "module" if isinstance(self._rows, ModuleRows) else "lean"
 
     @property
     def stats(self) -> EngineStats:
@@ -276,7 +278,11 @@ class TorchEngine(Engine):
     def _decode(self, jobs: list[DecodingJob]) -> TurnResult:
         if self._rows is None:
             self._rows = self._open_rows()
-        return self._rows.turn(jobs, self._dropped_N)
+        found = self._rows.turn(jobs, self._dropped_N)
+        if isinstance(self._rows, DeviceRows) and (refusal := self._rows.graphs.refusal) != self._refusal:
+            self._refusal = refusal
+            self._events.event("gen", event="graphs.refused", reason=refusal)
+        return found
 
     def _open_rows(self) -> RunningRows:
         """Choose the decoder and log an event with the choice and its reason. Runs in the executor, because it
@@ -291,7 +297,8 @@ class TorchEngine(Engine):
                 reason = str(error)
             else:
                 self._events.event("gen", event="decoder", decoding="lean", batching=_name(self._continuous))
-                return LeanRows(lean, self._max_rows, continuous=self._continuous)
+                rows = DeviceRows if lean.device.type == "cuda" else LeanRows
+                return rows(lean, self._max_rows, continuous=self._continuous)
         self._events.event("gen", event="decoder", decoding="module", batching=_name(False), reason=reason)
         return ModuleRows(model.module, model.device, routed_experts=self._routed_experts)
 
@@ -338,12 +345,13 @@ class TorchEngine(Engine):
 
     def _computed_of(self, prompts: Sequence[Int32]) -> int:
         """Prompt tokens that the decoder computes: each distinct prefix once, and the last token of every prompt, which
-        is the first input of decoding. Lean decoding computes it once for equal prompts, and shares parts."""
+        is the first input of decoding. Lean decoding shares parts, and on a CPU computes the last token once for equal
+        prompts."""
         prefixes = list({p[:-1].tobytes(): p[:-1] for p in prompts}.values())
-        if not isinstance(self._rows, LeanRows):
+        if isinstance(self._rows, ModuleRows):
             return sum(map(len, prefixes)) + len(prompts)
         computed = sum(part.length for level in shared_parts(prefixes) for part in level)
-        return computed + len({p.tobytes() for p in prompts})
+        return computed + (len(prompts) if isinstance(self._rows, DeviceRows) else len({p.tobytes() for p in prompts}))
 
     def _hand_over(self, pending: _Pending, result: DecodedRow, now: float) -> None:
         request, length = pending.request, len(result.token_ids)

@@ -111,7 +111,7 @@ def open_vllm_engine(
         connections,
         events,
         session=session,
-        transport=open_transport(weights, run, executor, dtype, session),
+        transport=open_transport(weights, run, executor, dtype, session, base.device),
         checksums=None
         if isinstance(weights.transport, LoraTransport) or weights.transport.checksums == "never"
         else ChecksumTest(dtype, executor, always=weights.transport.checksums == "always"),

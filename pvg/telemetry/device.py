@@ -274,6 +274,34 @@ def gpus_of(nvml: Any) -> dict[int, Gpu]:
     return gpus
 
 
+def nvml_number(nvml: Any, uuid: str) -> int | None:
+    """The number by which NVML knows the GPU with this UUID; None if it shows no such GPU. torch numbers the GPUs that
+    CUDA_VISIBLE_DEVICES leaves, so its numbers may be others. Raises GpuUnavailableError."""
+    try:
+        nvml.nvmlInit()
+        try:
+            for index in range(nvml.nvmlDeviceGetCount()):
+                found = nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(index))
+                if str(found).removeprefix("GPU-").lower() == uuid.removeprefix("GPU-").lower():
+                    return index
+        finally:
+            nvml.nvmlShutdown()
+    except nvml.NVMLError as error:
+        raise GpuUnavailableError(f"NVML does not show the GPUs ({error})") from error
+    return None
+
+
+def gpu_number(device: Any) -> int | None:
+    """NVML's number of a torch device, by which samples and charts name it. Raises GpuUnavailableError."""
+    import torch
+
+    try:
+        import pynvml
+    except ImportError as error:
+        raise GpuUnavailableError(f"the package nvidia-ml-py is not installed ({error})") from error
+    return nvml_number(pynvml, str(torch.cuda.get_device_properties(device).uuid))
+
+
 class NvmlGpu:
     """One GPU through NVML. Values that the GPU does not offer are left out; any other error means that it is lost."""
 

@@ -37,6 +37,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
+    import torch
     from torch.cuda import Event
 
 SHORTEST_SPAN_S = 0.2e-3  # shorter spans count in the budget but are not written: they would be most of spans.jsonl
@@ -427,13 +428,16 @@ def _track_name() -> str:
 
 
 class CudaClock:
-    """A `DeviceClock` on the current CUDA stream of the calling thread. Reading it never waits for the device."""
+    """A `DeviceClock` on the calling thread's current stream of one GPU. Reading it never waits for the GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def mark(self) -> Event:
         import torch
 
         event: Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))  # without it: a stream of the thread's current GPU
         return event
 
     def elapsed_s(self, start: Event, end: Event) -> float | None:

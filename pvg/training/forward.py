@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from pvg.config.training import Training
 from pvg.models.blocked_layers import in_blocks
+from pvg.models.compute import autocast
 from pvg.models.logprobs import (
-    DEFAULT_LOGITS_CHUNK,
     CompletionOutputs,
     check_logits,
     completion_outputs,
@@ -33,7 +33,6 @@ from pvg.models.routing import replayed_experts
 from pvg.models.shared_prompts import check_packing
 from pvg.records import Float32
 from pvg.training.batch import PolicyBatch
-from pvg.training.optimizer import autocast
 
 Rows = NDArray[np.int64]
 # Budgets to try between the smallest and the full one.
@@ -75,7 +74,7 @@ class ForwardSettings:
     temperature: float
     token_budget: int
     pad_id: int
-    logits_chunk: int = DEFAULT_LOGITS_CHUNK
+    logits_chunk: int | None = None  # None: as many as suit the device
     shared_prompts: bool = True
     fused_layers: bool = True
     blocked_layers: bool = False
@@ -93,7 +92,7 @@ class ForwardSettings:
             temperature,
             section.micro_batch_tokens,
             pad_id,
-            DEFAULT_LOGITS_CHUNK,
+            None,
             section.shared_prompts,
             section.fused_layers,
             in_blocks(section.blocked_layers),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import cast
 
@@ -37,18 +36,6 @@ def learning_rate_factor(schedule: str, step: int, *, warmup: int, total_steps: 
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, total_steps - warmup)
     return SCHEDULES[schedule](min(1.0, progress))
-
-
-def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """The context of a forward pass: bfloat16 autocast, or nothing for "float32". Weights stay float32.
-
-    Autocast is per thread: enter it in the thread that computes.
-    """
-    if precision == "float32":
-        return nullcontext()
-    if precision == "bfloat16":
-        return torch.autocast(device.type, dtype=torch.bfloat16)
-    raise ConfigurationError(f"There is no precision {precision!r}.", "Known: float32, bfloat16.")
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # AdamW's state per parameter

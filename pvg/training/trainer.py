@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pvg.errors import ConfigurationError, MissingRequirementError, StateError, TrainingDivergedError
+from pvg.models.compute import autocast
 from pvg.models.shared_prompts import same_attention
 from pvg.telemetry.events import Events, SilentEvents
 from pvg.telemetry.metrics import Metrics
@@ -33,7 +34,6 @@ from pvg.training.memory import MemoryMeter, MicroBatchMemory, MicroBatchSize, U
 from pvg.training.optimizer import (
     MOMENTS,
     OptimizerSettings,
-    autocast,
     build_optimizer,
     load_optimizer_tensors,
     optimizer_tensors,

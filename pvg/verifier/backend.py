@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pvg.models.compute import scoring_autocast
 from pvg.models.packing import PaddedBatch, batches, pad_batch
 from pvg.records import Float32, Int32, Scorable
 from pvg.telemetry.spans import span, submit_in
@@ -189,7 +190,8 @@ class ScoreBackend(Protocol):
 
 
 class TorchBackend:
-    """Runs forward passes of `model` in the executor's thread. The caller owns the model."""
+    """Runs forward passes of `model` in the executor's thread. The caller owns the model. `precision`: of the passes
+    on a GPU (pvg.models.compute.scoring_autocast)."""
 
     def __init__(
         self,
@@ -199,12 +201,14 @@ class TorchBackend:
         *,
         token_budget: int,
         executor: Executor,
+        precision: str = "float32",
     ) -> None:
         self.references = references  # used only by the forward pass, of which there is one at a time
         self._model = model
         self._template_key = template_key
         self._token_budget = token_budget
         self._executor = executor
+        self._precision = precision
 
     def batches(self, lengths: Sequence[int]) -> list[NDArray[np.int64]]:
         return batches(lengths, self._token_budget, self._model.max_length)
@@ -218,7 +222,8 @@ class TorchBackend:
     def _forward(self, inputs: Sequence[ScoreInput]) -> ScoredBatch:
         """Runs in the executor's thread."""
         began = time.perf_counter()
-        with torch.inference_mode(), span("score_service", device=True):
+        precise = scoring_autocast(self._precision, self._model.device)
+        with torch.inference_mode(), span("score_service", device=True), precise:
             packed = pad_batch(
                 [entry.ids for entry in inputs],
                 [entry.prompt_length for entry in inputs],

@@ -9,7 +9,7 @@ solutions of 16,384 tokens this takes 50 ms, or seconds if their text must be to
 
 Invariant 2: a returned score comes only from the scorer's current version. The cache's key includes the version. When
 the version changes, the scorer discards work in flight, because its weights are unknown, and callers that wait for it
-start again. With torch, a score's bits do not depend on its batch (see `pvg.models.packing.pad_batch`).
+start again. With torch on a CPU, a score's bits do not depend on its batch (see `pvg.models.packing.pad_batch`).
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ class VerifierScorer(Scorer):
     `prover_fingerprint`: of the tokenizer that sampled the rollouts. If it equals the verifier's, token ids are reused;
     otherwise, and with None, solutions are encoded from their text. `backend`: computes the scores of `model` with its
     own executor and references; None: this process does. `reading`: prepares the verifier's input; with one thread,
-    concurrent calls keep their order. None: the event loop's default executor.
+    concurrent calls keep their order. None: the event loop's default executor. `precision`: verifier.precision, which
+    forward passes in this process use on a GPU.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class VerifierScorer(Scorer):
         cache_entries: int,
         token_budget: int,
         executor: Executor,
+        precision: str = "float32",
         prover_fingerprint: str | None = None,
         backend: ScoreBackend | None = None,
         reading: Executor | None = None,
@@ -122,7 +124,12 @@ class VerifierScorer(Scorer):
         self._reading = reading
         self._cache = ScoreCache(cache_entries)
         self._backend: ScoreBackend = backend or TorchBackend(
-            model, template.key, ScoreCache(cache_entries), token_budget=token_budget, executor=executor
+            model,
+            template.key,
+            ScoreCache(cache_entries),
+            token_budget=token_budget,
+            executor=executor,
+            precision=precision,
         )
         self._references = self._backend.references
         self._epoch = 0  # counts version changes; a version string may return

@@ -64,6 +64,10 @@ class Supply(Protocol):
 
     events: Events
 
+    async def ready(self) -> None:
+        """Wait until it has room for the processes. Raises MissingRequirementError if it cannot start them."""
+        ...
+
     async def start(self) -> Member: ...
 
     async def reason(self, member: Member) -> str: ...

@@ -33,6 +33,7 @@ from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
 from pvg.errors import PvgError
 from pvg.models import open_model
+from pvg.models.compute import autocast
 from pvg.models.ensembles import ScoreScales, VerifierEnsemble
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
@@ -46,12 +47,13 @@ from pvg.telemetry.spans import run_in
 from pvg.telemetry.waits import CoreWaits
 from pvg.training.batch import PolicyBatch
 from pvg.training.losses import PolicyObjective
-from pvg.training.optimizer import autocast, trainable_parameters
+from pvg.training.optimizer import trainable_parameters
 from pvg.training.trainer import AdaptsCoefficients, Objective, accumulate, checkpoint_layers
 from pvg.verifier.backend import ScoringModel
 from pvg.verifier.data import VerifierBatch
 from pvg.verifier.robust import RobustObjective, objective_for
 from pvg.workers.frames import Array, Frame, receive, record_of, rows_of, send
+from pvg.workers.links import own_address
 from pvg.workers.requests import completion_arrays, requests_of
 from pvg.workers.shared import MappedTensors
 
@@ -150,11 +152,10 @@ class Worker:
 
     def _as_rank(self, frame: Frame) -> Frame:
         """Join the ranks of the trainer, or work as one of them."""
-        from pvg.workers.rank import Rank  # here, because some builds of torch lack FSDP2
+        from pvg.workers.rank import Rank, RankPlace  # here, because some builds of torch lack FSDP2
 
-        fields = frame.fields
-        if fields["do"] == "join":
-            self._rank = Rank(fields["number"], fields["ranks"], fields["device"], fields["store"])
+        if frame.fields["do"] == "join":
+            self._rank = Rank(RankPlace(**frame.fields["rank"]), own_address(self._writer))
             return Frame("done")
         assert self._rank is not None
         return self._rank.do(frame)

@@ -162,6 +162,28 @@ def test_a_missed_target_tells_the_time_and_the_figures_of_the_variant_that_it_i
     assert idle_share(idle).place == 1
 
 
+def test_a_share_that_a_report_derives_is_told_with_its_parts_and_an_older_report_has_none() -> None:
+    what = "least arithmetic of the same step at the machine's matmul rate, as a share of pvg's step"
+
+    def line(derived: dict[str, float]) -> str:
+        measures = {name: lower([1.0]) for name in ("step_s", "rollout_s", "train_s")}
+        sides = [variant(measures, f"trainer={name}", derived) for name in ("TRL", "pvg")]
+        return row_of(
+            target_lines(
+                {
+                    "peers-grpo.json": made_report(
+                        *sides, config={"profile": PROFILE | {"headline": "step_s"}, "experiment": {}}
+                    )
+                }
+            ),
+            what,
+        )
+
+    found = line({"gflop": 110.0, "matmul_gflops": 130.0, "arithmetic_share": 0.66})
+    assert "| 66 % (110 GFLOP at 130 GFLOP/s) | reached |" in found
+    assert "| not measured |" in line({})
+
+
 def test_a_report_that_lacks_the_measure_is_refused() -> None:
     with pytest.raises(UsageError, match="no peak_memory_mb_500k"):
         target_lines({"data.json": made_report(variant({"first_batch_s_5k": lower([1.0])}))})

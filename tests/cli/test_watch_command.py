@@ -18,6 +18,7 @@ import orjson
 import pytest
 from calling import ENTRY, pvg, pvg_process
 from run_samples import begin, commit, played, rollout, state, step, tell
+from shipped_schemas import check_document
 
 from pvg.records import Role
 from pvg.store.run_directory import RunDirectory
@@ -82,7 +83,9 @@ def watching(name: str, *options: str) -> Iterator[Watching]:
             if line == "}\n":
                 break
         assert text, process.stderr.read() if process.stderr else ""
-        yield Watching(process, orjson.loads(text))
+        document = orjson.loads(text)
+        check_document(("watch",), document)
+        yield Watching(process, document)
     finally:
         process.kill()
         process.communicate()

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pvg.errors import ConfigurationError
-from pvg.models.logprobs import check_logits, completion_logprobs
+from pvg.models.logprobs import check_logits, chunk_tokens, completion_logprobs
 
 VOCABULARY = 37
 SIZES = {
@@ -205,3 +205,47 @@ def test_bfloat16_models_give_float32_logprobs():
     found = completion_logprobs(model, *rows())
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, plain_logprobs(model, *rows(), 1.0), rtol=0.02, atol=0.02)
+
+
+class HeadCasts(TorchDispatchMode):
+    """Counts the casts of matrices of this shape."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.count = torch.Size(shape), 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._to_copy.default and args[0].shape == self.shape:
+            self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_head_is_cast_once_per_pass_and_not_once_per_chunk():
+    model = llama(vocab_size=41, tie_word_embeddings=False)
+    with HeadCasts(model.lm_head.weight.shape) as casts, torch.autocast("cpu", dtype=torch.bfloat16):
+        found = completion_logprobs(model, *rows(), logits_chunk=2 * 41)
+        casts.count = 0  # the check of the logits casts too
+        found = completion_logprobs(model, *rows(), logits_chunk=2 * 41)
+        assert casts.count == 1
+        casts.count = 0
+        found.sum().backward()
+    assert casts.count == 1  # the gradient is float32 as the weight is
+
+
+def test_the_chunk_of_a_gpu_follows_its_memory():
+    gb = 10**9
+    assert chunk_tokens(151_936, 0) == 27  # a CPU
+    assert chunk_tokens(151_936, 80 * gb) == 1024
+    assert chunk_tokens(151_936, 16 * gb) == 128
+    assert chunk_tokens(151_936, 1 * gb) == 27  # never less than on a CPU
+    assert chunk_tokens(64, 80 * gb) % 128 == 0
+    assert chunk_tokens(151_936, 80 * gb, 2 * 151_936) == 2  # the caller's choice
+    assert chunk_tokens(10**9, 0) == 1
+
+
+def test_the_planner_counts_the_same_chunks():
+    from pvg.models import logprobs
+    from pvg.planning import memory
+
+    assert memory.LOGITS_CHUNK == logprobs.DEFAULT_LOGITS_CHUNK
+    assert memory.GPU_LOGITS_SHARE == logprobs.GPU_LOGITS_SHARE

@@ -16,7 +16,16 @@ import pynvml
 import pytest
 
 from pvg.telemetry import device
-from pvg.telemetry.device import DeviceSampler, Gpu, GpuUnavailableError, HostReader, gpus_of, has_nvidia_gpu, open_nvml
+from pvg.telemetry.device import (
+    DeviceSampler,
+    Gpu,
+    GpuUnavailableError,
+    HostReader,
+    gpus_of,
+    has_nvidia_gpu,
+    nvml_number,
+    open_nvml,
+)
 
 
 class FakeNvml:
@@ -52,6 +61,10 @@ class FakeNvml:
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
         self._fault(f"handle {index}")
         return index
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        self._fault("uuid")
+        return f"GPU-0000000{handle}-AAAA"
 
     def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
         self._fault("utilisation")
@@ -369,3 +382,16 @@ def test_the_larger_of_two_peaks_is_kept() -> None:
         "rss_bytes": 2.0,
         "gpu_bytes": 3.0,
     }
+
+
+def test_a_gpu_of_torch_is_found_by_its_uuid() -> None:
+    """torch numbers only the GPUs that CUDA_VISIBLE_DEVICES names, and writes UUIDs in lower case without a prefix."""
+    nvml = FakeNvml(gpus=4)
+    assert nvml_number(nvml, "00000002-aaaa") == 2
+    assert nvml_number(nvml, "GPU-00000003-AAAA") == 3
+    assert nvml_number(nvml, "00000009-aaaa") is None
+    assert nvml.users == 0
+    nvml.faults["uuid"] = pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+    with pytest.raises(GpuUnavailableError):
+        nvml_number(nvml, "00000002-aaaa")
+    assert nvml.users == 0

@@ -140,7 +140,7 @@ class TrainerWorkload:
             learner = open_learner(self._players, round_=0)
             stack.callback(learner.close)
             await self._open_trainer(learner)
-            section, device = self._experiment.training, self._players.device.type
+            section, device = self._experiment.training, str(self._players.device)
             self._matmul_gflops = await self._players.compute(partial(matmul_gflops, section.precision, device))
             self._stack = stack.pop_all()
 
@@ -224,7 +224,7 @@ class TrainerWorkload:
         started = time.perf_counter()
         self._reports = [await self._step() for _ in range(self._steps)]
         if self._players.device.type == "cuda":  # the last step's kernels may still run
-            await self._players.compute(torch.cuda.synchronize)
+            await self._players.compute(partial(torch.cuda.synchronize, self._players.device))
         seconds = time.perf_counter() - started
         self._seconds.append(seconds)
         return {
@@ -349,4 +349,4 @@ def _best_seconds(work: Callable[[], torch.Tensor], wait: Callable[[], None]) ->
 
 def _waiter(device: str) -> Callable[[], None]:
     """A function that blocks until the device has finished its queued work."""
-    return torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    return partial(torch.cuda.synchronize, device) if device.startswith("cuda") else lambda: None

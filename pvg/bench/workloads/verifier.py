@@ -27,8 +27,8 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
-from torch.cuda import synchronize
 
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.workloads import BenchMetric, Workload
@@ -242,7 +242,7 @@ class VerifierWork:
                 loss, _ = objective(self._verifier, micro_batch)
                 loss.backward()  # type: ignore[no-untyped-call]
             if self._verifier.device.type == "cuda":
-                synchronize()  # otherwise the next turn waits for this one's kernels
+                torch.cuda.synchronize(self._verifier.device)  # otherwise the next turn waits for this one's kernels
             taken = time.perf_counter() - began
             self._verifier.zero_grad(set_to_none=True)
             return taken

@@ -14,25 +14,38 @@ from pvg.servers.publishing import PublishingSession
 from pvg.servers.transports.transport import Transport
 
 if TYPE_CHECKING:
+    import torch
+
     from pvg.servers.transports.gpu import TransferBackend
 
 __all__ = ["TRANSPORTS", "Transport", "open_transport"]
 
 
 def open_transport(
-    section: Weights, run: str, executor: Executor | None, dtype: str, session: PublishingSession
+    section: Weights,
+    run: str,
+    executor: Executor | None,
+    dtype: str,
+    session: PublishingSession,
+    device: torch.device | None = None,
 ) -> Transport:
     """The transport that `section.transport` names, for weights published by `session`. Its folders, if any, are under
     `section.root`/`run`. `executor` processes tensors (None: a thread). `dtype`: the servers', such as "bfloat16".
+    `device`: where the weights are; from another one than a GPU, `nccl` and `ipc` copy them to the first GPU.
 
     Raises ConfigurationError for an invalid run name or dtype, MissingRequirementError without the GPU or the vLLM that
     `nccl` and `ipc` need.
     """
-    return TRANSPORTS[section.transport.kind](section, run, executor, dtype, session)
+    return TRANSPORTS[section.transport.kind](section, run, executor, dtype, session, device)
 
 
 def _open_filesystem(
-    section: Weights, run: str, executor: Executor | None, dtype: str, session: PublishingSession
+    section: Weights,
+    run: str,
+    executor: Executor | None,
+    dtype: str,
+    session: PublishingSession,
+    device: torch.device | None,
 ) -> Transport:
     from pvg.servers.transports.files import FilesystemTransport
     from pvg.servers.transports.versions import VersionFolders, torch_dtype
@@ -44,7 +57,12 @@ def _open_filesystem(
 
 
 def _open_lora(
-    section: Weights, run: str, executor: Executor | None, dtype: str, session: PublishingSession
+    section: Weights,
+    run: str,
+    executor: Executor | None,
+    dtype: str,
+    session: PublishingSession,
+    device: torch.device | None,
 ) -> Transport:
     from pvg.servers.transports.files import AdapterTransport
     from pvg.servers.transports.versions import VersionFolders, torch_dtype
@@ -54,23 +72,37 @@ def _open_lora(
 
 
 def _open_nccl(
-    section: Weights, run: str, executor: Executor | None, dtype: str, session: PublishingSession
+    section: Weights,
+    run: str,
+    executor: Executor | None,
+    dtype: str,
+    session: PublishingSession,
+    device: torch.device | None,
 ) -> Transport:
     from pvg.servers.transports.gpu import NcclBackend
 
-    return _open_transfer(section, executor, dtype, NcclBackend)
+    return _open_transfer(section, executor, dtype, NcclBackend, device)
 
 
 def _open_ipc(
-    section: Weights, run: str, executor: Executor | None, dtype: str, session: PublishingSession
+    section: Weights,
+    run: str,
+    executor: Executor | None,
+    dtype: str,
+    session: PublishingSession,
+    device: torch.device | None,
 ) -> Transport:
     from pvg.servers.transports.gpu import IpcBackend
 
-    return _open_transfer(section, executor, dtype, IpcBackend)
+    return _open_transfer(section, executor, dtype, IpcBackend, device)
 
 
 def _open_transfer(
-    section: Weights, executor: Executor | None, dtype: str, backend: Callable[[], TransferBackend]
+    section: Weights,
+    executor: Executor | None,
+    dtype: str,
+    backend: Callable[[], TransferBackend],
+    device: torch.device | None,
 ) -> Transport:
     import torch
 
@@ -84,12 +116,14 @@ def _open_transfer(
             f'weights.transport = "{section.transport.kind}" needs {lacking} on the trainer\'s machine.',
             f'Set weights.transport = "filesystem"{install}',
         )
-    device = torch.device("cuda", torch.cuda.current_device())
+    if device is None or device.type != "cuda":
+        device = torch.device("cuda", 0)
     return TransferTransport(backend(), executor, device, torch_dtype(dtype), section.timeout_s)
 
 
+Opener = Callable[[Weights, str, Executor | None, str, PublishingSession, "torch.device | None"], Transport]
 # Kinds of `weights.transport`.
-TRANSPORTS: dict[str, Callable[[Weights, str, Executor | None, str, PublishingSession], Transport]] = {
+TRANSPORTS: dict[str, Opener] = {
     "filesystem": _open_filesystem,
     "lora": _open_lora,
     "nccl": _open_nccl,
