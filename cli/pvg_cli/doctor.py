@@ -351,7 +351,7 @@ def check_gpu(runs: Path) -> Iterator[CheckResult]:
             "gpu support",
             "notice",
             "models.device = 'cuda', 'mps' and serving.tensor_parallel above 1 are experimental: no GPU has run them",
-            "Compare a short run with one on the CPU: -s models.device=cpu",
+            "Test them in a checkout: make gpu. Or compare a short run with one on the CPU: -s models.device=cpu",
         )
     else:
         yield CheckResult("gpu", "notice", "none, so pvg runs on the CPU")

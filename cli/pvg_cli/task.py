@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from pvg.tasks.task import Task
 
 MODELS = ("models.prover.source", "models.verifier.source")
-MOST_GRADED = 8  # lines of the table of grades
 MARKS = {True: ("ok", "green"), False: ("FAILED", "bold red"), None: ("-", "bright_black")}
 
 app = typer.Typer(no_args_is_help=True, help="Look at a task: its problems, prompts and grades.")
@@ -53,18 +52,20 @@ def check(
 
     The exit code is 1 if a check fails.
     """
+    from pvg.errors import EXIT_CHECK_FAILED
     from pvg.game.preview import preview
-    from pvg.game.task_check import checks_of
+    from pvg.game.task_check import ANY_TEXT, checks_of
 
     experiment = experiment_of(name, overrides or [])
     announce_loading()
     models, missing = players_here(experiment, own=_is_class(name))
     with ExitStack() as opened:
         task = _opened(experiment, opened)
-        checks = list(checks_of(experiment, task, lambda: _opened(experiment, opened), models))
+        checks = list(checks_of(experiment, task, models))
         shown = None
         if checks[0].passed:
-            shown = preview(experiment, task, models)
+            gradable = all(each.passed for each in checks if each.name == ANY_TEXT)
+            shown = preview(experiment, task, models, grades=gradable)
     failed = [each.name for each in checks if each.passed is False]
     if as_json:
         emit(
@@ -72,14 +73,14 @@ def check(
                 "task": experiment.task.kind,
                 "passed": not failed,
                 "checks": [each.plain() for each in checks],
-                "prompts": None if shown is None else shown.plain(),
+                "preview": None if shown is None else shown.plain(),
                 "notice": missing,
             }
         )
     else:
         _print(checks, shown, missing)
     if failed:
-        raise typer.Exit(1)
+        raise typer.Exit(EXIT_CHECK_FAILED)
 
 
 def experiment_of(name: str, overrides: list[str]) -> Experiment:
@@ -187,14 +188,18 @@ def _print_grades(graded: tuple[GradedSolution, ...], console: Console) -> None:
     from pvg.errors import shortened, visible
     from pvg.reporting.table import Column, Table
 
+    if not graded:
+        return
     table = Table([Column("solution"), Column("its text"), Column("graded"), Column("note", style="quiet")])
-    for each in graded[:MOST_GRADED]:
+    for each in graded:
         table.add(each.known.name, visible(shortened(repr(each.known.text), 48)), _verdict(each), each.grade.note)
     console.print()
     console.print(table)
 
 
 def _verdict(graded: GradedSolution) -> str:
-    grade: Any = graded.grade
+    from pvg.errors import shortened, visible
+
+    grade = graded.grade
     verdict = "correct" if grade.correct else "wrong" if grade.well_formed else "malformed"
-    return f"{verdict} (answer {grade.answer})" if grade.answer else verdict
+    return f"{verdict} (answer {visible(shortened(grade.answer, 24))})" if grade.answer else verdict

@@ -65,10 +65,10 @@ def parse_run_id(source: str) -> RunId:
 
 
 def with_player(source: str, player: Player) -> str:
-    """The source; a run's without a player gets `player`."""
+    """The source; a run's without a player gets `player`. The warm start has only a prover."""
     if not is_run_id(source) or (found := parse_run_id(source)).player is not None:
         return source
-    return str(replace(found, player=player))
+    return str(replace(found, player="prover" if found.stage == "warmup" else player))
 
 
 def without_folder(source: str) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 from pvg.config.experiment import Experiment
@@ -60,7 +59,8 @@ class GradedSolution:
 @dataclass(frozen=True, slots=True)
 class PromptPreview:
     """One training problem as the players read it. `verifier`: None without a tokenizer. `graded`: a correct solution
-    if the task can write one, and wrong ones. Self-play has only the problem: its prompts come from the game."""
+    if the task can write one, and a wrong one of each sort. Self-play has only the problem: its prompts come from the
+    game."""
 
     problem: Problem
     prompts: Mapping[Role, ShownInput]
@@ -96,8 +96,9 @@ def open_models(experiment: Experiment) -> PlayerModels:
     return PlayerModels(prover, prover if same else open_without_weights(experiment.models.verifier))
 
 
-def preview(experiment: Experiment, task: Task, models: PlayerModels | None) -> PromptPreview:
+def preview(experiment: Experiment, task: Task, models: PlayerModels | None, *, grades: bool = True) -> PromptPreview:
     """The first training problem of the prover's half. Without `models`, prompts are shown without a chat template.
+    Without `grades`, nothing is graded.
 
     Raises ConfigurationError for problems and prompts with which `pvg train` would fail.
     """
@@ -116,18 +117,20 @@ def preview(experiment: Experiment, task: Task, models: PlayerModels | None) -> 
     if experiment.task.kind == "play":
         return PromptPreview(problem, {}, None, ())
     shown = {role: shown_prompt(experiment, models, problem, role) for role in Role}
-    graded = tuple(graded_solutions(task, problem, chain(halves["prover"], halves["verifier"])))
+    found = graded_solutions(task, problem, train) if grades else []
+    graded = tuple(reversed({each.known.name: each for each in reversed(found)}.values()))
     verifier = None
     if template is not None and models is not None:
-        first = graded[0].known
-        text = first.text if first.correct else NO_SOLUTION
-        verifier = shown_verifier_input(template, models, problem, text)
+        right = correct_solution(task, problem)
+        verifier = shown_verifier_input(template, models, problem, NO_SOLUTION if right is None else right.text)
     return PromptPreview(problem, shown, verifier, graded)
 
 
 def graded_solutions(task: Task, problem: Problem, others: Iterable[Problem]) -> list[GradedSolution]:
-    """The correct solution if the task can write one, then wrong ones."""
+    """The correct solution if the task can write one, otherwise the reference answer alone; then wrong solutions."""
     right = correct_solution(task, problem)
+    if right is None and problem.answer:
+        right = KnownSolution("the reference answer alone", problem.answer, True, certain=False)
     known = [*([] if right is None else [right]), *wrong_solutions(task, problem, others)]
     return [GradedSolution(each, task.grade(problem, each.text)) for each in known]
 

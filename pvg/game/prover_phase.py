@@ -27,6 +27,7 @@ from pvg.models.language_model import LanguageModel
 from pvg.models.low_rank import LowRankAdapter
 from pvg.models.starts import open_learner
 from pvg.rollout.partial import PartialSampling
+from pvg.store.checkpoints import TENSORS_FILE
 from pvg.store.run_players import adapter_name, final_verifier_name, prover_weights_name, verifier_weights_name
 from pvg.telemetry.alerts import Alerts
 from pvg.telemetry.observer import PhaseInfo
@@ -152,7 +153,8 @@ async def save_prover(session: Session, learner: LanguageModel, steps: int) -> l
 async def save_policy(session: Session, learner: LanguageModel, name: str, meta: Mapping[str, Any]) -> list[str]:
     """Write a policy as `name`, with its adapter next to it if it has one; returns the names to commit."""
     tensors, adapter = await policy_of(session, learner)
-    await session.ledger.save_weights(name, tensors, meta)
+    files = await session.players.compute(lambda: learner.description(TENSORS_FILE))
+    await session.ledger.save_weights(name, tensors, meta, files)
     if adapter is None:
         return [name]
     await session.ledger.save_weights(adapter_name(name), adapter.tensors, {**meta, "config": dict(adapter.config)})

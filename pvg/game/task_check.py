@@ -1,6 +1,6 @@
 """Checks of a task, its prompts and its grader: `pvg task check`.
 
-    for check in checks_of(experiment, open, models):
+    for check in checks_of(experiment, task, models):
         print(check.passed, check.name, check.detail)
 
 A check that cannot be made has `passed` None, and the detail says why. No check needs the weights of a model.
@@ -9,20 +9,22 @@ A check that cannot be made has `passed` None, and the detail says why. No check
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pvg.config.experiment import Experiment
 from pvg.config.prompts import WordedPrompts
-from pvg.errors import PvgError, counted, shortened
+from pvg.errors import ConfigurationError, PvgError, counted, shortened
 from pvg.game.preview import PlayerModels, verifier_template_of
-from pvg.game.roles import prompt_builder, worded
+from pvg.game.roles import worded
 from pvg.records import Problem, Role
+from pvg.tasks.identity import digest_of, digests_elsewhere
 from pvg.tasks.known import KnownSolution, correct_solution, wrong_solutions
 from pvg.tasks.task import Task, WritesSolutions, half_of
 from pvg.tasks.wordings import NEUTRAL, wording_of
 
+ANY_TEXT = "the grader takes any text"
 TRIED = 20  # problems of each split whose reference answer is graded
 NEAR = 5  # problems whose near misses are graded
 # A model may write any text: an empty one, control characters, unclosed tags, very long lines.
@@ -69,28 +71,29 @@ class CheckedProblems:
         return [*self.train[:TRIED], *self.test[:TRIED]]
 
 
-def checks_of(
-    experiment: Experiment, task: Task, again: Callable[[], Task], models: PlayerModels | None
-) -> Iterator[Check]:
-    """Every check of an opened task. `again` opens the task a second time, for the check that it gives the same
-    problems. `models`: None if their tokenizers are not here."""
+def checks_of(experiment: Experiment, task: Task, models: PlayerModels | None) -> Iterator[Check]:
+    """Every check of an opened task. `models`: None if their tokenizers are not here."""
     found = CheckedProblems.of(task)
-    yield from _problem_checks(found)
+    playing = experiment.task.kind == "play"
+    yield from _problem_checks(found, playing)
     if not found.train or not found.test:
         return
-    yield _deterministic(found, again)
-    yield _reference_answers(found)
-    yield _near_misses(found)
-    yield _grades_repeat(found)
-    yield _hostile_texts(found)
-    yield from _prompt_checks(experiment, found)
+    yield _deterministic(experiment, found)
+    yield (graded := _any_text(found))
+    if playing:  # its starts have no reference answers, and its prompts come from the game
+        return
+    if graded.passed:
+        yield _reference_answers(found)
+        yield _near_misses(found)
+        yield _grades_repeat(found)
+    yield from _prompt_checks(experiment, found, bool(graded.passed))
     yield _verifier_input(experiment, found, models)
 
 
 # --- problems ---------------------------------------------------------------------------------------------------------
 
 
-def _problem_checks(found: CheckedProblems) -> Iterator[Check]:
+def _problem_checks(found: CheckedProblems, playing: bool) -> Iterator[Check]:
     halves = Counter(half_of(problem.id) for problem in found.train)
     enough = bool(found.test) and halves["prover"] > 0 and halves["verifier"] > 0
     yield Check(
@@ -100,30 +103,36 @@ def _problem_checks(found: CheckedProblems) -> Iterator[Check]:
         f"verifier), {len(found.test):,} for testing",
     )
     ids = Counter(problem.id for problem in (*found.train, *found.test))
-    yield _none_of("ids are different", [name for name, count in ids.items() if count > 1], "id", "more than once")
+    yield _none_of("ids are different", [name for name, count in ids.items() if count > 1], len(ids), "id")
     empty = [problem.id for problem in (*found.train, *found.test) if not problem.question.strip()]
-    yield _none_of("questions are not empty", empty, "problem", "without question")
+    yield _none_of("questions are not empty", empty, len(found.train) + len(found.test), "question")
+    if playing:  # a start may occur in both splits
+        return
     trained = {problem.question for problem in found.train}
     shared = [problem.id for problem in found.test if problem.question in trained]
-    yield _none_of("no test question is a training question", shared, "test problem", "with such a question")
+    yield _none_of("no test question is a training question", shared, len(found.test), "test question")
 
 
-def _none_of(name: str, found: Sequence[str], what: str, how: str) -> Check:
-    example = f", such as {shortened(found[0])!r}" if found else ""
-    return Check(name, not found, f"{counted(len(found), what)} {how}{example}")
+def _none_of(name: str, wrong: Sequence[str], total: int, what: str) -> Check:
+    """A check of `total` things, of which those in `wrong` fail."""
+    looked = f"looked at {counted(total, what)}"
+    return Check(
+        name, not wrong, f"{looked}; not so: {len(wrong)}, such as {shortened(wrong[0])!r}" if wrong else looked
+    )
 
 
-def _deterministic(found: CheckedProblems, again: Callable[[], Task]) -> Check:
-    other = CheckedProblems.of(again())
-    for split in ("train", "test"):
-        first, second = getattr(found, split), getattr(other, split)
-        if [_identity(problem) for problem in first] != [_identity(problem) for problem in second]:
-            return Check("problems are the same each time", False, f"the {split} problems differ when opened again")
-    return Check("problems are the same each time", True, "the same ids, questions and answers when opened again")
-
-
-def _identity(problem: Problem) -> tuple[str, str, str]:
-    return problem.id, problem.question, problem.answer
+def _deterministic(experiment: Experiment, found: CheckedProblems) -> Check:
+    """A resumed run must have the problems with which it began, in their order."""
+    name = "another process gets the same problems"
+    try:
+        elsewhere = digests_elsewhere(experiment.task)
+    except ConfigurationError as error:
+        return Check(name, False, error.message)
+    here = {"train": digest_of(found.train), "test": digest_of(found.test)}
+    differ = [split for split, digest in here.items() if elsewhere[split] != digest]
+    return Check(
+        name, not differ, f"other problems for {differ[0]}ing" if differ else "the same ids, questions and answers"
+    )
 
 
 # --- grades -----------------------------------------------------------------------------------------------------------
@@ -182,20 +191,26 @@ def _grades_repeat(found: CheckedProblems) -> Check:
     return Check(name, True, f"{counted(len(texts) + (right is not None), 'text')} graded twice")
 
 
-def _hostile_texts(found: CheckedProblems) -> Check:
-    name = "the grader takes any text"
-    for text in HOSTILE:
+def _any_text(found: CheckedProblems) -> Check:
+    """Whether the grader raises no error. The other checks of grades need this."""
+    texts = [(found.train[0], text) for text in HOSTILE]
+    for problem in [*found.train[:NEAR], *found.sample]:
+        right = correct_solution(found.task, problem)
+        texts += [(problem, right.text)] if right is not None else []
+    for problem in found.train[:NEAR]:
+        texts += [(problem, each.text) for each in wrong_solutions(found.task, problem, found.train)]
+    for problem, text in texts:
         try:
-            found.task.grade(found.train[0], text)
+            found.task.grade(problem, text)
         except PvgError as error:
-            return Check(name, False, f"{shortened(repr(text))}: {error.message}")
-    return Check(name, True, f"{len(HOSTILE)} unusual texts")
+            return Check(ANY_TEXT, False, f"{shortened(repr(text))}: {error.message}")
+    return Check(ANY_TEXT, True, counted(len(texts), "text"))
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
 
 
-def _prompt_checks(experiment: Experiment, found: CheckedProblems) -> Iterator[Check]:
+def _prompt_checks(experiment: Experiment, found: CheckedProblems, gradable: bool) -> Iterator[Check]:
     prompts, problem = experiment.prompts, found.train[0]
     if not isinstance(prompts, WordedPrompts):
         yield Check("prompts", None, f"prompts = {prompts.kind!r} says nothing in words")
@@ -204,9 +219,11 @@ def _prompt_checks(experiment: Experiment, found: CheckedProblems) -> Iterator[C
     differ = written[Role.HELPFUL].text() != written[Role.SNEAKY].text()
     yield Check("the roles have different prompts", differ, "helpful and sneaky" if differ else "both are the same")
     tested = {each.question for each in found.test}
-    leaked = [question for question, _ in written[Role.HELPFUL].examples if question in tested]
-    yield _none_of("no example is a test question", leaked, "example", "with a test question")
-    yield _readable_examples(found, [answer for each in written.values() for _, answer in each.examples])
+    examples = [question for question, _ in written[Role.HELPFUL].examples]
+    leaked = [question for question in examples if question in tested]
+    yield _none_of("no example is a test question", leaked, len(examples), "example")
+    if gradable:
+        yield _readable_examples(found, [answer for each in written.values() for _, answer in each.examples])
 
 
 def _readable_examples(found: CheckedProblems, answers: Sequence[str]) -> Check:
@@ -224,13 +241,14 @@ def _readable_examples(found: CheckedProblems, answers: Sequence[str]) -> Check:
 
 def _verifier_input(experiment: Experiment, found: CheckedProblems, models: PlayerModels | None) -> Check:
     """Invariant 3 as a user can break it: by a role's instructions in a question, or in prompts.frame."""
-    name = "the verifier's input does not tell the role"
+    name, problem, text = "the verifier's input does not tell the role", found.train[0], ""
+    size = "the question alone: the models' tokenizers are not here"
     if models is None:
-        return Check(name, None, "the models' tokenizers are not here")
-    problem = found.train[0]
-    template = verifier_template_of(experiment, found.task, models.verifier)
-    ids, _ = template.tokens(problem.question, "", None, None)
-    text = models.verifier.tokenizer.shown(ids)
+        text = problem.question
+    else:
+        template = verifier_template_of(experiment, found.task, models.verifier)
+        ids, _ = template.tokens(problem.question, "", None, None)
+        text, size = models.verifier.tokenizer.shown(ids), f"{len(ids)} tokens without a solution"
     told: list[str] = []
     if isinstance(experiment.prompts, WordedPrompts):
         prompts = [worded(experiment.prompts, problem, role) for role in Role]
@@ -238,5 +256,4 @@ def _verifier_input(experiment: Experiment, found: CheckedProblems, models: Play
         told = [part for part in said if part and part in text]
     if told:
         return Check(name, False, f"it contains {shortened(repr(told[0]))}")
-    lengths = [len(prompt_builder(experiment, models.prover.tokenizer).render(problem, role)) for role in Role]
-    return Check(name, True, f"{len(ids)} tokens without solution; the prompts have {lengths[0]} and {lengths[1]}")
+    return Check(name, True, size)

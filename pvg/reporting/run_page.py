@@ -238,6 +238,7 @@ def _onwards(summary: RunSummary) -> PageSection:
     commands = [
         *([(f"pvg train --resume {name}", "continue the run")] if summary.status in ("unfinished", "empty") else []),
         *([(f"pvg evaluate {name}", "measure attackers, detection, best-of-n, and more")] if summary.rounds else []),
+        *([(f"pvg export {name} --player prover --out DIR", "write a Hugging Face folder")] if summary.rounds else []),
         (f"pvg watch {name}", "follow the run, or browse all of its solutions"),
         (f"pvg report {name}", "make this report again"),
         (f"pvg report {name} OTHER", "compare with another run"),

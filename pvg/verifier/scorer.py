@@ -9,7 +9,7 @@ solutions of 16,384 tokens this takes 50 ms, or seconds if their text must be to
 
 Invariant 2: a returned score comes only from the scorer's current version. The cache's key includes the version. When
 the version changes, the scorer discards work in flight, because its weights are unknown, and callers that wait for it
-start again. With torch, a score's bits do not depend on its batch (see `pvg.models.packing.pad_batch`).
+start again. With torch on a CPU, a score's bits do not depend on its batch (see `pvg.models.packing.pad_batch`).
 """
 
 from __future__ import annotations

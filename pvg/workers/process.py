@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -33,11 +34,11 @@ from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
 from pvg.errors import PvgError
 from pvg.models import open_model
-from pvg.models.compute import autocast
 from pvg.models.ensembles import ScoreScales, VerifierEnsemble
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
 from pvg.models.packing import pad_batch
+from pvg.models.precision import autocast
 from pvg.models.starts import open_learner, open_verifier
 from pvg.rollout import EngineSetup, open_engine
 from pvg.rollout.engine import Completion, CutShort, Engine, EngineStats
@@ -114,7 +115,7 @@ class Worker:
         if frame.kind in ("cancel", "cut"):
             self._interrupt(frame)
             return
-        task = asyncio.create_task(self._answer(self._handlers[frame.kind], frame))
+        task = asyncio.create_task(self._answer(self._handlers[frame.kind], frame, time.perf_counter()))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -134,7 +135,7 @@ class Worker:
         self._models.clear()
         self.base.close()
 
-    async def _answer(self, handler: Callable[[Frame], Any], frame: Frame) -> None:
+    async def _answer(self, handler: Callable[[Frame], Any], frame: Frame, came: float) -> None:
         number = frame.fields["id"]
         try:
             answer: Frame = await handler(frame)
@@ -145,7 +146,8 @@ class Worker:
         except Exception:  # noqa: BLE001 - the driver raises it
             send(self._writer, Frame("failed", {"id": number, "traceback": traceback.format_exc()}))
         else:
-            send(self._writer, Frame("done", {**answer.fields, "id": number}, answer.arrays))
+            held_s = time.perf_counter() - came
+            send(self._writer, Frame("done", {**answer.fields, "id": number, "held_s": held_s}, answer.arrays))
 
     async def _in_thread(self, work: Callable[[Frame], Frame | None], frame: Frame) -> Frame:
         return await run_in(self._executor, work, frame) or Frame("done")

@@ -226,6 +226,8 @@ class RankGroup:
                     self._ended.set_result(error)
                 return
             for number, member in enumerate(self._members):
+                if member.writer.is_closing():  # killed already; its node may be gone, too
+                    continue
                 now_s = member.cpu_s()
                 moved, cpu_s[number] = now_s is not None and now_s > cpu_s[number], now_s or 0.0
                 self._missed[number] = 0 if moved else self._missed[number] + 1

@@ -127,3 +127,11 @@ def test_pick_device():
         pick_device("gpu9")
     with pytest.raises(MissingRequirementError, match="CUDA devices"):
         pick_device("cuda:99")
+
+
+def test_a_cuda_device_has_its_number(monkeypatch):
+    """As the device of its tensors has, so that both are equal."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert pick_device("auto") == pick_device("cuda") == torch.device("cuda", 0)
+    assert pick_device("cuda:1") == torch.device("cuda", 1)

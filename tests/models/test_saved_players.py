@@ -13,6 +13,7 @@ import orjson
 import pytest
 import torch
 from game.kill_drill import small_experiment
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pvg
 from pvg.config.experiment import Experiment
@@ -98,6 +99,8 @@ def test_a_source_names_a_run_a_round_and_a_player(source: str, wanted: RunId) -
 def test_a_source_without_a_player_means_the_one_whose_model_it_is() -> None:
     models = Models(prover=ModelSection(source="run:mine"), verifier=ModelSection(source="run:mine/round-1"))
     assert (models.prover.source, models.verifier.source) == ("run:mine/prover", "run:mine/round-1/verifier")
+    warm = Models(verifier=ModelSection(source="run:mine/warmup"))
+    assert warm.verifier.source == "run:mine/warmup/prover"
     other = Models(prover=ModelSection(source="run:mine/verifier"))
     assert other.prover.source == "run:mine/verifier"
 
@@ -201,6 +204,13 @@ def test_a_dry_run_names_the_weights_and_refuses_what_train_would(folder: Path) 
     assert orjson.loads(planned.stdout)
 
 
+def test_the_path_of_a_run_means_its_player_when_a_run_starts(folder: Path) -> None:
+    pinned = pinned_players(with_models("runs/base/round-0"))
+    assert pinned == pinned_players(with_models("run:base/round-0"))
+    weights = "runs/base/weights/round-000-prover"
+    assert pinned_players(with_models(weights)).models.prover.source == weights
+
+
 def test_an_unfinished_run_is_refused(folder: Path) -> None:
     pvg.store.run_directory.RunDirectory.create(Path("runs"), "begun", small_experiment())
     with pytest.raises(UsageError, match=r"'begun' has no finished round\. Play one: pvg train --resume begun"):
@@ -249,3 +259,16 @@ def test_a_shown_source_has_no_place() -> None:
         "run:mine/round-0/prover@0123456789abcdef"
     )
     assert shown_source("embedded:modchain-prover") == "embedded:modchain-prover"
+
+
+@pytest.mark.parametrize(("run", "weights"), [("base", "round-001-prover"), ("lora", "round-000-prover")])
+def test_transformers_opens_the_weights_of_a_prover_in_the_folder_of_the_run(
+    folder: Path, run: str, weights: str
+) -> None:
+    place = Path("runs", run, "weights", weights)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
+    state, wanted = model.state_dict(), saved_weights(run, weights)
+    assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
+    assert tokenizer.decode(tokenizer("H7+5?").input_ids) == "H7+5?"
+    with open_model(ModelSection(source=str(place)), CPU) as opened:
+        assert all(torch.equal(opened.weights()[name], tensor) for name, tensor in wanted.items())

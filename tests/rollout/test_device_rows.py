@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from pvg.rollout.device_rows import TURN_STEPS, DeviceRows, StepGraphs
 from pvg.rollout.engine import Completion, CutShort, GenerationRequest, Sampling
 from pvg.rollout.lean import LeanCache, LeanDecoder
 from pvg.rollout.torch_engine import TorchEngine
+from pvg.telemetry.events import SilentEvents
 
 
 @pytest.fixture(params=["sparse", "kernel"])
@@ -242,3 +244,33 @@ def test_without_a_gpu_nothing_is_recorded() -> None:
     for _ in range(3):
         graphs.run("a", lambda: ran.append(1))
     assert (len(ran), graphs.recorded) == (3, 0)
+
+
+def test_a_refused_graph_is_an_event_and_decoding_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[dict[str, Any]] = []
+
+    class Recorded(SilentEvents):
+        def event(self, tag: str, **fields: Any) -> None:
+            events.append({"tag": tag, **fields})
+
+    def refusing(self: StepGraphs, key: object, step: Callable[[], None]) -> None:
+        self.refusal = "operation not permitted"
+        step()
+
+    wanted = grouped(groups=3)
+    expected = generate(wanted)
+    monkeypatch.setattr(torch_engine, "LeanRows", DeviceRows)
+    monkeypatch.setattr(StepGraphs, "run", refusing)
+    with ThreadPoolExecutor(1) as executor:
+
+        async def play() -> list[Completion]:
+            engine = TorchEngine(
+                tiny_model(), max_rows=8, max_in_flight=100, executor=executor, events=Recorded(), continuous=True
+            )
+            found = await asyncio.gather(*map(engine.generate, wanted))
+            await engine.close()
+            return list(found)
+
+        assert_same(asyncio.run(play()), expected)
+    refused = [event for event in events if event.get("event") == "graphs.refused"]
+    assert refused == [{"tag": "gen", "event": "graphs.refused", "reason": "operation not permitted"}]  # once

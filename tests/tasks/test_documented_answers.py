@@ -160,7 +160,7 @@ def _assert_the_prompt_says_the_form(problem: Problem, prompt: str) -> None:
 def test_the_checks_of_a_task_pass(name: str, opened: Any, folder: Path) -> None:
     style = "chat" if "chat" in TASKS[name][1] else "tag"
     experiment, task = experiment_of(section_in(folder, TASKS[name][0]), style), opened(name)
-    failed = [check for check in checks_of(experiment, task, lambda: opened(name), None) if check.passed is False]
+    failed = [check for check in checks_of(experiment, task, None) if check.passed is False]
     assert failed == []
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.telemetry.spans import UNACCOUNTED, Tracer, run_in, span, submit_in
+from pvg.telemetry.spans import UNACCOUNTED, CudaClock, Tracer, run_in, span, submit_in
 
 
 class Clock:
@@ -458,3 +458,22 @@ def test_without_a_device_nothing_is_marked(clock):
             clock.now += 1
         assert tracer.close_step().device_s == {}
         assert tracer.take_spans()[0].device_s is None
+
+
+def test_cuda_marks_are_on_a_stream_of_the_clocks_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a stream, an event would be recorded on the thread's current GPU: the first one."""
+    import torch
+
+    recorded = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: object) -> None:
+            recorded.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    CudaClock(torch.device("cuda", 1)).mark()
+    assert recorded == ["stream of cuda:1"]

@@ -11,9 +11,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from new_process import in_new_process
+from test_ray_servers import KEY, Servers, stand_in
 from test_ray_workers import QUICK, weights
 from test_trainer_ranks import SETTINGS, Training, addresses, batch, experiment, model_folder, training
 
@@ -25,7 +27,7 @@ from pvg.workers import rank_group as rank_group_module
 from pvg.workers import ray_supply
 from pvg.workers.rank_group import RankGroup
 from pvg.workers.ranks import ModelInRanks, rank_fields
-from pvg.workers.ray_supply import RANKS, RaySupply
+from pvg.workers.ray_supply import RANKS, RANKS_ON_GPUS, RaySupply
 
 __all__ = ["model_folder"]  # a fixture
 
@@ -120,6 +122,47 @@ def test_ranks_on_two_nodes_train_the_same_bits_whatever_dies(
     assert state[0].keys() == same[0].keys()
     for name, tensor in same[0].items():
         assert torch.equal(state[0][name], tensor), name
+
+
+async def beside_servers(nodes: SimulatedNodes, root: Path, model: Path) -> None:
+    """Ranks and vLLM servers use one connection to the cluster."""
+    async with Servers(nodes, root) as use:
+        await use.drill.publish(0)
+        await use.both_up()
+        group = RankGroup(2, "cpu", supply=RaySupply(2, of=RANKS, client=use.servers.client.another()))
+        async with training(group, experiment(model), 2, [batch(0)]) as found:
+            assert sorted(group.nodes) == ["first", "second"]
+            await found.play(1)
+        await group.close()
+        await use.drill.publish(1)  # the servers have not left with the ranks
+
+
+async def on_gpus(nodes: SimulatedNodes) -> None:
+    """Ray counts the GPUs that a node says it has, and shows each rank its own. Both ranks use the same node."""
+    supply = RaySupply(2, nodes.address, of=RANKS_ON_GPUS)
+    try:
+        members = await asyncio.gather(supply.start(), supply.start())
+        assert [member.names["node"] for member in members] == ["third", "third"]
+        environments = [psutil.Process(member.pid).environ() for member in members]
+        assert {env["CUDA_VISIBLE_DEVICES"] for env in environments} == {"0", "1"}
+        assert "killed by SIGKILL, on node third" in await supply.reason(members[0])
+        again = await supply.start()  # the same GPU is free again
+        assert psutil.Process(again.pid).environ()["CUDA_VISIBLE_DEVICES"] == environments[0]["CUDA_VISIBLE_DEVICES"]
+    finally:
+        await supply.close()
+
+
+@pytest.mark.drill
+@in_new_process
+def test_ranks_share_a_cluster_with_servers_and_see_the_gpus_that_ray_reserves(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PVG_VLLM_PYTHON", str(stand_in(tmp_path / "vllm")))
+    monkeypatch.setenv("PVG_CONTROL_KEY", KEY)
+    with simulated_nodes([2, 2], QUICK) as nodes:
+        asyncio.run(asyncio.wait_for(beside_servers(nodes, tmp_path / "root", model_folder), 300))
+        nodes.add(2, num_gpus=2)
+        asyncio.run(asyncio.wait_for(on_gpus(nodes), 300))
 
 
 @pytest.mark.drill

@@ -1,0 +1,111 @@
+"""The models and batches of `make gpu`: large ones for a GPU, small ones to test the scripts on a CPU."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from pvg.models.characters import modchain_tokenizer
+from pvg.models.language_model import LanguageModel
+from pvg.models.tokenizer import Tokenizer
+from pvg.records import Int32
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A Qwen2 with tied embeddings."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    inner: int
+    vocabulary: int
+    context: int = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """`whole` is for times, `shallow` for parity. A batch has `groups` prompts of `prompt` tokens, each with `members`
+    completions of up to `tokens` tokens."""
+
+    whole: Shape
+    shallow: Shape
+    groups: int
+    members: int
+    prompt: int
+    tokens: int
+    decoded_rows: tuple[int, ...]
+    steps: int
+
+    @property
+    def rows(self) -> int:
+        return self.groups * self.members
+
+
+# Qwen2.5-1.5B, and four of its layers.
+LARGE = Sizes(
+    Shape(28, 1536, 12, 2, 8960, 151_936), Shape(4, 1536, 12, 2, 8960, 151_936), 8, 8, 256, 256, (32, 128, 256), 5
+)
+SMALL = Sizes(Shape(2, 64, 4, 2, 96, 640), Shape(2, 64, 4, 2, 96, 640), 3, 4, 40, 24, (4, 12), 2)
+
+
+def random_model(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0) -> LanguageModel:
+    """A model with random weights, made on `device` in seconds. Its token ids have no text. Changes torch's global
+    random state."""
+    tokenizer = Tokenizer(modchain_tokenizer(), "random")
+    config = Qwen2Config(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.width,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=shape.context,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_id,
+        # Logits with a deviation of 1.5, far from uniform: a wrong one shows.
+        initializer_range=1.5 / shape.width**0.5,
+    )
+    torch.manual_seed(seed)
+    with device:
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return LanguageModel(module, tokenizer, f"random-{shape.layers}x{shape.width}")
+
+
+def random_rows(sizes: Sizes, vocabulary: int, seed: int = 0) -> tuple[list[Int32], Int32]:
+    """Sequences int32 [P + C] of all groups, with prompts and completions of different lengths, and each P."""
+    random = np.random.default_rng(seed)
+    sequences, lengths = list[Int32](), list[int]()
+    for _ in range(sizes.groups):
+        prompt = random.integers(2, vocabulary, int(random.integers(sizes.prompt // 2, sizes.prompt + 1)))
+        for _ in range(sizes.members):
+            own = random.integers(2, vocabulary, int(random.integers(1, sizes.tokens + 1)))
+            sequences.append(np.concatenate([prompt, own]).astype(np.int32))
+            lengths.append(len(prompt))
+    return sequences, np.array(lengths, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class PartArguments:
+    """What each script of this folder is called with."""
+
+    device: torch.device
+    sizes: Sizes
+    out: Path
+
+    @classmethod
+    def parsed(cls, about: str) -> PartArguments:
+        parser = argparse.ArgumentParser(description=about)
+        parser.add_argument("--device", default="cuda:0", help="a torch device, such as cuda:1")
+        parser.add_argument("--small", action="store_true", help="small models and batches, to test the script")
+        parser.add_argument("--out", type=Path, required=True, help="the file for the results, JSON")
+        found = parser.parse_args()
+        return cls(torch.device(found.device), SMALL if found.small else LARGE, found.out)

@@ -1,0 +1,137 @@
+"""`make gpu` on machines without a GPU: what it says, which Python it finds, and that its scripts run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu import environment
+from benchmarks.gpu.environment import EnvironmentProblemError, missing, prepared, requirements, torch_of
+from benchmarks.gpu.results import Results, page_of
+
+ROOT = Path(__file__).parent.parent.parent
+DUMMY, INNER = "pvg-dummy-of-a-test", "pvg-inner-of-a-test"
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+
+
+def call(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True, check=False, timeout=600)
+
+
+def wheel(folder: Path, name: str, requires: str = "") -> None:
+    folder.mkdir(exist_ok=True)
+    plain = name.replace("-", "_")
+    info = f"{plain}-1.4.dist-info"
+    # No torch fulfils this, so a pip that looked at it would fail.
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.4\nRequires-Dist: torch>=99\n{requires}"
+    with zipfile.ZipFile(folder / f"{plain}-1.4-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{plain}.py", "")
+        archive.writestr(f"{info}/METADATA", metadata)
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{info}/RECORD", "")
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    "words", [("benchmarks/gpu/environment.py", "{folder}"), ("-m", "benchmarks.gpu", "--out", "{folder}")]
+)
+def test_without_a_gpu_one_line_says_so(words: tuple[str, ...], tmp_path: Path) -> None:
+    done = call(*(word.format(folder=tmp_path / "new") for word in words))
+    assert done.returncode == 3
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("make gpu: there is no GPU")
+    assert torch.__version__ in line
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_python_with_all_packages_is_used_as_it_is(tmp_path: Path) -> None:
+    assert missing(sys.executable, requirements(ROOT)) == []
+    done = call("benchmarks/gpu/environment.py", str(tmp_path / "new"), "--any-device")
+    assert done.stdout.strip() == sys.executable, done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_requirements_are_those_of_pyproject_without_torch() -> None:
+    found = requirements(ROOT)
+    assert "numpy>=2.1" in found
+    assert "uvloop>=0.21" in found  # without its marker
+    assert {"peft>=0.18", "pytest>=8.3"} <= set(found)
+    assert not [line for line in found if line.startswith("torch")]
+
+
+@pytest.mark.parametrize(
+    ("requirement", "met"),
+    [("numpy>=2.1", True), ("numpy>=99", False), ("numpy>=2.1,<2.2", False), ("numpy", True), (DUMMY, False)],
+)
+def test_which_requirements_are_met(requirement: str, met: bool) -> None:
+    assert (missing(sys.executable, [requirement]) == []) == met
+
+
+def test_missing_packages_come_from_a_folder_and_torch_stays(tmp_path: Path) -> None:
+    wheel(tmp_path / "wheels", DUMMY, f"Requires-Dist: {INNER}\nRequires-Dist: numpy\n")
+    wheel(tmp_path / "wheels", INNER)
+    folder = tmp_path / "new"
+    python = prepared(folder, [f"{DUMMY}>=1.2", "numpy>=2.1"], tmp_path / "wheels")
+    assert python == str(folder / "bin" / "python")
+    assert torch_of(python)[:2] == torch_of(sys.executable)[:2]
+    done = subprocess.run(
+        [python, "-c", "import numpy, pvg_dummy_of_a_test, pvg_inner_of_a_test"], check=False, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    # Again: the environment is there already.
+    assert prepared(folder, [f"{DUMMY}>=1.2"], tmp_path / "wheels") == python
+
+    with pytest.raises(
+        EnvironmentProblemError, match=r"lacks pvg-dummy-of-a-test>=2, and pip could not .*make gpu WHEELS"
+    ):
+        prepared(folder, [f"{DUMMY}>=2"], tmp_path / "wheels")
+
+
+def test_an_environment_with_another_torch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel(tmp_path / "wheels", DUMMY)
+    versions = iter([("2.13.0+cu130", "here", []), ("2.14.0", "there", [])])
+    monkeypatch.setattr(environment, "torch_of", lambda _: next(versions))
+    with pytest.raises(EnvironmentProblemError, match=r"would use torch 2\.14\.0 in place of 2\.13\.0"):
+        prepared(tmp_path / "new", [DUMMY], tmp_path / "wheels")
+
+
+def test_the_scripts_run_on_a_cpu(tmp_path: Path) -> None:
+    """All parts but the game, which the tests play often enough."""
+    for part in ("tests", "parity", "steps", "decoding"):
+        done = call("-m", "benchmarks.gpu", "--device", "cpu", "--small", "--out", str(tmp_path), "--only", part)
+        assert done.returncode == 0, done.stdout + done.stderr
+        page = (tmp_path / "report.md").read_text()
+        if part == "tests":
+            assert "passed" in done.stdout
+            continue
+        document = json.loads((tmp_path / f"{part}.json").read_text())
+        assert document["schema_version"] == 1
+        assert document["passed"] is True
+        assert document["machine"]["torch"] == torch.__version__
+        assert f"## {document['part']}" in page
+        figures = {figure["name"]: figure["value"] for figure in document["figures"]}
+        assert all(value > 0 for value in figures.values())
+        if part == "decoding":
+            assert figures["engine, 12 rows, lean decoding"] > 0
+        if part == "steps":
+            assert figures["adapters: MFU"] > 0
+
+
+def test_a_failed_check_fails_the_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = Results("parity")
+    results.check("fine", 0.1, 0.2)
+    results.check("not a number", float("nan"), 0.2)
+    assert results.write(tmp_path / "parity.json", torch.device("cpu")) == 1
+    assert "FAIL not a number" in capsys.readouterr().out
+    page = page_of([json.loads((tmp_path / "parity.json").read_text())], ["steps: stopped after its limit of 150 s."])
+    assert "| not a number | nan | 0.2 | **failed** |" in page
+    assert "**steps: stopped" in page

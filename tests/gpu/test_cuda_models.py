@@ -1,0 +1,106 @@
+"""Log-probs, gradients, attention and scores on a GPU, against a CPU or the other way to compute them."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.gpu.parity import check_attention, check_chunks, check_training
+from benchmarks.gpu.results import Results
+from benchmarks.gpu.sizes import SMALL, random_model, random_rows
+from pvg.models.heads import ScalarHead
+from pvg.models.logprobs import shared_prompt_outputs
+from pvg.models.packing import pack_rows
+from pvg.models.precision import allow_tf32, scoring_autocast
+from pvg.models.varlen import why_not_varlen
+from pvg.verifier.backend import ScoreCache, ScoreInput, TorchBackend, digest_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("check", [check_training, check_attention, check_chunks])
+def test_fast_code_agrees_with_plain_code(check: partial[None], device: torch.device) -> None:
+    allow_tf32(device, ["float32"])
+    results = Results("test")
+    check(results, SMALL, device)
+    assert not [found for found in results.checks if not found.passed]
+
+
+def test_logprobs_are_those_of_a_cpu(device: torch.device) -> None:
+    allow_tf32(device, ["float32"])
+    sequences, prompt_lengths = random_rows(SMALL, SMALL.whole.vocabulary)
+    found = []
+    for place in (device, CPU):
+        with random_model(SMALL.whole, CPU, torch.float32) as model:
+            module = model.module.to(place)
+            logprobs_BL = shared_prompt_outputs(module, sequences, prompt_lengths).logprobs_BL
+            logprobs_BL.sum().backward()
+            gradient = module.get_input_embeddings().weight.grad
+            assert gradient is not None
+            found.append((logprobs_BL.detach().cpu(), gradient.cpu()))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+def test_packed_rows_need_no_mask_in_bfloat16(cuda: torch.device) -> None:
+    sequences, prompt_lengths = random_rows(SMALL, SMALL.whole.vocabulary)
+    packed = pack_rows(sequences, prompt_lengths, cuda)
+    query_TE = torch.zeros(packed.ids_1T.shape[1], 64, dtype=torch.bfloat16, device=cuda)
+    if torch.cuda.get_device_capability(cuda) < (8, 0):
+        pytest.skip("flash attention needs an Ampere GPU")
+    assert why_not_varlen(query_TE, 4) is None
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.1)])
+def test_scores_are_those_of_a_cpu(precision: str, tolerance: float, device: torch.device) -> None:
+    allow_tf32(device, ["float32"])
+    sequences, prompt_lengths = random_rows(SMALL, SMALL.whole.vocabulary)
+    inputs = [
+        ScoreInput(ids, int(start), digest_of(ids, int(start)), "r")
+        for ids, start in zip(sequences, prompt_lengths, strict=True)
+    ]
+
+    def scores(place: torch.device) -> np.ndarray:
+        model = random_model(SMALL.whole, CPU, torch.float32)
+        model.module.to(place)
+        head = ScalarHead(model)
+        head.start_elsewhere(seed=3)
+
+        async def score() -> np.ndarray:
+            with ThreadPoolExecutor(1) as executor:
+                backend = TorchBackend(
+                    head, "t", ScoreCache(10), token_budget=10_000, executor=executor, precision=precision
+                )
+                return (await backend.submit(inputs)).scores
+
+        found = asyncio.run(score())
+        head.close()
+        return found
+
+    np.testing.assert_allclose(scores(device), scores(CPU), atol=tolerance)
+
+
+def test_scoring_computes_in_the_precision_of_the_training(cuda: torch.device) -> None:
+    left = torch.ones(8, 8, device=cuda)
+    with scoring_autocast("bfloat16", cuda):
+        assert (left @ left).dtype == torch.bfloat16
+    with scoring_autocast("float32", cuda):
+        assert (left @ left).dtype == torch.float32
+
+
+def test_tf32_only_where_all_precisions_are_reduced(cuda: torch.device) -> None:
+    generator = torch.Generator(cuda).manual_seed(0)
+    left, right = (torch.randn(512, 512, device=cuda, generator=generator) for _ in range(2))
+    exact = (left.double() @ right.double()).float()
+    errors = []
+    for precisions in (["bfloat16", "bfloat16"], ["bfloat16", "float32"]):
+        allow_tf32(cuda, precisions)
+        errors.append(float((left @ right - exact).abs().mean()))
+    assert errors[1] < 1e-4
+    if torch.cuda.get_device_capability(cuda) >= (8, 0):
+        assert errors[0] > 5 * errors[1]

@@ -1,0 +1,87 @@
+"""Training on a GPU: the weights of a CPU, the measured memory, and clocks and numbers of the right GPU."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.sizes import SMALL, random_model
+from benchmarks.gpu.steps import RepeatedBatch, batch_of
+from pvg.config.load import build_experiment
+from pvg.models.precision import allow_tf32
+from pvg.telemetry.device import gpu_number, peak_memory
+from pvg.telemetry.spans import CudaClock
+from pvg.training.losses import PolicyObjective
+from pvg.training.optimizer import OptimizerSettings
+from pvg.training.trainer import StepReport, Trainer
+
+CPU = torch.device("cpu")
+
+
+def trained(device: torch.device, **training: Any) -> tuple[dict[str, Tensor], list[StepReport]]:
+    """The weights after three steps."""
+    allow_tf32(device, ["float32"])
+    experiment = build_experiment({"training": {"kl": "none", **training}, "rollout": {"max_tokens": SMALL.tokens}})
+    with ThreadPoolExecutor(1) as executor, random_model(SMALL.whole, CPU, torch.float32) as model:
+        module = model.module.to(device).requires_grad_(True)
+        objective = PolicyObjective(experiment.training, experiment.rollout, model.tokenizer.pad_id)
+        trainer = Trainer(
+            module,
+            objective,
+            OptimizerSettings(learning_rate=1e-3),
+            RepeatedBatch(batch_of(SMALL)),
+            executor=executor,
+            precision=experiment.training.precision,
+            memory=objective.memory,
+            waits_for="batches",
+        )
+
+        async def steps() -> list[StepReport]:
+            found = [await trainer.step() for _ in range(3)]
+            return [report for report in found if report is not None]
+
+        reports = asyncio.run(steps())
+        return {name: weight.detach().cpu().clone() for name, weight in module.named_parameters()}, reports
+
+
+@pytest.mark.parametrize("shared_prompts", [True, False])
+def test_the_losses_are_those_of_a_cpu(shared_prompts: bool, device: torch.device) -> None:
+    found, expected = (trained(place, shared_prompts=shared_prompts)[1] for place in (device, CPU))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one.metrics["grad_norm"], other.metrics["grad_norm"], rtol=2e-2)
+
+
+def test_reduced_precision_trains(device: torch.device) -> None:
+    weights, reports = trained(device, precision="bfloat16")
+    assert all(bool(torch.isfinite(weight).all()) for weight in weights.values())
+    exact = trained(device)[1]
+    np.testing.assert_allclose(reports[0].metrics["grad_norm"], exact[0].metrics["grad_norm"], rtol=0.1)
+
+
+def test_micro_batches_follow_the_measured_memory(device: torch.device) -> None:
+    _, reports = trained(device, micro_batch_memory_mb=1)
+    assert reports[-1].metrics["bytes_per_token"] > 0
+    assert reports[-1].metrics["micro_batches"] > 1
+
+
+def test_the_clock_measures_the_work_of_its_gpu(cuda: torch.device) -> None:
+    clock, left = CudaClock(cuda), torch.ones(2048, 2048, device=cuda)
+    start = clock.mark()
+    for _ in range(20):
+        left = left @ left * 1e-3
+    end = clock.mark()
+    torch.cuda.synchronize(cuda)
+    seconds = clock.elapsed_s(start, end)
+    assert seconds is not None
+    assert seconds > 0
+
+
+def test_the_gpu_has_a_number_in_the_charts(cuda: torch.device) -> None:
+    assert gpu_number(cuda) is not None
+    assert peak_memory()["gpu_bytes"] > 0

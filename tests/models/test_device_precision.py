@@ -1,0 +1,55 @@
+"""Precision by device: exact scores on a CPU, those of the training on a GPU; TF32 only where nothing is exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pvg.errors import ConfigurationError
+from pvg.models.precision import allow_tf32, autocast, scoring_autocast
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
+
+
+def product_dtype() -> torch.dtype:
+    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+
+def test_on_a_cpu_only_training_uses_bfloat16() -> None:
+    with autocast("bfloat16", CPU):
+        assert product_dtype() == torch.bfloat16
+    with scoring_autocast("bfloat16", CPU):
+        assert product_dtype() == torch.float32
+
+
+def test_on_a_gpu_scores_use_the_precision_of_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(torch, "autocast", lambda kind, dtype: asked.append((kind, dtype)))
+    scoring_autocast("bfloat16", GPU)
+    scoring_autocast("float32", GPU)
+    assert asked == [("cuda", torch.bfloat16)]
+
+
+def test_an_unknown_precision_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="float16"):
+        autocast("float16", CPU)
+
+
+@pytest.mark.parametrize(
+    ("device", "precisions", "expected"),
+    [
+        (GPU, ("bfloat16", "bfloat16"), "tf32"),
+        (GPU, ("bfloat16", "float32"), "ieee"),
+        (GPU, ("float32", "float32"), "ieee"),
+        (CPU, ("bfloat16", "bfloat16"), "ieee"),
+    ],
+)
+def test_tf32(device: torch.device, precisions: tuple[str, str], expected: str) -> None:
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    try:
+        products.fp32_precision = "ieee"
+        assert allow_tf32(device, precisions) == (expected == "tf32")
+        assert products.fp32_precision == expected
+    finally:
+        products.fp32_precision = before
