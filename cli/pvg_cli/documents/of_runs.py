@@ -102,7 +102,7 @@ class PlannedWarmup(DocumentPart):
 
 
 class DryRunDocument(JsonDocument):
-    """What a run would be. `hash`: of the settings that affect the result. `downloads`: by setting. `prompts`: null if
+    """What a run would be. `hash`: of the settings that affect the result. `downloads`: by setting. `preview`: null if
     a model is not downloaded yet. `warmup`: null without one."""
 
     experiment: Settings
@@ -111,7 +111,7 @@ class DryRunDocument(JsonDocument):
     run: str
     resume: bool
     downloads: dict[str, PendingDownload]
-    prompts: PreviewedPrompts | None
+    preview: PreviewedPrompts | None
     warmup: PlannedWarmup | None
 
 
