@@ -151,7 +151,7 @@ def _show_plan(plan: RunPlan, warmup: dict[str, Any] | None, as_json: bool) -> N
                 "resume": plan.resume,
                 "downloads": {key: asdict(download) for key, download in downloads.items()},
                 "preview": None if found is None else found.plain(),
-                "warmup": warmup,
+                **({} if warmup is None else {"warmup": warmup}),
             }
         )
         return
