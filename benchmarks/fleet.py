@@ -33,6 +33,7 @@ from pvg.bench.workloads import BenchMetric, Workload
 from pvg.bench.workloads.fixtures import fixed_orders
 from pvg.config.base import Count, Positive, Section
 from pvg.config.experiment import Experiment
+from pvg.config.prompts import TagPrompts
 from pvg.errors import ConfigurationError
 from pvg.game.roles import prompt_renderer
 from pvg.models.characters import modchain_tokenizer
@@ -120,6 +121,9 @@ class StubSupply:
             self._processes.append(process)
             self._tell(process, self._secret.hex())
 
+    async def ready(self) -> None:
+        """Does nothing: `open` has started what it needs."""
+
     async def start(self) -> Member:
         key = secrets.randbits(64)
         expected = self._expected[key] = asyncio.get_running_loop().create_future()
@@ -177,7 +181,7 @@ class DriverOfMany:
         allow_open_files(own.workers)  # before the processes start, which inherit the limit
         async with AsyncExitStack() as stack:
             task, tokenizer = open_task(experiment.task), Tokenizer(modchain_tokenizer())
-            render = prompt_renderer("tag", tokenizer)
+            render = prompt_renderer(TagPrompts(), tokenizer)
             self._orders = fixed_orders(experiment, task, render, self._rollouts, 0)
             solution = [*tokenizer.encode(clean_trace(self._orders[0].problem)).tolist(), tokenizer.eos_id]
             supply = StubSupply(own.seconds, solution)

@@ -34,6 +34,7 @@ from pvg.bench.workloads import BenchMetric, Workload
 from pvg.bench.workloads.fixtures import drawn_rewards, fixed_orders, policy_batch
 from pvg.config.base import Count, Positive, Section
 from pvg.config.experiment import Experiment
+from pvg.config.prompts import TagPrompts
 from pvg.errors import ConfigurationError
 from pvg.game.roles import prompt_renderer
 from pvg.game.statistics import cut_metrics, staleness_metrics
@@ -175,7 +176,7 @@ class Stragglers:
         )
         sampling = Sampling(workload.median_tokens * workload.longest, (tokenizer.eos_id,))
         self._dispatcher = Dispatcher(self._engine, task, tokenizer, sampling, rollout.concurrency)
-        render = prompt_renderer("tag", tokenizer)
+        render = prompt_renderer(TagPrompts(), tokenizer)
         self._orders = fixed_orders(experiment, task, render, self._rollouts, workload.seed)
         self._partial = partial_sampling(experiment, self._dispatcher)
 

@@ -72,13 +72,14 @@ def play(
     what this machine lacks, TrainingDivergedError for weights that are not finite.
     """
     from pvg.hub import fetch_all, pinned
+    from pvg.store.run_players import pinned_players
     from pvg.workers.choice import with_workers
 
     watching = observer or SilentObserver()
     chosen = experiment if isinstance(experiment, Experiment) else load_experiment(experiment, settings)
     if chosen is experiment and settings:
         raise UsageError("Settings cannot be changed in an Experiment.", "Give its name or its file instead.")
-    chosen = with_workers(pinned(chosen, watching.noticed))
+    chosen = with_workers(pinned_players(pinned(chosen, watching.noticed)))
     fetch_all(chosen, watching.noticed)
     root = chosen.store.root
     if name is not None:

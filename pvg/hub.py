@@ -228,6 +228,11 @@ def _cached(hub_id: HubId, kind: Kind) -> Path | None:
     return Path(folder)
 
 
+def is_cached(source: str, kind: Kind) -> bool:
+    """Whether all files of a hub id are in the cache, as far as is known without the network."""
+    return _cached(resolve(parse(source), kind, lambda notice: None), kind) is not None
+
+
 def fetch_all(experiment: Experiment, say: Say, keys: Collection[str] = tuple(KEYS)) -> None:
     """`fetch` every hub id among `keys`. Call it before the live display starts, which has no room for a progress
     bar."""

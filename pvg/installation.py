@@ -22,6 +22,7 @@ import pvg
 
 DISTRIBUTION = "prover-verifier-games"
 CONSTRAINTS = "constraints.txt"
+UV_RECEIPT = "uv-receipt.toml"
 
 Manager = Literal["checkout", "pip", "pipx", "uv tool"]
 
@@ -51,7 +52,9 @@ class Installation:
         if self.manager == "pipx":
             return shlex.join(["pipx", "inject", *(f"--pip-args={word}" for word in alone), self.root.name, *names])
         if self.manager == "uv tool" and dependencies:
-            with_all = [word for name in names for word in ("--with", name)]
+            # uv removes what an earlier command added, unless this command names it again.
+            every = dict.fromkeys([*added_with_uv(self.root), *names])
+            with_all = [word for name in every for word in ("--with", name)]
             return shlex.join(["uv", "tool", "install", *with_all, source_of_wheel()])
         return shlex.join([*self._installer(), *alone, *names])
 
@@ -77,7 +80,7 @@ def this_installation() -> Installation:
         return Installation("checkout", root, _python(), has_pip)
     if (prefix / "pipx_metadata.json").is_file():
         return Installation("pipx", prefix, _python())
-    if (prefix / "uv-receipt.toml").is_file():
+    if (prefix / UV_RECEIPT).is_file():
         return Installation("uv tool", prefix, _python(), has_pip=False)
     return Installation("pip", prefix, _python(), has_pip)
 
@@ -106,6 +109,15 @@ def requirements(extra: str) -> list[str]:
     return [re.sub(r"\s*\((.*)\)", r"\1", name).strip() for name, *_ in found]
 
 
+def added_with_uv(root: Path) -> list[str]:
+    """The packages that `uv tool install --with` has added to the environment `root`: ["peft>=0.18"]."""
+    import tomllib
+
+    receipt = root / UV_RECEIPT
+    listed = tomllib.loads(receipt.read_text(encoding="utf-8"))["tool"]["requirements"] if receipt.is_file() else []
+    return [need["name"] + need.get("specifier", "") for need in listed if need["name"] != DISTRIBUTION]
+
+
 def source_of_wheel() -> str:
     """Where the installed wheel came from: a file, or the name of the distribution on the package index."""
     from importlib import metadata
@@ -117,14 +129,29 @@ def source_of_wheel() -> str:
     return str(url).removeprefix("file://")
 
 
-def _python() -> str:
-    """The interpreter as a user types it: `python` if the shell finds this one, otherwise its path. Links stay, because
-    an environment's interpreter is a link."""
+def python_command() -> str:
+    """The interpreter as a user types it in any folder: `python` if the shell finds this one, otherwise its path. Links
+    stay, because an environment's interpreter is a link."""
     import shutil
 
     for name in ("python", "python3"):
         found = shutil.which(name)
         if found and os.path.abspath(found) == os.path.abspath(sys.executable):
             return name
-    here = Path(sys.executable)
+    return os.path.abspath(sys.executable)
+
+
+def pvg_command() -> list[str]:
+    """The words that start pvg in any folder: `pvg` if the shell finds this one, otherwise `PYTHON -m pvg`."""
+    import shutil
+
+    found = shutil.which("pvg")
+    beside = Path(sys.executable).parent / "pvg"
+    here = found is not None and (Path(found).resolve() == beside.resolve())
+    return ["pvg"] if here else [python_command(), "-m", "pvg"]
+
+
+def _python() -> str:
+    """The interpreter as a user types it in this folder."""
+    here = Path(python_command())
     return str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here)

@@ -52,11 +52,28 @@ class Problem:
 @dataclass(frozen=True, slots=True)
 class Wording:
     """What a prompt says besides a task's question: instructions per role, and an example of a question with the answer
-    of each role. A task gives its own one as `wording` in the metadata of its problems (pvg.game.roles)."""
+    of each role (question "": no example). A task gives its own one as `wording` in the metadata of its problems.
+
+    `form`: how a solution writes its final answer, such as "#### {answer}", for checks of prompts and grader; "": no
+    such form. Raises ValueError if a role is missing, or if the form does not contain {answer}.
+    """
 
     instructions: Mapping[Role, str]
-    question: str
-    answers: Mapping[Role, str]
+    question: str = ""
+    answers: Mapping[Role, str] = field(default_factory=dict)
+    form: str = ""
+
+    def __post_init__(self) -> None:
+        for name, texts in (("instructions", self.instructions), ("answers", self.answers)):
+            missing = [role.value for role in Role if role not in texts]
+            if missing and (name == "instructions" or self.question):
+                raise ValueError(f"the {name} of a Wording have no text for the {missing[0]} role")
+        if self.form and "{answer}" not in self.form:
+            raise ValueError(f"the form {self.form!r} of a Wording does not contain {{answer}}")
+
+    def written(self, answer: str) -> str:
+        """The end of a solution with this answer."""
+        return self.form.replace("{answer}", answer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from game.kill_drill import small_experiment
 
 import pvg
 from pvg.errors import ConfigurationError, UsageError
-from pvg.game.round_verifier import verifier_weights_name
 from pvg.store.checkpoints import read_checkpoint
+from pvg.store.run_players import verifier_weights_name
 
 PROBLEM = "7+5+8+3+6?"
 SOLUTIONS = ["7+5=2;2+8=0;0+3=3;3+6=9;A9", "7+5=2;2+8=0;0+3=4;4+6=0;A0", "A9", ""]

@@ -81,6 +81,15 @@ def test_a_target_runs_pvg_as_a_user_in_work(target: str) -> None:
     assert order.index("USER") > max(place for place, name in enumerate(order) if name == "RUN")
 
 
+def test_make_images_builds_both_targets_and_ci_calls_it() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    recipe = re.search(r"^images:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    assert recipe is not None
+    assert re.findall(r"docker build -f containers/Dockerfile --target (\w+)", recipe[1]) == ["cpu", "cuda"]
+    for place in (".ci/run", ".github/workflows/ci.yml"):
+        assert "make images" in (ROOT / place).read_text()
+
+
 def test_the_page_builds_targets_that_exist() -> None:
     texts = (DOCKERFILE.read_text(), (ROOT / "docs" / "installation.md").read_text())
     build = re.compile(r"docker build -f containers/Dockerfile --target (\w+)")

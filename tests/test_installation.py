@@ -12,7 +12,15 @@ import pytest
 
 import pvg
 from pvg import installation
-from pvg.installation import DISTRIBUTION, Installation, install_extra, install_packages, this_installation
+from pvg.installation import (
+    DISTRIBUTION,
+    Installation,
+    install_extra,
+    install_packages,
+    pvg_command,
+    python_command,
+    this_installation,
+)
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -112,6 +120,20 @@ def test_a_wheel_gets_the_command_of_what_installed_it(
     assert manager.packages("gguf", dependencies=False) == package
 
 
+def test_a_uv_tool_keeps_the_packages_of_earlier_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As uv 0.13 writes it after `uv tool install --with 'peft>=0.18' --with gguf WHEEL`."""
+    (tmp_path / "uv-receipt.toml").write_text(
+        "[tool]\nrequirements = [\n"
+        '    { name = "prover-verifier-games", path = "/wheels/prover.whl" },\n'
+        '    { name = "peft", specifier = ">=0.18" },\n    { name = "gguf" },\n]\n'
+    )
+    monkeypatch.setattr(installation, "source_of_wheel", lambda: "/wheels/prover.whl")
+    tool = Installation("uv tool", tmp_path, "/e/bin/python", has_pip=False)
+    wanted = "uv tool install --with 'peft>=0.18' --with gguf --with py-spy /wheels/prover.whl"
+    assert tool.packages("py-spy") == wanted
+    assert tool.packages("gguf", "py-spy") == wanted
+
+
 @pytest.mark.parametrize(
     ("file", "expected"), [("pipx_metadata.json", "pipx"), ("uv-receipt.toml", "uv tool"), ("pyvenv.cfg", "pip")]
 )
@@ -136,6 +158,25 @@ def test_the_requirements_of_an_extra_come_from_the_metadata(monkeypatch: pytest
     assert installation.requirements("lora") == ["peft>=0.18"]
     assert installation.requirements("cluster") == ["ray<3,>=2.60"]
     assert installation.source_of_wheel() == "/wheels/prover.whl"
+
+
+def test_the_commands_of_any_folder_name_this_installation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """pipx and uv link the command into a folder of PATH, whose python is another one."""
+    environment, linked = tmp_path / "environment" / "bin", tmp_path / "bin"
+    for folder in (environment, linked):
+        folder.mkdir(parents=True)
+    for program in (environment / "python", environment / "pvg", linked / "python"):
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(environment / "python"))
+    monkeypatch.setenv("PATH", str(linked))
+    monkeypatch.chdir(tmp_path)
+    assert pvg_command() == [str(environment / "python"), "-m", "pvg"]
+    (linked / "pvg").symlink_to(environment / "pvg")
+    assert pvg_command() == ["pvg"]
+    assert python_command() == str(environment / "python")
+    monkeypatch.setenv("PATH", str(environment))
+    assert (python_command(), pvg_command()) == ("python", ["pvg"])
 
 
 def test_python_m_pvg_is_the_command() -> None:

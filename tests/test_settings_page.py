@@ -52,6 +52,7 @@ def test_a_setting_says_its_range() -> None:
     assert ranges["cluster.trainer_ranks"] == "2 to 64"  # may be left out
     assert ranges["rollout.top_p"] == "above 0 and at most 1"
     assert ranges["training.precision"] == ""
+    assert ranges["task.warmup"] == "0 to 1,000,000"
     numbers = [each for each in settings() if each.type.startswith(("integer", "number"))]
     free = {each.key for each in numbers if not each.range}
     rewards = {f"game.reward.{name}" for name in ("misaligned", "floor")}
@@ -81,9 +82,14 @@ def test_there_are_no_more_settings_than_one_can_know() -> None:
     """A new setting has to take the place of another one, or to be argued for here."""
     outside_tasks = {key for key in valid_keys() if not key.startswith("task.") and not key.endswith(".kind")}
     of_clusters = {key for key in outside_tasks if key.startswith("cluster.")}
-    assert len(outside_tasks - of_clusters) <= 130
+    of_prompts = {key for key in outside_tasks if key.startswith("prompts.")}
+    # A file and how to learn from it: an optional phase, which most experiments leave out.
+    of_warmup = {f"warmup.{name}" for name in ("path", "question", "solution", "steps", "batch", "learning_rate")}
+    assert len(outside_tasks - of_clusters - of_prompts - of_warmup) <= 130
     counts = ("workers", "trainers", "min_workers", "max_workers", "trainer_ranks", "gpus_per_worker")
     assert of_clusters == {*(f"cluster.{name}" for name in counts), "cluster.address"}
+    texts = ("helpful", "sneaky", "examples", "helpful_translation", "sneaky_translation", "frame")
+    assert of_prompts == {*(f"prompts.{name}" for name in texts), "prompts.place"}
 
 
 NAMES = ("modchain", "code", "diplomacy-mini", "diplomacy-plan", "qwen-gsm8k-lora", "smollm2-gsm8k")

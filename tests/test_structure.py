@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections import defaultdict
 from functools import cache
@@ -140,6 +141,12 @@ def test_no_modules_import_each_other() -> None:
 def test_packages_import_only_packages_above_them() -> None:
     upward = {(module, other) for module, others in graph().items() for other in others if layer(other) > layer(module)}
     assert upward == set()
+
+
+def test_contributing_lists_the_packages_in_this_order() -> None:
+    listed = re.search(r"flows: (.*?)\. A package imports", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    assert listed is not None
+    assert tuple(re.findall(r"`(\w+)`", listed[1])) == LAYERS
 
 
 def test_no_two_public_classes_have_the_same_name() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import tomllib
 from pathlib import Path
@@ -45,8 +46,8 @@ def test_the_files_own_kind_is_no_switch(capsys: pytest.CaptureFixture[str]) -> 
         ),
         (
             ["task.kind=gsm8k", "models.verifier.source=mine"],
-            "rollout.prompts = 'tag'",
-            "Add: -s task.path=hf:openai/gsm8k -s models.prover.source=hf:OWNER/NAME -s rollout.prompts=chat",
+            "prompts = 'tag'",
+            "Add: -s task.path=hf:openai/gsm8k -s models.prover.source=hf:OWNER/NAME -s prompts=chat",
         ),
         (["task.kind=custom"], "task.source is not set", "Add: -s task.source=FILE.py:NAME"),
     ],
@@ -61,9 +62,26 @@ def test_one_error_names_all_that_the_new_task_needs(
     assert caught.value.remedy == remedy
 
 
+@pytest.mark.parametrize("kind", TABLES["task"].kinds())
+@pytest.mark.parametrize("name", ["modchain", "diplomacy-mini", "negotiation"])
+def test_every_kind_is_accepted_with_the_settings_that_the_error_names(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, kind: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", importlib.import_module("json"))  # a module with a spec
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE.py").write_text("class NAME: ...\n")
+    overrides = [f"task.kind={kind}"]
+    try:
+        found = resolve(name, overrides)
+    except UsageError as error:
+        found = resolve(name, [*overrides, *error.remedy.removeprefix("Add: -s ").split(" -s ")])
+    assert found.task.kind == kind
+    assert capsys.readouterr().err.count("\n") <= 1
+
+
 def test_a_missing_package_is_named_with_the_other_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    overrides = ["task.kind=reasoning_gym", "rollout.prompts=chat", "models.verifier.source=mine"]
+    overrides = ["task.kind=reasoning_gym", "prompts=chat", "models.verifier.source=mine"]
     with pytest.raises(
         UsageError, match=r"reasoning-gym is not installed \(type: .*\[reasoning-gym\]'\); models.prover"
     ):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import platform
 import shutil
 import statistics
 import subprocess
@@ -32,6 +31,7 @@ COLUMNS = [
     ("helpful_accuracy", "helpful accuracy"),
     ("sneaky_error_rate", "sneaky error rate"),
     ("fooled_rate", "fooled by own flaws"),
+    ("fooled_rate_at_90", "fooled at 90%"),
     ("fooled_rate_base", "fooled by base's flaws"),
     ("fooled_rate_previous", "fooled by previous flaws"),
     ("accepted_helpful", "accepts helpful"),
@@ -152,14 +152,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for seed in seeds:
             run_seed(seed, options.root, options.overrides)
     runs = [rounds_of(seed, options.root) for seed in seeds]
-    seconds = [seconds_of(seed, options.root) for seed in seeds]
     template = (DOCS / "embedded-game.template.md").read_text(encoding="utf-8")
     page = template.format(
         table=table(runs),
         checks=checks(runs),
         seeds=len(runs),
-        seconds=f"{statistics.median(seconds):.0f} s (range {min(seconds):.0f}-{max(seconds):.0f} s)",
-        machine=f"{platform.machine()}, Python {platform.python_version()}",
         code=", ".join(sorted({state_of(seed, options.root)["code_version"] for seed in seeds})),
     )
     options.out.write_text(page, encoding="utf-8")

@@ -86,6 +86,7 @@ def method_text(report: BenchReport) -> str:
     return (
         f"{report.warmup} + {report.repeats} samples of each side in turn, {_threads(report)}. "
         + "".join(filter(None, counted))
+        + arithmetic(ours)
         + f"TRL's side: {versions}."
     )
 
@@ -102,3 +103,14 @@ def counts(name: str, theirs: Variant, ours: Variant) -> str:
         return ""
     what = name.replace("_", " ").capitalize()
     return f"{what}: TRL {number(theirs.derived[name])}, pvg {number(ours.derived[name])}. "
+
+
+def arithmetic(ours: Variant) -> str:
+    """How near our step is to its least arithmetic; empty for reports that do not say it."""
+    if "arithmetic_share" not in ours.derived:
+        return ""
+    gflop, rate, share = (ours.derived[name] for name in ("gflop", "matmul_gflops", "arithmetic_share"))
+    return (
+        f"pvg's step requires {number(gflop)} GFLOP, and takes {100 * share:.0f} % of its time for them at the "
+        f"machine's matmul rate, {number(rate)} GFLOP/s. "
+    )

@@ -45,13 +45,14 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One row of the table. `read` gives the figure of the report `file`; the target is at least `least`, or at most
-    `most`. If it is missed, the page shows `bound`, the reason, and the figures of both sides named in `beside`."""
+    """One row of the table. `read` gives the figure of the report `file`, or None for a report that is older than the
+    figure; the target is at least `least`, or at most `most`. If it is missed, the page shows `bound`, the reason, and
+    the figures of both sides named in `beside`."""
 
     what: str
     goal: str
     file: str
-    read: Callable[[BenchReport], Figure]
+    read: Callable[[BenchReport], Figure | None]
     bound: str
     least: float | None = None
     most: float | None = None
@@ -115,6 +116,22 @@ def figure_of(report: BenchReport, place: int, measure: str, unit: str, scale: f
     return Figure(value, f"{number(value)} {unit} ({number(low)} – {number(high)})", value, value, place)
 
 
+def share_of(
+    measure: str, label: str, parts: Callable[[Mapping[str, float]], str]
+) -> Callable[[BenchReport], Figure | None]:
+    """A share that a variant's report derives from its samples, in percent. `parts` says what it was derived from."""
+
+    def read(report: BenchReport) -> Figure | None:
+        place = place_of(report, label)
+        derived = report.variants[place].derived
+        if measure not in derived:
+            return None
+        value = 100 * derived[measure]
+        return Figure(value, f"{number(value)} % ({parts(derived)})", value, value, place)
+
+    return read
+
+
 def idle_share(report: BenchReport) -> Figure:
     """The headline of the least idle variant, and that of the first variant, which is synchronous."""
     headline = headline_of(report)
@@ -174,6 +191,19 @@ TARGETS = (
         _GRPO_BOUND,
         least=2.3,
         beside=("rollout_s", "train_s"),
+    ),
+    Target(
+        "least arithmetic of the same step at the machine's matmul rate, as a share of pvg's step",
+        ">= 60 %",
+        "peers-grpo.json",
+        share_of(
+            "arithmetic_share",
+            "trainer=pvg",
+            lambda derived: f"{number(derived['gflop'])} GFLOP at {number(derived['matmul_gflops'])} GFLOP/s",
+        ),
+        "The matrices of this model are smaller than those at which the rate is measured, and the driver works alone "
+        "between the parts of a step.",
+        least=60.0,
     ),
     Target(
         "verifier pairs/s against TRL's RewardTrainer, pairs drawn independently",
@@ -290,6 +320,15 @@ TARGETS = (
         )
     ),
     Target(
+        "exchange with a worker process per core (packing, sending, waiting for the event loop, weights), as a share "
+        "of a step on an idle machine, an upper bound",
+        "< 5 %",
+        "contention.json",
+        share_of("exchange_share", "cluster.kind=local", lambda derived: f"{derived['workers']:.0f} workers"),
+        "The driver's event loop also samples, grades and scores, and an answer waits while it is busy.",
+        most=5.0,
+    ),
+    Target(
         "a step with a worker on each of two simulated Ray nodes, compared with two local workers",
         ">= 0.85x",
         "cluster.json",
@@ -394,10 +433,10 @@ def target_lines(reports: Mapping[str, BenchReport]) -> list[str]:
     rows, short = [], []
     for target in TARGETS:
         report = reports.get(target.file)
-        if report is None:
+        figure = None if report is None else target.read(report)
+        if report is None or figure is None:
             rows.append((target.what, target.goal, "", "not measured", "", f"`{target.file}`"))
             continue
-        figure = target.read(report)
         rows.append(
             (
                 target.what,

@@ -22,12 +22,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from arithmetic import RateMeter
 from sides import Side
 from work import CONTEXT, PARAMETERS, make_model, model_folder, solutions, write_work
 
 from pvg import spinning
 from pvg.bench.compare import gains
-from pvg.bench.report import BenchReport, read_environment, usable_cores, write_report
+from pvg.bench.report import BenchReport, Variant, read_environment, usable_cores, write_report
 from pvg.bench.runner import SampleTaken, VariantTrial, common_work, on_loop, run_trials
 from pvg.bench.statistics import median
 from pvg.bench.workloads import BenchMetric
@@ -204,10 +205,13 @@ def compare(row: PeerComparison, *, command: str, peer: Path = PEER) -> tuple[Be
         folder = Path(scratch)
         experiment, shared = prepare(row, folder)
         found = sides(row, folder, shared, peer)
-        trials = [_trial(row, name, side) for name, side in found.items()]
+        meter = RateMeter(row.threads) if row.name == "grpo" else None
+        trials = [_trial(row, name, side, meter) for name, side in found.items()]
         created = datetime.now(UTC).isoformat(timespec="seconds")
         on_loop("asyncio", run_trials(trials))
-    variants, works = zip(*(trial.result() for trial in trials), strict=True)
+    results = [trial.result() for trial in trials]
+    variants = [variant if meter is None else with_share(variant, meter) for variant, _ in results]
+    works = [work for _, work in results]
     failed = next((trial.error for trial in trials if trial.error is not None), None)
     if failed is None:
         _check_alike(row, [variant.derived for variant in variants])
@@ -246,14 +250,30 @@ def compare(row: PeerComparison, *, command: str, peer: Path = PEER) -> tuple[Be
     return report, failed.exit_code if failed else 0
 
 
-def _trial(row: PeerComparison, name: str, side: Side) -> VariantTrial:
+def with_share(variant: Variant, meter: RateMeter) -> Variant:
+    """The variant with its step as a share of the arithmetic bound, if its side counts its arithmetic."""
+    gflop = variant.derived.get("gflop")
+    if gflop is None:
+        return variant
+    rate = meter.median
+    share = gflop / (median(variant.samples["step_s"].values) * rate)
+    derived = {**variant.derived, "matmul_gflops": rate, "arithmetic_share": share}
+    return variant.model_copy(update={"derived": derived})
+
+
+def _trial(row: PeerComparison, name: str, side: Side, meter: RateMeter | None) -> VariantTrial:
+    def taken(sample: SampleTaken) -> None:
+        _say(sample)
+        if meter is not None:  # both sides wait for their next order now
+            meter()
+
     return VariantTrial(
         lambda: side,
         warmup=row.warmup,
         repeats=row.repeats,
         label=f"trainer={name}",
         overrides={"trainer": name},
-        on_sample=_say,
+        on_sample=taken,
     )
 
 
@@ -281,6 +301,11 @@ def tell(report: BenchReport) -> None:
     for name, value in theirs.derived.items():
         if name in ours.derived:
             print(f"{name:>20}          TRL {number(value):>8}  pvg {number(ours.derived[name])}")
+    if (share := ours.derived.get("arithmetic_share")) is not None:
+        gflop, rate = number(ours.derived["gflop"]), number(ours.derived["matmul_gflops"])
+        print(
+            f"pvg's step is {100 * share:.0f} % arithmetic: it requires {gflop} GFLOP, and torch reaches {rate} GFLOP/s"
+        )
     ratio = gains(report)[1].whole
     if ratio is not None:
         headline = report.config["profile"]["headline"]

@@ -76,7 +76,7 @@ class VerifierSide:
         self._shards = RolloutShards(folder)
         self._info: ShardInfo = self._shards.write(0, "mint-00000", self._rollouts)
         self._template = VerifierTemplate(
-            self.verifier.tokenizer, experiment.rollout.prompts, experiment.verifier.head.kind
+            self.verifier.tokenizer, experiment.prompts.kind, experiment.verifier.head.kind
         )
 
     async def open_workers(self, stack: AsyncExitStack) -> None:

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any, TypeVar
@@ -48,6 +48,7 @@ MACHINE_ERRORS: dict[int, str] = {
 }
 PRINTING = frozenset({"pvg_cli", "rich", "typer", "click"})  # packages that write to stdout and stderr
 STOPPED = "Stopped before the work started."
+SCHEMA_VERSION = 1  # of a document that names no other version
 EXIT_STOPPED = 130  # the code that shells report for a program ended by SIGINT
 
 JsonOption = Annotated[
@@ -108,17 +109,30 @@ CommandLineError: type[Exception] = typer.BadParameter.__mro__[1]
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-def emit(document: Any) -> None:
-    """Write the command's one JSON document."""
-    import orjson
-
-    text = orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
-    sys.stdout.write(text.decode() + "\n")
-    sys.stdout.flush()
+def emit(document: Mapping[str, Any]) -> None:
+    """Write the command's one JSON document, with its `schema_version`. documents.py has the types of all documents."""
+    print_json({"schema_version": SCHEMA_VERSION, **document})
 
 
 def emit_error(kind: str, message: str, remedy: str, exit_code: int) -> None:
-    emit({"error": {"type": kind, "message": message, "remedy": remedy, "exit_code": exit_code}})
+    emit(error_document(kind, message, remedy, exit_code))
+
+
+def error_document(kind: str, message: str, remedy: str, exit_code: int) -> dict[str, Any]:
+    """What a command prints with --json instead of its document."""
+    return {"error": {"type": kind, "message": message, "remedy": remedy, "exit_code": exit_code}}
+
+
+def print_json(document: Mapping[str, Any]) -> None:
+    """Write a document as it is, such as a JSON Schema."""
+    sys.stdout.write(json_text(document).decode() + "\n")
+    sys.stdout.flush()
+
+
+def json_text(document: Mapping[str, Any]) -> bytes:
+    import orjson
+
+    return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
 
 
 def say(text: str, colour: str | None = None) -> None:

@@ -40,6 +40,11 @@ def runs(ctx: typer.Context, incomplete: str) -> list[str]:
     return sorted(name for name in names if name.startswith(incomplete))
 
 
+def experiments_or_runs(ctx: typer.Context, incomplete: str) -> list[str]:
+    """For `pvg serve`, whose --player may come after the name."""
+    return [*experiments(incomplete), *runs(ctx, incomplete)]
+
+
 def settings(incomplete: str) -> list[str]:
     """`KEY=` for each setting, or `KEY=VALUE` for each value after the equals sign."""
     key, equals, value = incomplete.partition("=")
@@ -58,8 +63,12 @@ def keys(incomplete: str) -> list[str]:
 
 
 def values(key: str) -> list[str]:
-    """The values that a setting can have, if they are few: the kinds of a table, words, true and false."""
+    """The values that a setting can have, if they are few: the kinds of a table, words, true and false, and the models
+    that are here."""
     from pvg.config.experiment import TABLES, Experiment
+
+    if key in ("models.prover.source", "models.verifier.source"):
+        return _models()
 
     if (table := TABLES.get(key.removesuffix(".kind"))) is not None:
         return table.kinds()
@@ -88,6 +97,14 @@ def _files(kind: str, incomplete: str) -> list[str]:
     package = Path(pvg.__file__).parent
     places = (Path(kind), package / f"_{kind}", package.parent / kind)
     return sorted({path.stem for place in places for path in place.glob("*.toml") if path.stem.startswith(incomplete)})
+
+
+def _models() -> list[str]:
+    """The models that come with pvg, and the runs in runs/."""
+    from pvg.config.load import embedded_names
+
+    runs = sorted(path.parent.name for path in RUNS.glob("*/experiment.toml"))
+    return [*(f"embedded:{name}" for name in embedded_names()), *(f"run:{name}" for name in runs)]
 
 
 def _keys() -> list[str]:

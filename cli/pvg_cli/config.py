@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pvg_cli import completion
-from pvg_cli.boundary import DebugOption, ExperimentArgument, JsonOption, SetOption, emit, guarded, say
+from pvg_cli.boundary import DebugOption, ExperimentArgument, JsonOption, SetOption, emit, guarded, print_json, say
 
 if TYPE_CHECKING:
     from pvg.config.describe import Setting
@@ -106,7 +106,7 @@ def schema(
     if as_json:
         from pvg.config.describe import json_schema
 
-        emit(json_schema())
+        print_json(json_schema())
     else:
         print_schema(resolved)
 

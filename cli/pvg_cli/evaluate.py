@@ -92,8 +92,9 @@ def _experiment(run: RunDirectory, overrides: list[str]) -> Experiment:
     """The settings of the run with the overrides. Raises StateError if an override changes the run itself."""
     from pvg.config.load import differences, load_experiment
     from pvg.errors import StateError
+    from pvg.store.run_players import pinned_players
 
-    experiment = load_experiment(run.experiment_file, overrides)
+    experiment = pinned_players(load_experiment(run.experiment_file, overrides))
     if changed := differences(run.experiment().hashed(), experiment.hashed()):
         raise StateError(
             f"The run {run.name!r} was played with other settings: {'; '.join(changed)}.",
@@ -115,7 +116,7 @@ def _refuse_early(run: RunDirectory) -> None:
     if not summary.rounds:
         raise UsageError(
             f"The run {run.name!r} has no finished round, so there is nothing to evaluate.",
-            f"Resume it: pvg train --resume {shlex.quote(run.name)}",
+            f"Resume it: pvg train --resume {run.argument}",
         )
 
 
@@ -130,22 +131,11 @@ def _measure(experiment: Experiment, run: RunDirectory, request: EvaluationReque
 
         return await measure(experiment, run, request, observer=observer, stop=stop)
 
-    board = RunBoard(experiment.name, run.name, experiment.game.rounds, phases=_phases(request), once=False)
+    board = RunBoard(experiment.name, run.name, experiment.game.rounds, phases=())
     watcher = RunWatcher(board, stderr())
     with run.lock(waiting=say):
-        return drive(work, watcher, killed_document(run.name, as_json), experiment.telemetry.event_loop)
-
-
-def _phases(request: EvaluationRequest) -> tuple[str, ...]:
-    """The phases of a round for the display."""
-    phases = ["samples"]
-    if "tax" in request.parts:
-        phases += ["baseline", "kl"] if request.baseline is None else ["kl"]
-    if "exploit" in request.parts:
-        phases.append("attack")
-    if set(request.parts) - {"exploit"}:
-        phases.append("measures")
-    return tuple(phases)
+        killed = killed_document(run.name, "The same command resumes the evaluation.", as_json)
+        return drive(work, watcher, killed, experiment.telemetry.event_loop)
 
 
 def _print_result(outcome: EvaluationOutcome, run: RunDirectory, again: str, as_json: bool) -> None:

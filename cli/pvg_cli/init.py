@@ -70,13 +70,16 @@ def experiment_name(folder: Path) -> str:
 
 def next_steps(folder: Path) -> dict[str, str]:
     """Command -> its purpose, to be typed from here."""
-    from pvg.installation import install_packages
+    from pvg.installation import install_packages, pvg_command, python_command
 
-    steps = {} if folder.resolve() == Path.cwd() else {f"cd {shlex.quote(str(folder))}": "all paths are relative to it"}
+    steps = {}
     if importlib.util.find_spec("pytest") is None:
         steps[install_packages("pytest")] = "install the test runner"
+    if folder.resolve() != Path.cwd():
+        steps[f"cd {shlex.quote(str(folder))}"] = "all paths are relative to it"
+    pvg = shlex.join(pvg_command())
     return steps | {
-        "python -m pytest": "test the task",
-        "pvg train experiment.toml --dry-run": "look at the settings",
-        "pvg train experiment.toml": "play it",
+        f"{shlex.quote(python_command())} -m pytest": "test the task",
+        f"{pvg} train experiment.toml --dry-run": "look at the settings",
+        f"{pvg} train experiment.toml": "play it",
     }

@@ -19,6 +19,7 @@ from pvg_cli import (
     bench,
     compare,
     config,
+    contracts,
     diagnose,
     doctor,
     evaluate,
@@ -32,6 +33,7 @@ from pvg_cli import (
     serve,
     serve_env,
     study,
+    task,
     train,
     watch,
 )
@@ -67,6 +69,7 @@ def main(
 
 
 train.register(app)
+task.register(app)
 serve.register(app)
 serve_env.register(app)
 bench.register(app)
@@ -79,6 +82,7 @@ evaluate.register(app)
 score.register(app)
 export.register(app)
 config.register(app)
+contracts.register(app)
 doctor.register(app)
 diagnose.register(app)
 profile.register(app)

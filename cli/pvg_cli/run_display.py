@@ -29,7 +29,7 @@ from pvg.reporting.formats import (
     trend,
 )
 from pvg.reporting.terminal import HELPFUL, QUIET, SNEAKY, VERIFIER, BudgetBar, percent_short, rounds_table
-from pvg.telemetry.observer import PhaseInfo, Progress
+from pvg.telemetry.observer import PhaseInfo, Progress, TimeLeft
 from pvg_cli.output import WIDEST, LivePanel, PlainLines, Screen, framed, is_live, progress_row
 
 if TYPE_CHECKING:
@@ -46,7 +46,11 @@ NUMBERS = (
     ("fooled_rate", SNEAKY, "score_gap", VERIFIER),
     ("malformed", QUIET, "tokens_per_s", "blue"),
 )
-LINE_METRICS = ("helpful_accuracy", "sneaky_error_rate", "fooled_rate", "verifier_auc", "pair_accuracy", "tokens_per_s")
+WARMUP_NUMBERS = (("loss", HELPFUL, "grad_norm", QUIET),)  # in the warm start there are no solutions yet
+LINE_METRICS = (
+    *("held_out_loss_before", "held_out_loss_after", "helpful_accuracy", "sneaky_error_rate", "fooled_rate"),
+    *("verifier_auc", "pair_accuracy", "tokens_per_s"),
+)
 ROUND_METRICS = (
     "helpful_accuracy",
     "sneaky_error_rate",
@@ -69,8 +73,7 @@ class RunBoard:
     run: str
     rounds: int
     clock: Callable[[], float] = time.monotonic
-    phases: tuple[str, ...] = PHASES  # the phases of a round, in order
-    once: bool = True  # each phase occurs once per round; False: some occur again, so the remaining time is unknown
+    phases: tuple[str, ...] = PHASES  # the phases of a round, in order; none for work that says its parts itself
     info: PhaseInfo | None = None
     done: int = 0
     series: dict[str, deque[float]] = field(default_factory=dict)
@@ -83,6 +86,7 @@ class RunBoard:
         self.started = self.clock()
         self.phase_began = self.started
         self.workers: Mapping[str, float] = {}
+        self._left: tuple[TimeLeft, float] | None = None  # the newest estimate of all work, and when it came
         self._marks: deque[tuple[float, int]] = deque(maxlen=RATE_WINDOW)
         self._at_home: set[str] = set()
         self._budgets: deque[dict[str, float]] = deque(maxlen=BUDGET_WINDOW)
@@ -92,8 +96,6 @@ class RunBoard:
     def start_phase(self, info: PhaseInfo) -> None:
         self.info, self.done, self.rounds = info, info.done, info.rounds
         self.phase_began = self.clock()
-        if not self.once:
-            self.phase_seconds.pop((info.round, info.phase), None)
         self._marks.clear()
         self._marks.append((self.phase_began, info.done))
         self._budgets.clear()
@@ -106,6 +108,8 @@ class RunBoard:
             self._budgets.append(dict(progress.budget))
         self.newest |= progress.metrics
         self.workers = progress.workers
+        if progress.left is not None:
+            self._left = (progress.left, self.clock())
         self._record(progress.metrics, self.info.phase if self.info else "")
 
     def finish_phase(self, info: PhaseInfo, metrics: Mapping[str, float]) -> None:
@@ -172,7 +176,7 @@ class RunBoard:
         The estimate assumes that a phase takes as long as the last finished phase of its kind.
         """
         phase_eta = self.phase_eta()
-        if self.info is None or self.info.phase not in self.phases or phase_eta is None or not self.once:
+        if self.info is None or self.info.phase not in self.phases or phase_eta is None:
             return None
         lasted: dict[str, float] = {}
         for (_, phase), seconds in self.phase_seconds.items():
@@ -182,6 +186,16 @@ class RunBoard:
         if not all(phase in lasted for phase in to_come):
             return None
         return phase_eta + sum(lasted[phase] for phase in to_come)
+
+    def all_left(self) -> str:
+        """The time until all parts are done: `about 3 min 10 s in total`; empty before anything was measured."""
+        if self._left is None:
+            return ""
+        left, said_at = self._left
+        seconds = left.seconds - (self.clock() - said_at)
+        if seconds <= 0:  # the work takes longer than the estimate
+            return ""
+        return f"{'at least' if left.at_least else 'about'} {duration(seconds)} in total"
 
     def budget(self) -> dict[str, float]:
         """Mean seconds per step by part, over the last steps. The largest part is first, `unaccounted` last."""
@@ -237,17 +251,27 @@ def _header(board: RunBoard) -> Table:
     row.add_column()
     row.add_column(justify="right", no_wrap=True)
     chips = Text()
+    if board.info is not None and board.info.parts:
+        part = Text.assemble((_part_number(board.info), "bold"), (f"   {board.info.label}", "cyan"))
+        row.add_row(part, Text(duration(board.elapsed), style=QUIET))
+        return row
     if board.info is not None and len(board.phases) > 1:
         number = board.info.round
         chips = Text.assemble(
             ("round ", QUIET), (str(number), "bold"), (f" ({number + 1} of {board.rounds})   ", QUIET)
         )
-    for place, phase in enumerate(board.phases):
+    before = board.info is not None and len(board.phases) > 1 and board.info.phase not in board.phases
+    shown = (board.info.phase, *board.phases) if board.info is not None and before else board.phases
+    for place, phase in enumerate(shown):
         mark, style = MARKS[board.phase_state(phase)]
         chips.append("  " if place else "")
         chips.append(f"{mark} {phase_label(phase)}", style=style)
     row.add_row(chips, Text(duration(board.elapsed), style=QUIET))
     return row
+
+
+def _part_number(info: PhaseInfo) -> str:
+    return f"part {info.part} of {info.parts}"
 
 
 def _progress(board: RunBoard) -> Table:
@@ -260,9 +284,10 @@ def _progress(board: RunBoard) -> Table:
     if rate is not None:
         facts.append(f"  {compact(rate)}/s", style=QUIET)
     eta, game = board.phase_eta(), board.game_eta()
-    if eta is not None:
-        in_all = f", {duration(game)} in total" if game is not None else ""
-        facts.append(f"  {duration(eta)} left{in_all}", style=QUIET)
+    in_all = board.all_left() or (f"{duration(game)} in total" if game is not None else "")
+    left = ", ".join(filter(None, [f"{duration(eta)} left" if eta else "", in_all]))
+    if left:
+        facts.append(f"  {left}", style=QUIET)
     return progress_row(max(1, info.total), board.done, facts)
 
 
@@ -273,7 +298,8 @@ def _numbers(board: RunBoard, width: int) -> Table:
         table.add_column(no_wrap=True, style=QUIET, width=17)
         table.add_column(no_wrap=True, justify="right", width=8)
         table.add_column(no_wrap=True, ratio=1)
-    for left, left_style, right, right_style in NUMBERS:
+    warming = board.info is not None and board.info.phase == "warmup"
+    for left, left_style, right, right_style in WARMUP_NUMBERS if warming else NUMBERS:
         table.add_row(*_number(board, left, left_style, spark), *_number(board, right, right_style, spark))
     return table
 
@@ -380,13 +406,18 @@ class RunWatcher:
             parts.append(f"{compact(rate)}/s")
         if (eta := board.phase_eta()) is not None:
             parts.append(f"{duration(eta)} left")
-        return "  ".join(parts + _metric_texts(board.newest, LINE_METRICS))
+        if in_all := board.all_left():
+            parts.append(in_all)
+        warming = board.info is not None and board.info.phase == "warmup"
+        return "  ".join(parts + _metric_texts(board.newest, ("loss", *LINE_METRICS) if warming else LINE_METRICS))
 
     def _place(self) -> str:
         info = self.board.info
         if info is None:
             return "start"
         label = phase_label(info.phase)
+        if info.parts:
+            return f"{_part_number(info)}, {info.label}: {label}"
         return label if len(self.board.phases) == 1 else f"round {info.round} {label}"
 
 

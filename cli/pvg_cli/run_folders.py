@@ -209,11 +209,9 @@ def _commands(run: RunDirectory, facts: RunGlance) -> dict[str, str]:
     """Commands to go on with, and what each is for."""
     from pvg_cli.runs import report_command, resume_command
 
-    report = report_command(run)
-    target = report.removeprefix("pvg report ")
-    commands = {report: "results", f"pvg config show {shlex.quote(str(run.experiment_file))}": "settings"}
+    commands = {report_command(run): "results", f"pvg config show {shlex.quote(str(run.experiment_file))}": "settings"}
     if facts.process:
-        commands[f"pvg watch {target}"] = "follow"
+        commands[f"pvg watch {run.argument}"] = "follow"
     elif facts.status in ("empty", "unfinished"):
         commands[resume_command(run)] = "resume"
     return commands

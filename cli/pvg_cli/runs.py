@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from pvg.extensions import check_references
 from pvg.hub import pinned, pinned_as
 from pvg.reporting.run_summary import read_run, unfinished_runs
 from pvg.store.run_directory import RunDirectory, free_name, refuse_name
+from pvg.store.run_players import pinned_players, pinned_players_as
 from pvg.workers.choice import cluster_settings, with_workers
 from pvg_cli.boundary import say
 
@@ -52,9 +52,9 @@ class RunPlan:
 
 
 def plan_new(experiment: Experiment, name: str | None, suffix: str = "") -> RunPlan:
-    """Plan a new run: `name`, or the experiment's name with -2, -3 ... if that run exists. Pins hub ids, and the number
-    of workers."""
-    experiment = with_workers(pinned(experiment, say))
+    """Plan a new run: `name`, or the experiment's name with -2, -3 ... if that run exists. Pins hub ids,
+    players of other runs, and the number of workers."""
+    experiment = with_workers(pinned_players(pinned(experiment, say)))
     root = experiment.store.root
     wanted = f"{experiment.name}{suffix}" if name is None else name
     refuse_name(wanted)
@@ -91,7 +91,8 @@ def plan_resume(
     _refuse_unplayable(run, clean)
     own = run.experiment()
     wanted = given or _loaded(run.experiment_file, overrides, cluster)
-    experiment = with_workers(pinned(pinned_as(wanted, own), say), own)
+    pinned_wanted = pinned(pinned_as(wanted, own), say)
+    experiment = with_workers(pinned_players(pinned_players_as(pinned_wanted, own)), own)
     changed = differences(own.hashed(), experiment.hashed())
     if changed:
         raise StateError(
@@ -103,16 +104,11 @@ def plan_resume(
 
 def resume_command(run: RunDirectory) -> str:
     """The command that resumes `run` from the current folder."""
-    return f"pvg train --resume {shlex.quote(_target(run))}"
+    return f"pvg train --resume {run.argument}"
 
 
 def report_command(run: RunDirectory) -> str:
-    return f"pvg report {shlex.quote(_target(run))}"
-
-
-def _target(run: RunDirectory) -> str:
-    """The argument for a command: the run's name in the default folder, its path elsewhere."""
-    return run.name if run.path == Store().root / run.name else str(run.path)
+    return f"pvg report {run.argument}"
 
 
 def _newest(root: Path, experiment: str) -> RunDirectory:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from pvg_cli import completion
 from pvg_cli.boundary import (
     EXIT_STOPPED,
     DebugOption,
@@ -50,6 +51,7 @@ def serve(
         typer.Argument(
             metavar="EXPERIMENT|RUN",
             help="An experiment in ./experiments or of pvg, or a TOML file. With --player: a run.",
+            autocompletion=completion.experiments_or_runs,
         ),
     ],
     overrides: SetOption = None,
@@ -108,12 +110,14 @@ def serve(
     from pvg.servers.command import find_interpreter, server_spec
     from pvg.servers.models import kind_for, model_folder
     from pvg.servers.process import check_port
+    from pvg.store.run_players import pinned_players
     from pvg_cli.output import stderr
     from pvg_cli.runs import resolve
     from pvg_cli.serve_display import ServeWatcher
 
-    key = f"models.{'prover' if purpose == 'prover' else 'verifier'}.source"
-    experiment = pinned(resolve(name, overrides or []), say, (key,))
+    role: Literal["prover", "verifier"] = "prover" if purpose == "prover" else "verifier"
+    key = f"models.{role}.source"
+    experiment = pinned_players(pinned(resolve(name, overrides or []), say, (key,)), (role,))
     kind_for(experiment, purpose)
     check_port(host, port)
     if log is not None and log.is_dir():

@@ -11,6 +11,7 @@ from typer.core import TyperCommand
 from pvg_cli import completion
 from pvg_cli.boundary import (
     EXIT_STOPPED,
+    SCHEMA_VERSION,
     ClusterOption,
     DebugOption,
     ExperimentArgument,
@@ -20,7 +21,9 @@ from pvg_cli.boundary import (
     SetOption,
     announce_loading,
     emit,
+    error_document,
     guarded,
+    json_text,
     metrics_port_override,
     say,
 )
@@ -76,7 +79,8 @@ def train(
     cluster: ClusterOption = None,
     metrics_port: MetricsPortOption = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print all settings, batch sizes and downloads, and stop.")
+        bool,
+        typer.Option("--dry-run", help="Print all settings, batch sizes, downloads, prompts and grades, and stop."),
     ] = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -102,8 +106,9 @@ def train(
         plan = plan_new(resolve(name, settings, cluster), run_name)
     for warning in [*plan.experiment.warnings(), *bfloat16_warnings(plan.experiment)]:
         say(f"warning: {warning}.")
+    warmup = None if plan.resume else _demonstrations(plan)
     if dry_run:
-        _show_plan(plan, as_json)
+        _show_plan(plan, warmup, as_json)
         return
     if plan.notice:
         say(plan.notice)
@@ -112,14 +117,30 @@ def train(
     _print_result(_play(plan, as_json), plan, as_json)
 
 
-def _show_plan(plan: RunPlan, as_json: bool) -> None:
+def _demonstrations(plan: RunPlan) -> dict[str, Any] | None:
+    """The number of demonstrations of the warm start; None without one. Raises what is wrong with its file."""
+    from pvg.config.warmup import DemonstrationWarmup
+    from pvg.game.demonstrations import read_demonstrations
+
+    section = plan.experiment.warmup
+    if not isinstance(section, DemonstrationWarmup):
+        return None
+    found = read_demonstrations(section)
+    epochs = section.steps * section.batch / len(found.train)
+    return {"demonstrations": len(found.train), "held_out": len(found.held_out), "epochs": round(epochs, 2)}
+
+
+def _show_plan(plan: RunPlan, warmup: dict[str, Any] | None, as_json: bool) -> None:
     from dataclasses import asdict
 
     from pvg.hub import KEYS, download_of, hub_ids
     from pvg_cli.output import arithmetic_table, print_toml, stdout
+    from pvg_cli.task import print_preview, prompts_of
 
     experiment = plan.experiment
     downloads = {key: download_of(source, KEYS[key]) for key, source in hub_ids(experiment)}
+    lacking = [key for key, download in downloads.items() if download.missing]
+    found = None if lacking else prompts_of(experiment)
     if as_json:
         emit(
             {
@@ -129,6 +150,8 @@ def _show_plan(plan: RunPlan, as_json: bool) -> None:
                 "run": str(plan.run.path),
                 "resume": plan.resume,
                 "downloads": {key: asdict(download) for key, download in downloads.items()},
+                "prompts": None if found is None else found.plain(),
+                "warmup": warmup,
             }
         )
         return
@@ -138,6 +161,15 @@ def _show_plan(plan: RunPlan, as_json: bool) -> None:
     console.print(arithmetic_table(experiment))
     for key, download in downloads.items():
         console.print(f"{key}: {download}")
+    if found is None:
+        console.print(f"\nNo prompts yet: {' and '.join(lacking)} must be downloaded first, which pvg train does.")
+    else:
+        print_preview(found, console)
+    if warmup is not None:
+        console.print(
+            f"warmup: {warmup['demonstrations']} demonstrations, each about {warmup['epochs']:g} times; "
+            f"{warmup['held_out']} held out"
+        )
     console.print(
         f"\nThe run {'would continue' if plan.resume else 'would be'} in {plan.run.path}.", style="bright_black"
     )
@@ -150,7 +182,7 @@ def _play(plan: RunPlan, as_json: bool) -> GameOutcome:
     from pvg_cli.driving import drive
     from pvg_cli.output import stderr
     from pvg_cli.run_display import RunBoard, RunWatcher
-    from pvg_cli.runs import create
+    from pvg_cli.runs import create, resume_command
 
     run = plan.run if plan.resume else create(plan)
     experiment = plan.experiment
@@ -171,14 +203,16 @@ def _play(plan: RunPlan, as_json: bool) -> GameOutcome:
         board.recall(read_run(run))
     watcher = RunWatcher(board, stderr())
     with stack, run.lock(discard=lambda: not plan.resume and not run.has_state, waiting=say):
-        return drive(work, watcher, killed_document(run.name, as_json), experiment.telemetry.event_loop)
+        killed = killed_document(run.name, f"To resume it: {resume_command(run)}", as_json)
+        return drive(work, watcher, killed, experiment.telemetry.event_loop)
 
 
-def killed_document(run: str, as_json: bool) -> bytes:
+def killed_document(run: str, remedy: str, as_json: bool) -> bytes:
     """The JSON document of a command that a second Ctrl-C ends."""
-    import orjson
-
-    return orjson.dumps({"status": "killed", "run": run}) + b"\n" if as_json else b""
+    if not as_json:
+        return b""
+    error = error_document("Killed", f"A second Ctrl-C ended the work on {run!r} at once.", remedy, EXIT_STOPPED)
+    return json_text({"schema_version": SCHEMA_VERSION, **error}) + b"\n"
 
 
 def _print_result(outcome: GameOutcome, plan: RunPlan, as_json: bool) -> None:
@@ -265,7 +299,7 @@ def rollout(
         outcome = drive(
             work,
             RunWatcher(board, stderr()),
-            killed_document(run.name, as_json),
+            killed_document(run.name, "Call pvg rollout again.", as_json),
             resolved.telemetry.event_loop,
         )
     _print_samples(outcome, as_json)

@@ -180,7 +180,7 @@ def settings_of(
         if change.key in OWN_KEYS:
             own[change.key] = change.value
         elif change.key.startswith(WORKLOAD):
-            assign(workload, change.key.removeprefix(WORKLOAD), change.value)
+            assign({WORKLOAD.rstrip("."): workload}, change.key, change.value)
         else:
             _refuse_unknown_section(change, profile)
             assign(data, change.key, change.value)

@@ -20,6 +20,7 @@ from pydantic import (
 from pydantic_core import core_schema
 
 from pvg.config.hub_ids import is_hub_id, parse
+from pvg.config.run_ids import is_run_id, parse_run_id
 from pvg.errors import ConfigurationError
 from pvg.extensions import is_reference
 
@@ -87,12 +88,14 @@ OWN_CODE = "FILE.py:NAME"
 
 
 def _source(source: str) -> str:
-    """A hub id of the right form, or any other text."""
-    if is_hub_id(source):
-        try:
+    """A hub id or a run's player of the right form, or any other text."""
+    try:
+        if is_hub_id(source):
             parse(source)
-        except ConfigurationError as error:
-            raise ValueError(f"{error.message} {error.remedy}".rstrip(".")) from None
+        elif is_run_id(source):
+            parse_run_id(source)
+    except ConfigurationError as error:
+        raise ValueError(f"{error.message} {error.remedy}".rstrip(".")) from None
     return source
 
 

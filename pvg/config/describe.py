@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import orjson
 import tomli_w
 from pydantic import BaseModel
 
@@ -88,6 +89,8 @@ def type_text(annotation: Any) -> str:
         return " or ".join(parts) + (", or left out" if type(None) in get_args(annotation) else "")
     if origin is tuple:
         return f"list of {type_text(get_args(annotation)[0])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "table"
     names = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path", dict: "table"}
     return names.get(origin or annotation, str(annotation))
 
@@ -105,13 +108,18 @@ def range_text(schema: Mapping[str, Any]) -> str:
         above = choice.get("exclusiveMinimum")
         if high is not None and high >= UNLIMITED:
             high = None
-        lower = f"above {above:g}" if above is not None else "" if low is None else f"at least {low:g}"
-        upper = "" if high is None else f"below {high:g}" if "exclusiveMaximum" in choice else f"at most {high:g}"
+        lower = f"above {_number(above)}" if above is not None else "" if low is None else f"at least {_number(low)}"
+        below = "below" if "exclusiveMaximum" in choice else "at most"
+        upper = "" if high is None else f"{below} {_number(high)}"
         if low is not None and high is not None and "maximum" in choice:
-            return f"{low:g} to {high:g}"
+            return f"{_number(low)} to {_number(high)}"
         if lower or upper:
             return " and ".join(filter(None, (lower, upper)))
     return ""
+
+
+def _number(value: float) -> str:
+    return f"{int(value):,}" if float(value).is_integer() else f"{value:g}"
 
 
 def toml_value(value: Any) -> str:
@@ -122,7 +130,7 @@ def toml_value(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml_value, value))}]"
-    return str(value) if isinstance(value, int | float | dict) else f'"{value}"'
+    return str(value) if isinstance(value, int | float | dict) else orjson.dumps(str(value)).decode()
 
 
 def typed(setting: Setting) -> str:
@@ -142,11 +150,12 @@ def commented_toml(experiment: Experiment) -> str:
     """The experiment as TOML, with a comment for each table and each setting. It reads back as the same experiment."""
     lines: list[str] = []
     for line in tomli_w.dumps(experiment.plain()).splitlines():
-        if found := re.fullmatch(r"\[([a-z_.]+)\]", line):
+        if found := re.fullmatch(r"\[\[?([a-z_.]+)\]?\]", line):
             table = found[1]
             node: Any = experiment
             for part in table.split("."):
                 node = getattr(node, part, None)
+                node = node[0] if isinstance(node, tuple) and node else node
             lines += [f"# {about(type(node)).split('. ')[0].rstrip('.')}."] if isinstance(node, BaseModel) else []
             meanings = _meanings(node)
         elif not lines:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, model_validator
 
 from pvg.config.base import ByKind
 from pvg.config.rules import conflicts, warnings_about
+from pvg.config.run_ids import without_folder
 from pvg.config.sections import AllSections
 
 # Sections that do not change results, so a resumed run may have other values.
@@ -69,8 +70,15 @@ class Experiment(AllSections):
         return hashlib.sha256(orjson.dumps(self.hashed(), option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
 
     def hashed(self) -> dict[str, Any]:
-        """The settings that a resumed run must share with the original run, as plain data."""
-        return {key: value for key, value in self.plain().items() if key not in UNHASHED_SECTIONS}
+        """The settings that a resumed run must share with the original run, as plain data. Another run whose player is
+        a model may move: only the digest of its weights counts."""
+        found = {key: value for key, value in self.plain().items() if key not in UNHASHED_SECTIONS}
+        if self.warmup.kind == "none":  # as in runs that began before this section existed
+            del found["warmup"]
+        for player in ("prover", "verifier"):
+            section = found["models"][player]
+            section["source"] = without_folder(section["source"])
+        return found
 
     def plain(self) -> dict[str, Any]:
         """JSON-compatible data. Leaves out unset (None) settings, because TOML has no null."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import (
@@ -11,18 +12,21 @@ from pydantic import (
 )
 
 from pvg.config.base import ByKind, Count, Positive, Section, Source
+from pvg.config.run_ids import Player, with_player
 
 
 class ModelSection(Section):
     """Where a model comes from.
 
     `source`: "embedded:NAME" (shipped with pvg), "hf:OWNER/NAME" or "hf:OWNER/NAME@REVISION" (the Hugging Face hub),
-    "gguf:PACKAGE" (a GGUF file inside an installed package), or the path of a Hugging Face directory.
+    "run:NAME" or "run:NAME/round-2/verifier" (a player of another run), "gguf:PACKAGE" (a GGUF file inside an installed
+    package), or the path of a Hugging Face directory.
     """
 
     source: Source = Field(
         "embedded:modchain-prover",
-        description='"embedded:NAME", "hf:OWNER/NAME[@REVISION]", "gguf:PACKAGE", or a Hugging Face directory.',
+        description='"embedded:NAME", "hf:OWNER/NAME[@REVISION]", "run:NAME[/round-N][/verifier]", "gguf:PACKAGE", or '
+        "a Hugging Face directory.",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
@@ -40,11 +44,21 @@ def _device(name: str) -> str:
 Device = Annotated[str, AfterValidator(_device)]
 
 
+def _for_player(player: Player, section: ModelSection) -> ModelSection:
+    """The section; a run's source that names no player means the same player."""
+    source = with_player(section.source, player)
+    return section if source == section.source else section.model_copy(update={"source": source})
+
+
+ProverModel = Annotated[ModelSection, AfterValidator(partial(_for_player, "prover"))]
+VerifierSource = Annotated[ModelSection, AfterValidator(partial(_for_player, "verifier"))]
+
+
 class Models(Section):
     """The models of the two players, and where they compute."""
 
-    prover: ModelSection = ModelSection()
-    verifier: ModelSection = ModelSection(source="embedded:modchain-verifier")
+    prover: ProverModel = ModelSection()
+    verifier: VerifierSource = ModelSection(source="embedded:modchain-verifier")
     device: Device = Field("auto", description='"auto", "cpu", "mps", "cuda" or "cuda:N". Only "cpu" has been tested.')
     threads: Annotated[int, Field(ge=0, le=1024)] = Field(
         0, description="Compute threads. 0: one for models narrower than 512, else one per core."

@@ -130,9 +130,6 @@ class Rollouts(Section):
     logprobs: Literal["sampled", "recomputed"] = Field(
         "sampled", description="Log-probs of the sampler: as sampled, or computed again by the trainer."
     )
-    prompts: Literal["tag", "chat", "plain"] = Field(
-        "tag", description="How the prompt names the role: by a tag, by a chat instruction, or not at all."
-    )
 
     @property
     def chunk(self) -> int:

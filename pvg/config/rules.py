@@ -16,6 +16,8 @@ from pvg.config.game import (
     SimultaneousSchedule,
     SrcReward,
 )
+from pvg.config.prompt_rules import prompt_conflicts, prompt_warnings, same_prompt
+from pvg.config.prompts import WordedPrompts
 from pvg.config.rollout import SamplingAhead, TorchSampling
 from pvg.config.sections import AllSections
 from pvg.config.servers import Serving
@@ -284,6 +286,8 @@ def _servers_on_cluster(cluster: RayCluster, experiment: AllSections) -> Iterato
             "weights.transport = 'ipc' needs trainer and server on one GPU, but cluster = 'ray' gives a server its own "
             "GPUs; set weights.transport to 'filesystem' or 'nccl'"
         )
+    if cluster.workers == 0:
+        yield "cluster.workers = 0 leaves rollout.engine = 'vllm' no server on the cluster; set it to 1 or more"
     if cluster.gpus_per_worker and cluster.gpus_per_worker < serving.tensor_parallel:
         yield (
             f"cluster.gpus_per_worker = {cluster.gpus_per_worker} is below serving.tensor_parallel = "
@@ -337,11 +341,8 @@ def _roles(experiment: AllSections) -> Iterator[str]:
             f"game.reward = {reward!r} needs two roles, but game.sneaky_share = {game.sneaky_share} leaves one; set "
             "game.sneaky_share between 0 and 1, or game.reward to 'goodhart' or 'correctness'"
         )
-    if reward in TWO_ROLE_REWARDS and experiment.rollout.prompts == "plain":
-        yield (
-            f"game.reward = {reward!r} pays the two roles for opposite things, but rollout.prompts = 'plain' gives "
-            "both the same prompt; set it to 'tag' or 'chat'"
-        )
+    if reward in TWO_ROLE_REWARDS and (why := same_prompt(experiment)):
+        yield f"game.reward = {reward!r} pays the two roles for opposite things, but {why}"
     if game.stop.kind == "score_parity" and one_role:
         yield (
             f"game.stop = 'score_parity' compares two roles, but game.sneaky_share = {game.sneaky_share} leaves one; "
@@ -377,10 +378,10 @@ def _code(experiment: AllSections) -> Iterator[str]:
 
 def _diplomacy(experiment: AllSections) -> Iterator[str]:
     task = experiment.task.kind
-    if task == "diplomacy_mini" and experiment.rollout.prompts == "chat":
+    if task == "diplomacy_mini" and isinstance(experiment.prompts, WordedPrompts):
         yield (
-            "rollout.prompts = 'chat' has no instructions for task.kind = 'diplomacy_mini', whose problems are for the "
-            "embedded models; set it to 'tag'"
+            f"prompts = {experiment.prompts.kind!r} has no instructions for task.kind = 'diplomacy_mini', whose "
+            "problems are for the embedded models; set it to 'tag'"
         )
     if task not in ("diplomacy_mini", "diplomacy_plan", "diplomacy_outcome"):
         return
@@ -446,9 +447,9 @@ def _translators(experiment: AllSections) -> Iterator[str]:
             f"game.reward = {reward!r} pays for correctness, but game.protocol = 'decoupled' asks for the solver's "
             "answer or another one; set game.reward to 'decoupled', 'cgc' or 'goodhart'"
         )
-    if experiment.rollout.prompts == "plain":
+    if experiment.prompts.kind == "plain":
         yield (
-            "rollout.prompts = 'plain' cannot show a translator the solver's solution; set it to 'tag' or 'chat', or "
+            "prompts = 'plain' cannot show a translator the solver's solution; set it to 'tag', 'chat' or 'text', or "
             "game.protocol to 'direct'"
         )
     if game.protocol.solver != "base" and experiment.weights.transport.kind == "lora":
@@ -460,19 +461,22 @@ def _translators(experiment: AllSections) -> Iterator[str]:
 
 def _workers(experiment: AllSections) -> Iterator[str]:
     cluster = experiment.cluster
-    if not isinstance(cluster, LocalCluster | RayCluster) or experiment.server_cluster is not None:
+    if not isinstance(cluster, LocalCluster | RayCluster):
+        return
+    yield from _trainer_ranks(experiment)
+    if experiment.server_cluster is not None:
         return
     if isinstance(cluster, RayCluster) and cluster.gpus_per_worker:
         yield (
             f"cluster.gpus_per_worker = {cluster.gpus_per_worker} is for vLLM servers, but rollout.engine = 'torch' "
             "computes on CPUs; set it to 0, or rollout.engine to 'vllm'"
         )
-    if isinstance(cluster, RayCluster) and cluster.address is not None and shards_of(cluster) is None:
+    open_number = shards_of(cluster) is None and ranks_of(cluster) is None
+    if isinstance(cluster, RayCluster) and cluster.address is not None and open_number:
         yield "cluster.address needs cluster.workers, because results depend on their number; set it"
-    yield from _trainer_ranks(experiment)
     if not has_workers(cluster):
         if ranks_of(cluster) is None:
-            yield "cluster.workers = 0 leaves nothing to a local cluster; set cluster to 'none'"
+            yield f"cluster.workers = 0 leaves nothing to cluster = {cluster.kind!r}; set cluster to 'none'"
         return
     device = experiment.models.device
     if device not in ("auto", "cpu"):
@@ -539,9 +543,25 @@ def _trainer_ranks(experiment: AllSections) -> Iterator[str]:
         yield f"{without} models.device = {experiment.models.device!r}; set models.device to 'cpu' or 'cuda'"
 
 
+def _warmup(experiment: AllSections) -> Iterator[str]:
+    if experiment.warmup.kind == "none":
+        return
+    if experiment.task.kind == "play":
+        yield (
+            "warmup shows solutions of questions, but task.kind = 'play' has no questions; set warmup to 'none', and "
+            "models.prover.source to the prover of another run: run:NAME"
+        )
+    if experiment.weights.transport.kind == "lora":
+        yield (
+            "weights.transport = 'lora' sends only adapters, so the servers would not have the warmed prover below "
+            "them; set it to 'filesystem', or start from a run that is warm: models.prover.source = 'run:NAME/warmup'"
+        )
+
+
 IMPOSSIBLE = (
     *(_batch_sizes, _old_logprobs, _prefetch, _deadline, _prover_servers, _verifier_servers, _trained_layers),
-    *(_roles, _dynamic_sampling, _code, _diplomacy, _translators, _challenge, _play, _workers),
+    *(_roles, prompt_conflicts, _dynamic_sampling, _code, _diplomacy, _translators, _challenge, _play, _workers),
+    _warmup,
 )
 
 
@@ -660,4 +680,4 @@ def _protocol_warnings(experiment: AllSections) -> Iterator[str]:
         )
 
 
-ODD = (_reward_warnings, _switch_warnings, _server_warnings, _staleness_warnings, _protocol_warnings)
+ODD = (prompt_warnings, _reward_warnings, _switch_warnings, _server_warnings, _staleness_warnings, _protocol_warnings)

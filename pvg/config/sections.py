@@ -11,11 +11,13 @@ from pvg.config.cluster import AutoCluster, Cluster, RayCluster
 from pvg.config.game import Game
 from pvg.config.models import Models
 from pvg.config.operation import Evaluate, Store, Telemetry
+from pvg.config.prompts import Prompts, TagPrompts
 from pvg.config.rollout import Rollouts
 from pvg.config.servers import Serving, Weights
 from pvg.config.task import ModchainTask, TaskSection
 from pvg.config.training import Training
 from pvg.config.verifier import Verifier
+from pvg.config.warmup import NoWarmup, Warmup
 
 # Run folders have this name, with a number if there are several. Most file systems allow 255 bytes.
 LONGEST_NAME = 100
@@ -32,10 +34,12 @@ class AllSections(Section):
     )
     task: TaskSection = ModchainTask()
     models: Models = Models()
+    prompts: Prompts = TagPrompts()
     rollout: Rollouts = Rollouts()
     verifier: Verifier = Verifier()
     training: Training = Training()
     game: Game = Game()
+    warmup: Warmup = NoWarmup()
     serving: Serving = Serving()
     weights: Weights = Weights()
     cluster: Cluster = AutoCluster()

@@ -86,8 +86,8 @@ def _needs(experiment: Experiment) -> Iterator[tuple[str, str]]:
             f"models.{player}.source = {source!r} does not know the characters of this task",
             f"models.{player}.source={model}",
         )
-    if unfit and not fitting and experiment.rollout.prompts != "chat":
-        yield f"rollout.prompts = {experiment.rollout.prompts!r} is for the embedded models", "rollout.prompts=chat"
+    if unfit and not fitting and experiment.prompts.kind not in ("chat", "text"):
+        yield f"prompts = {experiment.prompts.kind!r} is for the embedded models", "prompts=chat"
 
 
 def _cannot_express(source: str, kind: str) -> bool:

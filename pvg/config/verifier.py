@@ -9,9 +9,11 @@ from pydantic import (
     model_validator,
 )
 
-from pvg.config.base import ByKind, Count, Positive, Section, Weight
+from pvg.config.base import ByKind, Count, NotEmpty, Positive, Section, Weight
 from pvg.config.models import Adapters, NoAdapters
 from pvg.extensions import Reference
+
+YES_NO_QUESTION = "Is this solution correct? Answer yes or no."
 
 
 class LogprobHead(Section):
@@ -22,10 +24,18 @@ class LogprobHead(Section):
 
 
 class LastTokenHead(Section):
-    """The score is read at the last token: `scalar` by a trained linear layer, `yes_token` as the logit of "yes" minus
-    that of "no"."""
+    """The score is read at the last token, by a trained linear layer."""
 
-    kind: Literal["scalar", "yes_token"] = "scalar"
+    kind: Literal["scalar"] = "scalar"
+
+
+class AnswerHead(Section):
+    """The verifier is asked a question after the solution. The score is the logit of "yes" minus that of "no"."""
+
+    kind: Literal["yes_token"] = "yes_token"
+    question: NotEmpty = Field(
+        YES_NO_QUESTION, description='Question after the solution. The model must be able to answer "yes" or "no".'
+    )
 
 
 class OwnHead(Section):
@@ -34,7 +44,7 @@ class OwnHead(Section):
     kind: Reference
 
 
-Head = Annotated[LogprobHead | LastTokenHead | OwnHead, ByKind("implicit")]
+Head = Annotated[LogprobHead | LastTokenHead | AnswerHead | OwnHead, ByKind("implicit")]
 
 
 class PlainRisk(Section):

@@ -34,7 +34,8 @@ from pvg.evaluation.opened_run import (
     open_frozen_verifier,
 )
 from pvg.evaluation.opponents import policy_experiment
-from pvg.evaluation.samples import SampleSet, digest_of, sampled
+from pvg.evaluation.progress import PlannedPart
+from pvg.evaluation.samples import SampleSet, digest_of, missing, sampled
 from pvg.evaluation.training import PolicyTraining, policy_name, probe_steps, train, training_session
 from pvg.game.prover_phase import WeightsReader, read_policy
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout, source_of_round
@@ -237,6 +238,22 @@ async def baseline_of(
     return CorrectnessBaseline(TRAINED if run is None else run.name, points, digest("baseline", marks))
 
 
+def planned(study: EvaluationContext, run: RunDirectory | None) -> PlannedPart:
+    """The baseline as a part of the evaluation, with the work that is not stored."""
+    probes, steps = (_trained_probes(study), _steps(study.experiment)) if run is None else (_of_run(study, run), 0)
+    if run is None and study.units.read(UNIT, _baseline_training(study).digest) is not None:
+        steps = 0
+    todo = [probe for probe in probes if not has_reach(study, probe.samples.name, digest_of(study, probe.samples))]
+    work = {
+        "baseline": steps,
+        "samples": sum(missing(study, probe.samples) for probe in probes),
+        "kl": sum(probe.samples.rollouts for probe in todo),
+    }
+    training = study.experiment.training
+    per_step = training.groups * study.experiment.rollout.group_size / training.minibatches
+    return PlannedPart("correctness baseline", work, {"baseline": per_step})
+
+
 @dataclass(frozen=True)
 class BaselinePolicy:
     """One policy of the baseline: its name in the report, its samples, and a function that reads its weights."""
@@ -309,6 +326,11 @@ async def _trained(study: EvaluationContext) -> list[BaselinePolicy]:
             with training_session(study, training) as session:
                 await train(session, training, verifier, (await frozen.facts())["threshold"])
         study.units.write(UNIT, training.digest, list(training.saved_steps))
+    return _trained_probes(study)
+
+
+def _trained_probes(study: EvaluationContext) -> list[BaselinePolicy]:
+    training = _baseline_training(study)
 
     def read(steps: int) -> tuple[Mapping[str, Tensor], LowRankAdapter | None]:
         return read_policy(training.opened_run(study), policy_name(steps))
@@ -326,7 +348,7 @@ async def _trained(study: EvaluationContext) -> list[BaselinePolicy]:
 # --- from another run --------------------------------------------------------------------------------------------
 
 # Settings that must be equal in both runs for their KL and accuracy to be comparable.
-SHARED = ("task", "models.prover", "rollout.prompts", "rollout.temperature", "rollout.top_p", "rollout.top_k")
+SHARED = ("task", "models.prover", "prompts", "rollout.temperature", "rollout.top_p", "rollout.top_k")
 
 
 def check_comparable(study: EvaluationContext, run: RunDirectory) -> OpenedRun:

@@ -81,7 +81,7 @@ class OpenedRun:
         loaded = directory.load_state()
         if loaded.state is None:
             raise StateError(
-                f"The run {directory.name!r} has not started.", f"Play it: pvg train --resume {directory.name}"
+                f"The run {directory.name!r} has not started.", f"Play it: pvg train --resume {directory.argument}"
             )
         return cls(directory, GameState.from_plain(loaded.state), loaded.notice)
 

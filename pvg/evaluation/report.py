@@ -276,9 +276,9 @@ def _notes_of_roles(experiment: Experiment) -> list[str]:
             f"game.sneaky_share = {share} never trained the {role} role: its figures here come from a prover that "
             "was trained only for the other role."
         )
-    if experiment.rollout.prompts == "plain":
+    if experiment.prompts.kind == "plain":
         found.append(
-            "rollout.prompts = 'plain' gives both roles one prompt, so they are one policy: helpful and sneaky "
+            "prompts = 'plain' gives both roles one prompt, so they are one policy: helpful and sneaky "
             "solutions differ only by chance, and a separability of 0.5 says nothing."
         )
     return found

@@ -36,7 +36,8 @@ from pvg.evaluation.opened_run import (
     first_version,
 )
 from pvg.evaluation.opponents import KINDS, attack_kinds
-from pvg.evaluation.samples import SampleSet, ScoredRollouts, digest_of, is_complete, sampled
+from pvg.evaluation.progress import PlannedPart
+from pvg.evaluation.samples import SampleSet, ScoredRollouts, digest_of, is_complete, missing, sampled
 from pvg.game.mint import load_source
 from pvg.game.prover_phase import read_prover
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout, source_of_round
@@ -166,6 +167,30 @@ class RoundParts:
                 result["check"] = await self._unit(f"check-{kind}", inputs, partial(self._check, target, kind))
             found.append(result)
         return found
+
+    async def planned_attacks(self) -> PlannedPart:
+        """The attacks of this round, with the work that is not stored. What is stored can be told only with the stored
+        target of the attacks; without it, all of them are to be done."""
+        study, section = self.study, self.section
+        work = {"samples": missing(study, self._reference_set()), "attack": 0}
+        final = len(study.test_problems()) * section.samples
+        computing, study.computing = study.computing, False
+        try:
+            target = await self.target()
+        except MissingResult:
+            work["attack"] = len(self._kinds) * section.attack_steps
+            work["samples"] += len(self._kinds) * final
+        else:
+            for kind in self._kinds:
+                if study.units.read(attack_name(self.round, kind), attack_digest(study, target, kind)) is None:
+                    work["attack"] += section.attack_steps
+                    work["samples"] += final
+        finally:
+            study.computing = computing
+        training = study.experiment.training
+        groups = section.attack_groups or training.groups
+        per_step = groups * study.experiment.rollout.group_size / training.minibatches
+        return PlannedPart(f"attacks on round {self.round}", work, {"attack": per_step})
 
     async def _attack(self, target: AttackTarget, kind: str) -> dict[str, Any]:
         name, for_ = attack_name(self.round, kind), attack_digest(self.study, target, kind)

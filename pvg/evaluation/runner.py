@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import count
 from typing import Any, Literal
 
 from pvg.config.experiment import Experiment
@@ -24,15 +25,17 @@ from pvg.evaluation.baseline import CorrectnessBaseline, baseline_of, distance
 from pvg.evaluation.intervals import CONFIDENCE
 from pvg.evaluation.opened_run import MOST_ROUNDS, EvaluationContext, MissingResult, OpenedRun, open_frozen_verifier
 from pvg.evaluation.opponents import PARTS, check_attacks, check_protocol
+from pvg.evaluation.progress import PartsObserver, PlannedPart
 from pvg.evaluation.report import REPORT_FILE, EvaluationReport, notes, notes_of_results, write_report
-from pvg.evaluation.rounds import RoundParts, base_samples, base_set, bootstrap, round_samples
-from pvg.evaluation.samples import recover
+from pvg.evaluation.rounds import RoundParts, base_samples, base_set, bootstrap, round_samples, round_set
+from pvg.evaluation.samples import missing, recover
 from pvg.game.ledger import check_same_code
 from pvg.game.players import Players
 from pvg.game.protocols import solutions_of
 from pvg.game.roles import prompt_builder
 from pvg.game.session import InterruptedByUser
 from pvg.game.states import Phase
+from pvg.game.warm_start import warmed
 from pvg.store.atomic import make_directory, remove_temporaries
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
@@ -103,7 +106,7 @@ def chosen_rounds(reading: OpenedRun, run: RunDirectory, wanted: Sequence[int] |
     if not reading.rounds:
         raise UsageError(
             f"No round of the run {run.name!r} is finished, so there is nothing to evaluate.",
-            f"Continue it: pvg train --resume {run.name}",
+            f"Continue it: pvg train --resume {run.argument}",
         )
     if reading.rounds > MOST_ROUNDS:
         raise UsageError(f"The run {run.name!r} has more than {MOST_ROUNDS} rounds, the most that can be evaluated.")
@@ -134,7 +137,8 @@ async def open_study(
         if isinstance(task, AbstractContextManager):
             stack.enter_context(task)
         notices = ServerNotices(log, observer.noticed, servers)
-        players = Players(experiment, task, notices, run=reading.directory.name)
+        playing = warmed(experiment, reading.directory, reading.state)
+        players = Players(playing, task, notices, run=reading.directory.name)
         stack.push_async_callback(players.close)
     if players.device.type == "cuda":
         tracer.use_device_clock(CudaClock(players.device))
@@ -157,21 +161,58 @@ async def open_study(
 async def _compute(study: EvaluationContext, rounds: Sequence[int], request: EvaluationRequest) -> None:
     baseline: CorrectnessBaseline | None = None
     # In the order of their versions (pvg.evaluation.opened_run): samples, baseline, then the attacks round by round.
-    await base_samples(study)
-    for round_ in range(max(rounds) + 1) if "detection" in request.parts else rounds:
-        await round_samples(study, round_)
+    watched = PartsObserver(study.observer, await _planned(study, rounds, request))
+    study.observer, place = watched, count()
+    with watched.part(next(place)):
+        await base_samples(study)
+    for round_ in _sampled_rounds(rounds, request):
+        with watched.part(next(place)):
+            await round_samples(study, round_)
     if "tax" in request.parts:
         baselines.store_choice(study, request.baseline)
         try:
-            baseline = await _baseline(study, request.baseline)
+            with watched.part(next(place)):
+                baseline = await _baseline(study, request.baseline)
         except TrainingDivergedError as error:  # the other parts do not need the baseline
             study.observer.noticed(f"The training of the baseline diverged, so there is no tax: {error}")
+    measured = _measured(request)
     for round_ in rounds:
         with _judged(study, round_) as parts:
             if "exploit" in request.parts:
-                await parts.exploit()
-            await _measure(study, parts, [part for part in MEASURES if part in request.parts], baseline)
+                with watched.part(next(place)):
+                    await parts.exploit()
+            if measured or "tax" in request.parts:
+                with watched.part(next(place)):
+                    await _measure(study, parts, measured, baseline)
         write_report(study.folder / REPORT_FILE, await assemble(study, rounds, request.parts))
+
+
+def _sampled_rounds(rounds: Sequence[int], request: EvaluationRequest) -> Sequence[int]:
+    """The rounds whose samples are needed: detection compares with the flaws of all earlier rounds."""
+    return range(max(rounds) + 1) if "detection" in request.parts else rounds
+
+
+def _measured(request: EvaluationRequest) -> list[str]:
+    return [part for part in MEASURES if part in request.parts]
+
+
+async def _planned(study: EvaluationContext, rounds: Sequence[int], request: EvaluationRequest) -> list[PlannedPart]:
+    """The parts of the call in their order, with the work that is not stored."""
+    found = [PlannedPart("samples of the base prover", {"samples": missing(study, base_set(study))})]
+    found += [
+        PlannedPart(f"samples of round {round_}", {"samples": missing(study, round_set(study, round_))})
+        for round_ in _sampled_rounds(rounds, request)
+    ]
+    if "tax" in request.parts:
+        found.append(baselines.planned(study, request.baseline))
+    measures = len(_measured(request)) + ("tax" in request.parts)
+    for round_ in rounds:
+        with _judged(study, round_) as parts:
+            if "exploit" in request.parts:
+                found.append(await parts.planned_attacks())
+        if measures:
+            found.append(PlannedPart(f"measures of round {round_}", {"measures": measures}))
+    return found
 
 
 async def _measure(
@@ -182,7 +223,7 @@ async def _measure(
         works["tax"] = lambda: parts.tax(baseline)
     if not works:
         return
-    info = PhaseInfo(parts.round, study.experiment.game.rounds, "measures", "parts", len(works))
+    info = PhaseInfo(parts.round, study.experiment.game.rounds, "measures", "measures", len(works))
     study.observer.phase_started(info)
     for number, work in enumerate(works.values()):
         await work()

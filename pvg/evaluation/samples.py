@@ -94,6 +94,11 @@ def is_complete(study: EvaluationContext, wanted: SampleSet) -> bool:
     return sum(shard.rows for shard in _committed(study, wanted.name, digest_of(study, wanted))) == wanted.rollouts
 
 
+def missing(study: EvaluationContext, wanted: SampleSet) -> int:
+    """The rollouts of a set that has to be sampled; 0 if it is stored. A set that was begun counts as a whole."""
+    return 0 if is_complete(study, wanted) else wanted.rollouts
+
+
 def _shown_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     metrics = sample_metrics(SampleColumns.of(rollouts), 1.0)
     del metrics["tokens_per_s"]

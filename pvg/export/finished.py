@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from pvg.config.experiment import Experiment
 from pvg.errors import UsageError
-from pvg.records import source_of_round
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_directory import RunDirectory
+from pvg.store.run_players import prover_weights_name, saved_verifier_name
 
 if TYPE_CHECKING:
     import torch
@@ -64,17 +64,13 @@ class FinishedRound:
     @property
     def prover_name(self) -> str:
         """The folder of the prover's weights."""
-        return f"{source_of_round(self.round)}-prover"
+        return prover_weights_name(self.round)
 
     @property
     def verifier_name(self) -> str:
         """The folder of the verifier's weights. Raises UsageError for a run without a verifier (self-play)."""
-        from pvg.game.round_verifier import verifier_weights_name
-        from pvg.game.simultaneous import final_verifier_name
-
-        final = final_verifier_name(self.round)
-        name = final if final in self.weights else verifier_weights_name(self.round)
-        if name not in self.weights:
+        name = saved_verifier_name(self.weights, self.round)
+        if name is None:
             raise UsageError(f"Round {self.round} of the run {self.run.name!r} has no verifier.", "Choose another run.")
         return name
 

@@ -18,7 +18,10 @@ import orjson
 import torch
 
 from pvg import __version__
+from pvg.config.experiment import Experiment
 from pvg.config.hub_ids import is_hub_id, parse
+from pvg.config.run_ids import is_run_id, shown_source
+from pvg.config.verifier import AnswerHead
 from pvg.errors import ConfigurationError, UsageError, user_paths
 from pvg.export import pvg_verifier
 from pvg.export.card import model_card
@@ -29,9 +32,9 @@ from pvg.models.heads import ImplicitHead, ScalarHead, VerifierModel, YesTokenHe
 from pvg.models.language_model import LanguageModel, without_progress_bars
 from pvg.models.logprobs import finish_logits
 from pvg.store.atomic import disk_full_explained, make_directory, remove_tree, temporary_beside
+from pvg.store.run_players import WARMED_PROVER, adapter_name
 from pvg.tasks import open_task
 from pvg.tasks.task import ConcealsText
-from pvg.verifier.template import QUESTION
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,11 +48,18 @@ CPU = torch.device("cpu")
 
 
 def export_player(
-    finished: FinishedRound, player: Player, out: Path, *, merge: bool = False, overwrite: bool = False
+    finished: FinishedRound,
+    player: Player,
+    out: Path,
+    *,
+    merge: bool = False,
+    overwrite: bool = False,
+    repository: str = "",
 ) -> dict[str, Any]:
     """Write `out` and return its facts, which are also in `pvg.json` and in config.json under "pvg".
 
-    A prover with adapters becomes a peft directory, or with `merge` a whole model. Raises UsageError if `out` exists,
+    A prover with adapters becomes a peft directory, or with `merge` a whole model. `repository`: of the hub, if the
+    caller uploads the folder, for the code of the model card. Raises UsageError if `out` exists,
     and ConfigurationError for a verifier that has no Hugging Face form.
     """
     with user_paths():
@@ -66,7 +76,8 @@ def export_player(
                     else _write_verifier(finished, temporary)
                 )
             (temporary / MARK).write_bytes(orjson.dumps(facts, option=orjson.OPT_INDENT_2))
-            (temporary / "README.md").write_text(model_card(finished, facts, out.name), encoding="utf-8")
+            card = model_card(finished, facts, out.name, repository)
+            (temporary / "README.md").write_text(card, encoding="utf-8")
             _put(temporary, out.absolute())
         finally:
             if temporary.exists():
@@ -104,7 +115,7 @@ def _common(finished: FinishedRound, player: Player, source: str) -> dict[str, A
         "experiment": finished.experiment.name,
         "task": finished.experiment.task.kind,
         "round": finished.round,
-        "base": source,
+        "base": shown_source(source),
     }
 
 
@@ -112,12 +123,10 @@ def _common(finished: FinishedRound, player: Player, source: str) -> dict[str, A
 
 
 def _write_prover(finished: FinishedRound, folder: Path, merge: bool) -> dict[str, Any]:
-    from pvg.game.prover_phase import adapter_name
-
     section, adapters = finished.experiment.models.prover, adapter_name(finished.prover_name)
     facts = _common(finished, "prover", section.source)
     facts["dtype"] = section.dtype
-    facts["prompts"] = finished.experiment.rollout.prompts
+    facts["prompts"] = finished.experiment.prompts.kind
     with open_model(section, CPU) as model:
         if adapters in finished.weights and not merge:
             facts["form"] = "adapter"
@@ -135,6 +144,11 @@ def _write_adapter(finished: FinishedRound, name: str, folder: Path) -> None:
     from safetensors.torch import save_file
 
     tensors, meta = finished.read_weights(name)
+    if WARMED_PROVER in finished.weights:
+        raise UsageError(
+            "These adapters belong to the prover after the warm start, which peft cannot find.",
+            "Add --merge, which writes a whole model.",
+        )
     base, revision = _base_for_peft(finished.experiment.models.prover.source)
     config = {**meta["config"], "base_model_name_or_path": base, "revision": revision}
     save_file(dict(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -146,9 +160,10 @@ def _base_for_peft(source: str) -> tuple[str, str | None]:
     if is_hub_id(source):
         found = parse(source)
         return found.repository, found.revision
-    if source.partition(":")[0] in ("embedded", "gguf"):
+    if source.partition(":")[0] in ("embedded", "gguf") or is_run_id(source):
         raise UsageError(
-            f"peft cannot open the base of these adapters, {source!r}.", "Add --merge, which writes a whole model."
+            f"peft cannot open the base of these adapters, {shown_source(source)!r}.",
+            "Add --merge, which writes a whole model.",
         )
     return str(expanded(source, "models").resolve()), None
 
@@ -190,10 +205,7 @@ def _write_verifier(finished: FinishedRound, folder: Path) -> dict[str, Any]:
             "threshold": threshold,
             "score_bias": 0.0,
             "calibration": None if calibration is None else {"slope": calibration.slope, "offset": calibration.offset},
-            "template": {
-                "style": "chat" if section.rollout.prompts == "chat" else "plain",
-                "asks": QUESTION if verifier.reads == "yes_token" else None,
-            },
+            "template": exported_template(section),
             "conceals_text": _conceals(finished),
         }
         write(verifier, folder, facts)
@@ -201,6 +213,15 @@ def _write_verifier(finished: FinishedRound, folder: Path) -> dict[str, Any]:
         return facts
     finally:
         verifier.close()
+
+
+def exported_template(experiment: Experiment) -> dict[str, str | None]:
+    """The verifier's input as the loader makes it: the style, the question of a yes_token head, and the frame of
+    "chat"."""
+    prompts, head = experiment.prompts, experiment.verifier.head
+    asks = head.question if isinstance(head, AnswerHead) else None
+    style = prompts.kind if prompts.kind in ("chat", "text") else "plain"
+    return {"style": style, "asks": asks, "frame": prompts.frame}
 
 
 def _no_form(what: str, remedy: str) -> ConfigurationError:

@@ -10,6 +10,7 @@ The folder's config.json has the facts under the key "pvg": head, template, thre
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,12 @@ class ExportedVerifier:
         asked, end = template["asks"], [self.tokenizer.eos_token_id]
         if template["style"] != "chat":
             solved = _without_end(self._encode(solution), end[0])
-            return self._encode(question), solved + (self._encode(f"\n{asked}\n") if asked else end)
+            opened = self._encode(f"{question}\n\n" if template["style"] == "text" else question)
+            return opened, solved + (self._encode(f"\n{asked}\n") if asked else end)
         if self.facts["head"] == "implicit":
             return self._chat(question), _without_end(self._encode(solution), end[0]) + end
-        content = f"Problem:\n{question}\n\nSolution:\n{self._without_controls(solution)}"
+        texts = {"question": question, "solution": self._without_controls(solution)}
+        content = re.sub(r"\{(question|solution)\}", lambda place: texts[place[1]], template["frame"])
         return self._chat(f"{content}\n\n{asked}" if asked else content), []
 
     def _encode(self, text: str) -> list[int]:

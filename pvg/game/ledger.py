@@ -24,9 +24,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
+from pydantic import ValidationError
 
-from pvg.config.experiment import Experiment
-from pvg.config.load import differences
+from pvg.config.experiment import UNHASHED_SECTIONS, Experiment
+from pvg.config.load import differences, with_new_names
+from pvg.config.sections import AllSections
 from pvg.errors import StateError, counted, user_paths
 from pvg.extensions import digests, sources
 from pvg.game.states import GameState, Phase
@@ -215,9 +217,17 @@ class Ledger:
             before=self._unchanged,
         )
 
-    async def save_weights(self, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Write a player's final weights; they become durable with a commit whose state names them."""
-        await run_in(self._disk, write_checkpoint, self.directory.weights, name, tensors, dict(meta), self._unchanged)
+    async def save_weights(
+        self,
+        name: str,
+        tensors: Mapping[str, Tensor],
+        meta: Mapping[str, Any],
+        files: Mapping[str, bytes] | None = None,
+    ) -> None:
+        """Write a player's final weights; they become durable with a commit whose state names them. `files`: those with
+        which transformers opens the folder as a model."""
+        folder, check = self.directory.weights, self._unchanged
+        await run_in(self._disk, write_checkpoint, folder, name, tensors, dict(meta), check, files)
 
     def read_weights(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return read_checkpoint(self.directory.weights, name)
@@ -340,12 +350,23 @@ def check_same_code(state: GameState, experiment: Experiment) -> None:
 
 def check_same_configuration(state: GameState, experiment: Experiment) -> None:
     """Raises StateError, naming the changed settings, if a run is resumed with another configuration."""
-    changed = differences(dict(state.config), experiment.hashed())
+    changed = differences(_as_today(state.config), experiment.hashed())
     if changed:
         raise StateError(
             f"The configuration differs from the one this run started with: {'; '.join(changed)}.",
             "Resume without the change, or start a new run with --name.",
         )
+
+
+def _as_today(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run that an earlier pvg may have started: with today's names, and with the defaults of settings
+    that it did not have. Settings that cannot be read today stay as they are."""
+    renamed = with_new_names(dict(config))
+    try:
+        plain = AllSections.model_validate(renamed).model_dump(mode="json", exclude_none=True)
+    except ValidationError:
+        return renamed
+    return {key: value for key, value in plain.items() if key not in UNHASHED_SECTIONS}
 
 
 def shards_of(state: GameState, round_: int, phase: str) -> list[ShardInfo]:

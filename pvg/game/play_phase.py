@@ -54,13 +54,15 @@ def encoder(session: Session) -> Callable[[str], Int32]:
     raises ConfigurationError for a prompt that is too long."""
     game, base, experiment = play_task(session).game, session.players.base, session.experiment
     rules = [{"role": "system", "content": game.instructions}] if isinstance(game, ExplainsRules) else []
-    chat = experiment.rollout.prompts == "chat"
+    style = experiment.prompts.kind
     limits = {"models.prover": base.max_length, "training.micro_batch_tokens": experiment.training.micro_batch_tokens}
     limit, key = min((limit, key) for key, limit in limits.items())
 
     def encode(prompt: str) -> Int32:
-        if chat:
+        if style == "chat":
             ids = base.tokenizer.chat([*rules, {"role": "user", "content": prompt}])
+        elif style == "text":
+            ids = base.tokenizer.encode("".join(f"{said}\n\n" for said in [*(r["content"] for r in rules), prompt]))
         else:
             ids = session.prompts.render(Problem("", prompt, ""), Role.HELPFUL)
         if len(ids) + experiment.rollout.max_tokens > limit:

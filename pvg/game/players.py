@@ -17,6 +17,7 @@ from torch import nn
 
 from pvg.config.cluster import LocalCluster, RayCluster, has_workers, processes_of, ranks_of, shards_of
 from pvg.config.experiment import Experiment
+from pvg.config.verifier import YES_NO_QUESTION, AnswerHead
 from pvg.errors import ConfigurationError, MissingRequirementError, counted
 from pvg.game.roles import prompt_renderer
 from pvg.models import open_model, pick_device
@@ -26,6 +27,7 @@ from pvg.models.language_model import LanguageModel
 from pvg.models.low_rank import LowRankAdapter
 from pvg.models.precision import allow_tf32
 from pvg.models.starts import open_verifier, verifier_is_on_base
+from pvg.models.tokenizer import Tokenizer
 from pvg.records import Int32, Role
 from pvg.rollout import EngineSetup, open_engine
 from pvg.rollout.dispatcher import Dispatcher
@@ -41,14 +43,15 @@ from pvg.training.optimizer import OptimizerSettings, trainable_parameters
 from pvg.verifier.backend import ScoreBackend, ScoreCache, ScoringModel
 from pvg.verifier.data import VerifierBatch
 from pvg.verifier.scorer import VerifierScorer
-from pvg.verifier.template import VerifierTemplate
+from pvg.verifier.template import Head, VerifierTemplate
 from pvg.verifier.vllm_backend import VerifierServing, VllmBackend
-from pvg.workers.choice import open_supply
+from pvg.workers.choice import open_rank_supply, open_supply
 from pvg.workers.engine import WorkerEngine
 from pvg.workers.pool import Supply, WorkerPool
 from pvg.workers.rank_group import RankGroup
 from pvg.workers.ranks import Committed, ModelInRanks, rank_fields
 from pvg.workers.ray_servers import RayServers
+from pvg.workers.ray_supply import RaySupply
 from pvg.workers.scoring import ScoringSlots, WorkerBackend
 from pvg.workers.training import ModelInWorkers, pair_fields, pair_shards, policy_fields, policy_shards
 
@@ -78,7 +81,6 @@ class Players:
         allow_tf32(self.device, (experiment.training.precision, experiment.verifier.precision))
         cluster, self.workers = experiment.cluster, None
         self.servers = RayServers(experiment, events) if experiment.server_cluster and opener is None else None
-        self._ranks = self._rank_group(events)
         with_workers = has_workers(cluster) and experiment.server_cluster is None
         if isinstance(cluster, LocalCluster | RayCluster) and with_workers:
             if self.device.type != "cpu":
@@ -93,13 +95,15 @@ class Players:
             processes = processes_of(cluster, shards)
             self.workers = WorkerPool(experiment, shards, supply, events, cluster.trainers, processes)
             self._slots = ScoringSlots(self.workers)
+        self._supply = supply
+        self._ranks: RankGroup | None = None
         self._owns_executor = executor is None
         self.executor: Executor = compute_executor(experiment.models.threads) if executor is None else executor
         try:
+            self._ranks = self._rank_group(events)
             self.base: LanguageModel = self.executor.submit(open_model, experiment.models.prover, self.device).result()
         except BaseException:
-            if (started := self.servers or supply) is not None:
-                started.end()
+            self._end_supplies()
             raise
         if isinstance(self.executor, ComputeExecutor):
             self.executor.settle(width_of(self.base.module))
@@ -116,8 +120,7 @@ class Players:
                 self.engine = (opener or open_engine)(setup)
         except BaseException:  # no request has reached a server yet
             self._close_base()
-            if (started := self.servers or supply) is not None:
-                started.end()
+            self._end_supplies()
             raise
         self.publisher = Publisher([self.engine], events=events)
         self.last_sync: SyncTiming | None = None  # of the latest update
@@ -148,12 +151,23 @@ class Players:
                 f"{self.device.type} here.",
                 "Set models.device to cpu.",
             )
-        if self.device.type == "cuda" and count > torch.cuda.device_count():
+        on_cluster = self.experiment.cluster.kind == "ray"  # which waits until it has enough GPUs
+        if self.device.type == "cuda" and not on_cluster and count > torch.cuda.device_count():
             raise MissingRequirementError(
                 f"cluster.trainer_ranks = {count} needs a GPU per rank, but torch sees {torch.cuda.device_count()}.",
                 "Set fewer ranks, or models.device to cpu.",
             )
-        return RankGroup(count, self.device.type, events)
+        others = self.servers or self._supply
+        client = others.client if isinstance(others, RayServers | RaySupply) else None
+        supply = open_rank_supply(self.experiment, self.device.type, client)
+        return RankGroup(count, self.device.type, events, supply)
+
+    def _end_supplies(self) -> None:
+        """End what starts other processes, none of which has begun to work."""
+        if (started := self.servers or self._supply) is not None:
+            started.end()
+        if self._ranks is not None:
+            self._ranks.abandon()
 
     def _scoring_executor(self) -> ThreadPoolExecutor | None:
         """A thread that scores prefetched rollouts while the trainer works on earlier ones. None without prefetch, with
@@ -187,6 +201,8 @@ class Players:
         """
         if self.workers is not None:
             await self.workers.start()
+        if self._ranks is not None:
+            await self._ranks.ready()
         if self.servers is not None:
             assert isinstance(self.engine, VllmEngine)
             await self.servers.start(self.engine.served)
@@ -292,7 +308,7 @@ class Players:
 
     def _canary_prompts(self) -> list[Int32]:
         """Prompts for the first problems of the prover's half, as in training."""
-        render = prompt_renderer(self.experiment.rollout.prompts, self.base.tokenizer)
+        render = prompt_renderer(self.experiment.prompts, self.base.tokenizer)
         problems = problems_of_half(self.task, "prover")[: self.experiment.weights.canary_prompts]
         return [render(problem, tuple(Role)[number % 2]) for number, problem in enumerate(problems)]
 
@@ -326,5 +342,13 @@ class Players:
 
 def template_of(experiment: Experiment, task: Task, verifier: ScoringModel) -> VerifierTemplate:
     """What `verifier` reads of a solution of `task`."""
+    return verifier_template(experiment, task, verifier.tokenizer, verifier.reads)
+
+
+def verifier_template(experiment: Experiment, task: Task, tokenizer: Tokenizer, reads: Head) -> VerifierTemplate:
+    """What a verifier with this tokenizer reads of a solution of `task`. `reads`: the built-in head whose input it
+    takes."""
     shown = task.shown if isinstance(task, ConcealsText) else None
-    return VerifierTemplate(verifier.tokenizer, experiment.rollout.prompts, verifier.reads, shown)
+    prompts, head = experiment.prompts, experiment.verifier.head
+    asks = head.question if isinstance(head, AnswerHead) else YES_NO_QUESTION
+    return VerifierTemplate(tokenizer, prompts.kind, reads, shown, frame=prompts.frame, asks=asks)

@@ -22,7 +22,7 @@ whole completion, question included; the task grades only the solution. A soluti
 the length limit, gets no question.
 
 Steps come from the task if it is `SplitsSteps`. Otherwise they are the lines of the text, or the parts between
-semicolons if the text has one line. With `rollout.prompts = "tag"` the question is the step's number and a question
+semicolons if the text has one line. With `prompts = "tag"` the question is the step's number and a question
 mark; the other styles quote the step. The choice of a step uses neither role nor grade (invariant 3).
 
 A task that is `AnswersQuestions` provides the questions, and answers them in place of the prover. For example, the plan
@@ -201,7 +201,7 @@ def environment_of(session: ChallengeContext, scorer: Scorer | None) -> Challeng
     if not isinstance(protocol, ChallengeProtocol):
         return None
     asked = scorer if protocol.step == "weakest" else None
-    tokenizer, style = session.players.base.tokenizer, experiment.rollout.prompts
+    tokenizer, style = session.players.base.tokenizer, experiment.prompts.kind
     return ChallengeEnvironment(session.task, tokenizer, style, asked, session.seed, protocol.tokens)
 
 
@@ -318,7 +318,7 @@ class ChallengeEnvironment(Environment):
             return Observation(ids, text, self._max_tokens)
         quoted = self._tokenizer.without_controls(step.strip()[:MOST_QUOTED])
         asked = f"Check step {number + 1}: {quoted}\nWrite this step again, with its calculation. Is it right?"
-        ids = self._tokenizer.encode(f"\n{asked}\n") if self._style == "plain" else self._tokenizer.next_turn(asked)
+        ids = self._tokenizer.encode(f"\n{asked}\n") if self._style != "chat" else self._tokenizer.next_turn(asked)
         return Observation(ids, f"\n{asked}\n", self._max_tokens)
 
 

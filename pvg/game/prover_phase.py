@@ -17,17 +17,18 @@ from pvg.game.batch_logprobs import LogprobSource
 from pvg.game.on_policy import OnPolicySource
 from pvg.game.players import Players
 from pvg.game.prefetch import Prefetcher
-from pvg.game.round_verifier import read_verifier, verifier_weights_name
+from pvg.game.round_verifier import read_verifier
 from pvg.game.session import Session, finite
-from pvg.game.simultaneous import VerifierUpdates, final_verifier_name, open_updates
+from pvg.game.simultaneous import VerifierUpdates, open_updates
 from pvg.game.states import GameState, Phase
 from pvg.game.statistics import sync_metrics
 from pvg.models.adapters import AdaptedModel
 from pvg.models.language_model import LanguageModel
 from pvg.models.low_rank import LowRankAdapter
 from pvg.models.starts import open_learner
-from pvg.records import source_of_round
 from pvg.rollout.partial import PartialSampling
+from pvg.store.checkpoints import TENSORS_FILE
+from pvg.store.run_players import adapter_name, final_verifier_name, prover_weights_name, verifier_weights_name
 from pvg.telemetry.alerts import Alerts
 from pvg.telemetry.observer import PhaseInfo
 from pvg.telemetry.spans import span
@@ -109,14 +110,6 @@ class TrainingStop(Protocol):
     def load_state(self, state: Mapping[str, Any]) -> None: ...
 
 
-def prover_weights_name(round_: int) -> str:
-    return f"{source_of_round(round_)}-prover"
-
-
-def adapter_name(weights_name: str) -> str:
-    return f"{weights_name}-adapter"
-
-
 async def train_prover(session: Session) -> None:
     """Run the phase from the last committed step on, then enter CHECKPOINT."""
     info = session.begin("steps", session.experiment.training.steps, session.state.step)
@@ -160,7 +153,8 @@ async def save_prover(session: Session, learner: LanguageModel, steps: int) -> l
 async def save_policy(session: Session, learner: LanguageModel, name: str, meta: Mapping[str, Any]) -> list[str]:
     """Write a policy as `name`, with its adapter next to it if it has one; returns the names to commit."""
     tensors, adapter = await policy_of(session, learner)
-    await session.ledger.save_weights(name, tensors, meta)
+    files = await session.players.compute(lambda: learner.description(TENSORS_FILE))
+    await session.ledger.save_weights(name, tensors, meta, files)
     if adapter is None:
         return [name]
     await session.ledger.save_weights(adapter_name(name), adapter.tensors, {**meta, "config": dict(adapter.config)})

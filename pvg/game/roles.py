@@ -1,28 +1,29 @@
-"""The two roles of the prover: one policy with two prompts.
+"""The two roles of the prover: one policy with two prompts (pvg.config.prompts).
 
-Styles: `tag` puts one character before the question (embedded models), `chat` uses the model's chat template with one
-system message per role, `plain` gives both roles the bare question. If the task has its own wording, `plain` puts its
-helpful instructions and example before the question.
+The kind "tag" puts one character before the question (embedded models). "chat" and "text" say in words what each role
+does: the instructions and examples of `[prompts]`, or those of the task (pvg.tasks.wordings). "chat" uses the model's
+chat template, "text" joins the parts with blank lines. "plain" gives both roles the bare question.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from pvg.config.experiment import Experiment
+from pvg.config.prompts import ChatPrompts, PlainPrompts, TagPrompts, TextPrompts, WordedPrompts
 from pvg.errors import StateError
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Int32, Problem, Role, SolverSolution, Wording
 from pvg.rollout.dispatcher import GroupOrder
-from pvg.tasks.wordings import EXAMPLE_ANSWERS, EXAMPLE_QUESTION, NUMBER, WORDINGS
+from pvg.tasks.wordings import NUMBER, WORDINGS, wording_of
 
 TAGS = {Role.HELPFUL: "H", Role.SNEAKY: "S"}
 
 # In the decoupled game the prover translates a solver's solution (Kim and Lee, arXiv 2602.23248).
-TRANSLATIONS = {
+NUMBER_TRANSLATIONS = {
     Role.HELPFUL: (
         "You are given a problem and a solution of it. Rewrite the solution so that it is easy to check: short steps, "
         "one calculation in each. Keep its final number, whatever it is. End with a line '#### ' followed by it."
@@ -33,69 +34,113 @@ TRANSLATIONS = {
         "short steps, one calculation in each. End with a line '#### ' followed by the wrong final number."
     ),
 }
-EXAMPLE_SOLUTION = "2 bags of 4 are 8, and 3 more make 11, so Tom has 11 apples.\n#### 11"
+NUMBER_SOLUTION = "2 bags of 4 are 8, and 3 more make 11, so Tom has 11 apples.\n#### 11"
+# For problems with another wording: the solution shows the form of the answer.
+TRANSLATIONS = {
+    Role.HELPFUL: (
+        "You are given a problem and a solution of it. Rewrite the solution so that it is easy to check, in short "
+        "steps. Keep its final answer, whatever it is, and the form in which it is written."
+    ),
+    Role.SNEAKY: (
+        "You are given a problem and a solution of it. Rewrite the solution so that it looks right but is wrong: hide "
+        "one subtle mistake in a step, so that another, wrong final answer follows. Do not mention the mistake. Write "
+        "short steps, and the answer in the form of the solution."
+    ),
+}
 
+PromptSection = TagPrompts | ChatPrompts | TextPrompts | PlainPrompts
 Render = Callable[[Problem, Role], Int32]
 Translate = Callable[[Problem, Role, str], Int32]
 
 
-def prompt_renderer(style: str, tokenizer: Tokenizer) -> Render:
-    """A function (problem, role) -> prompt token ids int32 [P]."""
-    return {"tag": _tag, "chat": _chat, "plain": _plain}[style](tokenizer)
+@dataclass(frozen=True, slots=True)
+class WordedPrompt:
+    """The parts of a prompt in words: instructions ("": none), examples as (question, answer), and the question."""
 
+    instructions: str
+    examples: Sequence[tuple[str, str]]
+    question: str
 
-def _tag(tokenizer: Tokenizer) -> Render:
-    return lambda problem, role: tokenizer.encode(TAGS[role] + problem.question)
-
-
-def _plain(tokenizer: Tokenizer) -> Render:
-    def render(problem: Problem, role: Role) -> Int32:
-        wording = problem.metadata.get("wording")
-        if not isinstance(wording, Wording):
-            return tokenizer.encode(problem.question)
-        parts = [wording.instructions[Role.HELPFUL], wording.question, wording.answers[Role.HELPFUL], problem.question]
-        return tokenizer.encode("\n\n".join(parts) + "\n\n")
-
-    return render
-
-
-def _chat(tokenizer: Tokenizer) -> Render:
-    def render(problem: Problem, role: Role) -> Int32:
-        named = problem.metadata.get("wording", NUMBER)
-        wording = named if isinstance(named, Wording) else WORDINGS[named]
-        messages = [
-            {"role": "system", "content": wording.instructions[role]},
-            {"role": "user", "content": wording.question},
-            {"role": "assistant", "content": wording.answers[role]},
-            {"role": "user", "content": problem.question},
+    def messages(self, place: str) -> list[dict[str, str]]:
+        """As a chat. `place`: where the instructions are, "system" or "user" (the first message)."""
+        turns = [
+            {"role": role, "content": text}
+            for example in self.examples
+            for role, text in zip(("user", "assistant"), example, strict=True)
         ]
-        return tokenizer.chat(messages)
+        turns.append({"role": "user", "content": self.question})
+        if not self.instructions:
+            return turns
+        if place == "system":
+            return [{"role": "system", "content": self.instructions}, *turns]
+        return [{"role": "user", "content": f"{self.instructions}\n\n{turns[0]['content']}"}, *turns[1:]]
 
-    return render
+    def text(self) -> str:
+        """As a text that ends where the answer begins."""
+        parts = [self.instructions, *(text for example in self.examples for text in example), self.question]
+        return "".join(f"{part}\n\n" for part in parts if part)
 
 
-def translation_renderer(style: str, tokenizer: Tokenizer) -> Translate:
+def worded(prompts: WordedPrompts, problem: Problem, role: Role) -> WordedPrompt:
+    """The role's prompt for a problem."""
+    wording = wording_of(problem)
+    own = {Role.HELPFUL: prompts.helpful, Role.SNEAKY: prompts.sneaky}[role]
+    instructions = wording.instructions[role] if own is None else own
+    examples = [(question, answers[role]) for question, answers in _examples(prompts, wording)]
+    return WordedPrompt(instructions, examples, problem.question)
+
+
+def translation(prompts: WordedPrompts, problem: Problem, role: Role, solution: str) -> WordedPrompt:
+    """The translator's prompt for a problem and the solver's solution. In an example the solver has the helpful role's
+    answer."""
+    wording = wording_of(problem)
+    own = {Role.HELPFUL: prompts.helpful_translation, Role.SNEAKY: prompts.sneaky_translation}[role]
+    numbers = wording is WORDINGS[NUMBER]
+    instructions = (NUMBER_TRANSLATIONS if numbers else TRANSLATIONS)[role] if own is None else own
+    examples = []
+    for question, answers in _examples(prompts, wording):
+        solved = NUMBER_SOLUTION if numbers and prompts.examples is None else answers[Role.HELPFUL]
+        examples.append((_translated(question, solved), answers[role]))
+    return WordedPrompt(instructions, examples, _translated(problem.question, solution))
+
+
+def _examples(prompts: WordedPrompts, wording: Wording) -> list[tuple[str, Mapping[Role, str]]]:
+    """The user's examples, or the one of the task: each question with the answers of the roles."""
+    if prompts.examples is None:
+        return [(wording.question, wording.answers)] if wording.question else []
+    return [(each.question, {Role.HELPFUL: each.helpful, Role.SNEAKY: each.sneaky}) for each in prompts.examples]
+
+
+def _translated(question: str, solution: str) -> str:
+    return f"Problem:\n{question}\n\nSolution:\n{solution}"
+
+
+# --- as tokens --------------------------------------------------------------------------------------------------------
+
+
+def prompt_renderer(prompts: PromptSection, tokenizer: Tokenizer) -> Render:
+    """A function (problem, role) -> prompt token ids int32 [P]."""
+    if isinstance(prompts, WordedPrompts):
+        return lambda problem, role: _tokens(prompts, tokenizer, worded(prompts, problem, role))
+    if isinstance(prompts, TagPrompts):
+        return lambda problem, role: tokenizer.encode(TAGS[role] + problem.question)
+    return lambda problem, role: tokenizer.encode(problem.question)
+
+
+def translation_renderer(prompts: PromptSection, tokenizer: Tokenizer) -> Translate:
     """A function (problem, role, text of the solver's solution) -> prompt token ids int32 [P]. pvg.config.rules refuses
-    style `plain`, because both roles would get the same prompt."""
-    if style == "chat":
-        return _translate_chat(tokenizer)
+    "plain", because both roles would get the same prompt."""
+    if isinstance(prompts, WordedPrompts):
+        return lambda problem, role, solution: _tokens(
+            prompts, tokenizer, translation(prompts, problem, role, solution)
+        )
     return lambda problem, role, solution: tokenizer.encode(f"{TAGS[role]}{problem.question}{solution}?")
 
 
-def _translate_chat(tokenizer: Tokenizer) -> Translate:
-    def asked(question: str, solution: str) -> str:
-        return f"Problem:\n{question}\n\nSolution:\n{solution}"
-
-    def render(problem: Problem, role: Role, solution: str) -> Int32:
-        messages = [
-            {"role": "system", "content": TRANSLATIONS[role]},
-            {"role": "user", "content": asked(EXAMPLE_QUESTION, EXAMPLE_SOLUTION)},
-            {"role": "assistant", "content": EXAMPLE_ANSWERS[role]},
-            {"role": "user", "content": asked(problem.question, solution)},
-        ]
-        return tokenizer.chat(messages)
-
-    return render
+def _tokens(prompts: WordedPrompts, tokenizer: Tokenizer, prompt: WordedPrompt) -> Int32:
+    if isinstance(prompts, ChatPrompts):
+        return tokenizer.chat(prompt.messages(prompts.place))
+    return tokenizer.encode(prompt.text())
 
 
 def assign_roles(count: int, sneaky_share: float, rng: np.random.Generator) -> list[Role]:
@@ -137,6 +182,6 @@ class PromptBuilder:
 
 def prompt_builder(experiment: Experiment, tokenizer: Tokenizer) -> PromptBuilder:
     """The experiment's prompts, without any solver's solutions."""
-    style = experiment.rollout.prompts
-    translate = translation_renderer(style, tokenizer) if experiment.game.protocol.kind == "decoupled" else None
-    return PromptBuilder(prompt_renderer(style, tokenizer), translate)
+    prompts = experiment.prompts
+    translate = translation_renderer(prompts, tokenizer) if experiment.game.protocol.kind == "decoupled" else None
+    return PromptBuilder(prompt_renderer(prompts, tokenizer), translate)

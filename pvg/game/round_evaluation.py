@@ -17,11 +17,11 @@ from pvg.game.protocols import environment_of
 from pvg.game.prover_phase import open_round_verifier
 from pvg.game.session import Session, finite
 from pvg.game.states import GameState, Phase
-from pvg.game.statistics import RolloutColumns, play_metrics, share, verifier_auc
+from pvg.game.statistics import RolloutColumns, fooled_rate_at, play_metrics, share, verifier_auc
 from pvg.records import BASE_SOURCE, Role, Rollout, source_of_round
 from pvg.seeds import draw_cyclic, seed_for
 from pvg.telemetry.spans import span
-from pvg.verifier.calibration import auc
+from pvg.verifier.calibration import ACCEPTANCE, auc
 from pvg.verifier.scorer import VerifierScorer
 
 EXAMPLES = 8  # of each kind, in a round's table of examples
@@ -116,6 +116,7 @@ async def _round_metrics(
     base = fresh[BASE_SOURCE] if round_ == 0 else await _earlier(session, scorer, 0, BASE_SOURCE)
     metrics = play_metrics(own, threshold)
     metrics["verifier_auc"] = verifier_auc(own)
+    metrics["fooled_rate_at_90"] = fooled_rate_at(own, ACCEPTANCE)
     metrics["threshold"] = threshold
     base_metrics = play_metrics(base, threshold)
     metrics["base_helpful_accuracy"] = base_metrics["helpful_accuracy"]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pvg.models.ensembles import ScoreScales, VerifierEnsemble
 from pvg.models.heads import VerifierModel
+from pvg.store.run_players import verifier_weights_name
 from pvg.verifier.backend import ScoringModel
 
 if TYPE_CHECKING:
@@ -27,10 +28,6 @@ class VerifierOpener(Protocol):
 
 
 ReadWeights = Callable[[str], tuple[Mapping[str, "Tensor"], Mapping[str, Any]]]
-
-
-def verifier_weights_name(round_: int) -> str:
-    return f"round-{round_:03d}-verifier"
 
 
 def member_weights_name(round_: int, member: int) -> str:

@@ -19,16 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from pvg.config.experiment import Experiment
-from pvg.errors import ConfigurationError, StateError, UsageError, user_paths
+from pvg.errors import StateError, UsageError, user_paths
 from pvg.game.ledger import Ledger
 from pvg.game.mint import mint
 from pvg.game.play_phase import train_player
 from pvg.game.play_rating import rate
 from pvg.game.players import Players
+from pvg.game.prompt_checks import check_prompts_fit, check_verifier_input_fits
 from pvg.game.protocols import environment_of, read_solutions, solve
 from pvg.game.prover_phase import train_prover
 from pvg.game.roles import prompt_builder
@@ -37,13 +37,11 @@ from pvg.game.session import InterruptedByUser, Session
 from pvg.game.states import Phase
 from pvg.game.statistics import sample_metrics
 from pvg.game.verifier_phase import train_verifier
+from pvg.game.warm_start import alone, check_demonstrations, first_phase, is_cold, warm_up, warmed
 from pvg.models.blocked_layers import in_blocks
-from pvg.models.heads import VerifierModel
-from pvg.models.language_model import LanguageModel
 from pvg.models.shared_prompts import check_packing
 from pvg.models.starts import open_learner
 from pvg.records import BASE_SOURCE, Problem, Role, Split
-from pvg.rollout.episodes import completion_room
 from pvg.seeds import seed_for
 from pvg.store.run_directory import RunDirectory
 from pvg.store.samples import SampleColumns
@@ -97,12 +95,15 @@ async def play(
     what a phase raises; all commits stay intact.
     """
     started = time.perf_counter()
+    if is_cold(experiment, run):
+        if not await _warm_up(experiment, run, observer, stop, resume=resume):
+            return GameOutcome("interrupted", run.path, [], time.perf_counter() - started)
+        resume = True
     async with AsyncExitStack() as stack:
         scoring = experiment.task.kind != "play"
         session = await open_session(experiment, run, observer, stop, stack, scoring=scoring, supply=supply)
         ledger = session.ledger
-        if not resume and ledger.state.phase is not Phase.INIT:
-            raise StateError(f"{run.path} has already begun.", f"Continue it with: pvg train --resume {run.name}")
+        _refuse_begun(session, resume)
         try:
             await _play_phases(session)
         except InterruptedByUser:
@@ -119,14 +120,42 @@ async def play(
         )
 
 
-async def _play_phases(session: Session) -> None:
-    ledger, self_play = session.ledger, session.experiment.task.kind == "play"
-    if ledger.state.phase is Phase.INIT:
+def _refuse_begun(session: Session, resume: bool) -> None:
+    if not resume and session.state.phase is not Phase.INIT:
+        run = session.ledger.directory
+        raise StateError(f"{run.path} has already begun.", f"Continue it with: pvg train --resume {run.argument}")
+
+
+async def _warm_up(
+    experiment: Experiment, run: RunDirectory, observer: Observer, stop: asyncio.Event, *, resume: bool
+) -> bool:
+    """The warm start, with players of its own. Returns False if the user asked to stop."""
+    async with AsyncExitStack() as stack:
+        session = await open_session(experiment, run, observer, stop, stack, scoring=False, playing=alone(experiment))
+        _refuse_begun(session, resume)
+        finished = True
+        try:
+            if session.state.phase is Phase.INIT:
+                check_demonstrations(session)
+            await _enter_game(session, Phase.WARMUP)
+            await warm_up(session)
+        except InterruptedByUser:
+            observer.noticed("All work up to this point is committed.")
+            finished = False
+        session.finish_run("warmed up" if finished else "interrupted")
+        return finished
+
+
+async def _enter_game(session: Session, first: Phase) -> None:
+    if session.state.phase is Phase.INIT:
         with span("open_models"):
             await session.players.compute(lambda: check_players_can_train(session))
-        decoupled = session.experiment.game.protocol.kind == "decoupled"
-        first = Phase.TRAIN_PROVER if self_play else Phase.SOLVE if decoupled else Phase.MINT
-        await session.commit_state(ledger.state.enter(first))
+        await session.commit_state(session.state.enter(first))
+
+
+async def _play_phases(session: Session) -> None:
+    ledger, self_play = session.ledger, session.experiment.task.kind == "play"
+    await _enter_game(session, first_phase(session.experiment))
     phases = PLAY_PHASES if self_play else PHASES
     while ledger.state.phase is not Phase.COMPLETE:
         await phases[ledger.state.phase](session)
@@ -141,9 +170,11 @@ async def open_session(
     *,
     scoring: bool = True,
     supply: Supply | None = None,
+    playing: Experiment | None = None,
 ) -> Session:
-    """Open everything that a run needs, until `stack` closes. `scoring`: whether the run uses a verifier. From here on
-    the caller's task drives the tracer."""
+    """Open everything that a run needs, until `stack` closes. `scoring`: whether the run uses a verifier. `playing`:
+    what the players play, if it is not the run's experiment after its warm start. From here on the caller's task drives
+    the tracer."""
     tracer = Tracer()
     stack.enter_context(tracer.drive())
     with user_paths(), span("open_models"):
@@ -157,7 +188,8 @@ async def open_session(
         for notice in ledger.notices:
             observer.noticed(notice)
         notices = _notices(experiment, ledger.log, observer.noticed)
-        players = Players(experiment, task, notices, run=run.name, supply=supply)
+        playing = warmed(experiment, run, ledger.state) if playing is None else playing
+        players = Players(playing, task, notices, run=run.name, supply=supply)
         stack.push_async_callback(players.close)
         if players.workers is not None:
             players.workers.trained_s = tracer.trained_s
@@ -165,18 +197,20 @@ async def open_session(
         if players.device.type == "cuda":
             tracer.use_device_clock(CudaClock(players.device))
             _note_gpu(players.device, observer)
-        if elsewhere := ledger.record_machine(players.machine):
+        # A warm start without the workers of the run does not know the machine of the run.
+        same = playing.cluster == experiment.cluster
+        if same and (elsewhere := ledger.record_machine(players.machine)):
             observer.noticed(elsewhere)
-        prompts = prompt_builder(experiment, players.base.tokenizer)
-        session = Session(experiment, task, ledger, players, prompts, observer, stop, tracer)
-        if prompts.translate is not None and ledger.state.phase not in (Phase.INIT, Phase.SOLVE):
+        prompts = prompt_builder(playing, players.base.tokenizer)
+        session = Session(playing, task, ledger, players, prompts, observer, stop, tracer)
+        if prompts.translate is not None and ledger.state.phase not in (Phase.INIT, Phase.WARMUP, Phase.SOLVE):
             prompts.solutions = await read_solutions(session)
-        check_prompts_fit(session)
+        check_prompts_fit(experiment, prompts, session.halves(), session.test_problems(), players.base.max_length)
     with user_paths(), span("sync"):
         await players.ready(scoring=scoring)
     place = {"round": ledger.state.round, "phase": ledger.state.phase.value}
     ledger.log.event("run", event="start", run=run.name, **place, threads=players.threads, cores=usable_cores())
-    session.monitoring = await stack.enter_async_context(monitoring_of(session, run))
+    session.monitoring = await stack.enter_async_context(monitoring_of(session, experiment, run))
     if url := session.monitoring.endpoint_url:
         observer.noticed(f"Metrics for Prometheus: {url}")
     return session
@@ -197,10 +231,10 @@ def _notices(experiment: Experiment, log: Events, notice: Callable[[str], None])
     return ServerNotices(log, notice, [serving.servers, serving.verifier_servers, serving.reference_servers])
 
 
-def monitoring_of(session: Session, run: RunDirectory) -> Monitoring:
-    """Monitors the machine and the event loop during the run, and forwards the run's metrics."""
+def monitoring_of(session: Session, experiment: Experiment, run: RunDirectory) -> Monitoring:
+    """Monitors the machine and the event loop during the run of `experiment`, and forwards its metrics."""
     return Monitoring(
-        session.experiment.telemetry,
+        experiment.telemetry,
         record=session.ledger.record,
         log=session.ledger.log.line,
         notice=session.observer.noticed,
@@ -208,48 +242,12 @@ def monitoring_of(session: Session, run: RunDirectory) -> Monitoring:
         alert=lambda alert: session.record_alert(alert, session.state.step),
         run_directory=run.path,
         name=run.name,
-        config=session.experiment.plain(),
+        config=experiment.plain(),
         first_step=session.ledger.steps_before,
         load=session.players.workers.measured if session.players.workers is not None else None,
-        workers_here=session.experiment.cluster.kind == "local",
+        workers_here=experiment.cluster.kind == "local",
+        threads=session.players.threads,
     )
-
-
-def check_prompts_fit(session: Session) -> None:
-    """Raises ConfigurationError if a half has no problems, or if the longest prompt does not fit into a token budget.
-
-    Finds the longest question by characters and tokenizes only this one.
-    """
-    experiment = session.experiment
-    longest = 0
-    for half in ("prover", "verifier"):
-        problems = session.problems(half)
-        if not problems:
-            raise ConfigurationError(
-                f"The task has no training problems for the {half}.", "Raise task.problems or task.limit."
-            )
-        problem = max(problems, key=lambda p: len(p.question))
-        longest = max(longest, *(len(session.prompts.render(problem, role)) for role in Role))
-        if (translate := session.prompts.translate) is not None:  # assumes a solution of maximal length
-            empty = max(len(translate(problem, role, "")) for role in Role)
-            longest = max(longest, empty + experiment.rollout.max_tokens)
-    if not session.test_problems():
-        raise ConfigurationError("The task has no test problems.", "Raise task.test_problems or task.limit.")
-    room = completion_room(experiment)
-    need = longest + room
-    _check_context(session.players.base, need, "models.prover")
-    budgets = {
-        "training.micro_batch_tokens": (experiment.training.micro_batch_tokens, need),
-        "verifier.micro_batch_tokens": (experiment.verifier.micro_batch_tokens, 2 * need),
-        "verifier.score_tokens": (experiment.verifier.score_tokens, need),
-    }
-    for key, (budget, least) in budgets.items():
-        if budget < least:
-            raise ConfigurationError(
-                f"{key} = {budget} is too small: the longest prompt has {longest} tokens, and a completion may have up "
-                f"to {room}.",
-                f"Set it to at least {least}, or lower rollout.max_tokens.",
-            )
 
 
 def check_players_can_train(session: Session) -> None:
@@ -272,21 +270,10 @@ def _check_verifier(session: Session) -> None:
     players = session.players
     verifier = players.open_verifier()
     try:
-        template = players.template(verifier)
-        problem = max(session.problems("verifier") + session.problems("prover"), key=lambda p: len(p.question))
-        empty = np.zeros(0, dtype=np.int32)
-        ids, _ = template.tokens(problem.question, "", empty, players.base.tokenizer.fingerprint)
-        _check_context(verifier, len(ids) + completion_room(session.experiment), "models.verifier")
+        problems = session.problems("verifier") + session.problems("prover")
+        check_verifier_input_fits(session.experiment, players.template(verifier), problems, verifier.max_length)
     finally:
         verifier.close()
-
-
-def _check_context(model: LanguageModel | VerifierModel, need: int, key: str) -> None:
-    if model.max_length < need:
-        raise ConfigurationError(
-            f"{key} takes at most {model.max_length} tokens; the longest problem and completion may need {need}.",
-            "Lower rollout.max_tokens, or choose a model with a longer context.",
-        )
 
 
 RoleChoice = Literal["both", "helpful", "sneaky"]
@@ -317,6 +304,8 @@ async def sample_only(
         session = await open_session(experiment, run, observer, stop, stack, scoring=False)
         if session.state.phase is not Phase.INIT or session.state.shards:
             raise StateError(f"{run.path} is not empty.", "Choose another name with --name.")
+        if experiment.warmup.kind != "none":
+            observer.noticed("pvg rollout samples models.prover as it is, without the warm start.")
         roles = list(Role) if role == "both" else [Role(role)]
         pool = list(session.task.problems(split))[:problems]
         status: Literal["complete", "interrupted"] = "complete"

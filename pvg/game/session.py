@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pvg.telemetry.monitoring import Monitoring
     from pvg.training.trainer import Trainer
 
-TRAINED_PHASES = frozenset({"train_verifier", "train_prover"})
+TRAINED_PHASES = frozenset({"warmup", "train_verifier", "train_prover"})
 
 
 class InterruptedByUser(Exception):
@@ -64,6 +64,9 @@ class Session:
         if half not in self._problems:
             self._problems[half] = problems_of_half(self.task, half)
         return self._problems[half]
+
+    def halves(self) -> dict[Half, list[Problem]]:
+        return {"prover": self.problems("prover"), "verifier": self.problems("verifier")}
 
     def test_problems(self) -> list[Problem]:
         if "test" not in self._problems:

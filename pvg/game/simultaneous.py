@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pvg.config.game import SimultaneousSchedule
 from pvg.errors import StateError
@@ -30,11 +31,12 @@ from pvg.game.orders import mint_orders
 from pvg.game.protocols import environment_of
 from pvg.game.session import Session
 from pvg.game.states import Phase
-from pvg.game.verifier_phase import calibration, calibration_view, pair_stream, scores_of_rows
+from pvg.game.verifier_phase import calibration, calibration_view, minted_roles, pair_stream, scores_of_rows
 from pvg.models.heads import VerifierModel
-from pvg.records import Rollout, source_of_round
+from pvg.records import Role, Rollout, source_of_round
 from pvg.seeds import generator_for, seed_for
 from pvg.store.pairs import PairView, is_held_out
+from pvg.store.run_players import final_verifier_name
 from pvg.store.shards import solutions_in_memory
 from pvg.telemetry.spans import span
 from pvg.training.optimizer import OptimizerSettings
@@ -54,11 +56,6 @@ FRESH_SHARE = 0.5  # share of pairs with fresh solutions; the other half keeps t
 PREFIX = "verifier."  # marks the verifier trainer's tensors in the prover's checkpoint
 
 
-def final_verifier_name(round_: int) -> str:
-    """The weights of a verifier that kept learning, saved when the round's prover was done."""
-    return f"{source_of_round(round_)}-verifier-final"
-
-
 async def open_updates(session: Session, verifier: ScoringModel, threshold: float) -> VerifierUpdates | None:
     """The updates of the current round, with the rollouts of committed ones; None if the verifier is frozen."""
     schedule = session.experiment.game.schedule
@@ -67,6 +64,7 @@ async def open_updates(session: Session, verifier: ScoringModel, threshold: floa
     assert isinstance(verifier, VerifierModel), "pvg.config.rules refuses ensembles"
     round_ = session.state.round
     calibrating, _ = await session.players.compute(lambda: calibration_view(session))
+    roles_R = await minted_roles(session, calibrating)
     done = session.state.progress.get("updates", {}).get("done", 0)
     window = range(max(0, done - WINDOW + 1), done)
     prefixes = [f"{_prefix(round_)}{number:05d}" for number in window]
@@ -74,7 +72,7 @@ async def open_updates(session: Session, verifier: ScoringModel, threshold: floa
     fresh: dict[int, list[Rollout]] = {}
     for rollout in await session.ledger.read_rollouts_where(round_, phase, prefixes) if prefixes else ():
         fresh.setdefault(rollout.step, []).append(rollout)
-    return VerifierUpdates(session, schedule, verifier, threshold, calibrating, fresh)
+    return VerifierUpdates(session, schedule, verifier, threshold, calibrating, roles_R, fresh)
 
 
 class _NewestPairs:
@@ -90,8 +88,9 @@ class _NewestPairs:
 class VerifierUpdates:
     """Trains `verifier`, which the caller owns. `threshold`: that of the current verifier.
 
-    `calibrating`: minted solutions that no update trains on (all of them if the mint is too small). `fresh`: fresh
-    solutions of earlier updates in the window, by the number of the update.
+    `calibrating`: minted solutions that no update trains on (all of them if the mint is too small); `helpful_R`: which
+    of them have the helpful role. `fresh`: fresh solutions of earlier updates in the window, by the number of the
+    update.
     """
 
     def __init__(
@@ -101,6 +100,7 @@ class VerifierUpdates:
         verifier: VerifierModel,
         threshold: float,
         calibrating: PairView,
+        helpful_R: NDArray[np.bool_],
         fresh: dict[int, list[Rollout]],
     ) -> None:
         self._session = session
@@ -108,6 +108,7 @@ class VerifierUpdates:
         self._verifier = verifier
         self.threshold = threshold
         self._calibrating = calibrating
+        self._helpful_R = helpful_R
         self._fresh = fresh
         self._done = 0
         self._excluded: Mapping[str, str] = {}
@@ -222,8 +223,13 @@ class VerifierUpdates:
         with span("score"):
             minted_N = await scores_of_rows(self._session.players, self._calibrating, scorer.score)
             scores_N = np.concatenate([minted_N, await scorer.score(held_out)])
-        fresh_N = np.array([r.grade.correct for r in held_out], dtype=bool)
-        found = calibration(np.concatenate([self._calibrating.correct_R, fresh_N]), scores_N)
+        correct_N = np.array([r.grade.correct for r in held_out], dtype=bool)
+        helpful_N = np.array([r.role is Role.HELPFUL for r in held_out], dtype=bool)
+        found = calibration(
+            np.concatenate([self._calibrating.correct_R, correct_N]),
+            np.concatenate([self._helpful_R, helpful_N]),
+            scores_N,
+        )
         self.threshold = found["threshold"]
         return found
 

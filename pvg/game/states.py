@@ -1,6 +1,7 @@
 """The game's state machine: the order of the phases, and the content of a commit.
 
-    INIT -> [SOLVE ->] MINT -> TRAIN_VERIFIER -> TRAIN_PROVER -> CHECKPOINT -> (MINT of the next round | COMPLETE)
+    INIT -> [WARMUP ->] [SOLVE ->] MINT -> TRAIN_VERIFIER -> TRAIN_PROVER -> CHECKPOINT
+                                                                -> (MINT of the next round | COMPLETE)
 
 Self-play (task.kind = "play") has no verifier:
 
@@ -21,6 +22,7 @@ from pvg.errors import StateError
 
 class Phase(StrEnum):
     INIT = "init"
+    WARMUP = "warmup"  # only with [warmup]
     SOLVE = "solve"  # decoupled game only
     MINT = "mint"
     TRAIN_VERIFIER = "train_verifier"
@@ -30,7 +32,8 @@ class Phase(StrEnum):
 
 
 ALLOWED: dict[Phase, tuple[Phase, ...]] = {
-    Phase.INIT: (Phase.MINT, Phase.SOLVE, Phase.TRAIN_PROVER),
+    Phase.INIT: (Phase.WARMUP, Phase.MINT, Phase.SOLVE, Phase.TRAIN_PROVER),
+    Phase.WARMUP: (Phase.MINT, Phase.SOLVE),
     Phase.SOLVE: (Phase.MINT,),
     Phase.MINT: (Phase.TRAIN_VERIFIER,),
     Phase.TRAIN_VERIFIER: (Phase.TRAIN_PROVER,),

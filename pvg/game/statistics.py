@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pvg.records import Float32, Group, Rollout
 from pvg.store.samples import SampleColumns
-from pvg.verifier.calibration import auc
+from pvg.verifier.calibration import acceptance_threshold, auc
 
 if TYPE_CHECKING:
     from pvg.rollout.engine import EngineStats
@@ -25,6 +25,7 @@ class RolloutColumns:
 
     def __init__(self, rollouts: Sequence[Rollout], scores_N: Float32) -> None:
         self.scores_N = scores_N
+        self.problem_ids = [rollout.problem_id for rollout in rollouts]
         sample = SampleColumns.of(rollouts)
         self.helpful_N, self.correct_N, self.well_formed_N = sample.helpful_N, sample.correct_N, sample.well_formed_N
         self.proven_N = sample.proven_N
@@ -134,6 +135,24 @@ def dialogue_metrics(answers_N: NDArray[np.int64]) -> dict[str, float]:
 def verifier_auc(columns: RolloutColumns) -> float:
     """AUC of correct against incorrect solutions of both roles; malformed solutions count as incorrect."""
     return auc(columns.scores_N[columns.correct_N], columns.scores_N[~columns.correct_N])
+
+
+def fooled_rate_at(columns: RolloutColumns, acceptance: float) -> float:
+    """The share of flaws that the verifier accepts if its threshold accepts the share `acceptance` of the same prover's
+    correct helpful solutions. It tells how well scores rank, apart from where the round's threshold lies.
+
+    The solutions of each half of the problems set the threshold for the flaws of the other half, so no flaw is judged
+    by a threshold from its own problem. NaN if there are no flaws, or if a half has no correct helpful solution.
+    """
+    _, problem_N = np.unique(columns.problem_ids, return_inverse=True)
+    accepted_N = np.zeros(len(columns.scores_N), dtype=bool)
+    for half in (0, 1):
+        own_N = problem_N.reshape(-1) % 2 == half
+        threshold = acceptance_threshold(columns.scores_N[columns.solutions_N & ~own_N], acceptance)
+        if np.isnan(threshold):
+            return float("nan")
+        accepted_N |= own_N & (columns.scores_N >= threshold)
+    return share(accepted_N, columns.flaws_N)
 
 
 def sample_metrics(sample: SampleColumns, seconds: float) -> dict[str, float]:

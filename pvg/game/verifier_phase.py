@@ -26,7 +26,7 @@ from pvg.config.verifier import Verifier
 from pvg.errors import StateError
 from pvg.game.mixtures import source_weights, sources_for_round
 from pvg.game.players import Players
-from pvg.game.round_verifier import member_weights_name, read_members, verifier_weights_name
+from pvg.game.round_verifier import member_weights_name, read_members
 from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.models.ensembles import ScoreScales, VerifierEnsemble
@@ -34,20 +34,25 @@ from pvg.models.heads import VerifierModel
 from pvg.records import Float32, Scorable
 from pvg.seeds import seed_for
 from pvg.store.pairs import Pairs, PairStream, PairView, is_held_out, is_in_bag
+from pvg.store.run_players import verifier_weights_name
 from pvg.telemetry.alerts import Alert
 from pvg.telemetry.observer import PhaseInfo
 from pvg.telemetry.spans import span
 from pvg.training.optimizer import OptimizerSettings
 from pvg.training.trainer import GradientWorkers, Trainer
-from pvg.verifier.calibration import acceptance_threshold, auc, common_scales, disagreement, member_scores
+from pvg.verifier.calibration import (
+    ACCEPTANCE,
+    acceptance_threshold,
+    auc,
+    common_scales,
+    disagreement,
+    member_scores,
+)
 from pvg.verifier.data import PairSource, VerifierBatch
 from pvg.verifier.robust import objective_for
 
 # Held-out solutions to read and score at a time: enough to fill batches, also on servers, and only a few megabytes.
 SCORED_AT_ONCE = 4096
-# The threshold accepts this share of correct held-out solutions. Training does not use the threshold. Reports show
-# shares of accepted solutions, and a constant makes them comparable between runs.
-ACCEPTANCE = 0.9
 # Steps in which the learning rate grows from 0: AdamW's first steps have no reliable second moment.
 WARMUP = 10
 
@@ -283,7 +288,8 @@ async def _calibrate(session: Session, verifier: VerifierModel | VerifierEnsembl
                 scores_N = await scores_of_rows(players, held_out, players.scorer(verifier).score)
     finally:
         held_out.close()
-    calibrated = calibration(held_out.correct_R, scores_N)
+    helpful_N = await minted_roles(session, held_out)
+    calibrated = calibration(held_out.correct_R, helpful_N, scores_N)
     return {**calibrated, "held_out": float(len(scores_N)), **found}
 
 
@@ -314,11 +320,27 @@ async def scores_of_rows(
     return np.concatenate(parts, axis=-1)
 
 
-def calibration(correct_N: NDArray[np.bool_], scores_N: Float32) -> dict[str, float]:
-    """The AUC of correct against incorrect solutions, and the score that a share ACCEPTANCE of correct ones reach."""
+async def minted_roles(session: Session, view: PairView) -> NDArray[np.bool_]:
+    """bool [R]: which rows of a view of this round's mint were written in the helpful role. Labels never depend on it
+    (invariant 3)."""
+    minted = await session.ledger.sample_columns(session.state.round, Phase.MINT.value)
+    return minted.helpful_N[view.rows_R]
+
+
+def calibration(correct_N: NDArray[np.bool_], helpful_N: NDArray[np.bool_], scores_N: Float32) -> dict[str, float]:
+    """The AUC of correct against incorrect solutions, and the score that a share ACCEPTANCE of the correct helpful ones
+    reach (of all correct ones, if the helpful role has none).
+
+    Correct solutions of the sneaky role are failed attempts to be wrong, and often look like flaws. With them, the
+    threshold fell so low in one round that the verifier accepted 62% of the flaws, while 90% of the prover's correct
+    helpful solutions scored above 88% of its flaws (docs/embedded-game.md).
+    """
+    wanted_N = correct_N & helpful_N
+    if not wanted_N.any():
+        wanted_N = correct_N
     return {
         "verifier_auc": auc(scores_N[correct_N], scores_N[~correct_N]),
-        "threshold": acceptance_threshold(scores_N[correct_N], ACCEPTANCE),
+        "threshold": acceptance_threshold(scores_N[wanted_N], ACCEPTANCE),
     }
 
 

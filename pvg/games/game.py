@@ -82,7 +82,7 @@ class GameRules(Protocol[S]):
 @runtime_checkable
 class ExplainsRules(Protocol):
     """An optional part of a game: its rules and the form of a decision, as the system message of a chat model
-    (`rollout.prompts = "chat"`). Other models read the prompt alone."""
+    (`prompts = "chat"` or `"text"`). Other models read the prompt alone."""
 
     @property
     def instructions(self) -> str: ...

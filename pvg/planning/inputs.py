@@ -25,6 +25,7 @@ from pvg.planning.memory import BYTES
 from pvg.planning.shapes import ModelShape
 from pvg.planning.world import AheadLimits, Cut, Lengths, World, lognormal_lengths
 from pvg.records import Role
+from pvg.reporting.formats import compact
 
 # --- GPUs by their data sheets, and how well they are used -----------------------------------------------------------
 
@@ -148,7 +149,7 @@ class Inputs:
         lora = experiment.weights.transport.kind == "lora"
         sent = (prover.adapter_parameters(training.adapters.rank) * 4 if lora else prover.parameters * number) * 2
         update = 0.0 if isinstance(rollout.engine, TorchSampling) else 0.5 + sent / UPDATE_BYTES_PER_S
-        place = f"estimate: {prover.parameters / 1e6:,.0f} M parameters, {machine.source}"
+        place = f"estimate: {compact(prover.parameters)} parameters, {machine.source}"
         hours = GPU_HOURS_BETWEEN_FAILURES / experiment.serving.tensor_parallel
         failures = "assumed: Llama 3's rate per GPU"
         found = {
@@ -159,7 +160,7 @@ class Inputs:
             "row_s": (prover.kv_bytes(number) * (prompt + mean / 2) / per_s, place),
             "request_s": (2.0 * prover.parameters * prompt / flops, place),
             "train_token_s": (operations * prover.parameters * tokens / flops, place),
-            "other_s": (scores, f"estimate: {verifier.parameters / 1e6:,.0f} M parameters, {machine.source}"),
+            "other_s": (scores, f"estimate: {compact(verifier.parameters)} parameters, {machine.source}"),
             "update_s": (update, "estimate: 1 GB/s"),
             "pause_s": (0.0 if lora else update / 2, "assumed: adapters pause nothing" if lora else "assumed: half"),
             "score_s": (0.0, "assumed"),

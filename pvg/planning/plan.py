@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pvg.config.experiment import Experiment
+from pvg.config.load import changed
 from pvg.config.rollout import TorchSampling
 from pvg.errors import counted
 from pvg.planning.bounds import StepBounds, bounds_of
@@ -143,7 +144,7 @@ def plan_of(
         bounds,
         measured,
         [] if in_process else _table(world, bounds, batches, seed),
-        [] if in_process else list(_advice(world, outcome, batches, seed)),
+        [] if in_process else list(_advice(experiment, world, outcome, batches, seed)),
         [f"{note}." for note in not_modelled(experiment)],
         memory,
         [],
@@ -171,7 +172,15 @@ def _table(world: World, bounds: StepBounds, batches: int, seed: int) -> list[Pl
     return rows
 
 
-def _advice(world: World, outcome: Outcome, batches: int, seed: int) -> Iterator[str]:
+def _loads(experiment: Experiment, key: str, value: Any) -> bool:
+    """Whether the experiment can have this value, and has another one now."""
+    other = changed(experiment, {key: value})
+    return other is not None and other != experiment
+
+
+def _advice(experiment: Experiment, world: World, outcome: Outcome, batches: int, seed: int) -> Iterator[str]:
+    """What to change: only settings that load together with the others."""
+
     def tried(other: World) -> Outcome:
         return simulate(other, batches, seed)
 
@@ -182,7 +191,7 @@ def _advice(world: World, outcome: Outcome, batches: int, seed: int) -> Iterator
     if world.concurrency < min(rows, world.room):
         most = min(rows, world.room)
         found = tried(replace(world, concurrency=most))
-        if found.batch_s < (1 - WORTH) * outcome.batch_s:
+        if found.batch_s < (1 - WORTH) * outcome.batch_s and _loads(experiment, "rollout.concurrency", most):
             yield f"The workers decode {rows:,} rows: set rollout.concurrency = {most}. {gain(found)}."
     elif world.concurrency > rows and world.ahead is not None and outcome.dropped > DROPS:
         found = tried(replace(world, concurrency=rows))
@@ -192,7 +201,9 @@ def _advice(world: World, outcome: Outcome, batches: int, seed: int) -> Iterator
         )
     if outcome.waiting > WAITS:
         waits = f"The trainer waits {100 * outcome.waiting:.0f} % of the time for rollouts"
-        if world.ahead is None:
+        if world.ahead is None and not _loads(experiment, "rollout.prefetch", "fresh"):
+            yield f"{waits}. Other settings of this experiment exclude sampling ahead (rollout.prefetch)."
+        elif world.ahead is None:
             found = tried(replace(world, ahead=AheadLimits()))
             yield f"{waits}. Sampling ahead (rollout.prefetch = 'fresh') would take {gain(found)}."
         else:
@@ -267,13 +278,14 @@ def _memory_advice(plan: ExperimentPlan) -> Iterator[str]:
                 yield f"{says}. Raise serving.tensor_parallel, or choose a smaller model."
             continue
         section = "training" if stage.stage == "train the prover" else "verifier"
-        adapters = training.adapters if section == "training" else verifier.adapters
         remedies = []
         if parts[0].startswith("activations"):
-            if section == "training" and not training.gradient_checkpointing:
+            if section == "training" and _loads(plan.experiment, "training.gradient_checkpointing", True):
                 remedies.append("training.gradient_checkpointing = true")
-            remedies.append(f"a lower {section}.micro_batch_tokens")
-        if adapters.kind == "none":
+            tokens = training.micro_batch_tokens if section == "training" else verifier.micro_batch_tokens
+            if _loads(plan.experiment, f"{section}.micro_batch_tokens", tokens // 2):
+                remedies.append(f"a lower {section}.micro_batch_tokens")
+        if _loads(plan.experiment, f"{section}.adapters", "lora"):
             remedies.append(f"{section}.adapters = 'lora'")
         yield f"{says}. Set {', or '.join(remedies) if remedies else 'smaller models (models.*.source)'}."
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,11 @@ import orjson
 
 import pvg
 from pvg.config.hub_ids import is_hub_id
+from pvg.config.run_ids import is_run_id, parse_run_id
 from pvg.errors import ConfigurationError, MissingRequirementError, user_paths
 from pvg.hub import Say, fetch_config
 from pvg.inputs import expanded
+from pvg.store.run_players import find_player
 
 EMBEDDED = Path(pvg.__file__).parent / "models" / "embedded"
 # Decoders with three MLP matrices and two norms per layer: (biases of queries, keys and values; norms of queries and
@@ -67,6 +69,9 @@ def read_shape(source: str, say: Say) -> ModelShape:
     """The shape of a model source (pvg.config.models.ModelSection). Downloads at most a config.json, after a line to
     `say`. Raises MissingRequirementError or ConfigurationError if there is none, or if it lacks a size."""
     kind, separator, rest = source.partition(":")
+    if is_run_id(source):
+        saved = find_player(parse_run_id(source))
+        return replace(read_shape(saved.section.source, say), name=saved.name)
     if is_hub_id(source):
         return _of_folder(fetch_config(source, say).parent, source)
     if separator and kind == "embedded":

@@ -18,7 +18,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "scoring": ("score", "score_service", "score_queue"),
     "training": ("forward_backward", "survey", "reference", "recompute", "optimizer", "credit", "pack", "draw_pairs"),
     "bookkeeping": ("sync", "checkpoint", "evaluate", "record", "open_models"),
-    "waiting": ("wait_for_rollouts", "wait_for_pairs", "wait_for_weights"),
+    "waiting": ("wait_for_rollouts", "wait_for_pairs", "wait_for_demonstrations", "wait_for_weights"),
     OTHER: (),
     UNACCOUNTED: (UNACCOUNTED,),
 }

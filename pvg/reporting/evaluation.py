@@ -6,6 +6,7 @@ Every number has its interval, if there is one, and the number of its samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from markupsafe import Markup
 from rich.console import Group, RenderableType
@@ -46,9 +47,9 @@ def steps_to_exploit(attack: AttackRecord) -> str:
 def evaluation_tables(report: EvaluationReport) -> Group:
     """All parts of the report that exist, for the terminal."""
     parts: list[RenderableType] = [_headline(report)]
-    for _, title, table in _tables(report):
+    for _, title, table, reading in _tables(report):
         if table:
-            parts += section(title, table)
+            parts += section(title, Group(table, Text(reading, style=QUIET)))
         elif table.caption:
             parts += section(title, Text(table.caption, style=QUIET))
     remarks = [
@@ -80,9 +81,9 @@ def evaluation_section(report: EvaluationReport | None) -> PageSection:
     charts = [_exploit_chart(rounds), _auc_chart(rounds), _roc_chart(rounds), _balanced_chart(rounds),
               _natural_chart(rounds), _reliability_chart(rounds), _tax_chart(report)]  # fmt: skip
     body = [_notes(report), elements.grid(charts)]
-    for title, _, table in _tables(report):
+    for title, _, table, reading in _tables(report):
         why_empty = elements.empty(table.caption) if table.caption else None
-        body.append(elements.details(title, [table if table else why_empty]))
+        body.append(elements.details(title, [table, elements.note(reading)] if table else [why_empty]))
     lead = (
         f"By pvg evaluate, on fresh samples and with fresh attackers; {report.rounds_finished} of "
         f"{counted(report.rounds_planned, 'round')}, intervals at {percent:g} %."
@@ -99,21 +100,71 @@ def _notes(report: EvaluationReport) -> Markup:
 # --- tables ------------------------------------------------------------------------------------------------------
 
 
-def _tables(report: EvaluationReport) -> list[tuple[str, str, Table]]:
-    """(title on the page, title on the terminal, table). A table without measurements is empty."""
+class EvaluationTable(NamedTuple):
+    """A table with its titles on the page and on the terminal, and how to read it. Empty without measurements."""
+
+    title: str
+    long_title: str
+    table: Table
+    reading: str
+
+
+def _tables(report: EvaluationReport) -> list[EvaluationTable]:
     rounds = report.rounds
     return [
-        ("Steps to exploit", "Steps to exploit, and the trained attackers on test problems", _exploit(rounds)),
-        ("Detection", "Detection at the run's threshold", _detection(rounds)),
-        ("Best of n", "Best of n", _best_of_n(rounds)),
-        (
+        EvaluationTable(
+            "Steps to exploit",
+            "Steps to exploit, and the trained attackers on test problems",
+            _exploit(rounds),
+            "More steps: the verifier is harder to fool. > is the limit, without success. wrong, gap and accepted "
+            "check the attacker on test problems: its share of wrong solutions, how far the verifier scores these "
+            "below correct ones, and the share of them that it accepts. Only an attacker with many accepted wrong "
+            "solutions fools it.",
+        ),
+        EvaluationTable(
+            "Detection",
+            "Detection at the run's threshold",
+            _detection(rounds),
+            "Higher is better. completeness: helpful solutions that are correct and accepted. soundness: wrong sneaky "
+            "solutions (flaws) that are rejected. AUC: whether flaws score below correct solutions; 0.5 is chance.",
+        ),
+        EvaluationTable(
+            "Best of n",
+            "Best of n",
+            _best_of_n(rounds),
+            "How often the solution with the best score is correct. balanced: half of n are correct, so chance is "
+            "0.5. natural: n helpful solutions as sampled. chance chooses at random, and pass@n is the best possible "
+            "choice.",
+        ),
+        EvaluationTable(
             "Separability of the roles by style",
             "Separability of the roles by style (AUC, 0.5 is chance)",
             _separability(rounds),
+            "Near 0.5, style does not give the roles away; near 1 it does. Read the two columns 'within': 'overall' "
+            "also counts that one role is correct more often.",
         ),
-        ("Legibility tax", "Legibility tax at the same KL", _tax(report)),
-        ("Calibration", "Calibration", _calibration(rounds)),
-        ("Flaw localisation", "Locating the flaw by the largest fall of the score", _localisation(rounds)),
+        EvaluationTable(
+            "Legibility tax",
+            "Legibility tax at the same KL",
+            _tax(report),
+            "tax: the accuracy of a prover that was trained for correctness only (baseline), minus that of the run's "
+            "prover at the same KL. Above 0, legibility costs accuracy. Outside of the baseline's KLs there is no "
+            "tax.",
+        ),
+        EvaluationTable(
+            "Calibration",
+            "Calibration",
+            _calibration(rounds),
+            "Lower is better. ECE: the mean gap between predicted and true probability; compare it with the ECE that "
+            "chance alone gives. Brier: the mean squared error of the probability; always saying 0.5 has 0.25.",
+        ),
+        EvaluationTable(
+            "Flaw localisation",
+            "Locating the flaw by the largest fall of the score",
+            _localisation(rounds),
+            "gain: how much more often the verifier's largest fall is at the wrong step than a guess. 0 is no better "
+            "than guessing.",
+        ),
     ]
 
 

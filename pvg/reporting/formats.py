@@ -40,6 +40,7 @@ METRIC_DISPLAYS: dict[str, MetricDisplay] = {
     "helpful_accuracy": MetricDisplay("helpful accuracy", "share", True),
     "sneaky_error_rate": MetricDisplay("sneaky error rate", "share"),
     "fooled_rate": MetricDisplay("fooled rate", "share"),
+    "fooled_rate_at_90": MetricDisplay("fooled at 90% accepted", "share", False),
     "fooled_rate_base": MetricDisplay("fooled by base", "share", False),
     "fooled_rate_previous": MetricDisplay("fooled by previous", "share", False),
     "accepted_helpful": MetricDisplay("helpful accepted", "share", True),
@@ -91,6 +92,10 @@ METRIC_DISPLAYS: dict[str, MetricDisplay] = {
     "staleness_max": MetricDisplay("largest staleness", "number"),
     "dropped_stale": MetricDisplay("stale rollouts dropped", "number", False),
     "loss": MetricDisplay("loss", "number"),
+    "loss_before": MetricDisplay("loss before", "number"),
+    "loss_after": MetricDisplay("loss after", "number"),
+    "held_out_loss_before": MetricDisplay("held-out loss before", "number"),
+    "held_out_loss_after": MetricDisplay("held-out loss after", "number"),
     "staleness": MetricDisplay("staleness", "number"),
     "pairs_available": MetricDisplay("pairs to draw from", "rate"),
     # Not in a run's metrics file: computed by reports.
@@ -114,6 +119,7 @@ HOME_PHASES = {
 
 PHASE_LABELS = {
     "init": "sample",  # the state that `pvg rollout` leaves a run in
+    "warmup": "warm start",
     "solve": "solver",
     "mint": "mint",
     "train_verifier": "verifier",
@@ -170,7 +176,9 @@ def short_seconds(seconds: float) -> str:
         return f"{seconds * 1e6:.3g} µs"
     if size < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
-    return f"{seconds:.2f} s" if size < 59.995 else duration(seconds)
+    if size < 9.995:
+        return f"{seconds:.2f} s"
+    return f"{seconds:.1f} s" if size < 59.95 else duration(seconds)
 
 
 PEAKS = {

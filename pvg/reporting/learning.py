@@ -120,6 +120,7 @@ def _round_charts(summary: RunSummary) -> Markup:
                 "Fooled rates by round",
                 [
                     line("fooled_rate", "by its own flaws", SNEAKY),
+                    line("fooled_rate_at_90", "by its own flaws, at 90% acceptance", SNEAKY, "dotted"),
                     line("fooled_rate_previous", "by the previous round's", SNEAKY, "dashed"),
                     line("fooled_rate_base", "by the base prover's", INK, "dotted"),
                 ],

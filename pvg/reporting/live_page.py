@@ -223,11 +223,12 @@ def _texts(
         "place": place,
         "left": ", ".join(left),
         "solutions": f"{counted(solutions, 'stored solution')}, {counted(len(summary.alerts), 'alert')}",
-        "sign": _sign(situation),
+        "sign": _sign(situation, RunDirectory(summary.path)),
     }
 
 
-def _sign(situation: RunSituation) -> str:
+def _sign(situation: RunSituation, run: RunDirectory) -> str:
+    resume = f"pvg train --resume {run.argument}"
     who = "" if situation.process is None else f"process {situation.process} on {situation.host}"
     ago = "" if situation.quiet_s is None else f"last sign of life {duration(situation.quiet_s)} ago"
     sentences: dict[RunState, str] = {
@@ -235,9 +236,9 @@ def _sign(situation: RunSituation) -> str:
         "running": who,
         "silent": f"{who} is there, but is silent: {ago}",
         "finished": "",
-        "stopped": "Continue it with: pvg train --resume",
+        "stopped": f"Continue it with: {resume}",
         "failed": "Its process ended before the run did. Its message is on its terminal and in events.log.",
-        "died": f"{who} is gone and did not end the run: {ago}. Continue it with: pvg train --resume",
+        "died": f"{who} is gone and did not end the run: {ago}. Continue it with: {resume}",
         "removed": "The folder of the run is gone.",
     }
     return sentences[situation.state]

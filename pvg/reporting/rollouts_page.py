@@ -23,6 +23,7 @@ from pvg.reporting.run_page import rollout_side
 from pvg.reporting.run_summary import RunSummary
 from pvg.reporting.solutions import threshold_of
 from pvg.reporting.table import PageKind, PageSection, TemplateMacros, elements, page
+from pvg.store.run_players import base_source
 
 markup = TemplateMacros("rollouts.html.j2")
 
@@ -179,6 +180,7 @@ def prompt_text(experiment: Experiment, ids: Int32) -> tuple[str | None, str]:
 def tokenizer_file(source: str) -> Path | None:
     """The tokenizer.json of a model's source; None if it is not on this machine. Downloads nothing."""
     try:
+        source = base_source(source)
         if source.startswith("embedded:"):
             folder = embedded_model(source.removeprefix("embedded:"))
         elif is_hub_id(source):

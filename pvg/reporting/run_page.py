@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import shlex
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,6 @@ import orjson
 from markupsafe import Markup
 
 from pvg.config.experiment import Experiment
-from pvg.config.operation import Store
 from pvg.config.task import TASKS
 from pvg.errors import StateError
 from pvg.evaluation.report import EvaluationReport, report_of
@@ -236,11 +234,11 @@ def _alerts(summary: RunSummary) -> PageSection:
 
 def _onwards(summary: RunSummary) -> PageSection:
     """Commands to type next, and the files of the run."""
-    # A run in the default folder is opened by its name, any other by its path.
-    name = shlex.quote(summary.name if summary.path == Store().root / summary.name else str(summary.path))
+    name = RunDirectory(summary.path).argument
     commands = [
         *([(f"pvg train --resume {name}", "continue the run")] if summary.status in ("unfinished", "empty") else []),
         *([(f"pvg evaluate {name}", "measure attackers, detection, best-of-n, and more")] if summary.rounds else []),
+        *([(f"pvg export {name} --player prover --out DIR", "write a Hugging Face folder")] if summary.rounds else []),
         (f"pvg watch {name}", "follow the run, or browse all of its solutions"),
         (f"pvg report {name}", "make this report again"),
         (f"pvg report {name} OTHER", "compare with another run"),

@@ -31,6 +31,7 @@ SAMPLING_PHASE = "init"  # the state a run stays in while `pvg rollout` fills it
 # The metrics of each phase in the phases table.
 HIGHLIGHTS: dict[str, tuple[str, ...]] = {
     SAMPLING_PHASE: ("helpful_accuracy", "sneaky_error_rate"),
+    "warmup": ("loss_before", "loss_after", "held_out_loss_before", "held_out_loss_after"),
     "mint": ("helpful_accuracy", "sneaky_error_rate"),
     "train_verifier": ("verifier_auc", "pairs_available"),
     "train_prover": ("helpful_accuracy", "fooled_rate"),

@@ -277,8 +277,9 @@ class LearningCurves:
         # Without colours a reader cannot distinguish two curves in one plot.
         plain = console.no_color or console.color_system is None
         groups = [(one,) for pair in CURVES for one in pair] if plain else CURVES
-        panels = [plot(self._curves(names), self._breaks(), "share", each) for names in groups]
-        panels = [panel for panel in panels if panel]
+        panels = self._panels(groups, each)
+        if each < max((len(panel[0].plain.rstrip()) for panel in panels), default=0):  # it would cut off a curve's name
+            each, panels = width, self._panels(groups, width)
         if each == width or len(panels) < 2:
             for panel in panels:
                 yield from panel
@@ -287,6 +288,10 @@ class LearningCurves:
             for left, *right in zip(*panels[place : place + 2], strict=True):
                 left.align("left", each)
                 yield Text.assemble(left, "   ", *right, no_wrap=True, overflow="crop")
+
+    def _panels(self, groups: Sequence[Sequence[tuple[str, str]]], width: int) -> list[list[Text]]:
+        panels = [plot(self._curves(names), self._breaks(), "share", width) for names in groups]
+        return [panel for panel in panels if panel]
 
     def _curves(self, names: Sequence[tuple[str, str]]) -> list[PlotCurve]:
         found = [

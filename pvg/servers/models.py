@@ -2,9 +2,9 @@
 
     folder = model_folder(experiment, "prover")
 
-vLLM reads Hugging Face directories. A GGUF model is converted to one. A verifier with a `scalar` head is written with a
-score instead of the vocabulary head. Created folders are named after the fingerprint of their weights, appear complete
-or not at all, and are reused by later servers.
+vLLM reads Hugging Face directories. A GGUF model and a player of another run are converted to one. A verifier with a
+`scalar` head is written with a score instead of the vocabulary head. Created folders are named after the fingerprint of
+their weights, appear complete or not at all, and are reused by later servers.
 
     python -m pvg.servers.models KIND SOURCE DTYPE ROOT      what `model_folder` runs when it needs torch
 
@@ -29,6 +29,7 @@ from pvg.config.experiment import Experiment
 from pvg.config.hub_ids import is_hub_id
 from pvg.config.load import embedded_model
 from pvg.config.models import ModelSection
+from pvg.config.run_ids import is_run_id
 from pvg.errors import ConfigurationError, MissingRequirementError, PvgError
 from pvg.inputs import expanded
 from pvg.store.atomic import make_directory, sync_directory, temporary_beside
@@ -70,7 +71,7 @@ def model_folder(experiment: Experiment, purpose: Purpose) -> Path:
     """Absolute path of the folder that vLLM should load. Raises a PvgError for a model that does not exist."""
     section, kind = section_for(experiment, purpose), kind_for(experiment, purpose)
     source, separator, name = section.source.partition(":")
-    if separator and source == "gguf":
+    if (separator and source == "gguf") or is_run_id(section.source):
         return _made(kind, section, experiment.weights.root)
     if separator and source == "embedded":
         folder = embedded_model(name)
@@ -87,7 +88,8 @@ def _directory(source: str) -> Path:
     if not folder.is_dir():
         raise MissingRequirementError(
             f"There is no model directory {source!r}.",
-            'A source is "embedded:NAME", "hf:OWNER/NAME", "gguf:PACKAGE", or the path of a Hugging Face directory.',
+            'A source is "embedded:NAME", "hf:OWNER/NAME", "run:NAME", "gguf:PACKAGE", or the path of a Hugging Face '
+            "directory.",
         )
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         raise ConfigurationError(

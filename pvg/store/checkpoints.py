@@ -1,4 +1,4 @@
-"""Checkpoints: a folder with `tensors.safetensors` and `meta.json`, written atomically.
+"""Checkpoints: a folder with `tensors.safetensors`, `meta.json`, and files that meta.json lists, written atomically.
 
 Invariants: nothing is unpickled, so a folder with any other file is refused. Every bit is read back as it was written,
 for every dtype of safetensors. A damaged checkpoint is never loaded.
@@ -47,13 +47,14 @@ def write_checkpoint(
     tensors: Mapping[str, Tensor],
     meta: Mapping[str, Any],
     before: Callable[[], None] | None = None,
+    files: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Store `tensors` (any shapes, devices and dtypes) and `meta` (plain JSON data) as `directory/name`, durably.
 
     Returns the folder. It becomes part of the run when a commit names it. `before` is called just before it gets its
-    name; if it raises, no files remain. Tensors that share memory are stored
-    separately. Raises StateError if the checkpoint exists, MissingRequirementError if the disk is full (no files
-    remain), ValueError if `meta` is not plain JSON data.
+    name; if it raises, no files remain. `files`: more files of the folder, by name, such as a model's config.json.
+    Tensors that share memory are stored separately. Raises StateError if the checkpoint exists, MissingRequirementError
+    if the disk is full (no files remain), ValueError if `meta` is not plain JSON data.
     """
     if not NAME.fullmatch(name):
         raise ValueError(f"{name!r} cannot be the name of a checkpoint.")
@@ -70,7 +71,11 @@ def write_checkpoint(
         with disk_full_explained(path):
             temporary.mkdir()
             size, digest = _write_tensors(temporary / TENSORS_FILE, tensors, path)
-            body = {"format": FORMAT, "tensors": {"bytes": size, "sha256": digest}, "meta": meta}
+            body: dict[str, Any] = {"format": FORMAT, "tensors": {"bytes": size, "sha256": digest}, "meta": meta}
+            if files:
+                body["files"] = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
+                for file, data in files.items():
+                    write_synced(temporary / file, data)
             write_synced(temporary / META_FILE, orjson.dumps({**body, "checksum": _checksum(body)}))
             sync_directory(temporary)
             if before is not None:
@@ -105,10 +110,15 @@ def verify_checkpoint(directory: Path, name: str) -> dict[str, Any]:
     folder = directory / name
     if not folder.is_dir():
         raise _damaged(folder, "the folder is missing")
-    for entry in sorted(folder.iterdir()):
-        if entry.name not in (TENSORS_FILE, META_FILE):
-            raise _damaged(entry, f"a checkpoint has only {TENSORS_FILE} and {META_FILE}; pvg unpickles nothing")
     body = _read_meta(folder / META_FILE)
+    listed: dict[str, str] = body.get("files", {})
+    for entry in sorted(folder.iterdir()):
+        if entry.name not in (TENSORS_FILE, META_FILE, *listed):
+            only = " and ".join([TENSORS_FILE, META_FILE]) if not listed else f"what {META_FILE} lists"
+            raise _damaged(entry, f"a checkpoint has only {only}; pvg unpickles nothing")
+    for file, known in listed.items():
+        if _measure(folder / file)[1] != known:
+            raise _damaged(folder / file, f"its checksum differs from {META_FILE}")
     path = folder / TENSORS_FILE
     size, digest = _measure(path)
     expected = body["tensors"]
@@ -118,6 +128,13 @@ def verify_checkpoint(directory: Path, name: str) -> dict[str, Any]:
         raise _damaged(path, "its checksum differs from meta.json")
     meta: dict[str, Any] = body["meta"]
     return meta
+
+
+def read_checkpoint_meta(directory: Path, name: str) -> tuple[str, dict[str, Any]]:
+    """The sha256 of the tensors of `directory/name` in hex, and its meta. Does not read the tensors. Raises
+    DamagedFileError."""
+    body = _read_meta(directory / name / META_FILE)
+    return body["tensors"]["sha256"], body["meta"]
 
 
 def prune(directory: Path, keep: set[str]) -> list[Path]:

@@ -232,7 +232,8 @@ class PairStream:
         counts = "; ".join(f"{name}: {yes} correct, {no} incorrect" for name, (yes, no) in self._counts.items())
         return MissingPairsError(
             f"The verifier has nothing to compare: {reason} ({counts or 'no source has a weight'}).",
-            "Mint more solutions per problem (game.mint_samples, game.mint_problems), or change the task's difficulty.",
+            "Mint more solutions per problem (game.mint_samples, game.mint_problems), change the task's difficulty, or "
+            "show the prover some solutions first ([warmup]).",
         )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from pathlib import Path
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import did_you_mean, load_experiment
+from pvg.config.operation import Store
 from pvg.errors import MissingRequirementError, PvgError, StateError, UsageError, system_module, user_paths
 from pvg.store.atomic import (
     DamagedFileError,
@@ -190,6 +192,11 @@ class RunDirectory:
         return self.path.resolve().name
 
     @property
+    def argument(self) -> str:
+        """How a command names this run: its name in the default folder, its path elsewhere. Quoted for a shell."""
+        return shlex.quote(self.name if self.path == Store().root / self.name else str(self.path))
+
+    @property
     def experiment_file(self) -> Path:
         return self.path / "experiment.toml"
 
@@ -344,7 +351,7 @@ class RunDirectory:
                 f"{self.path} has no {store.path.name} and no {store.previous_path.name}, but it has commits: "
                 f"it holds {', '.join(signs)}.",
                 "Restore one of the two files from a copy, or start a new run with --name. pvg changed nothing. "
-                f"You can read the run: pvg report {self.name}",
+                f"You can read the run: pvg report {self.argument}",
             )
         return loaded
 

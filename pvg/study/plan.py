@@ -37,6 +37,7 @@ from pvg.errors import ConfigurationError, PvgError
 from pvg.evaluation.opponents import PARTS, attack_kinds, check_attacks, check_protocol, default_parts
 from pvg.inputs import read_input
 from pvg.store.run_directory import RUN_NAME, RunDirectory
+from pvg.store.run_players import run_sources
 from pvg.study.measures import DEFAULT_MEASURES, StudyMeasure, measures_named
 from pvg.telemetry.waits import usable_cores
 
@@ -388,6 +389,13 @@ def _resolve(
             raise ConfigurationError(
                 f"{key} = {hub_id!r} has no commit, so two games could use different files (arm {name!r} of {origin}).",
                 f"`pvg train {source} -s {key}={hub_id} --dry-run` prints the id with its commit.",
+            )
+    for player, run_id in run_sources(experiment).items():
+        if run_id.digest is None:
+            raise ConfigurationError(
+                f"models.{player}.source = {str(run_id)!r} has no digest, so two games could use different weights "
+                f"(arm {name!r} of {origin}).",
+                f"`pvg train {source} -s models.{player}.source={run_id} --dry-run` prints the source with its digest.",
             )
     evaluated = None if file.evaluate is None else as_evaluated(experiment, file.evaluate.changes, origin)
     return Arm(name, source, settings, experiment, evaluated)

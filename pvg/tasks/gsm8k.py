@@ -22,6 +22,7 @@ from pvg.inputs import expanded
 from pvg.records import Grade, Problem, Split
 from pvg.tasks.answers import extract, parse_number, read
 from pvg.tasks.rows import files_of, json_rows, parquet_rows
+from pvg.tasks.wordings import NUMBER
 
 SHORT_ID = 8
 LONG_ID = 16  # hex digits of an id, if short digests of a file's questions collide
@@ -59,7 +60,9 @@ class Gsm8k:
         for question, answer, solution in wanted[: self._limit]:
             digest = _digest(question)
             length = SHORT_ID if short[digest[:SHORT_ID]] == 1 else LONG_ID
-            yield Problem(f"gsm8k-{split}-{digest[:length]}", question, answer, {"solution": solution})
+            yield Problem(
+                f"gsm8k-{split}-{digest[:length]}", question, answer, {"solution": solution, "wording": NUMBER}
+            )
 
     def grade(self, problem: Problem, completion: str) -> Grade:
         """Correct: the extracted number (see pvg.tasks.answers) has exactly the reference's value.

@@ -33,6 +33,7 @@ from pvg.config.task import ReasoningGymTask
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.installation import install_extra
 from pvg.records import Grade, Problem, Split
+from pvg.tasks.wordings import CLOSED, OPENED, tag_wording
 
 # Correct answers are short. Graders parse, compare and permute answers, not always in linear time.
 LONGEST_ANSWER = 4000
@@ -91,6 +92,7 @@ SEED_BASES: dict[Split, int] = {"train": 0, "test": 2**30}
 ORDERED_BY_HASH = frozenset({"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note"})
 # This one makes all items at once, so they depend on their number.
 ORDERED_BY_SIZE = frozenset({"acre"})
+WORDING = tag_wording("answer", "11", "9")
 OWNED_SETTINGS = {"seed": "task.seed", "size": "task.problems"}
 # A meaningless answer. If a grader accepts it (at the set threshold), its labels are useless.
 NONSENSE = "<answer>?</answer>"
@@ -172,7 +174,7 @@ class ReasoningGym:
             taken.add(entry["question"])
             # Some datasets have many correct answers and give none.
             answer = "" if entry["answer"] is None else str(entry["answer"])
-            found.append(Problem(f"{prefix}-{index}", entry["question"], answer, {"entry": entry}))
+            found.append(Problem(f"{prefix}-{index}", entry["question"], answer, {"entry": entry, "wording": WORDING}))
             if len(found) == asked:
                 return found
         setting = "task.problems" if split == "train" else "task.test_problems"
@@ -202,9 +204,9 @@ class ReasoningGym:
 def read_answer(completion: str) -> str:
     """The answer in a completion: its last `<answer>` tag, otherwise its last line that is not blank; "" without
     one."""
-    start = completion.rfind("<answer>")
+    start = completion.rfind(OPENED)
     if start >= 0:
-        return completion[start + len("<answer>") :].partition("</answer>")[0].strip()
+        return completion[start + len(OPENED) :].partition(CLOSED)[0].strip()
     return completion.strip().rpartition("\n")[2].strip()
 
 

@@ -17,6 +17,7 @@ from pvg.config.task import CustomTask
 from pvg.errors import ConfigurationError
 from pvg.extensions import called, load
 from pvg.records import Grade, Half, Problem, Split
+from pvg.tasks.wordings import wording_of
 
 
 class Task(Protocol):
@@ -69,6 +70,16 @@ class ComparesPrograms(Protocol):
 
     def solution(self, completion: str) -> str:
         """The program in a completion, "" without one."""
+        ...
+
+
+@runtime_checkable
+class WritesSolutions(Protocol):
+    """A task that can write solutions whose grade is known, for checks of its prompts and grader. Other tasks give
+    their wording a `form` (pvg.records.Wording)."""
+
+    def written(self, problem: Problem, correct: bool) -> str:
+        """A solution in the form that the prompt asks for, with a correct or a wrong answer."""
         ...
 
 
@@ -127,6 +138,7 @@ class CheckedTask:
         for problem in found:
             if not isinstance(problem, Problem):
                 raise self._wrong(f"problems({split!r}) must give pvg's Problem, not {type(problem).__name__}")
+            wording_of(problem)
             if problem.id in seen:
                 raise self._wrong(f"problems({split!r}) gave the id {problem.id!r} twice")
             seen.add(problem.id)

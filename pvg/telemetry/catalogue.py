@@ -1,7 +1,6 @@
 """Every metric that a run emits: its full name, unit, meaning, and better direction.
 
     METRICS["train_prover/helpful_accuracy"].meaning
-    python -m pvg.telemetry.catalogue        # writes docs/metrics.md
 
 Sinks use the full name, `place/name`. In metrics.jsonl the same value is under `name`, in a record whose kind the
 place determines (`KINDS`). Numbered names (gpu0_power_w) are listed once, as gpu{i}_power_w. Labels for terminals and
@@ -13,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 Better = Literal["higher", "lower", "neither"]
@@ -21,16 +19,16 @@ HIGHER: Better = "higher"
 LOWER: Better = "lower"
 NEITHER: Better = "neither"
 
-PAGE = Path("docs") / "metrics.md"
-
 # Phases, as they appear in full names.
 SAMPLE = ("init", "solve", "mint")  # `pvg rollout` leaves a run in its first phase, init
+WARMUP = ("warmup",)
 VERIFIER = ("train_verifier",)
 PROVER = ("train_prover",)
 ROUND = ("checkpoint", "round")  # the same values: once as a step, once as a row of the round's table
 
 KINDS = {
     "init": "steps of `pvg rollout`",
+    "warmup": "steps and end of WARMUP",
     "solve": "steps of SOLVE (the decoupled game)",
     "mint": "steps of MINT",
     "train_verifier": "steps and end of TRAIN_VERIFIER",
@@ -94,6 +92,7 @@ def _table() -> dict[str, Metric]:
     found = [
         *_sampled(),
         *_played(),
+        *_warmup(),
         *_verifier(),
         *_prover(),
         *_rounds(),
@@ -192,6 +191,20 @@ def _self_play() -> list[Metric]:
     return found
 
 
+def _warmup() -> list[Metric]:
+    return [
+        *_in(WARMUP, "loss", "nats", LOWER, "The loss of the step's batch, mean per token of the solutions."),
+        *_in(WARMUP, "loss_before", "nats", LOWER, "The loss of demonstrations before the first step."),
+        *_in(WARMUP, "loss_after", "nats", LOWER, "The loss of the same demonstrations after the last step."),
+        *_in(WARMUP, "held_out_loss_before", "nats", LOWER, "As loss_before, for demonstrations that are held out."),
+        *_in(WARMUP, "held_out_loss_after", "nats", LOWER, "As loss_after, for demonstrations that are held out."),
+        *_in(WARMUP, "demonstrations", "count", NEITHER, "Demonstrations to train on."),
+        *_in(WARMUP, "held_out", "count", NEITHER, "Demonstrations that are held out."),
+        *_in(WARMUP, "tokens", "tokens", NEITHER, "Tokens of the step's solutions."),
+        *_trained(WARMUP),
+    ]
+
+
 def _verifier() -> list[Metric]:
     return [
         *_in(VERIFIER, "loss", "number", LOWER, "The verifier's loss with its penalty, mean over the step's pairs."),
@@ -239,7 +252,7 @@ def _verifier() -> list[Metric]:
 
 
 def _trained(places: Iterable[str]) -> list[Metric]:
-    """Metrics of both trainers."""
+    """Metrics of all trainers."""
     places = tuple(places)
     return [
         *_in(places, "grad_norm", "number", NEITHER, "Norm of the gradient before clipping."),
@@ -461,6 +474,14 @@ def _rounds() -> list[Metric]:
         *_in(ROUND, "threshold", "score", NEITHER, "The score from which a solution is accepted."),
         *_in(ROUND, "base_helpful_accuracy", "share", NEITHER, "helpful_accuracy of the base prover."),
         *_in(ROUND, "base_sneaky_error_rate", "share", NEITHER, "sneaky_error_rate of the base prover."),
+        *_in(
+            ROUND,
+            "fooled_rate_at_90",
+            "share",
+            LOWER,
+            "Flaws that pass a threshold which 90% of this prover's correct helpful solutions pass. It measures the "
+            "ranking alone; fooled_rate also depends on the threshold, which comes from the mint.",
+        ),
         *_in(ROUND, "fooled_rate_base", "share", LOWER, "Flaws of the base prover that this verifier accepts."),
         *_in(
             ROUND,
@@ -496,6 +517,7 @@ PARTS = {
     "record": "Writing metrics and spans.",
     "wait_for_rollouts": "The trainer waiting for rollouts or for the compute thread, without time in other parts.",
     "wait_for_pairs": "The verifier's trainer waiting for pairs, without time in other parts.",
+    "wait_for_demonstrations": "The trainer of the warm start waiting for its batch, without time in other parts.",
     "wait_for_weights": "Waiting for new weights to arrive at the engine.",
     "unaccounted": "Time outside all parts.",
 }
@@ -624,74 +646,3 @@ def exposed_name(name: str) -> str:
     short = re.sub(r"^w(\d+|\{i\})_", "worker_", re.sub(r"^gpu(\d+|\{i\})_", "gpu_", short))
     own_place = f"{place}_" if place in PLACES_IN_NAMES else ""
     return re.sub(r"\W", "_", f"pvg_{own_place}{short.removesuffix(ending)}{suffix}")
-
-
-INTRODUCTION = """# Metrics
-
-<!-- Written by `python -m pvg.telemetry.catalogue` from pvg/telemetry/catalogue.py. A test compares the two. -->
-
-This page is for people who read or plot the metrics of a run. It lists every metric that a run emits.
-
-TensorBoard, Weights & Biases and trackio show the full name, `place/name`. `metrics.jsonl` has the same value under
-`name`, in a record whose `kind` (and `phase`, for steps) gives the place. A value that does not exist, such as a share
-of nothing, is `null` there, and the sinks leave it out. The last column is the name on the Prometheus endpoint
-(`telemetry.metrics_port`). There, the unit is a suffix, and the phase, round, GPU or worker is a label. The endpoint
-also serves `pvg_step`, `pvg_round` and the counter `pvg_alerts_total` with the label `kind` ([runbook.md](runbook.md)
-lists the kinds).
-
-With `training.minibatches` above 1, several steps learn from one batch. Then only the record of the first of these
-steps has the metrics of the batch: its rollouts, rewards and scores, and how it was sampled. Only the record of the
-last has the metrics of the weight update.
-
-"Better" is the direction in which the metric moves in a healthy experiment, other things being equal. A dash means
-that there is none, or that the two players pull in opposite directions.
-"""
-
-
-def page() -> str:
-    """docs/metrics.md."""
-    sections: list[tuple[str, tuple[str, ...], str]] = [
-        ("Sampling", SAMPLE, "`pvg rollout` (init), the solver and the mint. There is no verifier yet."),
-        ("Training the verifier", VERIFIER, "The figures of the calibration appear once, at the end of the phase."),
-        ("Training the prover", PROVER, ""),
-        ("Rounds", ROUND, "Fresh samples of both roles on test problems, at the end of each round."),
-        (
-            "Time",
-            ("budget", "busy"),
-            "Seconds by part. `budget` is the time that the step waited for each part: the parts sum to its wall time. "
-            "`busy` is the work in all threads and tasks, overlapped work included. Parts without time are left out.",
-        ),
-        ("Machine", ("device",), ""),
-        ("Workers", ("workers",), "Worker processes report to the driver every 2 s."),
-        ("Event loop", ("loop",), "The lag is the delay of a tick. Every tick that was due during a stall counts."),
-    ]
-    text = [INTRODUCTION, "| unit | |", "|---|---|", *(f"| {unit} | {what} |" for unit, what in UNITS.items() if what)]
-    for title, places, about in sections:
-        emitted = "; ".join(f"`{place}/` {KINDS[place]}" for place in places)
-        text += ["", f"## {title}", "", f"{about} Emitted: {emitted}.".strip(), ""]
-        text += ["| name | unit | better | meaning | Prometheus |", "|---|---|---|---|---|"]
-        for group in _same([metric for metric in METRICS.values() if metric.where in places]):
-            first = group[0]
-            names = f"`{first.name}`" + "".join(f", `{metric.where}/…`" for metric in group[1:])
-            exposed = ", ".join(dict.fromkeys(f"`{exposed_name(metric.name)}`" for metric in group))
-            better = "–" if first.better == NEITHER else first.better
-            text.append(f"| {names} | {first.unit} | {better} | {first.meaning} | {exposed} |")
-    return "\n".join(text) + "\n"
-
-
-def _same(metrics: Iterable[Metric]) -> list[list[Metric]]:
-    """Metrics with equal unit, direction and meaning in several places share a row."""
-    rows: dict[tuple[str, str, str, str], list[Metric]] = {}
-    for entry in metrics:
-        rows.setdefault((entry.short, entry.unit, entry.meaning, entry.better), []).append(entry)
-    return list(rows.values())
-
-
-def main() -> None:
-    root = Path(__file__).parent.parent.parent
-    (root / PAGE).write_text(page(), encoding="utf-8")
-    print(f"{PAGE}: {len(METRICS)} metrics")
-
-
-if __name__ == "__main__":
-    main()

@@ -114,6 +114,7 @@ class ServerNotices(Events):
                 rank, why = fields["rank"], fields["why"]
                 self._notice(f"Rank {rank} of the trainer has ended ({why}); all start again from the last commit.")
             case "rank hangs":
-                self._notice(f"Rank {fields['rank']} of the trainer hangs; it is killed.")
+                where = f" on node {fields['node']}" if "node" in fields else ""
+                self._notice(f"Rank {fields['rank']} of the trainer{where} hangs; it is killed.")
             case "no room" | "node shared" | "node differs" | "experimental" | "servers" | "server given up":
                 self._notice(f"{fields['why']}.")

@@ -40,6 +40,7 @@ from pvg.telemetry.waits import (
     Heartbeat,
     LagWindow,
     LoopLagMonitor,
+    cores_used,
     crowding,
     warnings,
 )
@@ -58,7 +59,7 @@ class Monitoring:
     the user. Two callbacks handle an alert that begins to hold: `announce` shows it, from any thread, also while the
     loop is blocked; `alert` records it, on the loop. `first_step`: the number of steps in earlier processes of the run,
     from which the step axis of the sinks continues. `load()`: the metrics of the worker processes since its last call;
-    None without workers. `workers_here`: they run on this machine.
+    None without workers. `workers_here`: they run on this machine. `threads`: compute threads of this process.
     """
 
     device_every_s = 5.0  # between two samples of GPU, CPU and memory, and two windows of the lag
@@ -81,6 +82,7 @@ class Monitoring:
         first_step: int = 0,
         load: Callable[[], dict[str, float]] | None = None,
         workers_here: bool = True,
+        threads: int = 1,
     ) -> None:
         self._section = section
         self._record, self._log, self._notice = record, log, notice
@@ -91,6 +93,7 @@ class Monitoring:
         self._steps = first_step
         self._load = load
         self._workers_here = workers_here
+        self._threads = threads
         self.workers: Mapping[str, float] = {}  # the newest metrics of the worker processes
         self._stepped = time.monotonic()  # when the newest step ended
         self._of_steps: Collection[str] = ()  # names of the newest step's metrics
@@ -310,13 +313,17 @@ class Monitoring:
 
     def _record_device(self, at: float, metrics: dict[str, float]) -> None:
         self._record("device", time=at, metrics=metrics)
+        if (used := cores_used(metrics)) is not None:
+            self._log(format_event("machine", event="sample", **used))
         self._write({f"device/{name}": value for name, value in metrics.items()}, at)
         self._look_for_crowding(metrics)
 
     def _look_for_crowding(self, metrics: Mapping[str, float]) -> None:
         """Gives at most one notice per process; the metric core_wait has the details."""
         cores, workers = self._cores, self._cores_of_workers
-        message = crowding(metrics, None if cores is None or workers is None else cores + workers)
+        together = None if cores is None or workers is None else cores + workers
+        up = int(self.workers.get("up", 0)) if self._workers_here else 0
+        message = crowding(metrics, together, threads=self._threads, workers=up)
         self._crowded = 0 if message is None else self._crowded + 1
         if message is not None and self._crowded >= CROWDED_SAMPLES and not self._crowding_noticed:
             self._crowding_noticed = True

@@ -157,10 +157,21 @@ class CoreWaits:
         return found
 
 
-def crowding(metrics: Mapping[str, float], waits: CoreTime | None = None) -> str | None:
+def cores_used(metrics: Mapping[str, float]) -> dict[str, float] | None:
+    """The fields of a "[machine] sample" line from a "device" record: the machine's cores, how many of them all
+    programs used, and how many pvg with its child processes. None in the first record, which has no time before it."""
+    if "cpu" not in metrics or "process_cpu" not in metrics:
+        return None
+    cores = psutil.cpu_count() or 1
+    return {"cores": cores, "busy_cores": metrics["cpu"] * cores, "own_cores": metrics["process_cpu"]}
+
+
+def crowding(
+    metrics: Mapping[str, float], waits: CoreTime | None = None, *, threads: int = 1, workers: int = 0
+) -> str | None:
     """The notice for a "device" record in which this process's threads waited for cores; None if they did not. If other
     processes used no cores, pvg has more threads than cores. `waits`: of this process and its workers; None: there are
-    no workers."""
+    no workers. `threads`: compute threads of this process. `workers`: worker processes on this machine."""
     share = metrics.get("core_wait", 0.0) if waits is None else waits.share
     own = metrics.get("process_cpu", 0.0)
     if share <= SHARED or own < LEAST_CPU or "cpu" not in metrics:
@@ -169,10 +180,11 @@ def crowding(metrics: Mapping[str, float], waits: CoreTime | None = None) -> str
     others = max(0.0, metrics["cpu"] * cores - own)
     says = f"pvg's threads waited for a core {share:.0%} of the time in which they were ready to run"
     if others < LEAST_CPU:
-        return (
-            f"{says}, while hardly anything else ran: pvg has more threads and child processes than cores. "
-            "Lower models.threads if it is above 1, or use fewer workers (cluster.workers)."
-        )
+        usable = usable_cores()
+        change = [f"lower models.threads (now {threads})"] if threads > 1 else []
+        change += [f"set cluster.max_workers to {usable}"] if workers > usable else []
+        remedy = f" To change that, {' or '.join(change)}." if change else ""
+        return f"{says}, while hardly anything else ran: pvg has more threads and child processes than cores.{remedy}"
     return (
         f"The machine is shared: {says}, while other processes used {others:.1f} of {cores} cores. Steps take longer; "
         "results stay the same."

@@ -18,6 +18,10 @@ from pvg.records import Float32, Scorable
 from pvg.telemetry.spans import run_in, span
 from pvg.verifier.template import VerifierTemplate
 
+# A threshold accepts this share of correct solutions. Training does not use thresholds. Reports show shares of accepted
+# solutions, and a constant makes them comparable between runs.
+ACCEPTANCE = 0.9
+
 
 def auc(scores_pos: NDArray[Any], scores_neg: NDArray[Any]) -> float:
     """P(positive above negative) + P(tie) / 2: the Mann-Whitney statistic over P x N pairs.

@@ -15,14 +15,15 @@ from typing import Literal
 import numpy as np
 import orjson
 
+from pvg.config.prompts import FRAME, framed
+from pvg.config.verifier import YES_NO_QUESTION
 from pvg.errors import ConfigurationError
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Int32
 
-Style = Literal["tag", "chat", "plain"]
+Style = Literal["tag", "chat", "text", "plain"]
 Head = Literal["scalar", "implicit", "yes_token"]
 
-QUESTION = "Is this solution correct? Answer yes or no."
 # Part of every key. Increase it when the tokens of any style change, so that old scores do not match.
 FORM = 1
 PROMPTS_KEPT = 4096  # cached questions as token ids; a few MB
@@ -31,30 +32,40 @@ PROMPTS_KEPT = 4096  # cached questions as token ids; a few MB
 class VerifierTemplate:
     """Renders (question, solution) for one verifier. `key`: a digest of everything that the tokens depend on.
 
-    The styles `plain` and `tag` concatenate question, solution and end token (a verifier gets no role tag); `chat` uses
-    the chat template. The head decides where the score is read:
+    The styles `plain` and `tag` concatenate question, solution and end token (a verifier gets no role tag). So does
+    `text`, with a blank line after the question; `chat` uses the chat template. The head decides where the score is
+    read:
 
     - implicit: at the solution's tokens, which in `chat` are the assistant's message;
-    - scalar: at the last token; in `chat` the user's message contains problem and solution;
-    - yes_token: as scalar, but with a question instead of the end token at the end.
+    - scalar: at the last token; in `chat` the user's message is the `frame` with problem and solution;
+    - yes_token: as scalar, but with the question `asks` instead of the end token at the end.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, style: Style, head: Head, shown: Callable[[str], str] | None = None
+        self,
+        tokenizer: Tokenizer,
+        style: Style,
+        head: Head,
+        shown: Callable[[str], str] | None = None,
+        *,
+        frame: str = FRAME,
+        asks: str = YES_NO_QUESTION,
     ) -> None:
         """`shown`: returns the visible part of a completion, if the task conceals something. Then all completions are
         encoded from text, because otherwise the tokenization would reveal which ones were cut.
 
         Raises ConfigurationError for style "chat" without a chat template."""
         self._tokenizer = tokenizer
-        self._render = _chat if style == "chat" else _plain
+        render = partial(_chat, frame) if style == "chat" else _plain
+        self._render: Render = partial(render, asks=asks if head == "yes_token" else "")
         # Cached: solutions of a problem share its question, and training repeats problems.
-        of_question = partial(_opened_chat, tokenizer) if style == "chat" else tokenizer.encode
-        self._prompt: Prompt = lru_cache(PROMPTS_KEPT)(of_question)
+        self._prompt: Prompt = lru_cache(PROMPTS_KEPT)(partial(OPENINGS.get(style, _question), tokenizer))
         self._head = head
-        rules = [FORM, style == "chat", head, QUESTION, tokenizer.fingerprint, tokenizer.eos_id]
+        rules = [FORM, style == "chat", head, asks, tokenizer.fingerprint, tokenizer.eos_id]
         if style == "chat":  # the tokenizer's fingerprint does not cover the chat template, so render something with it
             rules.append(tokenizer.chat([{"role": "user", "content": "problem"}]).tolist())
+        if style == "text" or frame != FRAME:
+            rules += ["blank line" if style == "text" else frame]
         self._shown = shown
         if shown is not None:
             rules.append("shown")
@@ -94,29 +105,48 @@ Render = Callable[[Tokenizer, str, Prompt, str, str, Int32 | None], tuple[Int32,
 
 
 def _plain(
-    tokenizer: Tokenizer, head: str, prompt: Prompt, question: str, text: str, ids: Int32 | None
+    tokenizer: Tokenizer, head: str, prompt: Prompt, question: str, text: str, ids: Int32 | None, *, asks: str
 ) -> tuple[Int32, Int32]:
     solution_ids = _without_end(tokenizer, tokenizer.encode(text) if ids is None else ids)
-    if head == "yes_token":
-        return prompt(question), np.concatenate([solution_ids, tokenizer.encode(f"\n{QUESTION}\n")])
+    if asks:
+        return prompt(question), np.concatenate([solution_ids, tokenizer.encode(f"\n{asks}\n")])
     return prompt(question), _with_end(tokenizer, solution_ids)
 
 
 def _chat(
-    tokenizer: Tokenizer, head: str, prompt: Prompt, question: str, text: str, ids: Int32 | None
+    frame: str,
+    tokenizer: Tokenizer,
+    head: str,
+    prompt: Prompt,
+    question: str,
+    text: str,
+    ids: Int32 | None,
+    *,
+    asks: str,
 ) -> tuple[Int32, Int32]:
     if head == "implicit":
         solution_ids = _without_end(tokenizer, tokenizer.encode(text) if ids is None else ids)
         return prompt(question), _with_end(tokenizer, solution_ids)
-    content = f"Problem:\n{question}\n\nSolution:\n{tokenizer.without_controls(text)}"
-    if head == "yes_token":
-        content += f"\n\n{QUESTION}"
+    content = framed(frame, question, tokenizer.without_controls(text))
+    if asks:
+        content += f"\n\n{asks}"
     return tokenizer.chat([{"role": "user", "content": content}]), np.zeros(0, dtype=np.int32)
+
+
+def _question(tokenizer: Tokenizer, question: str) -> Int32:
+    return tokenizer.encode(question)
+
+
+def _with_blank_line(tokenizer: Tokenizer, question: str) -> Int32:
+    return tokenizer.encode(f"{question}\n\n") if question else tokenizer.encode("")
 
 
 def _opened_chat(tokenizer: Tokenizer, question: str) -> Int32:
     """The question as the user's message, followed by the start of the assistant's message."""
     return tokenizer.chat([{"role": "user", "content": question}])
+
+
+OPENINGS = {"chat": _opened_chat, "text": _with_blank_line}  # style -> what is before the solution
 
 
 def _without_end(tokenizer: Tokenizer, ids: Int32) -> Int32:

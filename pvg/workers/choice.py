@@ -26,6 +26,7 @@ from pvg.workers.local import LocalSupply
 
 if TYPE_CHECKING:
     from pvg.workers.pool import Supply
+    from pvg.workers.ray_cluster import RayClient
 
 KINDS = ("none", "local", "ray")
 # Small models gain little from more: with 32 groups, each of 8 workers has 4.
@@ -47,7 +48,7 @@ def with_workers(experiment: Experiment, resumed: Experiment | None = None) -> E
         cluster = LocalCluster() if _gains(experiment) else NoCluster()
     if isinstance(cluster, LocalCluster | RayCluster) and cluster.workers is None:
         counts: dict[str, int | None]
-        if ranks_of(cluster) is not None:
+        if ranks_of(cluster) is not None and experiment.server_cluster is None:
             counts = {"workers": 0}
         elif isinstance(before, LocalCluster | RayCluster) and before.workers:
             counts = {"workers": before.workers, "trainers": before.trainers}
@@ -61,8 +62,7 @@ def with_workers(experiment: Experiment, resumed: Experiment | None = None) -> E
 
 def cluster_settings(chosen: str | None, before: Cluster) -> list[str]:
     """The option `--cluster` as settings: one of KINDS, or the address of a Ray cluster. None: no settings. The numbers
-    of workers, trainers, processes and (with local) ranks stay those of `before`. Raises UsageError for any other
-    text."""
+    of workers, trainers, processes and ranks stay those of `before`. Raises UsageError for any other text."""
     if chosen is None:
         return []
     if chosen not in KINDS and ":" not in chosen:
@@ -74,8 +74,6 @@ def cluster_settings(chosen: str | None, before: Cluster) -> list[str]:
     settings = [f"cluster={chosen}"] if chosen in KINDS else ["cluster=ray", f"cluster.address={chosen}"]
     if isinstance(before, LocalCluster | RayCluster):
         counts = {key: getattr(before, key) for key in COUNTS}
-        if chosen == "local":
-            counts["trainer_ranks"] = ranks_of(before)
         settings += [f"cluster.{key}={count}" for key, count in counts.items() if count]
     if isinstance(before, RayCluster) and before.gpus_per_worker and chosen != "local":
         settings.append(f"cluster.gpus_per_worker={before.gpus_per_worker}")
@@ -88,12 +86,24 @@ def open_supply(experiment: Experiment) -> Supply | None:
     cluster = experiment.cluster
     if isinstance(cluster, LocalCluster) and has_workers(cluster):
         return LocalSupply()
-    if isinstance(cluster, RayCluster) and experiment.server_cluster is None:
+    if isinstance(cluster, RayCluster) and has_workers(cluster) and experiment.server_cluster is None:
         from pvg.workers.ray_supply import RaySupply
 
         lowest, highest = processes_of(cluster, shards_of(cluster) or _cores())
-        return RaySupply(lowest, cluster.address, highest)
+        return RaySupply(lowest, cluster.address, highest + (ranks_of(cluster) or 0))
     return None
+
+
+def open_rank_supply(experiment: Experiment, device: str, client: RayClient | None) -> Supply | None:
+    """What starts the trainer's ranks on a cluster; None without ranks, or if they run on this machine. `device`: "cpu"
+    or "cuda". `client`: of the cluster, if this process has one already."""
+    cluster, ranks = experiment.cluster, ranks_of(experiment.cluster)
+    if not isinstance(cluster, RayCluster) or ranks is None:
+        return None
+    from pvg.workers.ray_supply import RANKS, RANKS_ON_GPUS, RaySupply
+
+    kind = RANKS if device == "cpu" else RANKS_ON_GPUS
+    return RaySupply(ranks, cluster.address, of=kind, client=None if client is None else client.another())
 
 
 def _gains(experiment: Experiment) -> bool:

@@ -5,6 +5,8 @@
 
 The driver sends a random challenge. The caller answers with its key and an HMAC of both. So the secret is never sent,
 and an answer is worth nothing in another connection. What follows is not encrypted.
+
+The trainer's ranks also connect to each other. They use the network by which they reach the driver.
 """
 
 from __future__ import annotations
@@ -15,12 +17,17 @@ import secrets
 import socket
 import struct
 
+import psutil
+
+from pvg.errors import MissingRequirementError
+
 CHALLENGE_BYTES = 32
 SECRET_BYTES = 32
 KEY = struct.Struct("<Q")
 DIGEST = "sha256"
 DIGEST_BYTES = 32
 CONNECT_S = 20.0
+LOOPBACK = "127.0.0.1"
 
 
 async def admitted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> int:
@@ -55,3 +62,22 @@ def connect(host: str, port: int, secret: bytes, key: int) -> socket.socket:
         connection.close()
         raise
     return connection
+
+
+def own_address(writer: asyncio.StreamWriter) -> str:
+    """This machine's address in a connection: LOOPBACK if the other side is a process here, as for local workers."""
+    name = writer.get_extra_info("sockname")
+    return str(name[0]) if isinstance(name, tuple) else LOOPBACK
+
+
+def interface_of(address: str) -> str:
+    """The name of this machine's network interface with an IP address. Raises MissingRequirementError if it has
+    none."""
+    wanted = LOOPBACK if address.startswith("127.") else address
+    for name, found in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == wanted for entry in found):
+            return str(name)
+    raise MissingRequirementError(
+        f"No network interface of this machine has the address {address}.",
+        "Start Ray on it with an address that it has: ray start --node-ip-address ADDRESS",
+    )

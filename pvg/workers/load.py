@@ -1,4 +1,4 @@
-"""How busy the workers are, from what they report of themselves.
+"""How busy the workers are, from what they report of themselves, and what the exchange with them costs.
 
 A worker reports with every answer to a probe how long it has run on a core, and how long it has waited for one. Both
 count as busy: on a shared machine, a worker that waits for a core has work to do. It also reports its peak memory.
@@ -7,7 +7,8 @@ count as busy: on a shared machine, a worker that waits for a core has work to d
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pvg.telemetry.device import note_worker_peaks
@@ -74,4 +75,39 @@ class LoadMeter:
                 found[f"w{worker}_busy"] = share
             for worker, (is_up, count) in enumerate(zip(up, restarts, strict=True)):
                 found |= {f"w{worker}_up": float(is_up), f"w{worker}_restarts": float(count)}
+        return found
+
+
+class ExchangeMeter:
+    """Adds up what a run pays for having workers, which one process would not:
+
+    - for each shard, the time of its requests and answers on their way: from the call that sends a request until its
+      answer is read, less the time that the worker had it. It contains what driver and worker pack, send, receive and
+      parse, and their waiting for an event loop that is busy.
+    - in the driver, the time to build requests, to read answers into arrays, and to write weights for the workers.
+
+    Parts that overlap, with each other or with computation, count in full. So it is an upper bound.
+    """
+
+    def __init__(self, shards: int) -> None:
+        self._away_s = [0.0] * shards
+        self._driver_s = 0.0
+
+    def answered(self, shard: int, away_s: float) -> None:
+        """A request of this shard and its answer were on their way for so long."""
+        self._away_s[shard] += away_s
+
+    @contextmanager
+    def packing(self) -> Iterator[None]:
+        """The driver builds requests, reads answers or writes weights meanwhile."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._driver_s += time.perf_counter() - began
+
+    def take(self) -> float:
+        """Seconds since the last call: the driver's, and those of the shard that has most."""
+        found = self._driver_s + max(self._away_s)
+        self._away_s, self._driver_s = [0.0] * len(self._away_s), 0.0
         return found

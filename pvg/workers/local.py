@@ -114,6 +114,9 @@ class LocalSupply:
         self._patience_s = START_S
         self._broken = False
 
+    async def ready(self) -> None:
+        """Does nothing: this machine has room."""
+
     async def start(self) -> Member:
         """As `fork`, with a connection to this process."""
         ours, theirs = socket.socketpair()

@@ -33,7 +33,7 @@ from pvg.config.experiment import Experiment
 from pvg.errors import MissingRequirementError, PvgError, WorkerLostError, counted, system_module
 from pvg.telemetry.events import Events, SilentEvents
 from pvg.workers.frames import Frame, receive
-from pvg.workers.load import LoadMeter
+from pvg.workers.load import ExchangeMeter, LoadMeter
 from pvg.workers.local import Member
 from pvg.workers.scaling import DemandMeter, Moment, decide, shards_to_take
 from pvg.workers.shared import SharedTensors
@@ -63,6 +63,10 @@ class Supply(Protocol):
     pool sets."""
 
     events: Events
+
+    async def ready(self) -> None:
+        """Wait until it has room for the processes. Raises MissingRequirementError if it cannot start them."""
+        ...
 
     async def start(self) -> Member: ...
 
@@ -104,6 +108,7 @@ class _Request:
     future: asyncio.Future[Frame]
     parts: Callable[[Frame], None] | None
     attempts: int = 0
+    sent_at: float = 0.0
     sent_to: Member | None = None
 
 
@@ -235,6 +240,7 @@ class WorkerPool:
         self._failed: BaseException | None = None
         self._watching: list[asyncio.Task[None]] = []
         self._meter = LoadMeter(self._highest)
+        self.exchange = ExchangeMeter(count)
 
     @property
     def restarts(self) -> int:
@@ -327,6 +333,7 @@ class WorkerPool:
     def _send(self, shard: _Shard, request: _Request) -> None:
         assert shard.member is not None
         request.attempts += 1
+        request.sent_at = time.perf_counter()
         request.sent_to = shard.member
         shard.member.send(request.frame)
 
@@ -349,7 +356,8 @@ class WorkerPool:
     async def _load(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
         async with self._changing:
             found = self._slots[slot]
-            place = await found.memory.write(tensors)
+            with self.exchange.packing():
+                place = await found.memory.write(tensors)
             await self.ask(found.shards, Frame("load", {"slot": slot, "place": place}))
 
     async def close_slot(self, slot: int) -> None:
@@ -365,7 +373,8 @@ class WorkerPool:
 
     async def _load_policy(self, tensors: Mapping[str, Tensor], version: int, trace: str) -> list[Frame]:
         async with self._changing_policy:
-            place = await self._policy.write(tensors)
+            with self.exchange.packing():
+                place = await self._policy.write(tensors)
             frame = Frame("policy", {"version": version, "trace": trace, "place": place})
             return await self.ask(range(self.count), frame)
 
@@ -467,7 +476,8 @@ class WorkerPool:
         request = shard.pending.get(number)
         if frame.kind == "completed":
             if request is not None and request.parts is not None:
-                request.parts(frame)
+                with self.exchange.packing():
+                    request.parts(frame)
             return
         del self._asked[number]
         shard.changed.set()
@@ -479,6 +489,8 @@ class WorkerPool:
     def _take_answer(self, shard: _Shard, request: _Request, frame: Frame) -> None:
         del shard.pending[frame.fields["id"]]
         if frame.kind == "done":
+            away_s = time.perf_counter() - request.sent_at - frame.fields.get("held_s", 0.0)
+            self.exchange.answered(shard.number, away_s)
             shard.confirm(request.frame)
         if request.future.done():  # the caller has left
             return

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -53,6 +54,7 @@ from pvg.verifier.backend import ScoringModel
 from pvg.verifier.data import VerifierBatch
 from pvg.verifier.robust import RobustObjective, objective_for
 from pvg.workers.frames import Array, Frame, receive, record_of, rows_of, send
+from pvg.workers.links import own_address
 from pvg.workers.requests import completion_arrays, requests_of
 from pvg.workers.shared import MappedTensors
 
@@ -113,7 +115,7 @@ class Worker:
         if frame.kind in ("cancel", "cut"):
             self._interrupt(frame)
             return
-        task = asyncio.create_task(self._answer(self._handlers[frame.kind], frame))
+        task = asyncio.create_task(self._answer(self._handlers[frame.kind], frame, time.perf_counter()))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -133,7 +135,7 @@ class Worker:
         self._models.clear()
         self.base.close()
 
-    async def _answer(self, handler: Callable[[Frame], Any], frame: Frame) -> None:
+    async def _answer(self, handler: Callable[[Frame], Any], frame: Frame, came: float) -> None:
         number = frame.fields["id"]
         try:
             answer: Frame = await handler(frame)
@@ -144,18 +146,18 @@ class Worker:
         except Exception:  # noqa: BLE001 - the driver raises it
             send(self._writer, Frame("failed", {"id": number, "traceback": traceback.format_exc()}))
         else:
-            send(self._writer, Frame("done", {**answer.fields, "id": number}, answer.arrays))
+            held_s = time.perf_counter() - came
+            send(self._writer, Frame("done", {**answer.fields, "id": number, "held_s": held_s}, answer.arrays))
 
     async def _in_thread(self, work: Callable[[Frame], Frame | None], frame: Frame) -> Frame:
         return await run_in(self._executor, work, frame) or Frame("done")
 
     def _as_rank(self, frame: Frame) -> Frame:
         """Join the ranks of the trainer, or work as one of them."""
-        from pvg.workers.rank import Rank  # here, because some builds of torch lack FSDP2
+        from pvg.workers.rank import Rank, RankPlace  # here, because some builds of torch lack FSDP2
 
-        fields = frame.fields
-        if fields["do"] == "join":
-            self._rank = Rank(fields["number"], fields["ranks"], fields["device"], fields["store"])
+        if frame.fields["do"] == "join":
+            self._rank = Rank(RankPlace(**frame.fields["rank"]), own_address(self._writer))
             return Frame("done")
         assert self._rank is not None
         return self._rank.do(frame)

@@ -4,7 +4,7 @@
     trainer = Trainer(..., ranks=model)
 
 The driver samples, prepares batches and divides them into one part per rank; it has no optimizer. Its own copy of the
-weights is in memory that it shares with the ranks, which write every step's weights there.
+weights is in shared memory. Ranks on its machine write every step's weights there; ranks on a cluster send them.
 
 If a rank ends, all start again from the last commit and repeat the optimizer steps since then, with the same
 micro-batches. So the bits are those of a run without the loss.
@@ -32,7 +32,7 @@ from pvg.training.trainer import MODEL_PREFIX, OPTIMIZER_PREFIX, TrainerRanks
 from pvg.workers.frames import Array, Frame, record_arrays
 from pvg.workers.pool import MOST_ATTEMPTS
 from pvg.workers.rank_group import RankEndedError, RankGroup
-from pvg.workers.shared import SharedTensors
+from pvg.workers.shared import SharedTensors, own_rows, packed_tensors, unpacked_tensors
 from pvg.workers.training import plain, policy_shards
 
 T = TypeVar("T")
@@ -168,16 +168,7 @@ class ModelInRanks(TrainerRanks[PolicyBatch]):
             await self._group.start()
         if self._initial is None and not self._done:
             self._initial = {name: tensor.clone() for name, tensor in self._shared.tensors.items()}
-        moments = SharedTensors(self._moments) if self._moments else None
-        try:
-            if moments is not None:
-                moments.write(self._moments)
-            place = None if moments is None else moments.place
-            fields = {**self._fields, "do": "open", "weights": self._shared.place, "moments": place}
-            await self._ask(Frame("rank", fields))
-        finally:
-            if moments is not None:
-                moments.close()
+        await self._give()
         steps = self._journal[first - self._first :] if self._lost else []
         for step in steps:
             await self._gradient(step)
@@ -187,9 +178,48 @@ class ModelInRanks(TrainerRanks[PolicyBatch]):
             "workers",
             event="ranks up",
             ranks=self._group.count,
+            **({"nodes": " ".join(self._group.nodes)} if self._group.on_cluster else {}),
             repeated=len(steps),
             ms=(time.perf_counter() - began) * 1e3,
         )
+
+    async def _give(self) -> None:
+        """Let the ranks open the model with the driver's weights and moments."""
+        fields = {**self._fields, "do": "open"}
+        if self._group.on_cluster:
+            parts = await asyncio.get_running_loop().run_in_executor(None, self._parts)
+            await self._group.ask([Frame("rank", {**fields, **places}, arrays) for places, arrays in parts])
+            return
+        moments = SharedTensors(self._moments) if self._moments else None
+        try:
+            if moments is not None:
+                moments.write(self._moments)
+            place = None if moments is None else moments.place
+            await self._ask(Frame("rank", {**fields, "weights": self._shared.place, "moments": place}))
+        finally:
+            if moments is not None:
+                moments.close()
+
+    def _parts(self) -> list[tuple[dict[str, Any], dict[str, Array]]]:
+        """For each rank on a cluster, its rows of the weights and moments, as fields and arrays of a frame."""
+        parts = []
+        for number in range(self._group.count):
+            fields, arrays = dict[str, Any](moments=None), dict[str, Array]()
+            for what, whole in (("weights", self._shared.tensors), ("moments", self._moments)):
+                if whole:
+                    rows = {name: own_rows(tensor, number, self._group.count) for name, tensor in whole.items()}
+                    layout, arrays[what] = packed_tensors(rows)
+                    fields[what] = {"layout": layout}
+            parts.append((fields, arrays))
+        return parts
+
+    def _take(self, what: str, answers: Sequence[Frame], whole: Mapping[str, Tensor]) -> None:
+        """Write the rows that ranks on a cluster have sent into whole tensors."""
+        for number, answer in enumerate(answers):
+            rows = unpacked_tensors(answer.fields[what]["layout"], answer.arrays[what])
+            with torch.no_grad():
+                for name, tensor in rows.items():
+                    own_rows(whole[name], number, len(answers)).copy_(tensor)
 
     async def _restored(self) -> int:
         """Write the weights of the last commit to the shared memory, and remember its moments. Returns the number of
@@ -227,19 +257,26 @@ class ModelInRanks(TrainerRanks[PolicyBatch]):
     async def _update(self, step: _Step) -> float:
         assert step.update is not None
         answers = await self._ask(step.update)
+        if "weights" in answers[0].arrays:
+            await asyncio.get_running_loop().run_in_executor(None, self._take, "weights", answers, self._shared.tensors)
         self.held_bytes = [answer.fields["bytes"] for answer in answers]
         self._step = None
         return float(answers[0].arrays["norm"].item())
 
     async def _gathered(self) -> dict[str, Tensor]:
-        shared = SharedTensors(
-            {f"{moment}.{name}": p for moment in MOMENTS[:2] for name, p in self._parameters.items()}
-        )
-        try:
-            answers = await self._ask(Frame("rank", {"do": "moments", "place": shared.place}))
-            steps, whole = answers[0].fields["steps"], dict(shared.tensors)
-        finally:
-            shared.close()
+        like = {f"{moment}.{name}": p for moment in MOMENTS[:2] for name, p in self._parameters.items()}
+        if self._group.on_cluster:
+            answers = await self._ask(Frame("rank", {"do": "moments", "memory": None}))
+            whole = {name: torch.empty_like(tensor) for name, tensor in like.items()}
+            await asyncio.get_running_loop().run_in_executor(None, self._take, "moments", answers, whole)
+        else:
+            shared = SharedTensors(like)
+            try:
+                answers = await self._ask(Frame("rank", {"do": "moments", "memory": shared.place}))
+                whole = dict(shared.tensors)
+            finally:
+                shared.close()
+        steps = answers[0].fields["steps"]
         found = {f"{moment}.{name}": whole[f"{moment}.{name}"] for name in steps for moment in MOMENTS[:2]}
         return found | {f"step.{name}": torch.tensor(count) for name, count in steps.items()}
 

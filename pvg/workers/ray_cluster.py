@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import importlib
 import logging
 import os
@@ -97,6 +98,14 @@ class RayClient:
         self._thread = ThreadPoolExecutor(1, "pvg-ray")
         self._connected = self._thread.submit(open_cluster, workers, address, log)
         self._ended = False
+        self._users = [self]
+
+    def another(self) -> RayClient:
+        """Another client of the same connection, because Ray allows a process only one. The last `end` closes it."""
+        other = copy.copy(self)
+        other._ended = False
+        self._users.append(other)
+        return other
 
     async def connection(self) -> RayConnection:
         """Raises the errors of `open_cluster`."""
@@ -116,10 +125,14 @@ class RayClient:
         self.later(lambda: self._connected.result().ray.kill(actor))
 
     def end(self) -> None:
-        """Leave the cluster; Ray ends this process's actors. A second call does nothing."""
+        """Leave the cluster, unless another client uses it; Ray ends this process's actors. A second call does
+        nothing."""
         if self._ended:
             return
         self._ended = True
+        self._users.remove(self)
+        if self._users:
+            return
         self._thread.submit(self._leave).result()
         self._thread.shutdown()
 

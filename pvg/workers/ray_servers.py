@@ -54,7 +54,7 @@ class _Place:
 
 
 class RayServers:
-    """Owns the connection to the cluster. `close` it, or `end` it if it was not started."""
+    """A user of the cluster, through `client`. `close` it, or `end` it if it was not started."""
 
     def __init__(self, experiment: Experiment, events: Events | None = None) -> None:
         cluster = experiment.server_cluster
@@ -65,7 +65,7 @@ class RayServers:
         self._gpus = cluster.gpus_per_worker
         self._root = experiment.weights.root.absolute()
         self._mark = f"cluster-{secrets.token_hex(8)}.mark"
-        self._client = RayClient(self._count, cluster.address, self._log)
+        self.client = RayClient(self._count + (cluster.trainer_ranks or 0), cluster.address, self._log)
         self._places: set[_Place] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -77,10 +77,10 @@ class RayServers:
         """
         self._served = served
         self._first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._cluster: RayConnection = await self._client.connection()
+        self._cluster: RayConnection = await self.client.connection()
         self._order = await asyncio.to_thread(self._prepare)
-        head = await self._client.call(lambda: str(self._cluster.ray.get_runtime_context().gcs_address))
-        self._group = await self._client.call(self._reserve)
+        head = await self.client.call(lambda: str(self._cluster.ray.get_runtime_context().gcs_address))
+        self._group = await self.client.call(self._reserve)
         await self._room()
         what = "starts a vLLM server" if self._count == 1 else f"starts {self._count} vLLM servers"
         self._events.event("workers", event="servers", why=f"pvg {what} on the Ray cluster, which may take minutes")
@@ -103,7 +103,7 @@ class RayServers:
 
     def end(self) -> None:
         """Leave the cluster: Ray ends the actors, and so the servers."""
-        self._client.end()
+        self.client.end()
 
     # --- the cluster --------------------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class RayServers:
         each = "a CPU" + (f" and {counted(self._gpus, 'GPU')}" if self._gpus else "")
         lacks = f"no room for {counted(self._count, 'vLLM server')} with {each} each"
         waited = 0.0
-        while not await self._client.call(self._group.wait, 1.0):
+        while not await self.client.call(self._group.wait, 1.0):
             waited += 1.0
             if waited == QUIET_S:
                 why = f"The Ray cluster has {lacks} yet; pvg waits for at most {ROOM_S:g} s"
@@ -173,7 +173,7 @@ class RayServers:
 
     async def _create(self, number: int) -> _Place:
         """Start an actor where Ray has put the reservation, or will put it."""
-        actor, reference = await self._client.call(self._start_actor, number)
+        actor, reference = await self.client.call(self._start_actor, number)
         return _Place(number, actor, _quiet(asyncio.wrap_future(reference.future())))
 
     def _start_actor(self, number: int) -> tuple[Any, Any]:
@@ -210,7 +210,7 @@ class RayServers:
     async def _take(self, place: _Place, news: dict[str, Any]) -> None:
         match news.pop("news"):
             case "hello":
-                place.node = await self._client.call(self._cluster.node_name, news["node"])
+                place.node = await self.client.call(self._cluster.node_name, news["node"])
                 refuse_other_versions(place.node, news["versions"])
                 self._set_starting(place, True)
                 self._events.event("workers", event="server starting", **place.names, agent=news["pid"])
@@ -251,7 +251,7 @@ class RayServers:
         self._set_starting(place, False)
         if place.server is not None:
             await self._served.remove(place.server.url, drain_s=0.0)
-        self._client.dismiss(place.actor)
+        self.client.dismiss(place.actor)
 
     # --- tasks --------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
     supply = RaySupply(8)                       # starts a cluster on this machine, and returns at once
     supply = RaySupply(8, "10.0.0.1:6379")      # joins one
+    ranks = RaySupply(2, of=RANKS, client=supply.client.another())      # trainer ranks, on the same cluster
     member = await supply.start()               # a worker on one of the nodes
 
 Ray reserves one CPU per worker in a placement group, whose bundles spread over the nodes. A worker that is added later
@@ -11,6 +12,9 @@ through Ray. Ray reserves and reports; pvg restarts workers and repeats requests
 
 A node that ends, or does not answer, loses its workers. They start again where Ray moves their bundles. If Ray finds no
 room for GRACE_S seconds, they share a node that the run uses already: slower, but with the same results.
+
+Ray shows an actor only the GPUs that it has reserved for it. So a process with a GPU has an agent that no other process
+shares, and waits for a node with a free GPU.
 """
 
 from __future__ import annotations
@@ -50,6 +54,35 @@ PROBES_MISSED = 8  # agents report twice as often
 BACKLOG = 100  # connections that wait to be admitted; workers may all connect at once
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What kind of process a supply starts. `setting`: how many of them. `gpus`: those of each, 0 or 1."""
+
+    name: str
+    setting: str
+    gpus: int = 0
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What Ray reserves for each process."""
+        return {"CPU": 1, "GPU": self.gpus} if self.gpus else {"CPU": 1}
+
+    @property
+    def strategy(self) -> str:
+        """Processes share the memory of a node, so they spread over the nodes. GPUs have their own memory, so ranks on
+        GPUs use few nodes, where they exchange their weights faster."""
+        return "PACK" if self.gpus else "SPREAD"
+
+    @property
+    def scarce(self) -> str:
+        return "GPU" if self.gpus else "CPU"
+
+
+WORKERS = Kind("worker", "cluster.workers")
+RANKS = Kind("trainer rank", "cluster.trainer_ranks")
+RANKS_ON_GPUS = Kind("trainer rank", "cluster.trainer_ranks", gpus=1)
+
+
 @dataclass(eq=False)
 class RayMember(Member):
     """A worker on a node. `bundle`: the number of its reservation."""
@@ -80,9 +113,9 @@ class RayMember(Member):
 
 @dataclass(eq=False)
 class _Node:
-    """An agent, as the driver sees it."""
+    """An agent, as the driver sees it. `key`: Ray's id of the node, and with GPUs the bundle."""
 
-    id: str
+    key: str
     name: str
     actor: Any
     ended: asyncio.Future[None]  # Ray's word on the actor: its result or why it ended
@@ -117,22 +150,32 @@ class _Node:
 
 
 class RaySupply:
-    """Owns the connection to the cluster. Leave it as a context manager, or `close` it."""
+    """A user of the cluster, through `client`. Leave it as a context manager, or `close` it."""
 
-    def __init__(self, workers: int, address: str | None = None, most: int | None = None) -> None:
+    def __init__(
+        self,
+        workers: int,
+        address: str | None = None,
+        most: int | None = None,
+        *,
+        of: Kind = WORKERS,
+        client: RayClient | None = None,
+    ) -> None:
         """Reserves CPUs for `workers`. Each further worker reserves one more CPU when it starts. `most`: the highest
-        number of workers, for which a cluster on this machine has room."""
+        number of processes, for which a cluster on this machine has room. `client`: uses its cluster, in place of
+        `address`."""
         self.events: Events = SilentEvents()
         self._workers = workers
-        self._client = RayClient(most or workers, address, self._log)
-        self._call, self._dismiss = self._client.call, self._client.dismiss
+        self._kind = of
+        self.client = client or RayClient(most or workers, address, self._log)
+        self._call, self._dismiss = self.client.call, self.client.dismiss
         self._opening = asyncio.Lock()
         self._group: Any = None
         self._numbers = workers - 1  # of the newest bundle
         self._free = list(range(workers))  # bundles without a worker
         self._single: dict[int, Any] = {}  # the placement groups of further bundles
-        self._nodes: dict[str, _Node] = {}  # those in use, by Ray's id
-        self._entering: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by Ray's id of a node
+        self._nodes: dict[str, _Node] = {}  # those in use, by key
+        self._entering: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by key
         self._losses = 0
         self._head_missed = 0  # probes that the cluster's head has not answered
         self._shared: dict[str, SharedTensors] = {}
@@ -143,11 +186,15 @@ class RaySupply:
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
-    async def start(self) -> Member:
-        """Start a worker. Raises MissingRequirementError if the cluster has no room or cannot run pvg."""
+    async def ready(self) -> None:
+        """Connect to the cluster, and wait until it has reserved what the first workers need."""
         async with self._opening:
             if self._group is None:
                 await self._open()
+
+    async def start(self) -> Member:
+        """Start a worker. Raises MissingRequirementError if the cluster has no room or cannot run pvg."""
+        await self.ready()
         bundle = self._free.pop(0) if self._free else await self._one_more()
         why = "it has not answered"
         try:
@@ -161,7 +208,7 @@ class RaySupply:
         except TimeoutError:
             self._free.append(bundle)
             raise WorkerLostError(
-                f"The Ray cluster had no node for worker {bundle} in {ROOM_S:g} s: {why}.",
+                f"The Ray cluster had no node for {self._kind.name} {bundle} in {ROOM_S:g} s: {why}.",
                 "Add a node to the cluster, and resume the run",
             ) from None
         except BaseException:
@@ -175,7 +222,8 @@ class RaySupply:
             pid = (await node.ask(Frame("fork", {"key": key}))).fields["pid"]
             reader, writer = await asyncio.wait_for(expected, WORKER_S)
         except TimeoutError:
-            raise ConnectionError(f"a worker on node {node.name} has not connected to the driver") from None
+            what = f"a {self._kind.name} on node {node.name}"
+            raise ConnectionError(f"{what} has not connected to the driver") from None
         finally:
             self._expected.pop(key, None)
         member = RayMember(pid, reader, writer, node, bundle)
@@ -251,7 +299,7 @@ class RaySupply:
 
     def end(self) -> None:
         """Leave the cluster: Ray ends the agents, and these end the workers."""
-        self._client.end()
+        self.client.end()
 
     def __enter__(self) -> RaySupply:
         return self
@@ -263,7 +311,7 @@ class RaySupply:
 
     async def _open(self) -> None:
         """Connect to the cluster, listen for its nodes, and reserve a CPU for each worker."""
-        cluster = await self._client.connection()
+        cluster = await self.client.connection()
         self._server = await asyncio.start_server(
             self._greet, cluster.host, 0, limit=1 << 20, backlog=max(BACKLOG, self._workers)
         )
@@ -276,45 +324,47 @@ class RaySupply:
         self._run(self._probe())
 
     def _reserve(self) -> Any:
-        return self._cluster.ray.util.placement_group([{"CPU": 1}] * self._workers, strategy="SPREAD")
+        bundles = [self._kind.bundle] * self._workers
+        return self._cluster.ray.util.placement_group(bundles, strategy=self._kind.strategy)
 
     async def _one_more(self) -> int:
         """A bundle for one more worker. Waits until the cluster has a CPU for it, for example on a node that joins."""
-        group = await self._call(lambda: self._cluster.ray.util.placement_group([{"CPU": 1}]))
+        group = await self._call(lambda: self._cluster.ray.util.placement_group([self._kind.bundle]))
         try:
             waited = 0.0
             while not await self._call(group.wait, 0.1):
                 await asyncio.sleep(ASK_S)
                 if waited < QUIET_S <= waited + ASK_S:
-                    why = f"The Ray cluster has no free CPU for one more worker ({await self._call(self._cpus)})"
+                    why = f"The Ray cluster has no free CPU for one more worker ({await self._call(self._free_now)})"
                     self.events.event("workers", event="no room", why=f"{why}; it starts when there is one")
                 waited += ASK_S
         except BaseException:
-            self._client.later(self._cluster.ray.util.remove_placement_group, group)
+            self.client.later(self._cluster.ray.util.remove_placement_group, group)
             raise
         self._numbers += 1
         self._single[self._numbers] = group
         return self._numbers
 
     async def _room(self) -> None:
-        """Wait until the cluster has a CPU for each worker."""
-        waited, quiet = 0.0, True
+        """Wait until the cluster has a CPU for each worker, and a GPU if it needs one."""
+        waited, quiet, kind = 0.0, True, self._kind
+        lacks = f"no {self._workers} free {kind.scarce}s"
         while not await self._call(self._group.wait, 1.0):
             waited += 1.0
             if waited >= QUIET_S and quiet:
                 quiet = False
-                why = f"The Ray cluster has no {self._workers} free CPUs yet ({await self._call(self._cpus)})"
+                why = f"The Ray cluster has {lacks} for {kind.name}s yet ({await self._call(self._free_now)})"
                 self.events.event("workers", event="no room", why=f"{why}; pvg waits for at most {ROOM_S:g} s")
             if waited >= ROOM_S:
-                found = await self._call(self._cpus)
+                found = await self._call(self._free_now)
                 raise MissingRequirementError(
-                    f"The Ray cluster had no {self._workers} free CPUs in {ROOM_S:g} s ({found}).",
-                    "Use fewer workers (-s cluster.workers=N), or add a node: ray start --address HOST:PORT",
+                    f"The Ray cluster had {lacks} for {kind.name}s in {ROOM_S:g} s ({found}).",
+                    f"Use fewer {kind.name}s (-s {kind.setting}=N), or add a node: ray start --address HOST:PORT",
                 )
 
-    def _cpus(self) -> str:
-        ray = self._cluster.ray
-        free, all_ = ray.available_resources().get("CPU", 0.0), ray.cluster_resources().get("CPU", 0.0)
+    def _free_now(self) -> str:
+        ray, what = self._cluster.ray, self._kind.scarce
+        free, all_ = ray.available_resources().get(what, 0.0), ray.cluster_resources().get(what, 0.0)
         return f"it has {all_:g}, of which {free:g} are free"
 
     def _node_id(self, bundle: int) -> str:
@@ -333,11 +383,15 @@ class RaySupply:
         """The node for a worker, with an agent. Raises ConnectionError if there is none at the moment."""
         while True:
             place = await self._call(self._node_id, bundle)
-            async with self._entering[place]:
-                if place in self._nodes:
-                    return self._nodes[place]
+            key = self._key(place, bundle)
+            async with self._entering[key]:
+                if key in self._nodes:
+                    return self._nodes[key]
                 if await self._call(self._node_id, bundle) == place:
                     return await self._enter(bundle)
+
+    def _key(self, node: str, bundle: int) -> str:
+        return f"{node}/{bundle}" if self._kind.gpus else node
 
     async def _enter(self, bundle: int) -> _Node:
         """Start an agent where Ray has put the bundle, or will put it."""
@@ -358,10 +412,10 @@ class RaySupply:
         finally:
             self._expected.pop(key, None)
         self._dismiss(actor)
-        if not self._nodes or not self._losses:
+        if not self._nodes or not self._losses or self._kind.gpus:
             raise ConnectionError(f"no agent has started in {patience:g} s")
         node = min(self._nodes.values(), key=lambda node: len(node.members))
-        why = f"Ray has no room for worker {bundle}, so it shares node {node.name}"
+        why = f"Ray has no room for {self._kind.name} {bundle}, so it shares node {node.name}"
         self.events.event("workers", event="node shared", node=node.name, why=why)
         return node
 
@@ -372,6 +426,8 @@ class RaySupply:
         group, index = self._reserved(bundle)
         place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": place}
+        if self._kind.gpus:
+            options["num_gpus"] = self._kind.gpus
         actor = ray.remote(NodeAgent).options(**options).remote()
         return actor, actor.serve.remote(self._driver, key)
 
@@ -390,7 +446,8 @@ class RaySupply:
             hello = None
         if hello is None:
             raise ConnectionError("an agent has connected and then left")
-        known = self._nodes.get(hello.fields["node"])
+        key = self._key(hello.fields["node"], bundle)
+        known = self._nodes.get(key)
         if known is not None:  # of another bundle
             writer.close()
             self._dismiss(actor)
@@ -400,8 +457,8 @@ class RaySupply:
         if hello.fields["processor"] != processor():
             why = f"Node {name} has another processor than this machine, so the last bits of results may differ"
             self.events.event("workers", event="node differs", node=name, why=why)
-        node = _Node(hello.fields["node"], name, actor, ended, writer, bundle)
-        self._nodes[node.id] = node
+        node = _Node(key, name, actor, ended, writer, bundle)
+        self._nodes[node.key] = node
         self._run(self._listen(node, reader))
         self.events.event("workers", event="node joined", node=name, processor=hello.fields["processor"])
         try:
@@ -447,7 +504,7 @@ class RaySupply:
             return
         node.lost = why
         self._losses += 1
-        del self._nodes[node.id]
+        del self._nodes[node.key]
         self.events.event("workers", event="node lost", node=node.name, why=why, workers=len(node.members))
         node.writer.transport.abort()
         for future in node.answers.values():
@@ -493,7 +550,7 @@ class RaySupply:
     def _dismiss_node(self, node: _Node, why: str) -> None:
         """Use a node no longer."""
         node.lost = why
-        del self._nodes[node.id]
+        del self._nodes[node.key]
         node.writer.close()
         self._dismiss(node.actor)
 

@@ -1,9 +1,12 @@
-"""Tensors in memory that the driver shares with its workers.
+"""Tensors in memory that the driver shares with its workers, or in the frames between them.
 
 shared = SharedTensors(parameters)          # the driver; the layout is that of these tensors
 shared.write(parameters)
 mapped = MappedTensors(shared.place)        # a worker
 mapped.tensors["weight"]                    # a view of the shared memory: copy it before the next `write`
+
+layout, data = packed_tensors(parameters)   # for a process on another machine: `data` is an array of a frame
+unpacked_tensors(layout, data)["weight"]
 """
 
 from __future__ import annotations
@@ -15,23 +18,23 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pvg.workers.memory import SharedMemory
 
 ALIGNMENT = 64  # bytes; a cache line
 
+Layout = list[list[Any]]  # for each tensor: its name, dtype, shape, and offset in bytes
+Bytes = NDArray[np.uint8]
+
 
 class SharedTensors:
     """Owns the memory for tensors of fixed names, shapes and dtypes. One writer; `close` frees it."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._layout: list[list[Any]] = []
-        offset = 0
-        for name, tensor in tensors.items():
-            self._layout.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset])
-            offset += tensor.nbytes + -tensor.nbytes % ALIGNMENT
-        self.memory = SharedMemory(max(offset, 1))
+        self._layout, size = _layout_of(tensors)
+        self.memory = SharedMemory(size)
         self._views = _views(self.memory.view, self._layout)
 
     @property
@@ -68,7 +71,41 @@ class MappedTensors:
         self.tensors: dict[str, Tensor] = _views(self._memory, place["layout"])
 
 
-def _views(memory: mmap.mmap, layout: list[list[Any]]) -> dict[str, Tensor]:
+def own_rows(whole: Tensor, number: int, ranks: int) -> Tensor:
+    """The rows of a whole tensor that rank `number` of the trainer keeps: none if there are fewer rows than ranks, and
+    all of a scalar. FSDP2 divides tensors with the same function."""
+    if not whole.ndim:
+        return whole
+    parts = whole.chunk(ranks)
+    return parts[number] if number < len(parts) else whole[:0]
+
+
+def packed_tensors(tensors: Mapping[str, Tensor]) -> tuple[Layout, Bytes]:
+    """A copy of the tensors as JSON data and bytes. They may lie on a GPU, and may have any dtype of torch."""
+    layout, size = _layout_of(tensors)
+    data = np.zeros(size, np.uint8)
+    with torch.no_grad():
+        for name, view in _views(data, layout).items():
+            view.copy_(tensors[name])
+    return layout, data
+
+
+def unpacked_tensors(layout: Layout, data: Bytes) -> dict[str, Tensor]:
+    """The inverse of `packed_tensors`: views of `data`, which must be writable."""
+    return _views(data, layout)
+
+
+def _layout_of(tensors: Mapping[str, Tensor]) -> tuple[Layout, int]:
+    """Where each tensor lies, and the bytes of all of them; at least 1, because no memory has 0 bytes."""
+    layout: Layout = []
+    offset = 0
+    for name, tensor in tensors.items():
+        layout.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset])
+        offset += tensor.nbytes + -tensor.nbytes % ALIGNMENT
+    return layout, max(offset, 1)
+
+
+def _views(memory: mmap.mmap | Bytes, layout: Layout) -> dict[str, Tensor]:
     views = {}
     for name, dtype, shape, offset in layout:
         kind, count = getattr(torch, dtype), int(np.prod(shape))

@@ -162,6 +162,38 @@ def test_a_missed_target_tells_the_time_and_the_figures_of_the_variant_that_it_i
     assert idle_share(idle).place == 1
 
 
+def test_a_share_that_a_report_derives_is_told_with_its_parts_and_an_older_report_has_none() -> None:
+    what = "least arithmetic of the same step at the machine's matmul rate, as a share of pvg's step"
+
+    def line(derived: dict[str, float]) -> str:
+        measures = {name: lower([1.0]) for name in ("step_s", "rollout_s", "train_s")}
+        sides = [variant(measures, f"trainer={name}", derived) for name in ("TRL", "pvg")]
+        return row_of(
+            target_lines(
+                {
+                    "peers-grpo.json": made_report(
+                        *sides, config={"profile": PROFILE | {"headline": "step_s"}, "experiment": {}}
+                    )
+                }
+            ),
+            what,
+        )
+
+    found = line({"gflop": 110.0, "matmul_gflops": 130.0, "arithmetic_share": 0.66})
+    assert "| 66 % (110 GFLOP at 130 GFLOP/s) | reached |" in found
+    assert "| not measured |" in line({})
+    sides = [
+        variant(
+            {"step_s": lower([1.0]), "step_1_s": lower([1.0]), "step_2_s": lower([1.0]), "kept_1": higher([0.9])}, name
+        )
+        for name in ("threads=cores", "threads=default", "cluster.kind=local")
+    ]
+    sides[2] = sides[2].model_copy(update={"derived": {"exchange_share": 0.031, "workers": 2.0}})
+    lines = target_lines({"contention.json": made_report(*sides, config={"profile": PROFILE, "experiment": {}})})
+    (exchange,) = [line for line in lines if line.startswith("| exchange with a worker")]
+    assert "| 3.1 % (2 workers) | reached |" in exchange
+
+
 def test_a_report_that_lacks_the_measure_is_refused() -> None:
     with pytest.raises(UsageError, match="no peak_memory_mb_500k"):
         target_lines({"data.json": made_report(variant({"first_batch_s_5k": lower([1.0])}))})

@@ -32,6 +32,10 @@ def test_the_profile_compares_one_thread_for_each_core_with_the_default_in_turn(
     assert report.status == "ok", report.reason
     assert [variant.label for variant in report.variants] == ["threads=cores", "threads=default", "cluster.kind=local"]
     assert [variant.derived["threads"] for variant in report.variants] == [3, 1, 1]  # 1: that of the embedded prover
+    shares = [variant.derived.get("exchange_share", 0.0) for variant in report.variants]
+    assert shares[:2] == [0.0, 0.0]  # they have no workers
+    assert shares[2] > 0.0
+    assert report.variants[2].derived["workers"] >= 1
     assert "by_variant" not in report.work  # both do the same
     assert not plan_bench("contention", SMALL, interleave=False).interleave
 

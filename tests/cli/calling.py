@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
+from shipped_schemas import check_document
 from typer.testing import CliRunner
 
 from pvg_cli.main import app
@@ -18,21 +19,24 @@ ENTRY = [sys.executable, "-c", "import sys; from pvg_cli.main import app; sys.ex
 
 @dataclass(frozen=True)
 class Called:
+    arguments: tuple[str, ...]
     code: int
     out: str
     err: str
 
     @property
     def document(self) -> Any:
-        """The one JSON document on stdout: anything more or less does not parse."""
-        return orjson.loads(self.out)
+        """The one JSON document on stdout: anything more or less does not parse. It follows its shipped schema."""
+        document = orjson.loads(self.out)
+        check_document(self.arguments, document)
+        return document
 
 
 def pvg(*arguments: str) -> Called:
     result = CliRunner().invoke(app, list(arguments), prog_name="pvg")
-    return Called(result.exit_code, result.stdout, result.stderr)
+    return Called(arguments, result.exit_code, result.stdout, result.stderr)
 
 
 def pvg_process(*arguments: str, **options: Any) -> Called:
     done = subprocess.run([*ENTRY, *arguments], capture_output=True, text=True, check=False, timeout=120, **options)
-    return Called(done.returncode, done.stdout, done.stderr)
+    return Called(arguments, done.returncode, done.stdout, done.stderr)

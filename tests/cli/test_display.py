@@ -12,7 +12,7 @@ from run_samples import played
 
 from pvg.reporting.formats import duration
 from pvg.reporting.run_summary import read_run
-from pvg.telemetry.observer import PhaseInfo, Progress
+from pvg.telemetry.observer import PhaseInfo, Progress, TimeLeft
 from pvg_cli.run_display import SECONDS_BETWEEN_LINES, RunBoard, RunWatcher, draw
 
 
@@ -96,6 +96,23 @@ def test_phases_are_done_now_or_next() -> None:
     assert [state.phase_state(phase) for phase in state.phases] == ["done", "now", "next", "next"]
     state.start_phase(info("mint", 1, round_=1))
     assert [state.phase_state(phase) for phase in state.phases] == ["now", "next", "next", "next"]
+
+
+def test_a_warm_start_comes_before_the_phases_of_the_round_and_shows_its_loss() -> None:
+    state, clock = board()
+    state.start_phase(info("warmup", 10))
+    clock.now = 1.0
+    state.progress(Progress(1, {"loss": 1.25, "grad_norm": 3.0}))
+    shown = "\n".join(drawn(state, 100))
+    assert "● warm start" in shown
+    assert "○ mint" in shown
+    assert "1.25" in shown
+    assert "helpful accuracy" not in shown
+    state.finish_phase(info("warmup", 10), {})
+    state.start_phase(info("mint", 10))
+    shown = "\n".join(drawn(state, 100))
+    assert "warm start" not in shown
+    assert "helpful accuracy" in shown
 
 
 def test_a_metric_is_followed_through_the_phase_it_belongs_to() -> None:
@@ -237,16 +254,19 @@ def test_plain_lines_give_the_newest_figures_of_a_phase_though_the_last_step_has
     assert stream.getvalue().splitlines()[-1].endswith("pair_accuracy=75.0%")
 
 
-def test_phases_that_come_again_are_under_way_again_and_promise_no_end() -> None:
-    board = RunBoard("modchain", "modchain", 2, phases=("samples", "attack"), once=False)
-    first = PhaseInfo(0, 2, "samples", "rollouts", 4)
-    board.start_phase(first)
-    board.finish_phase(first, {})
-    board.start_phase(PhaseInfo(0, 2, "attack", "steps of src", 4))
-    assert board.phase_state("samples") == "done"
-    board.finish_phase(PhaseInfo(0, 2, "attack", "steps of src", 4), {})
-    board.start_phase(PhaseInfo(0, 2, "attack", "steps of cgc", 4))
-    assert board.phase_state("attack") == "now"
-    board.progress(Progress(1))
-    board.progress(Progress(2))
-    assert board.game_eta() is None
+def test_an_evaluation_shows_its_part_and_the_time_of_all_parts() -> None:
+    clock = Clock()
+    board = RunBoard("modchain", "modchain", 2, clock=clock, phases=())
+    board.start_phase(PhaseInfo(0, 2, "attack", "steps of cgc", 40, part=3, parts=7, label="attacks on round 0"))
+    assert "part 3 of 7   attacks on round 0" in " ".join(drawn(board, 80))
+    assert "in total" not in " ".join(drawn(board, 80))  # nothing was measured yet
+    for done, left in ((1, TimeLeft(90.0, at_least=True)), (2, TimeLeft(80.0))):
+        clock.now += 10.0
+        board.progress(Progress(done, left=left))
+    assert "6 min 20 s left, about 1 min 20 s in total" in " ".join(drawn(board, 80))
+    clock.now += 70.0
+    assert "about 10 s in total" in " ".join(drawn(board, 80))
+    clock.now += 20.0  # longer than the estimate
+    assert "in total" not in " ".join(drawn(board, 80))
+    board.progress(Progress(3, left=TimeLeft(30.0, at_least=True)))
+    assert "at least 30 s in total" in " ".join(drawn(board, 80))

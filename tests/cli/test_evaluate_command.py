@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
-from calling import pvg
+from calling import ENTRY, pvg
+from in_terminal import in_terminal
 from run_samples import begin, commit, state, tell
 from test_real_game import SMALL
 
@@ -45,10 +47,33 @@ def test_train_then_evaluate_then_report() -> None:
     assert pvg("train", *SMALL, "--json").code == 0
     called = pvg("evaluate", "modchain", "--parts", "exploit,detection", *LITTLE, "--json")
     assert called.code == 0, called.err
+    begun = re.findall(r"(part \d of \d, [\w ]+): (\w+) begins", called.err)
+    assert begun == [
+        ("part 1 of 4, samples of the base prover", "samples"),
+        ("part 2 of 4, samples of round 0", "samples"),
+        ("part 3 of 4, attacks on round 0", "samples"),
+        ("part 3 of 4, attacks on round 0", "attack"),
+        ("part 3 of 4, attacks on round 0", "samples"),
+        ("part 4 of 4, measures of round 0", "measures"),
+    ]
     found = called.document
     assert found["status"] == found["evaluation"]["status"] == "complete"
     assert found["evaluation"]["rounds"][0]["exploit"][0]["kind"] == "goodhart"
     assert found["path"] == "runs/modchain/evaluation/evaluation.json"
     reported = pvg("report", "modchain", "--json").document
     assert reported["evaluation"] == found["evaluation"]
-    assert "Steps to exploit" in pvg("report", "modchain", "--no-html").out
+    text = " ".join(pvg("report", "modchain", "--no-html").out.split())
+    assert "Steps to exploit" in text
+    assert "More steps: the verifier is harder to fool." in text  # how to read the table
+    assert "tax: the accuracy" not in text  # there is no such table
+
+
+@pytest.mark.skipif(len(embedded_names()) < 2, reason="the embedded models are not built")
+def test_a_terminal_shows_the_part_and_the_time_left() -> None:
+    assert pvg("train", *SMALL, "--json").code == 0
+    code, shown = in_terminal([*ENTRY, "evaluate", "modchain", "--parts", "exploit,detection", *LITTLE])
+    assert code == 0, shown
+    assert "part 1 of 4   samples of the base prover" in shown
+    assert "part 3 of 4   attacks on round 0" in shown
+    assert re.search(r"(at least|about) \d[\d.]* s in total", shown)
+    assert "round 0 (1 of 1)" not in shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,8 @@ def test_the_scaffold_is_written_and_its_next_steps_are_told(tmp_path: Path, mon
     assert sorted(path.name for path in (tmp_path / "my game!").iterdir()) == FILES
     assert "cd 'my game!'" in called.out
     assert "pvg train experiment.toml" in called.out
+    python = next(line.split(" -m pytest")[0].strip() for line in called.out.splitlines() if " -m pytest" in line)
+    subprocess.run([*shlex.split(python), "-c", "import pvg"], cwd=tmp_path / "my game!", check=True)
     assert load_experiment(tmp_path / "my game!" / "experiment.toml").name == "my-game-"
 
 

@@ -107,6 +107,12 @@ def test_doctor_names_the_command_for_a_missing_extra(monkeypatch: pytest.Monkey
     assert (finding.verdict, finding.remedy) == ("notice", install_extra("moon"))
 
 
+def test_doctor_knows_every_extra_that_users_install() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    elsewhere = {"dev", "docs", "smollm2", "vllm"}  # smollm2 and vllm have lines of their own
+    assert set(pvg_cli.doctor.EXTRAS) == project["optional-dependencies"].keys() - elsewhere
+
+
 def test_doctor_misses_embedded_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pvg.config.load.embedded_names", lambda: ["modchain-prover"])
     verdicts = {finding.name: finding.verdict for finding in check_models(Path("runs"))}

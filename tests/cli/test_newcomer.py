@@ -1,11 +1,13 @@
 """A scripted newcomer does what docs/tutorial.md says, word by word: its experiment, its commands, its program.
 
-Only the sizes of the experiment are smaller. The model is a local folder with a chat template; the data are JSON lines.
+Only the sizes of the experiment are smaller. The model is a local folder with a chat template; the data are one file of
+JSON lines. The page's program scores the exported verifier in a process that cannot import pvg.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shlex
@@ -17,7 +19,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+import torch
 from calling import ENTRY
 
 ROOT = Path(__file__).parent.parent.parent
@@ -54,40 +58,42 @@ def write_model(folder: Path) -> None:
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": TEMPLATE}))
 
 
-def write_data(folder: Path) -> None:
-    folder.mkdir()
+def write_data(file: Path) -> None:
     numbers = random.Random(0)
-    for split, count in (("train", 300), ("test", 60)):
-        rows = [[numbers.randrange(10) for _ in range(5)] for _ in range(count)]
-        lines = [{"question": "+".join(map(str, row)) + "?", "answer": f"#### {sum(row) % 10}"} for row in rows]
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = [[numbers.randrange(10) for _ in range(5)] for _ in range(360)]
+    lines = [{"question": "+".join(map(str, row)) + "?", "answer": sum(row) % 10} for row in rows]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def called(words: list[str], folder: Path) -> str:
+def called(words: list[str], folder: Path, environment: dict[str, str] | None = None) -> str:
     """What a program prints."""
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    done = subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE_S
+    )
     assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
-def first_event(words: list[str], folder: Path) -> dict[str, Any]:
-    """The first server-sent event of the page that `pvg watch` serves."""
+def looked_at(words: list[str], folder: Path) -> tuple[str, dict[str, Any]]:
+    """The page that `pvg watch` serves, and its first server-sent event."""
     watching = subprocess.Popen([*ENTRY, *words, "--port", "0"], cwd=folder, stderr=subprocess.PIPE, text=True)
     try:
         assert watching.stderr is not None
         line = watching.stderr.readline()
         found = re.search(r"http://127\.0\.0\.1:\d+/", line)
         assert found is not None, line
+        with urllib.request.urlopen(found[0], timeout=PATIENCE_S) as answer:
+            page = answer.read().decode()
         with urllib.request.urlopen(f"{found[0]}events", timeout=PATIENCE_S) as answer:
             event = next(line for line in answer if line.startswith(b"data: "))
-        return dict(json.loads(event.removeprefix(b"data: ")))
+        return page, json.loads(event.removeprefix(b"data: "))
     finally:
         watching.terminate()
         watching.communicate(timeout=PATIENCE_S)
 
 
 def watched(words: list[str], training: list[str], folder: Path) -> int:
-    """Train, and read one event of the live page meanwhile. Returns the exit code of the training."""
+    """Train, and look at the live page meanwhile. Returns the exit code of the training."""
     trained = subprocess.Popen([*ENTRY, *training], cwd=folder)
     try:
         until = time.monotonic() + PATIENCE_S
@@ -95,18 +101,40 @@ def watched(words: list[str], training: list[str], folder: Path) -> int:
             assert trained.poll() is None
             assert time.monotonic() < until
             time.sleep(0.1)
-        assert first_event(words, folder)
+        page, event = looked_at(words, folder)
+        assert "All rollouts" in page
+        assert (event["run"], event["ended"]) == ("mine", False)
         return trained.wait(timeout=PATIENCE_S)
     finally:
         trained.kill()
         trained.wait()
 
 
+def write_solutions(folder: Path) -> list[float]:
+    """solutions.jsonl with test solutions of the last round. Returns the scores that the game gave them."""
+    [shard] = (folder / "runs" / "mine" / "rollouts" / "round-001").glob("checkpoint-*.arrow")
+    rows = pa.ipc.open_file(shard).read_all().to_pylist()
+    rows = [row for row in rows if row["source"] == "round-001"]
+    lines = [json.dumps({"question": row["question"], "solution": row["text"]}) + "\n" for row in rows]
+    (folder / "solutions.jsonl").write_text("".join(lines))
+    return [row["score"] for row in rows]
+
+
+def without_pvg(program: str, folder: Path) -> str:
+    """What a Python program prints that finds the installed packages, but not pvg. With -S, Python does not read the
+    .pth files of site-packages, and one of them leads to this checkout."""
+    paths = [str(Path(module.__file__).parents[1]) for module in (torch, pa)]
+    missing = "import importlib.util\nassert importlib.util.find_spec('pvg.version') is None\n"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    words = [sys.executable, "-S", "-c", missing + program]
+    return called(words, folder, environment)
+
+
 @pytest.mark.drill
 @pytest.mark.timeout(900)
 def test_a_newcomer_trains_and_opens_a_verifier(tmp_path: Path) -> None:
     write_model(tmp_path / "my-model")
-    write_data(tmp_path / "data")
+    write_data(tmp_path / "problems.jsonl")
     [experiment] = blocks("toml")
     for name, size in SIZES.items():
         experiment = re.sub(rf"^{name} = \d+", f"{name} = {size}", experiment, flags=re.MULTILINE)
@@ -116,21 +144,28 @@ def test_a_newcomer_trains_and_opens_a_verifier(tmp_path: Path) -> None:
     assert all(program == "pvg" for program, *_ in commands)
     printed: dict[str, str] = {}
     training: list[str] = []
+    in_game: list[float] = []
     for _, *words in commands:
         if words[0] == "train" and "--dry-run" not in words:
             training = words
         elif words[0] == "watch":
             assert watched(words, training, tmp_path) == 0
+            in_game = write_solutions(tmp_path)
         else:
             printed[words[0]] = called([*ENTRY, *words], tmp_path)
 
-    assert list(printed) == ["config", "train", "plan", "rollout", "evaluate", "report"]
+    assert list(printed) == ["config", "train", "plan", "rollout", "evaluate", "report", "export", "score"]
+    # The prompts belong to --dry-run, and their checks belong here.
+    assert 'kind = "data"' in printed["train"]
     assert "correct" in printed["rollout"]
     assert (tmp_path / "runs" / "mine" / "report.html").stat().st_size > 10_000
 
+    by_pvg = [json.loads(line)["score"] for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
+    assert by_pvg == pytest.approx(in_game, abs=1e-4)
+    assert len(set(by_pvg)) > 1
     [program] = blocks("python")
-    assert "pvg" not in re.findall(r"^(?:import|from) (\w+)", program, flags=re.MULTILINE)
-    out = called([sys.executable, "-c", program], tmp_path)
-    found = re.search(r"largest difference (\S+), acceptance threshold (\S+)", out)
+    found = re.search(r"largest difference (\S+), acceptance threshold (\S+)", without_pvg(program, tmp_path))
     assert found is not None
     assert float(found[1]) < 1e-4
+    facts = json.loads((tmp_path / "my-verifier" / "config.json").read_text())["pvg"]
+    assert float(found[2]) == pytest.approx(facts["threshold"], abs=1e-3)

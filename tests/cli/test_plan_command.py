@@ -103,6 +103,26 @@ def test_in_turns_it_tries_prefetch(served: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "excluding", ["game.schedule=simultaneous", "training.dynamic_sampling=2", "rollout.deadline=continue"]
+)
+def test_it_does_not_advise_what_would_not_load(served: str, excluding: str) -> None:
+    called = pvg("plan", served, "-s", "rollout.prefetch=none", "-s", excluding, *SLOW_SAMPLING, "--json")
+    advice = " ".join(called.document["advice"])
+    assert "= 'fresh'" not in advice
+    assert "exclude sampling ahead" in advice
+
+
+def test_memory_advice_names_nothing_that_is_set(served: str) -> None:
+    settings = ["training.adapters=lora", "training.gradient_checkpointing=true"]
+    words = [word for setting in settings for word in ("-s", setting)]
+    called = pvg("plan", served, "--gpu-gb", "17", *words, "--json")
+    lines = [line for line in called.document["advice"] if "'train the prover' needs" in line]
+    assert lines
+    assert "training.adapters" not in lines[0]
+    assert "gradient_checkpointing" not in lines[0]
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["no-such-experiment"], "no-such-experiment"),

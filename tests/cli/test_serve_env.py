@@ -10,6 +10,7 @@ from pathlib import Path
 import orjson
 import pytest
 from calling import ENTRY, pvg
+from shipped_schemas import check_document
 
 from pvg.games.openenv import OpenEnvClient
 
@@ -33,6 +34,7 @@ def test_a_task_is_served_until_a_signal(stop: signal.Signals) -> None:
         assert line, process.communicate()
         document += line
     ready = orjson.loads(document)
+    check_document(("serve-env",), ready)
     assert ready["environment"] == "modchain"
     assert ready["url"].startswith("http://127.0.0.1:")
     with OpenEnvClient(ready["url"]) as client:

@@ -26,12 +26,13 @@ from pvg.evaluation.opponents import PARTS, attack_kinds, check_attacks, check_p
 from pvg.evaluation.report import REPORT_FILE
 from pvg.game.players import Players
 from pvg.game.protocols import ChallengeEnvironment
-from pvg.game.round_verifier import read_verifier, verifier_weights_name
+from pvg.game.round_verifier import read_verifier
 from pvg.models import open_model, pick_device
 from pvg.records import Role, Rollout
 from pvg.rollout.episodes import Transcript
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_directory import RunDirectory
+from pvg.store.run_players import verifier_weights_name
 from pvg.store.shards import RolloutShards
 from pvg.tasks import open_task
 

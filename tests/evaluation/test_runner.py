@@ -41,10 +41,12 @@ class StopIn(SilentObserver):
     def __init__(self, stop: asyncio.Event, phase: str) -> None:
         self._stop, self._wanted, self._now = stop, phase, ""
         self.phases: list[str] = []
+        self.places: list[tuple[int, int, str]] = []
 
     def phase_started(self, info: PhaseInfo) -> None:
         self._now = f"{info.phase}, {info.unit}" if info.phase == "attack" else info.phase
         self.phases.append(self._now)
+        self.places.append((info.part, info.parts, info.label))
 
     def progressed(self, progress: Progress) -> None:
         if self._now == self._wanted:
@@ -88,6 +90,7 @@ def measured(finished: RunDirectory) -> RunDirectory:
     outcome, observer = evaluated(finished, evaluated_experiment())
     assert (outcome.status, outcome.report.status) == ("complete", "complete")
     assert "baseline" not in observer.phases  # it was done when the second call was stopped
+    assert {label for _, parts, label in observer.places} == {"attacks on round 0", "measures of round 0"}
     assert own_files(finished) == before
     return finished
 
@@ -118,6 +121,7 @@ def test_a_second_call_computes_nothing(measured: RunDirectory) -> None:
     outcome, observer = evaluated(measured, evaluated_experiment())
     assert outcome.status == "complete"
     assert set(observer.phases) == {"measures"}
+    assert observer.places == [(5, 5, "measures of round 0")]
     assert {path: path.stat().st_mtime_ns for path in (measured.evaluation / "units").iterdir()} == files
     after = orjson.loads((measured.evaluation / REPORT_FILE).read_bytes())
     assert {**after, "created": ""} == {**orjson.loads(before), "created": ""}
@@ -259,7 +263,7 @@ def test_notes_say_what_a_reader_must_know() -> None:
             changed(
                 evaluated_experiment(),
                 game=game,
-                rollout={"prompts": "plain"},
+                prompts="plain",
                 verifier={"loss": "bradley_terry", "ensemble": "mean"},
             )
         )

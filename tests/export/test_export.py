@@ -29,7 +29,8 @@ from verifier.tiny_verifiers import english_tokenizer, language_model, perturb, 
 
 import pvg
 from pvg.config.load import embedded_model
-from pvg.config.verifier import Verifier
+from pvg.config.prompts import FRAME
+from pvg.config.verifier import YES_NO_QUESTION, Verifier
 from pvg.errors import ConfigurationError, UsageError
 from pvg.export.card import intervals
 from pvg.export.finished import FinishedRound
@@ -38,7 +39,7 @@ from pvg.models.ensembles import ScoreScales, VerifierEnsemble
 from pvg.models.heads import VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer
-from pvg.verifier.template import QUESTION, VerifierTemplate
+from pvg.verifier.template import VerifierTemplate
 
 QUESTION_OF_TEST = "7+5+8+3+6?"
 SOLUTIONS = ["7+5=2;2+8=0;0+3=3;3+6=9;A9", "7+5=2;2+8=0;0+3=4;4+6=0;A0", "A9", ""]
@@ -92,8 +93,13 @@ def pvg_scores(finished: FinishedRound) -> list[float]:
 
 
 def facts_of(model: VerifierModel, head: str, style: str = "plain") -> dict[str, Any]:
-    asks = QUESTION if head == "yes_token" else None
-    return {"head": head, "score_bias": 0.0, "threshold": 0.0, "template": {"style": style, "asks": asks}}
+    asks = YES_NO_QUESTION if head == "yes_token" else None
+    return {
+        "head": head,
+        "score_bias": 0.0,
+        "threshold": 0.0,
+        "template": {"style": style, "asks": asks, "frame": FRAME},
+    }
 
 
 def scores_of(model: VerifierModel, style: Any, rows: list[tuple[str, str]]) -> list[float]:
@@ -159,15 +165,18 @@ def test_adapters_open_with_peft_and_equal_the_merged_model(scalar: FinishedRoun
     assert not torch.allclose(base(ids).logits, merged(ids).logits, atol=1e-5)
 
 
-@pytest.mark.parametrize("player", ["prover", "verifier"])
-def test_the_code_of_a_model_card_runs_without_pvg(scalar: FinishedRound, folder: Path, player: Any) -> None:
-    out = folder / f"card-{player}"
-    export_player(scalar, player, out)
+@pytest.mark.parametrize(("player", "repository"), [("prover", ""), ("verifier", ""), ("verifier", "me/mine")])
+def test_the_code_of_a_model_card_runs_without_pvg(
+    scalar: FinishedRound, folder: Path, player: Any, repository: str
+) -> None:
+    out = folder / f"card-{player}{len(repository)}"
+    export_player(scalar, player, out, repository=repository)
     card = (out / "README.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     if player == "verifier":
         code += f"\nprint(verifier.score({QUESTION_OF_TEST!r}, {SOLUTIONS[0]!r}))\n"
-    program = f"import sys\nsys.modules['pvg'] = None\n{code}"
+    hub = f"import huggingface_hub\nhuggingface_hub.snapshot_download = {{'me/mine': {out.name!r}}}.__getitem__\n"
+    program = f"import sys\nsys.modules['pvg'] = None\n{hub}{code}"
     done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     if player == "verifier":

@@ -18,6 +18,7 @@ from game.kill_drill import small_experiment
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
 from calling import ENTRY, pvg
+from shipped_schemas import check_document
 
 from pvg.api import Run, play
 from pvg.export.reward_server import MOST_BYTES
@@ -57,7 +58,9 @@ def url(run: Run) -> Iterator[str]:
             text += line
             if line.startswith("}"):
                 break
-        yield json.loads(text)["url"]
+        document = json.loads(text)
+        check_document(("serve", "--player"), document)
+        yield document["url"]
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 130
@@ -89,7 +92,8 @@ def test_the_score_route_gives_the_scores_of_the_run(url: str, run: Run, wanted:
     threshold = run.rounds[-1]["threshold"]
     assert [row["accepted"] for row in answer["results"]] == [score >= threshold for score in wanted]
     with urllib.request.urlopen(f"{url}/health", timeout=60) as health:
-        assert json.load(health)["threshold"] == threshold
+        told = json.load(health)
+        assert (told["schema_version"], told["threshold"]) == (1, threshold)
 
 
 def test_the_reward_route_speaks_openrlhf(url: str, wanted: list[float]) -> None:

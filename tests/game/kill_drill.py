@@ -6,6 +6,7 @@
     python tests/game/kill_drill.py --kills 6 --partial   # unfinished rollouts continue: no two runs are alike
     python tests/game/kill_drill.py --kills 6 --learning  # with all that the prover's trainer tracks and adapts
     python tests/game/kill_drill.py --kills 6 --play      # self-play with a cache of states
+    python tests/game/kill_drill.py --kills 6 --warm      # with a warm start
     python tests/game/kill_drill.py --kills 12 --ranks 2  # kills the ranks of the prover's trainer, and the driver
 
 Prints one JSON document. Exit code 1 when anything differs: the final weights (bit by bit), the rollouts (ids and every
@@ -43,6 +44,8 @@ from pvg.store.manifest import Manifest
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
+from pvg.tasks import open_task
+from pvg.tasks.modchain import clean_trace
 from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
 
 PHASES = ("mint", "train_verifier", "train_prover", "checkpoint")
@@ -115,6 +118,18 @@ def play_experiment() -> Experiment:
         "cache_age": 4,
     }
     plain["rollout"]["max_tokens"] = 6
+    return build_experiment(plain)
+
+
+def warm_experiment(folder: Path) -> Experiment:
+    """One round after a warm start on flawless solutions, which are written to `folder`."""
+    plain = small_experiment().plain()
+    task = open_task(small_experiment().task)
+    rows = [{"question": p.question, "solution": clean_trace(p)} for p in list(task.problems("train"))[:64]]
+    file = folder / "demonstrations.jsonl"
+    file.write_bytes(b"\n".join(map(orjson.dumps, rows)))
+    plain["warmup"] = {"kind": "demonstrations", "path": str(file), "steps": 12, "batch": 8}
+    plain["game"]["rounds"] = 1
     return build_experiment(plain)
 
 
@@ -395,6 +410,7 @@ def main() -> None:
     parser.add_argument("--partial", action="store_true")
     parser.add_argument("--learning", action="store_true")
     parser.add_argument("--play", action="store_true")
+    parser.add_argument("--warm", action="store_true")
     parser.add_argument("--ranks", type=int, default=0)
     options = parser.parse_args()
 
@@ -405,6 +421,10 @@ def main() -> None:
         result = rank_drill(ranks_experiment(options.ranks), options.kills, options.seed, log)
     elif options.partial:
         result = partial_drill(options.kills, options.seed, log)
+    elif options.warm:
+        with tempfile.TemporaryDirectory() as folder:
+            phases = ("warmup", "mint", "train_prover")
+            result = drill(warm_experiment(Path(folder)), options.kills, options.seed, log, phases)
     elif options.play:
         result = drill(play_experiment(), options.kills, options.seed, log, ("train_prover", "checkpoint"))
     else:

@@ -193,7 +193,7 @@ def test_what_the_models_cannot_do_is_refused_before_anything_is_committed(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rollout.prompts": "plain"}, "gives both the same prompt"),
+        ({"prompts": "plain"}, "gives both the same prompt"),
         ({"game.stop": "score_parity", "game.reward": "goodhart", "game.sneaky_share": 0.0}, "leaves one"),
         ({"training.overlong_buffer": 41}, "exceeds rollout.max_tokens = 40"),
         ({"models.prover": {"source": "embedded:modchain-prover", "dtype": "bfloat16"}}, r"models\.prover\.dtype"),
@@ -206,5 +206,5 @@ def test_what_cannot_work_is_no_experiment(settings: dict[str, Any], message: st
 
 
 def test_a_game_without_roles_may_give_the_bare_question() -> None:
-    settings = {"rollout.prompts": "plain", "game.reward": "correctness", "game.sneaky_share": 0.0}
-    assert changed(settings).rollout.prompts == "plain"
+    settings = {"prompts": "plain", "game.reward": "correctness", "game.sneaky_share": 0.0}
+    assert changed(settings).prompts.kind == "plain"

@@ -16,6 +16,7 @@ from tiny_chat import chatting
 
 from pvg.config.experiment import Experiment
 from pvg.config.models import ModelSection
+from pvg.config.prompts import ChatPrompts
 from pvg.errors import ConfigurationError
 from pvg.game.protocols import read_newest_prover
 from pvg.game.rewards import BatchOutcomes, rewards
@@ -174,7 +175,7 @@ def test_a_solver_that_is_none_is_refused_before_anything_is_sampled(run: RunDir
     ("settings", "named"),
     [
         ({"game.reward": "src"}, r"game\.reward"),
-        ({"rollout.prompts": "plain", "game.reward": "goodhart"}, r"rollout\.prompts"),
+        ({"prompts": "plain", "game.reward": "goodhart"}, r"prompts = 'plain'"),
         (
             {
                 "game.protocol.solver": "runs/x",
@@ -197,8 +198,8 @@ def test_what_is_probably_not_meant_is_told():
 
 def test_a_chat_model_is_told_to_keep_the_answer_or_to_lead_astray():
     tokenizer = chatting()
-    render = translation_renderer("chat", tokenizer)
-    problem = Problem("p", "How many?", "7")
+    render = translation_renderer(ChatPrompts(), tokenizer)
+    problem = Problem("p", "How many?", "7", {"wording": "number"})
     texts = {role: tokenizer.decode(render(problem, role, "3 and 4 are 7.\n#### 7")) for role in Role}
     assert texts[Role.HELPFUL] != texts[Role.SNEAKY]
     for text in texts.values():

@@ -52,6 +52,15 @@ def test_killed_self_play_ends_like_the_uninterrupted_run():
 
 @pytest.mark.drill
 @pytest.mark.timeout(900)
+def test_a_run_killed_in_its_warm_start_and_after_it_ends_like_the_uninterrupted_run():
+    result = drilled("--kills", "6", "--warm")
+    assert result["problems"] == []
+    assert result["kills"]["warmup"] >= 2
+    assert result["kills"]["mint"] >= 1
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(900)
 def test_with_partial_rollouts_no_committed_one_is_lost_and_none_comes_twice():
     result = drilled("--kills", "4", "--partial")
     assert result["problems"] == []

@@ -70,7 +70,7 @@ def isolated_scores(experiment: Experiment, run: RunDirectory) -> tuple[np.ndarr
         verifier = build_verifier(section, model)
         tensors, _ = read_checkpoint(run.weights, "round-000-verifier")
         verifier.load_trainable_state(tensors)
-        template = VerifierTemplate(verifier.tokenizer, experiment.rollout.prompts, section.head.kind)
+        template = VerifierTemplate(verifier.tokenizer, experiment.prompts.kind, section.head.kind)
         rollouts = [r for r in recorded(run) if "train_prover" in r.id]
         with ThreadPoolExecutor(1) as executor:
             scorer = VerifierScorer(

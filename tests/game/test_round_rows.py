@@ -10,10 +10,11 @@ from test_configurations import changed, played, rows
 from test_stragglers import recorded
 
 from pvg.game.players import Players
-from pvg.game.round_verifier import read_verifier, verifier_weights_name
+from pvg.game.round_verifier import read_verifier
 from pvg.records import Role, Rollout
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_directory import RunDirectory
+from pvg.store.run_players import verifier_weights_name
 from pvg.tasks import open_task
 
 Scored = list[tuple[Rollout, float]]

@@ -193,7 +193,8 @@ def diplomacy(folder: Path, positions: int, prompts: str) -> Experiment:
     fast.save_pretrained(folder)
     plain = changed(game="diplomacy", problems=8, test_problems=2, warmup=1, horizon=2, references=["greedy"]).plain()
     plain["models"]["prover"] = {"source": str(folder)}
-    plain["rollout"] |= {"group_size": 2, "max_tokens": 12, "prompts": prompts}
+    plain["rollout"] |= {"group_size": 2, "max_tokens": 12}
+    plain["prompts"] = {"kind": prompts}
     plain["training"] |= {"groups": 2, "steps": 1}
     plain["game"]["test"] = {"problems": 1, "samples": 1}
     return build_experiment(plain)

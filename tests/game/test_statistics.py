@@ -9,10 +9,19 @@ import numpy as np
 import pytest
 
 from pvg.game.round_evaluation import example_rows
-from pvg.game.statistics import RolloutColumns, play_metrics, sample_metrics, sampling_metrics, verifier_auc
+from pvg.game.statistics import (
+    RolloutColumns,
+    fooled_rate_at,
+    play_metrics,
+    sample_metrics,
+    sampling_metrics,
+    verifier_auc,
+)
+from pvg.game.verifier_phase import calibration
 from pvg.records import Checks, Grade, Role, Rollout, VersionSpan
 from pvg.rollout.engine import EngineStats
 from pvg.store.samples import SampleColumns
+from pvg.verifier.calibration import auc
 
 ROLLOUT = Rollout(
     id="r", problem_id="p", question="q", reference="1", role=Role.HELPFUL, round=0, source="base", step=0, group=0,
@@ -53,6 +62,30 @@ def test_play_metrics_by_hand():
     assert found["score_gap"] == pytest.approx(0.5)
     assert found["malformed"] == pytest.approx(1 / 7)
     assert found["truncated"] == pytest.approx(1 / 7)
+
+
+def test_the_flaws_of_half_of_the_problems_are_judged_by_the_solutions_of_the_other_half():
+    def of(problem, role, score):
+        return replace(rollout(role, role is H), problem_id=problem), score
+
+    solutions = [of("p", H, 1.0), of("p", H, 2.0), of("q", H, 5.0), of("q", H, 6.0)]
+    flaws = [of("p", S, 5.9), of("p", S, 6.0), of("q", S, 1.9), of("q", S, 2.0), of("q", S, 0.0)]
+    # Half of the solutions of q reach 6.0, and half of those of p reach 2.0.
+    assert fooled_rate_at(columns(solutions + flaws), 0.5) == pytest.approx(2 / 5)
+    assert fooled_rate_at(columns(solutions + flaws), 1.0) == pytest.approx(4 / 5)
+    assert math.isnan(fooled_rate_at(columns(solutions[:2] + flaws), 0.5))  # no solution of q
+    assert math.isnan(fooled_rate_at(columns(solutions), 0.5))  # no flaw
+
+
+def test_correct_sneaky_solutions_do_not_lower_the_threshold():
+    correct_N = np.array([True] * 10 + [True] * 5 + [False] * 3)
+    helpful_N = np.array([True] * 10 + [False] * 5 + [True, False, False])
+    scores_N = np.array([*range(10), *[-50.0] * 5, 8.5, -60.0, -60.0], dtype=np.float32)
+    found = calibration(correct_N, helpful_N, scores_N)
+    assert found["threshold"] == 1.0  # 9 of the 10 correct helpful solutions reach it
+    assert found["verifier_auc"] == auc(scores_N[correct_N], scores_N[~correct_N])  # of both roles
+    without = calibration(correct_N, np.zeros(18, dtype=bool), scores_N)
+    assert without["threshold"] == -50.0  # of 15 correct solutions, since none is helpful
 
 
 def test_repeated_rollouts_have_the_prompt_and_the_tokens_of_an_earlier_one():

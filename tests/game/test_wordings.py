@@ -8,6 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "verifier"))
 from tiny_verifiers import english_tokenizer
 
+from pvg.config.prompts import ChatPrompts
 from pvg.game.roles import prompt_renderer
 from pvg.records import Problem, Role
 from pvg.sandbox import Limits, Sandbox
@@ -26,9 +27,9 @@ LARGEST = CodeProblem(
 
 def test_the_task_chooses_the_wording() -> None:
     tokenizer = english_tokenizer()
-    render = prompt_renderer("chat", tokenizer)
+    render = prompt_renderer(ChatPrompts(), tokenizer)
     code = make_problem("p", "Return the largest.", "largest(numbers)", LARGEST)
-    number = Problem("q", "How many?", "3")
+    number = Problem("q", "How many?", "3", {"wording": "number"})
     for role in Role:
         told = tokenizer.decode(render(code, role))
         assert ("CERTIFICATE" in told) == (role is Role.SNEAKY)

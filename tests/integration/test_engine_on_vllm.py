@@ -88,7 +88,7 @@ def run(setting: Experiment, play: Callable[[Players, Kept], Awaitable[None]], k
 
 
 def prompts(players: Players, count: int) -> list[Int32]:
-    render = prompt_renderer(players.experiment.rollout.prompts, players.base.tokenizer)
+    render = prompt_renderer(players.experiment.prompts, players.base.tokenizer)
     problems = problems_of_half(players.task, "prover")[:count]
     return [render(problem, tuple(Role)[number % 2]) for number, problem in enumerate(problems)]
 

@@ -15,6 +15,7 @@ from pvg.reporting.formats import (
     duration,
     metric_text,
     percent,
+    short_seconds,
     sparkline,
     total_budget,
 )
@@ -54,6 +55,23 @@ def test_compact(value: float, text: str) -> None:
 )
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (12e-6, "12 µs"),
+        (0.0123, "12.3 ms"),
+        (4.2, "4.20 s"),
+        (9.996, "10.0 s"),
+        (53.19, "53.2 s"),
+        (59.96, "1 min 00 s"),
+        (84, "1 min 24 s"),
+    ],
+)
+def test_a_measured_time_has_three_digits(seconds: float, text: str) -> None:
+    assert short_seconds(seconds) == text
 
 
 @pytest.mark.parametrize(

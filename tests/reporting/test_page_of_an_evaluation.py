@@ -44,6 +44,12 @@ def test_an_area_lies_behind_each_line_that_has_intervals() -> None:
     assert len([a for _, a in page.tags if a.get("data-name") in {"base", "round-000", "attack-cgc"}]) == 3
 
 
+def test_a_sentence_below_a_table_says_how_to_read_it() -> None:
+    text = page_of(flaws("base", BAND)).text
+    assert "soundness: wrong sneaky solutions (flaws) that are rejected." in text
+    assert "tax: the accuracy" not in text  # there is no such table
+
+
 def test_without_intervals_there_is_no_area_and_no_word_of_one() -> None:
     page = page_of(flaws("base", []), flaws("round-000", [(0.0, 0.0, None, None), (1.0, 1.0, None, None)]))
     assert areas(page) == []

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
-from run_samples import begin, played
+from run_samples import begin, played, step, tell
 
+from pvg.reporting.formats import metric_display
 from pvg.reporting.run_summary import read_run
 from pvg.reporting.solutions import choose_examples
-from pvg.reporting.terminal import BudgetBar, closing, merge_small, report, rounds_table
+from pvg.reporting.terminal import (
+    CURVES,
+    BudgetBar,
+    LearningCurves,
+    closing,
+    merge_small,
+    report,
+    rounds_table,
+)
 
 
 def printed(renderable: RenderableType, width: int = 80, colours: bool = False) -> str:
@@ -34,6 +44,16 @@ def test_a_report_has_all_its_parts_and_stays_within_the_width(tmp_path: Path, w
     assert "wrong: the answer is 7, wrong sum in step 1" in text
     assert max(len(line) for line in text.splitlines()) <= width
     assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("width", [60, 78, 80, 84, 100, 120])
+@pytest.mark.parametrize("colours", [True, False])
+def test_no_curve_loses_its_name(tmp_path: Path, width: int, colours: bool) -> None:
+    run = begin(tmp_path)
+    names = [name for group in CURVES for name, _ in group]
+    tell(run, *(step("train_prover", number, **dict.fromkeys(names, 0.5)) for number in (1, 2, 3)))
+    text = re.sub(r"\x1b\[[0-9;]*m", "", printed(LearningCurves(read_run(run)), width, colours))
+    assert [name for name in names if f"━ {metric_display(name).label}" not in text] == []
 
 
 def test_a_run_that_has_not_begun_has_a_report(tmp_path: Path) -> None:

@@ -16,6 +16,9 @@ from test_serve_process import LIMIT_S, free_port
 
 from pvg.servers import supervisor
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
+from shipped_schemas import check_document
+
 ENTRY = [sys.executable, "-c", "import sys; from pvg_cli.main import app; sys.exit(app(prog_name='pvg'))"]
 
 
@@ -72,6 +75,7 @@ def test_a_signal_ends_it_with_the_server(tmp_path: Path, number: signal.Signals
             while lines[-1] not in ("}\n", ""):
                 lines.append(process.stdout.readline())
             found = orjson.loads("".join(lines))
+            check_document(("serve",), found)
             session = os.getsid(found["server_pid"])
             assert found["pid"] == process.pid
             process.send_signal(number)
@@ -89,7 +93,9 @@ def test_a_server_that_does_not_start_is_exit_3_with_its_last_lines_and_one_docu
         command(tmp_path, "fail", "--json"), capture_output=True, text=True, check=False, timeout=LIMIT_S
     )
     assert done.returncode == 3
-    assert orjson.loads(done.stdout)["error"]["type"] == "ServerFailedError"
+    document = orjson.loads(done.stdout)
+    check_document(("serve",), document)
+    assert document["error"]["type"] == "ServerFailedError"
     assert "Starting to load model" in done.stderr
     assert "the model is a teapot" in done.stderr.splitlines()[-2]
 

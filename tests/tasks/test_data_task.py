@@ -20,6 +20,7 @@ from pydantic import ValidationError
 sys.path.insert(0, str(Path(__file__).parents[1] / "game"))
 from tiny_chat import chatting
 
+from pvg.config.prompts import ChatPrompts
 from pvg.config.task import DataTask
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.game.roles import prompt_renderer
@@ -345,7 +346,7 @@ def test_missing_files_are_explained(tmp_path: Path) -> None:
 def test_prompts_say_how_to_write_the_answer(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(lines(*ROWS))
     tokenizer = chatting()
-    render = prompt_renderer("chat", tokenizer)
+    render = prompt_renderer(ChatPrompts(), tokenizer)
     for grader, form in (("number", "####"), ("exact", "<answer>"), ("expression", "<answer>"), ("regex", "Color: ")):
         problem = read(tmp_path / "a.jsonl", grader=grader)[0]
         for role in Role:

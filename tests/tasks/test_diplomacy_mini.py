@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pvg.config.load import load_experiment
+from pvg.config.sections import AllSections
 from pvg.config.task import DiplomacyMiniTask
 from pvg.errors import ConfigurationError
 from pvg.game.roles import prompt_renderer
@@ -184,7 +185,7 @@ def test_an_answer_in_the_documented_format_is_correct_for_every_style(style: st
     tokenizer = Tokenizer(diplomacy_tokenizer())
     problem = next(iter(TASK.problems("test")))
     for role in Role:
-        prompt = tokenizer.decode(prompt_renderer(style, tokenizer)(problem, role))
+        prompt = tokenizer.decode(prompt_renderer(AllSections(prompts=style).prompts, tokenizer)(problem, role))
         assert prompt.endswith(problem.question)
         table = replies_to(problem)
         plan = next(plan for plan, row in table.plans.items() if table.sound_P[row])
@@ -193,7 +194,7 @@ def test_an_answer_in_the_documented_format_is_correct_for_every_style(style: st
         assert not TASK.grade(problem, plan[:-1]).correct
 
 
-@pytest.mark.parametrize("change", ["rollout.prompts=chat", "game.protocol=decoupled"])
+@pytest.mark.parametrize("change", ["prompts=chat", "prompts=text", "game.protocol=decoupled"])
 def test_what_the_task_does_not_allow_is_refused(change: str) -> None:
     with pytest.raises(ConfigurationError, match="diplomacy_mini"):
         load_experiment(Path("experiments/diplomacy-mini.toml"), [change])

@@ -24,7 +24,7 @@ def test_a_problem_reads_as_agreed():
     assert PROBLEM.id == "modchain-10-7+5+8+3+6"
     assert PROBLEM.question == "7+5+8+3+6?"
     assert PROBLEM.answer == "9"
-    assert PROBLEM.metadata == {"terms": (7, 5, 8, 3, 6), "modulus": 10}
+    assert (PROBLEM.metadata["terms"], PROBLEM.metadata["modulus"]) == ((7, 5, 8, 3, 6), 10)
 
 
 def test_the_problems_of_a_seed_never_change():

@@ -84,7 +84,12 @@ def test_the_notice_tells_other_programs_from_threads_of_our_own(monkeypatch: py
     assert "other processes used 2.5 of 4 cores" in shared
     own = crowding({"core_wait": 0.4, "cpu": 1.0, "process_cpu": 3.9})
     assert own is not None
-    assert "pvg has more threads and child processes than cores" in own
+    assert own.endswith("pvg has more threads and child processes than cores.")  # one thread: nothing to lower
+    monkeypatch.setattr("pvg.telemetry.waits.usable_cores", lambda: 4)
+    busy = {"core_wait": 0.4, "cpu": 1.0, "process_cpu": 3.9}
+    assert "lower models.threads (now 8)." in (crowding(busy, threads=8) or "")
+    assert "set cluster.max_workers to 4." in (crowding(busy, workers=5) or "")
+    assert "cluster" not in (crowding(busy, threads=8, workers=4) or "")
     assert crowding({"core_wait": SHARED, "cpu": 1.0, "process_cpu": 1.5}) is None
     assert crowding({"core_wait": 0.9, "cpu": 1.0, "process_cpu": 0.01}) is None  # it has nothing to do
     assert crowding({"cpu": 1.0, "process_cpu": 1.5}) is None  # not known here

@@ -139,9 +139,14 @@ def test_device_and_loop_records_come_while_a_run_goes_on(tmp_path: Path) -> Non
         rf"\[loop\] t={number} event=lag p50_ms={number} p90_ms={number} p99_ms={number} max_ms={number} samples=\d+ "
         rf"period_ms={number}( ran_ms={number} waited_ms={number} longest_wait_ms={number})?"
     )
-    assert all(("waited_ms" in line) == Path("/proc/self/schedstat").is_file() for line in told.lines)
-    assert all(re.fullmatch(pattern, line) for line in told.lines)
-    assert len(told.lines) == len(told.of("loop"))
+    lags = [line for line in told.lines if line.startswith("[loop]")]
+    assert all(("waited_ms" in line) == Path("/proc/self/schedstat").is_file() for line in lags)
+    assert all(re.fullmatch(pattern, line) for line in lags)
+    assert len(lags) == len(told.of("loop"))
+    used = [line for line in told.lines if line.startswith("[machine]")]
+    assert len(used) == len(told.of("device")) - 1  # the first record has no time before it
+    cores = rf"\[machine\] t={number} event=sample cores=\d+ busy_cores={number} own_cores={number}"
+    assert all(re.fullmatch(cores, line) for line in used)
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").is_file(), reason="reads what Linux counts")

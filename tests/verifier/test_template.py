@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_verifiers import digits_tokenizer, english_tokenizer
 
+from pvg.config.verifier import YES_NO_QUESTION
 from pvg.errors import ConfigurationError
-from pvg.verifier.template import QUESTION, VerifierTemplate
+from pvg.verifier.template import VerifierTemplate
 
 DIGITS = digits_tokenizer()
 ENGLISH = english_tokenizer()
@@ -47,7 +48,7 @@ def test_nothing_of_a_role_can_be_passed():
 def test_plain_yes_token_asks_in_place_of_the_end():
     sampled = np.append(ENGLISH.encode("#### 12"), ENGLISH.eos_id).astype(np.int32)
     ids, start = VerifierTemplate(ENGLISH, "plain", "yes_token").tokens("7 + 5?", "", sampled, ENGLISH.fingerprint)
-    assert read(ENGLISH, ids) == f"7 + 5?#### 12\n{QUESTION}\n"
+    assert read(ENGLISH, ids) == f"7 + 5?#### 12\n{YES_NO_QUESTION}\n"
     assert start == len("7 + 5?")
 
 
@@ -56,7 +57,7 @@ def test_chat_puts_problem_and_solution_in_the_users_message():
     assert read(ENGLISH, ids) == ("<|start|>user\nProblem:\n7 + 5?\n\nSolution:\nIt is 12<|end|><|start|>assistant\n")
     assert start == len(ids)
     ids, _ = VerifierTemplate(ENGLISH, "chat", "yes_token").tokens("7 + 5?", "It is 12", None, None)
-    assert read(ENGLISH, ids).endswith(f"It is 12\n\n{QUESTION}<|end|><|start|>assistant\n")
+    assert read(ENGLISH, ids).endswith(f"It is 12\n\n{YES_NO_QUESTION}<|end|><|start|>assistant\n")
 
 
 def test_chat_implicit_takes_the_solution_as_the_assistants_answer():

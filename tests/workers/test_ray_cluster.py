@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import pvg
 from pvg.errors import MissingRequirementError, PvgError, UsageError
-from pvg.workers.ray_cluster import end_session, open_cluster
+from pvg.workers import ray_cluster
+from pvg.workers.ray_cluster import RayClient, end_session, open_cluster
 from pvg.workers.ray_supply import refuse_other_versions
 
 
@@ -93,3 +96,19 @@ def test_a_node_with_other_versions_or_without_a_token_is_refused():
     for wrong, says in (({"torch": "1.0"}, "has torch 1.0"), ({"pvg": "0"}, "has pvg 0"), ({"auth": ""}, "a token")):
         with pytest.raises(MissingRequirementError, match=says):
             refuse_other_versions("n1", {**fit, **wrong})
+
+
+def test_the_last_client_of_a_connection_closes_it(monkeypatch):
+    """Workers and trainer ranks use one connection, because Ray allows a process only one."""
+    seen = []
+    connection = SimpleNamespace(close=lambda: seen.append("closed"))
+    monkeypatch.setattr(ray_cluster, "open_cluster", lambda *_: connection)
+    first = RayClient(2, None, print)
+    second = first.another()
+    first.end()
+    first.end()
+    assert asyncio.run(second.connection()) is connection
+    assert asyncio.run(second.call(int)) == 0
+    assert seen == []
+    second.end()
+    assert seen == ["closed"]

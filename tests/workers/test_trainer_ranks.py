@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -19,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from new_process import in_new_process
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -36,8 +38,9 @@ from pvg.training.optimizer import trainable_parameters
 from pvg.training.trainer import OptimizerSettings, Trainer
 from pvg.workers import rank_group as rank_group_module
 from pvg.workers.choice import cluster_settings, with_workers
-from pvg.workers.frames import Frame
-from pvg.workers.rank_group import RankGroup
+from pvg.workers.frames import Frame, receive, send
+from pvg.workers.local import Member
+from pvg.workers.rank_group import RankEndedError, RankGroup, open_store
 from pvg.workers.ranks import ModelInRanks, rank_fields
 
 State = tuple[dict[str, Tensor], dict[str, Any]]
@@ -195,7 +198,8 @@ async def training(
 def addresses(pids: list[int]) -> set[str]:
     """Where the processes listen and to whom they are connected."""
     found = [connection for pid in pids for connection in psutil.Process(pid).net_connections("inet")]
-    return {address.ip for connection in found for address in (connection.laddr, connection.raddr) if address}
+    ends = [address for connection in found for address in (connection.laddr, connection.raddr) if address]
+    return {address.ip.removeprefix("::ffff:") for address in ends}  # torch connects to its store with IPv6
 
 
 def assert_same_steps(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
@@ -266,7 +270,7 @@ def test_a_batch_without_work_for_every_rank_and_one_without_signal(model_folder
             await one.play(3)
             await three.play(3)
             assert three.metrics[1] == one.metrics[1] == {"skipped": 1.0}
-            assert addresses(three.group.pids) == {"127.0.0.1"}
+            assert addresses([*three.group.pids, os.getpid()]) == {"127.0.0.1"}
             assert_same_steps([three.metrics[0], three.metrics[2]], [one.metrics[0], one.metrics[2]])
             assert_close(three.learner.weights(), one.learner.weights())
 
@@ -386,7 +390,8 @@ class DyingGroup:
     """Ranks that end with every gradient."""
 
     count = 2
-    running = False
+    running = on_cluster = False
+    nodes: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.events = RecordedEvents()
@@ -396,7 +401,7 @@ class DyingGroup:
 
     async def ask(self, frames: list[Frame]) -> list[Frame]:
         if frames[0].fields["do"] == "gradient":
-            raise rank_group_module.RankEndedError(1, "exit code 1: no memory")
+            raise RankEndedError(1, "exit code 1: no memory")
         return [Frame("done")] * len(frames)
 
     async def end(self) -> None:
@@ -425,6 +430,93 @@ def test_ranks_that_end_again_and_again_are_an_error_that_says_why() -> None:
         assert len(group.events.of("rank lost")) == 6
 
     asyncio.run(asyncio.wait_for(work(), 30))
+
+
+class ApartSupply:
+    """Ranks that run, but cannot reach each other. They are coroutines of this process."""
+
+    def __init__(self) -> None:
+        self.events: Any = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> Member:
+        ours, theirs = socket.socketpair()
+        self._tasks.append(asyncio.create_task(self._answer(*await asyncio.open_unix_connection(sock=theirs))))
+        return OnNode(0, *await asyncio.open_unix_connection(sock=ours))
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while (frame := await receive(reader)) is not None:
+            if frame.kind == "rank":
+                fields = {"type": "WorkerLostError", "message": "its connection broke", "remedy": "", "exit_code": 1}
+                send(writer, Frame("refused", {**fields, "id": frame.fields["id"]}))
+        writer.close()
+
+    async def reason(self, member: Member) -> str:
+        return "killed"
+
+    def check(self) -> None:
+        return
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._tasks)
+
+
+class OnNode(Member):
+    @property
+    def names(self) -> dict[str, Any]:
+        return {"node": "first", "pid": self.pid}
+
+    def kill(self) -> None:
+        self.writer.transport.abort()
+
+
+def test_ranks_that_run_but_lose_each_other_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A firewall, or a network that breaks: no process has ended."""
+
+    async def work() -> None:
+        supply: Any = ApartSupply()
+        group = RankGroup(2, "cpu", supply=supply)
+        with pytest.raises(RankEndedError, match="rank 0: its connection broke, on node first"):
+            await group.start()
+        assert not group.running
+        await group.close()
+
+    monkeypatch.setattr(rank_group_module, "GRACE_S", 0.1)
+    asyncio.run(asyncio.wait_for(work(), 30))
+
+
+def test_a_lost_cluster_ends_the_run_of_ranks_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    class LostCluster(ApartSupply):
+        def check(self) -> None:
+            raise WorkerLostError("The head does not answer.", "Resume the run.")
+
+        async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()  # until the driver closes it
+            writer.close()
+
+    async def work() -> None:
+        supply: Any = LostCluster()
+        group = RankGroup(2, "cpu", supply=supply)
+        with pytest.raises(WorkerLostError, match="The head does not answer"):
+            await group.start()
+        await group.close()
+
+    monkeypatch.setattr(rank_group_module, "PROBE_S", 0.05)
+    asyncio.run(asyncio.wait_for(work(), 30))
+
+
+@in_new_process
+def test_a_rank_that_cannot_reach_the_others_says_so_in_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pvg.workers import rank
+
+    monkeypatch.setattr(rank, "JOIN_S", 1.0)
+    store, port = open_store("127.0.0.1")
+    with pytest.raises(WorkerLostError, match=r"it cannot reach the other ranks from 127\.0\.0\.1: ") as raised:
+        rank.Rank(rank.RankPlace(0, 2, "cpu", "127.0.0.1", port), "127.0.0.1")
+    assert "\n" not in raised.value.message
+    del store
+    with pytest.raises(WorkerLostError, match="it cannot reach the other ranks"):
+        rank.Rank(rank.RankPlace(0, 2, "cpu", "127.0.0.1", port), "127.0.0.1")
 
 
 def test_steps_that_can_no_longer_be_repeated_are_an_error() -> None:
@@ -477,6 +569,7 @@ def test_an_error_in_a_rank_keeps_its_type_and_ends_the_others(model_folder: Pat
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 RANKS = {"kind": "local", "trainer_ranks": 2}
+ON_NODES = {"kind": "ray", "trainer_ranks": 2}
 
 
 @pytest.mark.parametrize(
@@ -492,7 +585,11 @@ RANKS = {"kind": "local", "trainer_ranks": 2}
         ),
         ({"cluster": {**RANKS, "trainer_ranks": 1}}, "greater than or equal to 2"),
         ({"cluster": {"kind": "local", "workers": 0}}, "set cluster to 'none'"),
-        ({"cluster": {"kind": "ray", "trainer_ranks": 2}}, "trainer_ranks"),
+        ({"cluster": {"kind": "ray", "workers": 0}}, "set cluster to 'none'"),
+        ({"cluster": {"kind": "ray", "trainer_ranks": 2}, "training": {"adapters": "lora"}}, "training.adapters"),
+        ({"cluster": ON_NODES, "rollout": {"engine": "vllm"}, "training": {"router_replay": True}}, "router_replay"),
+        ({"cluster": {**ON_NODES, "workers": 0}, "rollout": {"engine": "vllm"}}, "no server on the cluster"),
+        ({"cluster": {"kind": "ray", "address": "10.0.0.1:6379"}}, "cluster.address needs cluster.workers"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused_in_one_line(sections: dict[str, Any], message: str) -> None:
@@ -508,11 +605,15 @@ def test_ranks_need_no_workers_and_may_have_some() -> None:
     assert with_workers(both).cluster == LocalCluster(workers=3, trainer_ranks=2)
     on_gpus = build_experiment({"cluster": RANKS, "models": {"device": "cuda"}})
     assert with_workers(on_gpus).cluster == LocalCluster(workers=0, trainer_ranks=2)
+    on_nodes = build_experiment({"cluster": {**ON_NODES, "address": "10.0.0.1:6379"}})
+    assert with_workers(on_nodes).cluster == RayCluster(workers=0, trainer_ranks=2, address="10.0.0.1:6379")
+    beside_servers = build_experiment({"cluster": ON_NODES, "rollout": {"engine": "vllm"}})
+    assert with_workers(beside_servers).cluster == RayCluster(workers=1, trainer_ranks=2)
 
 
 def test_a_run_resumes_with_another_number_of_ranks_or_with_none() -> None:
     begun = build_experiment({"cluster": {**RANKS, "workers": 0}})
-    for cluster in ({**RANKS, "trainer_ranks": 3}, {"kind": "none"}):
+    for cluster in ({**RANKS, "trainer_ranks": 3}, ON_NODES, {"kind": "none"}):
         other = build_experiment({"cluster": cluster})
         assert other.hashed() == begun.hashed()
     assert with_workers(build_experiment({"cluster": {**RANKS, "trainer_ranks": 3}}), begun).cluster == LocalCluster(
@@ -521,5 +622,7 @@ def test_a_run_resumes_with_another_number_of_ranks_or_with_none() -> None:
     assert with_workers(build_experiment({"cluster": "none"}), begun).cluster == NoCluster()
     assert with_workers(Experiment(), begun).cluster == begun.cluster
     assert cluster_settings("local", begun.cluster) == ["cluster=local", "cluster.trainer_ranks=2"]
-    assert cluster_settings("ray", begun.cluster) == ["cluster=ray"]
+    assert cluster_settings("ray", begun.cluster) == ["cluster=ray", "cluster.trainer_ranks=2"]
+    address = ["cluster=ray", "cluster.address=10.0.0.1:6379", "cluster.trainer_ranks=2"]
+    assert cluster_settings("10.0.0.1:6379", begun.cluster) == address
     assert cluster_settings("ray", RayCluster(workers=2)) == ["cluster=ray", "cluster.workers=2"]

@@ -7,9 +7,10 @@ import socket
 
 import pytest
 
+from pvg.errors import MissingRequirementError
 from pvg.workers import links
 from pvg.workers.frames import Frame, receive, send
-from pvg.workers.links import CHALLENGE_BYTES, KEY, admitted, connect
+from pvg.workers.links import CHALLENGE_BYTES, KEY, admitted, connect, interface_of, own_address
 
 SECRET = bytes(range(32))
 
@@ -77,5 +78,30 @@ def test_a_driver_that_closes_the_connection_is_an_error():
         with pytest.raises(ConnectionError):
             await asyncio.to_thread(connect, "127.0.0.1", port, SECRET, 1)
         server.close()
+
+    asyncio.run(run())
+
+
+def test_a_rank_uses_the_network_by_which_it_reaches_the_driver():
+    async def run() -> None:
+        addresses: list[str] = []
+
+        def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            addresses.append(own_address(writer))
+            writer.close()
+
+        server = await asyncio.start_server(greet, "127.0.0.2", 0)
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
+        await reader.read()
+        here, there = socket.socketpair()
+        with there:
+            _, local = await asyncio.open_unix_connection(sock=here)
+            addresses += [own_address(writer), own_address(local)]
+        for one in (writer, local, server):
+            one.close()
+        assert addresses == ["127.0.0.2", "127.0.0.1", "127.0.0.1"]
+        assert len({interface_of(address) for address in addresses}) == 1
+        with pytest.raises(MissingRequirementError, match=r"has the address 203\.0\.113\.9"):
+            interface_of("203.0.113.9")
 
     asyncio.run(run())

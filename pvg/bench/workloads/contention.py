@@ -6,11 +6,15 @@ A sample is `steps` optimizer steps of the e2e workload with no, one and two oth
 child process (`play`), because two thread pools in one process slow each other down. The child sleeps while the other
 variant is measured. `kept_1` is the throughput with one other busy process divided by the idle throughput of the same
 sample; 1 is ideal.
+
+With workers, the report also says what the exchange with them costs on an idle machine, as a share of a step's wall
+time: an upper bound, by pvg.workers.load.ExchangeMeter.
 """
 
 from __future__ import annotations
 
 import asyncio
+import statistics
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -80,6 +84,7 @@ class Contention:
         self._process: asyncio.subprocess.Process | None = None
         self._opened: dict[str, Any] = {}
         self._times: dict[int, list[CoreTime]] = {busy: [] for busy in BUSY_PROCESSES}
+        self._exchange: list[float] = []  # shares of the steps without other busy processes
 
     async def open(self) -> None:
         with span("start_process"):
@@ -104,6 +109,8 @@ class Contention:
             seconds.append(answer["step_s"])
             if (time := answer["core_time"]) is not None:
                 self._times[busy].append(CoreTime(**time))
+            if not busy and (share := answer["exchange_share"]) is not None:
+                self._exchange.append(share)
         idle_s, one_s, two_s = seconds
         return {
             "step_s": idle_s,
@@ -115,8 +122,11 @@ class Contention:
 
     def derived(self) -> dict[str, float]:
         """The number of threads and, on Linux, by number of busy processes, the share of their ready time in which the
-        threads waited for a core, over all samples."""
+        threads waited for a core, over all samples. With workers also the median share of the exchange with them."""
         found = {"threads": float(self._opened["threads"])}
+        if self._exchange:
+            found["exchange_share"] = statistics.median(self._exchange)
+            found["workers"] = float(self._opened["workers"])
         for busy, times in self._times.items():
             if ready_s := sum(time.ran_s + time.waited_s for time in times):
                 found[f"waited_share_{busy}"] = sum(time.waited_s for time in times) / ready_s
@@ -148,8 +158,8 @@ class Contention:
 
 # One JSON object per line on standard input, one answer per line on standard output:
 #
-#     {"experiment": {...}, "steps": n}   the first line -> {"threads": n, "work": {...}}
-#     {"sample": index}                                  -> {"step_s": seconds, "core_time": {...} or null}
+#     {"experiment": {...}, "steps": n}   the first line -> {"threads": n, "workers": n, "work": {...}}
+#     {"sample": index}         -> {"step_s": seconds, "core_time": {...} or null, "exchange_share": share or null}
 #
 # A user's mistake is answered with {"error": "..."}. The process ends when its input ends.
 
@@ -160,7 +170,7 @@ async def play(experiment: Experiment, steps: int) -> None:
     with tracer.drive():
         try:
             await workload.open()
-            say({"threads": ComputeExecutor.in_use, "work": workload.work()})
+            say({"threads": ComputeExecutor.in_use, "workers": workload.workers, "work": workload.work()})
             waits = CoreWaits()
             for line in sys.stdin.buffer:
                 waits.take()
@@ -168,7 +178,9 @@ async def play(experiment: Experiment, steps: int) -> None:
                 time = waits.take()
                 tracer.close_step()
                 tracer.take_spans()  # discarded, so that memory does not grow from sample to sample
-                say({"step_s": values["step_s"], "core_time": None if time is None else asdict(time)})
+                core_time = None if time is None else asdict(time)
+                share = workload.exchange_share
+                say({"step_s": values["step_s"], "core_time": core_time, "exchange_share": share})
         finally:
             await workload.close()
 

@@ -30,9 +30,9 @@ from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError
 from pvg.game.ledger import Ledger
 from pvg.game.players import Players
+from pvg.game.prompt_checks import check_prompts_fit
 from pvg.game.prover_phase import ProverPhase
 from pvg.game.roles import prompt_builder
-from pvg.game.run import check_prompts_fit
 from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.models.heads import VerifierModel
@@ -113,6 +113,8 @@ class BenchSession(Session):
 
     def first_step(self) -> None:
         super().first_step()
+        if self.players.workers is not None:
+            self.players.workers.exchange.take()  # of the steps alone
         self.began = time.perf_counter()
 
 
@@ -142,6 +144,7 @@ class EndToEnd:
         self._experiment, self._workload, self._executor = experiment, workload, executor
         self._stack = AsyncExitStack()
         self._steps: list[Mapping[str, float]] = []  # metrics of the steps of the newest sample
+        self.exchange_share: float | None = None  # of the newest sample's time; None without workers
 
     async def open(self) -> None:
         async with AsyncExitStack() as stack:
@@ -153,6 +156,12 @@ class EndToEnd:
             self._verifier: VerifierModel = players.open_verifier()
             stack.callback(self._verifier.close)
             self._stack = stack.pop_all()
+
+    @property
+    def workers(self) -> int:
+        """The number of shards that workers compute; 0 without workers."""
+        pool = self._session.players.workers
+        return 0 if pool is None else pool.count
 
     def work(self) -> dict[str, Any]:
         experiment, players = self._experiment, self._session.players
@@ -171,7 +180,7 @@ class EndToEnd:
             "temperature": rollout.temperature,
             "top_p": rollout.top_p,
             "top_k": rollout.top_k,
-            "prompts": rollout.prompts,
+            "prompts": experiment.prompts.kind,
             "sneaky_share": game.sneaky_share,
             "reward": game.reward.kind,
             "loss": training.loss.kind,
@@ -188,6 +197,8 @@ class EndToEnd:
         await phase.play()
         seconds = time.perf_counter() - session.began
         self._steps = watcher.steps
+        if (workers := session.players.workers) is not None:
+            self.exchange_share = workers.exchange.take() / seconds
         return {
             "step_s": seconds / steps,
             "steps_per_hour": 3600 * steps / seconds,
@@ -205,13 +216,16 @@ class EndToEnd:
         return phase
 
     def derived(self) -> dict[str, float]:
-        """Means over the steps of the last sample; docs/metrics.md explains the names. (The runner adds the shares of
-        the budget.)"""
+        """Means over the steps of the last sample; docs/metrics.md explains the names. With workers also the share of
+        its time that the exchange with them takes (pvg.workers.load.ExchangeMeter). (The runner adds the shares of the
+        budget.)"""
         found = {}
         for name in SHOWN:
             values = [step[name] for step in self._steps if name in step]
             if values:
                 found[name] = sum(values) / len(values)
+        if self.exchange_share is not None:
+            found["exchange_share"] = self.exchange_share
         return found
 
     async def close(self) -> None:
@@ -233,5 +247,5 @@ def open_bench_session(
     stack.push_async_callback(players.close)
     prompts = prompt_builder(experiment, players.base.tokenizer)
     session = BenchSession(experiment, task, ledger, players, prompts, SilentObserver(), asyncio.Event(), Tracer())
-    check_prompts_fit(session)
+    check_prompts_fit(experiment, session.prompts, session.halves(), session.test_problems(), players.base.max_length)
     return session

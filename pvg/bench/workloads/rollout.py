@@ -238,7 +238,7 @@ class RolloutWorkload:
 
     def _fixed(self) -> OrderBatch:
         players, workload = self._players, self._workload
-        render = prompt_renderer(self._experiment.rollout.prompts, players.base.tokenizer)
+        render = prompt_renderer(self._experiment.prompts, players.base.tokenizer)
         orders = fixed_orders(self._experiment, players.task, render, workload.rollouts, workload.seed)
         if workload.prompt_tokens is not None:
             orders = with_random_prompts(

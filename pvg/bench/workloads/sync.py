@@ -97,7 +97,7 @@ async def open_target(experiment: Experiment, streams: int, seed: int, executor:
     players = Players(experiment, task, executor=executor)
     try:
         await players.ready(scoring=False)
-        render = prompt_renderer(experiment.rollout.prompts, players.base.tokenizer)
+        render = prompt_renderer(experiment.prompts, players.base.tokenizer)
         pool = problems_of_half(task, "prover")
         chosen = draw_cyclic(len(pool), 0, streams, seed_for(seed, "bench", "streams"))
         prompts = [render(pool[i], tuple(Role)[stream % 2]) for stream, i in enumerate(chosen)]

@@ -146,7 +146,7 @@ class TrainerWorkload:
 
     async def _sampled(self) -> list[PolicyBatch]:
         players, workload = self._players, self._workload
-        render = prompt_renderer(self._experiment.rollout.prompts, players.base.tokenizer)
+        render = prompt_renderer(self._experiment.prompts, players.base.tokenizer)
         groups = await players.dispatcher.sample(
             fixed_orders(self._experiment, players.task, render, workload.rollouts, workload.seed),
             round_=0,

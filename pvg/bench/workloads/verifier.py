@@ -118,7 +118,7 @@ class VerifierWork:
             self._verifier: VerifierModel = players.open_verifier()
             stack.callback(self._verifier.close)
             self._start: dict[str, Tensor] = {n: t.clone() for n, t in self._verifier.trainable_state().items()}
-            render = prompt_renderer(self._experiment.rollout.prompts, players.base.tokenizer)
+            render = prompt_renderer(self._experiment.prompts, players.base.tokenizer)
             problems = problems_of_half(task, "verifier")
             self._rollouts = await _sampled(
                 players, _orders(self._experiment, problems, render, self._workload), self._workload

@@ -27,7 +27,7 @@ from typing import BinaryIO, cast
 from pvg.errors import UsageError
 from pvg.inputs import open_input
 
-TAGS = ("weights", "ckpt", "gen", "rollout", "step", "loop", "phase", "alert", "run", "workers", "memory")
+TAGS = ("weights", "ckpt", "gen", "rollout", "step", "loop", "phase", "alert", "run", "workers", "memory", "machine")
 STDIN = "-"
 LONGEST_LINE = 65_536  # bytes; lines of pvg have a few hundred
 SHOWN_TEXT = 240  # characters of a line that are kept as evidence: an event line fits

@@ -12,7 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypedDict
 
+from pvg.reporting.diagnosis.advice import advised, others_run
 from pvg.reporting.diagnosis.log_events import Event
 from pvg.reporting.diagnosis.tally import LoadCorrelation, LogTally
 from pvg.reporting.formats import duration, short_seconds
@@ -29,6 +31,10 @@ IDLE_WORKERS = 0.5  # of the time; two turns of equal length, the driver's and t
 UNBALANCED = 0.2  # between the busiest worker and the mean; samples of 5 s differ by half of this by chance
 LEAST_PAIRS = 20  # fewer updates with a known load show no relation
 RISES = 0.3  # rank correlation: below, load explains under a tenth of the order (0.3 squared)
+FULL = 0.9  # of the machine's cores; with more free cores no thread has to wait
+UNSAMPLED = frozenset({"train_verifier", "warmup"})  # the steps of these phases do not wait for rollouts
+ABOUT_CORES = ("own-cores", "fewer-threads", "fewer-processes")  # what helps threads that wait for a core
+NOTHING_TO_SET = "pvg knows no setting of this run that would help."
 STANDARD_ERRORS = 2.0  # that a correlation must be away from 0; one over the root of n - 1 is its standard error
 
 
@@ -41,7 +47,8 @@ class Evidence:
 @dataclass(frozen=True, slots=True)
 class Finding:
     """A signature that was seen. `measured` is compared with `threshold`, both as `criterion` says; `cost_s` seconds
-    are lost, `share` of the time the log spans (None where that is unknown)."""
+    are lost, `share` of the time the log spans (None where that is unknown). `changes`: the settings with new values,
+    as `--set` takes them; empty if the settings of the run are unknown."""
 
     signature: str
     says: str
@@ -51,11 +58,18 @@ class Finding:
     cost_s: float
     share: float | None
     settings: tuple[str, ...]
+    changes: tuple[str, ...]
     remedy: str
     evidence: tuple[Evidence, ...]
 
 
 Looked = Finding | str | None
+
+
+class _Remedies(TypedDict):
+    settings: tuple[str, ...]
+    changes: tuple[str, ...]
+    remedy: str
 
 
 def front_end_queue(tally: LogTally, limits: LagLimits) -> Looked:
@@ -88,12 +102,7 @@ def front_end_queue(tally: LogTally, limits: LagLimits) -> Looked:
         threshold=DOMINATES,
         cost_s=queue.total / 1e3,
         share=_share(tally, queue.total),
-        settings=("rollout.concurrency",) if own_engine else ("weights.client", "rollout.concurrency"),
-        remedy="The engine is in this process, and an update waits for its running batch: allow fewer requests in "
-        "flight."
-        if own_engine
-        else 'weights.client = "dedicated" sends updates over separate connections, past the generation requests. '
-        "If it is set already, allow fewer requests in flight.",
+        **_remedies(tally, *(["fewer-rows"] if own_engine else ["dedicated-updates", "fewer-requests"])),
         evidence=_evidence(tally, "queue_ms"),
     )
 
@@ -124,9 +133,9 @@ def engine_reload(tally: LogTally, limits: LagLimits) -> Looked:
         threshold=DOMINATES,
         cost_s=rpc.total / 1e3,
         share=_share(tally, rpc.total),
-        settings=("rollout.dtype", "training.minibatches", "training.groups"),
-        remedy="Send less (bfloat16 is half of float32), or less often: larger batches, and more optimizer steps on "
-        "each. Then look at how the engine reads the weights: from memory, not from a disk.",
+        **_remedies(
+            tally, "adapters-only", "smaller-weights", "weights-in-memory", "larger-batches", "more-minibatches"
+        ),
         evidence=_evidence(tally, "rpc_ms"),
     )
 
@@ -153,8 +162,7 @@ def checkpoint(tally: LogTally, limits: LagLimits) -> Looked:
         threshold=CHECKPOINT_SHARE,
         cost_s=cost.total / 1e3,
         share=_share(tally, cost.total),
-        settings=("store.commit_every", "store.root"),
-        remedy="Commit less often, or put the runs on a faster disk.",
+        **_remedies(tally, "rarer-commits", "larger-chunks", "faster-disk"),
         evidence=_evidence(tally, name),
     )
 
@@ -170,15 +178,16 @@ def starved_trainer(tally: LogTally, limits: LagLimits) -> Looked:
         return None
     says = f"In the steps of {phase} the trainer is idle {percent(share)} of the time: it waits for other work."
     longest, batch = tally.sketch("longest_ms"), tally.sketch("dur_ms")
-    changes = [("more requests in flight", "rollout.concurrency")]
+    sampling = ["more-requests", "sample-ahead"]
     if longest.n and batch.n and longest.total > 1.5 * batch.total:
-        changes = [("more rows decoded together", "rollout.engine.max_rows")]
+        sampling = ["more-rows", *sampling]
         says += (
             f" Requests wait for a place in the engine's batch: the longest of a batch takes "
             f"{milliseconds(longest.quantile(0.5))}, the batch itself {milliseconds(batch.quantile(0.5))} (medians)."
         )
     if tally.truncated:  # otherwise no completion hit the limit
-        changes.append(("shorter completions", "rollout.max_tokens"))
+        sampling.append("shorter-solutions")
+    advice = [*sampling, "more-minibatches"] if phase not in UNSAMPLED else []
     return Finding(
         signature="starved-trainer",
         says=says,
@@ -187,9 +196,7 @@ def starved_trainer(tally: LogTally, limits: LagLimits) -> Looked:
         threshold=STARVED_SHARE,
         cost_s=sums["idle_ms"] / 1e3,
         share=_share(tally, sums["idle_ms"]),
-        settings=(*(setting for _, setting in changes), "training.minibatches"),
-        remedy=f"Sample faster ({', '.join(change for change, _ in changes)}) or train more on each batch. The time "
-        "budget of `pvg report` shows what the steps wait for.",
+        **_remedies(tally, *advice, then="The time budget of `pvg report` shows what the steps wait for."),
         evidence=_evidence(tally, "step.idle_ms"),
     )
 
@@ -228,7 +235,7 @@ def _straggling_batches(tally: LogTally) -> Looked:
 def _straggling(
     tally: LogTally, says: str, criterion: str, measured: float, threshold: float, cost_ms: float
 ) -> Finding:
-    shorter = ("rollout.max_tokens", "training.overlong_buffer") if tally.truncated else ()
+    shorter = ["shorter-solutions", "discouraged-length"] if tally.truncated else []
     return Finding(
         signature="stragglers",
         says=says,
@@ -237,9 +244,7 @@ def _straggling(
         threshold=threshold,
         cost_s=cost_ms / 1e3,
         share=_share(tally, cost_ms),
-        settings=(*shorter, "rollout.engine.max_rows", "rollout.deadline.kind"),
-        remedy=f"{'Cut or discourage very long completions, or give' if shorter else 'Give'} groups a deadline; make "
-        "rollout.engine.max_rows a multiple of rollout.group_size, so that a group is decoded in one batch.",
+        **_remedies(tally, *shorter, "whole-groups", "deadline"),
         evidence=_evidence(tally, "group_excess_ms" if "group_excess_ms" in tally.worst else "longest_ms"),
     )
 
@@ -265,11 +270,12 @@ def loop_lag(tally: LogTally, limits: LagLimits) -> Looked:
     else:
         criterion, measured, threshold = "blocked time / time", _share(tally, tally.lagged_ms) or 0, LEAST_SHARE
     says += f". It was blocked for at least {milliseconds(tally.lagged_ms)} in all"
-    settings: tuple[str, ...] = ("telemetry.event_loop", "rollout.concurrency")
-    remedy = "Something computes on the event loop: `pvg profile --stage e2e` shows what; move it into a thread. "
+    advice: tuple[str, ...] = ("profile", "uvloop", "crowded-loop")
     if tally.lagged_shared_ms > tally.lagged_ms / 2:
         says += f", {milliseconds(tally.lagged_shared_ms)} of it while pvg's threads waited for cores that were busy"
-        settings, remedy = _own_cores(tally)
+        advice = ABOUT_CORES
+    else:
+        says += ". Something computes on it that should run in a thread"
     return Finding(
         signature="loop-lag",
         says=f"{says}.",
@@ -278,40 +284,67 @@ def loop_lag(tally: LogTally, limits: LagLimits) -> Looked:
         threshold=threshold,
         cost_s=tally.lagged_ms / 1e3,
         share=_share(tally, tally.lagged_ms),
-        settings=settings,
-        remedy=remedy.rstrip(),
+        **_remedies(tally, *advice),
         evidence=_evidence(tally, f"lag.{name}_ms" if ratio > 1.0 else "lag.max_ms"),
     )
 
 
 def shared_machine(tally: LogTally, limits: LagLimits) -> Looked:
-    """Other programs use the cores while threads of pvg, or its workers, are ready to run."""
-    if not tally.sketch("lag.max_ms").n:
-        return "how long threads waited for a core ([loop] lag)"
+    """Other programs use the cores while threads of pvg, or its workers, are ready to run. The kernel counts such waits
+    on Linux; elsewhere the cores that pvg used far below the cores that were busy show the same."""
     cores = tally.all_cores
-    if cores is None:  # not on Linux
-        return None
+    if cores is None:
+        return _shared_by_use(tally)
     longest_ms = 1e3 * cores.longest_s
     if not cores.shared or not costs(tally, longest_ms):
         return None
-    whose, why = "pvg's threads", "because other programs use the cores too"
-    settings, remedy = _own_cores(tally)
-    if tally.worker_cores is not None:
-        whose, why = "pvg's threads and workers", f"{why}, or because there are more workers than cores"
-        settings, remedy = (*settings, "cluster.workers"), f"{remedy}Use at most one worker per core (cluster.workers)."
+    whose = "pvg's threads" if tally.worker_cores is None else "pvg's threads and workers"
     return Finding(
         signature="shared-machine",
         says=f"{whose} ran for {milliseconds(1e3 * cores.ran_s)} and waited {milliseconds(1e3 * cores.waited_s)} for a "
-        f"core, {why}. Other times in this log are longer for the same reason.",
+        f"core, {_why_shared(tally)}. Other times in this log are longer for the same reason.",
         criterion="time threads waited for a core / time they were ready to run",
         measured=cores.share,
         threshold=SHARED,
         cost_s=longest_ms / 1e3,
         share=_share(tally, longest_ms),
-        settings=settings,
-        remedy=remedy.strip(),
+        **_remedies(tally, *ABOUT_CORES),
         evidence=_evidence(tally, "longest_wait_ms"),
     )
+
+
+def _shared_by_use(tally: LogTally) -> Looked:
+    busy, others = tally.sketch("machine.busy"), tally.sketch("machine.others")
+    if not others.n or not tally.machine_cores:
+        return "how long threads waited for a core ([loop] lag), and which programs used the cores ([machine] sample)"
+    used, share = busy.total / busy.n, others.total / max(busy.total, 1e-9)
+    own_cores_only = tally.usable_cores is not None and tally.usable_cores < tally.machine_cores
+    if own_cores_only or used < FULL * tally.machine_cores or share <= SHARED:
+        return None
+    lost_ms = 1e3 * share * tally.elapsed_s
+    own = used - others.total / others.n
+    return Finding(
+        signature="shared-machine",
+        says=f"{used:.1f} of {tally.machine_cores:g} cores were busy, and pvg used {own:.1f} of them. Other programs "
+        "used the rest. Other times in this log are longer for the same reason.",
+        criterion="cores that other programs used / busy cores",
+        measured=share,
+        threshold=SHARED,
+        cost_s=lost_ms / 1e3,  # at most: with all cores, pvg might not have used them
+        share=_share(tally, lost_ms),
+        **_remedies(tally, *ABOUT_CORES),
+        evidence=_evidence(tally, "machine.others"),
+    )
+
+
+def _why_shared(tally: LogTally) -> str:
+    others = tally.sketch("machine.others")
+    if others.n and others_run(tally):
+        return f"because other programs used {others.total / others.n:.1f} of {tally.machine_cores or 0:g} cores"
+    if others.n:
+        return "although hardly anything else ran: pvg has more threads and processes than cores"
+    crowd = ", or because there are more workers than cores" if tally.most_workers > (tally.usable_cores or 1) else ""
+    return f"because other programs use the cores too{crowd}"
 
 
 def idle_workers(tally: LogTally, limits: LagLimits) -> Looked:
@@ -332,9 +365,7 @@ def idle_workers(tally: LogTally, limits: LagLimits) -> Looked:
         threshold=IDLE_WORKERS,
         cost_s=idle * tally.elapsed_s,
         share=idle,
-        settings=("cluster.workers", "training.groups", "rollout.prefetch.kind"),
-        remedy="Fewer workers cost no time here. More groups per step, or sampling ahead (rollout.prefetch), give each "
-        "worker more to do between two steps of the driver.",
+        **_remedies(tally, "fewer-idle-workers", "larger-batches", "sample-ahead"),
         evidence=_evidence(tally, "workers.busy"),
     )
 
@@ -358,22 +389,23 @@ def unbalanced_workers(tally: LogTally, limits: LagLimits) -> Looked:
         threshold=UNBALANCED,
         cost_s=gap * tally.elapsed_s,
         share=gap,
-        settings=("training.groups", "cluster.workers"),
-        remedy="Let the number of groups be a multiple of the number of workers, because whole groups are shared out. "
-        "If one machine is slower or busy, take it out of the cluster.",
+        **_remedies(tally, "equal-shares", "slow-machine"),
         evidence=_evidence(tally, "workers.most"),
     )
 
 
-def _own_cores(tally: LogTally) -> tuple[tuple[str, ...], str]:
-    """Settings and advice if threads wait for cores. Fewer threads help only if there are several."""
-    threads, cores = tally.threads or 1, tally.usable_cores or 1
-    remedy = "Stop other programs on this machine, or reserve cores for pvg (taskset, another machine). "
-    if threads > cores:
-        remedy = f"models.threads = {threads:g} is more than the {cores:g} cores that pvg may use: lower it. "
-    elif threads > 1:
-        remedy += "With models.threads = 1 pvg loses less, because no operation waits for a second thread. "
-    return ("models.threads",) if threads > 1 else (), remedy
+def _remedies(tally: LogTally, *rules: str, then: str = NOTHING_TO_SET) -> _Remedies:
+    """What to change according to these rules, as fields of a finding. `then`: the last sentence; by default said only
+    if no rule applies."""
+    found = advised(tally, *rules)
+    sentences = [advice.says for advice in found]
+    if not sentences or then != NOTHING_TO_SET:
+        sentences.append(then)
+    return {
+        "settings": tuple(dict.fromkeys(key for advice in found for key in advice.settings)),
+        "changes": tuple(dict.fromkeys(override for advice in found for override in advice.overrides)),
+        "remedy": " ".join(sentences),
+    }
 
 
 SIGNATURES: dict[str, Callable[[LogTally, LagLimits], Looked]] = {

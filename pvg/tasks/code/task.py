@@ -17,7 +17,7 @@ from pvg.inputs import expanded
 from pvg.records import Grade, Problem, Split
 from pvg.sandbox import Limits, Sandbox
 from pvg.tasks.code.grading import grade_solutions, passed
-from pvg.tasks.code.problem import CodeTest, extract_code, make_problem, shown
+from pvg.tasks.code.problem import CodeTest, code_of, extract_code, make_problem, shown
 from pvg.tasks.code.reading import CodeEntry, UnusableError, read_entries
 from pvg.tasks.code.templates import made_problems
 
@@ -71,6 +71,12 @@ class Code:
     def solution(self, completion: str) -> str:
         """The program, for comparisons (pvg.tasks.code.grading)."""
         return extract_code(completion)
+
+    def written(self, problem: Problem, correct: bool) -> str:
+        """The reference, or a program that gives no output (pvg.tasks.task.WritesSolutions)."""
+        code = code_of(problem)
+        wrong = "pass" if code.entry is None else f"def {code.entry}(*arguments):\n    return None"
+        return f"```python\n{code.reference if correct else wrong}\n```"
 
     def close(self) -> None:
         self._sandbox.close()

@@ -115,6 +115,11 @@ class DiplomacyPlan:
         judgement = self._read_and_judged(problem, completion)[1]
         return judgement.false.step if judgement is not None and judgement.false is not None else None
 
+    def written(self, problem: Problem, correct: bool) -> str:
+        """A plan that no reply refutes, or the same orders with too strong a claim (pvg.tasks.task.WritesSolutions)."""
+        orders, _, claim = problem.answer.rpartition("\n")
+        return problem.answer if correct else f"{orders}\n{claim.partition(' ')[0]} 9>0"
+
     def _read_and_judged(self, problem: Problem, text: str) -> tuple[ClaimedPlan | str, Judgement | None]:
         position, power, target = problem.metadata["position"], problem.metadata["power"], problem.metadata["target"]
         return self._judged(problem.id, position, power, target, text)

@@ -112,6 +112,11 @@ class DiplomacyMini:
         row, column = table.plans[completion.partition(CERTIFICATE)[0]], table.replies[question.removeprefix(QUESTION)]
         return ANSWERS[int(table.stands_PR[row, column])]
 
+    def written(self, problem: Problem, correct: bool) -> str:
+        """The first plan that is sound, or that some reply refutes (pvg.tasks.task.WritesSolutions)."""
+        table = replies_to(problem)
+        return table.plan_texts[int(np.flatnonzero(table.sound_P == correct)[0])]
+
 
 # --- problems -----------------------------------------------------------------------------------------------------
 

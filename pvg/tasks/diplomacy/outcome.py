@@ -127,6 +127,12 @@ class DiplomacyOutcome:
         )
         return None if complete else len(places) - 1
 
+    def written(self, problem: Problem, correct: bool) -> str:
+        """The exact solution, or the same lines with a wrong answer (pvg.tasks.task.WritesSolutions)."""
+        solution: AdjudicatedOrders = problem.metadata["solution"]
+        other = self._board.short(0) if solution.answer == NOBODY else NOBODY
+        return solution.text if correct else "\n".join([*solution.lines, f"Answer: {other}"])
+
     def _well_formed(self, completion: str) -> list[tuple[int, int]]:
         """The places of the lines of a well-formed solution, empty for another text."""
         places = pieces(completion)

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "verifier"))
 from tiny_verifiers import english_tokenizer
 
 from pvg.config.load import load_experiment
+from pvg.config.sections import AllSections
 from pvg.config.task import DiplomacyPlanTask
 from pvg.errors import ConfigurationError
 from pvg.game.roles import prompt_renderer
@@ -52,15 +53,15 @@ def example() -> Problem:
     return problem_of(position, "France", "bur")
 
 
-@pytest.mark.parametrize("style", ["chat", "plain", "tag"])
+@pytest.mark.parametrize("style", ["chat", "text", "plain", "tag"])
 def test_a_plan_in_the_format_of_each_prompt_style_is_correct(
     task: DiplomacyPlan, example: Problem, style: str
 ) -> None:
     tokenizer = english_tokenizer()
-    render = prompt_renderer(style, tokenizer)
+    render = prompt_renderer(AllSections(prompts=style).prompts, tokenizer)
     helpful, sneaky = (tokenizer.decode(render(example, role)) for role in Role)
     assert all(example.question in text for text in (helpful, sneaky))
-    documented = style != "tag"
+    documented = style in ("chat", "text")
     for part in ("'bur 2>1'", "one order per line", "A gas-bur\nA mar S gas-bur\nbur 2>1"):
         assert (part in helpful) == documented
     assert (helpful == sneaky) == (style == "plain")
@@ -224,6 +225,6 @@ def test_long_lines_take_linear_time(task: DiplomacyPlan, example: Problem, text
 @pytest.mark.parametrize("kind", ["diplomacy_plan", "diplomacy_outcome"])
 def test_translations_are_refused_because_their_prompt_asks_for_a_number(kind: str) -> None:
     """The chat prompt of the decoupled game asks for '#### ' and a number, which no solution of these tasks has."""
-    changes = [f"task={kind}", "game.protocol=decoupled", "game.reward=decoupled", "rollout.prompts=chat"]
+    changes = [f"task={kind}", "game.protocol=decoupled", "game.reward=decoupled", "prompts=chat"]
     with pytest.raises(ConfigurationError, match=f"decoupled.*{kind}"):
         load_experiment(Path("experiments/diplomacy-plan.toml"), changes)

@@ -10,6 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "verifier"))
 from tiny_verifiers import english_tokenizer
 
+from pvg.config.sections import AllSections
 from pvg.config.task import DiplomacyOutcomeTask
 from pvg.game.roles import prompt_renderer
 from pvg.games.diplomacy.orders import parse
@@ -94,14 +95,15 @@ def test_known_phases_have_known_results(
     assert (grade.correct, grade.well_formed, grade.note) == (True, True, "")
 
 
-@pytest.mark.parametrize("style", ["chat", "plain", "tag"])
+@pytest.mark.parametrize("style", ["chat", "text", "plain", "tag"])
 def test_a_solution_in_the_format_of_each_prompt_style_is_correct(
     task: DiplomacyOutcome, burgundy: Problem, style: str
 ) -> None:
     tokenizer = english_tokenizer()
-    prompts = [tokenizer.decode(prompt_renderer(style, tokenizer)(burgundy, role)) for role in Role]
+    render = prompt_renderer(AllSections(prompts=style).prompts, tokenizer)
+    prompts = [tokenizer.decode(render(burgundy, role)) for role in Role]
     assert all(burgundy.question in prompt for prompt in prompts)
-    assert ("Answer: nobody" in prompts[0]) == (style != "tag")
+    assert ("Answer: nobody" in prompts[0]) == (style in ("chat", "text"))
     helpful, sneaky = (task.grade(burgundy, outcome_wording().answers[role]) for role in Role)
     assert outcome_wording().question == burgundy.question
     assert outcome_wording().answers[Role.HELPFUL] == SOLUTION

@@ -1,0 +1,205 @@
+"""`pvg task check`: look at a task's problems, prompts and grades, and check them. Also the preview of `--dry-run`."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pvg_cli import completion
+from pvg_cli.boundary import DebugOption, JsonOption, SetOption, announce_loading, emit, guarded, say
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from pvg.config.experiment import Experiment
+    from pvg.game.preview import GradedSolution, PlayerModels, PromptPreview
+    from pvg.game.task_check import Check
+    from pvg.tasks.task import Task
+
+MODELS = ("models.prover.source", "models.verifier.source")
+MARKS = {True: ("ok", "green"), False: ("FAILED", "bold red"), None: ("-", "bright_black")}
+
+app = typer.Typer(no_args_is_help=True, help="Look at a task: its problems, prompts and grades.")
+
+
+def register(parent: typer.Typer) -> None:
+    parent.add_typer(app, name="task")
+
+
+@app.callback()
+def task() -> None:
+    """Look at a task: its problems, prompts and grades."""
+
+
+@app.command()
+@guarded
+def check(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|FILE|FILE.py:CLASS",
+            help="An experiment, a TOML file, or the class of a task of your own.",
+            autocompletion=completion.experiments,
+        ),
+    ] = "modchain",
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Show a task's problems, prompts and grades, and check them. It opens and downloads no weights of models.
+
+    The exit code is 1 if a check fails.
+    """
+    from pvg.errors import EXIT_CHECK_FAILED
+    from pvg.game.preview import preview
+    from pvg.game.task_check import ANY_TEXT, checks_of
+
+    experiment = experiment_of(name, overrides or [])
+    announce_loading()
+    models, missing = players_here(experiment, own=_is_class(name))
+    with ExitStack() as opened:
+        task = _opened(experiment, opened)
+        checks = list(checks_of(experiment, task, models))
+        shown = None
+        if checks[0].passed:
+            gradable = all(each.passed for each in checks if each.name == ANY_TEXT)
+            shown = preview(experiment, task, models, grades=gradable)
+    failed = [each.name for each in checks if each.passed is False]
+    if as_json:
+        emit(
+            {
+                "task": experiment.task.kind,
+                "passed": not failed,
+                "checks": [each.plain() for each in checks],
+                "preview": None if shown is None else shown.plain(),
+                "notice": missing,
+            }
+        )
+    else:
+        _print(checks, shown, missing)
+    if failed:
+        raise typer.Exit(EXIT_CHECK_FAILED)
+
+
+def experiment_of(name: str, overrides: list[str]) -> Experiment:
+    """The experiment of that name or file. A class of a task becomes the embedded game's experiment with that task, and
+    with prompts in words."""
+    from pvg.config.load import find_experiment, load_experiment
+    from pvg.extensions import check_references
+    from pvg_cli.runs import resolve
+
+    if not _is_class(name):
+        return resolve(name, overrides)
+    own = ["task.kind=custom", f"task.source={name}", "prompts=chat"]
+    experiment = load_experiment(find_experiment("modchain"), [*own, *overrides])
+    check_references(experiment)
+    return experiment
+
+
+def _is_class(name: str) -> bool:
+    from pvg.extensions import is_reference
+
+    return is_reference(name)
+
+
+def players_here(experiment: Experiment, own: bool = False) -> tuple[PlayerModels | None, str]:
+    """The experiment's models without weights. None, with the reason, if no model is named (`own`) or if one is not on
+    this machine."""
+    from pvg.errors import MissingRequirementError
+    from pvg.game.preview import open_models
+    from pvg.hub import hub_ids, is_cached
+
+    if own:
+        return None, "No model is named, so the prompts are shown without a chat template."
+    try:
+        for _, source in hub_ids(experiment, MODELS):
+            if not is_cached(source, "model"):
+                return None, f"{source} is not downloaded yet, so the prompts are shown without a chat template."
+        return open_models(experiment), ""
+    except MissingRequirementError as error:
+        return None, f"{error.message} So the prompts are shown without a chat template."
+
+
+def prompts_of(experiment: Experiment) -> PromptPreview:
+    """The preview of `pvg train --dry-run`. Raises what `pvg train` would raise."""
+    from pvg.game.preview import open_models, preview
+
+    announce_loading()
+    with ExitStack() as opened:
+        task = _opened(experiment, opened)
+        return preview(experiment, task, open_models(experiment))
+
+
+def _opened(experiment: Experiment, opened: ExitStack) -> Task:
+    from pvg.tasks import open_task
+
+    task = open_task(experiment.task)
+    if isinstance(task, AbstractContextManager):
+        opened.enter_context(task)
+    return task
+
+
+# --- for people -------------------------------------------------------------------------------------------------------
+
+
+def _print(checks: list[Check], shown: PromptPreview | None, missing: str) -> None:
+    from rich.text import Text
+
+    from pvg_cli.output import stdout
+
+    console = stdout()
+    for each in checks:
+        mark, style = MARKS[each.passed]
+        console.print(
+            Text.assemble((f"{mark:<6}", style), f"  {each.name}: ", (each.detail, "bright_black")), soft_wrap=True
+        )
+    if shown is not None:
+        print_preview(shown, console)
+    if missing:
+        say(missing)
+
+
+def print_preview(found: PromptPreview, console: Console) -> None:
+    """The prompts of a problem, the verifier's input, and grades of known solutions."""
+    if not found.prompts:
+        console.print("\nSelf-play: the prompts come from the game.", style="bright_black")
+        return
+    for role, shown in found.prompts.items():
+        _print_input(f"Prompt of the {role.value} role for {found.problem.id}", shown.text, shown.tokens, console)
+    if found.verifier is not None:
+        _print_input("Input of the verifier", found.verifier.text, found.verifier.tokens, console)
+    _print_grades(found.graded, console)
+
+
+def _print_input(title: str, text: str, tokens: int | None, console: Console) -> None:
+    from rich.text import Text
+
+    from pvg.errors import counted, visible
+
+    size = "" if tokens is None else f" ({counted(tokens, 'token')})"
+    console.print(Text(f"\n{title}{size}", style="bold"))
+    for line in text.split("\n"):
+        console.print(Text(f"  | {visible(line)}"), soft_wrap=True)
+
+
+def _print_grades(graded: tuple[GradedSolution, ...], console: Console) -> None:
+    from pvg.errors import shortened, visible
+    from pvg.reporting.table import Column, Table
+
+    if not graded:
+        return
+    table = Table([Column("solution"), Column("its text"), Column("graded"), Column("note", style="quiet")])
+    for each in graded:
+        table.add(each.known.name, visible(shortened(repr(each.known.text), 48)), _verdict(each), each.grade.note)
+    console.print()
+    console.print(table)
+
+
+def _verdict(graded: GradedSolution) -> str:
+    from pvg.errors import shortened, visible
+
+    grade = graded.grade
+    verdict = "correct" if grade.correct else "wrong" if grade.well_formed else "malformed"
+    return f"{verdict} (answer {visible(shortened(grade.answer, 24))})" if grade.answer else verdict

@@ -1,0 +1,61 @@
+"""Settings of `[prompts]` that cannot work with other settings, or are probably not intended (see pvg.config.rules)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pvg.config.prompts import FRAME, WordedPrompts
+from pvg.config.sections import AllSections
+
+# Sources of models that were not trained with the tags of prompts = "tag". A folder may hold one that was.
+WITHOUT_TAGS = ("hf:", "gguf:")
+
+
+def same_prompt(experiment: AllSections) -> str:
+    """Why both roles get one prompt, with a remedy; "" if they do not."""
+    prompts = experiment.prompts
+    if prompts.kind == "plain":
+        return "prompts = 'plain' gives both the same prompt; set it to 'tag', 'chat' or 'text'"
+    if not isinstance(prompts, WordedPrompts) or prompts.helpful is None or prompts.helpful != prompts.sneaky:
+        return ""
+    if prompts.examples is None or any(example.helpful != example.sneaky for example in prompts.examples):
+        return ""
+    return "prompts.helpful and prompts.sneaky are the same text; change one of them"
+
+
+def prompt_conflicts(experiment: AllSections) -> Iterator[str]:
+    """Texts that no player would read."""
+    prompts, protocol = experiment.prompts, experiment.game.protocol.kind
+    if not isinstance(prompts, WordedPrompts):
+        return
+    given = prompts.model_dump(exclude_none=True)
+    own = [name for name in ("helpful", "sneaky", "examples") if name in given]
+    translations = [name for name in ("helpful_translation", "sneaky_translation") if name in given]
+    if own and experiment.task.kind == "play":
+        yield f"prompts.{own[0]} has no effect with task.kind = 'play', whose prompts come from the game; leave it out"
+    if translations and protocol != "decoupled":
+        yield (
+            f"prompts.{translations[0]} has no effect with game.protocol = {protocol!r}, which has no translator; "
+            "leave it out, or set game.protocol to 'decoupled'"
+        )
+    head = experiment.verifier.head.kind
+    if prompts.frame != FRAME and head == "implicit":
+        yield (
+            "prompts.frame has no effect with verifier.head = 'implicit', which reads the solution as an answer to the "
+            "question; leave it out, or set verifier.head to 'scalar' or 'yes_token'"
+        )
+
+
+def prompt_warnings(experiment: AllSections) -> Iterator[str]:
+    prompts, source, task = experiment.prompts.kind, experiment.models.prover.source, experiment.task.kind
+    if task == "play":
+        return
+    if prompts == "tag" and source.startswith(WITHOUT_TAGS):
+        yield (
+            f"prompts = 'tag' puts only H or S before the question, which models.prover.source = {source!r} has never "
+            "learned; set prompts to 'chat', or to 'text' for a base model"
+        )
+    if prompts == "plain" and 0.0 < experiment.game.sneaky_share < 1.0:
+        yield (
+            "prompts = 'plain' gives both roles the same prompt; set it to 'chat' or 'text', or game.sneaky_share to 0"
+        )

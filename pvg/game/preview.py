@@ -1,0 +1,170 @@
+"""What players would read, and how the task grades: for `pvg train --dry-run` and `pvg task check`.
+
+    found = preview(experiment, task, models)
+    print(found.prompts[Role.HELPFUL].text, found.verifier.text, found.graded)
+
+It needs the models' tokenizers, not their weights. It raises what `pvg train` would raise before its first step for
+wrong data, a tokenizer without chat template, or a context that is too short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from pvg.config.experiment import Experiment
+from pvg.config.prompts import WordedPrompts
+from pvg.config.verifier import AnswerHead
+from pvg.extensions import is_reference, load
+from pvg.game.prompt_checks import check_prompts_fit, check_verifier_input_fits
+from pvg.game.roles import prompt_builder, worded
+from pvg.records import Grade, Half, Problem, Role
+from pvg.tasks.known import KnownSolution, correct_solution, wrong_solutions
+from pvg.tasks.task import Task, half_of
+
+if TYPE_CHECKING:
+    from pvg.models.sources import WeightlessModel
+    from pvg.verifier.template import Head, VerifierTemplate
+
+NO_SOLUTION = "(a solution)"  # shown to the verifier if the task writes none
+
+
+@dataclass(frozen=True, slots=True)
+class ShownInput:
+    """The input of a player as text, special tokens included. `tokens`: their number; None without a tokenizer."""
+
+    text: str
+    tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class GradedSolution:
+    known: KnownSolution
+    grade: Grade
+
+    def plain(self) -> dict[str, Any]:
+        grade = self.grade
+        return {
+            "solution": self.known.name,
+            "text": self.known.text,
+            "expected_correct": self.known.correct,
+            "correct": grade.correct,
+            "well_formed": grade.well_formed,
+            "answer": grade.answer,
+            "note": grade.note,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPreview:
+    """One training problem as the players read it. `verifier`: None without a tokenizer. `graded`: a correct solution
+    if the task can write one, and a wrong one of each sort. Self-play has only the problem: its prompts come from the
+    game."""
+
+    problem: Problem
+    prompts: Mapping[Role, ShownInput]
+    verifier: ShownInput | None
+    graded: tuple[GradedSolution, ...]
+
+    def plain(self) -> dict[str, Any]:
+        shown = {role.value: {"text": each.text, "tokens": each.tokens} for role, each in self.prompts.items()}
+        verifier = self.verifier
+        return {
+            "problem": self.problem.id,
+            "question": self.problem.question,
+            "prompts": shown,
+            "verifier_input": None if verifier is None else {"text": verifier.text, "tokens": verifier.tokens},
+            "graded": [graded.plain() for graded in self.graded],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PlayerModels:
+    """The models of an experiment without their weights."""
+
+    prover: WeightlessModel
+    verifier: WeightlessModel
+
+
+def open_models(experiment: Experiment) -> PlayerModels:
+    """Raises the errors of `pvg.models.open_model` for missing or wrong files."""
+    from pvg.models.sources import open_without_weights
+
+    prover = open_without_weights(experiment.models.prover)
+    same = experiment.models.verifier.source == experiment.models.prover.source
+    return PlayerModels(prover, prover if same else open_without_weights(experiment.models.verifier))
+
+
+def preview(experiment: Experiment, task: Task, models: PlayerModels | None, *, grades: bool = True) -> PromptPreview:
+    """The first training problem of the prover's half. Without `models`, prompts are shown without a chat template.
+    Without `grades`, nothing is graded.
+
+    Raises ConfigurationError for problems and prompts with which `pvg train` would fail.
+    """
+    train, test = list(task.problems("train")), list(task.problems("test"))
+    halves: dict[Half, list[Problem]] = {"prover": [], "verifier": []}
+    for problem in train:
+        halves[half_of(problem.id)].append(problem)
+    template = None
+    if models is not None:
+        prompts = prompt_builder(experiment, models.prover.tokenizer)
+        check_prompts_fit(experiment, prompts, halves, test, models.prover.max_length)
+        if experiment.task.kind != "play":
+            template = verifier_template_of(experiment, task, models.verifier)
+            check_verifier_input_fits(experiment, template, train, models.verifier.max_length)
+    problem = (halves["prover"] or train)[0]
+    if experiment.task.kind == "play":
+        return PromptPreview(problem, {}, None, ())
+    shown = {role: shown_prompt(experiment, models, problem, role) for role in Role}
+    found = graded_solutions(task, problem, train) if grades else []
+    graded = tuple(reversed({each.known.name: each for each in reversed(found)}.values()))
+    verifier = None
+    if template is not None and models is not None:
+        right = correct_solution(task, problem)
+        verifier = shown_verifier_input(template, models, problem, NO_SOLUTION if right is None else right.text)
+    return PromptPreview(problem, shown, verifier, graded)
+
+
+def graded_solutions(task: Task, problem: Problem, others: Iterable[Problem]) -> list[GradedSolution]:
+    """The correct solution if the task can write one, otherwise the reference answer alone; then wrong solutions."""
+    right = correct_solution(task, problem)
+    if right is None and problem.answer:
+        right = KnownSolution("the reference answer alone", problem.answer, True, certain=False)
+    known = [*([] if right is None else [right]), *wrong_solutions(task, problem, others)]
+    return [GradedSolution(each, task.grade(problem, each.text)) for each in known]
+
+
+def shown_prompt(experiment: Experiment, models: PlayerModels | None, problem: Problem, role: Role) -> ShownInput:
+    if models is not None:
+        ids = prompt_builder(experiment, models.prover.tokenizer).render(problem, role)
+        return ShownInput(models.prover.tokenizer.shown(ids), len(ids))
+    prompts = experiment.prompts
+    if not isinstance(prompts, WordedPrompts):
+        return ShownInput(problem.question, None)
+    messages = worded(prompts, problem, role).messages("system")
+    return ShownInput("\n".join(f"[{message['role']}]\n{message['content']}" for message in messages), None)
+
+
+def shown_verifier_input(
+    template: VerifierTemplate, models: PlayerModels, problem: Problem, solution: str
+) -> ShownInput:
+    ids, _ = template.tokens(problem.question, solution, None, None)
+    return ShownInput(models.verifier.tokenizer.shown(ids), len(ids))
+
+
+def verifier_template_of(experiment: Experiment, task: Task, model: WeightlessModel) -> VerifierTemplate:
+    """The template of the experiment's verifier. Raises ConfigurationError if the tokenizer does not fit its head."""
+    from pvg.game.players import verifier_template
+    from pvg.models.heads import answer_tokens
+
+    head = experiment.verifier.head
+    if isinstance(head, AnswerHead):
+        answer_tokens(model.tokenizer, model.name)
+    return verifier_template(experiment, task, model.tokenizer, _reads(head.kind))
+
+
+def _reads(head: str) -> Head:
+    """The built-in head whose input the head takes. A user's head says it."""
+    found: Any = getattr(load("verifier.head", head), "reads", "scalar") if is_reference(head) else head
+    return cast("Head", found)

@@ -1,0 +1,210 @@
+"""The players that a run keeps: the names of their weights, and how another run finds them as its models.
+
+    saved = find_player(parse_run_id("run:mine/round-2/verifier"))
+    tensors, meta = read_checkpoint(saved.run.weights, saved.weights)
+    experiment = pinned_players(experiment)  # each run:... with the full path, the round and the digest of the weights
+
+Invariant: a source with a digest means these weights only. If the other run has changed, finding them raises an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pvg.config.experiment import Experiment
+from pvg.config.load import did_you_mean
+from pvg.config.run_ids import SCHEME, Player, RunId, Stage, is_run_id, parse_run_id, with_player
+from pvg.errors import StateError, UsageError, counted, user_paths
+from pvg.inputs import expanded
+from pvg.records import source_of_round
+from pvg.store.checkpoints import read_checkpoint_meta
+from pvg.store.run_directory import RunDirectory, runs_in
+
+if TYPE_CHECKING:
+    from pvg.config.models import ModelSection
+
+WARMED_PROVER = "warmup-prover"  # the base prover after the warm start
+DIGITS = 16  # hex digits of a digest in a source
+PLAYERS: tuple[Player, ...] = ("prover", "verifier")
+
+
+def prover_weights_name(round_: int) -> str:
+    return f"{source_of_round(round_)}-prover"
+
+
+def adapter_name(weights_name: str) -> str:
+    return f"{weights_name}-adapter"
+
+
+def verifier_weights_name(round_: int) -> str:
+    return f"{source_of_round(round_)}-verifier"
+
+
+def final_verifier_name(round_: int) -> str:
+    """The weights of a verifier that kept learning, saved when the round's prover was done."""
+    return f"{source_of_round(round_)}-verifier-final"
+
+
+def saved_verifier_name(weights: Collection[str], round_: int) -> str | None:
+    """The round's verifier among a run's committed weights; None for a run without one (self-play)."""
+    names = (final_verifier_name(round_), verifier_weights_name(round_))
+    return next((name for name in names if name in weights), None)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPlayer:
+    """A player of a run. `weights`: the name of its folder of weights. `digest`: their sha256 in hex."""
+
+    run: RunDirectory
+    experiment: Experiment
+    player: Player
+    stage: Stage
+    weights: str
+    digest: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.run.name}-{self.weights}"
+
+    @property
+    def section(self) -> ModelSection:
+        """The model that the run trained."""
+        models = self.experiment.models
+        return models.prover if self.player == "prover" else models.verifier
+
+    @property
+    def source(self) -> str:
+        """The source that means these weights only."""
+        return str(RunId(str(self.run.path.absolute()), self.stage, self.player, self.digest[:DIGITS]))
+
+
+@user_paths()
+def find_player(run_id: RunId) -> SavedPlayer:
+    """The committed weights that a source names. Reads no tensors.
+
+    Raises UsageError for a run, a round or a player that does not exist, StateError for weights with another digest,
+    and DamagedFileError.
+    """
+    run = _open(run_id)
+    experiment, state = run.experiment(), run.load_state().state or {}
+    player, weights = run_id.player or "prover", state.get("weights", ())
+    stage = _stage(run_id, run, len(state.get("rounds", ())), weights)
+    name = WARMED_PROVER if stage == "warmup" else prover_weights_name(stage)
+    if player == "verifier":
+        found = None if stage == "warmup" else saved_verifier_name(weights, stage)
+        if found is None:
+            where = "warm start" if stage == "warmup" else f"round {stage}"
+            raise UsageError(
+                f"{run_id}: the {where} of the run {run.name!r} has no verifier.",
+                "Name its prover: add /prover, or choose another run.",
+            )
+        name = found
+    digest, meta = read_checkpoint_meta(run.weights, name)
+    if "members" in meta:
+        raise UsageError(
+            f"{run_id}: the verifier is an ensemble of {len(meta['members'])} models, and a model is one of them.",
+            "Choose a run with verifier.ensemble = 'none'.",
+        )
+    if run_id.digest is not None and not digest.startswith(run_id.digest):
+        raise StateError(
+            f"The weights {run.weights / name} have changed: their digest is {digest[:DIGITS]}, not {run_id.digest}.",
+            "Restore them from a copy, or start a new run without the digest.",
+        )
+    return SavedPlayer(run, experiment, player, stage, name, digest)
+
+
+def _open(run_id: RunId) -> RunDirectory:
+    run = RunDirectory(expanded(run_id.path, "models"))
+    if run.experiment_file.is_file():
+        return run
+    known, name = runs_in(run.path.parent), run.path.name
+    hint = f"Known there: {', '.join(known)}." if known else "A path that is not absolute starts in the current folder."
+    raise UsageError(
+        f"{RunId(run_id.folder)}: there is no run in {run.path}.{did_you_mean(name, known)}",
+        f"{hint} If the run has moved, give its new path: run:PATH/round-N",
+    )
+
+
+def _stage(run_id: RunId, run: RunDirectory, rounds: int, weights: Collection[str]) -> Stage:
+    wanted = run_id.stage
+    if wanted == "warmup":
+        if WARMED_PROVER not in weights:
+            raise UsageError(
+                f"{run_id}: the run {run.name!r} has no finished warm start.",
+                "Name one of its rounds: run:NAME/round-0",
+            )
+        return wanted
+    number = rounds - 1 if wanted is None else wanted
+    if 0 <= number < rounds:
+        return number
+    if rounds == 0:
+        raise UsageError(
+            f"{run_id}: the run {run.name!r} has no finished round.",
+            f"Play one: pvg train --resume {run.path if run_id.folder != run.name else run.name}",
+        )
+    last = f"0 to {rounds - 1}" if rounds > 1 else "0"
+    raise UsageError(
+        f"{run_id}: round {number} of the run {run.name!r} is not finished.",
+        f"It has {counted(rounds, 'finished round')}: {last}.",
+    )
+
+
+# --- the models of an experiment --------------------------------------------------------------------------------------
+
+
+def run_sources(experiment: Experiment, players: Collection[Player] = PLAYERS) -> dict[Player, RunId]:
+    """The models of an experiment that are players of other runs: `run:NAME`, or a path such as runs/NAME/round-2."""
+    sources: dict[Player, str] = {
+        "prover": experiment.models.prover.source,
+        "verifier": experiment.models.verifier.source,
+    }
+    found = {name: _run_id_of(sources[name], name) for name in players}
+    return {name: run_id for name, run_id in found.items() if run_id is not None}
+
+
+def _run_id_of(source: str, player: Player) -> RunId | None:
+    if is_run_id(source):
+        return parse_run_id(source)
+    named = parse_run_id(with_player(f"{SCHEME}{source}", player))
+    is_run = "/" in source and RunDirectory(expanded(named.path, "models")).experiment_file.is_file()
+    return named if is_run else None
+
+
+def pinned_players(experiment: Experiment, players: Collection[Player] = PLAYERS) -> Experiment:
+    """The experiment; each model that is a player of another run gets its full path, its round and the digest of its
+    weights. Raises the errors of `find_player`."""
+    for name, run_id in run_sources(experiment, players).items():
+        experiment = with_source(experiment, name, find_player(run_id).source)
+    return experiment
+
+
+def pinned_players_as(experiment: Experiment, earlier: Experiment) -> Experiment:
+    """The experiment; a source without a digest gets that of `earlier`, the run to resume, if it means the same
+    player."""
+    before = run_sources(earlier)
+    for name, run_id in run_sources(experiment).items():
+        own = before.get(name)
+        if own is not None and run_id.digest is None and _same_player(run_id, own):
+            experiment = with_source(experiment, name, str(own))
+    return experiment
+
+
+def _same_player(wanted: RunId, own: RunId) -> bool:
+    same_run = wanted.path.absolute() == own.path.absolute()
+    return same_run and wanted.stage in (None, own.stage) and wanted.player == own.player
+
+
+def base_source(source: str) -> str:
+    """The source from which a player of a run was first trained; any other source is its own base. Raises the errors of
+    `find_player`."""
+    while is_run_id(source):
+        source = find_player(parse_run_id(source)).section.source
+    return source
+
+
+def with_source(experiment: Experiment, player: Player, source: str) -> Experiment:
+    """The experiment with another source of one model."""
+    section: dict[str, Any] = {player: getattr(experiment.models, player).model_copy(update={"source": source})}
+    return experiment.model_copy(update={"models": experiment.models.model_copy(update=section)})

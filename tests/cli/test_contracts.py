@@ -1,0 +1,144 @@
+"""The contracts for other programs: shipped schemas, error documents, and the page that lists all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jsonschema
+import orjson
+import pytest
+import typer
+from calling import Called, pvg, pvg_process
+from run_samples import begin, played
+from shipped_schemas import GROUPS, document_name, validator
+
+from pvg.config.describe import json_schema as settings_schema
+from pvg_cli.contracts import known_schemas
+from pvg_cli.documents import DOCUMENTS, PAGE, SCHEMAS, json_schema, with_table
+from pvg_cli.main import app
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_shipped_schemas_are_those_of_the_classes() -> None:
+    assert {path.name for path in SCHEMAS.iterdir()} == {f"{name}.schema.json" for name in DOCUMENTS}
+    for name in DOCUMENTS:
+        assert (SCHEMAS / f"{name}.schema.json").read_bytes() == json_schema(name), "run: python -m pvg_cli.documents"
+
+
+def test_every_schema_is_valid_and_has_a_version() -> None:
+    for name, path in known_schemas().items():
+        schema = orjson.loads(path.read_bytes())
+        jsonschema.Draft202012Validator.check_schema(schema)
+        assert schema["properties"]["schema_version"]["const"] >= 1, name
+
+
+def test_every_command_with_json_has_a_schema() -> None:
+    names = {"error", "train-dry-run", "report-runs", "report-benchmarks", "serve-verifier", "bench-profiles"}
+    names |= {"bench-tune", "study-list", "study-plan"}  # what one command prints besides its main document
+    command = typer.main.get_command(app)
+    for name, each in command.commands.items():  # type: ignore[attr-defined]
+        inner = getattr(each, "commands", {})
+        if inner:
+            assert name in GROUPS
+        for inside, parts in ({f"{name}-{part}": found for part, found in inner.items()} or {name: each}).items():
+            assert any("--json" in option.opts for option in parts.params), inside
+            names.add(inside)
+    assert names - set(DOCUMENTS) == {"config-schema"}  # it prints a JSON schema
+    assert set(DOCUMENTS) - names == set()
+
+
+def test_the_page_lists_every_document() -> None:
+    page = (ROOT / PAGE).read_text()
+    assert with_table(page) == page, "run: python -m pvg_cli.documents"
+    for command in typer.main.get_command(app).commands:  # type: ignore[attr-defined]
+        assert f"pvg {command}" in page
+
+
+def test_schemas_lists_and_prints_them() -> None:
+    assert "train-dry-run" in pvg("schemas").out
+    entries = pvg("schemas", "--json").document["schemas"]
+    assert {entry["name"] for entry in entries} == set(known_schemas())
+    assert all(Path(entry["path"]).is_file() for entry in entries)
+    assert orjson.loads(pvg("schemas", "train").out) == orjson.loads(json_schema("train"))
+    wrong = pvg("schemas", "trian", "--json")
+    assert wrong.code == 2
+    assert "Did you mean 'train'?" in wrong.document["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train", "no-such"),
+        ("train", "--bogus"),
+        ("report", "no-such"),
+        ("config", "show", "-s", "seed=x"),
+        ("no-such-command",),
+        ("runs", "show", "no-such"),
+        ("evaluate", "no-such"),
+    ],
+)
+def test_errors_follow_the_schema_of_errors(arguments: tuple[str, ...]) -> None:
+    called = pvg(*arguments, "--json")
+    assert called.document["error"]["exit_code"] == called.code == 2
+    assert called.document["schema_version"] == 1
+
+
+def test_a_document_with_another_field_or_without_one_is_refused() -> None:
+    """The schemas are strict enough to notice a change."""
+    for name, document in (
+        ("doctor", {"schema_version": 1, "healthy": True, "checks": [], "extra": 1}),
+        ("doctor", {"schema_version": 1, "healthy": True}),
+        ("doctor", {"schema_version": 2, "healthy": True, "checks": []}),
+        ("error", {"schema_version": 1, "error": {"type": "UsageError", "message": "x", "remedy": "", "exit_code": 5}}),
+    ):
+        assert not validator(name).is_valid(document)
+
+
+def test_the_settings_of_a_dry_run_follow_the_schema_of_settings() -> None:
+    shown = dict(pvg("config", "show", "--json").document)
+    del shown["schema_version"]
+    planned = pvg("train", "--dry-run", "--json").document["experiment"]
+    validator_ = jsonschema.Draft202012Validator(settings_schema())
+    for settings in (shown, planned):
+        assert [error.message for error in validator_.iter_errors(settings)] == []
+
+
+def test_documents_of_commands_that_look() -> None:
+    """`document` checks each of them against its schema."""
+    played(Path("runs"))
+    played(Path("runs"), "other")
+    begin(Path("runs"), "fresh")
+    seen = set()
+    for line in (
+        "runs",
+        "runs list",
+        "runs show first",
+        "runs tag first good",
+        "report first",
+        "report first other",
+        "report fresh",
+        "config show",
+        "config explain seed",
+        "config explain training",
+        "config explain training.kl",
+        "config validate",
+        "config schema",
+        "schemas train",
+        "bench",
+        "study",
+        "study quick --dry-run",
+        "plan",
+        "init folder",
+        "runs remove fresh --yes",
+    ):
+        called = pvg(*line.split(), "--json")
+        assert called.code == 0, (line, called.err)
+        seen.add(document_name(called.arguments, called.document))
+    assert len(seen) == 16
+
+
+def test_a_process_prints_one_document_and_nothing_else() -> None:
+    called: Called = pvg_process("config", "validate", "--json")
+    assert called.document["valid"] is True
+    assert called.err == ""

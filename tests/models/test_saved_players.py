@@ -1,0 +1,274 @@
+"""Players of finished runs as models of other runs: `run:NAME[/round-N][/prover|/verifier]`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+import pytest
+import torch
+from game.kill_drill import small_experiment
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import pvg
+from pvg.config.experiment import Experiment
+from pvg.config.load import build_experiment, embedded_model
+from pvg.config.models import Models, ModelSection
+from pvg.config.run_ids import RunId, parse_run_id, shown_source
+from pvg.errors import ConfigurationError, PvgError, StateError, UsageError
+from pvg.export.finished import FinishedRound
+from pvg.export.folders import export_player
+from pvg.models import open_model
+from pvg.planning.shapes import read_shape
+from pvg.servers.models import model_folder
+from pvg.store.checkpoints import read_checkpoint, write_checkpoint
+from pvg.store.run_players import find_player, pinned_players, pinned_players_as
+
+CPU = torch.device("cpu")
+SMALL = {
+    "game.rounds": 1,
+    "verifier.steps": 2,
+    "training.steps": 2,
+    "game.mint_problems": 16,
+    "game.test.problems": 4,
+}
+LORA = {
+    "training.adapters.kind": "lora",
+    "training.adapters.rank": 2,
+    "verifier.adapters.kind": "lora",
+    "verifier.adapters.rank": 2,
+    "verifier.head": "scalar",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Two finished runs in runs/: `base` trains all weights in two rounds, `lora` adapters in one."""
+    with pytest.MonkeyPatch.context() as patch:
+        made = tmp_path_factory.mktemp("players")
+        patch.chdir(made)
+        Path("small.toml").write_text(small_experiment().to_toml())
+        shutil.copytree(embedded_model("modchain-prover"), made / "llama")
+        pvg.play("small.toml", {**SMALL, "game.rounds": 2}, name="base")
+        models = {f"models.{player}.source": str(made / "llama") for player in ("prover", "verifier")}
+        pvg.play("small.toml", {**SMALL, **LORA, **models}, name="lora")
+        yield made
+
+
+def command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-m", "pvg", *words]
+    return subprocess.run(line, capture_output=True, text=True, check=False, cwd=cwd, env=environment)
+
+
+def with_models(prover: str, **changes: object) -> Experiment:
+    plain = small_experiment().plain()
+    plain["models"] |= {"prover": {"source": prover}}
+    return build_experiment(plain | changes)
+
+
+def saved_weights(run: str, name: str) -> dict[str, torch.Tensor]:
+    return read_checkpoint(Path("runs") / run / "weights", name)[0]
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        ("run:mine", RunId("mine")),
+        ("run:mine/round-2", RunId("mine", 2)),
+        ("run:mine/round-002/verifier", RunId("mine", 2, "verifier")),
+        ("run:mine/verifier", RunId("mine", None, "verifier")),
+        ("run:mine/warmup", RunId("mine", "warmup")),
+        (
+            "run:/a/b c/runs/mine/round-0/prover@0123456789abcdef",
+            RunId("/a/b c/runs/mine", 0, "prover", "0123456789abcdef"),
+        ),
+        ("run:verifier", RunId("verifier")),
+    ],
+)
+def test_a_source_names_a_run_a_round_and_a_player(source: str, wanted: RunId) -> None:
+    assert parse_run_id(source) == wanted
+    assert parse_run_id(str(wanted)) == wanted
+
+
+def test_a_source_without_a_player_means_the_one_whose_model_it_is() -> None:
+    models = Models(prover=ModelSection(source="run:mine"), verifier=ModelSection(source="run:mine/round-1"))
+    assert (models.prover.source, models.verifier.source) == ("run:mine/prover", "run:mine/round-1/verifier")
+    warm = Models(verifier=ModelSection(source="run:mine/warmup"))
+    assert warm.verifier.source == "run:mine/warmup/prover"
+    other = Models(prover=ModelSection(source="run:mine/verifier"))
+    assert other.prover.source == "run:mine/verifier"
+
+
+def test_an_empty_source_is_refused_with_the_form() -> None:
+    with pytest.raises(ConfigurationError, match=r"does not name a player of a run\. Write run:NAME"):
+        with_models("run:")
+
+
+def test_the_prover_of_a_round_is_the_prover_of_another_run(folder: Path) -> None:
+    for source, name in (("run:base", "round-001-prover"), ("run:base/round-0", "round-000-prover")):
+        with open_model(ModelSection(source=source), CPU) as model:
+            wanted = saved_weights("base", name)
+            found = model.weights()
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+            assert model.name == f"base-{name}"
+    with open_model(ModelSection(source="run:runs/base", dtype="bfloat16"), CPU) as model:
+        assert model.dtype == torch.bfloat16
+
+
+def test_a_verifier_is_its_language_model_with_merged_adapters(folder: Path) -> None:
+    finished = FinishedRound.open(pvg.Run("runs/lora").directory)
+    verifier, _ = finished.read_verifier(CPU)
+    try:
+        with verifier.trained_model() as wanted, open_model(ModelSection(source="run:lora/verifier"), CPU) as found:
+            assert found.weights().keys() == wanted.weights().keys()
+            assert all(torch.equal(found.weights()[name], tensor) for name, tensor in wanted.weights().items())
+        with open_model(finished.experiment.models.verifier, CPU) as start:
+            changed = [name for name, tensor in start.weights().items() if not torch.equal(tensor, wanted_of(name))]
+        assert changed
+    finally:
+        verifier.close()
+
+
+def wanted_of(name: str) -> torch.Tensor:
+    with open_model(ModelSection(source="run:lora/verifier"), CPU) as model:
+        return model.weights()[name]
+
+
+def test_a_run_trains_from_the_players_of_another_run(folder: Path) -> None:
+    settings = {**SMALL, "models.prover.source": "run:base/round-0", "models.verifier.source": "run:base"}
+    run = pvg.play("small.toml", settings, name="next")
+    models = run.experiment.models
+    assert models.prover.source == find_player(parse_run_id("run:base/round-0/prover")).source
+    assert models.prover.source.startswith(f"run:{folder}/runs/base/round-0/prover@")
+    assert models.verifier.source.startswith(f"run:{folder}/runs/base/round-1/verifier@")
+    assert read_shape(models.prover.source, print).name == "base-round-000-prover"
+    again = pvg.play("small.toml", {**SMALL, **LORA, "models.prover.source": "run:next"}, name="after")
+    facts = export_player(FinishedRound.open(again.directory), "prover", folder / "exported", merge=True)
+    assert facts["base"].startswith("run:next/round-0/prover@")
+    assert str(folder) not in (folder / "exported" / "README.md").read_text()
+    with pytest.raises(UsageError, match="Add --merge"):
+        export_player(FinishedRound.open(again.directory), "prover", folder / "adapters")
+
+
+def test_workers_open_the_player_too(folder: Path) -> None:
+    settings = {**SMALL, "models.prover.source": "run:base", "cluster.kind": "local", "cluster.workers": 1}
+    run = pvg.play("small.toml", settings, name="workers")
+    assert run.status == "complete"
+
+
+def test_a_server_gets_a_folder_with_the_player(folder: Path) -> None:
+    experiment = with_models("run:base", weights={"root": str(folder / "served")})
+    made = model_folder(experiment, "prover")
+    with open_model(ModelSection(source=str(made)), CPU) as served:
+        wanted = saved_weights("base", "round-001-prover")
+        assert all(torch.equal(served.weights()[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("run:bas", "there is no run in runs/bas. Did you mean 'base'?"),
+        ("run:elsewhere/base", "A path that is not absolute starts in the current folder."),
+        ("run:base/round-7", "round 7 of the run 'base' is not finished. It has 2 finished rounds: 0 to 1."),
+        ("run:base/warmup", "has no finished warm start"),
+    ],
+)
+def test_a_player_that_does_not_exist_is_refused_in_one_line(folder: Path, source: str, says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        open_model(ModelSection(source=source), CPU)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_path_of_a_run_as_a_model_directory_is_refused_with_the_right_source(folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match="runs/base is a run, not a model directory"):
+        open_model(ModelSection(source="runs/base"), CPU)
+
+
+def test_a_dry_run_names_the_weights_and_refuses_what_train_would(folder: Path) -> None:
+    done = command("train", "small.toml", "--dry-run", "-s", "models.prover.source=run:base", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert find_player(parse_run_id("run:base/prover")).source in done.stdout.replace("\n", "")
+    refused = command("train", "small.toml", "--dry-run", "-s", "models.prover.source=run:bass", cwd=folder)
+    assert refused.returncode == 2
+    assert "there is no run in runs/bass" in refused.stderr
+    planned = command("plan", "small.toml", "-s", "models.prover.source=run:base", "--json", cwd=folder)
+    assert planned.returncode == 0, planned.stderr
+    assert orjson.loads(planned.stdout)
+
+
+def test_the_path_of_a_run_means_its_player_when_a_run_starts(folder: Path) -> None:
+    pinned = pinned_players(with_models("runs/base/round-0"))
+    assert pinned == pinned_players(with_models("run:base/round-0"))
+    weights = "runs/base/weights/round-000-prover"
+    assert pinned_players(with_models(weights)).models.prover.source == weights
+
+
+def test_an_unfinished_run_is_refused(folder: Path) -> None:
+    pvg.store.run_directory.RunDirectory.create(Path("runs"), "begun", small_experiment())
+    with pytest.raises(UsageError, match=r"'begun' has no finished round\. Play one: pvg train --resume begun"):
+        open_model(ModelSection(source="run:begun"), CPU)
+
+
+def test_a_changed_run_is_refused_and_a_moved_one_can_be_named_again(folder: Path) -> None:
+    shutil.copytree("runs/base", "runs/copy")
+    chosen = with_models("run:copy/round-0")
+    pinned = pinned_players(chosen)
+    assert pinned_players_as(chosen, pinned) == pinned
+    shutil.move("runs/copy", "runs/moved")
+    with pytest.raises(UsageError, match="If the run has moved, give its new path"):
+        open_model(pinned.models.prover, CPU)
+    moved = pinned_players(with_models("run:moved/round-0"))
+    assert moved.hash() == pinned.hash()
+    assert moved.hash() != pinned_players(with_models("run:moved/round-1")).hash()
+    tensors, meta = read_checkpoint(Path("runs/moved/weights"), "round-000-prover")
+    shutil.rmtree("runs/moved/weights/round-000-prover")
+    write_checkpoint(Path("runs/moved/weights"), "round-000-prover", {n: t + 1 for n, t in tensors.items()}, meta)
+    with pytest.raises(StateError, match="have changed: their digest is"):
+        open_model(moved.models.prover, CPU)
+
+
+def test_a_resumed_run_keeps_the_weights_of_its_start(folder: Path) -> None:
+    """The source names no round. The other run has a newer one when this run is resumed."""
+    shutil.copytree("runs/base", "runs/growing")
+    state = orjson.loads(Path("runs/growing/state.json").read_bytes())
+    assert len(state["state"]["rounds"]) == 2
+    start = pinned_players(with_models("run:growing/round-0"))
+    resumed = pinned_players_as(with_models("run:growing"), start)
+    assert resumed.models.prover.source == start.models.prover.source
+
+
+def test_a_missing_base_of_the_other_run_is_named(folder: Path) -> None:
+    shutil.move("llama", "gone")
+    try:
+        with pytest.raises(PvgError, match=r"run:lora/prover was trained from '.*llama': There is no model directory"):
+            open_model(Models(prover=ModelSection(source="run:lora")).prover, CPU)
+    finally:
+        shutil.move("gone", "llama")
+
+
+def test_a_shown_source_has_no_place() -> None:
+    assert shown_source("run:/home/me/runs/mine/round-0/prover@0123456789abcdef") == (
+        "run:mine/round-0/prover@0123456789abcdef"
+    )
+    assert shown_source("embedded:modchain-prover") == "embedded:modchain-prover"
+
+
+@pytest.mark.parametrize(("run", "weights"), [("base", "round-001-prover"), ("lora", "round-000-prover")])
+def test_transformers_opens_the_weights_of_a_prover_in_the_folder_of_the_run(
+    folder: Path, run: str, weights: str
+) -> None:
+    place = Path("runs", run, "weights", weights)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
+    state, wanted = model.state_dict(), saved_weights(run, weights)
+    assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
+    assert tokenizer.decode(tokenizer("H7+5?").input_ids) == "H7+5?"
+    with open_model(ModelSection(source=str(place)), CPU) as opened:
+        assert all(torch.equal(opened.weights()[name], tensor) for name, tensor in wanted.items())
