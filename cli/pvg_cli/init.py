@@ -22,7 +22,7 @@ def register(app: typer.Typer) -> None:
 @guarded
 def init(
     folder: Annotated[
-        Path, typer.Argument(metavar="[DIR]", help="The folder for the files. Default: this folder.")
+        Path, typer.Argument(metavar="DIR", help="The folder for the files. Default: this folder.")
     ] = Path(),
     as_json: JsonOption = False,
     debug: DebugOption = False,

@@ -9,14 +9,17 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
+import typer
 from calling import ENTRY, pvg_process
 from in_terminal import in_terminal
 from run_samples import played
 
 from pvg import __version__
+from pvg_cli.main import app
 
 HEAVY = ("torch", "ray", "transformers", "pyarrow", "numpy", "pydantic", "safetensors", "aiohttp", "jinja2")
 # Each of these takes 3 to 20 ms, for every command and every press of the tab key.
@@ -61,6 +64,17 @@ def test_help_names_every_command_and_version_is_that_of_the_package() -> None:
     for command in ("train", "rollout", "report", "config", "doctor"):
         assert f" {command} " in text
     assert pvg_process("--version").out == f"pvg {__version__}\n"
+
+
+def test_usage_lines_mark_what_may_be_left_out_once() -> None:
+    waiting: list[Any] = [typer.main.get_command(app)]
+    usages = []
+    while waiting:
+        command = waiting.pop()
+        waiting += getattr(command, "commands", {}).values()
+        usages.append(command.get_usage(command.make_context(command.name, ["x"], resilient_parsing=True)))
+    assert len(usages) > 25
+    assert [usage for usage in usages if "[[" in usage or "...}" in usage or "...]" in usage] == []
 
 
 @pytest.mark.parametrize(
