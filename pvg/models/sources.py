@@ -25,7 +25,7 @@ from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.inputs import expanded
 from pvg.installation import in_checkout, install_packages
 from pvg.models.language_model import LanguageModel, without_progress_bars
-from pvg.models.saved_players import open_saved_player
+from pvg.models.saved_players import naming_the_run, open_saved_player
 from pvg.models.tokenizer import Tokenizer
 from pvg.store.checkpoints import TENSORS_FILE
 from pvg.store.run_players import find_player
@@ -71,7 +71,8 @@ def open_without_weights(section: ModelSection) -> WeightlessModel:
     missing or wrong, but reads no weights."""
     if is_run_id(section.source):  # training changes neither the tokenizer nor the context
         saved = find_player(parse_run_id(section.source))
-        return replace(open_without_weights(saved.section), name=saved.name)
+        with naming_the_run(section.source, saved):
+            return replace(open_without_weights(saved.section), name=saved.name)
     kind, separator, rest = section.source.partition(":")
     arguments: dict[str, str] = {}
     if is_hub_id(section.source):
