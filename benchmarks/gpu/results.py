@@ -19,7 +19,7 @@ SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class GpuCheck:
     """`value` must be at most `limit`."""
 
     name: str
@@ -43,13 +43,13 @@ class Results:
     """Of one part. `notes`: what was left out, and why."""
 
     part: str
-    checks: list[Check] = field(default_factory=list)
+    checks: list[GpuCheck] = field(default_factory=list)
     figures: list[GpuFigure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     _began: float = field(default_factory=time.perf_counter)
 
     def check(self, name: str, value: float, limit: float) -> None:
-        self.checks.append(Check(name, value, limit))
+        self.checks.append(GpuCheck(name, value, limit))
         print(f"{'ok  ' if self.checks[-1].passed else 'FAIL'} {name}: {value:.3g} (at most {limit:g})", flush=True)
 
     def figure(self, name: str, value: float, unit: str) -> None:
