@@ -52,6 +52,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def reason(error: OSError) -> str:
+    """The system's words for an error: "Address already in use". asyncio puts a whole sentence into `strerror`."""
+    return os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror or str(error)
+
+
 class PvgError(Exception):
     """Base of the errors that the command line prints without a traceback.
 

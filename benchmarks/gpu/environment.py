@@ -2,10 +2,13 @@
 
     python benchmarks/gpu/environment.py FOLDER [--wheels WHEELS] [--any-device]
 
-Prints the path of the Python to use. It never installs torch. If packages are missing, it makes an environment in
-FOLDER that sees the packages of the calling Python, and installs the missing ones there, from the folder WHEELS if it
-is given, otherwise from the package index. A constraint keeps the version of torch. Exits with 3, after one line, if
-there is no GPU or something is missing. Uses the standard library only, because nothing else may be there.
+Prints the path of the Python to use. If packages are missing, it makes an environment in FOLDER that sees the packages
+of the calling Python, and installs the missing ones there, from the folder WHEELS if it is given, otherwise from the
+package index. Exits with 3, after one line, if there is no GPU or something is missing.
+
+It never installs torch, nor what torch requires: the builder of the installed torch has chosen these. So pip gets
+exactly the missing packages (--no-deps), and this script looks again for what these require. It uses the standard
+library and pip only, because nothing else may be there.
 """
 
 from __future__ import annotations
@@ -19,7 +22,6 @@ import sys
 import sysconfig
 import tomllib
 import venv
-from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
@@ -31,6 +33,38 @@ import json, torch
 gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
 print(json.dumps([torch.__version__, torch.__file__, gpus if torch.cuda.is_available() else []]))
 """
+
+# Prints what is missing. A version counts only for the arguments: their own requirements may be newer or older than
+# what works in practice, such as in a container. Nothing below torch is looked at.
+UNMET = """
+import json, sys
+from importlib import metadata
+try:
+    from packaging.requirements import Requirement
+except ImportError:
+    from pip._vendor.packaging.requirements import Requirement
+found, seen, waiting = [], set(), [(Requirement(line), True) for line in sys.argv[1:]]
+while waiting:
+    need, direct = waiting.pop(0)
+    name = need.name.lower().replace("_", "-")
+    if name == "torch" or name in seen:
+        continue
+    try:
+        have = metadata.distribution(need.name)
+    except metadata.PackageNotFoundError:
+        have = None
+    if have is None or direct and not need.specifier.contains(have.version, prereleases=True):
+        found.append(f"{need.name}{need.specifier}")
+    if have is not None:
+        extras = need.extras or {""}
+        for line in have.requires or []:
+            inner = Requirement(line)
+            if inner.marker is None or any(inner.marker.evaluate({"extra": extra}) for extra in extras):
+                waiting.append((inner, False))
+    seen.add(name)
+print(json.dumps(found))
+"""
+MOST_ROUNDS = 10
 
 
 class EnvironmentProblemError(Exception):
@@ -44,16 +78,16 @@ def main() -> int:
     parser.add_argument("--any-device", action="store_true", help="accept a machine without a GPU")
     arguments = parser.parse_args()
     try:
-        version = check_torch(sys.executable, any_device=arguments.any_device)
-        print(prepared(arguments.folder, requirements(ROOT), arguments.wheels, version))
+        check_torch(sys.executable, any_device=arguments.any_device)
+        print(prepared(arguments.folder, requirements(ROOT), arguments.wheels))
     except EnvironmentProblemError as problem:
         print(f"make gpu: {problem}", file=sys.stderr)
         return EXIT_ENVIRONMENT
     return 0
 
 
-def check_torch(python: str, *, any_device: bool) -> str:
-    """The version of that Python's torch. Raises EnvironmentProblemError without it, or without a GPU that it sees."""
+def check_torch(python: str, *, any_device: bool) -> None:
+    """Raises EnvironmentProblemError if that Python has no torch, or one that sees no GPU."""
     if sys.version_info < LEAST_PYTHON:
         raise EnvironmentProblemError("pvg needs Python 3.11 or newer. Type: make gpu PYTHON=/path/to/python3.11")
     if importlib.util.find_spec("torch") is None:
@@ -63,7 +97,6 @@ def check_torch(python: str, *, any_device: bool) -> str:
     version, _, gpus = torch_of(python)
     if not gpus and not any_device:
         raise EnvironmentProblemError(f"there is no GPU here that torch {version} of {python} can use.")
-    return version
 
 
 def torch_of(python: str) -> tuple[str, str, list[str]]:
@@ -85,18 +118,23 @@ def requirements(root: Path) -> list[str]:
     return [line for line in plain if _name(line) != "torch"]
 
 
-def missing(wanted: list[str]) -> list[str]:
-    """The requirements that the packages of this Python do not meet."""
-    return [line for line in wanted if not _is_met(line)]
+def missing(python: str, wanted: list[str]) -> list[str]:
+    """What that Python lacks of these requirements, and of what they require in turn. Raises EnvironmentProblemError
+    if this cannot be found out."""
+    done = subprocess.run([python, "-c", UNMET, *wanted], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise EnvironmentProblemError(f"the packages of {python} cannot be listed: {_last_line(done.stderr)}")
+    found: list[str] = json.loads(done.stdout)
+    return found
 
 
-def prepared(folder: Path, wanted: list[str], wheels: Path | None, torch_version: str) -> str:
+def prepared(folder: Path, wanted: list[str], wheels: Path | None) -> str:
     """A Python that has all of `wanted`: this one, or one in `folder`. Raises EnvironmentProblemError."""
-    lacking = missing(wanted)
+    first = lacking = missing(sys.executable, wanted)
     if not lacking:
         return sys.executable
-    python = folder / "bin" / "python"
-    if not python.exists():
+    python = str(folder / "bin" / "python")
+    if not Path(python).exists():
         try:
             venv.create(folder, system_site_packages=True, with_pip=True)
         except (OSError, subprocess.CalledProcessError) as error:
@@ -104,53 +142,42 @@ def prepared(folder: Path, wanted: list[str], wheels: Path | None, torch_version
                 f"{sys.executable} lacks {', '.join(lacking)}, and cannot make an environment for them: {error}"
             ) from error
     _show_packages_of_this_python(python)
-    constraint = folder / "constraint.txt"
-    constraint.write_text(f"torch=={torch_version}\n", encoding="utf-8")
     place = ["--no-index", "--find-links", str(wheels)] if wheels is not None else []
-    options = ["--quiet", "--disable-pip-version-check", "--constraint", str(constraint), *place]
-    done = subprocess.run(
-        [str(python), "-m", "pip", "install", *options, *lacking], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise EnvironmentProblemError(
-            f"{sys.executable} lacks {', '.join(lacking)}, and pip could not install them ({_last_line(done.stderr)}). "
-            "Without a network, put their wheels into a folder and type: make gpu WHEELS=FOLDER"
-        )
-    before, after = torch_of(sys.executable)[:2], torch_of(str(python))[:2]
+    for _ in range(MOST_ROUNDS):
+        lacking = missing(python, wanted)
+        if not lacking:
+            break
+        command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", *place]
+        done = subprocess.run([*command, *lacking], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise EnvironmentProblemError(
+                f"{sys.executable} lacks {', '.join(lacking)}, and pip could not install them "
+                f"({_last_line(done.stderr)}). Without a network, put their wheels into a folder and type: "
+                "make gpu WHEELS=FOLDER"
+            )
+    else:
+        raise EnvironmentProblemError(f"{', '.join(lacking)} is still missing after its installation in {folder}.")
+    before, after = torch_of(sys.executable)[:2], torch_of(python)[:2]
     if before != after:
         raise EnvironmentProblemError(
             f"the environment in {folder} would use torch {after[0]} in place of {before[0]}. Delete the folder."
         )
-    return str(python)
+    print(f"make gpu: installed {', '.join(first)} in {folder}", file=sys.stderr)
+    return python
 
 
-def _show_packages_of_this_python(python: Path) -> None:
+def _show_packages_of_this_python(python: str) -> None:
     """Of a virtual environment, too: `system_site_packages` shows only those of the Python below it."""
-    command = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    command = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     here = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
     (Path(done.stdout.strip()) / "packages-of-the-caller.pth").write_text("\n".join(here) + "\n", encoding="utf-8")
-
-
-def _is_met(requirement: str) -> bool:
-    """Knows the forms that pyproject.toml uses: NAME>=1.2 and NAME>=1.2,<3."""
-    try:
-        have = _numbers(metadata.version(_name(requirement)))
-    except metadata.PackageNotFoundError:
-        return False
-    least, below = re.search(r">=([\d.]+)", requirement), re.search(r"<([\d.]+)", requirement)
-    return (least is None or have >= _numbers(least[1])) and (below is None or have < _numbers(below[1]))
 
 
 def _name(requirement: str) -> str:
     found = re.match(r"[A-Za-z0-9._-]+", requirement)
     assert found is not None, requirement
     return found[0].lower()
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
 
 
 def _last_line(text: str) -> str:

@@ -67,7 +67,7 @@ DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback o
 ExperimentArgument = Annotated[
     str,
     typer.Argument(
-        metavar="[NAME|FILE]",
+        metavar="NAME|FILE",
         help="An experiment in ./experiments, an experiment that comes with pvg, or a TOML file.",
         autocompletion=completion.experiments,
     ),

@@ -40,6 +40,11 @@ def runs(ctx: typer.Context, incomplete: str) -> list[str]:
     return sorted(name for name in names if name.startswith(incomplete))
 
 
+def experiments_or_runs(ctx: typer.Context, incomplete: str) -> list[str]:
+    """For `pvg serve`, whose --player may come after the name."""
+    return [*experiments(incomplete), *runs(ctx, incomplete)]
+
+
 def settings(incomplete: str) -> list[str]:
     """`KEY=` for each setting, or `KEY=VALUE` for each value after the equals sign."""
     key, equals, value = incomplete.partition("=")

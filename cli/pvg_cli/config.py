@@ -91,7 +91,7 @@ def schema(
     experiment: Annotated[
         str | None,
         typer.Argument(
-            metavar="[EXPERIMENT]",
+            metavar="EXPERIMENT",
             help="Show the values of this experiment instead of the defaults.",
             autocompletion=completion.experiments,
         ),

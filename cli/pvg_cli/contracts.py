@@ -40,7 +40,7 @@ def _names(incomplete: str) -> list[str]:
 def schemas(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[NAME]", help="Print this schema. Without a name: list all.", autocompletion=_names),
+        typer.Argument(metavar="NAME", help="Print this schema. Without a name: list all.", autocompletion=_names),
     ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,

@@ -23,7 +23,7 @@ def diagnose(
     logs: Annotated[
         list[str],
         typer.Argument(
-            metavar="RUN|LOG...",
+            metavar="RUN|LOG",
             help="A run, or log files, plain or .gz. - reads standard input.",
             autocompletion=completion.runs,
         ),

@@ -5,16 +5,18 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
 import typer
 
-from pvg.errors import EXIT_CHECK_FAILED, SYSTEMS, counted
-from pvg.installation import install_extra, install_packages
+from pvg.errors import EXIT_CHECK_FAILED, SYSTEMS, counted, one_line, shortened
+from pvg.installation import DISTRIBUTION, install_extra, install_packages
 from pvg_cli.boundary import DebugOption, JsonOption, RunsOption, emit, guarded
 
 Verdict = Literal["ok", "missing", "notice"]
@@ -33,6 +35,12 @@ EXTRAS = {
     "trackio": ("trackio",),
 }
 GIB = 1024**3
+MARKS: dict[Verdict, str] = {"ok": "✓", "missing": "✗", "notice": "·"}
+WORDS: dict[Verdict, str] = {"ok": "ok", "missing": "MISSING", "notice": "note"}  # where the output has only ASCII
+SHOWN = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow")  # of the others only problems are shown
+LOADED = ("torch", "transformers")  # libraries that are often installed, but for another machine
+REQUIREMENT = re.compile(r"([\w.-]+)>=([\d.]+)")  # without a marker: on every system
+OTHER_FOLDER = "Choose another folder: --set store.root=FOLDER"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +81,24 @@ def _print(findings: list[CheckResult], healthy: bool) -> None:
     from pvg.reporting.table import Column, Table, TableCell
     from pvg_cli.output import stdout
 
-    marks = {"ok": ("✓", "badge good"), "missing": ("✗", "badge bad"), "notice": ("·", "badge warn")}
+    console = stdout()
+    words = MARKS if can_encode(console.encoding, "".join(MARKS.values())) else WORDS
+    styles = {"ok": "badge good", "missing": "badge bad", "notice": "badge warn"}
     table = Table([Column(), Column(style="strong", wrap=False), Column()], narrow=True)
     for finding in findings:
-        mark = TableCell(*marks[finding.verdict])
+        mark = TableCell(words[finding.verdict], styles[finding.verdict])
         table.add(mark, finding.name, TableCell(finding.found, below=finding.remedy))
-    console = stdout()
     console.print(table)
     console.print()
     console.print("pvg has everything that it needs." if healthy else "Something that pvg needs is missing.")
+
+
+def can_encode(encoding: str, text: str) -> bool:
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 # --- the checks ----------------------------------------------------------------------------------------------------
@@ -103,24 +120,66 @@ def check_system(runs: Path) -> Iterator[CheckResult]:
 
 
 def check_packages(runs: Path) -> Iterator[CheckResult]:
-    """The required packages, and the threads of torch."""
-    from importlib import metadata
-
-    for package in ("torch", "transformers", "tokenizers", "safetensors", "pyarrow"):
-        if importlib.util.find_spec(package) is None:
+    """The required packages: whether they are installed, new enough, and whether the large ones can be loaded."""
+    for package, least in {**dict.fromkeys(SHOWN, ""), **least_versions()}.items():
+        found = version_of(package)
+        if found is None:
             yield CheckResult(package, "missing", "not installed", install_packages(package))
+        elif _numbers(found) < _numbers(least):
+            remedy = install_packages(f"{package}>={least}")
+            yield CheckResult(package, "missing", f"{found}, but pvg needs {least} or newer", remedy)
+        elif package in LOADED and (problem := why_not_loaded(package)):
+            told = f"{found} is installed, but cannot be loaded: {problem}"
+            yield CheckResult(package, "missing", told, f"Uninstall {package} first. Then: {install_packages(package)}")
         elif package == "torch":
             import torch
 
-            threads = counted(torch.get_num_threads(), "thread")
-            yield CheckResult("torch", "ok", f"{torch.__version__}, {threads}")
-        else:
-            yield CheckResult(package, "ok", metadata.version(package))
+            yield CheckResult(package, "ok", f"{found}, {counted(torch.get_num_threads(), 'thread')}")
+        elif package in SHOWN:
+            yield CheckResult(package, "ok", found)
+
+
+def least_versions() -> dict[str, str]:
+    """Package -> the lowest version that pvg works with, of the packages that it requires on every system. Empty if
+    pvg runs without being installed."""
+    from importlib import metadata
+
+    try:
+        required = metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        return {}
+    found = (REQUIREMENT.fullmatch(text) for text in required)
+    return {match[1]: match[2] for match in found if match is not None}
+
+
+def version_of(package: str) -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The release as numbers: 2.13.0+cpu -> (2, 13, 0)."""
+    release = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in release[0].split(".")) if release else ()
+
+
+@cache
+def why_not_loaded(package: str) -> str:
+    """Why an installed package cannot be imported; empty if it can. A broken library raises errors of any kind."""
+    try:
+        importlib.import_module(package)
+    except Exception as error:  # noqa: BLE001 - the check reports it
+        return one_line(f"{type(error).__name__}: {error}")
+    return ""
 
 
 def check_extras(runs: Path) -> Iterator[CheckResult]:
     for extra, packages in EXTRAS.items():
-        absent = [package for package in packages if not _is_installed(package)]
+        absent = [package for package in packages if version_of(package) is None]
         if absent:
             yield CheckResult(f"extra {extra}", "notice", f"not installed ({', '.join(absent)})", install_extra(extra))
         else:
@@ -151,19 +210,9 @@ def check_transports(runs: Path) -> Iterator[CheckResult]:
     )
 
 
-def _is_installed(package: str) -> bool:
-    from importlib import metadata
-
-    try:
-        metadata.distribution(package)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
 def check_models(runs: Path) -> Iterator[CheckResult]:
     """The models that come with pvg. The default models are required."""
-    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
+    if any(why_not_loaded(package) for package in LOADED):
         return
     from pvg.config.experiment import Experiment
     from pvg.config.load import EMBEDDED, embedded_names
@@ -192,8 +241,12 @@ def check_runs_folder(runs: Path) -> Iterator[CheckResult]:
     import tempfile
 
     place = runs.absolute()
-    while not place.exists():
-        place = place.parent
+    try:
+        while not place.exists():
+            place = place.parent
+    except OSError as error:
+        yield CheckResult("runs folder", "missing", f"{shortened(str(runs))}: {error.strerror}", OTHER_FOLDER)
+        return
     free = shutil.disk_usage(place).free / GIB
     verdict: Verdict = "ok" if free >= LEAST_DISK_GB else "missing"
     remedy = "" if verdict == "ok" else f"Free some space: a run needs {LEAST_DISK_GB:.0f} GB."
@@ -206,7 +259,7 @@ def check_runs_folder(runs: Path) -> Iterator[CheckResult]:
             "runs folder",
             "missing",
             f"{runs} is not writable: {error.strerror}",
-            "Choose another folder: --set store.root=FOLDER",
+            OTHER_FOLDER,
         )
     else:
         yield CheckResult("runs folder", "ok", f"{runs} is writable")
@@ -236,6 +289,10 @@ def check_workers(runs: Path) -> Iterator[CheckResult]:
     none = "none by default: they need Linux, two cores, and no OMP_NUM_THREADS=1"
     found = f"{counted(workers, 'worker')} by default" if workers else none
     yield CheckResult("workers", "ok", found)
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads and not (threads.isdecimal() and int(threads)):
+        told = f"OMP_NUM_THREADS = {shortened(threads)!r} is no number of threads, so it has no effect"
+        yield CheckResult("threads", "notice", told, "unset OMP_NUM_THREADS")
 
 
 def check_sandbox(runs: Path) -> Iterator[CheckResult]:
@@ -281,7 +338,7 @@ def check_bfloat16(runs: Path) -> Iterator[CheckResult]:
 
 
 def check_gpu(runs: Path) -> Iterator[CheckResult]:
-    if importlib.util.find_spec("torch") is None:
+    if why_not_loaded("torch"):
         return
     import torch
 

@@ -64,7 +64,7 @@ def export(
     announce_loading()
     from pvg.export.folders import export_player, weights_size
 
-    facts = export_player(finished, player, out, merge=merge, overwrite=overwrite)
+    facts = export_player(finished, player, out, merge=merge, overwrite=overwrite, repository=push or "")
     say(f"Wrote the {player} of {run}, round {finished.round}, to {out} ({weights_size(out) / 1e6:.1f} MB of weights).")
     url = None
     if push is not None:

@@ -22,7 +22,7 @@ def register(app: typer.Typer) -> None:
 @guarded
 def init(
     folder: Annotated[
-        Path, typer.Argument(metavar="[DIR]", help="The folder for the files. Default: this folder.")
+        Path, typer.Argument(metavar="DIR", help="The folder for the files. Default: this folder.")
     ] = Path(),
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -80,6 +80,7 @@ def next_steps(folder: Path) -> dict[str, str]:
     pvg = shlex.join(pvg_command())
     return steps | {
         f"{shlex.quote(python_command())} -m pytest": "test the task",
+        f"{pvg} task check experiment.toml": "look at prompts and grades",
         f"{pvg} train experiment.toml --dry-run": "look at the settings",
         f"{pvg} train experiment.toml": "play it",
     }

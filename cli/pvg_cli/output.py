@@ -22,7 +22,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from pvg.errors import system_module
+from pvg.errors import counted, system_module
 
 if TYPE_CHECKING:
     from pvg.config.experiment import BatchArithmetic, Experiment
@@ -105,7 +105,7 @@ def _arithmetic_rows(experiment: Experiment, numbers: BatchArithmetic) -> list[t
         ),
         ("verifier pairs per round", numbers.verifier_pairs_per_round, pairs),
         ("prover rollouts per round", numbers.prover_rollouts_per_round, prover),
-        ("optimizer steps in total", numbers.optimizer_steps, f"{game.rounds} rounds x (verifier + prover)"),
+        ("optimizer steps in total", numbers.optimizer_steps, f"{counted(game.rounds, 'round')} x (verifier + prover)"),
     ]
 
 

@@ -25,7 +25,7 @@ def plan(
     experiment: Annotated[
         str | None,
         typer.Argument(
-            metavar="[NAME|FILE]",
+            metavar="NAME|FILE",
             help="An experiment in ./experiments or of pvg, or a TOML file. Default: modchain.",
             autocompletion=completion.experiments,
         ),
@@ -74,14 +74,15 @@ def plan(
     from pvg.planning.plan import plan_of
     from pvg.planning.shapes import read_shape
     from pvg.store.run_directory import RunDirectory
+    from pvg.store.run_players import base_source, pinned_players
     from pvg_cli.runs import resolve
 
     run = None if measured is None else RunDirectory.open(measured, runs)
     if run is not None and experiment is None:
         resolved = load_experiment(run.experiment_file, overrides or [])
     else:
-        resolved = resolve(experiment, overrides or [])
-    sources = (resolved.models.prover.source, resolved.models.verifier.source)
+        resolved = pinned_players(resolve(experiment, overrides or []))
+    sources = [base_source(source) for source in (resolved.models.prover.source, resolved.models.verifier.source)]
     on_cpu = resolved.models.device == "cpu" or all(source.startswith("embedded:") for source in sources)
     name = gpu or ("cpu" if on_cpu else "h100")
     if name not in MACHINES:

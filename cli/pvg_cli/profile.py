@@ -40,7 +40,7 @@ def profile(
     experiment: Annotated[
         str | None,
         typer.Argument(
-            metavar="[NAME|FILE]",
+            metavar="NAME|FILE",
             help="An experiment in ./experiments or of pvg, or a TOML file. Default: modchain.",
             autocompletion=completion.experiments,
         ),

@@ -32,7 +32,7 @@ def report(
     targets: Annotated[
         list[str],
         typer.Argument(
-            metavar="RUN|REPORT...",
+            metavar="RUN|REPORT",
             help="Runs by name or folder, or JSON reports of pvg bench.",
             autocompletion=completion.runs,
         ),

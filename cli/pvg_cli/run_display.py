@@ -46,6 +46,7 @@ NUMBERS = (
     ("fooled_rate", SNEAKY, "score_gap", VERIFIER),
     ("malformed", QUIET, "tokens_per_s", "blue"),
 )
+WARMUP_NUMBERS = (("loss", HELPFUL, "grad_norm", QUIET),)  # in the warm start there are no solutions yet
 LINE_METRICS = (
     *("held_out_loss_before", "held_out_loss_after", "helpful_accuracy", "sneaky_error_rate", "fooled_rate"),
     *("verifier_auc", "pair_accuracy", "tokens_per_s"),
@@ -297,7 +298,8 @@ def _numbers(board: RunBoard, width: int) -> Table:
         table.add_column(no_wrap=True, style=QUIET, width=17)
         table.add_column(no_wrap=True, justify="right", width=8)
         table.add_column(no_wrap=True, ratio=1)
-    for left, left_style, right, right_style in NUMBERS:
+    warming = board.info is not None and board.info.phase == "warmup"
+    for left, left_style, right, right_style in WARMUP_NUMBERS if warming else NUMBERS:
         table.add_row(*_number(board, left, left_style, spark), *_number(board, right, right_style, spark))
     return table
 
@@ -406,7 +408,8 @@ class RunWatcher:
             parts.append(f"{duration(eta)} left")
         if in_all := board.all_left():
             parts.append(in_all)
-        return "  ".join(parts + _metric_texts(board.newest, LINE_METRICS))
+        warming = board.info is not None and board.info.phase == "warmup"
+        return "  ".join(parts + _metric_texts(board.newest, ("loss", *LINE_METRICS) if warming else LINE_METRICS))
 
     def _place(self) -> str:
         info = self.board.info

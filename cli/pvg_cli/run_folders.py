@@ -92,7 +92,7 @@ def show(
 @guarded
 def tag(
     run: RunArgument,
-    tags: Annotated[list[str] | None, typer.Argument(metavar="TAG...", help="The tags to add.")] = None,
+    tags: Annotated[list[str] | None, typer.Argument(metavar="TAG", help="The tags to add.")] = None,
     remove: Annotated[
         list[str] | None, typer.Option("--remove", metavar="TAG", help="A tag to remove. Repeatable.")
     ] = None,
@@ -127,7 +127,7 @@ def remove(
     names: Annotated[
         list[str],
         typer.Argument(
-            metavar="RUN...", help="The names of runs, or the paths of their folders.", autocompletion=completion.runs
+            metavar="RUN", help="The names of runs, or the paths of their folders.", autocompletion=completion.runs
         ),
     ],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,

@@ -50,7 +50,7 @@ def score(
     calibrated probability that the solution is correct (only after `pvg evaluate`). With --json, stdout holds a
     summary, and --out is required.
     """
-    from pvg.errors import UsageError
+    from pvg.errors import UsageError, counted
     from pvg.export.finished import FinishedRound
     from pvg.store.run_directory import RunDirectory
 
@@ -66,7 +66,8 @@ def score(
     summary = _write(finished, file, out)
     if as_json:
         emit(summary)
-    say(f"Scored {summary['rows']:,} solutions with {run}, round {finished.round}: {summary['accepted']:,} accepted.")
+    scored = counted(summary["rows"], "solution")
+    say(f"Scored {scored} with {run}, round {finished.round}: {summary['accepted']:,} accepted.")
 
 
 def _write(finished: FinishedRound, file: Path, out: Path | None) -> dict[str, Any]:

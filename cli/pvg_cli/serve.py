@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from pvg_cli import completion
 from pvg_cli.boundary import (
     EXIT_STOPPED,
     DebugOption,
@@ -50,6 +51,7 @@ def serve(
         typer.Argument(
             metavar="EXPERIMENT|RUN",
             help="An experiment in ./experiments or of pvg, or a TOML file. With --player: a run.",
+            autocompletion=completion.experiments_or_runs,
         ),
     ],
     overrides: SetOption = None,

@@ -33,7 +33,7 @@ def study(  # noqa: PLR0917  (each is an option)
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[NAME|FILE]",
+            metavar="NAME|FILE",
             autocompletion=completion.studies,
             help="A study in ./studies or of pvg, or a TOML file. Without it: list the studies.",
             show_default=False,

@@ -59,7 +59,7 @@ def train(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[NAME|FILE]",
+            metavar="NAME|FILE",
             help="An experiment in ./experiments or of pvg, or a TOML file. Default: modchain.",
             show_default=False,
             autocompletion=completion.experiments,

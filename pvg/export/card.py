@@ -62,8 +62,8 @@ def intervals(finished: FinishedRound) -> dict[str, Estimate]:
     }
 
 
-def model_card(finished: FinishedRound, facts: dict[str, Any], folder: str) -> str:
-    """README.md of an export with these facts. `folder`: its name, for the code."""
+def model_card(finished: FinishedRound, facts: dict[str, Any], folder: str, repository: str = "") -> str:
+    """README.md of an export with these facts. The code of the card loads `folder`, or `repository` of the hub."""
     player, base = facts["player"], facts["base"]
     head = ["---", "library_name: " + ("peft" if facts.get("form") == "adapter" else "transformers")]
     if is_hub_id(base):
@@ -75,7 +75,7 @@ def model_card(finished: FinishedRound, facts: dict[str, Any], folder: str) -> s
         f"{facts['pvg_version']}. It was trained from `{base}`{_warm_start(finished, player)}. This is round "
         f"{facts['round']} of {finished.experiment.game.rounds}, counted from 0.",
         "## Load it",
-        _loading(facts, folder),
+        f"```python\n{loading_code(facts, folder, repository)}```",
         *([_verdicts(facts)] if player == "verifier" else []),
         "## Measurements",
         _measurements(finished),
@@ -92,52 +92,55 @@ def _warm_start(finished: FinishedRound, player: str) -> str:
     return ", first on demonstrations (`[warmup]`)" if warm else ""
 
 
-def _loading(facts: dict[str, Any], folder: str) -> str:
-    return f"```python\n{loading_code(facts, folder)}```"
-
-
-def loading_code(facts: dict[str, Any], folder: str) -> str:
+def loading_code(facts: dict[str, Any], folder: str, repository: str = "") -> str:
     """Python that loads the export with transformers (and peft for adapters)."""
     if facts["player"] == "prover":
-        return (
-            _PEFT.format(folder=folder, dtype=facts["dtype"])
-            if facts["form"] == "adapter"
-            else _PROVER.format(folder=folder)
-        )
-    return (_IMPLICIT if facts["head"] == "implicit" else _CLASSIFIER).format(folder=folder)
+        code = _PEFT if facts["form"] == "adapter" else _PROVER
+        return code.format(folder=f'"{repository or folder}"', dtype=facts.get("dtype"))
+    code = _IMPLICIT if facts["head"] == "implicit" else _CLASSIFIER
+    if repository:
+        return _DOWNLOAD.format(repository=repository) + code.format(folder="folder")
+    return code.format(folder=f'"{folder}"')
+
+
+_DOWNLOAD = """from huggingface_hub import snapshot_download
+
+folder = snapshot_download("{repository}")
+
+"""
 
 
 _PROVER = """from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{folder}")
-tokenizer = AutoTokenizer.from_pretrained("{folder}")
+model = AutoModelForCausalLM.from_pretrained({folder})
+tokenizer = AutoTokenizer.from_pretrained({folder})
 """
 _PEFT = """from peft import AutoPeftModelForCausalLM
 from transformers import AutoTokenizer
 
-model = AutoPeftModelForCausalLM.from_pretrained("{folder}", dtype="{dtype}")
-tokenizer = AutoTokenizer.from_pretrained("{folder}")
+model = AutoPeftModelForCausalLM.from_pretrained({folder}, dtype="{dtype}")
+tokenizer = AutoTokenizer.from_pretrained({folder})
 """
 _CLASSIFIER = """from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-model = AutoModelForSequenceClassification.from_pretrained("{folder}")
-tokenizer = AutoTokenizer.from_pretrained("{folder}")
+model = AutoModelForSequenceClassification.from_pretrained({folder})
+tokenizer = AutoTokenizer.from_pretrained({folder})
 # A score is model(input_ids).logits[0, 0] + model.config.pvg["score_bias"].
 
 import sys
 
-sys.path.insert(0, "{folder}")
+sys.path.insert(0, {folder})
 from pvg_verifier import ExportedVerifier  # renders a question and a solution as in the run
 
-verifier = ExportedVerifier("{folder}")
+verifier = ExportedVerifier({folder})
 # verifier.score(question, solution) >= verifier.threshold
 """
 _IMPLICIT = """import sys
 
-sys.path.insert(0, "{folder}")
+sys.path.insert(0, {folder})
 from pvg_verifier import ExportedVerifier
 
-verifier = ExportedVerifier("{folder}")
+verifier = ExportedVerifier({folder})
 # verifier.score(question, solution) >= verifier.threshold
 """
 

@@ -48,11 +48,18 @@ CPU = torch.device("cpu")
 
 
 def export_player(
-    finished: FinishedRound, player: Player, out: Path, *, merge: bool = False, overwrite: bool = False
+    finished: FinishedRound,
+    player: Player,
+    out: Path,
+    *,
+    merge: bool = False,
+    overwrite: bool = False,
+    repository: str = "",
 ) -> dict[str, Any]:
     """Write `out` and return its facts, which are also in `pvg.json` and in config.json under "pvg".
 
-    A prover with adapters becomes a peft directory, or with `merge` a whole model. Raises UsageError if `out` exists,
+    A prover with adapters becomes a peft directory, or with `merge` a whole model. `repository`: of the hub, if the
+    caller uploads the folder, for the code of the model card. Raises UsageError if `out` exists,
     and ConfigurationError for a verifier that has no Hugging Face form.
     """
     with user_paths():
@@ -69,7 +76,8 @@ def export_player(
                     else _write_verifier(finished, temporary)
                 )
             (temporary / MARK).write_bytes(orjson.dumps(facts, option=orjson.OPT_INDENT_2))
-            (temporary / "README.md").write_text(model_card(finished, facts, out.name), encoding="utf-8")
+            card = model_card(finished, facts, out.name, repository)
+            (temporary / "README.md").write_text(card, encoding="utf-8")
             _put(temporary, out.absolute())
         finally:
             if temporary.exists():

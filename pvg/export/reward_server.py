@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import orjson
 from aiohttp import web
 
-from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, UsageError, shortened
+from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, UsageError, reason, shortened
 from pvg.export.finished import FinishedRound, Platt
 from pvg.export.rows import Verdict
 from pvg.verifier.scorer import TextSolution, VerifierScorer
@@ -66,7 +66,7 @@ class RewardServer:
                     await web.TCPSite(runner, HOST, port).start()
                 except OSError as error:
                     raise MissingRequirementError(
-                        f"Port {port} of {HOST} cannot be used: {error.strerror or error}.",
+                        f"Port {port} of {HOST} cannot be used: {reason(error)}.",
                         "Choose another port with --port.",
                     ) from None
                 server.url = f"http://{HOST}:{runner.addresses[0][1]}"

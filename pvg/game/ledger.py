@@ -24,9 +24,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
+from pydantic import ValidationError
 
 from pvg.config.experiment import Experiment
-from pvg.config.load import differences
+from pvg.config.load import differences, with_new_names
+from pvg.config.sections import AllSections
 from pvg.errors import StateError, counted, user_paths
 from pvg.extensions import digests, sources
 from pvg.game.states import GameState, Phase
@@ -348,12 +350,24 @@ def check_same_code(state: GameState, experiment: Experiment) -> None:
 
 def check_same_configuration(state: GameState, experiment: Experiment) -> None:
     """Raises StateError, naming the changed settings, if a run is resumed with another configuration."""
-    changed = differences(dict(state.config), experiment.hashed())
+    changed = differences(_as_today(state.config), experiment.hashed())
     if changed:
         raise StateError(
             f"The configuration differs from the one this run started with: {'; '.join(changed)}.",
             "Resume without the change, or start a new run with --name.",
         )
+
+
+def _as_today(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run that an earlier pvg may have started: with today's names, and with the defaults of settings
+    that it did not have. Settings that cannot be read today stay as they are."""
+    renamed = with_new_names(dict(config))
+    try:
+        sections = AllSections.model_validate(renamed)
+    except ValidationError:
+        return renamed
+    # Not validated as a whole: the state has no sections that may change, such as [serving].
+    return Experiment.model_construct(**{name: getattr(sections, name) for name in AllSections.model_fields}).hashed()
 
 
 def shards_of(state: GameState, round_: int, phase: str) -> list[ShardInfo]:

@@ -18,14 +18,10 @@ So only one thread has a pool, and all other threads compute alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
-
-from pvg.errors import ConfigurationError
 
 # torch's default, read before an experiment changes it: the available cores, or OMP_NUM_THREADS.
 ALL_THREADS = torch.get_num_threads()
@@ -43,35 +39,6 @@ def default_threads(width: int) -> int:
 def width_of(module: Any) -> int:
     """The size of a transformers model's hidden states."""
     return int(module.config.get_text_config().hidden_size)
-
-
-def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """The context of a forward pass: bfloat16 autocast, or nothing for "float32". Weights stay float32.
-
-    Autocast is per thread: enter it in the thread that computes.
-    """
-    if precision == "float32":
-        return nullcontext()
-    if precision == "bfloat16":
-        return torch.autocast(device.type, dtype=torch.bfloat16)
-    raise ConfigurationError(f"There is no precision {precision!r}.", "Known: float32, bfloat16.")
-
-
-def scoring_autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """The context in which a verifier scores. On a CPU scores are always in the weights' own precision, so that a
-    row's score does not depend on its batch. On a GPU float32 products would take about ten times as long as the
-    training's, so scores use the precision of the training."""
-    return nullcontext() if device.type == "cpu" else autocast(precision, device)
-
-
-def allow_tf32(device: torch.device, precisions: Collection[str]) -> bool:
-    """Let float32 matrix products on a GPU round their inputs to TF32 (10 bits instead of 23), if all of an
-    experiment's `precisions` are bfloat16 (7 bits) anyway. Then sampling, scoring and the reference take a fraction of
-    the time. Returns whether they do. On a CPU, and with a precision of float32, products stay exact."""
-    allowed = device.type == "cuda" and set(precisions) == {"bfloat16"}
-    if device.type == "cuda":
-        torch.backends.cuda.matmul.fp32_precision = "tf32" if allowed else "ieee"
-    return allowed
 
 
 class ComputeExecutor(ThreadPoolExecutor):

@@ -25,11 +25,13 @@ from transformers import AttentionInterface
 from pvg.errors import ConfigurationError
 from pvg.models.fused_layers import fused_hidden, knows
 from pvg.models.packing import PackedRows, pack_rows, packed_attention
+from pvg.models.precision import rounding_tolerance
 
 # The name under which transformers finds the attention of packed rows.
 ATTENTION = "pvg_shared_prompts"
 REMEDY = "Set training.shared_prompts = false."
-# Largest difference between a packed row and the same row alone, relative to the largest hidden state.
+# Largest difference between a packed row and the same row alone, relative to the largest hidden state. In 16 bits, of
+# a shallow model (pvg.models.precision.rounding_tolerance).
 _TOLERANCE_FLOAT32 = 1e-4
 _TOLERANCE_BFLOAT16 = 5e-2
 # The check takes tokens from all over the vocabulary (the stride is prime). A vocabulary often begins with special
@@ -127,7 +129,8 @@ def check_packing(module: nn.Module, fused_layers: bool, blocked_layers: bool) -
     hidden = [output.last_hidden_state[0] for output in alone]
     expected_TD = torch.cat([hidden[0][:3], hidden[2][:2], hidden[0][3:-1], hidden[1][3:-1], hidden[2][2:-1]]).float()
     exact = weight.dtype == torch.float32 and not torch.is_autocast_enabled(weight.device.type)
-    tolerance = _TOLERANCE_FLOAT32 if exact else _TOLERANCE_BFLOAT16
+    layers = model.config.get_text_config().num_hidden_layers
+    tolerance = _TOLERANCE_FLOAT32 if exact else rounding_tolerance(_TOLERANCE_BFLOAT16, layers)
     if not bool((found_TD.float() - expected_TD).abs().max() <= tolerance * expected_TD.abs().max()):
         raise ConfigurationError(f"{name} cannot compute rows that share a prompt.", REMEDY)
     module.__dict__.setdefault(_CHECKED, set()).add(way)

@@ -14,7 +14,6 @@ from urllib.parse import urlencode
 from pvg.config.experiment import Experiment
 from pvg.config.hub_ids import is_hub_id, parse
 from pvg.config.load import embedded_model
-from pvg.config.run_ids import is_run_id, parse_run_id
 from pvg.errors import PvgError, counted
 from pvg.inputs import expanded
 from pvg.records import Int32, Rollout
@@ -24,7 +23,7 @@ from pvg.reporting.run_page import rollout_side
 from pvg.reporting.run_summary import RunSummary
 from pvg.reporting.solutions import threshold_of
 from pvg.reporting.table import PageKind, PageSection, TemplateMacros, elements, page
-from pvg.store.run_players import find_player
+from pvg.store.run_players import base_source
 
 markup = TemplateMacros("rollouts.html.j2")
 
@@ -181,8 +180,7 @@ def prompt_text(experiment: Experiment, ids: Int32) -> tuple[str | None, str]:
 def tokenizer_file(source: str) -> Path | None:
     """The tokenizer.json of a model's source; None if it is not on this machine. Downloads nothing."""
     try:
-        if is_run_id(source):
-            return tokenizer_file(find_player(parse_run_id(source)).section.source)
+        source = base_source(source)
         if source.startswith("embedded:"):
             folder = embedded_model(source.removeprefix("embedded:"))
         elif is_hub_id(source):

@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 import orjson
 from aiohttp import web
 
-from pvg.errors import MissingRequirementError, PvgError
+from pvg.errors import MissingRequirementError, PvgError, reason
 from pvg.reporting.live_page import INTERVAL_S, SHARE, LiveRun, live_kind
 from pvg.reporting.rollouts_page import KIND, rollout_page, rollouts_page
 from pvg.reporting.table import PageKind, policy_of
@@ -91,7 +91,7 @@ class WatchServer:
                 await web.TCPSite(runner, HOST, port).start()
             except OSError as error:
                 raise PortInUseError(
-                    f"Port {port} of {HOST} cannot be used: {error.strerror or error}.",
+                    f"Port {port} of {HOST} cannot be used: {reason(error)}.",
                     "Choose another port with --port, or 0 for any free one.",
                     taken=error.errno == errno.EADDRINUSE,
                 ) from None

@@ -25,7 +25,7 @@ import orjson
 from aiohttp import WSCloseCode, WSMsgType, web
 
 import pvg
-from pvg.errors import ConfigurationError, PvgError, shortened
+from pvg.errors import ConfigurationError, PvgError, reason, shortened
 from pvg.servers.environments import EXECUTION_ERROR, BadRequestError, ServedEnvironment, ServedEpisode
 
 MOST_BYTES = 2**20  # of a message
@@ -80,7 +80,7 @@ class EnvironmentServer:
                 await site.start()
             except OSError as error:
                 raise ConfigurationError(
-                    f"Port {port} of {host} cannot be used: {error.strerror or error}.",
+                    f"Port {port} of {host} cannot be used: {reason(error)}.",
                     "Choose another port with --port, or stop the program that uses this one.",
                 ) from None
             shown = f"[{host}]" if ":" in host else host

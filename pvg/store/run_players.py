@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import did_you_mean
-from pvg.config.run_ids import Player, RunId, Stage, is_run_id, parse_run_id
+from pvg.config.run_ids import SCHEME, Player, RunId, Stage, is_run_id, parse_run_id, with_player
 from pvg.errors import StateError, UsageError, counted, user_paths
 from pvg.inputs import expanded
 from pvg.records import source_of_round
@@ -155,12 +155,21 @@ def _stage(run_id: RunId, run: RunDirectory, rounds: int, weights: Collection[st
 
 
 def run_sources(experiment: Experiment, players: Collection[Player] = PLAYERS) -> dict[Player, RunId]:
-    """The models of an experiment that are players of other runs."""
+    """The models of an experiment that are players of other runs: `run:NAME`, or a path such as runs/NAME/round-2."""
     sources: dict[Player, str] = {
         "prover": experiment.models.prover.source,
         "verifier": experiment.models.verifier.source,
     }
-    return {name: parse_run_id(sources[name]) for name in players if is_run_id(sources[name])}
+    found = {name: _run_id_of(sources[name], name) for name in players}
+    return {name: run_id for name, run_id in found.items() if run_id is not None}
+
+
+def _run_id_of(source: str, player: Player) -> RunId | None:
+    if is_run_id(source):
+        return parse_run_id(source)
+    named = parse_run_id(with_player(f"{SCHEME}{source}", player))
+    is_run = "/" in source and RunDirectory(expanded(named.path, "models")).experiment_file.is_file()
+    return named if is_run else None
 
 
 def pinned_players(experiment: Experiment, players: Collection[Player] = PLAYERS) -> Experiment:
@@ -185,6 +194,14 @@ def pinned_players_as(experiment: Experiment, earlier: Experiment) -> Experiment
 def _same_player(wanted: RunId, own: RunId) -> bool:
     same_run = wanted.path.absolute() == own.path.absolute()
     return same_run and wanted.stage in (None, own.stage) and wanted.player == own.player
+
+
+def base_source(source: str) -> str:
+    """The source from which a player of a run was first trained; any other source is its own base. Raises the errors of
+    `find_player`."""
+    while is_run_id(source):
+        source = find_player(parse_run_id(source)).section.source
+    return source
 
 
 def with_source(experiment: Experiment, player: Player, source: str) -> Experiment:

@@ -16,7 +16,7 @@ from benchmarks.gpu.environment import EnvironmentProblemError, missing, prepare
 from benchmarks.gpu.results import Results, page_of
 
 ROOT = Path(__file__).parent.parent.parent
-DUMMY = "pvg-dummy-of-a-test"
+DUMMY, INNER = "pvg-dummy-of-a-test", "pvg-inner-of-a-test"
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
 
@@ -24,13 +24,15 @@ def call(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True, check=False, timeout=600)
 
 
-def wheel(folder: Path, name: str = DUMMY, version: str = "1.4") -> None:
+def wheel(folder: Path, name: str, requires: str = "") -> None:
     folder.mkdir(exist_ok=True)
     plain = name.replace("-", "_")
-    info = f"{plain}-{version}.dist-info"
-    with zipfile.ZipFile(folder / f"{plain}-{version}-py3-none-any.whl", "w") as archive:
+    info = f"{plain}-1.4.dist-info"
+    # No torch fulfils this, so a pip that looked at it would fail.
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.4\nRequires-Dist: torch>=99\n{requires}"
+    with zipfile.ZipFile(folder / f"{plain}-1.4-py3-none-any.whl", "w") as archive:
         archive.writestr(f"{plain}.py", "")
-        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        archive.writestr(f"{info}/METADATA", metadata)
         archive.writestr(
             f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
@@ -52,7 +54,7 @@ def test_without_a_gpu_one_line_says_so(words: tuple[str, ...], tmp_path: Path) 
 
 
 def test_a_python_with_all_packages_is_used_as_it_is(tmp_path: Path) -> None:
-    assert missing(requirements(ROOT)) == []
+    assert missing(sys.executable, requirements(ROOT)) == []
     done = call("benchmarks/gpu/environment.py", str(tmp_path / "new"), "--any-device")
     assert done.stdout.strip() == sys.executable, done.stderr
     assert not (tmp_path / "new").exists()
@@ -71,32 +73,35 @@ def test_requirements_are_those_of_pyproject_without_torch() -> None:
     [("numpy>=2.1", True), ("numpy>=99", False), ("numpy>=2.1,<2.2", False), ("numpy", True), (DUMMY, False)],
 )
 def test_which_requirements_are_met(requirement: str, met: bool) -> None:
-    assert (missing([requirement]) == []) == met
+    assert (missing(sys.executable, [requirement]) == []) == met
 
 
 def test_missing_packages_come_from_a_folder_and_torch_stays(tmp_path: Path) -> None:
-    wheel(tmp_path / "wheels")
+    wheel(tmp_path / "wheels", DUMMY, f"Requires-Dist: {INNER}\nRequires-Dist: numpy\n")
+    wheel(tmp_path / "wheels", INNER)
     folder = tmp_path / "new"
-    python = prepared(folder, [f"{DUMMY}>=1.2", "numpy>=2.1"], tmp_path / "wheels", torch.__version__)
+    python = prepared(folder, [f"{DUMMY}>=1.2", "numpy>=2.1"], tmp_path / "wheels")
     assert python == str(folder / "bin" / "python")
     assert torch_of(python)[:2] == torch_of(sys.executable)[:2]
-    done = subprocess.run([python, "-c", "import numpy, pvg_dummy_of_a_test"], check=False, capture_output=True)
+    done = subprocess.run(
+        [python, "-c", "import numpy, pvg_dummy_of_a_test, pvg_inner_of_a_test"], check=False, capture_output=True
+    )
     assert done.returncode == 0, done.stderr
     # Again: the environment is there already.
-    assert prepared(folder, [f"{DUMMY}>=1.2"], tmp_path / "wheels", torch.__version__) == python
+    assert prepared(folder, [f"{DUMMY}>=1.2"], tmp_path / "wheels") == python
 
     with pytest.raises(
         EnvironmentProblemError, match=r"lacks pvg-dummy-of-a-test>=2, and pip could not .*make gpu WHEELS"
     ):
-        prepared(folder, [f"{DUMMY}>=2"], tmp_path / "wheels", torch.__version__)
+        prepared(folder, [f"{DUMMY}>=2"], tmp_path / "wheels")
 
 
 def test_an_environment_with_another_torch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel(tmp_path / "wheels")
+    wheel(tmp_path / "wheels", DUMMY)
     versions = iter([("2.13.0+cu130", "here", []), ("2.14.0", "there", [])])
     monkeypatch.setattr(environment, "torch_of", lambda _: next(versions))
     with pytest.raises(EnvironmentProblemError, match=r"would use torch 2\.14\.0 in place of 2\.13\.0"):
-        prepared(tmp_path / "new", [DUMMY], tmp_path / "wheels", torch.__version__)
+        prepared(tmp_path / "new", [DUMMY], tmp_path / "wheels")
 
 
 def test_the_scripts_run_on_a_cpu(tmp_path: Path) -> None:

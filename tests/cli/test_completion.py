@@ -39,6 +39,7 @@ def offered(line: str, shell: str = "zsh", folder: Path | None = None) -> list[s
         ("pvg trai", ["train"]),
         ("pvg train modc", ["modchain"]),
         ("pvg config show diplomacy-m", ["diplomacy-mini"]),
+        ("pvg serve qwen", ["qwen-gsm8k-lora"]),
         ("pvg bench --profile sy", ["sync", "sync-vllm"]),
         ("pvg study pub", ["published-shape"]),
         ("pvg train -s game.ro", ["game.rounds="]),

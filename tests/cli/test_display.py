@@ -98,6 +98,23 @@ def test_phases_are_done_now_or_next() -> None:
     assert [state.phase_state(phase) for phase in state.phases] == ["now", "next", "next", "next"]
 
 
+def test_a_warm_start_comes_before_the_phases_of_the_round_and_shows_its_loss() -> None:
+    state, clock = board()
+    state.start_phase(info("warmup", 10))
+    clock.now = 1.0
+    state.progress(Progress(1, {"loss": 1.25, "grad_norm": 3.0}))
+    shown = "\n".join(drawn(state, 100))
+    assert "● warm start" in shown
+    assert "○ mint" in shown
+    assert "1.25" in shown
+    assert "helpful accuracy" not in shown
+    state.finish_phase(info("warmup", 10), {})
+    state.start_phase(info("mint", 10))
+    shown = "\n".join(drawn(state, 100))
+    assert "warm start" not in shown
+    assert "helpful accuracy" in shown
+
+
 def test_a_metric_is_followed_through_the_phase_it_belongs_to() -> None:
     state, _ = board()
     state.start_phase(info("mint", 1))

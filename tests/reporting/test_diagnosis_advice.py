@@ -250,6 +250,17 @@ def test_without_settings_the_advice_is_general_and_says_so() -> None:
     assert known.findings[0].cost_s == found.findings[0].cost_s
 
 
+@pytest.mark.parametrize("phase", ["train_prover", "train_verifier", "warmup"])
+def test_sampling_is_blamed_only_for_the_steps_that_wait_for_rollouts(phase: str, tmp_path: Path) -> None:
+    log = steps(idle_ms=3000.0, trunc_pct=0.0)
+    log.lines = [line.replace("phase=train_prover", f"phase={phase}") for line in log.lines]
+    settings = REAL / "ahead" / "experiment.toml"
+    (finding,) = diagnose([log.write(tmp_path / "events.log")], experiment_file=settings).findings
+    assert finding.signature == "starved-trainer"
+    assert finding.changes == (("training.minibatches=2",) if phase == "train_prover" else ())
+    assert "The time budget of `pvg report` shows" in finding.remedy
+
+
 def test_a_finding_that_no_setting_helps_says_so(tmp_path: Path) -> None:
     path = steps(queue_ms=lambda load: 20.0 * load).write(tmp_path / "events.log")
     settings = find_experiment("modchain")

@@ -43,6 +43,7 @@ from pvg_cli.documents.of_runs import (
     RunsShowDocument,
     RunsTagDocument,
     ScoreDocument,
+    TaskCheckDocument,
     TrainDocument,
 )
 from pvg_cli.documents.of_settings import (
@@ -68,6 +69,7 @@ DOCUMENTS: dict[str, tuple[str, type[BaseModel]]] = {
     "train": ("pvg train", TrainDocument),
     "train-dry-run": ("pvg train --dry-run", DryRunDocument),
     "rollout": ("pvg rollout", RolloutDocument),
+    "task-check": ("pvg task check NAME", TaskCheckDocument),
     "runs-list": ("pvg runs list", RunsListDocument),
     "runs-show": ("pvg runs show RUN", RunsShowDocument),
     "runs-tag": ("pvg runs tag RUN", RunsTagDocument),

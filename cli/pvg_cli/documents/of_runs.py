@@ -64,8 +64,64 @@ class BatchNumbers(DocumentPart):
     optimizer_steps: int
 
 
+class PlayerInput(DocumentPart):
+    """What a player reads, special tokens included. `tokens`: their number, null without a tokenizer."""
+
+    text: str
+    tokens: int | None
+
+
+class KnownGrade(DocumentPart):
+    """How the task grades a known solution. `solution`: what it is."""
+
+    solution: str
+    text: str
+    expected_correct: bool
+    correct: bool
+    well_formed: bool
+    answer: str | None
+    note: str
+
+
+class TaskPreview(DocumentPart):
+    """A training problem as the players read it. `prompts`: by role, empty for self-play."""
+
+    problem: str
+    question: str
+    prompts: dict[str, PlayerInput]
+    verifier_input: PlayerInput | None
+    graded: list[KnownGrade]
+
+
+class TaskCheckResult(DocumentPart):
+    """`passed`: null if the check could not be made, and `detail` says why."""
+
+    check: str
+    passed: bool | None
+    detail: str
+
+
+class TaskCheckDocument(JsonDocument):
+    """Checks of a task, its prompts and its grader. `notice`: why there is no tokenizer, or ""."""
+
+    task: str
+    passed: bool
+    checks: list[TaskCheckResult]
+    preview: TaskPreview | None
+    notice: str
+
+
+class WarmStartNumbers(DocumentPart):
+    """The demonstrations of a warm start, and how often training sees each."""
+
+    demonstrations: int
+    held_out: int
+    epochs: float
+
+
 class DryRunDocument(JsonDocument):
-    """What a run would be. `hash`: of the settings that affect the result. `downloads`: by setting."""
+    """What a run would be. `hash`: of the settings that affect the result. `downloads`: by setting. `preview`: null
+    before the downloads. `warmup`: only with a warm start."""
 
     experiment: Settings
     arithmetic: BatchNumbers
@@ -73,6 +129,8 @@ class DryRunDocument(JsonDocument):
     run: str
     resume: bool
     downloads: dict[str, PendingDownload]
+    preview: TaskPreview | None
+    warmup: WarmStartNumbers | None = None
 
 
 class RolloutDocument(JsonDocument):

@@ -32,7 +32,7 @@ UNBALANCED = 0.2  # between the busiest worker and the mean; samples of 5 s diff
 LEAST_PAIRS = 20  # fewer updates with a known load show no relation
 RISES = 0.3  # rank correlation: below, load explains under a tenth of the order (0.3 squared)
 FULL = 0.9  # of the machine's cores; with more free cores no thread has to wait
-UNSAMPLED = "train_verifier"  # the steps of this phase do not wait for rollouts
+UNSAMPLED = frozenset({"train_verifier", "warmup"})  # the steps of these phases do not wait for rollouts
 ABOUT_CORES = ("own-cores", "fewer-threads", "fewer-processes")  # what helps threads that wait for a core
 NOTHING_TO_SET = "pvg knows no setting of this run that would help."
 STANDARD_ERRORS = 2.0  # that a correlation must be away from 0; one over the root of n - 1 is its standard error
@@ -187,7 +187,7 @@ def starved_trainer(tally: LogTally, limits: LagLimits) -> Looked:
         )
     if tally.truncated:  # otherwise no completion hit the limit
         sampling.append("shorter-solutions")
-    advice = [*sampling, "more-minibatches"] if phase != UNSAMPLED else []
+    advice = [*sampling, "more-minibatches"] if phase not in UNSAMPLED else []
     return Finding(
         signature="starved-trainer",
         says=says,

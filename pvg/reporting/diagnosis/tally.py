@@ -42,7 +42,7 @@ from pvg.telemetry.waits import CoreTime
 
 RESTART_S = 3600.0  # a clock that jumps by more belongs to another session (or machine); no step takes longer
 TICK_MS = 100.0  # between two samples of the event loop, where its line does not say: 10 Hz
-TRAINED = "train_"  # the labels of checkpoints of training phases begin with it
+TRAINED = ("train_", "warmup")  # the labels of checkpoints of training phases begin with them
 NAMES = 64  # most kinds of events and phases; a log of garbage must not fill the memory
 REST = "(others)"
 
@@ -182,7 +182,7 @@ class LogTally:
             self._note(name, values[key], event)
         if event.tag == "gen":
             self._generation(event, values)
-        elif event.tag == "ckpt" and not event.fields.get("label", TRAINED).startswith(TRAINED):
+        elif event.tag == "ckpt" and not event.fields.get("label", TRAINED[0]).startswith(TRAINED):
             self.chunk_write_ms += values.get("write_ms") or 0.0
         elif event.tag == "rollout":
             middle_ms, longest_ms = values.get("group_p50_ms"), values.get("group_max_ms")

@@ -1,0 +1,97 @@
+"""`pvg doctor` on machines where something is wrong, as a process: it names the problem, and never fails itself."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from calling import Called, pvg, pvg_process
+
+from pvg_cli import doctor
+
+
+def on(machine: dict[str, str], *arguments: str) -> tuple[Called, dict[str, dict[str, Any]]]:
+    """The call with these variables of the environment, and its checks by name."""
+    called = pvg_process("doctor", "--json", *arguments, env={**os.environ, **machine})
+    return called, {check["name"]: check for check in called.document["checks"]}
+
+
+def test_a_torch_that_cannot_be_loaded_is_named_with_its_error() -> None:
+    package = Path("broken/torch/__init__.py")
+    package.parent.mkdir(parents=True)
+    package.write_text('raise OSError("libcudart.so.12: cannot open shared object file")\n')
+    called, checks = on({"PYTHONPATH": str(Path("broken").absolute())})
+    assert called.code == 1
+    assert checks["torch"]["verdict"] == "missing"
+    assert "cannot be loaded: OSError: libcudart.so.12" in checks["torch"]["found"]
+    assert checks["torch"]["remedy"].startswith("Uninstall torch first. Then: ")
+    assert {"disk", "runs folder", "cores"} <= checks.keys()  # the other checks go on
+    assert "Traceback" not in called.err
+
+
+def test_a_package_that_is_too_old_is_named_with_the_version_to_install() -> None:
+    facts = Path("old/transformers-4.40.0.dist-info/METADATA")
+    facts.parent.mkdir(parents=True)
+    facts.write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.40.0\n")
+    called, checks = on({"PYTHONPATH": str(Path("old").absolute())})
+    assert called.code == 1
+    found = checks["transformers"]
+    assert (found["verdict"], found["found"]) == ("missing", "4.40.0, but pvg needs 5.0 or newer")
+    assert "'transformers>=5.0'" in found["remedy"]
+
+
+def test_small_packages_are_listed_only_with_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {check.name for check in doctor.check_packages(Path("runs"))}
+    assert names == set(doctor.SHOWN)
+    assert {"orjson", "numpy", "pydantic"} <= doctor.least_versions().keys()
+    monkeypatch.setattr(doctor, "version_of", lambda package: None if package == "orjson" else "99.0")
+    problems = [check for check in doctor.check_packages(Path("runs")) if check.verdict == "missing"]
+    assert [check.name for check in problems] == ["orjson"]
+
+
+@pytest.mark.parametrize(
+    ("version", "least", "enough"),
+    [("2.13.0+cpu", "2.9", True), ("2.9", "2.9", True), ("2.10", "2.9", True), ("2.8.1", "2.9", False)],
+)
+def test_versions_compare_as_numbers(version: str, least: str, enough: bool) -> None:
+    assert (doctor._numbers(version) >= doctor._numbers(least)) is enough
+
+
+def test_a_path_that_no_system_accepts_is_a_check_that_fails() -> None:
+    called = pvg("doctor", "--json", "--runs", "x" * 400)
+    assert called.code == 1
+    (check,) = [check for check in called.document["checks"] if check["verdict"] == "missing"]
+    assert check["name"] == "runs folder"
+    assert check["found"].endswith("File name too long")
+
+
+def test_a_file_in_the_place_of_the_runs_folder() -> None:
+    Path("runs").touch()
+    called = pvg("doctor", "--json")
+    assert called.code == 1
+    assert "Not a directory" in called.out
+
+
+def test_a_number_of_threads_that_is_none() -> None:
+    called, checks = on({"OMP_NUM_THREADS": "many"})
+    assert called.code == 0
+    assert checks["threads"]["verdict"] == "notice"
+    assert "OMP_NUM_THREADS = 'many'" in checks["threads"]["found"]
+
+
+def test_an_interpreter_for_vllm_that_does_not_exist() -> None:
+    called, checks = on({"PVG_VLLM_PYTHON": "/no/such/python"})
+    assert called.code == 0
+    assert "PVG_VLLM_PYTHON = '/no/such/python' is not an executable file" in checks["vllm"]["found"]
+
+
+def test_output_without_unicode_has_words_instead_of_marks() -> None:
+    Path("runs").touch()
+    called = pvg_process("doctor", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    lines = {line.split()[0] for line in called.out.splitlines() if line.strip()}
+    assert {"ok", "MISSING", "note"} <= lines
+    assert "?" not in lines
+    assert doctor.can_encode("utf-8", "✓✗·")
+    assert not doctor.can_encode("ascii", "✓")
