@@ -174,8 +174,8 @@ def assert_same_step(two: dict, here: dict) -> None:
     for name, value in here["metrics"].items():
         if name not in ("micro_batches", "padding"):
             assert two["metrics"][name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
-    # AdamW's first step moves every weight by the learning rate (1e-3) in the direction of its gradient's sign. A gradient
-    # near 0 moves it less, by an amount that rounding changes: so single weights may differ, but not many.
+    # The first step of AdamW moves a weight by the learning rate (1e-3), whatever the size of its gradient. Rounding
+    # changes the step of a weight whose gradient is nearly 0, so single weights may differ, but not many.
     for name, weight in here["weights"].items():
         gap = (two["weights"][name] - weight).abs()
         assert gap.max() < 2e-4, name
