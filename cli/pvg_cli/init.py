@@ -81,6 +81,7 @@ def next_steps(folder: Path) -> dict[str, str]:
     pvg = shlex.join(pvg_command())
     return steps | {
         f"{shlex.quote(python_command())} -m pytest": "test the task",
+        f"{pvg} task check experiment.toml": "look at prompts and grades",
         f"{pvg} train experiment.toml --dry-run": "look at the settings",
         f"{pvg} train experiment.toml": "play it",
     }

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from pvg.config.experiment import Experiment
     from pvg.game.preview import GradedSolution, PlayerModels, PromptPreview
-    from pvg.game.task_check import Check
+    from pvg.game.task_check import TaskCheck
     from pvg.tasks.task import Task
 
 MODELS = ("models.prover.source", "models.verifier.source")
@@ -144,7 +144,7 @@ def _opened(experiment: Experiment, opened: ExitStack) -> Task:
 # --- for people -------------------------------------------------------------------------------------------------------
 
 
-def _print(checks: list[Check], shown: PromptPreview | None, missing: str) -> None:
+def _print(checks: list[TaskCheck], shown: PromptPreview | None, missing: str) -> None:
     from rich.text import Text
 
     from pvg_cli.output import stdout

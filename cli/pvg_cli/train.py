@@ -150,8 +150,8 @@ def _show_plan(plan: RunPlan, warmup: dict[str, Any] | None, as_json: bool) -> N
                 "run": str(plan.run.path),
                 "resume": plan.resume,
                 "downloads": {key: asdict(download) for key, download in downloads.items()},
-                "prompts": None if found is None else found.plain(),
-                "warmup": warmup,
+                "preview": None if found is None else found.plain(),
+                **({} if warmup is None else {"warmup": warmup}),
             }
         )
         return

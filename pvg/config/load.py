@@ -238,6 +238,8 @@ def assign(data: dict[str, Any], key: str, value: Any) -> None:
         place = f"{place}.{section}".lstrip(".")
         if place in TABLES and isinstance(node.get(section), str):
             node[section] = {"kind": node[section]}
+        elif leaf == "file" and place == key.removesuffix(".file") and isinstance(node.get(section), str):
+            del node[section]  # a text, which the file replaces (pvg.config.prompts)
         node = node.setdefault(section, {})
         if not isinstance(node, dict):
             raise ConfigurationError(f"--set {key}: {section!r} is a setting, not a section.")

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from pydantic import ValidationError
 
-from pvg.config.experiment import UNHASHED_SECTIONS, Experiment
+from pvg.config.experiment import Experiment
 from pvg.config.load import differences, with_new_names
 from pvg.config.sections import AllSections
 from pvg.errors import StateError, counted, user_paths
@@ -363,10 +363,11 @@ def _as_today(config: Mapping[str, Any]) -> dict[str, Any]:
     that it did not have. Settings that cannot be read today stay as they are."""
     renamed = with_new_names(dict(config))
     try:
-        plain = AllSections.model_validate(renamed).model_dump(mode="json", exclude_none=True)
+        sections = AllSections.model_validate(renamed)
     except ValidationError:
         return renamed
-    return {key: value for key, value in plain.items() if key not in UNHASHED_SECTIONS}
+    # Not validated as a whole: the state has no sections that may change, such as [serving].
+    return Experiment.model_construct(**{name: getattr(sections, name) for name in AllSections.model_fields}).hashed()
 
 
 def shards_of(state: GameState, round_: int, phase: str) -> list[ShardInfo]:

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, cast
 from pvg.config.experiment import Experiment
 from pvg.config.prompts import WordedPrompts
 from pvg.config.verifier import AnswerHead
+from pvg.errors import UsageError
 from pvg.extensions import is_reference, load
 from pvg.game.prompt_checks import check_prompts_fit, check_verifier_input_fits
-from pvg.game.roles import prompt_builder, worded
+from pvg.game.roles import TAGS, prompt_builder, worded
 from pvg.records import Grade, Half, Problem, Role
 from pvg.tasks.known import KnownSolution, correct_solution, wrong_solutions
 from pvg.tasks.task import Task, half_of
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from pvg.models.sources import WeightlessModel
     from pvg.verifier.template import Head, VerifierTemplate
 
-NO_SOLUTION = "(a solution)"  # shown to the verifier if the task writes none
+NO_SOLUTION = "(a solution)"  # shown to the players if the task writes none
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +117,14 @@ def preview(experiment: Experiment, task: Task, models: PlayerModels | None, *, 
     problem = (halves["prover"] or train)[0]
     if experiment.task.kind == "play":
         return PromptPreview(problem, {}, None, ())
-    shown = {role: shown_prompt(experiment, models, problem, role) for role in Role}
+    right = correct_solution(task, problem)
+    solution = _expressible(models, NO_SOLUTION if right is None else right.text)
+    shown = {role: shown_prompt(experiment, models, problem, role, solution) for role in Role}
     found = graded_solutions(task, problem, train) if grades else []
     graded = tuple(reversed({each.known.name: each for each in reversed(found)}.values()))
     verifier = None
     if template is not None and models is not None:
-        right = correct_solution(task, problem)
-        verifier = shown_verifier_input(template, models, problem, NO_SOLUTION if right is None else right.text)
+        verifier = shown_verifier_input(template, models, problem, solution)
     return PromptPreview(problem, shown, verifier, graded)
 
 
@@ -135,13 +137,28 @@ def graded_solutions(task: Task, problem: Problem, others: Iterable[Problem]) ->
     return [GradedSolution(each, task.grade(problem, each.text)) for each in known]
 
 
-def shown_prompt(experiment: Experiment, models: PlayerModels | None, problem: Problem, role: Role) -> ShownInput:
-    if models is not None:
-        ids = prompt_builder(experiment, models.prover.tokenizer).render(problem, role)
-        return ShownInput(models.prover.tokenizer.shown(ids), len(ids))
+def _expressible(models: PlayerModels | None, solution: str) -> str:
+    """The solution, or "" if a model of few characters can neither write nor read it."""
+    try:
+        for model in () if models is None else (models.prover, models.verifier):
+            model.tokenizer.encode(solution)
+    except UsageError:
+        return ""
+    return solution
+
+
+def shown_prompt(
+    experiment: Experiment, models: PlayerModels | None, problem: Problem, role: Role, solution: str
+) -> ShownInput:
+    """The role's prompt; in the decoupled game, its prompt for the translation of `solution`."""
     prompts = experiment.prompts
+    if models is not None:
+        builder, tokenizer = prompt_builder(experiment, models.prover.tokenizer), models.prover.tokenizer
+        translate = builder.translate
+        ids = builder.render(problem, role) if translate is None else translate(problem, role, solution)
+        return ShownInput(tokenizer.shown(ids), len(ids))
     if not isinstance(prompts, WordedPrompts):
-        return ShownInput(problem.question, None)
+        return ShownInput(f"{TAGS[role] if prompts.kind == 'tag' else ''}{problem.question}", None)
     messages = worded(prompts, problem, role).messages("system")
     return ShownInput("\n".join(f"[{message['role']}]\n{message['content']}" for message in messages), None)
 

@@ -43,7 +43,7 @@ HOSTILE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class TaskCheck:
     """`passed`: None if the check could not be made."""
 
     name: str
@@ -71,7 +71,7 @@ class CheckedProblems:
         return [*self.train[:TRIED], *self.test[:TRIED]]
 
 
-def checks_of(experiment: Experiment, task: Task, models: PlayerModels | None) -> Iterator[Check]:
+def checks_of(experiment: Experiment, task: Task, models: PlayerModels | None) -> Iterator[TaskCheck]:
     """Every check of an opened task. `models`: None if their tokenizers are not here."""
     found = CheckedProblems.of(task)
     playing = experiment.task.kind == "play"
@@ -93,10 +93,10 @@ def checks_of(experiment: Experiment, task: Task, models: PlayerModels | None) -
 # --- problems ---------------------------------------------------------------------------------------------------------
 
 
-def _problem_checks(found: CheckedProblems, playing: bool) -> Iterator[Check]:
+def _problem_checks(found: CheckedProblems, playing: bool) -> Iterator[TaskCheck]:
     halves = Counter(half_of(problem.id) for problem in found.train)
     enough = bool(found.test) and halves["prover"] > 0 and halves["verifier"] > 0
-    yield Check(
+    yield TaskCheck(
         "problems",
         enough,
         f"{len(found.train):,} for training ({halves['prover']:,} for the prover, {halves['verifier']:,} for the "
@@ -113,24 +113,24 @@ def _problem_checks(found: CheckedProblems, playing: bool) -> Iterator[Check]:
     yield _none_of("no test question is a training question", shared, len(found.test), "test question")
 
 
-def _none_of(name: str, wrong: Sequence[str], total: int, what: str) -> Check:
+def _none_of(name: str, wrong: Sequence[str], total: int, what: str) -> TaskCheck:
     """A check of `total` things, of which those in `wrong` fail."""
     looked = f"looked at {counted(total, what)}"
-    return Check(
+    return TaskCheck(
         name, not wrong, f"{looked}; not so: {len(wrong)}, such as {shortened(wrong[0])!r}" if wrong else looked
     )
 
 
-def _deterministic(experiment: Experiment, found: CheckedProblems) -> Check:
+def _deterministic(experiment: Experiment, found: CheckedProblems) -> TaskCheck:
     """A resumed run must have the problems with which it began, in their order."""
     name = "another process gets the same problems"
     try:
         elsewhere = digests_elsewhere(experiment.task)
     except ConfigurationError as error:
-        return Check(name, False, error.message)
+        return TaskCheck(name, False, error.message)
     here = {"train": digest_of(found.train), "test": digest_of(found.test)}
     differ = [split for split, digest in here.items() if elsewhere[split] != digest]
-    return Check(
+    return TaskCheck(
         name, not differ, f"other problems for {differ[0]}ing" if differ else "the same ids, questions and answers"
     )
 
@@ -138,18 +138,18 @@ def _deterministic(experiment: Experiment, found: CheckedProblems) -> Check:
 # --- grades -----------------------------------------------------------------------------------------------------------
 
 
-def _reference_answers(found: CheckedProblems) -> Check:
+def _reference_answers(found: CheckedProblems) -> TaskCheck:
     name = "reference answers are correct"
     known = [(problem, correct_solution(found.task, problem)) for problem in found.sample]
     tried = [(problem, solution) for problem, solution in known if solution is not None]
     if not tried:
-        return Check(name, None, _why_unknown(found.train[0]))
+        return TaskCheck(name, None, _why_unknown(found.train[0]))
     wrong = [(p, s, grade) for p, s in tried if not (grade := found.task.grade(p, s.text)).correct]
     if not wrong:
-        return Check(name, True, f"{len(tried)} of {len(tried)} in the documented form")
+        return TaskCheck(name, True, f"{len(tried)} of {len(tried)} in the documented form")
     problem, solution, grade = wrong[0]
     detail = f"{len(wrong)} of {len(tried)} are graded wrong, such as {shortened(repr(solution.text))} of {problem.id}"
-    return Check(name, False, f"{detail}{f' ({grade.note})' if grade.note else ''}")
+    return TaskCheck(name, False, f"{detail}{f' ({grade.note})' if grade.note else ''}")
 
 
 def _why_unknown(problem: Problem) -> str:
@@ -159,7 +159,7 @@ def _why_unknown(problem: Problem) -> str:
     return "the problems have no reference answers" if wording.form else "the wording says no form of answers"
 
 
-def _near_misses(found: CheckedProblems) -> Check:
+def _near_misses(found: CheckedProblems) -> TaskCheck:
     """Texts that are certainly wrong must be graded wrong, and most answers of other problems too."""
     name = "near misses are wrong"
     others, accepted = 0, 0
@@ -167,12 +167,12 @@ def _near_misses(found: CheckedProblems) -> Check:
         for solution in wrong_solutions(found.task, problem, found.train):
             correct = found.task.grade(problem, solution.text).correct
             if correct and solution.certain:
-                return Check(name, False, f"{_quoted(solution)} is graded correct for {problem.id}")
+                return TaskCheck(name, False, f"{_quoted(solution)} is graded correct for {problem.id}")
             others += not solution.certain
             accepted += correct
     if others and 2 * accepted > others:
-        return Check(name, False, f"{accepted} of {others} answers of other problems are graded correct")
-    return Check(
+        return TaskCheck(name, False, f"{accepted} of {others} answers of other problems are graded correct")
+    return TaskCheck(
         name, True, f"{accepted} of {others} answers of other problems are right here too" if others else "all"
     )
 
@@ -181,17 +181,17 @@ def _quoted(solution: KnownSolution) -> str:
     return f"{solution.name}, {shortened(repr(solution.text))},"
 
 
-def _grades_repeat(found: CheckedProblems) -> Check:
+def _grades_repeat(found: CheckedProblems) -> TaskCheck:
     name, problem = "grades are the same each time", found.train[0]
     texts = [solution.text for solution in wrong_solutions(found.task, problem, found.train)]
     right = correct_solution(found.task, problem)
     for text in [*texts, *([] if right is None else [right.text])]:
         if found.task.grade(problem, text) != found.task.grade(problem, text):
-            return Check(name, False, f"two grades of {shortened(repr(text))} differ")
-    return Check(name, True, f"{counted(len(texts) + (right is not None), 'text')} graded twice")
+            return TaskCheck(name, False, f"two grades of {shortened(repr(text))} differ")
+    return TaskCheck(name, True, f"{counted(len(texts) + (right is not None), 'text')} graded twice")
 
 
-def _any_text(found: CheckedProblems) -> Check:
+def _any_text(found: CheckedProblems) -> TaskCheck:
     """Whether the grader raises no error. The other checks of grades need this."""
     texts = [(found.train[0], text) for text in HOSTILE]
     for problem in [*found.train[:NEAR], *found.sample]:
@@ -203,21 +203,21 @@ def _any_text(found: CheckedProblems) -> Check:
         try:
             found.task.grade(problem, text)
         except PvgError as error:
-            return Check(ANY_TEXT, False, f"{shortened(repr(text))}: {error.message}")
-    return Check(ANY_TEXT, True, counted(len(texts), "text"))
+            return TaskCheck(ANY_TEXT, False, f"{shortened(repr(text))}: {error.message}")
+    return TaskCheck(ANY_TEXT, True, counted(len(texts), "text"))
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
 
 
-def _prompt_checks(experiment: Experiment, found: CheckedProblems, gradable: bool) -> Iterator[Check]:
+def _prompt_checks(experiment: Experiment, found: CheckedProblems, gradable: bool) -> Iterator[TaskCheck]:
     prompts, problem = experiment.prompts, found.train[0]
     if not isinstance(prompts, WordedPrompts):
-        yield Check("prompts", None, f"prompts = {prompts.kind!r} says nothing in words")
+        yield TaskCheck("prompts", None, f"prompts = {prompts.kind!r} says nothing in words")
         return
     written = {role: worded(prompts, problem, role) for role in Role}
     differ = written[Role.HELPFUL].text() != written[Role.SNEAKY].text()
-    yield Check("the roles have different prompts", differ, "helpful and sneaky" if differ else "both are the same")
+    yield TaskCheck("the roles have different prompts", differ, "helpful and sneaky" if differ else "both are the same")
     tested = {each.question for each in found.test}
     examples = [question for question, _ in written[Role.HELPFUL].examples]
     leaked = [question for question in examples if question in tested]
@@ -226,20 +226,20 @@ def _prompt_checks(experiment: Experiment, found: CheckedProblems, gradable: boo
         yield _readable_examples(found, [answer for each in written.values() for _, answer in each.examples])
 
 
-def _readable_examples(found: CheckedProblems, answers: Sequence[str]) -> Check:
+def _readable_examples(found: CheckedProblems, answers: Sequence[str]) -> TaskCheck:
     name = "the grader reads the examples"
     if not answers:
-        return Check(name, None, "the prompts have no examples")
+        return TaskCheck(name, None, "the prompts have no examples")
     if isinstance(found.task, WritesSolutions):
-        return Check(name, None, "the form of a solution depends on its problem")
+        return TaskCheck(name, None, "the form of a solution depends on its problem")
     for answer in answers:
         grade = found.task.grade(found.train[0], answer)
         if not grade.well_formed:
-            return Check(name, False, f"no answer is found in {shortened(repr(answer))}: {grade.note}")
-    return Check(name, True, f"an answer is found in {counted(len(answers), 'example')}")
+            return TaskCheck(name, False, f"no answer is found in {shortened(repr(answer))}: {grade.note}")
+    return TaskCheck(name, True, f"an answer is found in {counted(len(answers), 'example')}")
 
 
-def _verifier_input(experiment: Experiment, found: CheckedProblems, models: PlayerModels | None) -> Check:
+def _verifier_input(experiment: Experiment, found: CheckedProblems, models: PlayerModels | None) -> TaskCheck:
     """Invariant 3 as a user can break it: by a role's instructions in a question, or in prompts.frame."""
     name, problem, text = "the verifier's input does not tell the role", found.train[0], ""
     size = "the question alone: the models' tokenizers are not here"
@@ -255,5 +255,5 @@ def _verifier_input(experiment: Experiment, found: CheckedProblems, models: Play
         said = [part for each in prompts for part in (each.instructions, *(answer for _, answer in each.examples))]
         told = [part for part in said if part and part in text]
     if told:
-        return Check(name, False, f"it contains {shortened(repr(told[0]))}")
-    return Check(name, True, size)
+        return TaskCheck(name, False, f"it contains {shortened(repr(told[0]))}")
+    return TaskCheck(name, True, size)

@@ -52,5 +52,7 @@ def allow_tf32(device: torch.device, precisions: Collection[str]) -> bool:
     the time. Returns whether they do. On a CPU, and with a precision of float32, products stay exact."""
     allowed = device.type == "cuda" and set(precisions) == {"bfloat16"}
     if device.type == "cuda":
-        torch.backends.cuda.matmul.fp32_precision = "tf32" if allowed else "ieee"
+        # The setting of all backends: after `torch.backends.cuda.matmul.fp32_precision = "tf32"` alone, torch refuses
+        # to tell the older settings, which other libraries read.
+        torch.set_float32_matmul_precision("high" if allowed else "highest")
     return allowed

@@ -6,7 +6,8 @@ merged here, and a head. Only the language model is the result, because the run 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,12 +37,8 @@ def open_saved_player(
     """
     saved = find_player(parse_run_id(section.source))
     tensors, _ = read_checkpoint(saved.run.weights, saved.weights)
-    try:
+    with naming_the_run(section.source, saved):
         base = open_base(saved.section.model_copy(update={"dtype": section.dtype}), device)
-    except PvgError as error:
-        raise type(error)(
-            f"{shown_source(section.source)} was trained from {saved.section.source!r}: {error.message}", error.remedy
-        ) from error
     try:
         with torch.no_grad():
             model = _prover(base, tensors) if saved.player == "prover" else _verifier(saved, base, tensors)
@@ -49,6 +46,17 @@ def open_saved_player(
         base.close()
         raise
     return LanguageModel(model.module, model.tokenizer, saved.name)
+
+
+@contextmanager
+def naming_the_run(source: str, saved: SavedPlayer) -> Iterator[None]:
+    """Adds to an error about the model that a run trained which source named the run."""
+    try:
+        yield
+    except PvgError as error:
+        raise type(error)(
+            f"{shown_source(source)} was trained from {saved.section.source!r}: {error.message}", error.remedy
+        ) from error
 
 
 def _prover(base: LanguageModel, tensors: Mapping[str, Tensor]) -> LanguageModel:

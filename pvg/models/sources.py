@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,15 @@ from pvg import hub
 from pvg.config.hub_ids import is_hub_id, parse
 from pvg.config.load import embedded_model, embedded_names
 from pvg.config.models import ModelSection
-from pvg.config.run_ids import is_run_id
+from pvg.config.run_ids import is_run_id, parse_run_id
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.inputs import expanded
 from pvg.installation import in_checkout, install_packages
 from pvg.models.language_model import LanguageModel, without_progress_bars
-from pvg.models.saved_players import open_saved_player
+from pvg.models.saved_players import naming_the_run, open_saved_player
 from pvg.models.tokenizer import Tokenizer
 from pvg.store.checkpoints import TENSORS_FILE
+from pvg.store.run_players import find_player
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Packages that transformers needs to read a GGUF file.
@@ -68,6 +69,10 @@ class WeightlessModel:
 def open_without_weights(section: ModelSection) -> WeightlessModel:
     """The tokenizer of a model and the length of its context. Raises what `open_source` raises for files that are
     missing or wrong, but reads no weights."""
+    if is_run_id(section.source):  # training changes neither the tokenizer nor the context
+        saved = find_player(parse_run_id(section.source))
+        with naming_the_run(section.source, saved):
+            return replace(open_without_weights(saved.section), name=saved.name)
     kind, separator, rest = section.source.partition(":")
     arguments: dict[str, str] = {}
     if is_hub_id(section.source):

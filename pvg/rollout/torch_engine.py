@@ -298,7 +298,8 @@ class TorchEngine(Engine):
             else:
                 self._events.event("gen", event="decoder", decoding="lean", batching=_name(self._continuous))
                 rows = DeviceRows if lean.device.type == "cuda" else LeanRows
-                return rows(lean, self._max_rows, continuous=self._continuous)
+                most = min(self._max_rows, self._max_in_flight)  # DeviceRows takes memory for all of them at once
+                return rows(lean, most, continuous=self._continuous)
         self._events.event("gen", event="decoder", decoding="module", batching=_name(False), reason=reason)
         return ModuleRows(model.module, model.device, routed_experts=self._routed_experts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import jsonschema
@@ -13,6 +14,10 @@ from run_samples import begin, played
 from shipped_schemas import GROUPS, document_name, validator
 
 from pvg.config.describe import json_schema as settings_schema
+from pvg.errors import EXIT_CHECK_FAILED, EXIT_ENVIRONMENT, EXIT_USAGE
+from pvg.store.shards import SCHEMAS as SCHEMAS_OF_SHARDS
+from pvg.store.state import STATE_SCHEMA
+from pvg_cli.boundary import EXIT_DEFECT, EXIT_STOPPED
 from pvg_cli.contracts import known_schemas
 from pvg_cli.documents import DOCUMENTS, PAGE, SCHEMAS, json_schema, with_table
 from pvg_cli.main import app
@@ -142,3 +147,19 @@ def test_a_process_prints_one_document_and_nothing_else() -> None:
     called: Called = pvg_process("config", "validate", "--json")
     assert called.document["valid"] is True
     assert called.err == ""
+
+
+def test_the_page_has_the_versions_and_exit_codes_of_the_code() -> None:
+    page = (ROOT / PAGE).read_text()
+    codes = {EXIT_CHECK_FAILED, EXIT_USAGE, EXIT_ENVIRONMENT, EXIT_DEFECT, EXIT_STOPPED}
+    listed = {int(line.split("|")[1]) for line in page.splitlines() if re.match(r"\| \d+ \|", line)}
+    assert listed == {0, *codes}
+    assert f"its field `schema`, now {STATE_SCHEMA}" in page
+    assert len(SCHEMAS_OF_SHARDS) == 8  # 1, and 1, 2 and 4 for three groups of further columns
+    assert min(SCHEMAS_OF_SHARDS, key=int) == b"1"
+
+
+def test_the_lines_of_a_run_have_the_fields_that_the_page_lists() -> None:
+    """Of a real run (tests/reporting/real_runs): every line of its event log."""
+    log = (ROOT / "tests/reporting/real_runs/crowd/events.log").read_text().splitlines()
+    assert all(re.match(r"\[[a-z]+\] t=[\d.]+ ([a-z_0-9.]+=(\"[^\"]*\"|\S+) ?)+$", line) for line in log)

@@ -55,6 +55,15 @@ def test_the_task_says_its_wording(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "modulo 10" in problem.metadata["wording"].instructions[Role.HELPFUL]
 
 
+@pytest.mark.parametrize("named", [["experiment.toml"], ["task.py:MyTask", "-s", "task.settings.path=data.jsonl"]])
+def test_the_task_passes_its_check(named: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pvg("init", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    called = pvg("task", "check", *named)
+    assert called.code == 0, called.out
+    assert ("modulo 10" in called.out) == (named != ["experiment.toml"])  # whose embedded model reads tags
+
+
 def test_the_scaffold_plays(tmp_path: Path) -> None:
     pvg("init", str(tmp_path))
     small = ("training.steps=2", "verifier.steps=2", "game.test.problems=4", "cluster=none")

@@ -118,6 +118,13 @@ def test_a_dry_run_shows_prompts_the_verifiers_input_and_grades() -> None:
     ]
 
 
+def test_a_dry_run_of_the_decoupled_game_shows_the_translators_prompts() -> None:
+    settings = ("game.protocol=decoupled", "game.reward=decoupled", "models.prover.source=embedded:modchain-dialogue")
+    overrides = [part for setting in settings for part in ("-s", setting)]
+    found = pvg("train", "--dry-run", "--json", *overrides).document["preview"]
+    assert found["prompts"]["sneaky"]["text"] == "S0+0+9+3+9?0+0=0;0+9=9;9+3=2;2+9=1;A1?"
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -174,8 +174,9 @@ def test_a_text_may_come_from_a_file_and_becomes_part_of_the_experiment(
     Path("sneaky.txt").write_text("Lie.\n")
     assert build_experiment(tomllib.loads(text)) == experiment
     assert load_experiment(Path("mine.toml")).hash() != experiment.hash()
-    other = load_experiment(Path("mine.toml"), ["prompts.sneaky=Cheat."])
-    assert other.prompts.sneaky == "Cheat."  # type: ignore[union-attr]
+    other = load_experiment(Path("mine.toml"), ["prompts.sneaky=Cheat.", "prompts.helpful.file=sneaky.txt"])
+    assert isinstance(other.prompts, ChatPrompts)
+    assert (other.prompts.sneaky, other.prompts.helpful) == ("Cheat.", "Lie.")
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from pvg.errors import ConfigurationError, PvgError, StateError, UsageError
 from pvg.export.finished import FinishedRound
 from pvg.export.folders import export_player
 from pvg.models import open_model
+from pvg.models.sources import open_without_weights
 from pvg.planning.shapes import read_shape
 from pvg.servers.models import model_folder
 from pvg.store.checkpoints import read_checkpoint, write_checkpoint
@@ -58,6 +59,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         models = {f"models.{player}.source": str(made / "llama") for player in ("prover", "verifier")}
         pvg.play("small.toml", {**SMALL, **LORA, **models}, name="lora")
         yield made
+
+
+def test_a_player_has_a_tokenizer_without_its_weights(folder: Path) -> None:
+    """As `pvg train --dry-run` opens it."""
+    section = ModelSection(source="run:base/round-1/prover")
+    found = open_without_weights(section)
+    with open_model(section, CPU) as model:
+        assert found.tokenizer.fingerprint == model.tokenizer.fingerprint
+        assert (found.name, found.max_length) == (model.name, model.max_length)
+    with pytest.raises(UsageError, match="no run"):
+        open_without_weights(ModelSection(source="run:nowhere"))
 
 
 def command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:

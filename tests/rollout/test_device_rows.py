@@ -274,3 +274,19 @@ def test_a_refused_graph_is_an_event_and_decoding_continues(monkeypatch: pytest.
         assert_same(asyncio.run(play()), expected)
     refused = [event for event in events if event.get("event") == "graphs.refused"]
     assert refused == [{"tag": "gen", "event": "graphs.refused", "reason": "operation not permitted"}]  # once
+
+
+def test_the_cache_has_no_rows_that_can_never_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_engine, "LeanRows", DeviceRows)
+
+    async def play() -> int:
+        with ThreadPoolExecutor(1) as executor:
+            engine = TorchEngine(tiny_model(), max_rows=64, max_in_flight=10, executor=executor)
+            await asyncio.gather(*map(engine.generate, varied(10)))
+            rows = engine._rows
+            await engine.close()
+            assert isinstance(rows, DeviceRows)
+            assert rows._cache is not None
+            return rows._cache.rows
+
+    assert asyncio.run(play()) == 10

@@ -9,6 +9,8 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -384,6 +386,35 @@ def test_a_killed_rank_is_replaced_and_the_steps_since_the_commit_are_repeated(m
 
     chosen, batches = experiment(model_folder), [batch(seed) for seed in range(3)]
     with_ranks(work)
+
+
+AUDITED = """
+import sys
+def seen(event, arguments):
+    if event == "pickle.find_class":
+        with open({log!r}, "a") as file:
+            file.write(f"{{arguments}}\\n")
+sys.addaudithook(seen)
+"""
+
+
+@pytest.mark.drill
+def test_nothing_is_unpickled_in_ranks(model_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torch.distributed has calls that exchange pickles. Ranks accept connections that prove nothing."""
+    log = tmp_path / "seen"
+    (tmp_path / "sitecustomize.py").write_text(AUDITED.format(log=str(log)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    async def work(group: RankGroup) -> None:
+        async with training(group, experiment(model_folder), 2, [batch(0)]) as found:
+            await found.play(1)
+            await found.commit()
+
+    with_ranks(work)
+    assert not log.exists()
+    unpickles = "import pickle, pathlib; pickle.loads(pickle.dumps(pathlib.Path()))"
+    subprocess.run([sys.executable, "-c", unpickles], check=True)
+    assert "Path" in log.read_text()  # the hook is there
 
 
 class DyingGroup:

@@ -67,9 +67,9 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 DOCUMENTS: dict[str, tuple[str, type[BaseModel]]] = {
     "error": ("any command", ErrorDocument),
     "train": ("pvg train", TrainDocument),
-    "task-check": ("pvg task check FILE.py:CLASS", TaskCheckDocument),
     "train-dry-run": ("pvg train --dry-run", DryRunDocument),
     "rollout": ("pvg rollout", RolloutDocument),
+    "task-check": ("pvg task check NAME", TaskCheckDocument),
     "runs-list": ("pvg runs list", RunsListDocument),
     "runs-show": ("pvg runs show RUN", RunsShowDocument),
     "runs-tag": ("pvg runs tag RUN", RunsTagDocument),

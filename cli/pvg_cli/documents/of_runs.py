@@ -65,14 +65,14 @@ class BatchNumbers(DocumentPart):
 
 
 class PlayerInput(DocumentPart):
-    """What a player reads. `tokens`: null without a tokenizer."""
+    """What a player reads, special tokens included. `tokens`: their number, null without a tokenizer."""
 
     text: str
     tokens: int | None
 
 
-class GradedExample(DocumentPart):
-    """A known solution, and how the task grades it."""
+class KnownGrade(DocumentPart):
+    """How the task grades a known solution. `solution`: what it is."""
 
     solution: str
     text: str
@@ -83,40 +83,18 @@ class GradedExample(DocumentPart):
     note: str
 
 
-class PreviewedPrompts(DocumentPart):
-    """One training problem as the players read it. `prompts`: by role. `graded`: known solutions."""
+class TaskPreview(DocumentPart):
+    """A training problem as the players read it. `prompts`: by role, empty for self-play."""
 
     problem: str
     question: str
-    prompts: dict[Literal["helpful", "sneaky"], PlayerInput]
+    prompts: dict[str, PlayerInput]
     verifier_input: PlayerInput | None
-    graded: list[GradedExample]
+    graded: list[KnownGrade]
 
 
-class PlannedWarmup(DocumentPart):
-    """The demonstrations of the warm start. `epochs`: how often each is learnt from, about."""
-
-    demonstrations: int
-    held_out: int
-    epochs: float
-
-
-class DryRunDocument(JsonDocument):
-    """What a run would be. `hash`: of the settings that affect the result. `downloads`: by setting. `prompts`: null if
-    a model is not downloaded yet. `warmup`: null without one."""
-
-    experiment: Settings
-    arithmetic: BatchNumbers
-    hash: str
-    run: str
-    resume: bool
-    downloads: dict[str, PendingDownload]
-    prompts: PreviewedPrompts | None
-    warmup: PlannedWarmup | None
-
-
-class TaskCheck(DocumentPart):
-    """`passed`: null if the check could not be made; `detail` says why."""
+class TaskCheckResult(DocumentPart):
+    """`passed`: null if the check could not be made, and `detail` says why."""
 
     check: str
     passed: bool | None
@@ -124,13 +102,35 @@ class TaskCheck(DocumentPart):
 
 
 class TaskCheckDocument(JsonDocument):
-    """The checks of a task. If `passed` is false, the exit code is 1. `notice`: why prompts have no chat template."""
+    """Checks of a task, its prompts and its grader. `notice`: why there is no tokenizer, or ""."""
 
     task: str
     passed: bool
-    checks: list[TaskCheck]
-    preview: PreviewedPrompts | None
+    checks: list[TaskCheckResult]
+    preview: TaskPreview | None
     notice: str
+
+
+class WarmStartNumbers(DocumentPart):
+    """The demonstrations of a warm start, and how often training sees each."""
+
+    demonstrations: int
+    held_out: int
+    epochs: float
+
+
+class DryRunDocument(JsonDocument):
+    """What a run would be. `hash`: of the settings that affect the result. `downloads`: by setting. `preview`: null
+    before the downloads. `warmup`: only with a warm start."""
+
+    experiment: Settings
+    arithmetic: BatchNumbers
+    hash: str
+    run: str
+    resume: bool
+    downloads: dict[str, PendingDownload]
+    preview: TaskPreview | None
+    warmup: WarmStartNumbers | None = None
 
 
 class RolloutDocument(JsonDocument):
