@@ -154,8 +154,11 @@ def test_a_newcomer_trains_and_opens_a_verifier(tmp_path: Path) -> None:
         else:
             printed[words[0]] = called([*ENTRY, *words], tmp_path)
 
-    assert list(printed) == ["config", "train", "plan", "rollout", "evaluate", "report", "export", "score"]
-    # The prompts belong to --dry-run, and their checks belong here.
+    assert list(printed) == ["config", "task", "train", "plan", "rollout", "evaluate", "report", "export", "score"]
+    assert "reference answers are correct" in printed["task"]
+    assert "FAILED" not in printed["task"]
+    assert "Prompt of the sneaky role" in printed["train"]
+    assert "Input of the verifier" in printed["train"]
     assert 'kind = "data"' in printed["train"]
     assert "correct" in printed["rollout"]
     assert (tmp_path / "runs" / "mine" / "report.html").stat().st_size > 10_000
