@@ -175,6 +175,8 @@ def test_a_newcomer_trains_and_opens_a_verifier(tmp_path: Path) -> None:
         assert re.search(r"Prompt of the helpful role .*\n  \| H\d\+", printed[command])
         assert re.search(r"Prompt of the sneaky role .*\n  \| S\d\+", printed[command])
         assert re.search(r"the reference answer +'#### \d' +correct", printed[command])
+    assert "FAILED" not in printed["task"]
+    assert "Input of the verifier" in printed["train"]
     assert "correct" in printed["rollout"]
     assert (tmp_path / "runs" / "mine" / "report.html").stat().st_size > 10_000
 
