@@ -19,7 +19,7 @@ SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class GpuCheck:
     """`value` must be at most `limit`."""
 
     name: str
@@ -32,7 +32,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
+class GpuFigure:
     name: str
     value: float
     unit: str
@@ -43,17 +43,17 @@ class Results:
     """Of one part. `notes`: what was left out, and why."""
 
     part: str
-    checks: list[Check] = field(default_factory=list)
-    figures: list[Measurement] = field(default_factory=list)
+    checks: list[GpuCheck] = field(default_factory=list)
+    figures: list[GpuFigure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     _began: float = field(default_factory=time.perf_counter)
 
     def check(self, name: str, value: float, limit: float) -> None:
-        self.checks.append(Check(name, value, limit))
+        self.checks.append(GpuCheck(name, value, limit))
         print(f"{'ok  ' if self.checks[-1].passed else 'FAIL'} {name}: {value:.3g} (at most {limit:g})", flush=True)
 
     def figure(self, name: str, value: float, unit: str) -> None:
-        self.figures.append(Measurement(name, value, unit))
+        self.figures.append(GpuFigure(name, value, unit))
         print(f"     {name}: {value:.4g} {unit}", flush=True)
 
     def note(self, text: str) -> None:

@@ -39,8 +39,9 @@ def init(
     for path in written:
         typer.echo(f"wrote {path}")
     typer.echo("\nNext:")
+    width = max(map(len, steps))
     for command, meaning in steps.items():
-        typer.echo(f"  {command:<40} {meaning}")
+        typer.echo(f"  {command:<{width}}   {meaning}")
 
 
 def write_scaffold(folder: Path) -> list[Path]:

@@ -23,12 +23,13 @@ import pyarrow as pa
 import pytest
 import torch
 from calling import ENTRY
+from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).parent.parent.parent
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 PATIENCE_S = 300.0
-# The embedded model reads one character per token and has no words. Its chat template therefore renders the role as one
-# character and drops the instructions and the example.
+# The embedded model has learned no words. Its chat template therefore renders the role as one character, and drops the
+# instructions and the example.
 TEMPLATE = (
     "{% if messages[0].role == 'system' %}{{ 'S' if 'wrong' in messages[0].content else 'H' }}"
     "{{ messages[-1].content }}"
@@ -53,9 +54,23 @@ def blocks(language: str) -> list[str]:
 
 
 def write_model(folder: Path) -> None:
+    """The embedded prover with a chat template, and with tokens for all printable characters. The model treats the new
+    ones as padding, so it hardly ever samples them."""
     shutil.copytree(ROOT / "pvg" / "models" / "embedded" / "modchain-prover", folder)
-    settings = folder / "tokenizer_config.json"
+    tokenizer, settings, config, weights = (
+        folder / name for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "model.safetensors")
+    )
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": TEMPLATE}))
+    rules = json.loads(tokenizer.read_text())
+    vocabulary = rules["model"]["vocab"]
+    for character in sorted({"\n", *map(chr, range(32, 127))} - vocabulary.keys()):
+        vocabulary[character] = len(vocabulary)
+    tokenizer.write_text(json.dumps(rules))
+    config.write_text(json.dumps({**json.loads(config.read_text()), "vocab_size": len(vocabulary)}))
+    tensors = load_file(weights)
+    known_VD = tensors["model.embed_tokens.weight"]
+    padding = known_VD[:1].expand(len(vocabulary) - len(known_VD), -1)
+    save_file({**tensors, "model.embed_tokens.weight": torch.cat([known_VD, padding])}, weights, {"format": "pt"})
 
 
 def write_data(file: Path) -> None:
@@ -131,7 +146,7 @@ def without_pvg(program: str, folder: Path) -> str:
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_newcomer_trains_and_opens_a_verifier(tmp_path: Path) -> None:
     write_model(tmp_path / "my-model")
     write_data(tmp_path / "problems.jsonl")
@@ -154,9 +169,14 @@ def test_a_newcomer_trains_and_opens_a_verifier(tmp_path: Path) -> None:
         else:
             printed[words[0]] = called([*ENTRY, *words], tmp_path)
 
-    assert list(printed) == ["config", "train", "plan", "rollout", "evaluate", "report", "export", "score"]
-    # The prompts belong to --dry-run, and their checks belong here.
-    assert 'kind = "data"' in printed["train"]
+    looked = ["config", "task", "train", "plan", "rollout"]
+    assert list(printed) == [*looked, "evaluate", "report", "export", "score"]
+    for command in ("task", "train"):  # the prompts of both roles, and what known answers are graded
+        assert re.search(r"Prompt of the helpful role .*\n  \| H\d\+", printed[command])
+        assert re.search(r"Prompt of the sneaky role .*\n  \| S\d\+", printed[command])
+        assert re.search(r"the reference answer +'#### \d' +correct", printed[command])
+    assert "FAILED" not in printed["task"]
+    assert "Input of the verifier" in printed["train"]
     assert "correct" in printed["rollout"]
     assert (tmp_path / "runs" / "mine" / "report.html").stat().st_size > 10_000
 

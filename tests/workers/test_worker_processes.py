@@ -174,8 +174,12 @@ def assert_same_step(two: dict, here: dict) -> None:
     for name, value in here["metrics"].items():
         if name not in ("micro_batches", "padding"):
             assert two["metrics"][name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+    # The first step of AdamW moves a weight by the learning rate (1e-3), whatever the size of its gradient. Rounding
+    # changes the step of a weight whose gradient is nearly 0, so single weights may differ, but not many.
     for name, weight in here["weights"].items():
-        torch.testing.assert_close(two["weights"][name], weight, atol=2e-5, rtol=0)
+        gap = (two["weights"][name] - weight).abs()
+        assert gap.max() < 2e-4, name
+        assert gap.square().mean().sqrt() < 1e-5, name
     assert two["stats"].tokens == here["stats"].tokens
 
 
