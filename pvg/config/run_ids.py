@@ -72,10 +72,11 @@ def with_player(source: str, player: Player) -> str:
 
 
 def without_folder(source: str) -> str:
-    """The source; one with a digest loses the place of its run, because the digest says which weights it means."""
+    """The source; one with a digest loses the place of its run, because the digest says which weights it means. A
+    second call changes nothing."""
     if not is_run_id(source) or (found := parse_run_id(source)).digest is None:
         return source
-    return str(replace(found, folder=""))
+    return str(replace(found, folder="."))
 
 
 def shown_source(source: str) -> str:

@@ -22,6 +22,7 @@ import numpy as np
 
 from pvg.config.experiment import Experiment
 from pvg.config.game import PlainReward
+from pvg.config.run_ids import without_folder
 from pvg.errors import UsageError
 from pvg.evaluation.intervals import Estimate, Float64, percentile, ratio
 from pvg.evaluation.opened_run import (
@@ -38,6 +39,7 @@ from pvg.evaluation.progress import PlannedPart
 from pvg.evaluation.samples import SampleSet, digest_of, missing, sampled
 from pvg.evaluation.training import PolicyTraining, policy_name, probe_steps, train, training_session
 from pvg.game.prover_phase import WeightsReader, read_policy
+from pvg.game.warm_start import warmed
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout, source_of_round
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.observer import PhaseInfo
@@ -368,7 +370,17 @@ def check_comparable(study: EvaluationContext, run: RunDirectory) -> OpenedRun:
     reading = OpenedRun.open(run)
     if not reading.rounds:
         raise UsageError(f"The baseline {run.name!r} has no finished round.", "Continue it, or leave --baseline out.")
+    if _base_prover(theirs, reading) != _base_prover(mine, study.ledger):
+        raise UsageError(
+            f"{run.name!r} is not a baseline for this run: their warm starts (warmup) end with different provers.",
+            "Use a run with the same base prover, or leave --baseline out to train one.",
+        )
     return reading
+
+
+def _base_prover(experiment: Experiment, reading: OpenedRun) -> str:
+    """The source of the prover from which a run's rounds start. With a warm start it has the digest of the weights."""
+    return without_folder(warmed(experiment, reading.directory, reading.state).models.prover.source)
 
 
 def _value(experiment: Any, key: str) -> Any:

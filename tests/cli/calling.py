@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from shipped_schemas import check_document
+from cli.shipped_schemas import check_document
 from typer.testing import CliRunner
 
 from pvg_cli.main import app

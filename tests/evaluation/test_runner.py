@@ -263,7 +263,7 @@ def test_notes_say_what_a_reader_must_know() -> None:
             changed(
                 evaluated_experiment(),
                 game=game,
-                prompts="plain",
+                prompts={"kind": "plain"},
                 verifier={"loss": "bradley_terry", "ensemble": "mean"},
             )
         )

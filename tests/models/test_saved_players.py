@@ -23,6 +23,8 @@ from pvg.config.run_ids import RunId, parse_run_id, shown_source
 from pvg.errors import ConfigurationError, PvgError, StateError, UsageError
 from pvg.export.finished import FinishedRound
 from pvg.export.folders import export_player
+from pvg.game.ledger import check_same_configuration
+from pvg.game.states import GameState
 from pvg.models import open_model
 from pvg.models.sources import open_without_weights
 from pvg.planning.shapes import read_shape
@@ -255,6 +257,17 @@ def test_a_resumed_run_keeps_the_weights_of_its_start(folder: Path) -> None:
     start = pinned_players(with_models("run:growing/round-0"))
     resumed = pinned_players_as(with_models("run:growing"), start)
     assert resumed.models.prover.source == start.models.prover.source
+
+
+@pytest.mark.parametrize("player", ["prover", "verifier"])
+def test_a_run_resumes_with_the_settings_that_its_commits_hold(folder: Path, player: str) -> None:
+    """A commit holds the sources without the place of their runs."""
+    wanted = f"run:base/round-0/{player}"
+    experiment = pinned_players(Experiment(models=Models(prover=ModelSection(source=wanted))))
+    check_same_configuration(GameState("", experiment.hashed(), ""), experiment)
+    other = pinned_players(Experiment(models=Models(prover=ModelSection(source=f"run:base/round-1/{player}"))))
+    with pytest.raises(StateError, match=r"models\.prover\.source"):
+        check_same_configuration(GameState("", experiment.hashed(), ""), other)
 
 
 def test_a_missing_base_of_the_other_run_is_named(folder: Path) -> None:
