@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from pvg.config.experiment import Experiment
+from pvg.config.rules import TWO_ROLE_REWARDS
 from pvg.errors import ConfigurationError
 from pvg.game.roles import PromptBuilder
-from pvg.records import Half, Problem, Role
+from pvg.records import Half, Int32, Problem, Role
 from pvg.rollout.episodes import completion_room
 from pvg.verifier.template import VerifierTemplate
 
@@ -24,8 +25,8 @@ def check_prompts_fit(
     test: Sequence[Problem],
     max_length: int,
 ) -> None:
-    """Raises ConfigurationError if a half or the test split has no problems, or if the longest prompt does not fit into
-    a token budget or the prover's context of `max_length` tokens.
+    """Raises ConfigurationError if a half or the test split has no problems, if both roles get one prompt for opposite
+    rewards, or if the longest prompt does not fit into a token budget or the prover's context of `max_length` tokens.
 
     Finds the longest question by characters and tokenizes only this one.
     """
@@ -36,7 +37,10 @@ def check_prompts_fit(
                 f"The task has no training problems for the {half}.", "Raise task.problems or task.limit."
             )
         problem = max(problems, key=lambda p: len(p.question))
-        longest = max(longest, *(len(prompts.render(problem, role)) for role in Role))
+        rendered = [prompts.render(problem, role) for role in Role]
+        if experiment.game.reward.kind in TWO_ROLE_REWARDS and prompts.translate is None:
+            _check_roles_differ(rendered)
+        longest = max(longest, *map(len, rendered))
         if (translate := prompts.translate) is not None:  # assumes a solution of maximal length
             empty = max(len(translate(problem, role, "")) for role in Role)
             longest = max(longest, empty + experiment.rollout.max_tokens)
@@ -66,6 +70,16 @@ def check_verifier_input_fits(
     problem = max(problems, key=lambda p: len(p.question))
     ids, _ = template.tokens(problem.question, "", np.zeros(0, dtype=np.int32), None)
     _check_context(max_length, len(ids) + completion_room(experiment), "models.verifier")
+
+
+def _check_roles_differ(rendered: Sequence[Int32]) -> None:
+    """pvg.config.rules sees the texts of the experiment, and not those of the task."""
+    helpful_P, sneaky_P = rendered
+    if np.array_equal(helpful_P, sneaky_P):
+        raise ConfigurationError(
+            "Both roles get the same prompt, but the reward pays them for opposite things.",
+            "Change prompts.helpful or prompts.sneaky, or add prompts.examples.",
+        )
 
 
 def _check_context(max_length: int, need: int, key: str) -> None:

@@ -22,6 +22,7 @@ from pvg.config.load import build_experiment, load_experiment
 from pvg.config.prompts import ChatPrompts, PlainPrompts, PromptExample, TagPrompts, TextPrompts, framed
 from pvg.errors import ConfigurationError, StateError
 from pvg.game.ledger import check_same_configuration
+from pvg.game.prompt_checks import check_prompts_fit
 from pvg.game.roles import PromptBuilder, prompt_renderer, translation_renderer
 from pvg.game.run import refuse_other_prompts
 from pvg.game.states import GameState
@@ -223,6 +224,15 @@ def test_a_wrong_text_is_named(value: Any, message: str, tmp_path: Path, monkeyp
 def test_what_has_no_effect_or_cannot_work_is_refused(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         built(**sections)
+
+
+def test_one_prompt_for_both_roles_is_refused_where_only_the_task_could_have_told_them_apart() -> None:
+    """The rules of an experiment do not know whether its task has an example, which would differ by role."""
+    experiment = built(prompts=chat(helpful="Do.", sneaky="Do."))
+    problems = [Problem("p", "1 + 1?", "2")]
+    prompts = PromptBuilder(prompt_renderer(experiment.prompts, ENGLISH))
+    with pytest.raises(ConfigurationError, match="Both roles get the same prompt"):
+        check_prompts_fit(experiment, prompts, {"prover": problems}, problems, 10_000)
 
 
 def test_the_old_name_still_works(tmp_path: Path) -> None:
