@@ -130,11 +130,15 @@ def checks(runs: Sequence[list[dict[str, Any]]]) -> str:
     improved = count([above(rounds[-1]["helpful_accuracy"], rounds[0]["base_helpful_accuracy"]) for rounds in runs])
     exploited = count([above(row["fooled_rate"], row["fooled_rate_base"]) for row in everything])
     repaired = count([above(before["fooled_rate"], after["fooled_rate_previous"]) for before, after in pairs])
+    held = count([not above(rounds[0]["verifier_auc"], rounds[-1]["verifier_auc"]) for rounds in runs])
+    fooled = count([above(0.2, row["fooled_rate"]) for row in everything])
     return "\n".join(
         [
             f"- Helpful accuracy after the last round is above the base prover's: {improved} seeds.",
             f"- The verifier accepts more flaws of its round's prover than of the base prover: {exploited} rounds.",
             f"- The next round's verifier accepts fewer of these flaws: {repaired} pairs.",
+            f"- The verifier's AUC on fresh samples is no lower in the last round than in the first: {held} seeds.",
+            f"- The verifier accepts less than a fifth of its prover's flaws: {fooled} rounds.",
         ]
     )
 

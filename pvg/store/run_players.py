@@ -142,7 +142,7 @@ def _stage(run_id: RunId, run: RunDirectory, rounds: int, weights: Collection[st
     if rounds == 0:
         raise UsageError(
             f"{run_id}: the run {run.name!r} has no finished round.",
-            f"Play one: pvg train --resume {run.path if run_id.folder != run.name else run.name}",
+            f"If it is a game, resume it: pvg train --resume {run.path if run_id.folder != run.name else run.name}",
         )
     last = f"0 to {rounds - 1}" if rounds > 1 else "0"
     raise UsageError(

@@ -227,7 +227,7 @@ def test_the_path_of_a_run_means_its_player_when_a_run_starts(folder: Path) -> N
 
 def test_an_unfinished_run_is_refused(folder: Path) -> None:
     pvg.store.run_directory.RunDirectory.create(Path("runs"), "begun", small_experiment())
-    with pytest.raises(UsageError, match=r"'begun' has no finished round\. Play one: pvg train --resume begun"):
+    with pytest.raises(UsageError, match=r"'begun' has no finished round\. If it is a game, resume it: "):
         open_model(ModelSection(source="run:begun"), CPU)
 
 
