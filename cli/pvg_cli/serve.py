@@ -106,6 +106,7 @@ def serve(
         return
     if port == 0:
         raise UsageError("--port 0 needs --player.", "Give the port of the vLLM server.")
+    from pvg.config.load import find_experiment
     from pvg.hub import fetch_all, pinned
     from pvg.servers.command import find_interpreter, server_spec
     from pvg.servers.models import kind_for, model_folder
@@ -117,6 +118,13 @@ def serve(
 
     role: Literal["prover", "verifier"] = "prover" if purpose == "prover" else "verifier"
     key = f"models.{role}.source"
+    try:
+        find_experiment(name)
+    except UsageError:
+        if not (runs / name).is_dir():
+            raise
+        command = f"pvg serve {shlex.quote(name)} --player verifier"
+        raise UsageError(f"There is no experiment {name!r}, but a run.", f"To serve its verifier: {command}") from None
     experiment = pinned_players(pinned(resolve(name, overrides or []), say, (key,)), (role,))
     kind_for(experiment, purpose)
     check_port(host, port)

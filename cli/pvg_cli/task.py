@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from pvg.config.experiment import Experiment
+    from pvg.game.demonstrations import Demonstrations
     from pvg.game.preview import GradedSolution, PlayerModels, PromptPreview
     from pvg.game.task_check import TaskCheck
     from pvg.tasks.task import Task
@@ -122,14 +123,22 @@ def players_here(experiment: Experiment, own: bool = False) -> tuple[PlayerModel
         return None, f"{error.message} So the prompts are shown without a chat template."
 
 
-def prompts_of(experiment: Experiment) -> PromptPreview:
-    """The preview of `pvg train --dry-run`. Raises what `pvg train` would raise."""
+def prompts_of(experiment: Experiment, demonstrations: Demonstrations | None = None) -> PromptPreview:
+    """The preview of `pvg train --dry-run`. Raises what `pvg train` would raise, also for `demonstrations`."""
+    from pvg.game.demonstrations import tokens_of
     from pvg.game.preview import open_models, preview
+    from pvg.game.roles import prompt_builder
 
     announce_loading()
     with ExitStack() as opened:
         task = _opened(experiment, opened)
-        return preview(experiment, task, open_models(experiment))
+        models = open_models(experiment)
+        found = preview(experiment, task, models)
+        if demonstrations is not None:
+            rows = [*demonstrations.train, *demonstrations.held_out]
+            prompts = prompt_builder(experiment, models.prover.tokenizer)
+            tokens_of(rows, task, prompts, models.prover, experiment.rollout.max_tokens)
+        return found
 
 
 def _opened(experiment: Experiment, opened: ExitStack) -> Task:

@@ -31,6 +31,8 @@ from pvg_cli.boundary import (
 if TYPE_CHECKING:
     import asyncio
 
+    from pvg.config.experiment import Experiment
+    from pvg.game.demonstrations import Demonstrations
     from pvg.game.run import GameOutcome
     from pvg_cli.run_display import RunWatcher
     from pvg_cli.runs import RunPlan
@@ -106,9 +108,9 @@ def train(
         plan = plan_new(resolve(name, settings, cluster), run_name)
     for warning in [*plan.experiment.warnings(), *bfloat16_warnings(plan.experiment)]:
         say(f"warning: {warning}.")
-    warmup = None if plan.resume else _demonstrations(plan)
+    demonstrations = None if plan.resume else _demonstrations(plan)
     if dry_run:
-        _show_plan(plan, warmup, as_json)
+        _show_plan(plan, demonstrations, as_json)
         return
     if plan.notice:
         say(plan.notice)
@@ -117,20 +119,26 @@ def train(
     _print_result(_play(plan, as_json), plan, as_json)
 
 
-def _demonstrations(plan: RunPlan) -> dict[str, Any] | None:
-    """The number of demonstrations of the warm start; None without one. Raises what is wrong with its file."""
+def _demonstrations(plan: RunPlan) -> Demonstrations | None:
+    """The demonstrations of the warm start; None without one. Raises what is wrong with its file."""
     from pvg.config.warmup import DemonstrationWarmup
     from pvg.game.demonstrations import read_demonstrations
 
     section = plan.experiment.warmup
-    if not isinstance(section, DemonstrationWarmup):
-        return None
-    found = read_demonstrations(section)
+    return read_demonstrations(section) if isinstance(section, DemonstrationWarmup) else None
+
+
+def _warmup(experiment: Experiment, found: Demonstrations) -> dict[str, Any]:
+    """The numbers of demonstrations, and how often each is trained on."""
+    from pvg.config.warmup import DemonstrationWarmup
+
+    section = experiment.warmup
+    assert isinstance(section, DemonstrationWarmup)
     epochs = section.steps * section.batch / len(found.train)
     return {"demonstrations": len(found.train), "held_out": len(found.held_out), "epochs": round(epochs, 2)}
 
 
-def _show_plan(plan: RunPlan, warmup: dict[str, Any] | None, as_json: bool) -> None:
+def _show_plan(plan: RunPlan, demonstrations: Demonstrations | None, as_json: bool) -> None:
     from dataclasses import asdict
 
     from pvg.hub import KEYS, download_of, hub_ids
@@ -140,7 +148,8 @@ def _show_plan(plan: RunPlan, warmup: dict[str, Any] | None, as_json: bool) -> N
     experiment = plan.experiment
     downloads = {key: download_of(source, KEYS[key]) for key, source in hub_ids(experiment)}
     lacking = [key for key, download in downloads.items() if download.missing]
-    found = None if lacking else prompts_of(experiment)
+    found = None if lacking else prompts_of(experiment, demonstrations)
+    warmup = None if demonstrations is None else _warmup(experiment, demonstrations)
     if as_json:
         emit(
             {
@@ -167,7 +176,7 @@ def _show_plan(plan: RunPlan, warmup: dict[str, Any] | None, as_json: bool) -> N
         print_preview(found, console)
     if warmup is not None:
         console.print(
-            f"warmup: {warmup['demonstrations']} demonstrations, each about {warmup['epochs']:g} times; "
+            f"warmup: {warmup['demonstrations']} demonstrations, each about {warmup['epochs']:.3g} times; "
             f"{warmup['held_out']} held out"
         )
     console.print(

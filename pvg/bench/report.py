@@ -265,7 +265,7 @@ def read_report(path: Path) -> BenchReport:
     except OSError as error:
         raise UsageError(f"Cannot read the report {path}: {error.strerror}.") from None
     except orjson.JSONDecodeError as error:
-        raise UsageError(f"{path} is not JSON: {error}.", "Give a report that `pvg bench` wrote.") from None
+        raise UsageError(f"{path} is not JSON: {error}.", "Give the report of `pvg bench`, or a run's name.") from None
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version != SCHEMA_VERSION:
         found = "not a benchmark report" if version is None else f"a report of schema version {version}"

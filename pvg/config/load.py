@@ -51,6 +51,9 @@ def find_named(kind: str, name: str, places: Sequence[Path]) -> Path:
     for place in places:
         if (place / f"{name}.toml").is_file():
             return place / f"{name}.toml"
+    file = candidate.with_name(f"{candidate.name}.toml") if candidate.name else candidate
+    if file.is_file():
+        raise UsageError(f"There is no {kind} {name!r}, but a file {file}.", f"Name the file: {file}")
     known = sorted({path.stem for place in places for path in place.glob("*.toml")})
     raise UsageError(
         f"There is no {kind} {name!r}.{did_you_mean(name, known)}", f"Known: {', '.join(known) or 'none'}."

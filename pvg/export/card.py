@@ -159,7 +159,8 @@ def _verdicts(facts: dict[str, Any]) -> str:
     if fit is None:
         text += "There is no calibration: `pvg evaluate` was not run before the export."
     else:
-        text += f"P(correct) = 1 / (1 + exp(-({fit['slope']:.6g} score + {fit['offset']:.6g})))."
+        sign = "-" if fit["offset"] < 0 else "+"
+        text += f"P(correct) = 1 / (1 + exp(-({fit['slope']:.6g} * score {sign} {abs(fit['offset']):.6g})))."
     if facts["conceals_text"]:
         text += (
             " The task hides a part of each solution from the verifier. Pass only the visible part, or score with "

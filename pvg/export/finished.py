@@ -57,7 +57,8 @@ class FinishedRound:
         number = len(rounds) + round_ if round_ < 0 else round_
         if not 0 <= number < len(rounds):
             raise UsageError(
-                f"Round {round_} of the run {run.name!r} is not finished.", f"Finished rounds: {len(rounds)}."
+                f"Round {round_} of the run {run.name!r} is not finished.",
+                f"Finished rounds, counted from 0: {', '.join(map(str, range(len(rounds)))) or 'none'}.",
             )
         return cls(run, run.experiment(), number, tuple(state.get("weights", ())), dict(rounds[number]))
 

@@ -275,7 +275,8 @@ def _write_classifier(model: LanguageModel, weight_D: torch.Tensor, folder: Path
     from transformers import AutoModelForSequenceClassification
 
     module = model.module
-    config = type(module.config).from_dict({**module.config.to_dict(), "num_labels": 1})
+    labels: dict[str, Any] = {"id2label": {0: "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    config = type(module.config).from_dict({**module.config.to_dict(), **labels})
     config.pad_token_id = _padding(model)
     try:
         classifier = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)

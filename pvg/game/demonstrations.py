@@ -11,14 +11,23 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from pvg.config.warmup import DemonstrationWarmup
-from pvg.errors import ConfigurationError, MissingRequirementError, shortened, user_paths
+from pvg.errors import ConfigurationError, MissingRequirementError, UsageError, shortened, user_paths
 from pvg.inputs import check_regular, expanded
-from pvg.records import Problem, Role
+from pvg.records import Int32, Problem, Role
 from pvg.store.pairs import is_held_out
 from pvg.tasks.rows import rows_of
 from pvg.tasks.task import Task
+
+if TYPE_CHECKING:
+    from pvg.game.roles import PromptBuilder
+    from pvg.models.language_model import LanguageModel
+    from pvg.models.sources import WeightlessModel
+    from pvg.models.tokenizer import Tokenizer
 
 ROLE = "role"  # the column with a role, if there is one
 HELD_OUT = 0.1  # share of the questions whose solutions are not trained on
@@ -113,3 +122,38 @@ def problems_of(demonstrations: Sequence[Demonstration], task: Task) -> list[Pro
             )
         found.append(known.get(row.question) or replace(pattern, id=f"warmup-{number}", question=row.question))
     return found
+
+
+def tokens_of(
+    rows: Sequence[Demonstration],
+    task: Task,
+    prompts: PromptBuilder,
+    model: LanguageModel | WeightlessModel,
+    max_tokens: int,
+) -> tuple[list[Int32], list[Int32]]:
+    """The prompt of each row in the game, and its solution, which ends with the end token.
+
+    Raises ConfigurationError with the line of a solution that the prover cannot write.
+    """
+    rendered = [prompts.render(problem, row.role) for problem, row in zip(problems_of(rows, task), rows, strict=True)]
+    solutions = [_solution(row, model.tokenizer, max_tokens) for row in rows]
+    longest = max((len(start) + len(end) for start, end in zip(rendered, solutions, strict=True)), default=0)
+    if longest > model.max_length:
+        raise ConfigurationError(
+            f"A prompt and its solution have {longest} tokens, but models.prover takes at most {model.max_length}.",
+            "Remove the longest rows of warmup.path, or choose a model with a longer context.",
+        )
+    return rendered, solutions
+
+
+def _solution(row: Demonstration, tokenizer: Tokenizer, most: int) -> Int32:
+    try:
+        ids = np.append(tokenizer.encode(row.solution), np.int32(tokenizer.eos_id))
+    except UsageError as error:
+        raise ConfigurationError(f"{row.place}: {error.message}", error.remedy) from None
+    if len(ids) > most:
+        raise ConfigurationError(
+            f"{row.place}: the solution has {len(ids)} tokens with its end, but rollout.max_tokens = {most}.",
+            "Shorten or remove the row, or raise rollout.max_tokens.",
+        )
+    return ids.astype(np.int32)

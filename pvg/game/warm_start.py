@@ -25,13 +25,12 @@ from pvg.config.experiment import Experiment
 from pvg.config.rollout import TorchSampling
 from pvg.config.run_ids import RunId
 from pvg.config.warmup import DemonstrationWarmup
-from pvg.errors import ConfigurationError, StateError, UsageError
-from pvg.game.demonstrations import Demonstration, Demonstrations, problems_of, read_demonstrations
+from pvg.errors import StateError
+from pvg.game.demonstrations import Demonstration, Demonstrations, read_demonstrations, tokens_of
 from pvg.game.session import Session
 from pvg.game.states import GameState, Phase
 from pvg.models.language_model import LanguageModel
 from pvg.models.starts import open_learner
-from pvg.records import Int32
 from pvg.seeds import draw_cyclic, seed_for
 from pvg.store.checkpoints import TENSORS_FILE
 from pvg.store.run_directory import RunDirectory
@@ -209,30 +208,6 @@ def _first(batch: PolicyBatch) -> PolicyBatch:
 
 def _batch(session: Session, rows: Sequence[Demonstration]) -> PolicyBatch:
     """The prompts of the game with the given solutions, which end with the end token."""
-    prompts = [
-        session.prompts.render(problem, row.role)
-        for problem, row in zip(problems_of(rows, session.task), rows, strict=True)
-    ]
-    solutions = [_solution(session, row) for row in rows]
-    longest = max((len(prompt) + len(solution) for prompt, solution in zip(prompts, solutions, strict=True)), default=0)
-    if longest > session.players.base.max_length:
-        raise ConfigurationError(
-            f"A prompt and its solution have {longest} tokens, but models.prover takes at most "
-            f"{session.players.base.max_length}.",
-            "Remove the longest rows of warmup.path, or choose a model with a longer context.",
-        )
+    longest = session.experiment.rollout.max_tokens
+    prompts, solutions = tokens_of(rows, session.task, session.prompts, session.players.base, longest)
     return demonstration_batch(prompts, solutions, [row.role for row in rows])
-
-
-def _solution(session: Session, row: Demonstration) -> Int32:
-    tokenizer, most = session.players.base.tokenizer, session.experiment.rollout.max_tokens
-    try:
-        ids = np.append(tokenizer.encode(row.solution), np.int32(tokenizer.eos_id))
-    except UsageError as error:
-        raise ConfigurationError(f"{row.place}: {error.message}", error.remedy) from None
-    if len(ids) > most:
-        raise ConfigurationError(
-            f"{row.place}: the solution has {len(ids)} tokens with its end, but rollout.max_tokens = {most}.",
-            "Shorten or remove the row, or raise rollout.max_tokens.",
-        )
-    return ids.astype(np.int32)

@@ -160,11 +160,13 @@ def _choose(rollouts: Sequence[Rollout], each: int) -> list[Example]:
     solutions = [r for r in rollouts if r.role is Role.HELPFUL and r.grade.correct]
     by_score = _distinct(sorted(flaws, key=_score, reverse=True), each)
     typical = _distinct(_around_median(solutions, _score), each)
+    missed = [] if solutions else _distinct([r for r in rollouts if r.role is Role.HELPFUL], 1)
     scored = any(r.score is not None for r in rollouts)
     return [
         *(example_of(r, "the flaw with the highest score" if scored else "a flaw") for r in by_score[:1]),
         *(example_of(r, "another flaw with a high score" if scored else "another flaw") for r in by_score[1:]),
         *(example_of(r, "a typical correct solution" if scored else "a correct solution") for r in typical),
+        *(example_of(r, "a wrong solution; none is correct") for r in missed),
     ]
 
 

@@ -50,7 +50,8 @@ def json_rows(file: Path) -> Iterator[tuple[str, object]]:
             yield f"line {number}", orjson.loads(line)
         except orjson.JSONDecodeError as error:
             raise ConfigurationError(
-                f"{file}, line {number}: not valid JSON ({error}).", "Download the file again."
+                f"{file}, line {number}: not valid JSON ({error.msg}, at character {error.pos + 1} of the line).",
+                "Correct the line; each line is one JSON object. If you downloaded the file, download it again.",
             ) from None
 
 

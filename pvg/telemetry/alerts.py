@@ -95,9 +95,9 @@ class Alerts:
         infinite = [Alert("nan", f"{name} is {value}") for name, value in metrics.items() if math.isinf(value)]
         found = {"nan": infinite[0]} if infinite else {}
         mean = self.averages
-        collapses = [("helpful_accuracy", "helpful role hardly writes correct solutions any more")]
+        collapses = [("helpful_accuracy", "helpful role writes hardly any correct solutions")]
         if self.two_roles:
-            collapses.append(("sneaky_error_rate", "sneaky role hardly writes wrong solutions any more"))
+            collapses.append(("sneaky_error_rate", "sneaky role writes hardly any wrong solutions"))
         if "faithful" in mean:  # translations: the solver decides what is correct
             collapses = [
                 ("faithful", "faithful role hardly keeps the solver's answer any more"),

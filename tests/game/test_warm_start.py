@@ -335,7 +335,7 @@ def test_a_missing_file_is_an_error_of_the_dry_run_too(folder: Path) -> None:
     found = orjson.loads(shown.stdout)["warmup"]
     assert found["demonstrations"] + found["held_out"] == 100
     assert (
-        "warmup: 87 demonstrations, each about 16.55 times; 13 held out"
+        "warmup: 87 demonstrations, each about 16.6 times; 13 held out"
         in pvg_process("train", "warm.toml", "--dry-run").stdout
     )
 
