@@ -57,8 +57,8 @@ def score(
     if as_json and out is None:
         raise UsageError("--json prints a summary, so the results need a file.", "Add --out FILE")
     finished = FinishedRound.open(RunDirectory.open(run, runs), round_)
-    announce_loading()
     finished.verifier_name  # noqa: B018 - raises for a run without a verifier
+    announce_loading()
     from pvg.export.rows import read_rows
 
     for _ in read_rows(file):  # before the model is loaded, and before the first result is written

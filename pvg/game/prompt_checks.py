@@ -38,7 +38,7 @@ def check_prompts_fit(
             )
         problem = max(problems, key=lambda p: len(p.question))
         rendered = [prompts.render(problem, role) for role in Role]
-        if experiment.game.reward.kind in TWO_ROLE_REWARDS and prompts.translate is None:
+        if _has_opposite_roles(experiment) and prompts.translate is None:
             _check_roles_differ(rendered)
         longest = max(longest, *map(len, rendered))
         if (translate := prompts.translate) is not None:  # assumes a solution of maximal length
@@ -70,6 +70,11 @@ def check_verifier_input_fits(
     problem = max(problems, key=lambda p: len(p.question))
     ids, _ = template.tokens(problem.question, "", np.zeros(0, dtype=np.int32), None)
     _check_context(max_length, len(ids) + completion_room(experiment), "models.verifier")
+
+
+def _has_opposite_roles(experiment: Experiment) -> bool:
+    """Self-play has one role, and its reward is a change in value."""
+    return experiment.task.kind != "play" and experiment.game.reward.kind in TWO_ROLE_REWARDS
 
 
 def _check_roles_differ(rendered: Sequence[Int32]) -> None:

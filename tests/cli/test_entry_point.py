@@ -146,12 +146,10 @@ def test_an_early_interrupt_is_one_line(module: str, as_json: bool) -> None:
         ("bench", "-p", "trainer"),
         ("profile",),
         ("evaluate", "first"),
-        ("score", "first", "rows.jsonl"),
     ],
 )
 def test_the_terminal_names_what_loads_before_it_loads(arguments: tuple[str, ...]) -> None:
     played(Path("runs"))
-    Path("rows.jsonl").write_text('{"question": "1+1", "solution": "2"}\n')
     code, shown = in_terminal(at_import("torch", "os._exit(77)", arguments))
     assert code == 77, shown
     assert shown.startswith("loading torch and transformers ...\n")
