@@ -22,8 +22,7 @@ Compute = Callable[[Sequence[Rollout]], Awaitable[list[Float32]]]
 
 
 class EarlyReference:
-    """Computes log-probs under the frozen reference while others sample the rest of a batch: servers or workers. Also
-    while workers score the batch.
+    """Computes log-probs under the frozen reference while others sample the rest of a batch: servers, or other workers.
 
         early = EarlyReference(compute)        # compute(rollouts): their log-probs under the reference
         early.start()                          # outside of spans: its work overlaps with the wait
@@ -34,9 +33,7 @@ class EarlyReference:
 
     While others sample, the trainer's processes are idle. One forward pass takes all groups that have arrived; groups
     that arrive during it go into the next pass. No pass starts outside of `compute_passes`, so no pass delays the
-    trainer. Workers that do everything get a whole batch here while they score it: the requests of both wait in the
-    same queues, so no worker is idle between the two. With an engine in this process there is no gain, because
-    sampling and scoring need the same thread.
+    trainer. With an engine in the trainer's processes there is no gain, because sampling needs the same threads.
 
     Invariant: the log-probs equal those of one pass over the whole batch, up to rounding. Call all methods from the
     thread of one event loop.
@@ -80,9 +77,8 @@ class EarlyReference:
         finally:
             self._waiting = False
             self._wanted.clear()
-            with span("reference"):
-                async with self._pass:
-                    pass
+            async with self._pass:
+                pass
         if self._worker is not None and self._worker.done():
             self._worker.result()
 

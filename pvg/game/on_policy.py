@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -101,22 +101,12 @@ class OnPolicySource:
         self.curriculum = curriculum_of(experiment)
         self.orders = ProverOrders(self.session, self.curriculum, environment_of(self.session, self.scorer))
         self.early = None
-        elsewhere = self.session.players.samples_elsewhere
-        if self.objective.needs_reference and (elsewhere or self._reference_beside_scores):
+        if self.objective.needs_reference and self.session.players.samples_elsewhere:
             self.early = EarlyReference(self._early_logprobs)
-            self.orders.on_group = self.early.arrived if elsewhere else None
+            self.orders.on_group = self.early.arrived
         self.partial = partial_sampling(experiment, self.session.players.dispatcher)
         self.prefetcher = Prefetcher(self.orders, self.scorer) if experiment.rollout.prefetch.kind != "none" else None
         self._since = self._now()
-
-    @property
-    def _reference_beside_scores(self) -> bool:
-        """Whether workers that do everything get the requests for the reference together with those for scores. A
-        worker that has computed its scores then computes the reference, instead of waiting for the other workers."""
-        experiment = self.session.experiment
-        ahead = experiment.rollout.prefetch.kind != "none"  # the workers sample meanwhile
-        drops = bool(experiment.training.dynamic_sampling)  # groups that are dropped need no reference
-        return self.session.players.workers is not None and not ahead and not drops
 
     # --- work that overlaps with the trainer: prefetched rollouts and their reference ---------------------------------
 
@@ -175,7 +165,7 @@ class OnPolicySource:
     async def next_batch(self) -> PolicyBatch:
         session, scorer, number = self.session, self.scorer, self.batches_done
         ahead: dict[str, float] = {}
-        async with self._reference_passes():
+        async with nullcontext() if self.early is None else self.early.compute_passes():
             if self.prefetcher is None:
                 self._since = self._now()
                 with span("rollout"):
@@ -184,10 +174,7 @@ class OnPolicySource:
                 groups, ahead = await self.prefetcher.batch(number)
         sampled = self._now()
         seconds = sampled.at - self._since.at
-        if self.early is not None and self.orders.on_group is None:
-            self.early.arrived([rollout for group in groups for rollout in group.rollouts])
-        async with self._reference_passes():
-            scored = await self._with_rewards(groups)
+        scored = await self._with_rewards(groups)
         if session.experiment.training.dynamic_sampling:
             scored, resampled_s, ahead = await refilled(scored, number, self.orders, self._with_rewards)
             seconds += resampled_s
@@ -213,9 +200,6 @@ class OnPolicySource:
             }
         self._since = replace(sampled, scorer=scorer.stats)
         return batch
-
-    def _reference_passes(self) -> AbstractAsyncContextManager[None]:
-        return nullcontext() if self.early is None else self.early.compute_passes()
 
     async def _sample(self, number: int) -> list[Group]:
         if self.partial is not None:

@@ -148,9 +148,8 @@ def test_what_is_sampled_ahead_is_given_up_also_where_the_wait_for_a_pass_is_can
         {"training.adapters": {"kind": "lora", "rank": 2}, "training.minibatches": 2, "training.steps": 6},
         AHEAD,
         {**AHEAD, "cluster": {"kind": "local", "workers": 2, "trainers": 1}},
-        {"cluster": {"kind": "local", "workers": 2}},
     ],
-    ids=["synchronous", "adapters and minibatches", "ahead", "workers that only train", "workers that do everything"],
+    ids=["synchronous", "adapters and minibatches", "ahead", "workers that only train"],
 )
 def test_in_a_game_they_are_those_of_a_pass_over_the_whole_batch(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -195,22 +194,17 @@ def test_in_a_game_they_are_those_of_a_pass_over_the_whole_batch(
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"cluster": {"kind": "none"}},
-        pytest.param(
-            {"cluster": {"kind": "local", "workers": 1}, "training.dynamic_sampling": 1}, marks=pytest.mark.drill
-        ),
-    ],
-    ids=["no workers", "groups may be dropped"],
+    "cluster",
+    [{"kind": "none"}, pytest.param({"kind": "local", "workers": 1}, marks=pytest.mark.drill)],
+    ids=["none", "workers"],
 )
-def test_nothing_is_early_without_workers_or_for_groups_that_may_be_dropped(
-    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_engine_in_the_trainers_processes_needs_their_threads(
+    cluster: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: EarlyReference, compute: object) -> None:
         raise AssertionError("nothing is early here")
 
     monkeypatch.setattr(EarlyReference, "__init__", refuse)
-    little = {"training.steps": 2, "verifier.steps": 2, "game.mint_problems": 12, **settings}
+    little = {"training.steps": 2, "verifier.steps": 2, "game.mint_problems": 12, "cluster": cluster}
     outcome, _ = played(changed(little), tmp_path)
     assert outcome.status == "complete"
