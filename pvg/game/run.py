@@ -130,7 +130,7 @@ def _refuse_begun(session: Session, resume: bool) -> None:
 async def _warm_up(
     experiment: Experiment, run: RunDirectory, observer: Observer, stop: asyncio.Event, *, resume: bool
 ) -> bool:
-    """The warm start, with players of its own. Returns False if the user asked to stop."""
+    """The warm start, with separate players. Returns False if the user asked to stop."""
     async with AsyncExitStack() as stack:
         session = await open_session(experiment, run, observer, stop, stack, scoring=False, playing=alone(experiment))
         _refuse_begun(session, resume)

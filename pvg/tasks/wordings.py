@@ -1,6 +1,6 @@
 """What prompts say besides the question of a problem: instructions for each role, and a worked example.
 
-A task chooses by `wording` in the metadata of its problems: a name of WORDINGS, or a Wording of its own. Without it,
+A task chooses by `wording` in the metadata of its problems: a name of WORDINGS, or a Wording. Without it,
 prompts say NEUTRAL, which names no form of answers. Invariant: the grader of a task reads the form that its wording
 asks for (tests/tasks/test_documented_answers.py).
 """

@@ -19,7 +19,7 @@ from pvg.training.forward import ForwardSettings, batch_logprobs, forward_batche
 
 
 def demonstration_batch(prompts: Sequence[Int32], solutions: Sequence[Int32], roles: Sequence[Role]) -> PolicyBatch:
-    """N solutions with their prompts as a batch: nobody sampled them, so their log-probs and advantages are 0."""
+    """N solutions with their prompts as a batch: no policy sampled them, so their log-probs and advantages are 0."""
     count = len(prompts)
     return PolicyBatch(
         sequences=[np.concatenate(pair) for pair in zip(prompts, solutions, strict=True)],
