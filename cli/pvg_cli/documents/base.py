@@ -30,6 +30,6 @@ class ErrorDetails(DocumentPart):
 
 
 class ErrorDocument(JsonDocument):
-    """Any command that cannot do its work prints this document instead of its own."""
+    """Any command that cannot do its work prints this document instead."""
 
     error: ErrorDetails
