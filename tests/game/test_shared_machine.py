@@ -66,7 +66,8 @@ def test_a_game_beside_a_busy_process_says_that_the_machine_is_shared(tmp_path: 
     assert not [message for message in alerts if "Something computes" in message]
     found = {finding.signature: finding for finding in diagnose([tmp_path / "shared" / "events.log"]).findings}
     assert found["shared-machine"].measured > SHARED
-    assert found["shared-machine"].settings == (("cluster.workers",) if workers else ())  # it has one thread already
+    fewer = ("cluster.max_workers",) if workers else ()  # it has one thread already
+    assert found["shared-machine"].settings == fewer
     assert ("threads and workers" in found["shared-machine"].says) == bool(workers)
     if "loop-lag" in found:
         assert "computes on the event loop" not in found["loop-lag"].remedy
