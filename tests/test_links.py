@@ -62,8 +62,9 @@ def test_a_broken_link_is_found() -> None:
 
 
 def test_every_guide_is_in_the_navigation() -> None:
-    named = set(re.findall(r"([\w-]+\.md)", (ROOT / "mkdocs.yml").read_text()))
-    guides = {path.name for path in (ROOT / "docs").glob("*.md") if not path.name.endswith(".template.md")}
+    named = set(re.findall(r"([\w/-]+\.md)", (ROOT / "mkdocs.yml").read_text()))
+    paths = [path for path in (ROOT / "docs").rglob("*.md") if not path.name.endswith(".template.md")]
+    guides = {path.relative_to(ROOT / "docs").as_posix() for path in paths}
     assert guides - named == set()
 
 

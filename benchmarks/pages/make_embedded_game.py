@@ -1,4 +1,4 @@
-"""Plays the embedded game with several seeds and writes docs/embedded-game.md: the table, and its commands.
+"""Plays the embedded game with several seeds and writes docs/results/embedded-game.md: the table, and its commands.
 
     python -m benchmarks.pages.make_embedded_game               # five seeds, one after the other (`make seeds`)
     python -m benchmarks.pages.make_embedded_game --only-table  # from the runs that exist
@@ -23,7 +23,7 @@ from pvg.reporting.run_summary import read_run
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
 
-DOCS = Path(__file__).parents[2] / "docs"
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 EXPERIMENT = "modchain"
 
 # (metric, column, what it says). Shares and AUCs of fresh samples on test problems, at the end of each round.
@@ -149,14 +149,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--root", type=Path, default=Path("runs"))
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
     parser.add_argument("--only-table", action="store_true")
-    parser.add_argument("--out", type=Path, default=DOCS / "embedded-game.md")
+    parser.add_argument("--out", type=Path, default=RESULTS / "embedded-game.md")
     options = parser.parse_args(arguments)
     seeds = range(options.seeds)
     if not options.only_table:
         for seed in seeds:
             run_seed(seed, options.root, options.overrides)
     runs = [rounds_of(seed, options.root) for seed in seeds]
-    template = (DOCS / "embedded-game.template.md").read_text(encoding="utf-8")
+    template = (RESULTS / "embedded-game.template.md").read_text(encoding="utf-8")
     page = template.format(
         table=table(runs),
         checks=checks(runs),

@@ -23,6 +23,7 @@ from pvg.study.text import (
     cautions,
     comparisons_table,
     means_table,
+    plan_cautions,
     threads_each,
     trends_table,
 )
@@ -301,6 +302,7 @@ def plan_table(plan: StudyPlan, now: Mapping[str, CellProgress]) -> Group:
             (f"{_evaluation(plan.evaluate)}.", QUIET),
         ),
         Text(f"The runs would be in {plan.folder}.", style=QUIET),
+        *(Text(f"warning: {sentence}", style="yellow") for sentence in plan_cautions(plan)),
     )
 
 
