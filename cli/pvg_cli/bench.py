@@ -332,9 +332,11 @@ def _progress(plan: BenchPlan) -> Iterator[tuple[OnSample, OnServer]]:
 
 
 def _plain_line(taken: SampleTaken) -> None:
+    from pvg.reporting.formats import sample_seconds
+
     label = f"{taken.label}: " if taken.label else ""
     note = " (warm-up)" if taken.warmup else ""
-    say(f"{label}sample {taken.number} of {taken.of}{note}, {taken.wall_s:.3g} s")
+    say(f"{label}sample {taken.number} of {taken.of}{note}, {sample_seconds(taken.wall_s)}")
 
 
 # --- --tune ----------------------------------------------------------------------------------------------------------

@@ -180,13 +180,14 @@ def _frames_table(made: ProfileResult) -> Table:
 
 
 def _passes_table(made: ProfileResult) -> Table:
+    from pvg.reporting.formats import sample_seconds
     from pvg.reporting.table import Column, Table
 
     table = Table([Column() for _ in range(4)])
     first = made.passes[0].fastest_s
     for each in made.passes:
         slower = "" if each is made.passes[0] else f"{100 * (each.fastest_s / first - 1):+.0f} %"
-        table.add(each.name, f"{each.fastest_s:.3f} s", slower, counted(len(each.walls_s), "step"))
+        table.add(each.name, sample_seconds(each.fastest_s), slower, counted(len(each.walls_s), "step"))
     return table
 
 

@@ -1,11 +1,12 @@
 """`pvg report RUN|REPORT...`: show runs, finished or not, or benchmark reports.
 
-Prints a summary, and writes one HTML page that needs no network.
+Prints a summary, and writes HTML pages that need no network: the report, and for one run also all its solutions.
 """
 
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,7 @@ from pvg_cli.boundary import DebugOption, JsonOption, RunsOption, emit, guarded,
 if TYPE_CHECKING:
     from pvg.bench.report import BenchReport
     from pvg.evaluation.report import EvaluationReport
+    from pvg.reporting.run_summary import RunSummary
     from pvg.store.run_directory import RunDirectory
 
 PAGE = Path("report.html")  # in the current folder; for several runs and for benchmark reports
@@ -53,6 +55,7 @@ def report(
 ) -> None:
     """Show runs on the terminal and as one HTML page: curves, scores, solutions, time, machine and settings.
 
+    One run has a second page, rollouts.html, to search and filter all its solutions. Both pages open without a network.
     Several runs share one page, with their curves in the same plots and a table of differences. Reports of pvg bench
     have a page too.
     """
@@ -105,25 +108,45 @@ def _refuse_study(target: str, runs: Path) -> None:
 def _show_run(run: RunDirectory, examples: int, page: Path | None, as_json: bool) -> None:
     from pvg.reporting import terminal
     from pvg.reporting.evaluation import evaluation_tables
-    from pvg.reporting.run_page import collect, run_page
     from pvg.reporting.run_summary import read_run
     from pvg.reporting.solutions import choose_examples
-    from pvg.reporting.table import write_page
     from pvg_cli.output import stdout
 
     summary = read_run(run)
     chosen = choose_examples(run, examples) if examples else []
     found = _evaluation(run)
-    if page is not None:
-        write_page(page, run_page(collect(run, summary, examples)))
+    rollouts = None if page is None else _write_pages(run, summary, examples, page)
     if as_json:
-        extra = {"examples": [example.plain() for example in chosen], "html": _text(page)}
+        extra = {
+            "examples": [example.plain() for example in chosen],
+            "html": _text(page),
+            "rollouts_html": _text(rollouts),
+        }
         emit({**summary.plain(), "evaluation": None if found is None else found.plain(), **extra})
     else:
         stdout().print(terminal.report(summary, chosen))
         if found is not None:
             stdout().print("\n", evaluation_tables(found), sep="")
         _print_page(page)
+        if rollouts is not None:
+            say(f"All solutions: {rollouts}")
+
+
+def _write_pages(run: RunDirectory, summary: RunSummary, examples: int, page: Path) -> Path | None:
+    """Write the page of a run, and the page with all its solutions beside it. Returns the second one; None if the run
+    has no solutions yet."""
+    from pvg.reporting.rollouts_file import rollouts_file, stored_rollouts
+    from pvg.reporting.run_page import collect, run_page
+    from pvg.reporting.table import write_page
+
+    beside = page.with_name("rollouts.html" if page.name == PAGE.name else f"{page.stem}-rollouts.html")
+    stored = stored_rollouts(run, summary)
+    rollouts = beside if stored.count else None
+    data = replace(collect(run, summary, examples), rollouts=rollouts.name if rollouts else "")
+    write_page(page, run_page(data))
+    if rollouts is not None:
+        write_page(rollouts, rollouts_file(stored, run, summary, report=page.name))
+    return rollouts
 
 
 def _evaluation(run: RunDirectory) -> EvaluationReport | None:

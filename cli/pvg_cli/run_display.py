@@ -270,6 +270,12 @@ def _header(board: RunBoard) -> Table:
     return row
 
 
+def _total(info: PhaseInfo) -> str:
+    """All units of a phase: `1 measure`, `2.4k rollouts`."""
+    one = {"matches": "match"}.get(info.unit, info.unit.removesuffix("s"))
+    return f"{compact(info.total)} {one if info.total == 1 else info.unit}"
+
+
 def _part_number(info: PhaseInfo) -> str:
     return f"part {info.part} of {info.parts}"
 
@@ -280,7 +286,7 @@ def _progress(board: RunBoard) -> Table:
     if info is None:
         return progress_row(0, 0, Text("starting", style=QUIET))
     rate = board.rate()
-    facts = Text.assemble((f"{compact(board.done)}", "bold"), (f"/{compact(info.total)} {info.unit}", QUIET))
+    facts = Text.assemble((f"{compact(board.done)}", "bold"), (f"/{_total(info)}", QUIET))
     if rate is not None:
         facts.append(f"  {compact(rate)}/s", style=QUIET)
     eta, game = board.phase_eta(), board.game_eta()
@@ -361,7 +367,7 @@ class RunWatcher:
         with self._lock:
             self.board.start_phase(info)
         resumed = f", {compact(info.done)} done before" if info.done else ""
-        self._screen.line(f"{self._place()} begins: {compact(info.total)} {info.unit}{resumed}")
+        self._screen.line(f"{self._place()} begins: {_total(info)}{resumed}")
 
     def progressed(self, progress: Progress) -> None:
         with self._lock:
@@ -400,7 +406,7 @@ class RunWatcher:
 
     def _progress_text(self) -> str:
         board = self.board
-        total = f"/{compact(board.info.total)} {board.info.unit}" if board.info else ""
+        total = f"/{_total(board.info)}" if board.info else ""
         parts = [f"{self._place()} {compact(board.done)}{total}"]
         if (rate := board.rate()) is not None:
             parts.append(f"{compact(rate)}/s")

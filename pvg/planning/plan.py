@@ -18,6 +18,7 @@ from pvg.planning.memory import MemoryPlan, memory_of
 from pvg.planning.shapes import ModelShape
 from pvg.planning.simulation import BATCHES, Outcome, simulate
 from pvg.planning.world import AheadLimits, World
+from pvg.reporting.formats import sample_seconds
 
 WAITS = 0.1  # share of the time from which waiting for rollouts is worth a change
 BALANCED = 0.05  # waiting at which more workers gain nothing worth their price
@@ -185,7 +186,7 @@ def _advice(experiment: Experiment, world: World, outcome: Outcome, batches: int
         return simulate(other, batches, seed)
 
     def gain(found: Outcome) -> str:
-        return f"{found.batch_s:.3g} s per batch instead of {outcome.batch_s:.3g} s"
+        return f"{sample_seconds(found.batch_s)} per batch instead of {sample_seconds(outcome.batch_s)}"
 
     rows = world.workers * world.slots
     if world.concurrency < min(rows, world.room):

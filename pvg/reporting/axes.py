@@ -105,7 +105,7 @@ def tick_labels(axis: ValueAxis) -> list[str]:
         )
         digits = 0 if step >= factor else min(2, _decimals(step / factor))
         return [f"{tick / factor:.{digits}f} {unit}" if tick else "0" for tick in axis.ticks]
-    if axis.style == "seconds":
+    if axis.style in ("seconds", "sample_s"):
         return [_seconds_label(tick, step, largest, log=axis.log) for tick in axis.ticks]
     if largest >= 1000:
         return [compact(tick) if tick else "0" for tick in axis.ticks]
@@ -117,7 +117,7 @@ def tick_labels(axis: ValueAxis) -> list[str]:
 
 def _seconds_label(tick: float, step: float, largest: float, *, log: bool) -> str:
     if log or tick == 0:
-        return short_seconds(tick).replace(".00", "")
+        return short_seconds(tick).replace(".0 s", " s")
     for unit, factor, limit in (("µs", 1e6, 1e-3), ("ms", 1e3, 1.0), ("s", 1.0, 120.0)):
         if largest < limit:
             return f"{tick * factor:.{_decimals(step * factor)}f} {unit}"

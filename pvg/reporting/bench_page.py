@@ -19,7 +19,7 @@ from pvg.reporting.table import Column, PageSection, Table, TableCell, chart, el
 from pvg.reporting.time_sections import box_key, parts_table
 
 COLOURS = 6
-STYLES: dict[str, NumberStyle] = {"s": "seconds", "B": "bytes", "share": "share"}
+STYLES: dict[str, NumberStyle] = {"s": "sample_s", "B": "bytes", "share": "share"}
 KIND = {"bench": "one way of doing it", "sweep": "a sweep", "ablation": "an ablation"}
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-NumberStyle = Literal["share", "auc", "score", "rate", "number", "seconds", "bytes"]
+NumberStyle = Literal["share", "auc", "score", "rate", "number", "seconds", "sample_s", "bytes"]
 
 BARS = "▁▂▃▄▅▆▇"  # without the full block, which would merge with the line below
 ABSENT = "–"
@@ -23,6 +23,7 @@ LEAST_SPAN: dict[NumberStyle, float] = {
     "rate": 0.0,
     "number": 0.0,
     "seconds": 0.0,
+    "sample_s": 0.0,
     "bytes": 0.0,
 }
 
@@ -125,6 +126,7 @@ PHASE_LABELS = {
     "train_verifier": "verifier",
     "train_prover": "prover",
     "checkpoint": "checkpoint",
+    "measures": "measuring",  # a phase of `pvg evaluate`
 }
 
 
@@ -168,17 +170,22 @@ def compact(value: float) -> str:
 
 
 def short_seconds(seconds: float) -> str:
-    """A measured time with three digits: 0.0123 -> `12.3 ms`, 4.2 -> `4.20 s`; from a minute on like `duration`."""
+    """A measured time: three digits below a second, 0.0123 -> `12.3 ms`. From a second on like `duration`."""
     size = abs(seconds)
     if size == 0:
         return "0 s"
     if size < 0.9995e-3:
         return f"{seconds * 1e6:.3g} µs"
-    if size < 0.9995:
-        return f"{seconds * 1e3:.3g} ms"
-    if size < 9.995:
-        return f"{seconds:.2f} s"
-    return f"{seconds:.1f} s" if size < 59.95 else duration(seconds)
+    return f"{seconds * 1e3:.3g} ms" if size < 0.9995 else duration(seconds)
+
+
+def sample_seconds(seconds: float) -> str:
+    """A time that readers compare with others like it, as the samples of a benchmark: three digits up to a minute,
+    4.2 -> `4.20 s`, because 4.20 s and 4.31 s differ. Otherwise like `short_seconds`."""
+    size = abs(seconds)
+    if not 0.9995 <= size < 59.95:
+        return short_seconds(seconds)
+    return f"{seconds:.2f} s" if size < 9.995 else f"{seconds:.1f} s"
 
 
 PEAKS = {
@@ -205,7 +212,12 @@ def byte_size(count: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """0.4 -> `0.4 s`, 12 -> `12 s`, 947 -> `15 min 47 s`, 7500 -> `2 h 05 min`."""
+    """The one format of a time: 5.5 -> `5.5 s`, 12 -> `12 s`, 947 -> `15 min 47 s`, 7500 -> `2 h 05 min`.
+
+    Clocks and estimates use it as it is (0.4 -> `0.4 s`). Measured times use `short_seconds`, which differs below a
+    second. Samples of benchmarks use `sample_seconds`, which differs below a minute. A table whose header names the
+    unit, and a figure beside its interval, are plain numbers of seconds.
+    """
     if seconds is None or math.isnan(seconds) or math.isinf(seconds):
         return ABSENT
     if seconds < 9.95:
@@ -278,5 +290,6 @@ _WRITTEN: dict[NumberStyle, Callable[[float], str]] = {
     "rate": compact,
     "number": _plain_number,
     "seconds": short_seconds,
+    "sample_s": sample_seconds,
     "bytes": byte_size,
 }

@@ -14,6 +14,7 @@ from pvg.reporting.table import LegendKey, PageSection, chart, elements
 from pvg.reporting.terminal import rounds_table
 
 HELPFUL, SNEAKY, VERIFIER_STYLE, INK = "helpful", "sneaky", "verifier", "ink"
+WARMUP = "warmup"
 BINS = 32
 # Metrics that other sections show, or that are the same in every step.
 ELSEWHERE = frozenset(
@@ -149,11 +150,12 @@ def _round_charts(summary: RunSummary) -> Markup:
 
 def learning_section(summary: RunSummary) -> PageSection:
     prover, verifier = StepAxis(summary.steps, PROVER), StepAxis(summary.steps, VERIFIER)
-    charts = [*_prover_charts(summary, prover), *_verifier_charts(verifier)]
+    warmup = StepAxis(summary.steps, WARMUP)
+    charts = [*_prover_charts(summary, prover), *_verifier_charts(verifier), *_warmup_charts(summary, warmup)]
     others = [_other_charts(prover), _other_charts(verifier)]
     body = [elements.grid(charts), elements.details("All other metrics of the steps", others)]
     lead = "By optimizer step, on training problems."
-    if prover.smoothed or verifier.smoothed:
+    if prover.smoothed or verifier.smoothed or warmup.smoothed:
         lead += f" Faint: each point. Strong: the mean over {WINDOW} points."
     return PageSection("learning", "Learning", body, lead if any(charts) else "")
 
@@ -245,6 +247,28 @@ def _verifier_charts(steps: StepAxis) -> list[Markup]:
             unit="correct − incorrect",
             zero=True,
         ),
+    ]
+
+
+def _warmup_charts(summary: RunSummary, steps: StepAxis) -> list[Markup]:
+    """The loss of the warm start by step, and the losses of held-out demonstrations before and after it."""
+    if not steps:
+        return []
+    measured = next((phase.metrics for phase in summary.phases if phase.phase == WARMUP), {})
+    ends = ((0.0, "held_out_loss_before"), (float(steps.total), "held_out_loss_after"))
+    held_out = [(x, measured[name]) for x, name in ends if name in measured]
+    return [
+        line_chart(
+            "Warm start: loss of the demonstrations",
+            [
+                steps.line("loss", "batch", HELPFUL),
+                ChartLine("held out", [held_out] if held_out else [], INK, "dotted", dots=True),
+            ],
+            steps.across(),
+            "number",
+            unit="nats per token",
+            zero=True,
+        )
     ]
 
 

@@ -41,6 +41,7 @@ sections_markup = TemplateMacros("sections.html.j2")
 INTERVAL_S = 1.0  # between two looks at the run
 SHARE = 20.0
 EXAMPLES = 2  # per round
+ROLLOUTS = "rollouts"  # the address of the list of stored solutions
 NAMED_WORKER = re.compile(r"w(\d+)_(?:up|busy|restarts)")
 STALE_S = 30.0  # a sampler writes every 5 s; older readings of workers are marked
 
@@ -177,7 +178,8 @@ class LiveRun:
 
     def _collect(self, summary: RunSummary, idle: bool) -> RunData:
         run = self.followed.run
-        return collect(run, summary, EXAMPLES, playing=not idle, shards=self.rollouts.shards)
+        found = collect(run, summary, EXAMPLES, playing=not idle, shards=self.rollouts.shards)
+        return replace(found, rollouts=ROLLOUTS)
 
 
 def live_kind(drawn: bool = False) -> PageKind:
@@ -186,7 +188,7 @@ def live_kind(drawn: bool = False) -> PageKind:
         scripts=("page.js", LIVE_SCRIPT),
         policy="connect-src 'self'; form-action 'self'; base-uri 'none'",
         sheets=("watch.css", *(["board.css"] if drawn else [])),
-        links=(("rollouts", "All rollouts"),),
+        links=((ROLLOUTS, "All rollouts"),),
         footer="pvg watch serves this page from this machine. It loads nothing from elsewhere.",
     )
 

@@ -39,6 +39,8 @@ MOST_MATES = 64
 RolloutGrade = Literal["correct", "wrong", "malformed", "flaw"]
 RolloutOrder = Literal["newest", "oldest", "highest", "lowest", "longest", "shortest"]
 ROLES = ("helpful", "sneaky")
+# What the form calls the fields of a query whose names are other words.
+FIELD_LABELS = {"first_step": "step from", "last_step": "step to", "lowest": "score from", "highest": "score to"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class RolloutQuery:
             try:
                 values[name] = _parsed(name, given, choices)
             except ValueError:
-                problems.append(f"{name.replace('_', ' ')}: {given[:40]!r} cannot be used, so it is left out.")
+                problems.append(f"{FIELD_LABELS.get(name, name)}: {given[:40]!r} cannot be used, so it is left out.")
         return cls(**values), problems
 
     def fields(self) -> dict[str, str]:
@@ -120,10 +122,15 @@ class RolloutRow:
     text: str
 
     @property
-    def grade(self) -> str:
-        if not self.well_formed:
-            return "malformed"
-        return "correct" if self.correct else "flaw" if self.flaw else "wrong"
+    def grade(self) -> RolloutGrade:
+        return grade_word(correct=self.correct, well_formed=self.well_formed, flaw=self.flaw)
+
+
+def grade_word(*, correct: bool, well_formed: bool, flaw: bool) -> RolloutGrade:
+    """The narrowest grade that fits."""
+    if not well_formed:
+        return "malformed"
+    return "correct" if correct else "flaw" if flaw else "wrong"
 
 
 @dataclass(frozen=True, slots=True)

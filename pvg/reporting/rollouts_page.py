@@ -5,11 +5,14 @@ They are plain HTML forms and links, so they need no script. All text of models 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import get_args
 from urllib.parse import urlencode
+
+from markupsafe import Markup
 
 from pvg.config.experiment import Experiment
 from pvg.config.hub_ids import is_hub_id, parse
@@ -18,22 +21,30 @@ from pvg.errors import PvgError, counted
 from pvg.inputs import expanded
 from pvg.records import Int32, Rollout
 from pvg.reporting.formats import duration, phase_label
-from pvg.reporting.rollouts import ROLES, RolloutGrade, RolloutIndex, RolloutOrder, RolloutQuery, RolloutRow
+from pvg.reporting.rollouts import (
+    FIELD_LABELS,
+    ROLES,
+    RolloutGrade,
+    RolloutIndex,
+    RolloutOrder,
+    RolloutQuery,
+    RolloutRow,
+)
 from pvg.reporting.run_page import rollout_side
 from pvg.reporting.run_summary import RunSummary
-from pvg.reporting.solutions import threshold_of
+from pvg.reporting.solutions import threshold_of, verdict_word
 from pvg.reporting.table import PageKind, PageSection, TemplateMacros, elements, page
 from pvg.store.run_players import base_source
 
 markup = TemplateMacros("rollouts.html.j2")
 
 ROWS = 50  # of one page of a list
-LINE = 160  # characters of a text in a list
+LINE = 400  # characters of a text in a list
 ORDERS = {"highest": "highest score", "lowest": "lowest score"}
 LONGEST = 1_000_000  # characters of a text on its own page
 KIND = PageKind(
     policy="form-action 'self'; base-uri 'none'",
-    sheets=("watch.css",),
+    sheets=("rollouts.css",),
     links=(("/", "Run"), ("/rollouts", "All rollouts")),
     footer="pvg watch serves this page from this machine. It loads nothing from elsewhere.",
 )
@@ -59,16 +70,7 @@ def rollouts_page(index: RolloutIndex, summary: RunSummary, fields: dict[str, st
     notes = [*problems, *index.problems]
     if unread:
         notes.append(f"{counted(unread, 'file')} of solutions are still being read. Load this page again to see more.")
-    form = markup.form(
-        query,
-        {
-            "role": ROLES,
-            "grade": get_args(RolloutGrade),
-            "round": index.rounds,
-            "phase": [(phase, phase_label(phase)) for phase in index.phases],
-            "order": [(order, ORDERS.get(order, order)) for order in get_args(RolloutOrder)],
-        },
-    )
+    form = query_form(query, index.rounds, index.phases, action="/rollouts")
     first = (number - 1) * ROWS + 1
     count = f"{counted(len(found), 'solution')} of {len(index):,}"
     if listed:
@@ -78,20 +80,26 @@ def rollouts_page(index: RolloutIndex, summary: RunSummary, fields: dict[str, st
     return page(f"{summary.name}: rollouts", [title, *body], [], KIND)
 
 
+def query_form(query: RolloutQuery, rounds: Sequence[int], phases: Sequence[str], action: str) -> Markup:
+    """The fields of a query. `action`: the address that gets them; empty if the page's script reads them."""
+    choices = {
+        "role": ROLES,
+        "grade": get_args(RolloutGrade),
+        "round": rounds,
+        "phase": [(phase, phase_label(phase)) for phase in phases],
+        "order": [(order, ORDERS.get(order, order)) for order in get_args(RolloutOrder)],
+    }
+    return markup.form(query, choices, FIELD_LABELS, action)
+
+
 def _listed(row: RolloutRow, summary: RunSummary) -> ListedRollout:
-    verdict = _verdict(row.score, threshold_of(summary, row.address[0]))
+    verdict = verdict_word(row.score, threshold_of(summary, row.address[0]))
     place = f"round {row.address[0]}, {phase_label(row.phase)}, step {row.step}"
     return ListedRollout(row, link_to(row.address), verdict, place)
 
 
 def link_to(address: tuple[int, str, int]) -> str:
     return f"/rollouts/{address[0]}/{address[1]}/{address[2]}"
-
-
-def _verdict(score: float | None, threshold: float | None) -> str:
-    if score is None or threshold is None:
-        return ""
-    return "accepted" if score >= threshold else "refused"
 
 
 def _pages(query: RolloutQuery, number: int, pages: int) -> object:

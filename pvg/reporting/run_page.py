@@ -25,8 +25,16 @@ from pvg.reporting.formats import HOME_PHASES, duration, metric_display, metric_
 from pvg.reporting.learning import learning_section, rounds_section, scores_section
 from pvg.reporting.machine import machine_section, throughput_section
 from pvg.reporting.run_summary import RunSummary, base_metrics
-from pvg.reporting.solutions import Example, RoundScores, SolutionPair, example_of, round_scores, solution_pairs
-from pvg.reporting.table import Column, PageSection, Table, TableCell, TemplateMacros, elements, page
+from pvg.reporting.solutions import (
+    Example,
+    RoundScores,
+    SolutionPair,
+    example_of,
+    round_scores,
+    solution_pairs,
+    verdict_word,
+)
+from pvg.reporting.table import Column, PageKind, PageSection, Table, TableCell, TemplateMacros, elements, page
 from pvg.reporting.time_sections import StepWindow, choose_windows, overlap_section, read_windows, time_section
 from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
@@ -61,7 +69,8 @@ TILES = (
 @dataclass(frozen=True, slots=True)
 class RunData:
     """All data of the page of one run. `problems` are sentences about files that could not be read. `drawing`: the
-    section of a task whose problems are drawn."""
+    section of a task whose problems are drawn. `rollouts`: the address of the page with all solutions; empty: there is
+    none."""
 
     summary: RunSummary
     experiment: Experiment
@@ -73,6 +82,7 @@ class RunData:
     evaluation: EvaluationReport | None = None
     drawing: PageSection | None = None
     playing: bool = False
+    rollouts: str = ""
 
 
 def collect(
@@ -123,7 +133,8 @@ def thresholds_of(scores: Sequence[RoundScores]) -> dict[int, float]:
 
 def run_page(data: RunData) -> str:
     sections = [build() for build in run_sections(data).values()]
-    return page(f"{data.summary.name}: pvg report", run_header(data), sections)
+    kind = PageKind(links=((data.rollouts, "All rollouts"),) if data.rollouts else ())
+    return page(f"{data.summary.name}: pvg report", run_header(data), sections, kind)
 
 
 def run_header(data: RunData, state: str = "", kind: str = "") -> list[object]:
@@ -154,7 +165,7 @@ def run_sections(data: RunData) -> dict[str, Callable[[], PageSection]]:
         "learning": lambda: learning_section(summary),
         "scores": lambda: scores_section(data.scores, no_scores),
         "drawing": lambda: data.drawing or PageSection("drawing", "Drawing", []),
-        "solutions": lambda: solutions_section(data.pairings, thresholds_of(data.scores)),
+        "solutions": lambda: solutions_section(data.pairings, thresholds_of(data.scores), data.rollouts),
         "time": lambda: time_section(summary),
         "gantt": lambda: _timeline(data),
         "throughput": lambda: throughput_section(summary),
@@ -224,12 +235,16 @@ def _tiles(summary: RunSummary) -> list[Tile]:
 
 
 def _alerts(summary: RunSummary) -> PageSection:
-    found = []
+    """What to do is said once per kind, below its first alert."""
+    found, explained = [], set[str]()
     for alert in summary.alerts:
         step = "" if alert.step is None else f", step {alert.step}"
         when_ = f"round {alert.round}, {phase_label(alert.phase)}{step}"
-        found.append((alert.name.replace("_", " "), alert.message, when_))
-    return PageSection("alerts", "Alerts", [markup.alerts(found)])
+        remedy = "" if alert.remedy in explained else alert.remedy
+        explained.add(remedy)
+        found.append((alert.name.replace("_", " "), alert.message, when_, remedy))
+    lead = "docs/runbook.md in pvg's repository explains each kind of alert."
+    return PageSection("alerts", "Alerts", [markup.alerts(found)], lead)
 
 
 def _onwards(summary: RunSummary) -> PageSection:
@@ -239,7 +254,7 @@ def _onwards(summary: RunSummary) -> PageSection:
         *([(f"pvg train --resume {name}", "continue the run")] if summary.status in ("unfinished", "empty") else []),
         *([(f"pvg evaluate {name}", "measure attackers, detection, best-of-n, and more")] if summary.rounds else []),
         *([(f"pvg export {name} --player prover --out DIR", "write a Hugging Face folder")] if summary.rounds else []),
-        (f"pvg watch {name}", "follow the run, or browse all of its solutions"),
+        (f"pvg watch {name}", "follow the run and browse its solutions, live"),
         (f"pvg report {name}", "make this report again"),
         (f"pvg report {name} OTHER", "compare with another run"),
         (f"pvg diagnose {name}", "find what slowed the run down"),
@@ -260,15 +275,18 @@ LONGEST = 4000  # characters of a solution; the rest can be read in the shard
 STEP = re.compile(r"\bstep (\d+)\b")
 
 
-def solutions_section(pairings: Sequence[SolutionPair], thresholds: dict[int, float]) -> PageSection:
-    """The newest round, then earlier rounds folded."""
+def solutions_section(
+    pairings: Sequence[SolutionPair], thresholds: dict[int, float], rollouts: str = ""
+) -> PageSection:
+    """The newest round, then earlier rounds folded. `rollouts`: the address of the page with all solutions."""
     if not pairings:
-        return PageSection("solutions", "Solutions", [])
+        return PageSection("solutions", "Solutions", [markup.all_solutions(rollouts)])
     newest = max(pairing.round for pairing in pairings)
     body = [_pair(pairing, thresholds) for pairing in pairings if pairing.round == newest]
     for round_ in sorted({pairing.round for pairing in pairings} - {newest}, reverse=True):
         older = [_pair(pairing, thresholds) for pairing in pairings if pairing.round == round_]
         body.append(elements.details(f"Round {round_}", older))
+    body.append(markup.all_solutions(rollouts))
     lead = f"Round {newest}: the flaws with the highest scores, each next to a helpful solution of the same problem."
     return PageSection("solutions", "Solutions", body, lead)
 
@@ -301,8 +319,7 @@ def rollout_side(rollout: Rollout, threshold: float | None, longest: int) -> Sho
 def _side(example: Example, threshold: float | None, longest: int = LONGEST) -> ShownSolution:
     score = ""
     if example.score is not None:
-        verdict = "" if threshold is None else (", accepted" if example.score >= threshold else ", refused")
-        score = f"score {example.score:+.3f}{verdict}"
+        score = ", ".join(filter(None, [f"score {example.score:+.3f}", verdict_word(example.score, threshold)]))
     pieces, wrong = text_pieces(example.text, example.note, longest)
     before = [] if example.solver_text is None else [f"solver: {example.solver_text[:longest]}"]
     after = [f"{role}: {text[:longest]}" for role, text in example.dialogue]

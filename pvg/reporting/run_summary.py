@@ -20,6 +20,7 @@ from pvg.reporting.formats import total_budget
 from pvg.store.atomic import DamagedFileError
 from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory, runs_in
+from pvg.telemetry.alerts import REMEDIES
 
 # "empty": nothing was committed; "samples": what `pvg rollout` makes, a run that is never played.
 Status = Literal["empty", "samples", "unfinished", "complete"]
@@ -82,6 +83,11 @@ class AlertRecord:
     step: int | None
     name: str
     message: str
+
+    @property
+    def remedy(self) -> str:
+        """What to do, as one line; empty for a kind that this pvg does not know."""
+        return next((remedy for kind, remedy in REMEDIES.items() if kind == self.name), "")
 
 
 @dataclass(frozen=True, slots=True)

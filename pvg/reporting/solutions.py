@@ -80,7 +80,7 @@ def scored_rollouts(run: RunDirectory) -> Iterator[list[Rollout]]:
 
     Raises DamagedFileError when a committed shard that is looked at is damaged.
     """
-    infos, shards = _committed(run), RolloutShards(run.path)
+    infos, shards = committed_shards(run), RolloutShards(run.path)
     for round_ in sorted({info.round for info in infos}, reverse=True):
         # The phases of one round, best first. Usually only the evaluation's shard is read.
         for info in _newest_first([info for info in infos if info.round == round_]):
@@ -116,7 +116,7 @@ def choose_examples(run: RunDirectory, each: int = 2) -> list[Example]:
 
     Empty when nothing is committed. Raises DamagedFileError when a committed shard is damaged.
     """
-    infos = _committed(run)
+    infos = committed_shards(run)
     shards = RolloutShards(run.path)
     unscored: list[Example] = []
     for info in _newest_first(infos):
@@ -129,7 +129,8 @@ def choose_examples(run: RunDirectory, each: int = 2) -> list[Example]:
     return unscored
 
 
-def _committed(run: RunDirectory) -> list[ShardInfo]:
+def committed_shards(run: RunDirectory) -> list[ShardInfo]:
+    """The shards of the last commit; empty if there is none."""
     try:
         state = FileStateStore(run.state).load().state or {}
     except StateError:  # no commit is valid; the run's summary notes it
@@ -141,12 +142,13 @@ def _newest_first(infos: Sequence[ShardInfo]) -> list[ShardInfo]:
     """The last shard of every phase: newest round first, within a round the evaluation first."""
     last: dict[tuple[int, str], tuple[int, ShardInfo]] = {}
     for place, info in enumerate(infos):
-        last[info.round, _phase(info)] = (place, info)
+        last[info.round, phase_of(info)] = (place, info)
     ranked = sorted(last, key=lambda key: (key[0], key[1] == EVALUATION, last[key][0]), reverse=True)
     return [last[key][1] for key in ranked]
 
 
-def _phase(info: ShardInfo) -> str:
+def phase_of(info: ShardInfo) -> str:
+    """The phase that wrote a shard."""
     return info.label.rsplit("-", 1)[0]
 
 
@@ -246,12 +248,7 @@ class RoundScores:
 def round_scores(run: RunDirectory, summary: RunSummary, shards: RolloutShards | None = None) -> list[RoundScores]:
     """The scores of every round with scored solutions, in order. `shards`: what reads them; default: a new object.
     Raises DamagedFileError for a damaged shard."""
-    try:
-        state = FileStateStore(run.state).load().state or {}
-    except StateError:  # the run's summary notes it
-        return []
-    shards = shards or RolloutShards(run.path)
-    infos = [ShardInfo.from_plain(plain) for plain in state.get("shards", ())]
+    shards, infos = shards or RolloutShards(run.path), committed_shards(run)
     found = []
     for round_ in sorted({info.round for info in infos}):
         own = [info for info in infos if info.round == round_]
@@ -270,6 +267,13 @@ def threshold_of(summary: RunSummary, round_: int) -> float | None:
         *(phase.metrics for phase in summary.phases if phase.round == round_),
     ]
     return next((metrics["threshold"] for metrics in metrics_of_round if "threshold" in metrics), None)
+
+
+def verdict_word(score: float | None, threshold: float | None) -> str:
+    """What the verifier decides; empty without a score or a threshold."""
+    if score is None or threshold is None:
+        return ""
+    return "accepted" if score >= threshold else "refused"
 
 
 def _kinds(shards: RolloutShards, infos: Sequence[ShardInfo], source: str) -> dict[str, NDArray[np.float64]]:

@@ -357,12 +357,16 @@ LAGS = (("typically", "median_p50_s"), ("worst p90", "worst_p90_s"), ("p99", "wo
 
 
 def alerts_list(summary: RunSummary) -> Text:
-    lines = Text()
+    """A line per alert. What to do is said once per kind, below its first alert."""
+    lines, explained = Text(), {""}
     for alert in summary.alerts:
         lines.append(f"round {alert.round} {phase_label(alert.phase)}", style=QUIET)
         lines.append(f" step {alert.step}  " if alert.step is not None else "  ", style=QUIET)
         lines.append(alert.name, style="yellow")
         lines.append(f"  {alert.message}\n")
+        if alert.remedy not in explained:
+            lines.append(f"  {alert.remedy}\n", style=QUIET)
+            explained.add(alert.remedy)
     lines.rstrip()
     return lines
 

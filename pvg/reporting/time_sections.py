@@ -15,7 +15,7 @@ from pvg.errors import counted
 from pvg.reporting.axes import PROVER, SPAN, VERIFIER, StepAxis, nice_axis
 from pvg.reporting.budget_parts import MEANING, BudgetPart, by_family, in_order
 from pvg.reporting.charts import Label, stacked_chart, stacked_row
-from pvg.reporting.formats import duration, percent, phase_label, total_budget, value_text
+from pvg.reporting.formats import duration, percent, phase_label, short_seconds, total_budget, value_text
 from pvg.reporting.run_summary import PhaseSummary, RunSummary, StepRecord
 from pvg.reporting.table import Column, LegendKey, PageSection, Table, TableCell, chart, elements, number
 from pvg.telemetry.spans import DRIVER, UNACCOUNTED
@@ -386,4 +386,4 @@ def _drawn_lane(
 
 def _said_of(block: SpanBlock) -> str:
     many, together = (f"{block.count} × ", " in all") if block.count > 1 else ("", "")
-    return f"{many}{block.name.replace('_', ' ')}: {block.worked_s * 1e3:.4g} ms{together}"
+    return f"{many}{block.name.replace('_', ' ')}: {short_seconds(block.worked_s)}{together}"

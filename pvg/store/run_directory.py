@@ -247,6 +247,10 @@ class RunDirectory:
         return self.path / "report.html"
 
     @property
+    def rollouts_page(self) -> Path:
+        return self.path / "rollouts.html"
+
+    @property
     def tags(self) -> Path:
         """The user's tags (pvg.store.run_folders)."""
         return self.path / "tags.json"
@@ -388,7 +392,7 @@ class RunDirectory:
         journals = (self.metrics, self.spans, self.events)
         for path in (self.experiment_file, store.path, store.previous_path, *journals):
             removed += remove_temporaries(self.path, path.name)
-        for path in (self.report, self.tags):
+        for path in (self.report, self.rollouts_page, self.tags):
             removed += remove_old_temporaries(self.path, path.name)
         for folder in (self.manifest, self.code):
             removed += remove_temporaries(folder)

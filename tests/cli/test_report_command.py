@@ -13,7 +13,7 @@ from run_samples import begin, played, telemetered, tell
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "reporting"))
 from bench_samples import ladder, one
-from page_checks import check
+from page_checks import Page, check
 
 from pvg.bench.report import write_report
 
@@ -30,6 +30,29 @@ def test_the_page_of_a_run_lies_in_its_folder_and_the_terminal_says_so() -> None
     assert not list(run.path.glob(".tmp-*"))
 
 
+def test_a_second_page_has_all_solutions_and_the_two_pages_link_to_each_other() -> None:
+    run = played(Path("runs"))
+    called = pvg("report", "first")
+    assert "All solutions: runs/first/rollouts.html" in called.err
+    assert links(run.report) == {"rollouts.html"}
+    assert links(run.rollouts_page) == {"report.html"}
+    assert pvg("report", "first", "--json").document["rollouts_html"] == "runs/first/rollouts.html"
+    document = pvg("report", "first", "--html", "mine.html", "--json").document
+    assert document["rollouts_html"] == "mine-rollouts.html"
+    assert links(Path("mine.html")) == {"mine-rollouts.html"}
+    assert links(Path("mine-rollouts.html")) == {"mine.html"}
+    begin(Path("runs"), "empty")
+    document = pvg("report", "empty", "--json").document
+    assert document["rollouts_html"] is None
+    assert [path.name for path in Path("runs/empty").glob("*.html")] == ["report.html"]
+
+
+def links(path: Path) -> set[str]:
+    """The files that a page links to."""
+    addresses = (str(attributes["href"]) for name, attributes in Page(path.read_text()).tags if name == "a")
+    return {address for address in addresses if not address.startswith("#")}
+
+
 def test_the_page_elsewhere_or_not_at_all() -> None:
     run = played(Path("runs"))
     assert pvg("report", "first", "--html", "mine.html").code == 0
@@ -38,6 +61,7 @@ def test_the_page_elsewhere_or_not_at_all() -> None:
     assert called.code == 0
     assert "Page:" not in called.err
     assert not run.report.exists()
+    assert not run.rollouts_page.exists()
 
 
 def test_json_of_a_run_tells_budget_device_and_loop() -> None:

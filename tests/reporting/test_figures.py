@@ -15,6 +15,7 @@ from pvg.reporting.formats import (
     duration,
     metric_text,
     percent,
+    sample_seconds,
     short_seconds,
     sparkline,
     total_budget,
@@ -63,6 +64,22 @@ def test_duration(seconds: float, text: str) -> None:
         (0, "0 s"),
         (12e-6, "12 µs"),
         (0.0123, "12.3 ms"),
+        (0.9996, "1.0 s"),
+        (4.2, "4.2 s"),
+        (53.19, "53 s"),
+        (84, "1 min 24 s"),
+    ],
+)
+def test_a_measured_time_has_the_one_format_from_a_second_on(seconds: float, text: str) -> None:
+    assert short_seconds(seconds) == text
+    assert seconds < 0.9995 or text == duration(seconds)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0123, "12.3 ms"),
+        (0.9996, "1.00 s"),
         (4.2, "4.20 s"),
         (9.996, "10.0 s"),
         (53.19, "53.2 s"),
@@ -70,8 +87,8 @@ def test_duration(seconds: float, text: str) -> None:
         (84, "1 min 24 s"),
     ],
 )
-def test_a_measured_time_has_three_digits(seconds: float, text: str) -> None:
-    assert short_seconds(seconds) == text
+def test_a_sample_has_three_digits_so_that_samples_can_be_compared(seconds: float, text: str) -> None:
+    assert sample_seconds(seconds) == text
 
 
 @pytest.mark.parametrize(

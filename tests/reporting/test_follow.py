@@ -17,7 +17,7 @@ from run_samples import begin, commit, played, rollout, state, step, telemetered
 from pvg.records import Role
 from pvg.reporting import follow
 from pvg.reporting.follow import FollowedRun, JournalTail, progress_of
-from pvg.reporting.live_page import LiveRun, workers_section
+from pvg.reporting.live_page import ROLLOUTS, LiveRun, workers_section
 from pvg.reporting.run_summary import read_run
 from pvg.store.run_directory import RunDirectory
 
@@ -225,7 +225,7 @@ def test_the_page_shows_the_same_sections_as_the_report_when_the_run_has_ended(t
     from pvg.reporting.run_page import collect, run_page
 
     run = played(tmp_path)
-    live, report = LiveRun(run), run_page(collect(run, read_run(run), 2))
+    live, report = LiveRun(run), run_page(replace(collect(run, read_run(run), 2), rollouts=ROLLOUTS))
     for name in ("rounds", "learning", "scores", "solutions", "time", "settings"):
         html = live.part(name)["html"]  # type: ignore[index]
         assert html

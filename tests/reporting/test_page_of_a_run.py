@@ -67,6 +67,21 @@ def test_device_loop_overlap_and_processes_are_shown(tmp_path: Path) -> None:
     assert "All time of its process, with start and end: 4.0 s, 12.5 % unaccounted." in page.text
 
 
+def test_a_warm_start_has_a_curve_of_its_loss(tmp_path: Path) -> None:
+    run = begin(tmp_path)
+    tell(
+        run,
+        *(step("warmup", n, loss=4.0 / n) for n in range(1, 9)),
+        {"kind": "phase", "round": 0, "phase": "warmup", "seconds": 1.0, "metrics": {"held_out_loss_after": 1.5}},
+    )
+    text = page_of(run)
+    page = check(text)
+    assert "Warm start: loss of the demonstrations" in page.text
+    assert "4,2,1.33" in text
+    assert "held out" in page.text
+    assert "Warm start" not in check(page_of(played(tmp_path, "cold"))).text
+
+
 def test_an_old_run_says_why_the_machine_is_missing(tmp_path: Path) -> None:
     page = check(page_of(played(tmp_path)))
     assert "has no records of its device and event loop" in page.text

@@ -37,7 +37,7 @@ def test_a_ladder_tells_what_each_switch_bought() -> None:
 def test_hidden_work_has_its_columns() -> None:
     page = page_of(one((100.0,) * 5))
     # Per sample: 1 s, of which decode is exposed for 0.75 s and busy for 1 s.
-    assert "decode 750 ms 75.0 % 1.00 s 250 ms" in page.text
+    assert "decode 750 ms 75.0 % 1.0 s 250 ms" in page.text
 
 
 def test_two_reports_are_drawn_together_and_their_environments_compared() -> None:

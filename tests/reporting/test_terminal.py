@@ -9,21 +9,25 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from page_checks import check
 from rich.console import Console, RenderableType
 from run_samples import begin, played, step, tell
 
 from pvg.reporting.formats import metric_display
+from pvg.reporting.run_page import collect, run_page
 from pvg.reporting.run_summary import read_run
 from pvg.reporting.solutions import choose_examples
 from pvg.reporting.terminal import (
     CURVES,
     BudgetBar,
     LearningCurves,
+    alerts_list,
     closing,
     merge_small,
     report,
     rounds_table,
 )
+from pvg.telemetry.alerts import REMEDIES
 
 
 def printed(renderable: RenderableType, width: int = 80, colours: bool = False) -> str:
@@ -31,6 +35,22 @@ def printed(renderable: RenderableType, width: int = 80, colours: bool = False) 
     system = "truecolor" if colours else None
     Console(file=stream, width=width, force_terminal=colours, color_system=system).print(renderable)
     return stream.getvalue()
+
+
+def test_what_to_do_about_an_alert_is_said_once_per_kind(tmp_path: Path) -> None:
+    run = played(tmp_path)
+    place = {"kind": "alert", "round": 0, "phase": "train_prover", "message": "Again."}
+    tell(
+        run,
+        *({**place, "step": number, "name": "zero_signal"} for number in (3, 4)),
+        {**place, "step": 5, "name": "new"},
+    )
+    summary = read_run(run)
+    text = " ".join(printed(alerts_list(summary), 200).split())
+    assert text.count(REMEDIES["zero_signal"]) == text.count(REMEDIES["collapse"]) == 1
+    assert text.endswith("new Again.")
+    page = check(run_page(collect(run, summary, 0)))
+    assert page.text.count(REMEDIES["zero_signal"]) == page.text.count(REMEDIES["collapse"]) == 1
 
 
 @pytest.mark.parametrize("width", [80, 120])

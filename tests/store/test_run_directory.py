@@ -310,6 +310,7 @@ def test_only_temporaries_of_dead_writers_are_removed(tmp_path: Path) -> None:
         run.path / ".tmp-state.previous.json-0123abcd",
         run.path / ".tmp-experiment.toml-0123abcd",
         run.path / ".tmp-report.html-0123abcd",
+        run.path / ".tmp-rollouts.html-0123abcd",
         run.manifest / ".tmp-round-000-mint.json-0123abcd",
         run.code / ".tmp-mine.py-0123abcd",
     ]
@@ -317,7 +318,8 @@ def test_only_temporaries_of_dead_writers_are_removed(tmp_path: Path) -> None:
     living = run.path / ".tmp-report.html-fedc9876"
     for path in (*dead, *others, living):
         path.write_bytes(b"half")
-    os.utime(dead[3], (0, 0))
+    for report in dead[3:5]:
+        os.utime(report, (0, 0))
     assert sorted(run.remove_temporaries()) == sorted(dead)
     assert all(path.exists() for path in (*others, living))
 

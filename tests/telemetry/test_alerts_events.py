@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from pvg.telemetry.alerts import AlertKind, Alerts, verifier_at_chance
+from pvg.telemetry.alerts import REMEDIES, AlertKind, Alerts, verifier_at_chance
 from pvg.telemetry.events import EventLog, format_event
 
 HEALTHY = {
@@ -121,10 +121,23 @@ def test_a_verifier_at_chance_is_told():
     assert "AUC is 0.31" in alert.message
 
 
-def test_every_kind_of_alert_has_its_section_in_the_runbook():
+def runbook() -> dict[str, str]:
     page = (Path(__file__).parent.parent.parent / "docs" / "runbook.md").read_text()
     sections = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
-    by_title = {section.splitlines()[0].strip().strip("`"): section for section in sections}
+    return {section.splitlines()[0].strip().strip("`"): section for section in sections}
+
+
+def test_every_kind_of_alert_has_a_remedy_of_one_line_that_the_runbook_has_too():
+    assert set(REMEDIES) == set(get_args(AlertKind))
+    same = {"loop_lag_p99": "loop_lag_p90"}  # the runbook refers to the other kind
+    for kind, remedy in REMEDIES.items():
+        assert len(remedy) <= 110
+        for setting in re.findall(r"\b[a-z]+(?:\.[a-z_]+)+\b", remedy):
+            assert setting in runbook()[same.get(kind, kind)], (kind, setting)
+
+
+def test_every_kind_of_alert_has_its_section_in_the_runbook():
+    by_title = runbook()
     kinds = set(get_args(AlertKind))
     assert kinds <= set(by_title)
     assert [title for title in by_title if "_" in title and title not in kinds] == []  # and none of another kind

@@ -292,11 +292,13 @@ class ExampleSolution(DocumentPart):
 
 
 class ReportDocument(RunResults, JsonDocument):
-    """One run. `evaluation`: the results of `pvg evaluate`. `html`: the page, null with --no-html."""
+    """One run. `evaluation`: the results of `pvg evaluate`. `html`: the page, null with --no-html. `rollouts_html`: the
+    page with all solutions, null with --no-html or without solutions."""
 
     evaluation: EvaluationReport | None
     examples: list[ExampleSolution]
     html: str | None
+    rollouts_html: str | None
 
 
 class ComparedResults(RunResults):

@@ -145,7 +145,6 @@ def _difference(at_least: float, at_most: float) -> str:
 #
 # Texts come from logs and are printed as plain text, never as markup.
 
-LONG_MS = 10_000.0  # from here on a sum is shown as minutes and seconds
 
 # The rows of the timings table: short, so that the table fits into 80 columns.
 TIMINGS = {
@@ -231,8 +230,7 @@ def _timings_table(found: Diagnosis) -> Table:
     for name, label in TIMINGS.items():
         if timing := found.timings.get(name):
             values = (timing.p50, timing.p95, timing.p99, timing.max)
-            in_all = duration(timing.total / 1e3) if timing.total > LONG_MS else milliseconds(timing.total)
-            in_all = "" if name.startswith("lag.") else in_all  # percentiles of windows have no sum
+            in_all = "" if name.startswith("lag.") else milliseconds(timing.total)  # percentiles of windows have no sum
             table.add(label, f"{timing.n:,}", *(milliseconds(value) for value in values), in_all)
     if not all(timing.exact for timing in found.timings.values()):
         table.caption = f"percentiles of more than {EXACT_VALUES:,} values are within {percent(RELATIVE_ERROR)}"

@@ -17,7 +17,7 @@ from typing import TypedDict
 from pvg.reporting.diagnosis.advice import advised, others_run
 from pvg.reporting.diagnosis.log_events import Event
 from pvg.reporting.diagnosis.tally import LoadCorrelation, LogTally
-from pvg.reporting.formats import duration, short_seconds
+from pvg.reporting.formats import short_seconds
 from pvg.telemetry.waits import SHARED, LagLimits
 
 LEAST_SHARE = 0.05  # of the time; a smaller gain is within the noise between two runs on one machine
@@ -444,8 +444,8 @@ def across(related: LoadCorrelation | None) -> str:
 
 
 def milliseconds(value: float) -> str:
-    """A time in milliseconds as text: 12.3 -> `12.3 ms`, 8580 -> `8.58 s`, 125000 -> `2 min 05 s`."""
-    return short_seconds(value / 1e3) if value < 9950 else duration(value / 1e3)
+    """A time in milliseconds as text: 12.3 -> `12.3 ms`, 8580 -> `8.6 s`, 125000 -> `2 min 05 s`."""
+    return short_seconds(value / 1e3)
 
 
 def percent(share: float) -> str:

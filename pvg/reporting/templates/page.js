@@ -15,9 +15,10 @@
   const hide = () => { tip.hidden = true; document.querySelectorAll(".cross").forEach((line) => line.remove()); };
 
   // --- numbers, as pvg/reporting/formats.py writes them
-  const clock = (seconds) => {
-    const s = Math.round(seconds), two = (n) => String(n).padStart(2, "0");
-    return s < 3600 ? Math.floor(s / 60) + ":" + two(s % 60) : Math.floor(s / 3600) + ":" + two(Math.floor(s / 60) % 60) + ":" + two(s % 60);
+  const duration = (v) => {
+    if (v < 9.95) return v.toFixed(1) + " s";
+    const s = Math.round(v), m = Math.round(v / 60), two = (n) => String(n).padStart(2, "0");
+    return s < 60 ? s + " s" : s < 3600 ? Math.floor(s / 60) + " min " + two(s % 60) + " s" : Math.floor(m / 60) + " h " + two(m % 60) + " min";
   };
   const compact = (v) => {
     const size = Math.abs(v);
@@ -27,7 +28,7 @@
   const shown = {
     share: (v) => (100 * v).toFixed(1) + " %", auc: (v) => v.toFixed(3), score: (v) => v.toFixed(3), rate: compact, number: compact,
     seconds: (v) => v === 0 ? "0 s" : Math.abs(v) < 1e-3 ? +(v * 1e6).toPrecision(3) + " µs" : Math.abs(v) < 1 ? +(v * 1e3).toPrecision(3) + " ms"
-      : Math.abs(v) < 60 ? v.toFixed(2) + " s" : clock(v),
+      : duration(v),
     bytes: (v) => { for (const [n, u] of [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]]) if (Math.abs(v) >= n) return +(v / n).toPrecision(3) + " " + u; return v + " B"; },
   };
 
@@ -47,7 +48,7 @@
       const [start, end, ...name] = band.split(",");
       if (name.length && step > +start && step <= +end) return name.join(",") + ", " + xname + " " + +(step - start).toPrecision(4);
     }
-    if (xformat === "seconds") return "after " + clock(x);
+    if (xformat === "seconds") return "after " + duration(x);
     return xname + " " + +step.toPrecision(5);
   };
   const line = (entry, value, format) => {

@@ -1,0 +1,212 @@
+"""The page that contains the stored solutions of a run: a browser searches and filters them without a server.
+
+    stored = stored_rollouts(run, summary)
+    if stored.count:
+        write_page(path, rollouts_file(stored, run, summary, report="report.html"))
+
+The page has the form, the list and the colours of `pvg watch` (pvg.reporting.rollouts_page). templates/rollouts.js
+filters as `RolloutIndex.find` does; a test compares the two in a browser.
+
+The solutions are in script elements that a browser does not execute: JSON, compressed, as base64. The first element has
+the columns that filters need. The others are blocks of texts, which the script unpacks when it shows or searches them.
+
+Invariants: the page has at most MOST_CHARACTERS of texts, those of the newest solutions, and says how many solutions it
+leaves out. Texts of models are data in the page, and the script writes them as text, never as markup.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import orjson
+
+from pvg.errors import counted
+from pvg.records import Rollout
+from pvg.reporting.formats import phase_label
+from pvg.reporting.rollouts import ROLES, RolloutGrade, RolloutQuery, grade_word
+from pvg.reporting.rollouts_page import ROWS, markup, query_form
+from pvg.reporting.run_page import rollout_side
+from pvg.reporting.run_summary import RunSummary
+from pvg.reporting.solutions import committed_shards, phase_of, threshold_of, verdict_word
+from pvg.reporting.table import PageKind, elements, page, showable
+from pvg.store.atomic import DamagedFileError
+from pvg.store.run_directory import RunDirectory
+from pvg.store.shards import RolloutShards, ShardInfo
+
+MOST_CHARACTERS = 100_000_000
+ROW_CHARACTERS = 300  # the columns of a solution, counted as so many characters of text
+BLOCK_CHARACTERS = 500_000  # a browser unpacks such a block in some milliseconds
+LONGEST = 100_000  # characters of one text
+LEVEL = 5  # of gzip
+GRADES: tuple[str, ...] = get_args(RolloutGrade)
+VERDICTS = ("", "accepted", "refused")
+NUMBERED = ("role", "grade", "verdict", "phase", "source", "problem")  # these columns are numbers of words
+COLUMNS = (*NUMBERED, "round", "step", "group", "tokens", "score", "reward")
+TEXTS = ("id", "text", "mark", "said", "before", "after")
+
+
+@dataclass
+class StoredRollouts:
+    """Solutions, the newest first. `columns`: a value per solution; those of NUMBERED are places in `words`. `starts`:
+    the first solution of each block. `blocks`: the packed texts. `left_out`: older solutions that do not fit.
+    `problems`: sentences about damaged shards."""
+
+    columns: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
+    words: dict[str, list[Any]] = field(default_factory=dict)
+    starts: list[int] = field(default_factory=list)
+    blocks: list[str] = field(default_factory=list)
+    left_out: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return len(self.columns["role"])
+
+
+def stored_rollouts(run: RunDirectory, summary: RunSummary, most: int = MOST_CHARACTERS) -> StoredRollouts:
+    """The solutions of the last commit, from the newest on, until they have `most` characters."""
+    infos, packer, used = committed_shards(run), _Packer(summary), 0
+    damaged: dict[str, str] = {}
+    for info, rollout in _newest_first(RolloutShards(run.path), infos, damaged):
+        used += ROW_CHARACTERS + len(rollout.text)
+        if used > most:
+            break
+        packer.add(rollout, phase_of(info))
+    stored = packer.finish()
+    stored.problems += damaged.values()
+    stored.left_out = sum(info.rows for info in infos if info.path not in damaged) - stored.count
+    return stored
+
+
+def _newest_first(
+    shards: RolloutShards, infos: Sequence[ShardInfo], damaged: dict[str, str]
+) -> Iterator[tuple[ShardInfo, Rollout]]:
+    for info in reversed(infos):
+        try:
+            rollouts = shards.read(info)
+        except DamagedFileError as error:
+            damaged[info.path] = str(error)
+            continue
+        for rollout in reversed(rollouts):
+            yield info, rollout
+
+
+class _Packer:
+    """Collects solutions as columns and as blocks of texts."""
+
+    def __init__(self, summary: RunSummary) -> None:
+        self._summary = summary
+        self._stored = StoredRollouts()
+        self._thresholds: dict[int, float | None] = {}
+        self._numbers: dict[str, dict[Any, int]] = {
+            name: {word: number for number, word in enumerate(words)}
+            for name, words in (("role", ROLES), ("grade", GRADES), ("verdict", VERDICTS))
+        }
+        self._texts: dict[str, list[Any]] = {name: [] for name in TEXTS}
+        self._characters = 0
+
+    def add(self, rollout: Rollout, phase: str) -> None:
+        if rollout.round not in self._thresholds:
+            self._thresholds[rollout.round] = threshold_of(self._summary, rollout.round)
+        threshold = self._thresholds[rollout.round]
+        grade = rollout.grade
+        row = {
+            "role": rollout.role.value,
+            "grade": grade_word(correct=grade.correct, well_formed=grade.well_formed, flaw=rollout.is_flaw),
+            "verdict": verdict_word(rollout.score, threshold),
+            "phase": (phase, phase_label(phase)),
+            "source": _shown(rollout.source),
+            "problem": (_shown(rollout.problem_id), _shown(rollout.question), _shown(rollout.reference)),
+            "round": rollout.round,
+            "step": rollout.step,
+            "group": rollout.group,
+            "tokens": rollout.sampled_tokens,
+            "score": _rounded(rollout.score),
+            "reward": _rounded(rollout.reward),
+        }
+        for name, value in row.items():
+            self._stored.columns[name].append(self._number(name, value) if name in NUMBERED else value)
+        self._add_texts(rollout, threshold)
+
+    def _number(self, name: str, word: Any) -> int:
+        numbers = self._numbers.setdefault(name, {})
+        return numbers.setdefault(word, len(numbers))
+
+    def _add_texts(self, rollout: Rollout, threshold: float | None) -> None:
+        side = rollout_side(rollout, threshold, LONGEST)
+        pieces = [_shown(piece) for piece in side.pieces]
+        begin = _utf16_length("".join(pieces[: max(0, side.wrong)]))
+        texts: dict[str, Any] = {
+            "id": _shown(rollout.id),
+            "text": "".join(pieces),
+            "mark": [begin, begin + _utf16_length(pieces[side.wrong])] if side.wrong >= 0 else 0,
+            "said": _shown(side.grade),
+            "before": [_shown(text) for text in side.before] or 0,
+            "after": [_shown(text) for text in side.after] or 0,
+        }
+        if not self._texts["id"]:
+            self._stored.starts.append(self._stored.count - 1)
+        for name, value in texts.items():
+            self._texts[name].append(value)
+        self._characters += len(texts["text"])
+        if self._characters + ROW_CHARACTERS * len(self._texts["id"]) >= BLOCK_CHARACTERS:
+            self._end_block()
+
+    def _end_block(self) -> None:
+        if self._texts["id"]:
+            self._stored.blocks.append(_packed(self._texts))
+        self._texts, self._characters = {name: [] for name in TEXTS}, 0
+
+    def finish(self) -> StoredRollouts:
+        self._end_block()
+        self._stored.words = {name: list(self._numbers.get(name, ())) for name in NUMBERED}
+        return self._stored
+
+
+def _shown(text: str) -> str:
+    return str(showable(text))
+
+
+def _rounded(value: float | None) -> float | None:
+    """Six decimals, because random digits cannot be compressed."""
+    return None if value is None else round(value, 6)
+
+
+def _utf16_length(text: str) -> int:
+    """The length of a text in a browser, which counts in units of 16 bits."""
+    return len(text) + sum(character > "\uffff" for character in text)
+
+
+def _packed(value: object) -> str:
+    """JSON, compressed, as base64."""
+    return base64.b64encode(gzip.compress(orjson.dumps(value), LEVEL, mtime=0)).decode()
+
+
+def rollouts_file(stored: StoredRollouts, run: RunDirectory, summary: RunSummary, report: str) -> str:
+    """The whole page. `report`: the file name of the run's page, which is beside it."""
+    title = elements.title("All rollouts", summary.name)
+    rounds = sorted(set(stored.columns["round"]))
+    form = query_form(RolloutQuery(), rounds, [phase for phase, _ in stored.words["phase"]], action="")
+    packed = _packed({**stored.columns, "words": stored.words, "starts": stored.starts, "page": ROWS})
+    body = [elements.notes(_notes(stored, run)), markup.browser(form), markup.packed(packed, stored.blocks)]
+    kind = PageKind(
+        scripts=("page.js", "rollouts.js"),
+        policy="form-action 'none'; base-uri 'none'",
+        sheets=("rollouts.css",),
+        links=((report, "Report"),),
+    )
+    return page(f"{summary.name}: rollouts", [title, *body], [], kind)
+
+
+def _notes(stored: StoredRollouts, run: RunDirectory) -> list[str]:
+    if not stored.left_out:
+        return stored.problems
+    everything = f"{stored.count + stored.left_out:,}"
+    newest = (
+        f"This page has the newest {counted(stored.count, 'solution')} of {everything}, so that a browser can open it."
+    )
+    return [f"{newest} To see all of them: pvg watch {run.argument}", *stored.problems]

@@ -1,0 +1,253 @@
+"""The page with all solutions of a run: what it contains, what it leaves out, and how a browser searches it."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import orjson
+from browser import Browser, needs_browser
+from page_checks import Page
+from run_samples import begin, commit, rollout, state, tell
+from test_rollouts import FILTERS, NASTY, indexed, made
+
+from pvg.records import Grade, Role, SolverSolution, Turn
+from pvg.reporting.rollouts import RolloutQuery
+from pvg.reporting.rollouts_file import (
+    BLOCK_CHARACTERS,
+    COLUMNS,
+    LONGEST,
+    NUMBERED,
+    ROW_CHARACTERS,
+    TEXTS,
+    rollouts_file,
+    stored_rollouts,
+)
+from pvg.reporting.run_summary import read_run
+from pvg.reporting.solutions import threshold_of, verdict_word
+from pvg.reporting.table import showable
+from pvg.store.run_directory import RunDirectory
+
+DATA = "application/octet-stream"
+HOSTILE = '</script><img src=x onerror="document.title=\'hacked\'"><script>document.title="hacked"</script><!--'
+
+
+def page_of(run: RunDirectory, **limits: int) -> str:
+    summary = read_run(run)
+    return rollouts_file(stored_rollouts(run, summary, **limits), run, summary, report="report.html")
+
+
+def unpacked(text: str) -> list[dict[str, Any]]:
+    """The solutions in a page, as a browser reads them."""
+    elements = re.findall(rf'<script type="{DATA}" (id="columns"|class="texts")>([^<]*)</script>', text)
+    parts = [orjson.loads(gzip.decompress(base64.b64decode(packed))) for _, packed in elements]
+    columns, blocks = parts[0], parts[1:]
+    texts: dict[str, list[Any]] = {name: [value for block in blocks for value in block[name]] for name in TEXTS}
+    assert columns["starts"] == [sum(len(block["id"]) for block in blocks[:n]) for n in range(len(blocks))]
+    found = []
+    for place in range(len(columns["role"])):
+        row = {name: columns[name][place] for name in COLUMNS}
+        row |= {name: columns["words"][name][row[name]] for name in NUMBERED}
+        found.append(row | {name: values[place] for name, values in texts.items()})
+    return found
+
+
+def harmless(text: str) -> Page:
+    """The page loads nothing, and its data are in letters that cannot become markup."""
+    page = Page(text)
+    assert page.wrong == []
+    for name, attributes in page.tags:
+        assert name not in {"img", "iframe", "object", "embed", "base", "link"}
+        assert not [key for key in attributes if key.startswith("on") or key in ("src", "action")]
+        assert name != "a" or str(attributes["href"]).startswith("#") or attributes["href"] == "report.html"
+    *data, script = page.scripts
+    assert all(re.fullmatch(r"[A-Za-z0-9+/=]+", one) for one in data)
+    assert not re.search(r"innerHTML|insertAdjacentHTML|outerHTML|document\.write|\beval\b|\bfetch\b|https?:", script)
+    return page
+
+
+def test_the_page_contains_every_solution_of_the_run_with_its_score_and_verdict(tmp_path: Path) -> None:
+    run, everything = made(tmp_path)
+    tell(run, {"kind": "phase", "round": 0, "phase": "train_verifier", "metrics": {"threshold": 0.5}})
+    text, summary = page_of(run), read_run(run)
+    harmless(text)
+    found = unpacked(text)
+    assert [row["id"] for row in found] == [stored.id for _, stored in reversed(everything)]
+    assert {row["verdict"] for row in found} == {"", "accepted", "refused"}
+    for row, (phase, stored) in zip(found, reversed(everything), strict=True):
+        assert row["text"] == showable(stored.text)
+        assert row["problem"] == [stored.problem_id, showable(stored.question), stored.reference]
+        assert row["verdict"] == verdict_word(stored.score, threshold_of(summary, stored.round))
+        written = (stored.role.value, stored.round, stored.step, stored.group, stored.score, stored.sampled_tokens)
+        assert (row["role"], row["round"], row["step"], row["group"], row["score"], row["tokens"]) == written
+        assert row["phase"][0] == phase
+        assert (row["grade"] == "flaw") == stored.is_flaw
+
+
+def test_a_large_run_keeps_its_newest_solutions_and_names_the_command_for_the_rest(tmp_path: Path) -> None:
+    run, everything = made(tmp_path)
+    text = page_of(run, most=100 * (ROW_CHARACTERS + 40))
+    found = unpacked(text)
+    assert 90 < len(found) < 120
+    assert [row["id"] for row in found] == [stored.id for _, stored in everything[: -len(found) - 1 : -1]]
+    assert f"the newest {len(found)} solutions of {len(everything)}" in harmless(text).text
+    assert "pvg watch" in Page(text).text
+    assert "pvg watch" not in Page(page_of(run)).text.replace("pvg watch shows the solutions without it", "")
+
+
+def test_texts_are_in_blocks_that_a_browser_opens_one_by_one(tmp_path: Path) -> None:
+    run = begin(tmp_path)
+    each = BLOCK_CHARACTERS // 10
+    long = "y" * (LONGEST + 5)
+    written = [rollout(f"{n}", Role.HELPFUL, correct=True, score=None, text="x" * each) for n in range(30)]
+    written.append(rollout("long", Role.HELPFUL, correct=True, score=None, text=long))
+    commit(run, state("complete"), {"mint-00000": written})
+    text = page_of(run)
+    assert text.count('class="texts"') == 4
+    first, *others = unpacked(text)
+    assert first["text"] == "y" * LONGEST + " … and 5 more characters"
+    assert [row["id"] for row in others] == [str(n) for n in reversed(range(30))]
+
+
+def test_a_damaged_shard_is_noted_and_the_rest_kept(tmp_path: Path) -> None:
+    run, _ = made(tmp_path, count=5)
+    path = run.path / (run.load_state().state or {})["shards"][1]["path"]
+    path.write_bytes(path.read_bytes()[:-1])
+    text = page_of(run)
+    assert len(unpacked(text)) == 25
+    assert "is damaged" in Page(text).text
+    assert "the newest" not in Page(text).text
+
+
+def special(root: Path) -> RunDirectory:
+    """Hostile texts, letters outside of the first Unicode plane, a dialogue and a translation."""
+    run = begin(root)
+    grade = Grade(False, True, HOSTILE, f"wrong sum in step 2 {HOSTILE}")
+    solver = SolverSolution("s", f"solved {HOSTILE}", "8", True, True)
+    turns = (Turn(0, True, "I think 8."), Turn(1, False, HOSTILE))
+    changes = {"problem_id": "p", "question": HOSTILE, "reference": HOSTILE}
+    written = [
+        rollout("marked", Role.SNEAKY, correct=False, score=1.0, text=f"𝟕+𝟓=𝟐\n{HOSTILE}\n", grade=grade, **changes),
+        rollout("turns", Role.HELPFUL, correct=True, score=-1.0, text="I think 8.", turns=turns, **changes),
+        rollout(HOSTILE, Role.HELPFUL, correct=True, score=None, text=NASTY, solver=solver, **changes),
+    ]
+    commit(run, state("train_prover"), {"mint-00000": written})
+    return run
+
+
+def test_marks_count_as_a_browser_counts(tmp_path: Path) -> None:
+    translated, dialogue, marked = unpacked(page_of(special(tmp_path)))
+    begin_, end = marked["mark"]
+    assert marked["text"].encode("utf-16-le")[2 * begin_ : 2 * end].decode("utf-16-le") == f"{HOSTILE}\n"
+    assert dialogue["after"] == [f"verifier: {HOSTILE}"]
+    assert translated["before"] == [f"solver: solved {HOSTILE}"]
+    assert translated["text"] == showable(NASTY)
+
+
+# --- in a browser --------------------------------------------------------------------------------------------------
+
+SHOW = """new Promise(done => {
+  const idle = () => document.getElementById("browser").getAttribute("aria-busy") === "false";
+  const wait = () => idle() ? done() : setTimeout(wait, 5);
+  if ((location.hash || "#") === %(hash)s) { wait(); return; }
+  addEventListener("hashchange", wait, { once: true });
+  location.hash = %(hash)s;
+})"""
+LINKS = (
+    "[...document.querySelectorAll('#hits .hit')].map(one => new URLSearchParams(one.hash.slice(1)).get('solution'))"
+)
+PAGES = "Math.max(1, ...[...document.querySelectorAll('#pages a, #pages span')].map(one => +one.textContent))"
+
+
+def shown(browser: Browser, fields: dict[str, Any]) -> None:
+    browser.run(SHOW % {"hash": orjson.dumps("#" + urlencode(fields)).decode()})
+
+
+def listed(browser: Browser, query: RolloutQuery) -> list[str]:
+    """The ids of all pages of a list."""
+    found: list[str] = []
+    shown(browser, query.fields())
+    for number in range(1, browser.run(PAGES) + 1):
+        shown(browser, {**query.fields(), "page": number})
+        found += browser.run(LINKS)
+    return found
+
+
+@needs_browser
+def test_a_browser_finds_what_pvg_watch_finds(tmp_path: Path) -> None:
+    run, _ = made(tmp_path)
+    index, path = indexed(run), tmp_path / "rollouts.html"
+    path.write_text(page_of(run))
+    queries = [query for name, (query, _) in FILTERS.items() if name != "hostile text"]
+    queries += [RolloutQuery(order=order) for order in ("newest", "oldest", "highest", "lowest", "longest", "shortest")]
+    queries += [RolloutQuery(role="sneaky", order="highest", text="</pre>")]
+
+    with Browser(tmp_path) as browser:
+        browser.open(path.as_uri())
+        for query in queries:
+            expected = [index.rollout(int(place)).id for place in index.find(query)]
+            assert listed(browser, query) == expected, query
+        count = browser.run("document.getElementById('count').textContent")
+        assert count == f"{len(expected)} solutions of 360; shown: 51 to {len(expected)}"
+        shown(browser, {"lowest": "much", "role": "sneaky"})
+        problems = browser.run("document.getElementById('problems').textContent")
+        assert problems == RolloutQuery.of({"lowest": "much"})[1][0]
+        assert browser.errors == []
+
+
+@needs_browser
+def test_hostile_text_stays_text_in_a_browser(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.html"
+    path.write_text(page_of(special(tmp_path)))
+    harmless(path.read_text())
+
+    with Browser(tmp_path) as browser:
+        browser.open(path.as_uri())
+        for fields in ({}, {"text": HOSTILE}, {"problem": "p", "solution": HOSTILE}):
+            shown(browser, fields)
+            assert browser.run("document.title") == "first: rollouts"
+            assert browser.run("document.images.length") == 0
+            assert browser.run("document.scripts.length") == 3
+            assert HOSTILE in browser.run("document.body.innerText")
+        assert browser.run("document.querySelectorAll('#solutions .solution').length") == 3
+        assert browser.run("document.querySelector('#solutions mark').textContent") == f"{HOSTILE}\n"
+        assert browser.run("document.querySelector('.chosen .id').textContent") == HOSTILE
+        assert browser.run("document.querySelector('#reference .given').textContent") == HOSTILE
+        assert browser.errors == []
+
+
+@needs_browser
+def test_the_form_filters_while_the_user_types_and_the_problem_leads_back(tmp_path: Path) -> None:
+    run, everything = made(tmp_path, count=10)
+    path = tmp_path / "rollouts.html"
+    path.write_text(page_of(run))
+    sneaky = sum(stored.role is Role.SNEAKY for _, stored in everything)
+
+    with Browser(tmp_path) as browser:
+        browser.open(path.as_uri(), width=390)
+        shown(browser, {})
+        browser.run(
+            "(() => { const role = document.querySelector('[name=role]'); role.value = 'sneaky';"
+            " role.dispatchEvent(new Event('input', { bubbles: true })); })()"
+        )
+        count = "document.getElementById('count').textContent"
+        browser.run(
+            "new Promise(done => { const look = () =>"
+            f" {count}.startsWith('{sneaky} ') ? done() : setTimeout(look, 10); look(); }})"
+        )
+        browser.run("document.querySelector('#hits .hit').click()")
+        browser.run(SHOW % {"hash": "(location.hash || '#')"})
+        assert browser.run("document.getElementById('list').hidden")
+        browser.run("document.getElementById('back').click()")
+        browser.run(SHOW % {"hash": "(location.hash || '#')"})
+        assert browser.run(count) == f"{sneaky} solutions of 60; shown: 1 to {sneaky}"
+        assert browser.run("document.querySelector('[name=role]').value") == "sneaky"
+
+
+def test_a_run_without_solutions_has_none(tmp_path: Path) -> None:
+    run = begin(tmp_path)
+    assert stored_rollouts(run, read_run(run)).count == 0
