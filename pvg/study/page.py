@@ -15,8 +15,6 @@ from pvg.reporting.several_page import COLOURS, DASHES
 from pvg.reporting.table import Column, LegendKey, PageSection, Table, TableCell, chart, elements, page
 from pvg.study.results import CellRecord, MeasureRecord, MeasureResult, StudyResults
 from pvg.study.text import (
-    DETECTS,
-    HOLM,
     cautions,
     comparisons_table,
     middle_text,
@@ -102,7 +100,7 @@ def _mean(measure: MeasureRecord, results: StudyResults, arm: str) -> TableCell:
 def _comparisons(results: StudyResults, keys: dict[str, LegendKey]) -> PageSection:
     lead = (
         f"Each arm minus {results.reference}, paired by seed. p: exact permutation test, the share of all exchanges "
-        f"within seeds with a difference at least as large. {HOLM} {DETECTS}"
+        "within seeds with a difference at least as large."
     )
     return PageSection("comparisons", "Comparisons", [comparisons_table(results, keys)], lead)
 
@@ -110,7 +108,7 @@ def _comparisons(results: StudyResults, keys: dict[str, LegendKey]) -> PageSecti
 def _trends(results: StudyResults, keys: dict[str, LegendKey]) -> PageSection:
     lead = (
         "The last round minus the first. Kendall's tau is 1 if every round is above those before it, and −1 if every "
-        f"round is below; the mean over seeds. p: test of no trend, with seeds as units. {HOLM}"
+        "round is below; the mean over seeds. p: test of no trend, with seeds as units."
     )
     return PageSection("trends", "Over the rounds", [trends_table(results, keys)], lead)
 

@@ -325,7 +325,7 @@ def trends_table(results: StudyResults, keys: Mapping[str, LegendKey] | None = N
         Column("p", "right", wrap=False),
         Column("Holm's p", "right", short="Holm", wrap=False, hint=HOLM),
     )
-    table = Table([MEASURE, _arm_column(results), *columns], narrow=True)
+    table = Table([MEASURE, _arm_column(results), *columns], narrow=True, caption=HOLM)
     for measure in results.measures:
         for arm in results.arms:
             found = results.result(arm.name, measure.name).trend
