@@ -126,7 +126,10 @@ PHASE_LABELS = {
     "train_verifier": "verifier",
     "train_prover": "prover",
     "checkpoint": "checkpoint",
-    "measures": "measuring",  # a phase of `pvg evaluate`
+    # of `pvg evaluate`
+    "samples": "sampling",
+    "measures": "measuring",
+    "kl": "KL",
 }
 
 

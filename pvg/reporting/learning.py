@@ -330,7 +330,7 @@ def scores_section(scores: list[RoundScores], why_empty: str) -> PageSection:
             else "Unfinished rounds: from training."
         )
         + (
-            f" {beyond} of {len(everything)} scores outside the range are counted in the outermost bars."
+            f" Of {len(everything)} scores, {beyond} outside the range are in the outermost bars."
             if beyond
             else ""
         )

@@ -37,7 +37,7 @@ from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 
-MOST_CHARACTERS = 100_000_000
+MOST_CHARACTERS = 115_000_000  # 50,000 solutions of 2,000 characters: a page of about 50 MB
 ROW_CHARACTERS = 300  # the columns of a solution, counted as so many characters of text
 BLOCK_CHARACTERS = 500_000  # a browser unpacks such a block in some milliseconds
 LONGEST = 100_000  # characters of one text

@@ -219,6 +219,22 @@ def test_the_display_survives_a_run_that_tells_it_much_while_it_draws() -> None:
     assert "a notice" in stream.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("unit", "total", "said"),
+    [
+        ("measures", 1, "1 measure"),
+        ("matches", 1, "1 match"),
+        ("matches", 2, "2 matches"),
+        ("rollouts", 2048, "2.0k rollouts"),
+    ],
+)
+def test_one_unit_of_work_is_singular(unit: str, total: int, said: str) -> None:
+    stream, (state, _) = io.StringIO(), board()
+    with RunWatcher(state, Console(file=stream, width=200)) as lines:
+        lines.phase_started(PhaseInfo(0, 1, "measures", unit, total, part=2, parts=3, label="measures of round 0"))
+    assert stream.getvalue().strip().endswith(f"part 2 of 3, measures of round 0: measuring begins: {said}")
+
+
 def test_plain_lines_are_few_and_without_escape_codes() -> None:
     state, clock = board()
     stream = io.StringIO()

@@ -49,12 +49,12 @@ def test_train_then_evaluate_then_report() -> None:
     assert called.code == 0, called.err
     begun = re.findall(r"(part \d of \d, [\w ]+): (\w+) begins", called.err)
     assert begun == [
-        ("part 1 of 4, samples of the base prover", "samples"),
-        ("part 2 of 4, samples of round 0", "samples"),
-        ("part 3 of 4, attacks on round 0", "samples"),
+        ("part 1 of 4, samples of the base prover", "sampling"),
+        ("part 2 of 4, samples of round 0", "sampling"),
+        ("part 3 of 4, attacks on round 0", "sampling"),
         ("part 3 of 4, attacks on round 0", "attack"),
-        ("part 3 of 4, attacks on round 0", "samples"),
-        ("part 4 of 4, measures of round 0", "measures"),
+        ("part 3 of 4, attacks on round 0", "sampling"),
+        ("part 4 of 4, measures of round 0", "measuring"),
     ]
     found = called.document
     assert found["status"] == found["evaluation"]["status"] == "complete"

@@ -215,7 +215,7 @@ def test_hostile_text_stays_text_in_a_browser(tmp_path: Path) -> None:
             assert HOSTILE in browser.run("document.body.innerText")
         assert browser.run("document.querySelectorAll('#solutions .solution').length") == 3
         assert browser.run("document.querySelector('#solutions mark').textContent") == f"{HOSTILE}\n"
-        assert browser.run("document.querySelector('.chosen .id').textContent") == HOSTILE
+        assert browser.run("document.querySelector('.chosen .id').textContent") == f"step 0, {HOSTILE}"
         assert browser.run("document.querySelector('#reference .given').textContent") == HOSTILE
         assert browser.errors == []
 

@@ -123,7 +123,7 @@
     fill(node, ".role", found.role);
     fill(node, ".score", found.score === null ? "" : [`score ${scored(found.score)}`, found.verdict].filter(Boolean).join(", "));
     fill(node, ".grade", found.said);
-    fill(node, ".id", (found.reward === null ? "" : `reward ${scored(found.reward)}  `) + found.id);
+    fill(node, ".id", [`step ${found.step}`, found.reward === null ? "" : `reward ${scored(found.reward)}`, found.id].filter(Boolean).join(", "));
     if (found.mark) {
       const mark = document.createElement("mark"), [begin, end] = found.mark;
       mark.textContent = found.text.slice(begin, end);
@@ -176,7 +176,7 @@
     at("question").textContent = found.length ? found[0].question : "This page has no such problem.";
     at("reference").hidden = !found.length || !found[0].reference;
     at("reference").querySelector(".given").textContent = found.length ? found[0].reference : "";
-    at("solutions-count").textContent = many(found.length, "solution");
+    at("solutions-count").textContent = stages.size > 1 ? many(found.length, "solution") : "";
     at("back").href = lastList;
     at("solutions").replaceChildren(...[...stages].flatMap(([stage, all]) => {
       all.sort((a, b) => a.role < b.role ? -1 : a.role > b.role ? 1 : (b.score ?? -Infinity) - (a.score ?? -Infinity) || 0);
