@@ -27,8 +27,8 @@ def resolve(name: str | None, overrides: Sequence[str], cluster: str | None = No
     """The experiment `name` (a name or a file; None: the default) with `--cluster` and the overrides applied. Checks
     the settings, and that the user's files that they name exist."""
     path = find_experiment(DEFAULT_EXPERIMENT if name is None else name)
+    switch = task_switch(path, overrides)
     experiment = _loaded(path, overrides, cluster)
-    switch = task_switch(path, overrides, experiment)
     if switch is not None and switch.note:
         say(switch.note)
     check_references(experiment)

@@ -88,6 +88,13 @@ def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
 
     Raises ConfigurationError, naming the key, its origin (file or override) and the closest valid key.
     """
+    data, origins = overridden(path, overrides)
+    return build_experiment(data, str(path), origins)
+
+
+def overridden(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The data of an experiment file with the overrides applied, not yet validated; and the origin of each override's
+    key."""
     data = read_toml(path, "experiment")
     origins: dict[str, str] = {}
     settings: list[tuple[str, Any, str]] = []
@@ -96,7 +103,7 @@ def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     for key, value, origin in kinds_first(settings):
         assign(data, key, value)
         origins[key] = origin
-    return build_experiment(data, str(path), origins)
+    return data, origins
 
 
 def changed(experiment: Experiment, values: Mapping[str, Any]) -> Experiment | None:
@@ -194,6 +201,12 @@ def read_override(text: str) -> list[tuple[str, Any, str]]:
         return [(*parse_override(text), shortened(f"--set {text}"))]
     path = expanded(text[1:], "--set")
     return [(key, value, str(path)) for key, value in leaves(read_toml(path, "settings"))]
+
+
+def chosen_keys(overrides: Sequence[str]) -> frozenset[str]:
+    """The keys that overrides set, those inside a table included."""
+    found = [(key, value) for override in overrides for key, value, _ in read_override(override)]
+    return frozenset(leaf for key, value in found for leaf, _ in leaves({key: value}))
 
 
 def leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
