@@ -12,6 +12,7 @@ import pytest
 
 from pvg.config.experiment import TABLES
 from pvg.config.load import assign, build_experiment, find_experiment, shipped_directories
+from pvg.config.prompts import ChatPrompts
 from pvg.config.switching import task_switch
 from pvg.errors import ConfigurationError, UsageError
 from pvg_cli.runs import resolve
@@ -29,6 +30,17 @@ def test_the_settings_of_the_files_kind_are_dropped_with_one_note(capsys: pytest
     dropped = "task.max_terms, task.min_terms, task.modulus"
     note = f"task.kind = 'diplomacy_mini' replaces 'modchain', so these settings of the file are dropped: {dropped}.\n"
     assert capsys.readouterr().err == note
+
+
+def test_instructions_for_the_files_task_are_dropped_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = find_experiment("smollm2-gsm8k").read_text().replace('prompts = "chat"', "")
+    words = '[prompts]\nkind = "chat"\nplace = "user"\nhelpful = "Solve it."\nexamples = []\n'
+    file = tmp_path / "mine.toml"
+    file.write_text(text + words)
+    found = resolve(str(file), ["task.kind=code", "prompts.sneaky=Deceive."]).prompts
+    assert found == ChatPrompts(place="user", sneaky="Deceive.")
+    assert "dropped: prompts.examples, prompts.helpful, task.max_steps, task.path." in capsys.readouterr().err
+    assert resolve(str(file), []).prompts.helpful == "Solve it."  # type: ignore[union-attr]
 
 
 def test_the_files_own_kind_is_no_switch(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 import pvg
 from pvg.config.base import kinds_of
 from pvg.config.experiment import SECTION_NAMES, TABLES, Experiment
+from pvg.config.prompts import TEXTS_FOR_A_TASK
 from pvg.config.servers import URL_EXAMPLE, URL_PATTERN
 from pvg.errors import ConfigurationError, UsageError, shortened, user_paths
 from pvg.inputs import DEEPEST, check_settings, expanded, read_input
@@ -242,6 +243,7 @@ def _chooses_kind(key: str) -> bool:
 
 def assign(data: dict[str, Any], key: str, value: Any) -> None:
     """Set a dotted key in plain data. A tagged table that gets another kind starts with the defaults of that kind.
+    Another kind of task also removes the instructions and examples, which were written for the old one.
 
     `value` is copied: a later key inside a table does not change the caller's table.
     """
@@ -261,6 +263,9 @@ def assign(data: dict[str, Any], key: str, value: Any) -> None:
             raise ConfigurationError(f"--set {key}: {section!r} is a setting, not a section.")
     if leaf == "kind" and place in TABLES and node.get("kind", TABLES[place].default) != value:
         node.clear()
+        if place == "task" and isinstance(prompts := data.get("prompts"), dict):
+            for name in TEXTS_FOR_A_TASK:
+                prompts.pop(name, None)
     node[leaf] = copy.deepcopy(value)
 
 

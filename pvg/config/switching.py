@@ -1,7 +1,8 @@
 """Another task for an experiment: `-s task.kind=KIND` on the command line.
 
 The table `[task]` of the file belongs to the file's kind, so it starts again with the defaults of the new kind. The
-other tables stay. `TaskSwitch` says what was dropped. If the other tables do not fit the new task, one error names
+instructions and examples of `[prompts]` were written for the file's task, so they are dropped too. Everything else
+stays. `TaskSwitch` says what was dropped. If the other tables do not fit the new task, one error names
 every setting that it needs.
 
 Invariant: with the settings that the error names, no other error about settings follows.
@@ -19,10 +20,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pvg.config.base import as_table
 from pvg.config.experiment import TABLES
 from pvg.config.game import CompositeReward, GatedReward
 from pvg.config.load import assign, chosen_keys, overridden, parse_override, read_toml
-from pvg.config.prompts import WordedPrompts
+from pvg.config.prompts import TEXTS_FOR_A_TASK, WordedPrompts
 from pvg.config.rules import conflicts
 from pvg.config.sections import AllSections, value_of
 from pvg.config.task import (
@@ -61,7 +63,8 @@ ROUNDS_OF_NEEDS = 5  # a setting that is needed may need another one
 
 @dataclass(frozen=True, slots=True)
 class TaskSwitch:
-    """A task that the overrides chose in place of the file's. `dropped`: the settings of the file's task."""
+    """A task that the overrides chose in place of the file's. `dropped`: the settings of the file that belong to its
+    task."""
 
     before: str
     after: str
@@ -81,8 +84,8 @@ def task_switch(path: Path, overrides: Sequence[str]) -> TaskSwitch | None:
 
     Raises UsageError, naming all other settings that the new task needs.
     """
-    table = read_toml(path, "experiment").get("task", {})
-    given = {"kind": table} if isinstance(table, str) else table
+    file = read_toml(path, "experiment")
+    given, written = as_table(file.get("task", {})), as_table(file.get("prompts", {}))
     before = given.get("kind", TABLES["task"].default)
     if not chosen_keys(overrides) & {"task", "task.kind"}:
         return None
@@ -101,7 +104,9 @@ def task_switch(path: Path, overrides: Sequence[str]) -> TaskSwitch | None:
             f"task.kind = {after!r} needs more changes to {path}: {'; '.join(problems)}.",
             f"Add: {words}{'.' if words and instead else ''}{instead}" if words else "",
         )
-    return TaskSwitch(before, after, tuple(sorted(f"task.{name}" for name in given if name != "kind")))
+    dropped = [f"task.{name}" for name in given if name != "kind"]
+    dropped += [f"prompts.{name}" for name in written if name in TEXTS_FOR_A_TASK]
+    return TaskSwitch(before, after, tuple(sorted(dropped)))
 
 
 def _sections(data: dict[str, Any]) -> AllSections | None:
