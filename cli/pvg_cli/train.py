@@ -91,6 +91,7 @@ def train(
 
     Ctrl-C stops the run at its next commit point. To resume it, use: pvg train --resume
     """
+    from pvg.config.load import chosen_keys
     from pvg.errors import UsageError
     from pvg.hub import fetch_all
     from pvg.telemetry.cpu import bfloat16_warnings
@@ -105,8 +106,9 @@ def train(
     if resume is not None:
         plan = plan_resume(name, settings, resume, cluster, clean=not dry_run)
     else:
-        plan = plan_new(resolve(name, settings, cluster), run_name)
-    for warning in [*plan.experiment.warnings(), *bfloat16_warnings(plan.experiment)]:
+        plan = plan_new(resolve(name, settings, cluster), run_name, chosen=chosen_keys(settings))
+    slow = bfloat16_warnings(plan.experiment, resumed=plan.resume)
+    for warning in [*plan.experiment.warnings(), *slow]:
         say(f"warning: {warning}.")
     demonstrations = None if plan.resume else _demonstrations(plan)
     if dry_run:
@@ -283,15 +285,20 @@ def rollout(
 
     The prover writes rollout.group_size solutions per problem and role.
     """
+    from pvg.config.load import chosen_keys
     from pvg.hub import fetch_all
+    from pvg.telemetry.cpu import bfloat16_warnings
     from pvg_cli.driving import drive
     from pvg_cli.output import stderr
     from pvg_cli.run_display import RunBoard, RunWatcher
     from pvg_cli.runs import create, plan_new, resolve
 
     settings = [*(overrides or []), *metrics_port_override(metrics_port)]
-    plan = plan_new(resolve(experiment, settings, cluster), run_name, suffix="-samples")
+    resolved = resolve(experiment, settings, cluster)
+    plan = plan_new(resolved, run_name, suffix="-samples", chosen=chosen_keys(settings))
     resolved = plan.experiment
+    for warning in bfloat16_warnings(resolved):
+        say(f"warning: {warning}.")
     if plan.notice:
         say(plan.notice)
     fetch_all(resolved, say, ("models.prover.source", "task.path"))

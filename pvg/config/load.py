@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 import pvg
 from pvg.config.base import kinds_of
 from pvg.config.experiment import SECTION_NAMES, TABLES, Experiment
+from pvg.config.prompts import TEXTS_FOR_A_TASK
 from pvg.config.servers import URL_EXAMPLE, URL_PATTERN
 from pvg.errors import ConfigurationError, UsageError, shortened, user_paths
 from pvg.inputs import DEEPEST, check_settings, expanded, read_input
@@ -88,6 +89,13 @@ def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
 
     Raises ConfigurationError, naming the key, its origin (file or override) and the closest valid key.
     """
+    data, origins = overridden(path, overrides)
+    return build_experiment(data, str(path), origins)
+
+
+def overridden(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The data of an experiment file with the overrides applied, not yet validated; and the origin of each override's
+    key."""
     data = read_toml(path, "experiment")
     origins: dict[str, str] = {}
     settings: list[tuple[str, Any, str]] = []
@@ -96,7 +104,7 @@ def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     for key, value, origin in kinds_first(settings):
         assign(data, key, value)
         origins[key] = origin
-    return build_experiment(data, str(path), origins)
+    return data, origins
 
 
 def changed(experiment: Experiment, values: Mapping[str, Any]) -> Experiment | None:
@@ -196,6 +204,12 @@ def read_override(text: str) -> list[tuple[str, Any, str]]:
     return [(key, value, str(path)) for key, value in leaves(read_toml(path, "settings"))]
 
 
+def chosen_keys(overrides: Sequence[str]) -> frozenset[str]:
+    """The keys that overrides set, those inside a table included."""
+    found = [(key, value) for override in overrides for key, value, _ in read_override(override)]
+    return frozenset(leaf for key, value in found for leaf, _ in leaves({key: value}))
+
+
 def leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of all settings in a table, for dotted, quoted and nested keys."""
     for key, value in table.items():
@@ -229,6 +243,7 @@ def _chooses_kind(key: str) -> bool:
 
 def assign(data: dict[str, Any], key: str, value: Any) -> None:
     """Set a dotted key in plain data. A tagged table that gets another kind starts with the defaults of that kind.
+    Another kind of task also removes the instructions and examples, which were written for the old one.
 
     `value` is copied: a later key inside a table does not change the caller's table.
     """
@@ -248,6 +263,9 @@ def assign(data: dict[str, Any], key: str, value: Any) -> None:
             raise ConfigurationError(f"--set {key}: {section!r} is a setting, not a section.")
     if leaf == "kind" and place in TABLES and node.get("kind", TABLES[place].default) != value:
         node.clear()
+        if place == "task" and isinstance(prompts := data.get("prompts"), dict):
+            for name in TEXTS_FOR_A_TASK:
+                prompts.pop(name, None)
     node[leaf] = copy.deepcopy(value)
 
 

@@ -37,6 +37,7 @@ from pvg.game.round_evaluation import checkpoint
 from pvg.game.session import InterruptedByUser, Session
 from pvg.game.states import Phase
 from pvg.game.statistics import sample_metrics
+from pvg.game.tested_problems import about_test_problems
 from pvg.game.verifier_phase import train_verifier
 from pvg.game.warm_start import alone, check_demonstrations, first_phase, is_cold, warm_up, warmed
 from pvg.models.blocked_layers import in_blocks
@@ -96,7 +97,8 @@ async def play(
     what a phase raises; all commits stay intact.
     """
     started = time.perf_counter()
-    if is_cold(experiment, run):
+    cold = is_cold(experiment, run)
+    if cold:
         if not await _warm_up(experiment, run, observer, stop, resume=resume):
             return GameOutcome("interrupted", run.path, [], time.perf_counter() - started)
         resume = True
@@ -105,6 +107,8 @@ async def play(
         session = await open_session(experiment, run, observer, stop, stack, scoring=scoring, supply=supply)
         ledger = session.ledger
         _refuse_begun(session, resume)
+        if not cold:
+            _tell_about_tests(session)
         try:
             await _play_phases(session)
         except InterruptedByUser:
@@ -121,6 +125,12 @@ async def play(
         )
 
 
+def _tell_about_tests(session: Session) -> None:
+    """Once per call of `play`, whose warm start has a session of its own."""
+    for notice in about_test_problems(session.experiment, session.task, session.test_problems()):
+        session.observer.noticed(notice)
+
+
 def _refuse_begun(session: Session, resume: bool) -> None:
     if not resume and session.state.phase is not Phase.INIT:
         run = session.ledger.directory
@@ -134,6 +144,7 @@ async def _warm_up(
     async with AsyncExitStack() as stack:
         session = await open_session(experiment, run, observer, stop, stack, scoring=False, playing=alone(experiment))
         _refuse_begun(session, resume)
+        _tell_about_tests(session)
         finished = True
         try:
             if session.state.phase is Phase.INIT:
@@ -182,8 +193,6 @@ async def open_session(
         task = open_task(experiment.task)
         if isinstance(task, AbstractContextManager):
             stack.enter_context(task)
-        if isinstance(task, Data) and task.note:
-            observer.noticed(task.note)
         ledger = Ledger(run, experiment, code_version())
         stack.callback(ledger.close)
         for notice in ledger.notices:
@@ -321,6 +330,8 @@ async def sample_only(
         session = await open_session(experiment, run, observer, stop, stack, scoring=False)
         if session.state.phase is not Phase.INIT or session.state.shards:
             raise StateError(f"{run.path} is not empty.", "Choose another name with --name.")
+        if isinstance(session.task, Data) and session.task.note:
+            observer.noticed(session.task.note)
         if experiment.warmup.kind != "none":
             observer.noticed("pvg rollout samples models.prover as it is, without the warm start.")
         roles = list(Role) if role == "both" else [Role(role)]

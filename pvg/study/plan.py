@@ -25,6 +25,7 @@ from pvg.config.hub_ids import parse
 from pvg.config.load import (
     assign,
     build_experiment,
+    chosen_keys,
     did_you_mean,
     find_experiment,
     find_named,
@@ -192,13 +193,15 @@ class StudyFile(Section):
 @dataclass(frozen=True, slots=True)
 class Arm:
     """An arm: one set of settings. `settings`: what it sets itself. `experiment`: all settings without seed and folder.
-    `evaluated`: the same with the settings of [evaluate]; None without one."""
+    `evaluated`: the same with the settings of [evaluate]; None without one. `chosen`: the keys that the study's file or
+    --set give, and not the file of the experiment."""
 
     name: str
     source: str
     settings: dict[str, Any]
     experiment: Experiment
     evaluated: Experiment | None = None
+    chosen: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,7 +401,7 @@ def _resolve(
                 f"`pvg train {source} -s models.{player}.source={run_id} --dry-run` prints the source with its digest.",
             )
     evaluated = None if file.evaluate is None else as_evaluated(experiment, file.evaluate.changes, origin)
-    return Arm(name, source, settings, experiment, evaluated)
+    return Arm(name, source, settings, experiment, evaluated, frozenset({*origins, *chosen_keys(overrides)}))
 
 
 def _points(grid: Mapping[str, Any], origin: str) -> Iterator[tuple[str, dict[str, Any]]]:
