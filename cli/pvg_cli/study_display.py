@@ -214,7 +214,7 @@ def draw(board: StudyBoard, width: int) -> Panel:
 def _progress(board: StudyBoard) -> RichTable:
     facts = Text.assemble(
         (f"{board.count('complete')}", "bold"),
-        (f"/{len(board.cells)} games  {board.steps_done:,}/{board.plan.steps:,} steps", QUIET),
+        (f"/{counted(len(board.cells), 'game')}  {board.steps_done:,}/{board.plan.steps:,} steps", QUIET),
     )
     if failed := board.count("failed"):
         facts.append(f"  {failed} failed", style="red")
@@ -297,7 +297,10 @@ def plan_table(plan: StudyPlan, now: Mapping[str, CellProgress]) -> Group:
         Text.assemble(
             (f"{complete} complete. ", QUIET),
             (f"{left:,}", "bold"),
-            (f" of {plan.steps:,} optimizer steps remain, {plan.processes} games at a time, {threads}", QUIET),
+            (
+                f" of {plan.steps:,} optimizer steps remain, {counted(plan.processes, 'game')} at a time, {threads}",
+                QUIET,
+            ),
             (f"{_evaluation(plan.evaluate)}.", QUIET),
         ),
         Text(f"The runs would be in {plan.folder}.", style=QUIET),

@@ -329,11 +329,7 @@ def scores_section(scores: list[RoundScores], why_empty: str) -> PageSection:
             if all(found.fresh for found in scores)
             else "Unfinished rounds: from training."
         )
-        + (
-            f" Of {len(everything)} scores, {beyond} outside the range are in the outermost bars."
-            if beyond
-            else ""
-        )
+        + (f" Of {len(everything)} scores, {beyond} outside the range are in the outermost bars." if beyond else "")
     )
     return PageSection("scores", "Scores", [keys, elements.grid(charts)], lead)
 
