@@ -127,10 +127,10 @@ images:  ## build the container images for CPU and CUDA (needs docker)
 models: $(STAMP)  ## train the embedded models again (minutes; the results are committed)
 	$(BIN)/python -m pvg.models.embedded_training all
 
-seeds: $(STAMP)  ## play five rounds of the embedded game with five seeds, write docs/embedded-game.md (about 25 minutes)
+seeds: $(STAMP)  ## play five rounds of the embedded game with five seeds, write docs/results/embedded-game.md (about 25 minutes)
 	$(BIN)/python -m benchmarks.pages.make_embedded_game --set game.rounds=5
 
-equality: $(STAMP)  ## play five seeds with all switches slow and all fast, write docs/equality.md (20 minutes on 2 cores)
+equality: $(STAMP)  ## play five seeds with all switches slow and all fast, write docs/results/equality.md (20 minutes on 2 cores)
 	$(BIN)/python -m benchmarks.pages.make_equality
 
 bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (20 minutes; nothing else should run)

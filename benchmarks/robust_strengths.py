@@ -3,7 +3,7 @@
 For each round after the first and for each setting, the program trains two new verifiers on the round's mint, with two
 draws of pairs. They score the held-out solutions of each writer, and new solutions of the round's prover, from which
 they did not learn. The program prints one JSON line for each round and setting: AUCs, means of the two draws. The
-strengths of docs/robust.md were chosen with it:
+strengths of docs/results/robust.md were chosen with it:
 
     pvg train modchain --name strengths -s models.threads=1
     python benchmarks/robust_strengths.py runs/strengths

@@ -21,6 +21,8 @@ OWN = {
     "CHANGELOG.md": "CHANGELOG.md",
     "SECURITY.md": "SECURITY.md",
 }
+# Other files of the repository that guides link to. The site has a copy of each in files/.
+ATTACHED = ("CITATION.cff", "pvg/evaluation/report.schema.json")
 # Folders of code that other processes run: it is not part of the importable package.
 ELSEWHERE = {"server_side", "inside"}
 API = """# Python API
@@ -48,6 +50,8 @@ def on_files(files: Files, config: Any) -> Files:
     pages["reference/modules.md"] = MODULES + "\n".join(f"- [pvg.{name}]({name}.md)" for name in packages)
     for page, text in pages.items():
         files.append(File.generated(config, page, content=_linked(page, text)))
+    for source in ATTACHED:
+        files.append(File.generated(config, _attached(source), content=(ROOT / source).read_text(encoding="utf-8")))
     return files
 
 
@@ -59,8 +63,14 @@ def _linked(page: str, text: str) -> str:
     """Links to files that are elsewhere in the repository, as links to their pages."""
     if page in OWN:  # these are a folder above docs/
         text = text.replace("](docs/", "](")
+    for source in ATTACHED:
+        text = text.replace(f"](../{source})", f"]({_attached(source)})")
     text = re.sub(r"\]\((?:\.\./)?examples/(\w+)\.py\)", r"](examples/\1.md)", text)
     return re.sub(r"\]\(\.\./(CONTRIBUTING|CHANGELOG|SECURITY)\.md", r"](\1.md", text)
+
+
+def _attached(source: str) -> str:
+    return f"files/{Path(source).name}"
 
 
 def _program(path: Path) -> str:

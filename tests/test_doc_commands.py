@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 OF_OTHER_COMMITS = {"benchmarks.md", "benchmarks.template.md"}
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
-    *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in OF_OTHER_COMMITS),
+    *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name not in OF_OTHER_COMMITS),
 ]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LADDER = re.compile(r"<!-- ladder:.*?<!-- end of the ladder -->", re.DOTALL)  # from a report of another commit

@@ -62,9 +62,25 @@ def test_a_broken_link_is_found() -> None:
 
 
 def test_every_guide_is_in_the_navigation() -> None:
-    named = set(re.findall(r"([\w-]+\.md)", (ROOT / "mkdocs.yml").read_text()))
-    guides = {path.name for path in (ROOT / "docs").glob("*.md") if not path.name.endswith(".template.md")}
+    named = set(re.findall(r"([\w/-]+\.md)", (ROOT / "mkdocs.yml").read_text()))
+    paths = [path for path in (ROOT / "docs").rglob("*.md") if not path.name.endswith(".template.md")]
+    guides = {path.relative_to(ROOT / "docs").as_posix() for path in paths}
     assert guides - named == set()
+
+
+def test_the_site_has_a_page_or_a_copy_of_every_file_that_guides_link_to() -> None:
+    """`make docs` refuses other links; docs/site.py names the files."""
+    site = (ROOT / "docs" / "site.py").read_text()
+    attached = set(re.findall(r'"([^"]+)"', re.findall(r"^ATTACHED = \((.*)\)$", site, flags=re.MULTILINE)[0]))
+    outside = {
+        (page.parent / target.partition("#")[0]).resolve()
+        for page in (ROOT / "docs").rglob("*.md")
+        for target in LINK.findall(CODE.sub("", page.read_text()))
+        if not ELSEWHERE.match(target) and not page.name.endswith(".template.md")
+    }
+    outside = {path for path in outside if path.is_relative_to(ROOT) and not path.is_relative_to(ROOT / "docs")}
+    pages = {*ROOT.glob("*.md"), *ROOT.glob("examples/*.py")}
+    assert outside - pages == {ROOT / name for name in attached}
 
 
 def test_the_readme_is_short() -> None:

@@ -1,4 +1,4 @@
-"""Plays the embedded game with several seeds and writes docs/embedded-game.md: the table, and its commands.
+"""Plays the embedded game with several seeds and writes docs/results/embedded-game.md: the table, and its commands.
 
     python -m benchmarks.pages.make_embedded_game               # five seeds, one after the other (`make seeds`)
     python -m benchmarks.pages.make_embedded_game --only-table  # from the runs that exist
@@ -22,8 +22,12 @@ from typing import Any
 from pvg.reporting.run_summary import read_run
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
+from pvg.study.measures import MeasuredValue
+from pvg.study.power import shortfall
+from pvg.study.statistics import interval, trend
+from pvg.study.text import p_text, signs_text
 
-DOCS = Path(__file__).parents[2] / "docs"
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 EXPERIMENT = "modchain"
 
 # (metric, column, what it says). Shares and AUCs of fresh samples on test problems, at the end of each round.
@@ -91,12 +95,15 @@ def seconds_of(seed: int, root: Path) -> float:
 
 
 def shown(values: Sequence[float | None]) -> str:
-    """Mean and standard deviation over the seeds, then the range."""
+    """The mean over the seeds, its 95 % interval (none for fewer than three seeds), and the range."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:
         return "-"
-    spread = statistics.stdev(known) if len(known) > 1 else 0.0
-    return f"{statistics.mean(known):.2f} ± {spread:.2f} ({min(known):.2f}-{max(known):.2f})"
+    low, high = interval(known)
+    ends = f"{min(known):.2f}-{max(known):.2f}"
+    if low is None or high is None:
+        return f"{statistics.mean(known):.2f} ({ends})"
+    return f"{statistics.mean(known):.2f} ({round(low, 2) + 0.0:.2f} to {round(high, 2) + 0.0:.2f}; {ends})"
 
 
 def table(runs: Sequence[list[dict[str, Any]]]) -> str:
@@ -113,6 +120,19 @@ def table(runs: Sequence[list[dict[str, Any]]]) -> str:
         cells = [shown([row.get(name) for row in rows]) for name, _ in COLUMNS]
         lines.append(f"| {round_} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def trends(runs: Sequence[list[dict[str, Any]]]) -> str:
+    """Each column's last round minus its first one, for the columns that have a value in both."""
+    lines = ["| | last round - first round | 95 % interval | seeds | p |", "|---|---|---|---|---|"]
+    for name, title in COLUMNS:
+        ends = [(rounds[0].get(name), rounds[-1].get(name)) for rounds in runs]
+        if all(value is not None and math.isfinite(value) for pair in ends for value in pair):
+            found = trend([[MeasuredValue(row[name]) for row in rounds] for rounds in runs])
+            reach = "-" if found.low is None or found.high is None else f"{found.low:+.3f} to {found.high:+.3f}"
+            signs = signs_text(found.up, found.down, found.flat)
+            lines.append(f"| {title} | {found.change or 0.0:+.3f} | {reach} | {signs} | {p_text(found.p)} |")
+    return "\n".join([*lines, "", shortfall(len(runs), 1, "trend over the rounds")]).rstrip()
 
 
 def checks(runs: Sequence[list[dict[str, Any]]]) -> str:
@@ -149,16 +169,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--root", type=Path, default=Path("runs"))
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
     parser.add_argument("--only-table", action="store_true")
-    parser.add_argument("--out", type=Path, default=DOCS / "embedded-game.md")
+    parser.add_argument("--out", type=Path, default=RESULTS / "embedded-game.md")
     options = parser.parse_args(arguments)
     seeds = range(options.seeds)
     if not options.only_table:
         for seed in seeds:
             run_seed(seed, options.root, options.overrides)
     runs = [rounds_of(seed, options.root) for seed in seeds]
-    template = (DOCS / "embedded-game.template.md").read_text(encoding="utf-8")
+    template = (RESULTS / "embedded-game.template.md").read_text(encoding="utf-8")
     page = template.format(
         table=table(runs),
+        trends=trends(runs),
         checks=checks(runs),
         seeds=len(runs),
         code=", ".join(sorted({state_of(seed, options.root)["code_version"] for seed in seeds})),

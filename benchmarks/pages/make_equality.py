@@ -1,4 +1,4 @@
-"""Plays the embedded game with all switches slow and with all switches fast, and writes docs/equality.md.
+"""Plays the embedded game with all switches slow and with all switches fast, and writes docs/results/equality.md.
 
     python -m benchmarks.pages.make_equality                    # five seeds of each, a core per game (`make equality`)
     python -m benchmarks.pages.make_equality --jobs 1           # one game after the other, each on all cores
@@ -29,7 +29,7 @@ from pvg.bench.profile import find_profile, read_profile
 from pvg.reporting.table import markdown_lines
 from pvg.store.run_directory import RunDirectory
 
-DOCS = Path(__file__).parents[2] / "docs"
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 PROFILE = "e2e"
 SIDES = ("slow", "fast")
 ROUNDS = 1  # of mint, verifier and prover
@@ -186,7 +186,7 @@ def page(root: Path, seeds: Sequence[int]) -> str:
             check_switches(side, seed, root)
     rows, count = rows_of(played["slow"], played["fast"]), len(played["slow"][0])
     seconds = {side: statistics.median(seconds_of(seed, root / side) for seed in seeds) for side in SIDES}
-    template = (DOCS / "equality.template.md").read_text(encoding="utf-8")
+    template = (RESULTS / "equality.template.md").read_text(encoding="utf-8")
     return template.format(
         seeds=len(seeds),
         rounds="1 round" if count == 1 else f"{count} rounds",
@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="games at a time, a thread each")
     parser.add_argument("--side", choices=SIDES, help="only play this side, and write no page")
     parser.add_argument("--only-table", action="store_true")
-    parser.add_argument("--out", type=Path, default=DOCS / "equality.md")
+    parser.add_argument("--out", type=Path, default=RESULTS / "equality.md")
     options = parser.parse_args(arguments)
     seeds = range(options.seeds)
     settings = [f"game.rounds={ROUNDS}", *(["models.threads=1"] if options.jobs > 1 else []), *options.overrides]

@@ -139,6 +139,7 @@ def _about(path: Path) -> dict[str, str]:
 
 
 def _show_plan(plan: StudyPlan, now: dict[str, CellProgress], as_json: bool) -> None:
+    from pvg.study.text import plan_cautions
     from pvg_cli.output import stdout
     from pvg_cli.study_display import plan_table
 
@@ -161,6 +162,7 @@ def _show_plan(plan: StudyPlan, now: dict[str, CellProgress], as_json: bool) -> 
     emit(
         {
             "study": plan.name,
+            "warnings": plan_cautions(plan),
             "folder": str(plan.folder),
             "processes": plan.processes,
             "threads": plan.threads,
@@ -204,11 +206,14 @@ def pvg_command() -> list[str]:
 def _play(plan: StudyPlan, todo: list[Cell], now: dict[str, CellProgress]) -> bool:
     """Play the remaining games under the display. False if the user stopped the study."""
     from pvg.study.playing import play_cells
+    from pvg.study.text import plan_cautions
     from pvg_cli.output import stderr
     from pvg_cli.study_display import StudyBoard, StudyWatcher
 
     for warning in dict.fromkeys(warning for cell in todo for warning in cell.experiment.warnings()):
         say(f"warning: {warning}.")
+    for sentence in plan_cautions(plan):
+        say(f"warning: {sentence}")
     say(f"{_work(plan, todo, now)}, {plan.processes} at a time.")
     with StudyWatcher(StudyBoard(plan, now), stderr()) as watcher, counted_stops() as stop:
         return play_cells(plan, todo, pvg=pvg_command(), observer=watcher, stop=stop)

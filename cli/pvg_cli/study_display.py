@@ -23,6 +23,7 @@ from pvg.study.text import (
     cautions,
     comparisons_table,
     means_table,
+    plan_cautions,
     threads_each,
     trends_table,
 )
@@ -285,7 +286,7 @@ def plan_table(plan: StudyPlan, now: Mapping[str, CellProgress]) -> Group:
         marks = [TableCell(*MARKS[_state_of(now[cell.name])]) for cell in cells]
         settings = ", ".join(f"{key}={value}" for key, value in arm.settings.items())
         table.add(arm.name, *marks, f"{cells[0].steps:,}", settings)
-    threads = threads_each(plan.threads)
+    threads, at_a_time = threads_each(plan.threads), counted(plan.processes, "game")
     left = sum(cell.steps - now[cell.name].done for cell in plan.cells)
     complete = sum(progress.status == "complete" for progress in now.values())
     counts = ((len(plan.arms), "arm"), (len(plan.seeds), "seed"), (len(plan.cells), "game"))
@@ -297,13 +298,11 @@ def plan_table(plan: StudyPlan, now: Mapping[str, CellProgress]) -> Group:
         Text.assemble(
             (f"{complete} complete. ", QUIET),
             (f"{left:,}", "bold"),
-            (
-                f" of {plan.steps:,} optimizer steps remain, {counted(plan.processes, 'game')} at a time, {threads}",
-                QUIET,
-            ),
+            (f" of {plan.steps:,} optimizer steps remain, {at_a_time} at a time, {threads}", QUIET),
             (f"{_evaluation(plan.evaluate)}.", QUIET),
         ),
         Text(f"The runs would be in {plan.folder}.", style=QUIET),
+        *(Text(f"warning: {sentence}", style="yellow") for sentence in plan_cautions(plan)),
     )
 
 

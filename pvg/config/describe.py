@@ -323,7 +323,8 @@ def _code_list(kinds: tuple[str, ...]) -> str:
 
 def _row(setting: Setting, kinds: str = "") -> str:
     default = f"`{value}`" if (value := toml_value(setting.default)) else "unset"
-    return f"| `{setting.key}` |{kinds} {typed(setting)} | {default} | {setting.meaning} |"
+    meaning = setting.meaning.replace("][", r"]\[")  # in Markdown, [a][b] is a link
+    return f"| `{setting.key}` |{kinds} {typed(setting)} | {default} | {meaning} |"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,10 +12,12 @@ from pvg.evaluation.intervals import CONFIDENCE, Estimate, share_of
 from pvg.evaluation.opened_run import OpenedRun
 from pvg.export.finished import FinishedRound
 from pvg.game.statistics import RolloutColumns
-from pvg.records import source_of_round
+from pvg.records import Role, source_of_round
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from pvg.models.tokenizer import Tokenizer
 
 # The settings that a reader needs to judge the model; all others are in the run's experiment.toml.
 SETTINGS = (
@@ -62,6 +65,18 @@ def intervals(finished: FinishedRound) -> dict[str, Estimate]:
     }
 
 
+def example_prompts(finished: FinishedRound, tokenizer: Tokenizer) -> dict[str, str]:
+    """By role, the prompt of the round's first stored sample, with special tokens. The reader of an export must write
+    such prompts, because the prover learned from them. Empty for a run without stored samples."""
+    found: dict[str, str] = {}
+    for rollout in OpenedRun.open(finished.run).read_rollouts(finished.round, "checkpoint"):
+        if rollout.role.value not in found:
+            found[rollout.role.value] = tokenizer.shown(rollout.prompt_ids)
+        if len(found) == len(Role):
+            break
+    return found
+
+
 def model_card(finished: FinishedRound, facts: dict[str, Any], folder: str, repository: str = "") -> str:
     """README.md of an export with these facts. The code of the card loads `folder`, or `repository` of the hub."""
     player, base = facts["player"], facts["base"]
@@ -76,7 +91,7 @@ def model_card(finished: FinishedRound, facts: dict[str, Any], folder: str, repo
         f"{facts['round']} of {finished.experiment.game.rounds}, counted from 0.",
         "## Load it",
         f"```python\n{loading_code(facts, folder, repository)}```",
-        *([_verdicts(facts)] if player == "verifier" else []),
+        *([_verdicts(facts)] if player == "verifier" else _prompts(facts)),
         "## Measurements",
         _measurements(finished),
         "## Settings",
@@ -143,6 +158,21 @@ from pvg_verifier import ExportedVerifier
 verifier = ExportedVerifier({folder})
 # verifier.score(question, solution) >= verifier.threshold
 """
+
+
+def _prompts(facts: dict[str, Any]) -> list[str]:
+    shown = facts["example_prompts"]
+    if not shown:
+        return []
+    blocks = [f"The prompt of the {role} role for one problem:\n\n{_fenced(text)}" for role, text in shown.items()]
+    return ["## Prompts", "The prover learned from prompts of this form.", *blocks]
+
+
+def _fenced(text: str) -> str:
+    """As a block of code. The fence is longer than any in the text."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}text\n{text}\n{fence}"
 
 
 def _verdicts(facts: dict[str, Any]) -> str:

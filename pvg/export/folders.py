@@ -24,7 +24,7 @@ from pvg.config.run_ids import is_run_id, shown_source
 from pvg.config.verifier import AnswerHead
 from pvg.errors import ConfigurationError, UsageError, user_paths
 from pvg.export import pvg_verifier
-from pvg.export.card import model_card
+from pvg.export.card import example_prompts, model_card
 from pvg.export.finished import FinishedRound
 from pvg.inputs import expanded
 from pvg.models import open_model
@@ -128,6 +128,7 @@ def _write_prover(finished: FinishedRound, folder: Path, merge: bool) -> dict[st
     facts["dtype"] = section.dtype
     facts["prompts"] = finished.experiment.prompts.kind
     with open_model(section, CPU) as model:
+        facts["example_prompts"] = example_prompts(finished, model.tokenizer)
         if adapters in finished.weights and not merge:
             facts["form"] = "adapter"
             _write_adapter(finished, adapters, folder)

@@ -333,7 +333,7 @@ def calibration(correct_N: NDArray[np.bool_], helpful_N: NDArray[np.bool_], scor
 
     Correct solutions of the sneaky role are failed attempts to be wrong, and often look like flaws. With them, the
     threshold fell so low in one round that the verifier accepted 62% of the flaws, while 90% of the prover's correct
-    helpful solutions scored above 88% of its flaws (docs/embedded-game.md).
+    helpful solutions scored above 88% of its flaws (docs/results/embedded-game.md).
     """
     wanted_N = correct_N & helpful_N
     if not wanted_N.any():

@@ -100,7 +100,7 @@ def _mean(measure: MeasureRecord, results: StudyResults, arm: str) -> TableCell:
 def _comparisons(results: StudyResults, keys: dict[str, LegendKey]) -> PageSection:
     lead = (
         f"Each arm minus {results.reference}, paired by seed. p: exact permutation test, the share of all exchanges "
-        "within seeds with a difference at least as large. Holm's p is adjusted for all comparisons of this table."
+        "within seeds with a difference at least as large."
     )
     return PageSection("comparisons", "Comparisons", [comparisons_table(results, keys)], lead)
 

@@ -27,6 +27,7 @@ from pvg.store.atomic import write_output
 from pvg.study.cells import CellProgress, StudyFolder, progress_of
 from pvg.study.measures import MeasuredValue, RunFacts, StudyMeasure, read_facts
 from pvg.study.plan import Cell, StudyPlan
+from pvg.study.power import detectable
 from pvg.study.statistics import PairedComparison, SeedSummary, Trend, compare, holm, summarise, trend
 from pvg.telemetry.waits import usable_cores
 from pvg.version import code_version
@@ -91,7 +92,8 @@ class ComparisonRecord(StudyRecord):
 
 
 class StudyResults(StudyRecord):
-    """A study's results. `family`: the number of comparisons that Holm's adjustment covers."""
+    """A study's results. `family`: the number of comparisons of the study, which `p_adjusted` covers.
+    `p_adjusted_arms` covers the arms of one measure."""
 
     schema_version: Literal[1] = 1
     name: str
@@ -147,7 +149,11 @@ def collect(plan: StudyPlan, command: str) -> StudyResults:
                 now = replace(now, status="damaged", reason=str(error))
         found = facts.get((cell.arm, cell.seed))
         cells.append(_cell_record(cell, now, found.summary.seconds if found else None))
-    results = [_result(arm.name, measure, facts, plan.seeds) for measure in plan.measures for arm in plan.arms]
+    results = [
+        result
+        for measure in plan.measures
+        for result in _with_adjusted_trends([_result(arm.name, measure, facts, plan.seeds) for arm in plan.arms])
+    ]
     comparisons = _comparisons(plan, results)
     return StudyResults(
         name=plan.name,
@@ -226,26 +232,48 @@ def _known(values: Sequence[MeasuredValue | None]) -> list[MeasuredValue]:
     return [value for value in values if value is not None]
 
 
+def _with_adjusted_trends(results: Sequence[MeasureResult]) -> list[MeasureResult]:
+    """The results of all arms for one measure, with their trends adjusted over the arms."""
+    adjusted = _holm([result.trend.p if result.trend else None for result in results])
+    return [
+        result.model_copy(update={"trend": result.trend and replace(result.trend, p_adjusted_arms=p)})
+        for result, p in zip(results, adjusted, strict=True)
+    ]
+
+
 def _comparisons(plan: StudyPlan, results: Sequence[MeasureResult]) -> list[ComparisonRecord]:
-    """Every other arm compared with the reference, adjusted over all comparisons."""
+    """Every other arm compared with the reference, adjusted over the arms of each measure and over all comparisons."""
     if plan.reference is None:
         return []
     values = {(result.arm, result.measure): result.values for result in results}
-    found = [
-        (arm.name, measure.name, compare(values[plan.reference, measure.name], values[arm.name, measure.name]))
-        for measure in plan.measures
-        for arm in plan.arms
-        if arm.name != plan.reference and measure.compared
-    ]
-    adjusted = iter(holm([comparison.p for _, _, comparison in found if comparison.p is not None]))
+    others = [arm.name for arm in plan.arms if arm.name != plan.reference]
+    found: list[tuple[str, str, PairedComparison]] = []
+    for measure in plan.measures:
+        if measure.compared:
+            reference = values[plan.reference, measure.name]
+            compared = _of_one_measure([compare(reference, values[arm, measure.name]) for arm in others])
+            found += [(arm, measure.name, comparison) for arm, comparison in zip(others, compared, strict=True)]
+    adjusted = _holm([comparison.p for _, _, comparison in found])
     return [
-        ComparisonRecord(
-            arm=arm,
-            measure=measure,
-            comparison=comparison if comparison.p is None else replace(comparison, p_adjusted=next(adjusted)),
-        )
-        for arm, measure, comparison in found
+        ComparisonRecord(arm=arm, measure=measure, comparison=replace(comparison, p_adjusted=p))
+        for (arm, measure, comparison), p in zip(found, adjusted, strict=True)
     ]
+
+
+def _of_one_measure(comparisons: Sequence[PairedComparison]) -> list[PairedComparison]:
+    """The comparisons of all arms for one measure, adjusted over these arms, with what they could have found."""
+    tests = sum(comparison.p is not None for comparison in comparisons)
+    adjusted = _holm([comparison.p for comparison in comparisons])
+    return [
+        replace(found, p_adjusted_arms=p, detectable=detectable(found.spread, found.n, tests))
+        for found, p in zip(comparisons, adjusted, strict=True)
+    ]
+
+
+def _holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """Holm's adjustment of the p values that exist."""
+    adjusted = iter(holm([p for p in p_values if p is not None]))
+    return [None if p is None else next(adjusted) for p in p_values]
 
 
 # --- files -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@
   within seeds in which the mean difference is at least as far from 0. With n pairs it is at least 2 / 2^n.
 - Censored values ("not found within N") rank above all numbers. They have shares, medians and ranks, but no means. They
   are compared by signed ranks (Wilcoxon), with everything from N on tied at N; the p value is exact in the same way.
-- The smallest of several p values is small by chance. Holm's adjustment keeps the error rate for the whole family.
+- The smallest of several p values is small by chance. Holm's adjustment keeps the error rate for the whole family: the
+  arms of one measure, or all comparisons of a study. `pvg.study.power` says which differences remain visible.
 - A trend is Kendall's tau-b of a seed's rounds. Its p value compares the taus with 0, with seeds as units, because the
   rounds of one run are not independent but seeds are.
 """
@@ -63,7 +64,10 @@ class PairedComparison:
 
     `n` pairs, of which `up` are higher in the arm, `down` lower, and `equal` equal. `difference`: the mean difference
     with its 95 % interval; None with censored values, where `test` is "signed ranks". `p` is exact up to 20 pairs;
-    `least_p` is the smallest possible with n pairs. `p_adjusted`: Holm's, over the study's comparisons.
+    `least_p` is the smallest possible with n pairs. `p_adjusted_arms`: Holm's, over the arms of the measure.
+    `p_adjusted`: Holm's, over all comparisons of the study. `spread`: the standard deviation of the differences.
+    `detectable`: the smallest true difference that the test finds in 4 of 5 studies with these seeds, this spread and
+    Holm's correction over the arms; None if these seeds can find none, and without a spread.
     """
 
     n: int
@@ -77,13 +81,17 @@ class PairedComparison:
     p: float | None
     least_p: float | None
     p_adjusted: float | None = None
+    p_adjusted_arms: float | None = None
+    spread: float | None = None
+    detectable: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Trend:
     """How a measure changes over the rounds. Of `n` seeds with two rounds or more, `up` end above their first round,
     `down` below it, `flat` equal. `change`: the mean of last - first (None with censored values) with its interval.
-    `tau`: the mean of Kendall's tau-b. `p`: the exact p value against no trend."""
+    `tau`: the mean of Kendall's tau-b. `p`: the exact p value against no trend. `p_adjusted_arms`: Holm's, over the
+    arms of the measure."""
 
     n: int
     up: int
@@ -95,6 +103,7 @@ class Trend:
     tau: float | None
     p: float | None
     least_p: float | None
+    p_adjusted_arms: float | None = None
 
 
 # --- one arm -----------------------------------------------------------------------------------------------------
@@ -154,7 +163,12 @@ def compare(reference: Mapping[int, MeasuredValue], arm: Mapping[int, MeasuredVa
     low, high = interval(differences)
     mean = statistics.fmean(differences) if n else None
     p = sign_flip_p(differences) if n else None
-    return PairedComparison(difference=mean, low=low, high=high, test="differences", p=p, least_p=least, **counts)
+    spread = statistics.stdev(differences) if n > 1 else None
+    if spread is not None and _alike(spread, before + after):
+        spread = 0.0
+    return PairedComparison(
+        difference=mean, low=low, high=high, test="differences", p=p, least_p=least, spread=spread, **counts
+    )
 
 
 def _alike(difference: float, values: Sequence[MeasuredValue]) -> bool:

@@ -8,20 +8,29 @@ The terminal, Markdown and the page share them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from pvg.errors import counted
 from pvg.reporting.formats import ABSENT, NumberStyle, value_text
 from pvg.reporting.table import Column, Table, TableCell
+from pvg.study.plan import StudyPlan
+from pvg.study.power import shortfall
 from pvg.study.results import CellRecord, MeasureRecord, StudyResults
-from pvg.study.statistics import LEAST_FOR_INTERVAL, LEVEL, PairedComparison, SeedSummary, Trend, least_p, seeds_needed
+from pvg.study.statistics import LEAST_FOR_INTERVAL, PairedComparison, SeedSummary, Trend
 
 if TYPE_CHECKING:
     from pvg.reporting.table import LegendKey
 
 
 MEASURE = Column("measure", once=True)
+LONG_NAME = 14  # characters of an arm's name that a terminal of 80 columns has room for
+DIFFERENCE, TREND = "difference between arms", "trend over the rounds"
+HOLM = "Holm's p is corrected for the arms of one measure, not for several measures."
+DETECTS = (
+    "Detects: the true difference that these seeds and this spread show in 4 of 5 studies (–: they can show none)."
+)
 
 
 def measure_text(measure: MeasureRecord, value: float | None) -> str:
@@ -101,29 +110,32 @@ def p_text(p: float | None) -> str:
 
 
 def comparison_cells(measure: MeasureRecord, found: PairedComparison) -> list[str]:
-    """Difference, interval, signs, p, adjusted p."""
+    """Difference, interval, signs, p, p adjusted over the arms and over all comparisons, detectable difference."""
     if not found.n:
-        return [ABSENT] * 5
+        return [ABSENT] * 7
     difference = "by rank" if found.test == "signed ranks" else change_text(measure, found.difference)
     return [
         difference,
         interval_text(measure, found.low, found.high),
         signs_text(found.up, found.down, found.equal),
         p_text(found.p),
+        p_text(found.p_adjusted_arms),
         p_text(found.p_adjusted),
+        change_text(measure, found.detectable).removeprefix("+"),
     ]
 
 
 def trend_cells(measure: MeasureRecord, found: Trend) -> list[str]:
-    """Last minus first, its interval, signs, tau, p."""
+    """Last minus first, its interval, signs, tau, p, p adjusted over the arms."""
     if not found.n:
-        return [ABSENT] * 5
+        return [ABSENT] * 6
     return [
         change_text(measure, found.change),
         interval_text(measure, found.low, found.high),
         signs_text(found.up, found.down, found.flat),
         ABSENT if found.tau is None else f"{found.tau:+.2f}",
         p_text(found.p),
+        p_text(found.p_adjusted_arms),
     ]
 
 
@@ -153,16 +165,13 @@ def cautions(results: StudyResults) -> list[str]:
             )
     most = max((result.summary.n for result in results.results), default=0)
     if 0 < most < LEAST_FOR_INTERVAL:
-        found.append(
-            f"With {counted(most, 'seed')} there is no useful interval. "
-            "An interval needs three seeds, and a convincing table five or more."
-        )
+        found.append(f"With {counted(most, 'seed')} there is no useful interval. An interval needs three seeds.")
     if any(result.summary.censored for result in results.results):
         found.append(
             "Values that were not found within their limit count as larger than all others: they are part of "
             "medians and ranks, but not of means."
         )
-    found += _on_p_values(results)
+    found += [f"{sentence} Read the intervals and the signs." for sentence in _on_p_values(results)]
     machines = {cell.machine for cell in results.cells if cell.machine}
     versions = {cell.code_version for cell in results.cells if cell.code_version}
     if len(machines) > 1:
@@ -173,21 +182,23 @@ def cautions(results: StudyResults) -> list[str]:
 
 
 def _on_p_values(results: StudyResults) -> list[str]:
-    pairs = max((found.comparison.n for found in results.comparisons), default=0)
-    if not pairs or not results.family:
-        return []
-    least, family = least_p(pairs), results.family
-    sentence = f"With {counted(pairs, 'pair')} no p value can be below {least:.3g}"
-    if least > LEVEL:
-        sentence += f": no difference can be significant at {LEVEL}, however large"
-    elif min(1.0, least * family) > LEVEL:
-        sentence += f": after Holm's adjustment over {family} comparisons none can reach {LEVEL}"
-    else:
-        return []
-    needed = f"One comparison needs {seeds_needed(1)} seeds"
-    if family > 1:
-        needed += f", all {family} of this table {seeds_needed(family)}"
-    return [f"{sentence}. {needed}. Read the differences and the signs."]
+    """What the seeds that were played cannot show."""
+    compared = [(found.measure, found.comparison.n) for found in results.comparisons if found.comparison.p is not None]
+    trends = [(found.measure, found.trend.n) for found in results.results if found.trend and found.trend.p is not None]
+    sentences = []
+    for tests, effect in ((compared, DIFFERENCE), (trends, TREND)):
+        per_measure = Counter(measure for measure, _ in tests)
+        sentences.append(shortfall(max((n for _, n in tests), default=0), max(per_measure.values(), default=0), effect))
+    return [sentence for sentence in sentences if sentence]
+
+
+def plan_cautions(plan: StudyPlan) -> list[str]:
+    """What the seeds of a study cannot show, before it is played."""
+    differences = len(plan.arms) - 1 if plan.reference and any(measure.compared for measure in plan.measures) else 0
+    several_rounds = sum(arm.experiment.game.rounds > 1 for arm in plan.arms)
+    trends = several_rounds if any(measure.by_round for measure in plan.measures) else 0
+    tests = {DIFFERENCE: differences, TREND: trends}
+    return [found for effect, count in tests.items() if (found := shortfall(len(plan.seeds), count, effect))]
 
 
 # --- Markdown ---------------------------------------------------------------------------------------------------------
@@ -232,9 +243,10 @@ def markdown_text(results: StudyResults) -> str:
             rounds.to_markdown(),
         ]
     if results.comparisons:
-        parts += [f"### Against {results.reference}, paired by seed", comparisons_table(results).to_markdown()]
+        heading = f"### Against {results.reference}, paired by seed"
+        parts += [heading, f"{HOLM} {DETECTS}", comparisons_table(results).to_markdown()]
     if trends := trends_table(results):
-        parts += ["### Over the rounds", trends.to_markdown()]
+        parts += ["### Over the rounds", HOLM, trends.to_markdown()]
     if warnings := cautions(results):
         parts.append("\n".join(f"- {_escaped(sentence)}" for sentence in warnings))
     played = sorted({cell.code_version for cell in results.cells if cell.status == "complete"})
@@ -246,12 +258,17 @@ def markdown_text(results: StudyResults) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _arm_column(results: StudyResults) -> Column:
+    """Short names of arms stay on one line, so that a narrow terminal does not break them."""
+    return Column("arm", wrap=any(len(arm.name) > LONG_NAME for arm in results.arms))
+
+
 def means_table(results: StudyResults) -> Table:
     """The values after the last round. The terminal also shows the means by round. The page shows these as curves, and
     Markdown in a separate table."""
     by_round = Column("by round", style="quiet", on="terminal")
-    numbers = (Column("n", "right"), Column("mean", "right", "strong"), Column("95 % interval", "right"))
-    table = Table([MEASURE, Column("arm"), *numbers, Column("range", "right"), by_round])
+    numbers = (Column("n", "right", wrap=False), Column("mean", "right", "strong"), Column("95 % interval", "right"))
+    table = Table([MEASURE, _arm_column(results), *numbers, Column("range", "right"), by_round], narrow=True)
     for measure in results.measures:
         for arm in results.arms:
             result = results.result(arm.name, measure.name)
@@ -279,10 +296,18 @@ def rounds_table(results: StudyResults) -> Table:
 
 
 def comparisons_table(results: StudyResults, keys: Mapping[str, LegendKey] | None = None) -> Table:
-    """Each arm minus the reference. `keys`: the arms' swatches on a page."""
-    titles = ("difference", "95 % interval", "seeds", "p")
-    adjusted = Column(f"Holm's p of {results.family}", "right", short=f"p of {results.family}")
-    table = Table([MEASURE, Column("arm"), *(Column(t, "right") for t in titles), adjusted])
+    """Each arm minus the reference. `keys`: the arms' swatches on a page. The correction over all comparisons has no
+    room on the terminal."""
+    columns = (
+        Column("difference", "right", short="differs", wrap=False),
+        Column("95 % interval", "right"),
+        Column("seeds", "right"),
+        Column("p", "right", wrap=False),
+        Column("Holm's p", "right", short="Holm", wrap=False, hint=HOLM),
+        Column(f"Holm's p of all {results.family}", "right", on="pages"),
+        Column("detects", "right", wrap=False, hint=DETECTS),
+    )
+    table = Table([MEASURE, _arm_column(results), *columns], narrow=True, caption=f"{HOLM} {DETECTS}")
     measures = {measure.name: measure for measure in results.measures}
     for found in results.comparisons:
         measure, arm = measures[found.measure], TableCell(found.arm, key=(keys or {}).get(found.arm))
@@ -292,10 +317,16 @@ def comparisons_table(results: StudyResults, keys: Mapping[str, LegendKey] | Non
 
 def trends_table(results: StudyResults, keys: Mapping[str, LegendKey] | None = None) -> Table:
     """The last round minus the first. `keys`: the arms' swatches on a page."""
-    titles = ("last - first", "95 % interval", "seeds", "tau", "p")
     hint = "Kendall's tau: 1 where every round is above those before it, -1 where every one is below"
-    columns = (Column(title, "right", hint=hint if title == "tau" else "") for title in titles)
-    table = Table([MEASURE, Column("arm"), *columns])
+    columns = (
+        Column("last - first", "right", short="change", wrap=False),
+        Column("95 % interval", "right"),
+        Column("seeds", "right"),
+        Column("tau", "right", wrap=False, hint=hint),
+        Column("p", "right", wrap=False),
+        Column("Holm's p", "right", short="Holm", wrap=False, hint=HOLM),
+    )
+    table = Table([MEASURE, _arm_column(results), *columns], narrow=True, caption=HOLM)
     for measure in results.measures:
         for arm in results.arms:
             found = results.result(arm.name, measure.name).trend

@@ -76,6 +76,7 @@ def test_which_requirements_are_met(requirement: str, met: bool) -> None:
     assert (missing(sys.executable, [requirement]) == []) == met
 
 
+@pytest.mark.drill
 def test_missing_packages_come_from_a_folder_and_torch_stays(tmp_path: Path) -> None:
     wheel(tmp_path / "wheels", DUMMY, f"Requires-Dist: {INNER}\nRequires-Dist: numpy\n")
     wheel(tmp_path / "wheels", INNER)
@@ -104,6 +105,7 @@ def test_an_environment_with_another_torch_is_refused(tmp_path: Path, monkeypatc
         prepared(tmp_path / "new", [DUMMY], tmp_path / "wheels")
 
 
+@pytest.mark.drill
 def test_the_scripts_run_on_a_cpu(tmp_path: Path) -> None:
     """All parts but the game, which the tests play often enough."""
     for part in ("tests", "parity", "steps", "decoding"):

@@ -76,9 +76,10 @@ def test_a_study_is_played_told_and_not_played_again(small: str) -> None:
     called = pvg("study", small, "--markdown", "table.md")
     assert called.code == 0, called.err
     assert "4 of 4 games to play, 64 optimizer steps, 1 at a time." in called.err
+    assert "warning: 2 seeds cannot show a significant difference between arms: the smallest possible p" in called.err
     assert "[4/4]  src-seed-001 complete after" in called.err
     for said in ("4 of 4 games complete", "helpful accuracy", "65.0 %", "60.0 to 70.0 %", "Against cgc, paired by seed",
-                 "With 2 pairs no p value can be below 0.5", "pvg report runs/small/cgc-seed-000"):  # fmt: skip
+                 "2 seeds cannot show a significant difference", "pvg report runs/small/cgc-seed-000"):  # fmt: skip
         assert said in called.out, said
     assert "Page: runs/small/study.html" in called.err
     assert Path("runs/small/study.html").read_text().startswith("<!doctype html>")
@@ -157,12 +158,18 @@ def test_a_dry_run_plays_nothing_and_tells_the_work(small: str) -> None:
         "2 arms x 2 seeds = 4 games",
         "game.reward=src",
         "64 of 64 optimizer steps remain",
+        "warning: 2 seeds cannot show a significant difference between arms",
     ):
         assert said in called.out, said
     assert not Path("runs").exists()
     document = pvg("study", small, "--dry-run", "--json").document
     assert [cell["steps"] for cell in document["cells"]] == [16] * 4
     assert {cell["status"] for cell in document["cells"]} == {"new"}
+    assert [sentence.split(":")[0] for sentence in document["warnings"]] == [
+        "2 seeds cannot show a significant difference between arms",
+        "2 seeds cannot show a significant trend over the rounds",
+    ]
+    assert pvg("study", small, "--dry-run", "--seeds", "7", "--json").document["warnings"] == []
     assert pvg("study", small, "--dry-run", "--only-table").code == 2
 
 

@@ -11,12 +11,13 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "study"))
 
-from study_samples import SMALL, small
+from study_samples import SMALL, finish, small
 
 from pvg.store.run_directory import RunDirectory
 from pvg.study.cells import CellProgress
 from pvg.study.plan import StudyEvaluation
-from pvg_cli.study_display import SECONDS_BETWEEN_LINES, StudyBoard, StudyWatcher, draw
+from pvg.study.results import collect
+from pvg_cli.study_display import SECONDS_BETWEEN_LINES, StudyBoard, StudyWatcher, draw, results_text
 
 ROUND = ({"helpful_accuracy": 0.61},)
 
@@ -164,3 +165,21 @@ def test_the_display_prints_failures_above_the_panel() -> None:
     written = console.file.getvalue()  # type: ignore[attr-defined]
     assert "cgc-seed-000 failed: It broke." in written
     assert shown.stopping
+
+
+def test_80_columns_show_whole_names_and_the_limits_of_a_table() -> None:
+    plan = small(SMALL.replace('name = "src"', 'name = "longer-by-180"').replace("seeds = 2", "seeds = 6"))
+    for cell in plan.cells:
+        shares = [0.6, 0.7 + 0.01 * cell.seed * (cell.arm == "cgc")]
+        finish(cell, *({"helpful_accuracy": share, "fooled_rate": 0.3} for share in shares))
+    console = Console(width=80, file=io.StringIO(), force_terminal=False)
+    with console.capture() as captured:
+        console.print(results_text(collect(plan, "pvg study small"), {}))
+    text = captured.get()
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert text.count("longer-by-180") == 3 + 2 + 2  # a row per measure in each of the three tables
+    heads = [line.split() for line in text.splitlines() if "measure" in line.split()]
+    assert heads[1][:3] + heads[1][-4:] == ["measure", "arm", "differs", "seeds", "p", "Holm", "detects"]
+    said = " ".join(text.split())
+    assert "Holm's p is corrected for the arms of one measure" in said
+    assert "6 seeds cannot show a significant trend over the rounds" in said

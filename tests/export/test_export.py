@@ -32,6 +32,7 @@ from pvg.config.load import embedded_model
 from pvg.config.prompts import FRAME
 from pvg.config.verifier import YES_NO_QUESTION, Verifier
 from pvg.errors import ConfigurationError, UsageError
+from pvg.evaluation.opened_run import OpenedRun
 from pvg.export.card import intervals
 from pvg.export.finished import FinishedRound
 from pvg.export.folders import LOADER, WRITERS, export_player
@@ -39,6 +40,7 @@ from pvg.models.ensembles import ScoreScales, VerifierEnsemble
 from pvg.models.heads import VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer
+from pvg.records import Role
 from pvg.verifier.template import VerifierTemplate
 
 QUESTION_OF_TEST = "7+5+8+3+6?"
@@ -75,6 +77,12 @@ def scalar(folder: Path) -> FinishedRound:
         "verifier.head": "scalar",
     }
     return FinishedRound.open(pvg.play("small.toml", settings, name="scalar").directory)
+
+
+def first_prompts(finished: FinishedRound) -> list[tuple[Role, str]]:
+    tags = {Role.HELPFUL: "H", Role.SNEAKY: "S"}
+    stored = list(OpenedRun.open(finished.run).read_rollouts(finished.round, "checkpoint"))
+    return [(role, tags[role] + next(each.question for each in stored if each.role is role)) for role in Role]
 
 
 def loader(folder: Path) -> Any:
@@ -123,6 +131,16 @@ def test_a_prover_opens_as_a_causal_language_model(implicit: FinishedRound, fold
     assert model.generation_config.eos_token_id == 1
     assert model.generation_config.max_new_tokens == implicit.experiment.rollout.max_tokens
     assert model.config.pvg["run"] == "implicit"
+
+
+def test_the_card_of_a_prover_shows_the_prompts_of_both_roles(implicit: FinishedRound, folder: Path) -> None:
+    facts = export_player(implicit, "prover", folder / "prompted")
+    config = orjson.loads((folder / "prompted" / "config.json").read_bytes())
+    asked = {role.value: shown for role, shown in first_prompts(implicit)}
+    assert facts["example_prompts"] == config["pvg"]["example_prompts"] == asked
+    assert {text[0] for text in asked.values()} == {"H", "S"}
+    card = (folder / "prompted" / "README.md").read_text()
+    assert all(f"```text\n{text}\n```" in card for text in asked.values())
 
 
 def test_an_implicit_verifier_scores_with_its_loader_as_pvg_does(implicit: FinishedRound, folder: Path) -> None:

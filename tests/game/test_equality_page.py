@@ -1,4 +1,4 @@
-"""docs/equality.md: exact statistics of few seeds, switches that are those of the ladder, a page of made runs."""
+"""The page results/equality.md: exact statistics of few seeds, the ladder's switches, a page of made runs."""
 
 from __future__ import annotations
 

@@ -237,6 +237,7 @@ def test_adapters_are_merged_into_the_base(folder: Path, warm: pvg.Run) -> None:
     assert "first on demonstrations" in (folder / "merged" / "README.md").read_text()
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("adapters", ["none", "lora"])
 def test_a_warm_start_that_is_killed_and_resumed_has_the_bits_of_an_undisturbed_one(
     folder: Path, warm: pvg.Run, adapters: str

@@ -155,6 +155,7 @@ def test_a_server_gets_the_folder_in_the_cache(hub: Hub, here: Path, model: dict
     assert model_name(experiment, "prover", folder) == "prover"
 
 
+@pytest.mark.drill
 def test_samples_of_a_hub_model_then_offline(
     hub: Hub, environment: Path, model: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

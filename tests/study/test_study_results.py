@@ -14,9 +14,10 @@ from pvg.study.cells import note_failure
 from pvg.study.measures import EVALUATION, MeasuredValue
 from pvg.study.page import study_page
 from pvg.study.plan import StudyPlan
+from pvg.study.power import detectable
 from pvg.study.results import SCHEMA_FILE, StudyResults, collect, json_schema, write_results
 from pvg.study.statistics import summarise
-from pvg.study.text import cautions, change_text, markdown_text, placed, rounds_text
+from pvg.study.text import cautions, change_text, markdown_text, placed, plan_cautions, rounds_text
 
 SEVEN = SMALL.replace("seeds = 2", "seeds = 7")
 
@@ -53,6 +54,8 @@ def test_means_comparisons_and_trends_come_from_the_runs() -> None:
     assert (accuracy.comparison.up, accuracy.comparison.p) == (7, 2 / 128)
     assert accuracy.comparison.difference == pytest.approx(0.3)
     assert accuracy.comparison.p_adjusted == 2 / 128  # fooled_rate has no pair, and seconds are no hypothesis
+    assert accuracy.comparison.p_adjusted_arms == 2 / 128
+    assert src.trend.p_adjusted_arms == 4 / 128  # over two arms: cgc has a p of 1
     assert (results.family, results.complete, results.failed) == (1, 14, [])
 
 
@@ -74,7 +77,7 @@ def test_what_is_missing_is_counted_and_told() -> None:
     assert [(cell.arm, cell.seed, cell.reason) for cell in results.failed] == [("src", 6, "It broke.")]
     told = " ".join(cautions(results))
     assert "3 of 14 games are missing (src seed 5, cgc seed 6, src seed 6): all figures use only the others" in told
-    assert "With 5 pairs no p value can be below 0.0625: no difference can be significant at 0.05" in told
+    assert "5 seeds cannot show a significant difference between arms: the smallest possible p value is 0.0625." in told
 
 
 def test_a_game_that_is_not_evaluated_counts_where_no_evaluation_is_needed() -> None:
@@ -94,17 +97,59 @@ def test_seven_seeds_of_one_comparison_need_no_caution() -> None:
     assert cautions(results_of(played())) == []
 
 
-def test_many_comparisons_need_more_seeds() -> None:
-    text = SEVEN.replace('"fooled_rate", ', '"verifier_auc", ').replace("seeds = 7", "seeds = 6")
-    plan = small(text)
+THREE_ARMS = (
+    SMALL.replace("seeds = 2", "seeds = 6").replace('"fooled_rate", ', '"verifier_auc", ')
+    + """
+[[arm]]
+name = "goodhart"
+set = { game.reward = "goodhart" }
+"""
+)
+
+
+def test_holms_correction_covers_the_arms_of_a_measure_and_in_another_column_all_comparisons() -> None:
+    plan = small(THREE_ARMS)
     for cell in plan.cells:
-        high = 0.1 if cell.arm == "src" else 0.0
-        finish(cell, {"helpful_accuracy": 0.5 + high, "verifier_auc": 0.6 + high})
+        high = {"cgc": 0.0, "src": 0.1, "goodhart": 0.1 if cell.seed else -0.3}[cell.arm]
+        finish(cell, {"helpful_accuracy": 0.5 + high, "verifier_auc": 0.6 + (0.1 if cell.arm == "src" else 0.0)})
     results = results_of(plan)
-    assert {found.comparison.p_adjusted for found in results.comparisons if found.comparison.p is not None} == {2 / 32}
-    (told,) = cautions(results)
-    assert "after Holm's adjustment over 2 comparisons none can reach 0.05" in told
-    assert "One comparison needs 6 seeds, all 2 of this table 7" in told
+    found = {(one.measure, one.arm): one.comparison for one in results.comparisons}
+    src, goodhart = found["helpful_accuracy", "src"], found["helpful_accuracy", "goodhart"]
+    # goodhart's differences are five of 0.1 and one of -0.3, with the sum 0.2. The five have sums of 0.5, 0.3, 0.1,
+    # -0.1, -0.3, -0.5 in 1, 5, 10, 10, 5, 1 ways. With +0.3 these are 0.8, 0.6, 0.4, 0.2, 0.0, -0.2, and all but 0.0
+    # are at least 0.2 from 0: 27 ways. With -0.3 as many.
+    assert (src.p, goodhart.p) == (2 / 64, 54 / 64)
+    assert (src.p_adjusted_arms, goodhart.p_adjusted_arms) == (4 / 64, 54 / 64)  # Holm: 2 x 2/64, 1 x 54/64
+    # all four: 2/64 twice (x 4 = 8/64 for both), 54/64 and 1
+    assert (src.p_adjusted, goodhart.p_adjusted, results.family) == (8 / 64, 1.0, 4)
+    told = " ".join(cautions(results))
+    assert "6 seeds cannot show a significant difference between arms: the smallest possible p value is 0.0312" in told
+    assert "0.0625 with Holm's correction over 2 arms. At least 7 seeds are necessary for p <= 0.05. Read the" in told
+
+
+def test_enough_seeds_have_a_detectable_difference() -> None:
+    plan = small(SEVEN)
+    for cell in plan.cells:
+        noise = 0.01 * (cell.seed % 3) if cell.arm == "src" else 0.0
+        finish(cell, {"helpful_accuracy": 0.5 + noise})
+    results = results_of(plan)
+    (accuracy,) = [one.comparison for one in results.comparisons if one.measure == "helpful_accuracy"]
+    # differences of 0, 1, 2, 0, 1, 2, 0 points: mean 6/7, sum of squares 10 - 36/7 = 34/7, 6 degrees of freedom
+    assert accuracy.spread == pytest.approx(0.01 * (34 / 42) ** 0.5)
+    assert accuracy.detectable == detectable(accuracy.spread, 7, 1)
+    assert f"| {100 * (accuracy.detectable or 0.0):.1f} pp |" in markdown_text(results)
+    assert "these seeds and this spread show in 4 of 5 studies" in check(study_page(results)).text
+
+
+def test_a_plan_says_what_its_seeds_cannot_show() -> None:
+    difference, trend = plan_cautions(small(THREE_ARMS))
+    assert "0.0625 with Holm's correction over 2 arms. At least 7 seeds" in difference
+    assert "trend over the rounds" in trend
+    assert "0.0938 with Holm's correction over 3 arms. At least 7 seeds" in trend
+    assert plan_cautions(small(THREE_ARMS, seeds=7)) == []
+    (trend,) = plan_cautions(small(THREE_ARMS.replace('reference = "cgc"\n', "")))
+    assert "trend over the rounds" in trend
+    assert plan_cautions(small(THREE_ARMS.replace('reference = "cgc"\n', ""), overrides=["game.rounds=1"])) == []
 
 
 def test_two_seeds_and_different_machines_are_told() -> None:
@@ -167,11 +212,11 @@ def test_figures_read_well() -> None:
     assert rounds_text(share, [summarise([MeasuredValue(x)]) for x in (0.1, 0.25)]) == "10.0 → 25.0"
     text = markdown_text(results)
     assert "| helpful accuracy | src | 7 of 7 | 63.0 % | 61.0 to 65.0 % | 60.0 to 66.0 % |" in text
-    assert "| helpful accuracy | src | +30.0 pp | +30.0 to +30.0 pp | 7↑ 0↓ | 0.016 | 0.016 |" in text
-    assert "| helpful accuracy | src | +20.0 pp | +20.0 to +20.0 pp | 7↑ 0↓ | +1.00 | 0.016 |" in text
+    assert "| helpful accuracy | src | +30.0 pp | +30.0 to +30.0 pp | 7↑ 0↓ | 0.016 | 0.016 | 0.016 | – |" in text
+    assert "| helpful accuracy | src | +20.0 pp | +20.0 to +20.0 pp | 7↑ 0↓ | +1.00 | 0.016 | 0.031 |" in text
     assert "`pvg study small.toml`, seeds 0, 1, 2, 3, 4, 5, 6" in text
     assert "| helpful accuracy | src | 43.0 % (40.0 to 46.0 %) | 63.0 % (60.0 to 66.0 %) |" in text
-    assert not [line for line in text.splitlines() if line.startswith("|") and line.count("|") not in (5, 7, 8)]
+    assert not [line for line in text.splitlines() if line.startswith("|") and line.count("|") not in (5, 7, 9, 10)]
 
 
 def test_tables_take_their_place_in_a_document_and_leave_the_rest() -> None:

@@ -81,6 +81,7 @@ async def refused(group: RankGroup, source: Path) -> None:
         await model.close()
 
 
+@pytest.mark.drill
 @in_new_process
 def test_ranks_on_two_nodes_train_the_same_bits_whatever_dies(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -536,6 +536,7 @@ def test_a_lost_cluster_ends_the_run_of_ranks_that_wait(monkeypatch: pytest.Monk
     asyncio.run(asyncio.wait_for(work(), 30))
 
 
+@pytest.mark.drill
 @in_new_process
 def test_a_rank_that_cannot_reach_the_others_says_so_in_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     from pvg.workers import rank

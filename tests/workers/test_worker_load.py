@@ -112,7 +112,8 @@ def test_the_time_that_a_worker_has_a_request_is_not_exchange() -> None:
             opened = {"what": "scorer", "members": 1, "aggregation": None, "slot": 1}
             held_s = (await pool.submit(0, Frame("open", opened))).fields["held_s"]
             assert held_s > 0.0
-            assert 0.0 < pool.exchange.take() <= time.perf_counter() - began - held_s
+            # Twice, because the driver packs the request while it is on its way, and overlapping parts count in full.
+            assert 0.0 < pool.exchange.take() <= 2 * (time.perf_counter() - began - held_s)
         finally:
             await pool.close()
 

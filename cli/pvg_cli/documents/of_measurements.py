@@ -214,9 +214,10 @@ class PlannedCell(DocumentPart):
 
 
 class StudyPlanDocument(JsonDocument):
-    """The work of a study."""
+    """The work of a study. `warnings`: what its seeds cannot show, one sentence each."""
 
     study: str
+    warnings: list[str]
     folder: str
     processes: int
     threads: int
