@@ -262,7 +262,7 @@ def _warmup_charts(summary: RunSummary, steps: StepAxis) -> list[Markup]:
             "Warm start: loss of the demonstrations",
             [
                 steps.line("loss", "batch", HELPFUL),
-                ChartLine("held out", [held_out] if held_out else [], INK, "dotted", dots=True),
+                ChartLine("held out, before and after", [[point] for point in held_out], INK, "dotted", dots=True),
             ],
             steps.across(),
             "number",
