@@ -134,14 +134,15 @@ def _show_run(run: RunDirectory, examples: int, page: Path | None, as_json: bool
 
 def _write_pages(run: RunDirectory, summary: RunSummary, examples: int, page: Path) -> Path | None:
     """Write the page of a run, and the page with all its solutions beside it. Returns the second one; None if the run
-    has no solutions yet."""
+    has no solutions yet, or if the page goes to a device such as /dev/stdout."""
     from pvg.reporting.rollouts_file import rollouts_file, stored_rollouts
     from pvg.reporting.run_page import collect, run_page
     from pvg.reporting.table import write_page
 
     beside = page.with_name("rollouts.html" if page.name == PAGE.name else f"{page.stem}-rollouts.html")
     stored = stored_rollouts(run, summary)
-    rollouts = beside if stored.count else None
+    device = page.exists() and not page.is_file() and not page.is_dir()
+    rollouts = beside if stored.count and not device else None
     data = replace(collect(run, summary, examples), rollouts=rollouts.name if rollouts else "")
     write_page(page, run_page(data))
     if rollouts is not None:

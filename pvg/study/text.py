@@ -160,7 +160,8 @@ def cautions(results: StudyResults) -> list[str]:
         if cells:
             names = ", ".join(cell_text(cell) for cell in cells[:4]) + (" and others" if len(cells) > 4 else "")
             found.append(
-                f"{len(cells)} of {len(results.cells)} games are {what} ({names}): {which} use only the others."
+                f"{len(cells)} of {counted(len(results.cells), 'game')} {'is' if len(cells) == 1 else 'are'} {what} "
+                f"({names}): {which} use only the others."
             )
     most = max((result.summary.n for result in results.results), default=0)
     if 0 < most < LEAST_FOR_INTERVAL:

@@ -41,6 +41,8 @@ def test_a_second_page_has_all_solutions_and_the_two_pages_link_to_each_other() 
     assert document["rollouts_html"] == "mine-rollouts.html"
     assert links(Path("mine.html")) == {"mine-rollouts.html"}
     assert links(Path("mine-rollouts.html")) == {"mine.html"}
+    assert pvg("report", "first", "--html", "/dev/null", "--json").document["rollouts_html"] is None
+    assert not Path("/dev/null-rollouts.html").exists()
     begin(Path("runs"), "empty")
     document = pvg("report", "empty", "--json").document
     assert document["rollouts_html"] is None
