@@ -89,9 +89,11 @@ async def play(
     stop: asyncio.Event,
     resume: bool,
     supply: Supply | None = None,
+    rank_supply: Supply | None = None,
 ) -> GameOutcome:
     """Play `experiment` in `run` (locked by the caller) to its end, or until `stop` is set and the next commit is done.
-    `supply`: starts the workers, if the experiment has any.
+    `supply`: starts the workers, if the experiment has any. `rank_supply`: the trainer's ranks; None: chosen by the
+    experiment.
 
     Raises StateError if the run has begun and `resume` is False, or if it began with another configuration. Passes on
     what a phase raises; all commits stay intact.
@@ -104,7 +106,9 @@ async def play(
         resume = True
     async with AsyncExitStack() as stack:
         scoring = experiment.task.kind != "play"
-        session = await open_session(experiment, run, observer, stop, stack, scoring=scoring, supply=supply)
+        session = await open_session(
+            experiment, run, observer, stop, stack, scoring=scoring, supply=supply, rank_supply=rank_supply
+        )
         ledger = session.ledger
         _refuse_begun(session, resume)
         if not cold:
@@ -182,6 +186,7 @@ async def open_session(
     *,
     scoring: bool = True,
     supply: Supply | None = None,
+    rank_supply: Supply | None = None,
     playing: Experiment | None = None,
 ) -> Session:
     """Open everything that a run needs, until `stack` closes. `scoring`: whether the run uses a verifier. `playing`:
@@ -199,7 +204,7 @@ async def open_session(
             observer.noticed(notice)
         notices = _notices(experiment, ledger.log, observer.noticed)
         playing = warmed(experiment, run, ledger.state) if playing is None else playing
-        players = Players(playing, task, notices, run=run.name, supply=supply)
+        players = Players(playing, task, notices, run=run.name, supply=supply, rank_supply=rank_supply)
         stack.push_async_callback(players.close)
         if players.workers is not None:
             players.workers.trained_s = tracer.trained_s
