@@ -94,7 +94,6 @@ def train(
 
     Ctrl-C stops the run at its next commit point. To resume it, use: pvg train --resume
     """
-    from pvg.config.load import chosen_keys
     from pvg.errors import UsageError
     from pvg.workers.torchrun import driving, launched, serve
 
@@ -125,6 +124,7 @@ def _train(
     meeting: Meeting | None,
 ) -> None:
     """`meeting`: with the other processes of torchrun; None without them."""
+    from pvg.config.load import chosen_keys
     from pvg.hub import fetch_all
     from pvg.telemetry.cpu import bfloat16_warnings
     from pvg.workers.torchrun import refuse_other_counts
