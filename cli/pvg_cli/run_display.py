@@ -25,6 +25,7 @@ from pvg.reporting.formats import (
     metric_display,
     metric_text,
     phase_label,
+    short_seconds,
     total_budget,
     trend,
 )
@@ -228,7 +229,7 @@ def draw(board: RunBoard, width: int, *, roomy: bool = True, stopping: bool = Fa
     parts: list[RenderableType] = [_header(board), _progress(board), _numbers(board, inner)]
     budget = board.budget()
     if budget:
-        parts.append(BudgetBar(budget, f"time per step {duration(sum(budget.values()))}"))
+        parts.append(BudgetBar(budget, f"time per step {short_seconds(sum(budget.values()))}"))
     if board.workers:
         parts.append(_workers(board.workers))
     if board.rounds_done:
