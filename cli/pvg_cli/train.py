@@ -102,12 +102,12 @@ def train(
             "--name and --resume cannot be used together.",
             "Give the name of the run to --resume: pvg train --resume RUN",
         )
-    launch = None if dry_run else launched(os.environ)
+    launch = launched(os.environ)
     if launch is not None and launch.number:
-        raise typer.Exit(serve(launch, say))
+        raise typer.Exit(0 if dry_run else serve(launch, say))
     settings = [*(overrides or []), *metrics_port_override(metrics_port)]
     with ExitStack() as stack:
-        meeting = None if launch is None else stack.enter_context(driving(launch))
+        meeting = None if launch is None or dry_run else stack.enter_context(driving(launch))
         if meeting is not None and resume is None:
             resume = meeting.run
         _train(name, settings, run_name, resume, cluster, dry_run, as_json, meeting)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ from pvg.workers.node_agent import DriverAddress, NodeAgent
 STORE_S = 60.0  # to connect to the store of torchrun
 JOIN_S = 120.0  # for all processes to import torch and to connect to the driver
 POLL_S = 0.2
-END_S = 60.0  # after the driver has closed the connections, to learn its exit code
+END_S = 60.0  # after the connection to the driver has ended, to learn its exit code or of the next driver
 FIRST_S = 3.0  # for the driver to end before this process, with an error
 EXIT_LOST, EXIT_STOPPED = EXIT_ENVIRONMENT, 130
 ANY_PORT = 9  # to find a route, nothing is sent
@@ -122,6 +123,7 @@ class Meeting:
         self.launch = launch
         self._lost = DistError
         self._driver = ""
+        _route(launch.host)  # torch would try for a minute to reach a name that this machine does not know
         with self._reaching():
             store = TCPStore(launch.host, launch.port, is_master=False, timeout=timedelta(seconds=STORE_S))
         self._store = PrefixStore("pvg", store)
@@ -134,7 +136,7 @@ class Meeting:
             raise MissingRequirementError(
                 f"torchrun's store at {self.launch.host}:{self.launch.port} does not answer: "
                 f"{str(error).splitlines()[0]}",
-                "torchrun of the first machine may have ended: see its output",
+                "See the output of torchrun on the first machine",
             ) from None
 
     def _note(self, key: str) -> Any:
@@ -174,8 +176,8 @@ class Meeting:
                 self._store.wait([key], timedelta(seconds=JOIN_S))
             except self._lost:
                 raise MissingRequirementError(
-                    f"Process {number} of torchrun has not come to its store in {JOIN_S:g} s.",
-                    "Start the same command with torchrun on all machines",
+                    f"Process {number} of torchrun has not reached its store in {JOIN_S:g} s.",
+                    "See the output of torchrun on the other machines",
                 ) from None
             found.append(self._note(key))
         return found
@@ -249,7 +251,7 @@ def _route(host: str) -> str:
     except OSError as error:
         raise MissingRequirementError(
             f"This machine cannot reach {host}: {error.strerror or error}.",
-            "Give torchrun an address that all machines reach: --rdzv-endpoint ADDRESS:PORT and --local-addr ADDRESS",
+            "Give torchrun addresses in place of names: --node-rank N --master-addr ADDRESS, or --local-addr ADDRESS",
         ) from None
 
 
@@ -280,24 +282,37 @@ async def _serve(meeting: Meeting, say: Callable[[str], None]) -> int:
 
     for which in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(which, stop)
-    served, patience_s = False, END_S
+    tried: set[DriverAddress] = set()  # torchrun may start the driver again, and not this process
+    patience_s = END_S
     while patience_s > 0:
-        news = await asyncio.to_thread(meeting.news)
+        news = await _news(meeting, say)
         if news.exit_code is not None:
             # torchrun shows the first process that fails, and ends the others: this should be the driver.
             await asyncio.sleep(FIRST_S if news.exit_code else 0.0)
             return news.exit_code
-        if news.driver is not None and not served:
+        if news.driver is not None and news.driver not in tried:
             say(f"Process {number} of torchrun: a trainer rank of the driver at {news.driver.host}.")
+            tried.add(news.driver)
+            patience_s = END_S
             try:
                 await agent.serve(news.driver, news.key, node_name(number))
-                served = True
             except OSError as error:  # it may be an earlier driver's address
                 say(f"Process {number} of torchrun: the driver at {news.driver.host} does not answer: {error}.")
-        patience_s -= POLL_S * served
+        if tried:
+            patience_s -= POLL_S
         await asyncio.sleep(POLL_S)
     say(f"Process {number} of torchrun: the driver has ended without an exit code.")
     return EXIT_LOST
+
+
+async def _news(meeting: Meeting, say: Callable[[str], None]) -> News:
+    """The driver's news. Ends this process if the network to the store is broken, because the call may hang then."""
+    try:
+        async with asyncio.timeout(STORE_S):
+            return await asyncio.to_thread(meeting.news)
+    except TimeoutError:
+        say(f"Process {meeting.launch.number} of torchrun: the machine of the driver does not answer.")
+        os._exit(EXIT_LOST)
 
 
 def node_name(number: int) -> str:
