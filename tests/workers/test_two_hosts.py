@@ -22,7 +22,13 @@ PATIENCE_S = 400.0
 PYTHON = sys.executable
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "token"}
 
-pytestmark = [pytest.mark.drill, pytest.mark.skipif(bool(missing()), reason=f"two hosts on one machine: {missing()}")]
+pytestmark = pytest.mark.drill
+
+
+@pytest.fixture(scope="module", autouse=True)
+def possible() -> None:
+    if why := missing():
+        pytest.skip(f"two hosts on one machine: this {why}")
 
 
 @pytest.fixture
