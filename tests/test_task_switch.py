@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pvg.config.experiment import TABLES
-from pvg.config.load import assign, build_experiment, find_experiment, shipped_directories
+from pvg.config.load import assign, build_experiment, find_experiment, overridden, shipped_directories
 from pvg.config.prompts import ChatPrompts
 from pvg.config.switching import task_switch
 from pvg.errors import ConfigurationError, UsageError
@@ -169,3 +169,55 @@ def test_the_settings_fit_the_task(name: str, overrides: list[str], remedy: str)
     with pytest.raises(UsageError) as caught:
         task_switch(path, overrides)
     assert caught.value.remedy.startswith(remedy)
+
+
+OWN_WORDS = [
+    "task.path=d.jsonl",
+    *(f"models.{player}.source=hf:o/n@{'0' * 40}" for player in ("prover", "verifier")),
+]
+PROMPTS = 'prompts={kind="chat",helpful="MINE",sneaky="BAD"}'
+
+
+@pytest.mark.parametrize("kind", ["task.kind=data", "task=data", 'task={kind="data"}'])
+def test_instructions_of_the_command_line_stay_in_any_order(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("d.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
+    for overrides in ([PROMPTS, kind], [kind, PROMPTS]):
+        found = resolve(str(MODCHAIN), [*overrides, *OWN_WORDS]).prompts
+        assert (found.helpful, found.sneaky) == ("MINE", "BAD")  # type: ignore[union-attr]
+
+
+def test_a_table_of_a_task_drops_the_files_instructions_like_its_kind(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('[task]\nkind = "code"\n[prompts]\nkind = "chat"\nhelpful = "Solve it."\n')
+    data, _ = overridden(file, ['task={kind="gsm8k"}'])
+    assert data["prompts"] == {"kind": "chat"}
+    assert overridden(file, ['task={kind="code"}'])[0]["prompts"]["helpful"] == "Solve it."
+
+
+def test_a_conflict_that_the_option_cluster_removes_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('[cluster]\nkind = "local"\nworkers = 2\n')
+    overrides = ["task.kind=diplomacy_mini", "models.device=cuda"]
+    assert resolve(str(file), [*DIPLOMACY_MODELS, *overrides], "none").cluster.kind == "none"
+    conflict = "cluster = 'local' computes on the CPU"
+    for cluster, named in ((None, True), ("none", False)):
+        with pytest.raises(UsageError) as caught:
+            resolve(str(file), overrides, cluster)
+        assert (conflict in caught.value.message) is named
+
+
+def test_a_conflict_with_any_task_is_not_blamed_on_the_task() -> None:
+    plain = [*DIPLOMACY_MODELS, "task.kind=diplomacy_mini", "prompts=plain"]
+    assert task_switch(MODCHAIN, plain) is not None
+    with pytest.raises(ConfigurationError) as own:
+        resolve(str(MODCHAIN), plain)
+    assert "needs more changes" not in own.value.message
+    with pytest.raises(UsageError) as caught:
+        task_switch(MODCHAIN, ["task.kind=diplomacy_mini", "prompts=plain"])
+    of_the_task, _, general = caught.value.message.partition(" Wrong with any task: ")
+    assert "does not know the characters" in of_the_task
+    assert "plain" not in of_the_task
+    assert "plain" in general

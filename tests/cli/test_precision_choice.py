@@ -180,3 +180,97 @@ def test_arms_that_would_become_the_same_game_are_refused(monkeypatch: pytest.Mo
     called = pvg("study", "both.toml", "--dry-run")
     assert called.code == 2
     assert "the arms 'as-it-is' and 'precise' of both.toml are the same game in float32" in called.err
+
+
+TWO_FILES = """name = "two"
+seeds = 2
+[[arm]]
+name = "a"
+experiment = "full.toml"
+[[arm]]
+name = "b"
+experiment = "half.toml"
+"""
+
+
+def two_files(text: str = TWO_FILES) -> None:
+    Path("full.toml").write_text('name = "half"\n')
+    Path("two.toml").write_text(text)
+
+
+def begin(number: int) -> None:
+    """The study's arm of that number has its first game."""
+    cell = with_precision(load_study("two.toml"))[0].cells[number]
+    RunDirectory.create(cell.run.path.parent, cell.name, cell.experiment)
+
+
+def in_the_study() -> list[str]:
+    return [arm.experiment.training.precision for arm in with_precision(load_study("two.toml"))[0].arms]
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_game_from_a_file_in_float32_decides_nothing_about_an_arm_with_another_file(
+    monkeypatch: pytest.MonkeyPatch, native: bool
+) -> None:
+    on_cpu(monkeypatch, bfloat16=native)
+    two_files(TWO_FILES + "set = { training.steps = 7 }\n")
+    before = in_the_study()
+    assert before == ["float32", "bfloat16" if native else "float32"]
+    begin(0)
+    assert in_the_study() == before
+
+
+def test_a_study_of_two_files_goes_on_where_both_are_the_same_but_for_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu(monkeypatch, bfloat16=True)
+    two_files()
+    begin(0)
+    assert pvg("study", "two.toml", "--dry-run").code == 0
+    on_cpu(monkeypatch, bfloat16=False)  # here b would be the same game as a
+    refused = pvg("study", "two.toml", "--dry-run")
+    assert refused.code == 2
+    assert "This CPU has no instructions for bfloat16, so the arms 'a' and 'b' of two.toml are the same" in refused.err
+    table = pvg("study", "two.toml", "--only-table")
+    assert table.code != 2, table.err
+    assert "This CPU" not in table.err
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_an_arm_without_a_game_follows_the_arms_that_lost_bfloat16_or_kept_it(
+    monkeypatch: pytest.MonkeyPatch, native: bool
+) -> None:
+    two_files(TWO_FILES + '[[arm]]\nname = "c"\nexperiment = "half.toml"\nset = { training.steps = 7 }\n')
+    on_cpu(monkeypatch, bfloat16=native)
+    before = in_the_study()
+    begin(1)
+    on_cpu(monkeypatch, bfloat16=not native)
+    assert in_the_study() == before
+    notes = with_precision(load_study("two.toml"))[1]
+    follows = "The study began with float32 for rollout.dtype, training.precision, verifier.precision, so arms without"
+    assert any(note.startswith(follows) for note in notes) is not native
+
+
+def test_arms_that_the_games_make_equal_are_refused_with_this_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu(monkeypatch, bfloat16=False)
+    two_files(TWO_FILES + "set = { training.steps = 7 }\n")
+    begin(1)
+    on_cpu(monkeypatch, bfloat16=True)
+    precise = "set = { rollout.dtype = 'model', training.precision = 'float32', verifier.precision = 'float32' }"
+    two_files(
+        TWO_FILES
+        + "set = { training.steps = 7 }\n[[arm]]\nname = 'c'\nexperiment = 'half.toml'\n"
+        + f"[[arm]]\nname = 'd'\nexperiment = 'half.toml'\n{precise}\n"
+    )
+    refused = pvg("study", "two.toml", "--dry-run")
+    assert refused.code == 2
+    assert "The study began with float32 for bfloat16, so the arms" in refused.err
+    assert "CPU" not in refused.err
+
+
+def test_a_run_that_began_with_its_own_precision_is_resumed_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "float32" of the command line is not the "model" that pvg would have chosen."""
+    on_cpu(monkeypatch, bfloat16=True)
+    pvg("train", "half.toml", "-s", "rollout.dtype=float32")
+    called = pvg("train", "half.toml", "--resume")
+    assert called.code == 130, called.err
+    assert "The run began with float32 for rollout.dtype, so it goes on" in called.err
+    assert precisions() == ("float32", "bfloat16", "bfloat16")

@@ -72,10 +72,11 @@ def test_what_to_type_next_names_this_server(tmp_path: Path, purpose: str, port:
 
 
 @pytest.mark.parametrize(
-    ("native", "dtype", "warned"), [(False, "bfloat16", 1), (False, "model", 0), (True, "bfloat16", 0)]
+    ("native", "dtype", "warned"),
+    [(False, "bfloat16", 1), (False, "model", 0), (True, "bfloat16", 0), (None, "bfloat16", 0)],
 )
 def test_a_server_that_computes_bfloat16_slowly_is_warned_about(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, native: bool, dtype: str, warned: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, native: bool | None, dtype: str, warned: int
 ) -> None:
     interpreter = Interpreter(tmp_path, "0.32.0", "cpu", "a test")
     monkeypatch.setattr("pvg.servers.command.find_interpreter", lambda: interpreter)
@@ -84,6 +85,22 @@ def test_a_server_that_computes_bfloat16_slowly_is_warned_about(
     called = pvg("serve", _experiment(tmp_path), "--port", str(_free_port()), *settings)
     assert "nowhere" in called.err  # nothing is started
     assert called.err.count("give this to pvg serve and to pvg train: -s rollout.dtype=float32.") == warned
+
+
+@pytest.mark.parametrize("purpose", ["verifier", "reference"])
+def test_the_advice_for_a_server_of_the_verifiers_model_helps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, purpose: str
+) -> None:
+    interpreter = Interpreter(tmp_path, "0.32.0", "cpu", "a test")
+    monkeypatch.setattr("pvg.servers.command.find_interpreter", lambda: interpreter)
+    monkeypatch.setattr("pvg.telemetry.cpu.native_bfloat16", lambda root: False)
+    words = ("serve", _experiment(tmp_path), "--for", purpose, "--port", str(_free_port()))
+    words += ("-s", "verifier.adapters=lora", "-s", "models.verifier.source=nowhere")
+    called = pvg(*words, "-s", "models.verifier.dtype=bfloat16")
+    advice = "-s models.verifier.dtype=float32."
+    assert f"give this to pvg serve and to pvg train: {advice}" in called.err
+    assert "nowhere" in called.err
+    assert "warning" not in pvg(*words, *advice.removesuffix(".").split()).err
 
 
 def _experiment(folder: Path) -> str:

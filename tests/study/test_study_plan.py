@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from study_samples import SMALL, finish, small
 
+from pvg.config.load import find_experiment
 from pvg.errors import ConfigurationError, UsageError
 from pvg.study.measures import MEASURES
 from pvg.study.plan import find_study, known_studies, load_study
@@ -205,3 +206,23 @@ def test_an_arm_that_cannot_be_evaluated_is_named() -> None:
     )
     with pytest.raises(ConfigurationError, match=r"Arm 'src' of small\.toml: There is no legibility tax .*decoupled"):
         small(text)
+
+
+def test_another_task_in_an_arm_says_what_it_drops_and_keeps_the_arms_own_instructions() -> None:
+    Path("words.toml").write_text(
+        find_experiment("smollm2-gsm8k").read_text().replace('prompts = "chat"', "").replace("hf:openai/", "./")
+        + '[prompts]\nkind = "chat"\nhelpful = "FILE"\nsneaky = "FILE"\n'
+    )
+    models = "".join(f"models.{player}.source = 'hf:o/n@{'0' * 40}'\n" for player in ("prover", "verifier"))
+    arms = "".join(
+        f"[[arm]]\nname = '{name}'\n"
+        f"set = {{ prompts.sneaky = 'MINE', task.kind = '{kind}', training.steps = {steps} }}\n"
+        for name, kind, steps in (("same", "gsm8k", 5), ("other", "code", 5), ("third", "code", 6))
+    )
+    Path("words-study.toml").write_text(f"name = 'words'\nexperiment = 'words.toml'\n[common]\n{models}{arms}")
+    plan = load_study("words-study.toml")
+    texts = [(arm.experiment.prompts.helpful, arm.experiment.prompts.sneaky) for arm in plan.arms]  # type: ignore[union-attr]
+    assert texts == [("FILE", "MINE"), (None, "MINE"), (None, "MINE")]
+    (note,) = plan.notes
+    assert note.startswith("Arms other, third: task.kind = 'code' replaces 'gsm8k', so these settings of the file are")
+    assert note.endswith("dropped: prompts.helpful, prompts.sneaky, task.max_steps, task.path.")

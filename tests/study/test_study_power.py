@@ -75,6 +75,15 @@ def test_the_simulation_continues_as_students_t(tests: int) -> None:
     assert 0.90 < thirteen / twelve < 1.0
 
 
+@pytest.mark.parametrize(("tests", "least", "most"), [(1, 0.965, 1.035), (8, 0.965, 1.035), (40, 0.90, 0.94)])
+def test_students_t_is_close_for_a_few_tests_and_gives_too_little_for_many(
+    tests: int, least: float, most: float
+) -> None:
+    noise = np.random.default_rng(1).standard_normal((2_000, 13))
+    shifts = [_critical_shifts(part, 0.05 / tests) for part in np.split(noise, 10)]
+    assert least < (detectable(1.0, 13, tests) or 0.0) / np.quantile(np.concatenate(shifts), 0.8) < most
+
+
 def test_nothing_is_detectable_without_enough_seeds_or_a_spread() -> None:
     assert detectable(1.0, 5, 1) is None
     assert detectable(1.0, 6, 2) is None

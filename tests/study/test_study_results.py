@@ -127,6 +127,24 @@ def test_holms_correction_covers_the_arms_of_a_measure_and_in_another_column_all
     assert "0.0625 with Holm's correction over 2 arms. At least 7 seeds are necessary for p <= 0.05. Read the" in told
 
 
+def test_a_caution_is_about_the_measures_whose_seeds_are_too_few() -> None:
+    plan = small(THREE_ARMS)
+    for cell in plan.cells:
+        higher = {"cgc": 0.0, "src": 0.1, "goodhart": 0.2}[cell.arm] + 0.01 * cell.seed * (cell.arm != "cgc")
+        measured = {"helpful_accuracy": 0.5 + higher}
+        if cell.arm != "goodhart":
+            measured["verifier_auc"] = 0.5 + higher
+        finish(cell, measured)
+    results = results_of(plan)
+    found = {(one.measure, one.arm): one.comparison for one in results.comparisons}
+    assert found["verifier_auc", "src"].p_adjusted_arms == 2 / 64  # significant
+    (told,) = [sentence for sentence in cautions(results) if "between arms" in sentence]
+    label = next(measure.label for measure in results.measures if measure.name == "helpful_accuracy")
+    assert told.startswith(f"For {label}: 6 seeds cannot show a significant difference between arms:")
+    assert "over 2 arms" in told
+    assert "4 of 5 studies (–: none, or not computable)." in markdown_text(results)
+
+
 def test_enough_seeds_have_a_detectable_difference() -> None:
     plan = small(SEVEN)
     for cell in plan.cells:
