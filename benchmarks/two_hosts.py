@@ -1,7 +1,5 @@
 """Two hosts on one machine: network namespaces with an address and a host name each, and a network between them.
 
-    python -m benchmarks.two_hosts 1 COMMAND ...        # runs COMMAND on the first host, with the second beside it
-
     with two_hosts(folder) as (first, second):
         first.start(["ray", "start", "--head"])         # a process on the first host, with an empty home
         first.connected(False)                          # the network breaks
@@ -16,7 +14,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -100,14 +97,3 @@ def _remove(host: Host) -> None:
 
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True)
-
-
-def main() -> int:
-    if why := missing():
-        sys.exit(f"Two hosts on one machine: this {why}.")
-    with tempfile.TemporaryDirectory() as folder, two_hosts(Path(folder)) as hosts:
-        return hosts[int(sys.argv[1]) - 1].start(sys.argv[2:]).wait()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

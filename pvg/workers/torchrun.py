@@ -298,7 +298,7 @@ async def _serve(meeting: Meeting, say: Callable[[str], None]) -> int:
                 await agent.serve(news.driver, news.key, node_name(number))
             except OSError as error:  # it may be an earlier driver's address
                 say(f"Process {number} of torchrun: the driver at {news.driver.host} does not answer: {error}.")
-        if tried:
+        if news.driver in tried:  # and not an invitation that the next driver has yet to make
             patience_s -= POLL_S
         await asyncio.sleep(POLL_S)
     say(f"Process {number} of torchrun: the driver has ended without an exit code.")
