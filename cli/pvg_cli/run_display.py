@@ -411,7 +411,7 @@ class RunWatcher:
         parts = [f"{self._place()} {compact(board.done)}{total}"]
         if (rate := board.rate()) is not None:
             parts.append(f"{compact(rate)}/s")
-        if (eta := board.phase_eta()) is not None:
+        if eta := board.phase_eta():
             parts.append(f"{duration(eta)} left")
         if in_all := board.all_left():
             parts.append(in_all)
