@@ -238,7 +238,8 @@ def test_a_study_of_two_files_goes_on_where_both_are_the_same_but_for_bfloat16(m
 def test_an_arm_without_a_game_follows_the_arms_that_lost_bfloat16_or_kept_it(
     monkeypatch: pytest.MonkeyPatch, native: bool
 ) -> None:
-    two_files(TWO_FILES + '[[arm]]\nname = "c"\nexperiment = "half.toml"\nset = { training.steps = 7 }\n')
+    third = '[[arm]]\nname = "c"\nexperiment = "half.toml"\nset = { training.steps = 7 }\n'
+    two_files(f"{TWO_FILES}set = {{ training.steps = 8 }}\n{third}")
     on_cpu(monkeypatch, bfloat16=native)
     before = in_the_study()
     begin(1)
@@ -254,15 +255,10 @@ def test_arms_that_the_games_make_equal_are_refused_with_this_reason(monkeypatch
     two_files(TWO_FILES + "set = { training.steps = 7 }\n")
     begin(1)
     on_cpu(monkeypatch, bfloat16=True)
-    precise = "set = { rollout.dtype = 'model', training.precision = 'float32', verifier.precision = 'float32' }"
-    two_files(
-        TWO_FILES
-        + "set = { training.steps = 7 }\n[[arm]]\nname = 'c'\nexperiment = 'half.toml'\n"
-        + f"[[arm]]\nname = 'd'\nexperiment = 'half.toml'\n{precise}\n"
-    )
+    two_files(TWO_FILES + "set = { training.steps = 7 }\n[[arm]]\nname = 'c'\nexperiment = 'half.toml'\n")
     refused = pvg("study", "two.toml", "--dry-run")
     assert refused.code == 2
-    assert "The study began with float32 for bfloat16, so the arms" in refused.err
+    assert "The study began with float32 for bfloat16, so the arms 'a' and 'c' of two.toml" in refused.err
     assert "CPU" not in refused.err
 
 
