@@ -70,8 +70,8 @@ def export(
     if push is not None:
         if facts.get("example_prompts"):
             say(
-                f"The model card, pvg.json and config.json contain the prompt of each role for a problem of the run's "
-                f"data. Everyone who can see {push} can read it."
+                "The model card and other files of the export contain the prompt of each role for a problem of the "
+                f"run's data. Everyone who can see {push} can read it."
             )
         url, visible_to = push_folder(out, push, public=public)
         say(f"Uploaded to {url}. Visible to: {visible_to}.")
