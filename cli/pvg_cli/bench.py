@@ -106,7 +106,10 @@ def bench(
 
     If a variant fails, the report says why, and the exit code is 1, 2 or 3.
     """
+    from pvg.bench.profile import find_profile
+
     if profile is not None:
+        find_profile(profile)  # before torch is loaded
         announce_loading()
     from pvg.bench.planning import plan_bench
     from pvg.bench.report import write_report

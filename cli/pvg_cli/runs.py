@@ -28,17 +28,19 @@ def resolve(name: str | None, overrides: Sequence[str], cluster: str | None = No
     """The experiment `name` (a name or a file; None: the default) with `--cluster` and the overrides applied. Checks
     the settings, and that the user's files that they name exist."""
     path = find_experiment(DEFAULT_EXPERIMENT if name is None else name)
-    switch = task_switch(path, overrides)
-    experiment = _loaded(path, overrides, cluster)
+    settings = _settings(path, overrides, cluster)
+    switch = task_switch(path, settings)
+    experiment = load_experiment(path, settings)
     if switch is not None and switch.note:
         say(switch.note)
     check_references(experiment)
     return experiment
 
 
-def _loaded(path: Path, overrides: Sequence[str], cluster: str | None) -> Experiment:
+def _settings(path: Path, overrides: Sequence[str], cluster: str | None) -> list[str]:
+    """`--cluster` and the overrides, as overrides."""
     chosen = [] if cluster is None else cluster_settings(cluster, load_experiment(path).cluster)
-    return load_experiment(path, [*chosen, *overrides])
+    return [*chosen, *overrides]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ def plan_resume(
     run = RunDirectory.open(run_name, root) if run_name else _newest(root, given.name if given else DEFAULT_EXPERIMENT)
     _refuse_unplayable(run, clean)
     own = run.experiment()
-    wanted = given or _loaded(run.experiment_file, overrides, cluster)
+    wanted = given or load_experiment(run.experiment_file, _settings(run.experiment_file, overrides, cluster))
     wanted, note = as_the_run_computes(wanted, own, chosen_keys(overrides))
     if note:
         say(note)

@@ -132,10 +132,12 @@ def serve(
     if log is not None and log.is_dir():
         raise UsageError(f"--log {log} is a folder.", "Give a file: --log FILE")
     interpreter = find_interpreter()
-    if interpreter.device == "cpu" and served_dtype(experiment, purpose) == "bfloat16" and not native_bfloat16(SYSTEM):
+    slow = served_dtype(experiment, purpose) == "bfloat16" and native_bfloat16(SYSTEM) is False
+    if interpreter.device == "cpu" and slow:
+        dtype = "rollout.dtype" if purpose == "prover" else "models.verifier.dtype"
         say(
             "warning: the server computes in bfloat16, for which this CPU has no instructions, so it is 10 to 100 "
-            "times slower than in float32; give this to pvg serve and to pvg train: -s rollout.dtype=float32."
+            f"times slower than in float32; give this to pvg serve and to pvg train: -s {dtype}=float32."
         )
     place = log or experiment.weights.root / LOGS / f"{purpose}-{port}.log"
     fetch_all(experiment, say, (key,))

@@ -91,8 +91,8 @@ def study(  # noqa: PLR0917  (each is an option)
         return
     command = _command(name, overrides or [], seeds, processes, threads, runs)
     given = load_study(name, overrides or [], runs=runs, seeds=seeds, processes=processes, threads=threads)
-    plan, notes = with_precision(given)
-    for note in notes:
+    plan, notes = with_precision(given, playing=not only_table)
+    for note in (*given.notes, *notes):
         say(note)
     refuse_other_settings(plan.cells)
     folder = StudyFolder(plan.folder)

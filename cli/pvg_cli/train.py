@@ -95,19 +95,22 @@ def train(
     Ctrl-C stops the run at its next commit point. To resume it, use: pvg train --resume
     """
     from pvg.errors import UsageError
-    from pvg.workers.torchrun import driving, launched, serve
+    from pvg.workers.torchrun import ALONE, driving, launched, serve
 
     if resume is not None and run_name is not None:
         raise UsageError(
             "--name and --resume cannot be used together.",
             "Give the name of the run to --resume: pvg train --resume RUN",
         )
-    launch = None if dry_run else launched(os.environ)
+    launch = launched(os.environ)
     if launch is not None and launch.number:
+        if dry_run:
+            say(f"Process {launch.number} of torchrun prints no plan, because process 0 does. To see it here, {ALONE}")
+            raise typer.Exit
         raise typer.Exit(serve(launch, say))
     settings = [*(overrides or []), *metrics_port_override(metrics_port)]
     with ExitStack() as stack:
-        meeting = None if launch is None else stack.enter_context(driving(launch))
+        meeting = None if launch is None or dry_run else stack.enter_context(driving(launch))
         if meeting is not None and resume is None:
             resume = meeting.run
         _train(name, settings, run_name, resume, cluster, dry_run, as_json, meeting)
@@ -219,7 +222,6 @@ def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None) -> GameOutcome:
     """Play under the display. If a new run fails before its first commit, its folder is deleted."""
     from pvg.reporting.run_summary import read_run
     from pvg.workers.choice import open_supply
-    from pvg.workers.torchrun_supply import TorchrunSupply
     from pvg_cli.driving import drive
     from pvg_cli.output import stderr
     from pvg_cli.run_display import RunBoard, RunWatcher
@@ -230,7 +232,7 @@ def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None) -> GameOutcome:
     if meeting is not None:
         meeting.run = str(run.path.absolute())
 
-    # Workers import torch while this process does.
+    # Workers import torch while this process does, so nothing imports it before them.
     stack = ExitStack()
     supply = open_supply(experiment)
     if supply is not None:
@@ -239,7 +241,11 @@ def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None) -> GameOutcome:
     async def work(observer: RunWatcher, stop: asyncio.Event) -> GameOutcome:
         from pvg.game.run import play
 
-        ranks = None if meeting is None else TorchrunSupply(meeting, partial(_stop, observer, stop))
+        ranks = None
+        if meeting is not None:
+            from pvg.workers.torchrun_supply import TorchrunSupply  # imports torch
+
+            ranks = TorchrunSupply(meeting, partial(_stop, observer, stop))
         return await play(
             experiment, run, observer=observer, stop=stop, resume=plan.resume, supply=supply, rank_supply=ranks
         )

@@ -18,7 +18,7 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 import pvg
-from pvg.config.base import kinds_of
+from pvg.config.base import as_table, kinds_of
 from pvg.config.experiment import SECTION_NAMES, TABLES, Experiment
 from pvg.config.prompts import TEXTS_FOR_A_TASK
 from pvg.config.servers import URL_EXAMPLE, URL_PATTERN
@@ -98,13 +98,15 @@ def overridden(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], di
     key."""
     data = read_toml(path, "experiment")
     origins: dict[str, str] = {}
-    settings: list[tuple[str, Any, str]] = []
-    for override in overrides:
-        settings += read_override(override)
-    for key, value, origin in kinds_first(settings):
+    for key, value, origin in override_settings(overrides):
         assign(data, key, value)
         origins[key] = origin
     return data, origins
+
+
+def override_settings(overrides: Sequence[str]) -> list[tuple[str, Any, str]]:
+    """The settings (key, value, origin) of all overrides, in the order in which they apply."""
+    return kinds_first([setting for override in overrides for setting in read_override(override)])
 
 
 def changed(experiment: Experiment, values: Mapping[str, Any]) -> Experiment | None:
@@ -232,8 +234,13 @@ def parse_list(text: str) -> tuple[str, list[Any]]:
 
 def kinds_first(settings: Sequence[tuple[str, Any, str]]) -> list[tuple[str, Any, str]]:
     """The settings (key, value, origin) in their order, but those that choose the kind of a table before all others:
-    the order of `-s training.kl.target=0.1 -s training.kl=adaptive` does not matter."""
-    return sorted(settings, key=lambda setting: not _chooses_kind(setting[0]))
+    the order of `-s training.kl.target=0.1 -s training.kl=adaptive` does not matter. The kind of the task is the very
+    first, because it drops the instructions and examples of another task, also if a table of prompts gives them."""
+    return sorted(settings, key=lambda setting: (not chooses_task(setting[0]), not _chooses_kind(setting[0])))
+
+
+def chooses_task(key: str) -> bool:
+    return key in ("task", "task.kind")
 
 
 def _chooses_kind(key: str) -> bool:
@@ -261,12 +268,19 @@ def assign(data: dict[str, Any], key: str, value: Any) -> None:
         node = node.setdefault(section, {})
         if not isinstance(node, dict):
             raise ConfigurationError(f"--set {key}: {section!r} is a setting, not a section.")
+    before = task_kind(data)
     if leaf == "kind" and place in TABLES and node.get("kind", TABLES[place].default) != value:
         node.clear()
-        if place == "task" and isinstance(prompts := data.get("prompts"), dict):
-            for name in TEXTS_FOR_A_TASK:
-                prompts.pop(name, None)
     node[leaf] = copy.deepcopy(value)
+    if chooses_task(key) and task_kind(data) != before and isinstance(prompts := data.get("prompts"), dict):
+        for name in TEXTS_FOR_A_TASK:
+            prompts.pop(name, None)
+
+
+def task_kind(data: dict[str, Any]) -> Any:
+    """The kind of task in plain data that is not yet validated."""
+    task = as_table(data.get("task", {}))
+    return task.get("kind", TABLES["task"].default) if isinstance(task, dict) else task
 
 
 def _explain(

@@ -3,7 +3,7 @@
 The table `[task]` of the file belongs to the file's kind, so it starts again with the defaults of the new kind. The
 instructions and examples of `[prompts]` were written for the file's task, so they are dropped too. Everything else
 stays. `TaskSwitch` says what was dropped. If the other tables do not fit the new task, one error names
-every setting that it needs.
+every setting that it needs. If the overrides are wrong with any task, `load_experiment` says so.
 
 Invariant: with the settings that the error names, no other error about settings follows.
 """
@@ -20,10 +20,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pvg.config.base import as_table
-from pvg.config.experiment import TABLES
 from pvg.config.game import CompositeReward, GatedReward
-from pvg.config.load import assign, chosen_keys, overridden, parse_override, read_toml
+from pvg.config.load import assign, chooses_task, override_settings, parse_override, read_toml, task_kind
 from pvg.config.prompts import TEXTS_FOR_A_TASK, WordedPrompts
 from pvg.config.rules import conflicts
 from pvg.config.sections import AllSections, value_of
@@ -84,29 +82,49 @@ def task_switch(path: Path, overrides: Sequence[str]) -> TaskSwitch | None:
 
     Raises UsageError, naming all other settings that the new task needs.
     """
-    file = read_toml(path, "experiment")
-    given, written = as_table(file.get("task", {})), as_table(file.get("prompts", {}))
-    before = given.get("kind", TABLES["task"].default)
-    if not chosen_keys(overrides) & {"task", "task.kind"}:
+    file, given = read_toml(path, "experiment"), override_settings(overrides)
+    if not any(chooses_task(key) for key, *_ in given):
         return None
-    data, _ = overridden(path, overrides)
-    sections = _sections(data)
+    before = task_kind(file)
+    data, own_task = copy.deepcopy(file), copy.deepcopy(file)
+    for key, value, _ in given:
+        assign(data, key, value)
+        if key.partition(".")[0] != "task":
+            assign(own_task, key, value)
+    sections, otherwise = _sections(data), _sections(own_task)
     if sections is None or sections.task.kind == before:
         return None
     after = sections.task.kind
-    problems, settings = _missing(data, sections)
+    general = [] if otherwise is None else list(conflicts(otherwise))
+    found, settings = _missing(data, sections)
+    problems = [problem for problem in found if problem not in general]
     if problems:
+        rest = [problem for problem in found if problem in general]
+        also = f" Wrong with any task: {'; '.join(rest)}." if rest else ""
         own = EMBEDDED_FOR.get(after)
         other_models = any(setting.startswith("models.") for setting in settings)
         instead = f" Or play the experiment of this task: {own[2]}" if own and other_models else ""
         words = " ".join(f"-s {shlex.quote(setting)}" for setting in settings)
         raise UsageError(
-            f"task.kind = {after!r} needs more changes to {path}: {'; '.join(problems)}.",
+            f"task.kind = {after!r} needs more changes to {path}: {'; '.join(problems)}.{also}",
             f"Add: {words}{'.' if words and instead else ''}{instead}" if words else "",
         )
-    dropped = [f"task.{name}" for name in given if name != "kind"]
-    dropped += [f"prompts.{name}" for name in written if name in TEXTS_FOR_A_TASK]
-    return TaskSwitch(before, after, tuple(sorted(dropped)))
+    return TaskSwitch(before, after, _of_the_task(file))
+
+
+def switch_note(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """`TaskSwitch.note` for plain data before and after a setting; empty if the kind of task is the same."""
+    kinds = task_kind(before), task_kind(after)
+    return TaskSwitch(*kinds, _of_the_task(before)).note if kinds[0] != kinds[1] else ""
+
+
+def _of_the_task(data: dict[str, Any]) -> tuple[str, ...]:
+    """The settings that another kind of task drops."""
+    task, prompts = data.get("task"), data.get("prompts")
+    names = [f"task.{name}" for name in task if name != "kind"] if isinstance(task, dict) else []
+    if isinstance(prompts, dict):
+        names += [f"prompts.{name}" for name in prompts if name in TEXTS_FOR_A_TASK]
+    return tuple(sorted(names))
 
 
 def _sections(data: dict[str, Any]) -> AllSections | None:

@@ -174,27 +174,29 @@ def run_sources(experiment: Experiment, players: Collection[Player] = PLAYERS) -
 
 
 def runs_that_start_from(run: RunDirectory, root: Path) -> list[RunDirectory]:
-    """The runs in `root` that need `run`: a model of theirs, or their solver, is a player of it. Skips runs whose
-    settings cannot be read."""
-    found = []
+    """The runs in `root` that need `run`: a model of theirs, or their solver, is a player or a folder of it. Skips runs
+    whose settings cannot be read."""
+    found, folder = [], run.path.resolve()
     for name in runs_in(root):
         other = RunDirectory(root / name)
         try:
-            needed = _needed_runs(other.experiment())
+            needed = _needed_folders(other.experiment())
         except PvgError:
             continue
-        if other.path.resolve() != run.path.resolve() and run.path.resolve() in needed:
+        if other.path.resolve() != folder and any(place.is_relative_to(folder) for place in needed):
             found.append(other)
     return found
 
 
-def _needed_runs(experiment: Experiment) -> set[Path]:
-    """The folders of the runs from which the models or the solver of an experiment come."""
-    folders = [run_id.path for run_id in run_sources(experiment).values()]
-    protocol = experiment.game.protocol
-    if isinstance(protocol, DecoupledProtocol) and protocol.solver != "base":
-        folders.append(Path(protocol.solver))
-    return {expanded(folder, "models").resolve() for folder in folders}
+def _needed_folders(experiment: Experiment) -> list[Path]:
+    """The folders from which the models and the solver of an experiment come. A source of another kind, such as
+    hf:OWNER/NAME, becomes a path that does not exist."""
+    models, protocol = experiment.models, experiment.game.protocol
+    sources = [models.prover.source, models.verifier.source]
+    if isinstance(protocol, DecoupledProtocol):
+        sources.append(protocol.solver)
+    folders = [parse_run_id(source).path if is_run_id(source) else Path(source) for source in sources]
+    return [expanded(folder, "models").resolve() for folder in folders]
 
 
 def _run_id_of(source: str, player: Player) -> RunId | None:

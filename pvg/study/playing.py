@@ -185,9 +185,10 @@ def _start(plan: StudyPlan, folder: StudyFolder, cell: Cell, job: Job, pvg: Sequ
 
 
 def _environment(plan: StudyPlan) -> dict[str, str]:
-    """A cell's environment. If models.threads is 0, parallel games share the cores. An existing limit is kept."""
+    """A cell's environment. If models.threads is 0, parallel games share the cores. An existing limit is kept. A cell
+    is no process of torchrun, even if torchrun has started the study."""
     most = {} if plan.threads else {"OMP_NUM_THREADS": str(plan.most_threads)}
-    return most | dict(os.environ)
+    return most | {name: text for name, text in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
 
 
 def _look(playing: _Playing, plan: StudyPlan, folder: StudyFolder, observer: StudyObserver) -> None:

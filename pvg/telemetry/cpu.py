@@ -15,6 +15,7 @@ from typing import Any
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import changed
+from pvg.config.sections import value_of
 from pvg.telemetry.device import has_nvidia_gpu
 
 # Of the kernel's flags: x86 (matrix tiles, vectors), and Arm.
@@ -95,28 +96,51 @@ def without_slow_bfloat16(
 
 
 def as_the_run_computes(experiment: Experiment, run: Experiment, chosen: Collection[str]) -> tuple[Experiment, str]:
-    """The experiment of an existing run, read again from its file: float32 where the file says bfloat16 and the run
-    began in float32. Also one line about the difference, empty without one. The `chosen` settings are not changed."""
-    own = bfloat16_settings(run)
-    other = [key for key in bfloat16_settings(experiment) if key not in own and key not in chosen]
+    """The experiment of an existing run, read again from its file: the run's values where the file says bfloat16 and
+    the run began in float32. Also one line about the difference, empty without one. The `chosen` settings are not
+    changed."""
+    other = float32_settings(experiment, run, chosen)
     if not other:
         return experiment, ""
-    return in_float32(experiment, other), (
+    values = {key: value_of(run, key) for key in other}
+    if "models.prover.dtype" in other and _servers_follow_the_prover(experiment):  # as `in_float32` does
+        values["rollout.dtype"] = run.rollout.dtype
+    return _with(experiment, values), (
         f"The run began with float32 for {', '.join(other)}, so it goes on with float32, where the experiment says "
         "bfloat16."
     )
+
+
+def float32_settings(experiment: Experiment, run: Experiment, chosen: Collection[str]) -> list[str]:
+    """The settings that have bfloat16 in the experiment's file and float32 in its run, without the `chosen` ones."""
+    settings = bfloat16_settings(experiment)
+    return [key for key in settings if key not in chosen and _data_type(run, key) == "float32"]
+
+
+def _data_type(experiment: Experiment, key: str) -> str:
+    """The data type of a setting of `_precisions`; for "model" that of the prover's weights."""
+    value = str(value_of(experiment, key))
+    return experiment.models.prover.dtype if value == "model" else value
+
+
+def _servers_follow_the_prover(experiment: Experiment) -> bool:
+    return experiment.rollout.engine.kind == "vllm" and experiment.rollout.dtype == "model"
 
 
 def in_float32(experiment: Experiment, keys: Sequence[str]) -> Experiment:
     """The experiment with float32 for these of its `bfloat16_settings`. The data type of vLLM servers stays as it is,
     because `pvg serve` starts them with it, perhaps on another machine."""
     values: dict[str, Any] = {key: "float32" for key in keys if key != "rollout.dtype"}
-    prover, rollout = experiment.models.prover.dtype, experiment.rollout
+    prover = experiment.models.prover.dtype
     if "rollout.dtype" in keys:  # "model" saves a copy if the prover has float32 weights
         own = values.get("models.prover.dtype", prover)
         values["rollout.dtype"] = "model" if own == "float32" else "float32"
-    elif "models.prover.dtype" in keys and rollout.engine.kind == "vllm" and rollout.dtype == "model":
+    elif "models.prover.dtype" in keys and _servers_follow_the_prover(experiment):
         values["rollout.dtype"] = prover
+    return _with(experiment, values)
+
+
+def _with(experiment: Experiment, values: dict[str, Any]) -> Experiment:
     found = changed(experiment, values)
     assert found is not None, "float32 works with all other settings"
     return found

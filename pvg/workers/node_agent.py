@@ -20,11 +20,12 @@ from typing import Any
 import pvg
 from pvg.errors import PvgError
 from pvg.workers.frames import Frame, receive, send
-from pvg.workers.links import connect
+from pvg.workers.links import connect, notice_broken
 from pvg.workers.local import LocalSupply, cpu_s, kill
 from pvg.workers.memory import SharedMemory
 
 REPORT_S = 1.0
+SILENT_S = 60.0  # after the network broke, the agent ends its workers
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class NodeAgent:
         self._read = 0  # of what the workers have printed
         with LocalSupply() as self._supply:
             connection = await asyncio.to_thread(connect, driver.host, driver.port, driver.secret, key)
+            notice_broken(connection, SILENT_S)
             reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 20)
             self._writer = writer
             send(writer, Frame("hello", {**versions(), "node": ray_node() if name is None else name}))

@@ -190,9 +190,7 @@ class RankGroup:
     def _send(self, member: Member, frame: Frame) -> asyncio.Future[Frame]:
         number = next(self._numbers)
         future = self._pending[number] = asyncio.get_running_loop().create_future()
-        # A rank that has ended since its last answer has a closed connection, on which uvloop refuses to send.
-        if not member.writer.is_closing():
-            member.send(Frame(frame.kind, {**frame.fields, "id": number}, frame.arrays))
+        member.send(Frame(frame.kind, {**frame.fields, "id": number}, frame.arrays))
         return future
 
     async def _serve(self, number: int, member: Member, supply: Supply) -> None:

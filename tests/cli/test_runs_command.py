@@ -179,6 +179,11 @@ def test_a_run_that_another_run_starts_from_is_kept_unless_forced() -> None:
     begin(RUNS, "second", models={"prover": {"source": "run:first"}})
     assert pvg("runs", "remove", "first", "--yes", "--force").code == 0
     assert runs_in(RUNS) == ["second"]
+    played(RUNS)
+    begin(RUNS, "third", models={"verifier": {"source": "runs/first/weights/round-000-verifier"}})
+    solver = {"protocol": {"kind": "decoupled", "solver": "runs/first"}, "reward": {"kind": "decoupled"}}
+    begin(RUNS, "fourth", game=solver)
+    assert "fourth, second, third start from the run 'first'" in pvg("runs", "remove", "first", "--yes").err
 
 
 @pytest.mark.parametrize("name", ["prover", "verifier", "warmup", "round-2"])

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,11 +18,14 @@ from pathlib import Path
 import psutil
 import pytest
 from test_ray_workers import weights
+from typer.testing import CliRunner
 
 from pvg.config.load import build_experiment
 from pvg.errors import MissingRequirementError, UsageError
 from pvg.workers import torchrun
-from pvg.workers.torchrun import Launch, driver_address, launched, refuse_other_counts
+from pvg.workers.node_agent import DriverAddress
+from pvg.workers.torchrun import Launch, Meeting, News, driver_address, driving, launched, refuse_other_counts, serve
+from pvg_cli.main import app
 
 GAME = (
     "game.rounds=1",
@@ -177,11 +181,14 @@ def test_two_agents_of_torchrun_lose_a_process_and_the_run_is_resumed(tmp_path: 
 
 
 @pytest.mark.drill
-def test_torchrun_restarts_a_killed_driver_which_resumes_its_run(tmp_path: Path, expected: dict[str, str]) -> None:
+@pytest.mark.parametrize("killed", [0, 1])
+def test_torchrun_restarts_a_killed_process_and_the_driver_resumes_its_run(
+    tmp_path: Path, expected: dict[str, str], killed: int
+) -> None:
     run = tmp_path / "run"
     with running(train(tmp_path, "--name", "run"), *two_agents("--max-restarts", "1")) as started:
         trains(run)
-        os.kill(started.process(0).pid, signal.SIGKILL)
+        os.kill(started.process(killed).pid, signal.SIGKILL)
         codes, told = started.ended()
     assert codes == [0, 0], told
     assert "Resuming run." in told
@@ -235,6 +242,110 @@ def test_a_wrong_number_of_processes_ends_all_of_them_with_one_error(tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
+# --- the store --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Launch, Launch]]:
+    """Two processes whose store is in this one."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield Launch(0, 2, 0, True, "127.0.0.1", store.port), Launch(1, 2, 1, True, "127.0.0.1", store.port)
+    del store  # ends its server
+
+
+def failed(launch: Launch) -> None:
+    """A driver that has ended with an error."""
+    with pytest.raises(RuntimeError), driving(launch):
+        raise RuntimeError
+
+
+def test_a_restarted_process_waits_for_the_next_driver_when_the_last_one_failed(pair: tuple[Launch, Launch]) -> None:
+    failed(pair[0])
+    process = Meeting(pair[1])
+    assert process.news() == process.news() == News()
+    with driving(pair[0]):
+        assert process.news() == News(begun=True)
+    assert process.news() == News(exit_code=0)
+
+
+def test_a_process_ends_with_a_driver_that_began_and_failed_after_it(pair: tuple[Launch, Launch]) -> None:
+    process = Meeting(pair[1])
+    assert process.news() == News()
+    failed(pair[0])
+    assert process.news() == News(begun=True, exit_code=1)
+
+
+def test_a_process_does_not_follow_the_invitation_of_the_one_that_it_replaces(pair: tuple[Launch, Launch]) -> None:
+    address = DriverAddress("127.0.0.1", 1, b"secret", "/")
+    driver, first = Meeting(pair[0]), Meeting(pair[1])
+    driver.begin("driver")
+    assert first.news() == News(begun=True)
+    driver.others()
+    driver.invite(address, [7, 8])
+    second = Meeting(pair[1])
+    assert first.news() == News(begun=True, driver=address, key=8)
+    assert second.news() == News()
+    driver.end(1)
+    assert first.news() == News(begun=True, exit_code=1)
+    assert second.news() == News()
+    with driving(pair[0]):
+        assert second.news() == News(begun=True)
+
+
+def test_the_exit_code_is_that_of_the_driver_that_follows_a_failed_one(pair: tuple[Launch, Launch]) -> None:
+    failed(pair[0])
+
+    def next_driver() -> None:
+        time.sleep(1.0)  # the process looks before it
+        with driving(pair[0]):
+            pass
+
+    driver = threading.Thread(target=next_driver)
+    driver.start()
+    assert serve(pair[1], print) == 0
+    driver.join()
+
+
+# --- variables that a child of torchrun's process has inherited -------------------------------------------------------
+
+
+def inherited(launch: Launch) -> dict[str, str]:
+    place = {"RANK": str(launch.number), "WORLD_SIZE": "2", "MASTER_ADDR": launch.host, "MASTER_PORT": str(launch.port)}
+    return {**ENVIRONMENT, "GROUP_WORLD_SIZE": "1", **place}
+
+
+def test_train_in_one_process_alone_ends_with_the_way_out(
+    pair: tuple[Launch, Launch], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torchrun, "JOIN_S", 0.5)
+    alone = "start pvg without torchrun's variables: env -u TORCHELASTIC_RUN_ID pvg train ..."
+    other = CliRunner().invoke(app, ["train"], env=inherited(pair[1]))
+    assert other.exit_code == 3
+    assert "error: Process 1 of torchrun has found no driver in 0.5 s: pvg train has not begun in process 0." in (
+        other.stderr
+    )
+    assert f"Start pvg train in all processes of torchrun, or {alone}" in other.stderr
+    first = CliRunner().invoke(app, ["train"], env=inherited(pair[0]))
+    assert first.exit_code == 2
+    assert "torchrun has started 2 processes, but the experiment has no trainer ranks." in first.stderr
+    assert f"-s cluster.trainer_ranks=2, or {alone}" in first.stderr
+    ranks = ["train", "-s", "cluster.kind=local", "-s", "cluster.trainer_ranks=2"]
+    waiting = CliRunner().invoke(app, ranks, env=inherited(pair[0]))
+    assert waiting.exit_code == 3
+    assert "error: Process 1 of torchrun has not reached its store in 0.5 s." in waiting.stderr
+    assert alone in waiting.stderr
+
+
+def test_a_dry_run_in_another_process_says_where_the_plan_is(pair: tuple[Launch, Launch]) -> None:
+    called = CliRunner().invoke(app, ["train", "--dry-run"], env=inherited(pair[1]))
+    assert (called.exit_code, called.stdout) == (0, "")
+    assert "Process 1 of torchrun prints no plan, because process 0 does." in called.stderr
+    assert "env -u TORCHELASTIC_RUN_ID pvg train" in called.stderr
+
+
 # --- what torchrun says -----------------------------------------------------------------------------------------------
 
 ENVIRONMENT = {
@@ -258,6 +369,9 @@ def test_only_several_processes_of_torchrun_are_a_launch() -> None:
     with pytest.raises(UsageError, match="does not share its store") as raised:
         launched({**ENVIRONMENT, "TORCHELASTIC_USE_AGENT_STORE": "False"})
     assert "--rdzv-backend c10d" in raised.value.remedy
+    with pytest.raises(UsageError, match="variable WORLD_SIZE is not set") as raised:
+        launched({name: text for name, text in ENVIRONMENT.items() if name != "WORLD_SIZE"})
+    assert "env -u TORCHELASTIC_RUN_ID" in raised.value.remedy
 
 
 @pytest.mark.parametrize(

