@@ -5,7 +5,8 @@ draws of pairs. They score the held-out solutions of each writer, and new soluti
 they did not learn. The program prints one JSON line for each round and setting: AUCs, means of the two draws. The
 strengths of docs/results/robust.md were chosen with it:
 
-    pvg train modchain --name strengths -s models.threads=1
+    pvg train modchain --name strengths -s models.threads=1 -s verifier.steps=60 -s verifier.learning_rate=3e-4 \\
+        -s game.mint_problems=512 -s game.reward.floor=-15
     python benchmarks/robust_strengths.py runs/strengths
 """
 
