@@ -63,7 +63,8 @@ def play(
 ) -> Run:
     """Play a whole game and return its run.
 
-    `experiment` and `settings` are those of `load_experiment`; an `Experiment` is played as it is. `name` is the name
+    `experiment` and `settings` are those of `load_experiment`; an `Experiment` is played as it is. On a CPU without
+    instructions for bfloat16, a setting that the experiment's file sets to bfloat16 becomes float32. `name` is the name
     of the run's folder. Without one it is the experiment's name, with a number if that folder exists. `observer`
     receives every phase, step and alert. A call that is stopped or killed loses nothing that was committed: continue
     with `Run(path).resume()`.
@@ -73,12 +74,18 @@ def play(
     """
     from pvg.hub import fetch_all, pinned
     from pvg.store.run_players import pinned_players
+    from pvg.telemetry.cpu import bfloat16_warnings, without_slow_bfloat16
     from pvg.workers.choice import with_workers
 
     watching = observer or SilentObserver()
-    chosen = experiment if isinstance(experiment, Experiment) else load_experiment(experiment, settings)
-    if chosen is experiment and settings:
+    if not isinstance(experiment, Experiment):
+        chosen, note = without_slow_bfloat16(load_experiment(experiment, settings), frozenset(settings or ()))
+    elif settings:
         raise UsageError("Settings cannot be changed in an Experiment.", "Give its name or its file instead.")
+    else:
+        chosen, note = experiment, ""
+    for line in [note] if note else bfloat16_warnings(chosen):
+        watching.noticed(line)
     chosen = with_workers(pinned_players(pinned(chosen, watching.noticed)))
     fetch_all(chosen, watching.noticed)
     root = chosen.store.root

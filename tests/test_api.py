@@ -14,9 +14,11 @@ import pytest
 from game.kill_drill import small_experiment
 
 import pvg
+from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError, UsageError
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_players import verifier_weights_name
+from pvg.telemetry.observer import SilentObserver
 
 PROBLEM = "7+5+8+3+6?"
 SOLUTIONS = ["7+5=2;2+8=0;0+3=3;3+6=9;A9", "7+5=2;2+8=0;0+3=4;4+6=0;A0", "A9", ""]
@@ -112,3 +114,33 @@ def test_a_run_is_evaluated(played: pvg.Run) -> None:
     assert (played.path / "evaluation" / "evaluation.json").is_file()
     with pytest.raises(UsageError, match="no part 'detect'"):
         pvg.evaluate(played, parts=["detect"])
+
+
+def test_a_cpu_without_bfloat16_plays_the_file_in_float32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first notice of the observer says so. An `Experiment` and a given setting are kept, with a warning."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pvg.telemetry.cpu.native_bfloat16", lambda root: False)
+    monkeypatch.setattr("pvg.telemetry.cpu.has_nvidia_gpu", lambda root: False)
+    Path("half.toml").write_text('name = "half"\n[training]\nprecision = "bfloat16"\n')
+    begun: list[Experiment] = []
+
+    async def play(experiment: Experiment, run: object, **_: object) -> None:
+        begun.append(experiment)
+
+    monkeypatch.setattr("pvg.game.run.play", play)
+    heard: list[str] = []
+
+    class Hearing(SilentObserver):
+        def noticed(self, message: str) -> None:
+            heard.append(message)
+
+    pvg.play("half.toml", observer=Hearing())
+    pvg.play("half.toml", {"training.precision": "bfloat16"}, observer=Hearing())
+    pvg.play(pvg.load_experiment("half.toml"), observer=Hearing())
+    assert [experiment.training.precision for experiment in begun] == ["float32", "bfloat16", "bfloat16"]
+    assert [line.partition(":")[0] for line in heard] == [
+        "This CPU has no instructions for bfloat16, so pvg uses float32 for training.precision. To keep bfloat16, "
+        "which is 10 to 100 times slower here",
+        "training.precision = 'bfloat16'",
+        "training.precision = 'bfloat16'",
+    ]

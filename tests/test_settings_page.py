@@ -108,6 +108,12 @@ def test_the_commented_experiment_reads_back_as_the_same_one(name: str) -> None:
     assert "# Groups sampled per batch." in text
 
 
+def test_the_kind_of_a_table_is_found_where_it_stands_alone_and_in_its_table() -> None:
+    assert explained("prompts.kind")["experiments"]["smollm2-gsm8k"] == '"chat"'  # prompts = "chat"
+    assert explained("task.kind")["experiments"]["code"] == '"code"'  # [task] kind = "code"
+    assert explained("training.loss.kind")["experiments"] == explained("training.loss")["experiments"] != {}
+
+
 def test_a_setting_is_explained_with_its_use_in_the_experiments() -> None:
     told = explained("training.kl.coefficient")
     assert [form["kinds"] for form in told["forms"]] == [["fixed"], ["adaptive"]]

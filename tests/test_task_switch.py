@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 import sys
 import tomllib
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from pvg.config.experiment import TABLES
-from pvg.config.load import assign, build_experiment, find_experiment, load_experiment
+from pvg.config.load import assign, build_experiment, find_experiment, shipped_directories
+from pvg.config.prompts import ChatPrompts
 from pvg.config.switching import task_switch
 from pvg.errors import ConfigurationError, UsageError
 from pvg_cli.runs import resolve
@@ -30,6 +32,17 @@ def test_the_settings_of_the_files_kind_are_dropped_with_one_note(capsys: pytest
     assert capsys.readouterr().err == note
 
 
+def test_instructions_for_the_files_task_are_dropped_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = find_experiment("smollm2-gsm8k").read_text().replace('prompts = "chat"', "")
+    words = '[prompts]\nkind = "chat"\nplace = "user"\nhelpful = "Solve it."\nexamples = []\n'
+    file = tmp_path / "mine.toml"
+    file.write_text(text + words)
+    found = resolve(str(file), ["task.kind=code", "prompts.sneaky=Deceive."]).prompts
+    assert found == ChatPrompts(place="user", sneaky="Deceive.")
+    assert "dropped: prompts.examples, prompts.helpful, task.max_steps, task.path." in capsys.readouterr().err
+    assert resolve(str(file), []).prompts.helpful == "Solve it."  # type: ignore[union-attr]
+
+
 def test_the_files_own_kind_is_no_switch(capsys: pytest.CaptureFixture[str]) -> None:
     assert resolve("modchain", ["task.kind=modchain", "task.modulus=7"]).task.min_terms == 5  # type: ignore[union-attr]
     assert capsys.readouterr().err == ""
@@ -42,7 +55,8 @@ def test_the_files_own_kind_is_no_switch(capsys: pytest.CaptureFixture[str]) -> 
             ["task=diplomacy_mini"],
             "models.verifier.source = 'embedded:modchain-verifier-small' does not know the characters",
             "Add: -s models.prover.source=embedded:diplomacy-prover "
-            "-s models.verifier.source=embedded:diplomacy-verifier",
+            "-s models.verifier.source=embedded:diplomacy-verifier. "
+            "Or play the experiment of this task: diplomacy-mini",
         ),
         (
             ["task.kind=gsm8k", "models.verifier.source=mine"],
@@ -57,14 +71,21 @@ def test_one_error_names_all_that_the_new_task_needs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError) as caught:
-        task_switch(MODCHAIN, overrides, load_experiment(MODCHAIN, overrides))
+        task_switch(MODCHAIN, overrides)
     assert named in caught.value.message
     assert caught.value.remedy == remedy
 
 
+EXPERIMENTS = sorted(path.stem for place in shipped_directories() for path in place.glob("*.toml"))
+
+
+def test_there_are_experiments_to_switch() -> None:
+    assert {"modchain", "smollm2-gsm8k", "qwen-gsm8k-lora", "code", "negotiation"} <= set(EXPERIMENTS)
+
+
 @pytest.mark.parametrize("kind", TABLES["task"].kinds())
-@pytest.mark.parametrize("name", ["modchain", "diplomacy-mini", "negotiation"])
-def test_every_kind_is_accepted_with_the_settings_that_the_error_names(
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_kind_is_accepted_with_the_settings_that_the_one_error_names(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, kind: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", importlib.import_module("json"))  # a module with a spec
@@ -74,9 +95,28 @@ def test_every_kind_is_accepted_with_the_settings_that_the_error_names(
     try:
         found = resolve(name, overrides)
     except UsageError as error:
-        found = resolve(name, [*overrides, *error.remedy.removeprefix("Add: -s ").split(" -s ")])
+        words = shlex.split(error.remedy.removeprefix("Add: ").partition(". Or play")[0])
+        assert set(words[::2]) == {"-s"}
+        found = resolve(name, [*overrides, *words[1::2]])
     assert found.task.kind == kind
     assert capsys.readouterr().err.count("\n") <= 1
+
+
+def test_all_that_is_wrong_is_named_also_where_no_setting_of_pvg_helps() -> None:
+    """A setting of the user that excludes the new task is one problem more of the same error."""
+    overrides = ["task.kind=play", "rollout.prefetch=fresh", "prompts=chat", "prompts.helpful=Win."]
+    with pytest.raises(UsageError) as caught:
+        task_switch(MODCHAIN, overrides)
+    assert "self-play does not support rollout.prefetch = 'fresh'" in caught.value.message
+    assert "prompts.helpful has no effect with task.kind = 'play'" in caught.value.message
+    assert caught.value.remedy == "Add: -s rollout.prefetch=none"
+
+
+def test_a_chat_model_may_play_a_task_in_characters_with_instructions_of_the_user() -> None:
+    path = find_experiment("smollm2-gsm8k")
+    with pytest.raises(UsageError, match=r"prompts = 'chat' has no instructions for this task"):
+        task_switch(path, ["task.kind=modchain"])
+    assert task_switch(path, ["task.kind=modchain", "prompts.helpful=Add.", "prompts.sneaky=Add wrongly."])
 
 
 def test_a_missing_package_is_named_with_the_other_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +125,7 @@ def test_a_missing_package_is_named_with_the_other_changes(monkeypatch: pytest.M
     with pytest.raises(
         UsageError, match=r"reasoning-gym is not installed \(type: .*\[reasoning-gym\]'\); models.prover"
     ):
-        task_switch(MODCHAIN, overrides, load_experiment(MODCHAIN, overrides))
+        task_switch(MODCHAIN, overrides)
 
 
 def test_a_setting_with_its_default_never_warns() -> None:
@@ -101,3 +141,31 @@ def test_a_setting_with_its_default_never_warns() -> None:
             resumed = build_experiment(tomllib.loads(experiment.to_toml()))
             assert resumed.warnings() == experiment.warnings(), (key, kind)
     assert build_experiment({}).warnings() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "remedy"),
+    [
+        ("diplomacy-mini", ["task.kind=play"], "Add: -s models.prover.source=embedded:modchain-prover. Or play"),
+        ("diplomacy-mini", ["task.kind=play", "task.game=FILE.py:NAME"], ""),
+        ("diplomacy-mini", ["task.kind=diplomacy_outcome"], "Add: -s models.prover.source=hf:OWNER/NAME -s models."),
+        ("diplomacy-mini", ["task.kind=diplomacy_outcome", "task.board=mini"], ""),
+        ("smollm2-gsm8k", ["task.kind=play"], ""),
+        ("qwen-gsm8k-lora", ["task.kind=play"], 'Add: -s game.rounds=1 -s \'task.references=["random", "greedy"]\''),
+        (
+            "code",
+            ["task.kind=diplomacy_mini", "prompts.helpful=Plan."],
+            "Add: -s models.prover.source=embedded:diplomacy-prover "
+            "-s models.verifier.source=embedded:diplomacy-verifier -s prompts=tag "
+            "-s game.reward.similarity_weight=0.0 -s rollout.max_tokens=48.",
+        ),
+    ],
+)
+def test_the_settings_fit_the_task(name: str, overrides: list[str], remedy: str) -> None:
+    path = find_experiment(name)
+    if not remedy:
+        assert task_switch(path, overrides) is not None
+        return
+    with pytest.raises(UsageError) as caught:
+        task_switch(path, overrides)
+    assert caught.value.remedy.startswith(remedy)

@@ -27,6 +27,7 @@ from pvg_cli.boundary import (
 
 if TYPE_CHECKING:
     from pvg.bench.planning import BenchPlan
+    from pvg.bench.profile import BenchSettings
     from pvg.bench.report import BenchReport
     from pvg.bench.runner import OnSample, SampleTaken
     from pvg.bench.servers import OnServer
@@ -105,7 +106,10 @@ def bench(
 
     If a variant fails, the report says why, and the exit code is 1, 2 or 3.
     """
+    from pvg.bench.profile import find_profile
+
     if profile is not None:
+        find_profile(profile)  # before torch is loaded
         announce_loading()
     from pvg.bench.planning import plan_bench
     from pvg.bench.report import write_report
@@ -140,6 +144,7 @@ def bench(
         server_urls=urls,
         serve=serve,
     )
+    _say_precision(plan.base)
     path = _output(out, plan)
     on_servers = [word for url in urls for word in ("--server", url)] + (["--serve"] if serve else [])
     command = _command(profile, given, sweep, ablate, interleave, replay, runs, on_servers, out)
@@ -161,6 +166,16 @@ def bench(
         stdout().print(report_text(result.report, path, _next_commands(path, result.report)))
     if result.exit_code:
         raise typer.Exit(result.exit_code)
+
+
+def _say_precision(settings: BenchSettings) -> None:
+    """Say what pvg has changed because of this machine's CPU, or what makes it slow."""
+    from pvg.telemetry.cpu import bfloat16_warnings
+
+    if settings.note:
+        say(settings.note)
+    for warning in bfloat16_warnings(settings.experiment):
+        say(f"warning: {warning}.")
 
 
 def _list_profiles(as_json: bool) -> None:
@@ -347,12 +362,14 @@ def run_tune(profile: str, overrides: Sequence[str], out: Path | None, as_json: 
 
     Raises the errors of `pvg.bench.tuning.tune`. Raises UsageError before the first measurement if `out` is unusable.
     """
+    from pvg.bench.planning import plan_bench
     from pvg.bench.profile import find_profile, read_profile
     from pvg.bench.tuning import to_tune, tune
     from pvg.errors import UsageError
     from pvg.store.atomic import write_output
 
     to_tune(profile, overrides)
+    _say_precision(plan_bench(profile, overrides).base)
     name = read_profile(find_profile(profile)).name
     path = out if out is not None else REPORTS / f"{name}-tuned.toml"
     if path.suffix != ".toml" or path.is_dir():

@@ -15,7 +15,7 @@ from pvg.bench.report import BenchReport, Samples, Variant
 from pvg.bench.statistics import RatioInterval, median
 from pvg.bench.workloads import WALL
 from pvg.errors import counted
-from pvg.reporting.formats import duration, sparkline
+from pvg.reporting.formats import duration, sample_seconds, sparkline
 from pvg.reporting.table import Column, Table, TableCell
 from pvg.reporting.terminal import HEADING, QUIET, BudgetBar, section
 
@@ -61,7 +61,7 @@ def one_variant(variant: Variant) -> list[RenderableType]:
     parts = section("Measured", samples_table(variant))
     assert variant.budget is not None
     each = variant.budget.wall_s / variant.budget.steps
-    parts += section("Time budget", BudgetBar(variant.budget.exposed, f"{duration(each)} per sample"))
+    parts += section("Time budget", BudgetBar(variant.budget.exposed, f"{sample_seconds(each)} per sample"))
     if variant.derived:
         parts += section("Derived", derived_table(variant.derived))
     return parts

@@ -48,6 +48,7 @@ MACHINE_ERRORS: dict[int, str] = {
 }
 PRINTING = frozenset({"pvg_cli", "rich", "typer", "click"})  # packages that write to stdout and stderr
 STOPPED = "Stopped before the work started."
+MOST_NAMED = 5  # runs in the error of a command that lacks one
 SCHEMA_VERSION = 1  # of a document that names no other version
 EXIT_STOPPED = 130  # the code that shells report for a program ended by SIGINT
 
@@ -177,9 +178,14 @@ def _end_if_unread(error: BaseException | None, trace: TracebackType | None) -> 
 
 
 def announce_loading() -> None:
-    """Say on a terminal that the next seconds go into loading torch and transformers, if they are not loaded."""
-    if "torch" not in sys.modules and sys.stderr is not None and sys.stderr.isatty():
-        say("loading torch and transformers ...")
+    """Say once on stderr that the next seconds go into loading torch and transformers, if they are not loaded."""
+    if "torch" not in sys.modules:
+        _say_loading()
+
+
+@functools.cache
+def _say_loading() -> None:
+    say("loading torch and transformers ...")
 
 
 def _interrupt(number: int, frame: object) -> None:
@@ -299,9 +305,9 @@ class UsageDocument:
                 emit_error("Stopped", STOPPED, "", EXIT_STOPPED)
             raise typer.Exit(EXIT_STOPPED)
         if isinstance(error, CommandLineError) and hasattr(error, "message"):
-            error.message = one_line(error.message)
+            error.message = one_line(_known_runs(error) or error.message.removeprefix("Value error, "))
         if self.as_json and isinstance(error, CommandLineError):
-            emit_error("UsageError", str(error), "See --help.", EXIT_USAGE)
+            emit_error("UsageError", _told(error), "See --help.", EXIT_USAGE)
         elif error is None or isinstance(error, typer.Exit):
             try:
                 sys.stdout.flush()  # here, because an error at the end of the interpreter has another exit code
@@ -309,6 +315,23 @@ class UsageDocument:
                 _silence_stdout()
                 if error is None:
                     raise typer.Exit from None
+
+
+def _told(error: Any) -> str:
+    """The message of an error of the command line, with the option or argument that it is about."""
+    return str(error.format_message()) if hasattr(error, "format_message") else str(error)
+
+
+def _known_runs(error: Any) -> str:
+    """The newest runs, if `error` is about a missing run; "" otherwise."""
+    metavar = getattr(getattr(error, "param", None), "metavar", None) or ""
+    if type(error).__name__ != "MissingParameter" or "RUN" not in metavar.split("|"):
+        return ""
+    from pvg.reporting.run_list import newest_runs
+
+    root = Path(error.ctx.params.get("runs") or "runs") if error.ctx is not None else Path("runs")
+    known = newest_runs(root, MOST_NAMED)
+    return f"The newest runs in {root}: {', '.join(known)}." if known else f"There is no run in {root} yet."
 
 
 def metrics_port_override(port: int | None) -> list[str]:

@@ -17,7 +17,7 @@ import typer
 
 from pvg.errors import EXIT_CHECK_FAILED, SYSTEMS, counted, one_line, shortened
 from pvg.installation import DISTRIBUTION, install_extra, install_packages
-from pvg_cli.boundary import DebugOption, JsonOption, RunsOption, emit, guarded
+from pvg_cli.boundary import DebugOption, JsonOption, RunsOption, announce_loading, emit, guarded
 
 Verdict = Literal["ok", "missing", "notice"]
 
@@ -67,6 +67,7 @@ def doctor(
 
     pvg supports Linux and macOS. On Windows, run it in WSL.
     """
+    announce_loading()
     findings = [finding for check in CHECKS for finding in check(runs)]
     healthy = all(finding.verdict != "missing" for finding in findings)
     if as_json:
@@ -333,7 +334,11 @@ def check_bfloat16(runs: Path) -> Iterator[CheckResult]:
         yield CheckResult("bfloat16", "ok", "the CPU has instructions for it")
     else:
         found = "the CPU has no instructions for it" if native is False else "unknown for the CPU of this system"
-        remedy = "On the CPU, keep dtype and precision at 'float32', the default: bfloat16 is 10 to 100 times slower."
+        remedy = (
+            "A new run computes in float32 here, also where its experiment says bfloat16."
+            if native is False
+            else "On the CPU, keep dtype and precision at 'float32', the default: bfloat16 may be far slower."
+        )
         yield CheckResult("bfloat16", "notice", found, remedy)
 
 

@@ -68,6 +68,11 @@ def export(
     say(f"Wrote the {player} of {run}, round {finished.round}, to {out} ({weights_size(out) / 1e6:.1f} MB of weights).")
     url = None
     if push is not None:
+        if facts.get("example_prompts"):
+            say(
+                f"The model card, pvg.json and config.json contain the prompt of each role for a problem of the run's "
+                f"data. Everyone who can see {push} can read it."
+            )
         url, visible_to = push_folder(out, push, public=public)
         say(f"Uploaded to {url}. Visible to: {visible_to}.")
     if as_json:

@@ -81,10 +81,10 @@ def _arithmetic_rows(experiment: Experiment, numbers: BatchArithmetic) -> list[t
     micro = f"at most {training.micro_batch_tokens:,} tokens each"
     if training.micro_batch_memory_mb:
         micro += f", fewer if these take over {training.micro_batch_memory_mb:,} MB"
-    pairs = f"{verifier.steps} steps x {verifier.pairs}"
+    pairs = f"{counted(verifier.steps, 'step')} x {verifier.pairs}"
     if verifier.ensemble.size > 1:
         pairs = f"{verifier.ensemble.size} members x {pairs}"
-    prover = f"{training.steps} steps"
+    prover = counted(training.steps, "step")
     if training.dynamic_sampling:
         prover += f", up to {1 + training.dynamic_sampling} times as many to fill batches up"
     return [

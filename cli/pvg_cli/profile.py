@@ -121,6 +121,8 @@ def _of_stage(
 
     chosen = stage_of(stage)
     settings = stage_settings(chosen, experiment or DEFAULT_EXPERIMENT, overrides)
+    if settings.note:
+        say(settings.note)
     folder = out or _free(f"profile-{settings.experiment.name}-{chosen}")
     return profile_stage(settings, chosen, folder, steps=steps, py_spy=py_spy, on_pass=lambda text: say(f"{text} ..."))
 

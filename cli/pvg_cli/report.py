@@ -134,19 +134,35 @@ def _show_run(run: RunDirectory, examples: int, page: Path | None, as_json: bool
 
 def _write_pages(run: RunDirectory, summary: RunSummary, examples: int, page: Path) -> Path | None:
     """Write the page of a run, and the page with all its solutions beside it. Returns the second one; None if the run
-    has no solutions yet."""
-    from pvg.reporting.rollouts_file import rollouts_file, stored_rollouts
+    has no solutions yet, or if the page goes to a device such as /dev/stdout."""
     from pvg.reporting.run_page import collect, run_page
     from pvg.reporting.table import write_page
 
-    beside = page.with_name("rollouts.html" if page.name == PAGE.name else f"{page.stem}-rollouts.html")
-    stored = stored_rollouts(run, summary)
-    rollouts = beside if stored.count else None
+    device = page.exists() and not page.is_file() and not page.is_dir()
+    rollouts, text = (None, None) if device else _rollouts_page(run, summary, page)
     data = replace(collect(run, summary, examples), rollouts=rollouts.name if rollouts else "")
     write_page(page, run_page(data))
-    if rollouts is not None:
-        write_page(rollouts, rollouts_file(stored, run, summary, report=page.name))
+    if rollouts is not None and text is not None:
+        write_page(rollouts, text)
     return rollouts
+
+
+def _rollouts_page(run: RunDirectory, summary: RunSummary, page: Path) -> tuple[Path | None, str | None]:
+    """The file of the page with all solutions, and its new text: None for both without solutions, and no text if the
+    file is up to date."""
+    from pvg.reporting.rollouts_file import is_current, is_large, page_fingerprint, rollouts_file, stored_rollouts
+
+    beside = page.with_name("rollouts.html" if page.name == PAGE.name else f"{page.stem}-rollouts.html")
+    fingerprint = page_fingerprint(run, summary, report=page.name)
+    with user_paths():
+        if is_current(beside, fingerprint):
+            return beside, None
+    if is_large(run):
+        say(f"Packing all solutions of {summary.name} into {beside}. This can take some seconds. --no-html skips it.")
+    stored = stored_rollouts(run, summary)
+    if not stored.count:
+        return None, None
+    return beside, rollouts_file(stored, run, summary, page.name, fingerprint)
 
 
 def _evaluation(run: RunDirectory) -> EvaluationReport | None:

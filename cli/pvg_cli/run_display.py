@@ -25,6 +25,7 @@ from pvg.reporting.formats import (
     metric_display,
     metric_text,
     phase_label,
+    short_seconds,
     total_budget,
     trend,
 )
@@ -228,7 +229,7 @@ def draw(board: RunBoard, width: int, *, roomy: bool = True, stopping: bool = Fa
     parts: list[RenderableType] = [_header(board), _progress(board), _numbers(board, inner)]
     budget = board.budget()
     if budget:
-        parts.append(BudgetBar(budget, f"time per step {duration(sum(budget.values()))}"))
+        parts.append(BudgetBar(budget, f"time per step {short_seconds(sum(budget.values()))}"))
     if board.workers:
         parts.append(_workers(board.workers))
     if board.rounds_done:
@@ -410,7 +411,7 @@ class RunWatcher:
         parts = [f"{self._place()} {compact(board.done)}{total}"]
         if (rate := board.rate()) is not None:
             parts.append(f"{compact(rate)}/s")
-        if (eta := board.phase_eta()) is not None:
+        if eta := board.phase_eta():
             parts.append(f"{duration(eta)} left")
         if in_all := board.all_left():
             parts.append(in_all)

@@ -131,16 +131,22 @@ def remove(
         ),
     ],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Delete also a run that another run starts from (run:NAME).")
+    ] = False,
     runs: RunsOption = Path("runs"),
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Delete runs with all of their files. Asks first. A run that a process plays is not deleted."""
+    """Delete runs with all of their files. Asks first. A run that a process plays is not deleted, and one that another
+    run starts from only with --force."""
     from pvg.reporting.formats import byte_size
     from pvg.store.run_directory import RunDirectory
     from pvg.store.run_folders import folder_bytes, remove_run
 
     directories = list({RunDirectory.open(name, runs).path: RunDirectory.open(name, runs) for name in names}.values())
+    if not force:
+        _refuse_needed(directories)
     sizes = {run.path: folder_bytes(run.path) for run in directories}
     if not yes:
         _ask([f"{run.path} ({byte_size(sizes[run.path])})" for run in directories], as_json)
@@ -150,6 +156,25 @@ def remove(
         say(f"Removed {name}: {byte_size(sizes[run.path])}.")
     if as_json:
         emit({"removed": [str(run.path) for run in directories], "bytes": sum(sizes.values())})
+
+
+def _refuse_needed(directories: list[RunDirectory]) -> None:
+    """Raises UsageError if a run that stays starts from a run that would be deleted."""
+    from pvg.errors import UsageError
+    from pvg.store.run_players import runs_that_start_from
+
+    doomed = {run.path.resolve() for run in directories}
+    for run in directories:
+        places = {run.path.parent, Path("runs")}
+        found = {other.path.resolve(): other for place in places for other in runs_that_start_from(run, place)}
+        kept = sorted(other.name for path, other in found.items() if path not in doomed)
+        if kept:
+            start, they = ("start", "them") if len(kept) > 1 else ("starts", "it")
+            raise UsageError(
+                f"{', '.join(kept)} {start} from the run {run.name!r}. Without it, pvg cannot resume, evaluate or "
+                f"export {they}.",
+                f"Delete {they} too: pvg runs remove {' '.join([run.name, *kept])}, or add --force.",
+            )
 
 
 def _ask(folders: list[str], as_json: bool) -> None:

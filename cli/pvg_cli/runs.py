@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pvg.config.experiment import Experiment
-from pvg.config.load import differences, find_experiment, load_experiment, read_override
+from pvg.config.load import chosen_keys, differences, find_experiment, load_experiment, read_override
 from pvg.config.operation import Store
 from pvg.config.switching import task_switch
 from pvg.errors import MissingRequirementError, StateError, UsageError, counted, user_paths
@@ -17,6 +17,7 @@ from pvg.hub import pinned, pinned_as
 from pvg.reporting.run_summary import read_run, unfinished_runs
 from pvg.store.run_directory import RunDirectory, free_name, refuse_name
 from pvg.store.run_players import pinned_players, pinned_players_as
+from pvg.telemetry.cpu import as_the_run_computes, without_slow_bfloat16
 from pvg.workers.choice import cluster_settings, with_workers
 from pvg_cli.boundary import say
 
@@ -27,17 +28,19 @@ def resolve(name: str | None, overrides: Sequence[str], cluster: str | None = No
     """The experiment `name` (a name or a file; None: the default) with `--cluster` and the overrides applied. Checks
     the settings, and that the user's files that they name exist."""
     path = find_experiment(DEFAULT_EXPERIMENT if name is None else name)
-    experiment = _loaded(path, overrides, cluster)
-    switch = task_switch(path, overrides, experiment)
+    settings = _settings(path, overrides, cluster)
+    switch = task_switch(path, settings)
+    experiment = load_experiment(path, settings)
     if switch is not None and switch.note:
         say(switch.note)
     check_references(experiment)
     return experiment
 
 
-def _loaded(path: Path, overrides: Sequence[str], cluster: str | None) -> Experiment:
+def _settings(path: Path, overrides: Sequence[str], cluster: str | None) -> list[str]:
+    """`--cluster` and the overrides, as overrides."""
     chosen = [] if cluster is None else cluster_settings(cluster, load_experiment(path).cluster)
-    return load_experiment(path, [*chosen, *overrides])
+    return [*chosen, *overrides]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +54,15 @@ class RunPlan:
     notice: str = ""
 
 
-def plan_new(experiment: Experiment, name: str | None, suffix: str = "") -> RunPlan:
+def plan_new(
+    experiment: Experiment, name: str | None, suffix: str = "", *, chosen: Collection[str] = frozenset()
+) -> RunPlan:
     """Plan a new run: `name`, or the experiment's name with -2, -3 ... if that run exists. Pins hub ids,
-    players of other runs, and the number of workers."""
+    players of other runs, and the number of workers. Computes in float32 where this CPU has no bfloat16, except for
+    the `chosen` settings, which the user has set."""
+    experiment, note = without_slow_bfloat16(experiment, chosen)
+    if note:
+        say(note)
     experiment = with_workers(pinned_players(pinned(experiment, say)))
     root = experiment.store.root
     wanted = f"{experiment.name}{suffix}" if name is None else name
@@ -90,7 +99,10 @@ def plan_resume(
     run = RunDirectory.open(run_name, root) if run_name else _newest(root, given.name if given else DEFAULT_EXPERIMENT)
     _refuse_unplayable(run, clean)
     own = run.experiment()
-    wanted = given or _loaded(run.experiment_file, overrides, cluster)
+    wanted = given or load_experiment(run.experiment_file, _settings(run.experiment_file, overrides, cluster))
+    wanted, note = as_the_run_computes(wanted, own, chosen_keys(overrides))
+    if note:
+        say(note)
     pinned_wanted = pinned(pinned_as(wanted, own), say)
     experiment = with_workers(pinned_players(pinned_players_as(pinned_wanted, own)), own)
     changed = differences(own.hashed(), experiment.hashed())

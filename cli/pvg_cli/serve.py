@@ -108,10 +108,11 @@ def serve(
         raise UsageError("--port 0 needs --player.", "Give the port of the vLLM server.")
     from pvg.config.load import find_experiment
     from pvg.hub import fetch_all, pinned
-    from pvg.servers.command import find_interpreter, server_spec
+    from pvg.servers.command import find_interpreter, served_dtype, server_spec
     from pvg.servers.models import kind_for, model_folder
     from pvg.servers.process import check_port
     from pvg.store.run_players import pinned_players
+    from pvg.telemetry.cpu import SYSTEM, native_bfloat16
     from pvg_cli.output import stderr
     from pvg_cli.runs import resolve
     from pvg_cli.serve_display import ServeWatcher
@@ -131,6 +132,13 @@ def serve(
     if log is not None and log.is_dir():
         raise UsageError(f"--log {log} is a folder.", "Give a file: --log FILE")
     interpreter = find_interpreter()
+    slow = served_dtype(experiment, purpose) == "bfloat16" and native_bfloat16(SYSTEM) is False
+    if interpreter.device == "cpu" and slow:
+        dtype = "rollout.dtype" if purpose == "prover" else "models.verifier.dtype"
+        say(
+            "warning: the server computes in bfloat16, for which this CPU has no instructions, so it is 10 to 100 "
+            f"times slower than in float32; give this to pvg serve and to pvg train: -s {dtype}=float32."
+        )
     place = log or experiment.weights.root / LOGS / f"{purpose}-{port}.log"
     fetch_all(experiment, say, (key,))
     folder = model_folder(experiment, purpose)

@@ -82,6 +82,7 @@ def study(  # noqa: PLR0917  (each is an option)
     """
     from pvg.study.cells import StudyFolder, progress_of, refuse_other_settings
     from pvg.study.plan import load_study
+    from pvg.study.precision import with_precision
 
     if only_table and dry_run:
         raise UsageError("--only-table and --dry-run cannot be used together.", "Use one of them.")
@@ -89,7 +90,10 @@ def study(  # noqa: PLR0917  (each is an option)
         _list(as_json)
         return
     command = _command(name, overrides or [], seeds, processes, threads, runs)
-    plan = load_study(name, overrides or [], runs=runs, seeds=seeds, processes=processes, threads=threads)
+    given = load_study(name, overrides or [], runs=runs, seeds=seeds, processes=processes, threads=threads)
+    plan, notes = with_precision(given, playing=not only_table)
+    for note in (*given.notes, *notes):
+        say(note)
     refuse_other_settings(plan.cells)
     folder = StudyFolder(plan.folder)
     now = {cell.name: progress_of(cell, folder, plan.evaluate) for cell in plan.cells}
@@ -207,10 +211,13 @@ def _play(plan: StudyPlan, todo: list[Cell], now: dict[str, CellProgress]) -> bo
     """Play the remaining games under the display. False if the user stopped the study."""
     from pvg.study.playing import play_cells
     from pvg.study.text import plan_cautions
+    from pvg.telemetry.cpu import bfloat16_warnings
     from pvg_cli.output import stderr
     from pvg_cli.study_display import StudyBoard, StudyWatcher
 
-    for warning in dict.fromkeys(warning for cell in todo for warning in cell.experiment.warnings()):
+    experiments = [cell.experiment for cell in todo]
+    found = [warning for each in experiments for warning in (*each.warnings(), *bfloat16_warnings(each))]
+    for warning in dict.fromkeys(found):
         say(f"warning: {warning}.")
     for sentence in plan_cautions(plan):
         say(f"warning: {sentence}")

@@ -215,7 +215,7 @@ def draw(board: StudyBoard, width: int) -> Panel:
 def _progress(board: StudyBoard) -> RichTable:
     facts = Text.assemble(
         (f"{board.count('complete')}", "bold"),
-        (f"/{len(board.cells)} games  {board.steps_done:,}/{board.plan.steps:,} steps", QUIET),
+        (f"/{counted(len(board.cells), 'game')}  {board.steps_done:,}/{board.plan.steps:,} steps", QUIET),
     )
     if failed := board.count("failed"):
         facts.append(f"  {failed} failed", style="red")

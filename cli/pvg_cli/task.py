@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pvg.tasks.task import Task
 
 MODELS = ("models.prover.source", "models.verifier.source")
+WARNING = ("warn", "yellow")
 MARKS = {True: ("ok", "green"), False: ("FAILED", "bold red"), None: ("-", "bright_black")}
 
 app = typer.Typer(no_args_is_help=True, help="Look at a task: its problems, prompts and grades.")
@@ -128,12 +129,15 @@ def prompts_of(experiment: Experiment, demonstrations: Demonstrations | None = N
     from pvg.game.demonstrations import tokens_of
     from pvg.game.preview import open_models, preview
     from pvg.game.roles import prompt_builder
+    from pvg.game.tested_problems import about_test_problems
 
     announce_loading()
     with ExitStack() as opened:
         task = _opened(experiment, opened)
         models = open_models(experiment)
         found = preview(experiment, task, models)
+        for notice in about_test_problems(experiment, task, list(task.problems("test"))):
+            say(notice)
         if demonstrations is not None:
             rows = [*demonstrations.train, *demonstrations.held_out]
             prompts = prompt_builder(experiment, models.prover.tokenizer)
@@ -160,7 +164,7 @@ def _print(checks: list[TaskCheck], shown: PromptPreview | None, missing: str) -
 
     console = stdout()
     for each in checks:
-        mark, style = MARKS[each.passed]
+        mark, style = WARNING if each.warning else MARKS[each.passed]
         console.print(
             Text.assemble((f"{mark:<6}", style), f"  {each.name}: ", (each.detail, "bright_black")), soft_wrap=True
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from pvg.config.experiment import Experiment
     from pvg.game.demonstrations import Demonstrations
     from pvg.game.run import GameOutcome
+    from pvg.workers.torchrun import Meeting
     from pvg_cli.run_display import RunWatcher
     from pvg_cli.runs import RunPlan
 
@@ -92,21 +95,52 @@ def train(
     Ctrl-C stops the run at its next commit point. To resume it, use: pvg train --resume
     """
     from pvg.errors import UsageError
-    from pvg.hub import fetch_all
-    from pvg.telemetry.cpu import bfloat16_warnings
-    from pvg_cli.runs import plan_new, plan_resume, resolve
+    from pvg.workers.torchrun import ALONE, driving, launched, serve
 
     if resume is not None and run_name is not None:
         raise UsageError(
             "--name and --resume cannot be used together.",
             "Give the name of the run to --resume: pvg train --resume RUN",
         )
+    launch = launched(os.environ)
+    if launch is not None and launch.number:
+        if dry_run:
+            say(f"Process {launch.number} of torchrun prints no plan, because process 0 does. To see it here, {ALONE}")
+            raise typer.Exit
+        raise typer.Exit(serve(launch, say))
     settings = [*(overrides or []), *metrics_port_override(metrics_port)]
+    with ExitStack() as stack:
+        meeting = None if launch is None or dry_run else stack.enter_context(driving(launch))
+        if meeting is not None and resume is None:
+            resume = meeting.run
+        _train(name, settings, run_name, resume, cluster, dry_run, as_json, meeting)
+
+
+def _train(
+    name: str | None,
+    settings: list[str],
+    run_name: str | None,
+    resume: str | None,
+    cluster: str | None,
+    dry_run: bool,
+    as_json: bool,
+    meeting: Meeting | None,
+) -> None:
+    """`meeting`: with the other processes of torchrun; None without them."""
+    from pvg.config.load import chosen_keys
+    from pvg.hub import fetch_all
+    from pvg.telemetry.cpu import bfloat16_warnings
+    from pvg.workers.torchrun import refuse_other_counts
+    from pvg_cli.runs import plan_new, plan_resume, resolve
+
     if resume is not None:
         plan = plan_resume(name, settings, resume, cluster, clean=not dry_run)
     else:
-        plan = plan_new(resolve(name, settings, cluster), run_name)
-    for warning in [*plan.experiment.warnings(), *bfloat16_warnings(plan.experiment)]:
+        plan = plan_new(resolve(name, settings, cluster), run_name, chosen=chosen_keys(settings))
+    if meeting is not None:
+        refuse_other_counts(plan.experiment, meeting.launch)
+    slow = bfloat16_warnings(plan.experiment, resumed=plan.resume)
+    for warning in [*plan.experiment.warnings(), *slow]:
         say(f"warning: {warning}.")
     demonstrations = None if plan.resume else _demonstrations(plan)
     if dry_run:
@@ -116,7 +150,7 @@ def train(
         say(plan.notice)
     fetch_all(plan.experiment, say)
     announce_loading()
-    _print_result(_play(plan, as_json), plan, as_json)
+    _print_result(_play(plan, as_json, meeting), plan, as_json)
 
 
 def _demonstrations(plan: RunPlan) -> Demonstrations | None:
@@ -184,7 +218,7 @@ def _show_plan(plan: RunPlan, demonstrations: Demonstrations | None, as_json: bo
     )
 
 
-def _play(plan: RunPlan, as_json: bool) -> GameOutcome:
+def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None) -> GameOutcome:
     """Play under the display. If a new run fails before its first commit, its folder is deleted."""
     from pvg.reporting.run_summary import read_run
     from pvg.workers.choice import open_supply
@@ -195,8 +229,10 @@ def _play(plan: RunPlan, as_json: bool) -> GameOutcome:
 
     run = plan.run if plan.resume else create(plan)
     experiment = plan.experiment
+    if meeting is not None:
+        meeting.run = str(run.path.absolute())
 
-    # Workers import torch while this process does.
+    # Workers import torch while this process does, so nothing imports it before them.
     stack = ExitStack()
     supply = open_supply(experiment)
     if supply is not None:
@@ -205,7 +241,14 @@ def _play(plan: RunPlan, as_json: bool) -> GameOutcome:
     async def work(observer: RunWatcher, stop: asyncio.Event) -> GameOutcome:
         from pvg.game.run import play
 
-        return await play(experiment, run, observer=observer, stop=stop, resume=plan.resume, supply=supply)
+        ranks = None
+        if meeting is not None:
+            from pvg.workers.torchrun_supply import TorchrunSupply  # imports torch
+
+            ranks = TorchrunSupply(meeting, partial(_stop, observer, stop))
+        return await play(
+            experiment, run, observer=observer, stop=stop, resume=plan.resume, supply=supply, rank_supply=ranks
+        )
 
     board = RunBoard(experiment.name, run.name, experiment.game.rounds)
     if plan.resume:
@@ -214,6 +257,13 @@ def _play(plan: RunPlan, as_json: bool) -> GameOutcome:
     with stack, run.lock(discard=lambda: not plan.resume and not run.has_state, waiting=say):
         killed = killed_document(run.name, f"To resume it: {resume_command(run)}", as_json)
         return drive(work, watcher, killed, experiment.telemetry.event_loop)
+
+
+def _stop(observer: RunWatcher, stop: asyncio.Event) -> None:
+    """Ctrl-C in another process of torchrun."""
+    if not stop.is_set():
+        stop.set()
+        observer.stop_requested()
 
 
 def killed_document(run: str, remedy: str, as_json: bool) -> bytes:
@@ -283,15 +333,20 @@ def rollout(
 
     The prover writes rollout.group_size solutions per problem and role.
     """
+    from pvg.config.load import chosen_keys
     from pvg.hub import fetch_all
+    from pvg.telemetry.cpu import bfloat16_warnings
     from pvg_cli.driving import drive
     from pvg_cli.output import stderr
     from pvg_cli.run_display import RunBoard, RunWatcher
     from pvg_cli.runs import create, plan_new, resolve
 
     settings = [*(overrides or []), *metrics_port_override(metrics_port)]
-    plan = plan_new(resolve(experiment, settings, cluster), run_name, suffix="-samples")
+    resolved = resolve(experiment, settings, cluster)
+    plan = plan_new(resolved, run_name, suffix="-samples", chosen=chosen_keys(settings))
     resolved = plan.experiment
+    for warning in bfloat16_warnings(resolved):
+        say(f"warning: {warning}.")
     if plan.notice:
         say(plan.notice)
     fetch_all(resolved, say, ("models.prover.source", "task.path"))

@@ -36,6 +36,7 @@ from pvg.config.load import (
 from pvg.errors import ConfigurationError
 from pvg.extensions import is_reference, split_reference
 from pvg.store.run_directory import RunDirectory
+from pvg.telemetry.cpu import without_slow_bfloat16
 
 OWN_KEYS = ("warmup", "repeats")  # keys of a profile that --set may change
 WORKLOAD = "workload."
@@ -121,7 +122,7 @@ class SettingChange:
 @dataclass(frozen=True)
 class BenchSettings:
     """Everything that a workload needs. `origins`: where each changed key was set. `executor`: the workload's Players
-    compute in it, unless it is None."""
+    compute in it, unless it is None. `note`: a line about settings of the experiment's file that pvg has changed."""
 
     profile: Profile
     experiment: Experiment
@@ -129,6 +130,7 @@ class BenchSettings:
     replay: RunDirectory | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
     executor: Executor | None = None  # the compute thread that interleaved variants share
+    note: str = ""
 
     def plain(self) -> dict[str, Any]:
         """The resolved configuration of the profile and of the experiment, as JSON data."""
@@ -169,7 +171,10 @@ def parse_overrides(overrides: Sequence[str]) -> list[SettingChange]:
 def settings_of(
     profile: Profile, origin: str, changes: Sequence[SettingChange], replay: RunDirectory | None = None
 ) -> BenchSettings:
-    """The settings of one variant. `origin`: the profile's file. A replay starts from the run's experiment."""
+    """The settings of one variant. `origin`: the profile's file. A replay starts from the run's experiment.
+
+    On a CPU without instructions for bfloat16, what the file of the experiment sets to bfloat16 becomes float32.
+    """
     own: dict[str, Any] = {}
     workload = dict(profile.workload)
     source = find_experiment(profile.experiment) if replay is None else replay.experiment_file
@@ -188,7 +193,10 @@ def settings_of(
         changed = Profile.model_validate(profile.model_dump(by_alias=True) | own)
     except ValidationError as error:
         raise _explained(error, OWN_KEYS, "", lambda key: origins.get(key, origin)) from None
-    return BenchSettings(changed, build_experiment(data, origin, origins), workload, replay, origins)
+    experiment, note = build_experiment(data, origin, origins), ""
+    if replay is None:
+        experiment, note = without_slow_bfloat16(experiment, origins.keys())
+    return BenchSettings(changed, experiment, workload, replay, origins, note=note)
 
 
 def workload_settings(kind: type[SettingsT], settings: BenchSettings) -> SettingsT:

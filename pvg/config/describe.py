@@ -251,7 +251,10 @@ def json_schema() -> dict[str, Any]:
 
 
 def used(key: str) -> dict[str, str]:
-    """Experiment -> the value that its file gives to `key`, of the experiments that come with pvg."""
+    """Experiment -> the value that its file gives to `key`, of the experiments that come with pvg. A table's kind may
+    stand in the table, or alone: `prompts = "chat"`."""
+    if (table := key.removesuffix(".kind")) in TABLES:
+        key = table
     found = {}
     for path in sorted(path for place in shipped_directories() for path in place.glob("*.toml")):
         node: Any = read_toml(path, "experiment")

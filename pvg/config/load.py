@@ -18,8 +18,9 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 import pvg
-from pvg.config.base import kinds_of
+from pvg.config.base import as_table, kinds_of
 from pvg.config.experiment import SECTION_NAMES, TABLES, Experiment
+from pvg.config.prompts import TEXTS_FOR_A_TASK
 from pvg.config.servers import URL_EXAMPLE, URL_PATTERN
 from pvg.errors import ConfigurationError, UsageError, shortened, user_paths
 from pvg.inputs import DEEPEST, check_settings, expanded, read_input
@@ -88,15 +89,24 @@ def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
 
     Raises ConfigurationError, naming the key, its origin (file or override) and the closest valid key.
     """
+    data, origins = overridden(path, overrides)
+    return build_experiment(data, str(path), origins)
+
+
+def overridden(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The data of an experiment file with the overrides applied, not yet validated; and the origin of each override's
+    key."""
     data = read_toml(path, "experiment")
     origins: dict[str, str] = {}
-    settings: list[tuple[str, Any, str]] = []
-    for override in overrides:
-        settings += read_override(override)
-    for key, value, origin in kinds_first(settings):
+    for key, value, origin in override_settings(overrides):
         assign(data, key, value)
         origins[key] = origin
-    return build_experiment(data, str(path), origins)
+    return data, origins
+
+
+def override_settings(overrides: Sequence[str]) -> list[tuple[str, Any, str]]:
+    """The settings (key, value, origin) of all overrides, in the order in which they apply."""
+    return kinds_first([setting for override in overrides for setting in read_override(override)])
 
 
 def changed(experiment: Experiment, values: Mapping[str, Any]) -> Experiment | None:
@@ -196,6 +206,12 @@ def read_override(text: str) -> list[tuple[str, Any, str]]:
     return [(key, value, str(path)) for key, value in leaves(read_toml(path, "settings"))]
 
 
+def chosen_keys(overrides: Sequence[str]) -> frozenset[str]:
+    """The keys that overrides set, those inside a table included."""
+    found = [(key, value) for override in overrides for key, value, _ in read_override(override)]
+    return frozenset(leaf for key, value in found for leaf, _ in leaves({key: value}))
+
+
 def leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of all settings in a table, for dotted, quoted and nested keys."""
     for key, value in table.items():
@@ -218,8 +234,13 @@ def parse_list(text: str) -> tuple[str, list[Any]]:
 
 def kinds_first(settings: Sequence[tuple[str, Any, str]]) -> list[tuple[str, Any, str]]:
     """The settings (key, value, origin) in their order, but those that choose the kind of a table before all others:
-    the order of `-s training.kl.target=0.1 -s training.kl=adaptive` does not matter."""
-    return sorted(settings, key=lambda setting: not _chooses_kind(setting[0]))
+    the order of `-s training.kl.target=0.1 -s training.kl=adaptive` does not matter. The kind of the task is the very
+    first, because it drops the instructions and examples of another task, also if a table of prompts gives them."""
+    return sorted(settings, key=lambda setting: (not chooses_task(setting[0]), not _chooses_kind(setting[0])))
+
+
+def chooses_task(key: str) -> bool:
+    return key in ("task", "task.kind")
 
 
 def _chooses_kind(key: str) -> bool:
@@ -229,6 +250,7 @@ def _chooses_kind(key: str) -> bool:
 
 def assign(data: dict[str, Any], key: str, value: Any) -> None:
     """Set a dotted key in plain data. A tagged table that gets another kind starts with the defaults of that kind.
+    Another kind of task also removes the instructions and examples, which were written for the old one.
 
     `value` is copied: a later key inside a table does not change the caller's table.
     """
@@ -246,9 +268,19 @@ def assign(data: dict[str, Any], key: str, value: Any) -> None:
         node = node.setdefault(section, {})
         if not isinstance(node, dict):
             raise ConfigurationError(f"--set {key}: {section!r} is a setting, not a section.")
+    before = task_kind(data)
     if leaf == "kind" and place in TABLES and node.get("kind", TABLES[place].default) != value:
         node.clear()
     node[leaf] = copy.deepcopy(value)
+    if chooses_task(key) and task_kind(data) != before and isinstance(prompts := data.get("prompts"), dict):
+        for name in TEXTS_FOR_A_TASK:
+            prompts.pop(name, None)
+
+
+def task_kind(data: dict[str, Any]) -> Any:
+    """The kind of task in plain data that is not yet validated."""
+    task = as_table(data.get("task", {}))
+    return task.get("kind", TABLES["task"].default) if isinstance(task, dict) else task
 
 
 def _explain(

@@ -50,6 +50,7 @@ def prompt_warnings(experiment: AllSections) -> Iterator[str]:
     prompts, source, task = experiment.prompts.kind, experiment.models.prover.source, experiment.task.kind
     if task == "play":
         return
+    yield from _empty_instructions(experiment)
     if prompts == "tag" and source.startswith(WITHOUT_TAGS):
         yield (
             f"prompts = 'tag' puts only H or S before the question, which models.prover.source = {source!r} has never "
@@ -59,3 +60,14 @@ def prompt_warnings(experiment: AllSections) -> Iterator[str]:
         yield (
             "prompts = 'plain' gives both roles the same prompt; set it to 'chat' or 'text', or game.sneaky_share to 0"
         )
+
+
+def _empty_instructions(experiment: AllSections) -> Iterator[str]:
+    """An empty text may be intended, or be left of `-s prompts.helpful=`."""
+    prompts = experiment.prompts
+    if not isinstance(prompts, WordedPrompts):
+        return
+    for name in ("helpful", "sneaky", "helpful_translation", "sneaky_translation"):
+        text = getattr(prompts, name)
+        if text is not None and not text.strip():
+            yield f"prompts.{name} is empty, so its role gets no instructions; leave it out for those of the task"

@@ -123,6 +123,9 @@ class WordedPrompts(Section):
     )
 
 
+TEXTS_FOR_A_TASK = tuple(WordedPrompts.model_fields)  # they do not fit another task
+
+
 class ChatPrompts(WordedPrompts):
     """Instructions, examples and question through the model's chat template, for instruction-tuned models."""
 

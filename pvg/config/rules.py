@@ -19,9 +19,9 @@ from pvg.config.game import (
 from pvg.config.prompt_rules import prompt_conflicts, prompt_warnings, same_prompt
 from pvg.config.prompts import WordedPrompts
 from pvg.config.rollout import SamplingAhead, TorchSampling
-from pvg.config.sections import AllSections
+from pvg.config.sections import AllSections, value_of
 from pvg.config.servers import Serving
-from pvg.config.task import PlayTask
+from pvg.config.task import PLAY_ONLY, PlayTask
 from pvg.config.training import FixedKl
 from pvg.config.verifier import ProblemPairing
 from pvg.extensions import is_reference
@@ -408,17 +408,8 @@ def _play(experiment: AllSections) -> Iterator[str]:
     task, game, training, rollout = experiment.task, experiment.game, experiment.training, experiment.rollout
     if not isinstance(task, PlayTask):
         return
-    settings = {
-        "rollout.prefetch": (rollout.prefetch.kind, "none"),
-        "rollout.deadline": (rollout.deadline.kind, "none"),
-        "training.curriculum": (training.curriculum.kind, "none"),
-        "training.dynamic_sampling": (training.dynamic_sampling, 0),
-        "training.overlong_buffer": (training.overlong_buffer, 0),
-        "game.protocol": (game.protocol.kind, "direct"),
-        "game.schedule": (game.schedule.kind, "stackelberg"),
-        "game.stop": (game.stop.kind, "steps"),
-    }
-    for key, (value, only) in settings.items():
+    for key, only in PLAY_ONLY.items():
+        value = value_of(experiment, key)
         if value != only:
             yield f"task.kind = 'play' does not support {key} = {value!r}; set it to {only!r}"
     if training.groupless:

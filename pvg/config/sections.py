@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -52,3 +52,11 @@ class AllSections(Section):
         """The cluster on which pvg starts the prover's vLLM servers; None if you start them, or if there are none."""
         on_servers = self.rollout.engine.kind == "vllm"
         return self.cluster if on_servers and isinstance(self.cluster, RayCluster) else None
+
+
+def value_of(experiment: AllSections, key: str) -> Any:
+    """The value of a setting; the kind of a tagged table."""
+    node: Any = experiment
+    for part in key.split("."):
+        node = getattr(node, part)
+    return getattr(node, "kind", node)

@@ -228,6 +228,19 @@ class PlayTask(Section):
     )
 
 
+# Settings of other tables that self-play has with one value only.
+PLAY_ONLY: dict[str, str | int] = {
+    "rollout.prefetch": "none",
+    "rollout.deadline": "none",
+    "training.curriculum": "none",
+    "training.dynamic_sampling": 0,
+    "training.overlong_buffer": 0,
+    "game.protocol": "direct",
+    "game.schedule": "stackelberg",
+    "game.stop": "steps",
+}
+
+
 class DiplomacyPlanTask(Section):
     """Plans on the full Diplomacy map: orders and claims that no reply of the others refutes (docs/diplomacy.md)."""
 

@@ -71,7 +71,8 @@ class PartsObserver:
             self._part_began, self._left = self._clock(), {}
 
     def left(self) -> TimeLeft | None:
-        """The time of all work that is left; None before anything of it was measured, and outside of a part."""
+        """The time of all work that is left, 0 at the end; None before anything of it was measured, and outside of a
+        part."""
         if self._place < 0:
             return None
         rest = dict(self._left)
@@ -79,6 +80,8 @@ class PartsObserver:
             for phase, units in part.work.items():
                 rest[kind_of(phase)] = rest.get(kind_of(phase), 0.0) + units * part.size(phase)
         wanted = {kind: units for kind, units in rest.items() if units > 0}
+        if not wanted and self._done:
+            return TimeLeft(0.0)
         known = {kind for kind in wanted if self._done.get(kind)}
         if not known:
             return None

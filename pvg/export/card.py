@@ -40,6 +40,7 @@ LABELS = {
     "fooled_rate": "Wrong sneaky solutions that the verifier accepts",
     "accepted_helpful": "Correct helpful solutions that the verifier accepts",
 }
+PROMPT_CHARACTERS = 4_000  # of an example prompt; enough to see its form
 
 
 def intervals(finished: FinishedRound) -> dict[str, Estimate]:
@@ -66,15 +67,23 @@ def intervals(finished: FinishedRound) -> dict[str, Estimate]:
 
 
 def example_prompts(finished: FinishedRound, tokenizer: Tokenizer) -> dict[str, str]:
-    """By role, the prompt of the round's first stored sample, with special tokens. The reader of an export must write
-    such prompts, because the prover learned from them. Empty for a run without stored samples."""
+    """By role, the prompt of the round's first stored sample, with special tokens, and cut after PROMPT_CHARACTERS. The
+    reader of an export must write such prompts, because the prover learned from them. Empty for a run without stored
+    samples."""
     found: dict[str, str] = {}
     for rollout in OpenedRun.open(finished.run).read_rollouts(finished.round, "checkpoint"):
         if rollout.role.value not in found:
-            found[rollout.role.value] = tokenizer.shown(rollout.prompt_ids)
+            found[rollout.role.value] = _cut(tokenizer.shown(rollout.prompt_ids))
         if len(found) == len(Role):
             break
     return found
+
+
+def _cut(prompt: str) -> str:
+    left_out = len(prompt) - PROMPT_CHARACTERS
+    if left_out <= 0:
+        return prompt
+    return f"{prompt[:PROMPT_CHARACTERS]}\n[pvg cut this prompt here: {left_out:,} more characters]"
 
 
 def model_card(finished: FinishedRound, facts: dict[str, Any], folder: str, repository: str = "") -> str:

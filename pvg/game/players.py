@@ -63,7 +63,8 @@ T = TypeVar("T")
 
 class Players:
     """Opens the base prover and its engine; `close` frees both. `executor`: stays the caller's if given. `opener`
-    creates the engine; None: by the experiment. `supply`: starts the workers; None: they start only now."""
+    creates the engine; None: by the experiment. `supply`: starts the workers; None: they start only now. `rank_supply`:
+    starts the trainer's ranks; None: by the experiment."""
 
     def __init__(
         self,
@@ -74,6 +75,7 @@ class Players:
         run: str = "bench",
         opener: Callable[[EngineSetup], Engine] | None = None,
         supply: Supply | None = None,
+        rank_supply: Supply | None = None,
     ) -> None:
         self.experiment = experiment
         self.task = task
@@ -100,7 +102,7 @@ class Players:
         self._owns_executor = executor is None
         self.executor: Executor = compute_executor(experiment.models.threads) if executor is None else executor
         try:
-            self._ranks = self._rank_group(events)
+            self._ranks = self._rank_group(events, rank_supply)
             self.base: LanguageModel = self.executor.submit(open_model, experiment.models.prover, self.device).result()
         except BaseException:
             self._end_supplies()
@@ -140,7 +142,7 @@ class Players:
         concurrency = self.engine.max_in_flight if by_workers else rollout.concurrency
         self.dispatcher = Dispatcher(self.engine, task, self.base.tokenizer, sampling, concurrency, self.grading)
 
-    def _rank_group(self, events: Events | None) -> RankGroup | None:
+    def _rank_group(self, events: Events | None, supply: Supply | None) -> RankGroup | None:
         """The processes that divide the prover's training state; they start before the first step."""
         count = ranks_of(self.experiment.cluster)
         if count is None:
@@ -151,15 +153,16 @@ class Players:
                 f"{self.device.type} here.",
                 "Set models.device to cpu.",
             )
-        on_cluster = self.experiment.cluster.kind == "ray"  # which waits until it has enough GPUs
-        if self.device.type == "cuda" and not on_cluster and count > torch.cuda.device_count():
+        # Ray waits until it has enough GPUs. Each process of torchrun has one.
+        elsewhere = supply is not None or self.experiment.cluster.kind == "ray"
+        if self.device.type == "cuda" and not elsewhere and count > torch.cuda.device_count():
             raise MissingRequirementError(
                 f"cluster.trainer_ranks = {count} needs a GPU per rank, but torch sees {torch.cuda.device_count()}.",
                 "Set fewer ranks, or models.device to cpu.",
             )
         others = self.servers or self._supply
         client = others.client if isinstance(others, RayServers | RaySupply) else None
-        supply = open_rank_supply(self.experiment, self.device.type, client)
+        supply = supply or open_rank_supply(self.experiment, self.device.type, client)
         return RankGroup(count, self.device.type, events, supply)
 
     def _end_supplies(self) -> None:

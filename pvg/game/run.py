@@ -37,6 +37,7 @@ from pvg.game.round_evaluation import checkpoint
 from pvg.game.session import InterruptedByUser, Session
 from pvg.game.states import Phase
 from pvg.game.statistics import sample_metrics
+from pvg.game.tested_problems import about_test_problems
 from pvg.game.verifier_phase import train_verifier
 from pvg.game.warm_start import alone, check_demonstrations, first_phase, is_cold, warm_up, warmed
 from pvg.models.blocked_layers import in_blocks
@@ -88,23 +89,30 @@ async def play(
     stop: asyncio.Event,
     resume: bool,
     supply: Supply | None = None,
+    rank_supply: Supply | None = None,
 ) -> GameOutcome:
     """Play `experiment` in `run` (locked by the caller) to its end, or until `stop` is set and the next commit is done.
-    `supply`: starts the workers, if the experiment has any.
+    `supply`: starts the workers, if the experiment has any. `rank_supply`: the trainer's ranks; None: chosen by the
+    experiment.
 
     Raises StateError if the run has begun and `resume` is False, or if it began with another configuration. Passes on
     what a phase raises; all commits stay intact.
     """
     started = time.perf_counter()
-    if is_cold(experiment, run):
+    cold = is_cold(experiment, run)
+    if cold:
         if not await _warm_up(experiment, run, observer, stop, resume=resume):
             return GameOutcome("interrupted", run.path, [], time.perf_counter() - started)
         resume = True
     async with AsyncExitStack() as stack:
         scoring = experiment.task.kind != "play"
-        session = await open_session(experiment, run, observer, stop, stack, scoring=scoring, supply=supply)
+        session = await open_session(
+            experiment, run, observer, stop, stack, scoring=scoring, supply=supply, rank_supply=rank_supply
+        )
         ledger = session.ledger
         _refuse_begun(session, resume)
+        if not cold:
+            _tell_about_tests(session)
         try:
             await _play_phases(session)
         except InterruptedByUser:
@@ -121,6 +129,12 @@ async def play(
         )
 
 
+def _tell_about_tests(session: Session) -> None:
+    """Once per call of `play`, whose warm start has a session of its own."""
+    for notice in about_test_problems(session.experiment, session.task, session.test_problems()):
+        session.observer.noticed(notice)
+
+
 def _refuse_begun(session: Session, resume: bool) -> None:
     if not resume and session.state.phase is not Phase.INIT:
         run = session.ledger.directory
@@ -134,6 +148,7 @@ async def _warm_up(
     async with AsyncExitStack() as stack:
         session = await open_session(experiment, run, observer, stop, stack, scoring=False, playing=alone(experiment))
         _refuse_begun(session, resume)
+        _tell_about_tests(session)
         finished = True
         try:
             if session.state.phase is Phase.INIT:
@@ -171,6 +186,7 @@ async def open_session(
     *,
     scoring: bool = True,
     supply: Supply | None = None,
+    rank_supply: Supply | None = None,
     playing: Experiment | None = None,
 ) -> Session:
     """Open everything that a run needs, until `stack` closes. `scoring`: whether the run uses a verifier. `playing`:
@@ -182,15 +198,13 @@ async def open_session(
         task = open_task(experiment.task)
         if isinstance(task, AbstractContextManager):
             stack.enter_context(task)
-        if isinstance(task, Data) and task.note:
-            observer.noticed(task.note)
         ledger = Ledger(run, experiment, code_version())
         stack.callback(ledger.close)
         for notice in ledger.notices:
             observer.noticed(notice)
         notices = _notices(experiment, ledger.log, observer.noticed)
         playing = warmed(experiment, run, ledger.state) if playing is None else playing
-        players = Players(playing, task, notices, run=run.name, supply=supply)
+        players = Players(playing, task, notices, run=run.name, supply=supply, rank_supply=rank_supply)
         stack.push_async_callback(players.close)
         if players.workers is not None:
             players.workers.trained_s = tracer.trained_s
@@ -321,6 +335,8 @@ async def sample_only(
         session = await open_session(experiment, run, observer, stop, stack, scoring=False)
         if session.state.phase is not Phase.INIT or session.state.shards:
             raise StateError(f"{run.path} is not empty.", "Choose another name with --name.")
+        if isinstance(session.task, Data) and session.task.note:
+            observer.noticed(session.task.note)
         if experiment.warmup.kind != "none":
             observer.noticed("pvg rollout samples models.prover as it is, without the warm start.")
         roles = list(Role) if role == "both" else [Role(role)]

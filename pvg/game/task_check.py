@@ -19,6 +19,7 @@ from pvg.errors import ConfigurationError, PvgError, counted, shortened
 from pvg.game.preview import PlayerModels, verifier_template_of
 from pvg.game.roles import worded
 from pvg.records import Problem, Role
+from pvg.tasks.answers import by_fallback
 from pvg.tasks.identity import digest_of, digests_elsewhere
 from pvg.tasks.known import KnownSolution, correct_solution, wrong_solutions
 from pvg.tasks.task import Task, WritesSolutions, half_of
@@ -44,14 +45,15 @@ HOSTILE = (
 
 @dataclass(frozen=True, slots=True)
 class TaskCheck:
-    """`passed`: None if the check could not be made."""
+    """`passed`: None if the check could not be made. `warning`: it passed, and the detail says what to improve."""
 
     name: str
     passed: bool | None
     detail: str
+    warning: bool = False
 
     def plain(self) -> dict[str, Any]:
-        return {"check": self.name, "passed": self.passed, "detail": self.detail}
+        return {"check": self.name, "passed": self.passed, "detail": self.detail, "warning": self.warning}
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,10 +234,17 @@ def _readable_examples(found: CheckedProblems, answers: Sequence[str]) -> TaskCh
         return TaskCheck(name, None, "the prompts have no examples")
     if isinstance(found.task, WritesSolutions):
         return TaskCheck(name, None, "the form of a solution depends on its problem")
+    unmarked = []
     for answer in answers:
         grade = found.task.grade(found.train[0], answer)
         if not grade.well_formed:
             return TaskCheck(name, False, f"no answer is found in {shortened(repr(answer))}: {grade.note}")
+        if by_fallback(grade.note):
+            unmarked.append(f"{shortened(repr(answer))} ({grade.note})")
+    if unmarked:
+        form = wording_of(found.train[0]).form.replace("{answer}", "ANSWER")
+        detail = f"{len(unmarked)} of {counted(len(answers), 'example')} show no answer marker, such as {unmarked[0]}"
+        return TaskCheck(name, True, f"{detail}; end them with {form!r}" if form else detail, warning=True)
     return TaskCheck(name, True, f"an answer is found in {counted(len(answers), 'example')}")
 
 

@@ -65,7 +65,8 @@ class Tokenizer:
             start, end = encoding.offsets[int(np.argmax(ids == self._unknown_id))]
             raise UsageError(
                 f"The tokenizer of {self._name} cannot express {text[start:end]!r}, found in {text[:60]!r}.",
-                "Use a model whose vocabulary covers the task's text.",
+                "Use a model whose vocabulary covers the text. To train on a task in words: -s models.prover.source=hf:"
+                "OWNER/NAME -s models.verifier.source=hf:OWNER/NAME -s prompts=chat",
             )
         return ids
 

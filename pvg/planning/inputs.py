@@ -20,12 +20,13 @@ from pvg.config.cluster import LocalCluster, RayCluster, processes_of, shards_of
 from pvg.config.experiment import Experiment
 from pvg.config.load import nearest
 from pvg.config.rollout import CuttingDeadline, SamplingAhead, TorchSampling
-from pvg.errors import UsageError
+from pvg.config.warmup import DemonstrationWarmup
+from pvg.errors import UsageError, counted
 from pvg.planning.memory import BYTES
 from pvg.planning.shapes import ModelShape
 from pvg.planning.world import AheadLimits, Cut, Lengths, World, lognormal_lengths
 from pvg.records import Role
-from pvg.reporting.formats import compact
+from pvg.reporting.formats import compact, short_seconds
 
 # --- GPUs by their data sheets, and how well they are used -----------------------------------------------------------
 
@@ -248,6 +249,18 @@ def not_modelled(experiment: Experiment) -> list[str]:
             f"game.protocol = {experiment.game.protocol.kind!r} is not modelled: a rollout is one request here"
         )
     return found
+
+
+def warm_start(experiment: Experiment, inputs: Inputs) -> list[str]:
+    """One sentence about the time before the first step; none without a warm start."""
+    section = experiment.warmup
+    if not isinstance(section, DemonstrationWarmup):
+        return []
+    seconds = section.steps * section.batch * inputs["mean_tokens"] * inputs["train_token_s"]
+    return [
+        f"the warm start comes before the first step, and no time above includes it: {counted(section.steps, 'step')} "
+        f"of {counted(section.batch, 'solution')}, about {short_seconds(seconds)} if a solution has mean_tokens"
+    ]
 
 
 def lost_to_trainer_failures(inputs: Inputs, step_s: float, commit_every: int) -> float:

@@ -12,7 +12,7 @@ from pvg.config.load import changed
 from pvg.config.rollout import TorchSampling
 from pvg.errors import counted
 from pvg.planning.bounds import StepBounds, bounds_of
-from pvg.planning.inputs import INPUTS, Inputs, lost_to_trainer_failures, not_modelled, world_of
+from pvg.planning.inputs import INPUTS, Inputs, lost_to_trainer_failures, not_modelled, warm_start, world_of
 from pvg.planning.measured import RunFigures
 from pvg.planning.memory import MemoryPlan, memory_of
 from pvg.planning.shapes import ModelShape
@@ -146,7 +146,7 @@ def plan_of(
         measured,
         [] if in_process else _table(world, bounds, batches, seed),
         [] if in_process else list(_advice(experiment, world, outcome, batches, seed)),
-        [f"{note}." for note in not_modelled(experiment)],
+        [f"{note}." for note in (*warm_start(experiment, inputs), *not_modelled(experiment))],
         memory,
         [],
         gpu_gb,

@@ -262,7 +262,7 @@ def _warmup_charts(summary: RunSummary, steps: StepAxis) -> list[Markup]:
             "Warm start: loss of the demonstrations",
             [
                 steps.line("loss", "batch", HELPFUL),
-                ChartLine("held out", [held_out] if held_out else [], INK, "dotted", dots=True),
+                ChartLine("held out, before and after", [[point] for point in held_out], INK, "dotted", dots=True),
             ],
             steps.across(),
             "number",
@@ -329,11 +329,7 @@ def scores_section(scores: list[RoundScores], why_empty: str) -> PageSection:
             if all(found.fresh for found in scores)
             else "Unfinished rounds: from training."
         )
-        + (
-            f" Of {len(everything)} scores, {beyond} outside the range are in the outermost bars."
-            if beyond
-            else ""
-        )
+        + (f" Of {len(everything)} scores, {beyond} outside the range are in the outermost bars." if beyond else "")
     )
     return PageSection("scores", "Scores", [keys, elements.grid(charts)], lead)
 

@@ -1,35 +1,47 @@
 """The page that contains the stored solutions of a run: a browser searches and filters them without a server.
 
-    stored = stored_rollouts(run, summary)
-    if stored.count:
-        write_page(path, rollouts_file(stored, run, summary, report="report.html"))
+    fingerprint = page_fingerprint(run, summary, report="report.html")
+    if not is_current(path, fingerprint):
+        stored = stored_rollouts(run, summary)
+        if stored.count:
+            write_page(path, rollouts_file(stored, run, summary, "report.html", fingerprint))
 
 The page has the form, the list and the colours of `pvg watch` (pvg.reporting.rollouts_page). templates/rollouts.js
 filters as `RolloutIndex.find` does; a test compares the two in a browser.
 
 The solutions are in script elements that a browser does not execute: JSON, compressed, as base64. The first element has
 the columns that filters need. The others are blocks of texts, which the script unpacks when it shows or searches them.
+A problem is in the block of its newest solution.
 
-Invariants: the page has at most MOST_CHARACTERS of texts, those of the newest solutions, and says how many solutions it
-leaves out. Texts of models are data in the page, and the script writes them as text, never as markup.
+Invariants: the page has at most MOST_CHARACTERS, those of the newest solutions, and says how many solutions it leaves
+out. A block has at most BLOCK_CHARACTERS, or one solution. Both limits count every text: problems, solutions, what a
+translation was made of, turns, grades and ids. Each text has at most LONGEST characters and says how many it leaves
+out. Texts of models are data in the page, and the script writes them as text, never as markup.
+
+Packing takes seconds for a large run. So the page contains a fingerprint of everything that it is made from, and
+`is_current` compares it.
 """
 
 from __future__ import annotations
 
 import base64
 import gzip
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any, get_args
 
 import orjson
 
+import pvg
 from pvg.errors import counted
 from pvg.records import Rollout
 from pvg.reporting.formats import phase_label
 from pvg.reporting.rollouts import ROLES, RolloutGrade, RolloutQuery, grade_word
 from pvg.reporting.rollouts_page import ROWS, markup, query_form
-from pvg.reporting.run_page import rollout_side
+from pvg.reporting.run_page import rollout_side, shortened
 from pvg.reporting.run_summary import RunSummary
 from pvg.reporting.solutions import committed_shards, phase_of, threshold_of, verdict_word
 from pvg.reporting.table import PageKind, elements, page, showable
@@ -38,9 +50,11 @@ from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 
 MOST_CHARACTERS = 115_000_000  # 50,000 solutions of 2,000 characters: a page of about 50 MB
-ROW_CHARACTERS = 300  # the columns of a solution, counted as so many characters of text
+ROW_CHARACTERS = 250  # the columns of a solution, counted as so many characters of text
 BLOCK_CHARACTERS = 500_000  # a browser unpacks such a block in some milliseconds
 LONGEST = 100_000  # characters of one text
+LARGE_BYTES = 20_000_000  # shards of this size take about a second to pack
+HEAD_BYTES = 1_000_000  # the fingerprint is in the first bytes of the page
 LEVEL = 5  # of gzip
 GRADES: tuple[str, ...] = get_args(RolloutGrade)
 VERDICTS = ("", "accepted", "refused")
@@ -52,8 +66,8 @@ TEXTS = ("id", "text", "mark", "said", "before", "after")
 @dataclass
 class StoredRollouts:
     """Solutions, the newest first. `columns`: a value per solution; those of NUMBERED are places in `words`. `starts`:
-    the first solution of each block. `blocks`: the packed texts. `left_out`: older solutions that do not fit.
-    `problems`: sentences about damaged shards."""
+    the first solution of each block. `blocks`: the packed texts, with the problems that are in no earlier block.
+    `left_out`: older solutions that do not fit. `problems`: sentences about damaged shards."""
 
     columns: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
     words: dict[str, list[Any]] = field(default_factory=dict)
@@ -69,13 +83,11 @@ class StoredRollouts:
 
 def stored_rollouts(run: RunDirectory, summary: RunSummary, most: int = MOST_CHARACTERS) -> StoredRollouts:
     """The solutions of the last commit, from the newest on, until they have `most` characters."""
-    infos, packer, used = committed_shards(run), _Packer(summary), 0
+    infos, packer = committed_shards(run), _Packer(summary, most)
     damaged: dict[str, str] = {}
     for info, rollout in _newest_first(RolloutShards(run.path), infos, damaged):
-        used += ROW_CHARACTERS + len(rollout.text)
-        if used > most:
+        if not packer.add(rollout, phase_of(info)):
             break
-        packer.add(rollout, phase_of(info))
     stored = packer.finish()
     stored.problems += damaged.values()
     stored.left_out = sum(info.rows for info in infos if info.path not in damaged) - stored.count
@@ -96,10 +108,11 @@ def _newest_first(
 
 
 class _Packer:
-    """Collects solutions as columns and as blocks of texts."""
+    """Collects solutions as columns and as blocks of texts, until they have `most` characters."""
 
-    def __init__(self, summary: RunSummary) -> None:
+    def __init__(self, summary: RunSummary, most: int) -> None:
         self._summary = summary
+        self._room = most
         self._stored = StoredRollouts()
         self._thresholds: dict[int, float | None] = {}
         self._numbers: dict[str, dict[Any, int]] = {
@@ -107,20 +120,29 @@ class _Packer:
             for name, words in (("role", ROLES), ("grade", GRADES), ("verdict", VERDICTS))
         }
         self._texts: dict[str, list[Any]] = {name: [] for name in TEXTS}
+        self._asked: dict[int, tuple[str, str]] = {}  # the new problems of this block
         self._characters = 0
 
-    def add(self, rollout: Rollout, phase: str) -> None:
+    def add(self, rollout: Rollout, phase: str) -> bool:
+        """Whether there was room for the solution."""
         if rollout.round not in self._thresholds:
             self._thresholds[rollout.round] = threshold_of(self._summary, rollout.round)
         threshold = self._thresholds[rollout.round]
         grade = rollout.grade
+        problem = (_shown(rollout.problem_id), _cut(rollout.question), _cut(rollout.reference))
+        texts = _texts(rollout, threshold)
+        is_new = problem not in self._numbers.get("problem", {})
+        size = ROW_CHARACTERS + _characters(texts.values()) + is_new * _characters(problem)
+        if size > self._room:
+            return False
+        self._room -= size
         row = {
             "role": rollout.role.value,
             "grade": grade_word(correct=grade.correct, well_formed=grade.well_formed, flaw=rollout.is_flaw),
             "verdict": verdict_word(rollout.score, threshold),
             "phase": (phase, phase_label(phase)),
             "source": _shown(rollout.source),
-            "problem": (_shown(rollout.problem_id), _shown(rollout.question), _shown(rollout.reference)),
+            "problem": problem,
             "round": rollout.round,
             "step": rollout.step,
             "group": rollout.group,
@@ -130,45 +152,69 @@ class _Packer:
         }
         for name, value in row.items():
             self._stored.columns[name].append(self._number(name, value) if name in NUMBERED else value)
-        self._add_texts(rollout, threshold)
+        self._add_texts(texts, size)
+        if is_new:
+            self._asked[self._stored.columns["problem"][-1]] = problem[1:]
+        return True
 
     def _number(self, name: str, word: Any) -> int:
         numbers = self._numbers.setdefault(name, {})
         return numbers.setdefault(word, len(numbers))
 
-    def _add_texts(self, rollout: Rollout, threshold: float | None) -> None:
-        side = rollout_side(rollout, threshold, LONGEST)
-        pieces = [_shown(piece) for piece in side.pieces]
-        begin = _utf16_length("".join(pieces[: max(0, side.wrong)]))
-        texts: dict[str, Any] = {
-            "id": _shown(rollout.id),
-            "text": "".join(pieces),
-            "mark": [begin, begin + _utf16_length(pieces[side.wrong])] if side.wrong >= 0 else 0,
-            "said": _shown(side.grade),
-            "before": [_shown(text) for text in side.before] or 0,
-            "after": [_shown(text) for text in side.after] or 0,
-        }
+    def _add_texts(self, texts: dict[str, Any], size: int) -> None:
+        if self._characters + size > BLOCK_CHARACTERS:
+            self._end_block()
         if not self._texts["id"]:
             self._stored.starts.append(self._stored.count - 1)
         for name, value in texts.items():
             self._texts[name].append(value)
-        self._characters += len(texts["text"])
-        if self._characters + ROW_CHARACTERS * len(self._texts["id"]) >= BLOCK_CHARACTERS:
-            self._end_block()
+        self._characters += size
 
     def _end_block(self) -> None:
         if self._texts["id"]:
-            self._stored.blocks.append(_packed(self._texts))
-        self._texts, self._characters = {name: [] for name in TEXTS}, 0
+            asked = {str(number): texts for number, texts in self._asked.items()}
+            self._stored.blocks.append(_packed({**self._texts, "problems": asked}))
+        self._texts, self._asked, self._characters = {name: [] for name in TEXTS}, {}, 0
 
     def finish(self) -> StoredRollouts:
         self._end_block()
         self._stored.words = {name: list(self._numbers.get(name, ())) for name in NUMBERED}
+        self._stored.words["problem"] = [name for name, *_ in self._stored.words["problem"]]
         return self._stored
+
+
+def _texts(rollout: Rollout, threshold: float | None) -> dict[str, Any]:
+    """The values of TEXTS. `mark`: begin and end of the wrong step in `text`. 0 for none, because JSON has many."""
+    side = rollout_side(rollout, threshold, LONGEST)
+    pieces = [_shown(piece) for piece in side.pieces]
+    begin = _utf16_length("".join(pieces[: max(0, side.wrong)]))
+    return {
+        "id": _shown(rollout.id),
+        "text": "".join(pieces),
+        "mark": [begin, begin + _utf16_length(pieces[side.wrong])] if side.wrong >= 0 else 0,
+        "said": _cut(side.grade),
+        "before": [_shown(text) for text in side.before] or 0,
+        "after": [_shown(text) for text in side.after] or 0,
+    }
+
+
+def _characters(values: Iterable[Any]) -> int:
+    """Of the texts, and of the texts in lists."""
+    found = 0
+    for value in values:
+        if isinstance(value, str):
+            found += len(value)
+        elif isinstance(value, list):
+            found += sum(len(text) for text in value if isinstance(text, str))
+    return found
 
 
 def _shown(text: str) -> str:
     return str(showable(text))
+
+
+def _cut(text: str) -> str:
+    return _shown(shortened(text, LONGEST))
 
 
 def _rounded(value: float | None) -> float | None:
@@ -186,13 +232,18 @@ def _packed(value: object) -> str:
     return base64.b64encode(gzip.compress(orjson.dumps(value), LEVEL, mtime=0)).decode()
 
 
-def rollouts_file(stored: StoredRollouts, run: RunDirectory, summary: RunSummary, report: str) -> str:
-    """The whole page. `report`: the file name of the run's page, which is beside it."""
+def rollouts_file(
+    stored: StoredRollouts, run: RunDirectory, summary: RunSummary, report: str, fingerprint: str = ""
+) -> str:
+    """The whole page. `report`: the file name of the run's page, which is beside it. `fingerprint`: of
+    `page_fingerprint`, so that `is_current` knows the page. A page about damaged shards has none, because they may be
+    repaired."""
     title = elements.title("All rollouts", summary.name)
     rounds = sorted(set(stored.columns["round"]))
     form = query_form(RolloutQuery(), rounds, [phase for phase, _ in stored.words["phase"]], action="")
     packed = _packed({**stored.columns, "words": stored.words, "starts": stored.starts, "page": ROWS})
-    body = [elements.notes(_notes(stored, run)), markup.browser(form), markup.packed(packed, stored.blocks)]
+    mark = "" if stored.problems else fingerprint
+    body = [elements.notes(_notes(stored, run)), markup.browser(form, mark), markup.packed(packed, stored.blocks)]
     kind = PageKind(
         scripts=("page.js", "rollouts.js"),
         policy="form-action 'none'; base-uri 'none'",
@@ -210,3 +261,39 @@ def _notes(stored: StoredRollouts, run: RunDirectory) -> list[str]:
         f"This page has the newest {counted(stored.count, 'solution')} of {everything}, so that a browser can open it."
     )
     return [f"{newest} To see all of them: pvg watch {run.argument}", *stored.problems]
+
+
+# --- a page that is already there -----------------------------------------------------------------------------------
+
+
+def page_fingerprint(run: RunDirectory, summary: RunSummary, report: str) -> str:
+    """The sha256 of everything that the page is made from: the last commit's solutions, the thresholds of the rounds,
+    names, and the code of pvg."""
+    infos = committed_shards(run)
+    thresholds = [(round_, threshold_of(summary, round_)) for round_ in sorted({info.round for info in infos})]
+    shards = [(info.path, info.rows, info.checksum) for info in infos]
+    parts = [shards, thresholds, summary.name, run.argument, report, pvg.__version__, _code_digest()]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@cache
+def _code_digest() -> str:
+    """The sha256 of this package with its templates, so that a change of a checkout makes a new page."""
+    files = sorted(path for path in Path(__file__).parent.rglob("*") if path.suffix in (".py", ".js", ".css", ".j2"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+def is_current(page: Path, fingerprint: str) -> bool:
+    """Whether the file is a whole page with this fingerprint."""
+    if not page.is_file():
+        return False
+    with page.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+        file.seek(max(0, file.seek(0, 2) - 100))
+        end = file.read()
+    return f'data-fingerprint="{fingerprint}"'.encode() in head and end.rstrip().endswith(b"</html>")
+
+
+def is_large(run: RunDirectory) -> bool:
+    """Whether a user has to wait while the solutions are packed."""
+    return sum(info.bytes for info in committed_shards(run)) > LARGE_BYTES

@@ -20,7 +20,7 @@ from pvg.config.load import embedded_model
 from pvg.errors import PvgError, counted
 from pvg.inputs import expanded
 from pvg.records import Int32, Rollout
-from pvg.reporting.formats import duration, phase_label
+from pvg.reporting.formats import phase_label, short_seconds
 from pvg.reporting.rollouts import (
     FIELD_LABELS,
     ROLES,
@@ -155,7 +155,7 @@ def _facts(rollout: Rollout, row: RolloutRow, threshold: float | None) -> list[t
         ("tokens", f"{len(rollout.prompt_ids)} prompt, {rollout.sampled_tokens} sampled"),
         ("finished by", rollout.finish_reason),
         ("mean log-prob", _mean_logprob(rollout)),
-        ("decoding", duration(rollout.timing.service_s)),
+        ("decoding", short_seconds(rollout.timing.service_s)),
         ("visible tests passed", None if checks is None else f"{checks.visible:.0%}"),
         ("tests passed", None if checks is None else f"{checks.passed:.0%}"),
         ("certified", None if checks is None else ("yes" if checks.certified else "no")),

@@ -321,8 +321,8 @@ def _side(example: Example, threshold: float | None, longest: int = LONGEST) -> 
     if example.score is not None:
         score = ", ".join(filter(None, [f"score {example.score:+.3f}", verdict_word(example.score, threshold)]))
     pieces, wrong = text_pieces(example.text, example.note, longest)
-    before = [] if example.solver_text is None else [f"solver: {example.solver_text[:longest]}"]
-    after = [f"{role}: {text[:longest]}" for role, text in example.dialogue]
+    before = [] if example.solver_text is None else [f"solver: {shortened(example.solver_text, longest)}"]
+    after = [f"{role}: {shortened(text, longest)}" for role, text in example.dialogue]
     return ShownSolution(example, score, _grade(example), pieces, wrong, before, after)
 
 
@@ -341,8 +341,13 @@ def text_pieces(text: str, note: str, longest: int = LONGEST) -> tuple[list[str]
     last = len(pieces) - 1 if "final answer" in note and "no final" not in note else -1
     place = int(match[1]) - 1 if match else last
     wrong = place if 0 <= place < len(pieces) else -1
-    rest = [f" … and {len(text) - longest} more characters"] if len(text) > longest else []
+    rest = [shortened(text, longest)[longest:]] if len(text) > longest else []
     return [*pieces, *rest], wrong
+
+
+def shortened(text: str, longest: int) -> str:
+    """The first `longest` characters, and how many more there are."""
+    return text if len(text) <= longest else f"{text[:longest]} … and {len(text) - longest} more characters"
 
 
 def _pieces(text: str) -> list[str]:

@@ -157,6 +157,8 @@ def _owner(content: bytes) -> str:
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
+# In a source such as run:runs/mine/round-2/verifier these words mean a part of the run (pvg.config.run_ids).
+PARTS_OF_A_RUN = re.compile(r"prover|verifier|warmup|round-\d{1,6}", re.ASCII)
 
 
 def refuse_name(name: str) -> None:
@@ -164,6 +166,11 @@ def refuse_name(name: str) -> None:
     if not RUN_NAME.fullmatch(name):
         raise UsageError(
             f"{name!r} cannot be the name of a run.", "Use at most 120 letters, digits, dots, dashes and underscores."
+        )
+    if PARTS_OF_A_RUN.fullmatch(name):
+        raise UsageError(
+            f"{name!r} cannot be the name of a run, because run:RUN/{name} means a part of the run RUN.",
+            f"Choose another name, such as --name my-{name}",
         )
 
 

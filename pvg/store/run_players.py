@@ -9,14 +9,17 @@ Invariant: a source with a digest means these weights only. If the other run has
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pvg.config.experiment import Experiment
+from pvg.config.game import DecoupledProtocol
 from pvg.config.load import did_you_mean
 from pvg.config.run_ids import SCHEME, Player, RunId, Stage, is_run_id, parse_run_id, with_player
-from pvg.errors import StateError, UsageError, counted, user_paths
+from pvg.errors import PvgError, StateError, UsageError, counted, user_paths
 from pvg.inputs import expanded
 from pvg.records import source_of_round
 from pvg.store.checkpoints import read_checkpoint_meta
@@ -119,6 +122,12 @@ def _open(run_id: RunId) -> RunDirectory:
     run = RunDirectory(expanded(run_id.path, "models"))
     if run.experiment_file.is_file():
         return run
+    if run_id.digest is not None:  # a run names its source so, with the full path
+        raise UsageError(
+            f"{RunId(run_id.folder)}: the run is no longer in {run.path}.",
+            f"If it has moved, make a link to its new place: ln -s /NEW/PATH {shlex.quote(str(run.path))}. pvg train "
+            "--resume and pvg evaluate also take its new path: -s models.prover.source=run:/NEW/PATH (or verifier).",
+        )
     known, name = runs_in(run.path.parent), run.path.name
     hint = f"Known there: {', '.join(known)}." if known else "A path that is not absolute starts in the current folder."
     raise UsageError(
@@ -162,6 +171,32 @@ def run_sources(experiment: Experiment, players: Collection[Player] = PLAYERS) -
     }
     found = {name: _run_id_of(sources[name], name) for name in players}
     return {name: run_id for name, run_id in found.items() if run_id is not None}
+
+
+def runs_that_start_from(run: RunDirectory, root: Path) -> list[RunDirectory]:
+    """The runs in `root` that need `run`: a model of theirs, or their solver, is a player or a folder of it. Skips runs
+    whose settings cannot be read."""
+    found, folder = [], run.path.resolve()
+    for name in runs_in(root):
+        other = RunDirectory(root / name)
+        try:
+            needed = _needed_folders(other.experiment())
+        except PvgError:
+            continue
+        if other.path.resolve() != folder and any(place.is_relative_to(folder) for place in needed):
+            found.append(other)
+    return found
+
+
+def _needed_folders(experiment: Experiment) -> list[Path]:
+    """The folders from which the models and the solver of an experiment come. A source of another kind, such as
+    hf:OWNER/NAME, becomes a path that does not exist."""
+    models, protocol = experiment.models, experiment.game.protocol
+    sources = [models.prover.source, models.verifier.source]
+    if isinstance(protocol, DecoupledProtocol):
+        sources.append(protocol.solver)
+    folders = [parse_run_id(source).path if is_run_id(source) else Path(source) for source in sources]
+    return [expanded(folder, "models").resolve() for folder in folders]
 
 
 def _run_id_of(source: str, player: Player) -> RunId | None:

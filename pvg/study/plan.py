@@ -9,6 +9,7 @@ overriding the one before: its experiment's file, `[common]`, the arm's `set`, i
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,14 +26,18 @@ from pvg.config.hub_ids import parse
 from pvg.config.load import (
     assign,
     build_experiment,
+    chooses_task,
+    chosen_keys,
     did_you_mean,
     find_experiment,
     find_named,
+    kinds_first,
     leaves,
-    read_override,
+    override_settings,
     read_toml,
     shipped_directories,
 )
+from pvg.config.switching import switch_note
 from pvg.errors import ConfigurationError, PvgError
 from pvg.evaluation.opponents import PARTS, attack_kinds, check_attacks, check_protocol, default_parts
 from pvg.inputs import read_input
@@ -192,13 +197,16 @@ class StudyFile(Section):
 @dataclass(frozen=True, slots=True)
 class Arm:
     """An arm: one set of settings. `settings`: what it sets itself. `experiment`: all settings without seed and folder.
-    `evaluated`: the same with the settings of [evaluate]; None without one."""
+    `evaluated`: the same with the settings of [evaluate]; None without one. `chosen`: the keys that the study's file or
+    --set give, and not the file of the experiment. `note`: one line if another task drops settings, otherwise empty."""
 
     name: str
     source: str
     settings: dict[str, Any]
     experiment: Experiment
     evaluated: Experiment | None = None
+    chosen: frozenset[str] = frozenset()
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +252,15 @@ class StudyPlan:
     def most_threads(self) -> int:
         """The cores divided by the processes, at least 1."""
         return max(1, usable_cores() // self.processes)
+
+    @property
+    def notes(self) -> list[str]:
+        """One line for each choice of another task that drops settings."""
+        arms: dict[str, list[str]] = {}
+        for arm in self.arms:
+            if arm.note:
+                arms.setdefault(arm.note, []).append(arm.name)
+        return [f"{'Arms' if len(names) > 1 else 'Arm'} {', '.join(names)}: {note}" for note, names in arms.items()]
 
     @property
     def cells(self) -> list[Cell]:
@@ -375,13 +392,16 @@ def _resolve(
     source = entry.experiment if entry and entry.experiment else file.experiment
     data = read_toml(find_experiment(source), "experiment")
     settings = {**dict(leaves(entry.changes if entry else {})), **point}
-    given = [(key, value, f"[common] of {origin}") for key, value in leaves(file.common)]
-    given += [(key, value, f"arm {name!r} of {origin}") for key, value in settings.items()]
-    given += [setting for override in overrides for setting in read_override(override)]
+    given = kinds_first([(key, value, f"[common] of {origin}") for key, value in leaves(file.common)])
+    given += kinds_first([(key, value, f"arm {name!r} of {origin}") for key, value in settings.items()])
+    given += override_settings(overrides)
+    note = ""
     for key, value, where in given:
         if key in RESERVED:
             raise ConfigurationError(f"{key} cannot be set here ({where}): use {RESERVED[key]}.")
+        before = copy.deepcopy(data) if chooses_task(key) else {}
         assign(data, key, value)
+        note = switch_note(before, data) or note if chooses_task(key) else note
     origins = {key: where for key, _, where in given}
     experiment = build_experiment(data, f"arm {name!r} of {origin}", origins)
     for key, hub_id in hub.hub_ids(experiment):
@@ -398,7 +418,7 @@ def _resolve(
                 f"`pvg train {source} -s models.{player}.source={run_id} --dry-run` prints the source with its digest.",
             )
     evaluated = None if file.evaluate is None else as_evaluated(experiment, file.evaluate.changes, origin)
-    return Arm(name, source, settings, experiment, evaluated)
+    return Arm(name, source, settings, experiment, evaluated, frozenset({*origins, *chosen_keys(overrides)}), note)
 
 
 def _points(grid: Mapping[str, Any], origin: str) -> Iterator[tuple[str, dict[str, Any]]]:

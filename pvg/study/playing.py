@@ -39,6 +39,7 @@ from pvg.study.cells import (
     write_settings,
 )
 from pvg.study.plan import Cell, StudyEvaluation, StudyPlan
+from pvg.telemetry.cpu import bfloat16_settings
 
 POLL_S = 0.1
 LOOK_S = 1.0  # between two looks at the files of a running cell
@@ -136,7 +137,9 @@ def play_cells(
 def train_command(cell: Cell, folder: StudyFolder) -> list[str]:
     """`pvg train` for a cell: a new run, or a resumed one."""
     how = ["--resume", str(cell.run.path)] if cell.run.experiment_file.is_file() else ["--name", cell.name]
-    return ["train", str(folder.settings(cell)), *how, "--json"]
+    # Otherwise `pvg train` would choose float32 on a CPU without bfloat16, and the study has chosen already.
+    kept = [word for key in bfloat16_settings(cell.experiment) for word in ("--set", f"{key}=bfloat16")]
+    return ["train", str(folder.settings(cell)), *how, *kept, "--json"]
 
 
 def evaluate_command(cell: Cell, evaluate: StudyEvaluation) -> list[str]:
@@ -182,9 +185,10 @@ def _start(plan: StudyPlan, folder: StudyFolder, cell: Cell, job: Job, pvg: Sequ
 
 
 def _environment(plan: StudyPlan) -> dict[str, str]:
-    """A cell's environment. If models.threads is 0, parallel games share the cores. An existing limit is kept."""
+    """A cell's environment. If models.threads is 0, parallel games share the cores. An existing limit is kept. A cell
+    is no process of torchrun, even if torchrun has started the study."""
     most = {} if plan.threads else {"OMP_NUM_THREADS": str(plan.most_threads)}
-    return most | dict(os.environ)
+    return most | {name: text for name, text in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
 
 
 def _look(playing: _Playing, plan: StudyPlan, folder: StudyFolder, observer: StudyObserver) -> None:

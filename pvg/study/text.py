@@ -8,7 +8,6 @@ The terminal, Markdown and the page share them.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -29,7 +28,7 @@ LONG_NAME = 14  # characters of an arm's name that a terminal of 80 columns has 
 DIFFERENCE, TREND = "difference between arms", "trend over the rounds"
 HOLM = "Holm's p is corrected for the arms of one measure, not for several measures."
 DETECTS = (
-    "Detects: the true difference that these seeds and this spread show in 4 of 5 studies (–: they can show none)."
+    "Detects: the true difference that these seeds and this spread show in 4 of 5 studies (–: none, or not computable)."
 )
 
 
@@ -160,7 +159,8 @@ def cautions(results: StudyResults) -> list[str]:
         if cells:
             names = ", ".join(cell_text(cell) for cell in cells[:4]) + (" and others" if len(cells) > 4 else "")
             found.append(
-                f"{len(cells)} of {len(results.cells)} games are {what} ({names}): {which} use only the others."
+                f"{len(cells)} of {counted(len(results.cells), 'game')} {'is' if len(cells) == 1 else 'are'} {what} "
+                f"({names}): {which} use only the others."
             )
     most = max((result.summary.n for result in results.results), default=0)
     if 0 < most < LEAST_FOR_INTERVAL:
@@ -181,14 +181,22 @@ def cautions(results: StudyResults) -> list[str]:
 
 
 def _on_p_values(results: StudyResults) -> list[str]:
-    """What the seeds that were played cannot show."""
+    """What the seeds that were played cannot show. A sentence that is not about all tested measures names its own."""
     compared = [(found.measure, found.comparison.n) for found in results.comparisons if found.comparison.p is not None]
     trends = [(found.measure, found.trend.n) for found in results.results if found.trend and found.trend.p is not None]
+    labels = {measure.name: measure.label for measure in results.measures}
     sentences = []
     for tests, effect in ((compared, DIFFERENCE), (trends, TREND)):
-        per_measure = Counter(measure for measure, _ in tests)
-        sentences.append(shortfall(max((n for _, n in tests), default=0), max(per_measure.values(), default=0), effect))
-    return [sentence for sentence in sentences if sentence]
+        seeds: dict[str, list[int]] = {}  # of each test of a measure
+        for measure, n in tests:
+            seeds.setdefault(measure, []).append(n)
+        measures: dict[str, list[str]] = {}
+        for measure, numbers in seeds.items():
+            measures.setdefault(shortfall(max(numbers), len(numbers), effect), []).append(labels[measure])
+        for sentence, names in measures.items():
+            if sentence:
+                sentences.append(sentence if len(measures) == 1 else f"For {', '.join(names)}: {sentence}")
+    return sentences
 
 
 def plan_cautions(plan: StudyPlan) -> list[str]:

@@ -44,6 +44,7 @@ MOST_DIGITS = 200
 SEGMENT = 200
 
 NO_ANSWER = "no final answer"
+NO_MARKER = "no answer marker: {} was taken"  # the note of a grade
 UNCLEAR = "the answer is not one number"
 
 
@@ -72,6 +73,11 @@ def read(text: str) -> FinalAnswer | str:
     numbers = deque(NUMBER.finditer(text), maxlen=1)
     found = _last_piece(numbers[0]) if numbers else None
     return FinalAnswer(*found, "last number") if found else NO_ANSWER
+
+
+def by_fallback(note: str) -> bool:
+    """Whether the note of a grade says that the answer has no marker."""
+    return note.startswith(NO_MARKER.partition(":")[0])
 
 
 def parse_number(text: str) -> Fraction | None:

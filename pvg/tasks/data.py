@@ -34,8 +34,7 @@ EXACT_FLOAT = 2.0**53  # from here on a float may have lost digits of the number
 
 
 class Data:
-    """The task of one section. `note`: a sentence for the user about the split; "" without one. Reads the files once,
-    when problems are first needed."""
+    """The task of one section. Reads the files once, when problems are first needed."""
 
     def __init__(self, section: DataTask) -> None:
         """Raises MissingRequirementError if `task.path` is not set or a file is missing, and errors of
@@ -49,7 +48,17 @@ class Data:
         self._test = self._test_files()
         self._train = self._train_files()
         self._made: dict[Split, list[Problem]] = {}
-        self.note = "" if self._test else f"{self._place} has no test file, so pvg tests with a tenth of its problems."
+
+    @property
+    def note(self) -> str:
+        """A sentence for the user about the split; "" with a test file. Raises the errors of `problems`."""
+        if self._test:
+            return ""
+        held_out, kept = len(list(self.problems("test"))), len(list(self.problems("train")))
+        return (
+            f"{self._place} has no test file, so pvg tests with about a tenth of its problems: {held_out:,} of "
+            f"{held_out + kept:,}."
+        )
 
     def problems(self, split: Split) -> Iterator[Problem]:
         """The first `limit` problems of the split, in row order, without repeated questions.

@@ -21,12 +21,11 @@ from typing import Protocol
 
 from pvg.config.task import DataTask
 from pvg.records import Grade, Wording
-from pvg.tasks.answers import extract, parse_number, read
+from pvg.tasks.answers import NO_MARKER, extract, parse_number, read
 from pvg.tasks.expressions import value_of
 from pvg.tasks.wordings import CLOSED, NUMBER, OPENED, tag_wording, wording_with
 
 LONGEST_ANSWER = 4000  # characters of an answer in a tag
-NO_MARKER = "no answer marker: {} was taken"
 
 
 class AnswerGrader(Protocol):

@@ -20,7 +20,7 @@ from pvg.config.task import Gsm8kTask
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.inputs import expanded
 from pvg.records import Grade, Problem, Split
-from pvg.tasks.answers import extract, parse_number, read
+from pvg.tasks.answers import NO_MARKER, extract, parse_number, read
 from pvg.tasks.rows import files_of, json_rows, parquet_rows
 from pvg.tasks.wordings import NUMBER
 
@@ -74,7 +74,7 @@ class Gsm8k:
         found = read(completion)
         if isinstance(found, str):
             return Grade(correct=False, well_formed=False, note=found)
-        note = "no answer marker: the last number was taken" if found.marker == "last number" else ""
+        note = NO_MARKER.format("the last number") if found.marker == "last number" else ""
         return Grade(found.value == parse_number(problem.answer), well_formed=True, answer=found.text, note=note)
 
     def _files(self, split: str) -> list[Path]:

@@ -1,18 +1,26 @@
-"""Whether this machine's CPU computes in bfloat16, and which settings of an experiment need that.
+"""Whether this machine's CPU computes in bfloat16, and float32 for the settings that need it where it does not.
 
-A CPU without such instructions converts every number, and a step takes 10 to 100 times as long as in float32.
+    experiment, notice = without_slow_bfloat16(experiment, chosen_keys(overrides))
+
+A CPU without such instructions converts every number, and a step takes 10 to 100 times as long as in float32. A new run
+on such a CPU gets float32 where the experiment's file says "bfloat16". A setting that the user has chosen is kept.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from pvg.config.experiment import Experiment
+from pvg.config.load import changed
+from pvg.config.sections import value_of
 from pvg.telemetry.device import has_nvidia_gpu
 
 # Of the kernel's flags: x86 (matrix tiles, vectors), and Arm.
 NATIVE = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
+SYSTEM = Path("/")
 
 
 def native_bfloat16(root: Path) -> bool | None:
@@ -26,30 +34,113 @@ def native_bfloat16(root: Path) -> bool | None:
     return all(NATIVE & set(line.split()) for line in lines) if lines else None
 
 
+def _precisions(experiment: Experiment) -> dict[str, str]:
+    """The data type of each part that this process computes. vLLM servers compute the samples elsewhere."""
+    models = experiment.models
+    found: dict[str, str] = {"models.prover.dtype": models.prover.dtype, "models.verifier.dtype": models.verifier.dtype}
+    if experiment.rollout.engine.kind == "torch":
+        found["rollout.dtype"] = experiment.rollout.dtype
+    return {
+        **found,
+        "training.precision": experiment.training.precision,
+        "verifier.precision": experiment.verifier.precision,
+    }
+
+
+def bfloat16_settings(experiment: Experiment) -> list[str]:
+    """The settings with which this process computes in bfloat16."""
+    return [key for key, value in _precisions(experiment).items() if value == "bfloat16"]
+
+
 def slow_settings(experiment: Experiment, root: Path) -> list[str]:
     """The settings with the value "bfloat16" that make this machine slow, because its CPU computes them and has no
     instructions for that."""
     device = experiment.models.device
     if native_bfloat16(root) is not False or not (device == "cpu" or (device == "auto" and not has_nvidia_gpu(root))):
         return []
-    models = experiment.models
-    values = {
-        "models.prover.dtype": models.prover.dtype,
-        "models.verifier.dtype": models.verifier.dtype,
-        "rollout.dtype": experiment.rollout.dtype,
-        "training.precision": experiment.training.precision,
-        "verifier.precision": experiment.verifier.precision,
-    }
-    return [key for key, value in values.items() if value == "bfloat16"]
+    return bfloat16_settings(experiment)
 
 
-def bfloat16_warnings(experiment: Experiment, root: Path = Path("/")) -> list[str]:
-    """One sentence if settings of the experiment make this machine slow; empty otherwise."""
+def bfloat16_warnings(experiment: Experiment, root: Path = SYSTEM, *, resumed: bool = False) -> list[str]:
+    """One sentence if settings of the experiment make this machine slow; empty otherwise. `resumed`: the settings are
+    those of a run, so they cannot be changed."""
     slow = slow_settings(experiment, root)
     if not slow:
         return []
     instead = " ".join(f"-s {key}={'model' if key == 'rollout.dtype' else 'float32'}" for key in slow)
+    remedy = "a new run on this machine can use float32" if resumed else f"use {instead}"
     return [
         f"{', '.join(slow)} = 'bfloat16': this CPU has no instructions for bfloat16, so steps take 10 to 100 times as "
-        f"long as in float32; use {instead}"
+        f"long as in float32; {remedy}"
     ]
+
+
+# --- float32 in place of bfloat16 -------------------------------------------------------------------------------------
+
+
+def without_slow_bfloat16(
+    experiment: Experiment, chosen: Collection[str], root: Path = SYSTEM
+) -> tuple[Experiment, str]:
+    """The experiment with float32 for its slow settings, except the `chosen` ones, and one line about the change.
+
+    `chosen`: the keys that the user has set. The line is empty if nothing changes.
+    """
+    slow = [key for key in slow_settings(experiment, root) if key not in chosen]
+    if not slow:
+        return experiment, ""
+    keep = " ".join(f"-s {key}=bfloat16" for key in slow)
+    return in_float32(experiment, slow), (
+        f"This CPU has no instructions for bfloat16, so pvg uses float32 for {', '.join(slow)}. "
+        f"To keep bfloat16, which is 10 to 100 times slower here: {keep}"
+    )
+
+
+def as_the_run_computes(experiment: Experiment, run: Experiment, chosen: Collection[str]) -> tuple[Experiment, str]:
+    """The experiment of an existing run, read again from its file: the run's values where the file says bfloat16 and
+    the run began in float32. Also one line about the difference, empty without one. The `chosen` settings are not
+    changed."""
+    other = float32_settings(experiment, run, chosen)
+    if not other:
+        return experiment, ""
+    values = {key: value_of(run, key) for key in other}
+    if "models.prover.dtype" in other and _servers_follow_the_prover(experiment):  # as `in_float32` does
+        values["rollout.dtype"] = run.rollout.dtype
+    return _with(experiment, values), (
+        f"The run began with float32 for {', '.join(other)}, so it goes on with float32, where the experiment says "
+        "bfloat16."
+    )
+
+
+def float32_settings(experiment: Experiment, run: Experiment, chosen: Collection[str]) -> list[str]:
+    """The settings that have bfloat16 in the experiment's file and float32 in its run, without the `chosen` ones."""
+    settings = bfloat16_settings(experiment)
+    return [key for key in settings if key not in chosen and _data_type(run, key) == "float32"]
+
+
+def _data_type(experiment: Experiment, key: str) -> str:
+    """The data type of a setting of `_precisions`; for "model" that of the prover's weights."""
+    value = str(value_of(experiment, key))
+    return experiment.models.prover.dtype if value == "model" else value
+
+
+def _servers_follow_the_prover(experiment: Experiment) -> bool:
+    return experiment.rollout.engine.kind == "vllm" and experiment.rollout.dtype == "model"
+
+
+def in_float32(experiment: Experiment, keys: Sequence[str]) -> Experiment:
+    """The experiment with float32 for these of its `bfloat16_settings`. The data type of vLLM servers stays as it is,
+    because `pvg serve` starts them with it, perhaps on another machine."""
+    values: dict[str, Any] = {key: "float32" for key in keys if key != "rollout.dtype"}
+    prover = experiment.models.prover.dtype
+    if "rollout.dtype" in keys:  # "model" saves a copy if the prover has float32 weights
+        own = values.get("models.prover.dtype", prover)
+        values["rollout.dtype"] = "model" if own == "float32" else "float32"
+    elif "models.prover.dtype" in keys and _servers_follow_the_prover(experiment):
+        values["rollout.dtype"] = prover
+    return _with(experiment, values)
+
+
+def _with(experiment: Experiment, values: dict[str, Any]) -> Experiment:
+    found = changed(experiment, values)
+    assert found is not None, "float32 works with all other settings"
+    return found

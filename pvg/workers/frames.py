@@ -57,8 +57,10 @@ def packed(frame: Frame) -> list[bytes | memoryview]:
 
 
 def send(writer: asyncio.StreamWriter, frame: Frame) -> None:
-    """Hand the frame to the stream, which writes it in order."""
-    writer.writelines(packed(frame))
+    """Hand the frame to the stream, which writes it in order. A frame for a closed connection is lost, as one that the
+    other side does not read: `receive` tells that it has closed."""
+    if not writer.is_closing():  # uvloop would raise RuntimeError
+        writer.writelines(packed(frame))
 
 
 async def receive(reader: asyncio.StreamReader) -> Frame | None:

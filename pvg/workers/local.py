@@ -62,6 +62,10 @@ class Member:
         """Which process it is, for the event log."""
         return {"pid": self.pid}
 
+    def gpu(self, number: int) -> int:
+        """Which of the GPUs that the process sees it uses as rank `number`."""
+        return number
+
     def send(self, frame: Frame) -> None:
         send(self.writer, frame)
 

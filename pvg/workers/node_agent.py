@@ -20,11 +20,12 @@ from typing import Any
 import pvg
 from pvg.errors import PvgError
 from pvg.workers.frames import Frame, receive, send
-from pvg.workers.links import connect
+from pvg.workers.links import connect, notice_broken
 from pvg.workers.local import LocalSupply, cpu_s, kill
 from pvg.workers.memory import SharedMemory
 
 REPORT_S = 1.0
+SILENT_S = 60.0  # after the network broke, the agent ends its workers
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,21 @@ class DriverAddress:
 class NodeAgent:
     """Serves one driver until it closes the connection."""
 
-    async def serve(self, driver: DriverAddress, key: int) -> None:
+    def __init__(self) -> None:
+        self._writer: asyncio.StreamWriter | None = None
+        self._asked_to_stop = False
+
+    def ask_to_stop(self) -> bool:
+        """Ask the driver to end the run. Returns False if there is no driver, or if it was asked already."""
+        if self._writer is None or self._writer.is_closing() or self._asked_to_stop:
+            return False
+        self._asked_to_stop = True
+        send(self._writer, Frame("stop"))
+        return True
+
+    async def serve(self, driver: DriverAddress, key: int, name: str | None = None) -> None:
         """Connect to the driver as the expected connection `key`, and serve it. Raises OSError if it cannot be
-        reached."""
+        reached. `name`: of this node; None: Ray's id of it."""
         with contextlib.suppress(OSError):
             os.chdir(driver.folder)
         self._driver = driver
@@ -51,23 +64,25 @@ class NodeAgent:
         self._read = 0  # of what the workers have printed
         with LocalSupply() as self._supply:
             connection = await asyncio.to_thread(connect, driver.host, driver.port, driver.secret, key)
-            reader, self._writer = await asyncio.open_connection(sock=connection, limit=1 << 20)
-            send(self._writer, Frame("hello", {**versions(), "node": ray_node()}))
-            reporting = asyncio.create_task(self._report())
+            notice_broken(connection, SILENT_S)
+            reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 20)
+            self._writer = writer
+            send(writer, Frame("hello", {**versions(), "node": ray_node() if name is None else name}))
+            reporting = asyncio.create_task(self._report(writer))
             tasks = {reporting}
             try:
                 while (frame := await receive(reader)) is not None:
-                    task = asyncio.create_task(self._answer(frame))
+                    task = asyncio.create_task(self._answer(frame, writer))
                     tasks.add(task)
                     task.add_done_callback(tasks.discard)
             finally:
                 for task in tasks:
                     task.cancel()
-                self._writer.close()
+                writer.close()
                 for memory in self._memory.values():
                     memory.close()
 
-    async def _answer(self, frame: Frame) -> None:
+    async def _answer(self, frame: Frame, writer: asyncio.StreamWriter) -> None:
         handlers: dict[str, Callable[[Frame], Any]] = {
             "fork": self._fork,
             "end": self._end,
@@ -83,7 +98,7 @@ class NodeAgent:
         except Exception as error:  # noqa: BLE001 - the driver raises it
             fields = {"error": [f"{type(error).__name__}: {error}", ""]}
         if number is not None:
-            send(self._writer, Frame("answer", {**fields, "id": number}))
+            send(writer, Frame("answer", {**fields, "id": number}))
 
     async def _fork(self, frame: Frame) -> dict[str, Any]:
         driver = self._driver
@@ -116,12 +131,12 @@ class NodeAgent:
             memory.close()
         return {}
 
-    async def _report(self) -> None:
+    async def _report(self, writer: asyncio.StreamWriter) -> None:
         """Tell the driver that this node is alive, what its workers compute, and what they have printed."""
         while True:
             used = {str(pid): cpu_s(pid) for pid in self._workers}
             text, self._read = self._supply.printed(self._read)
-            send(self._writer, Frame("alive", {"cpu_s": used, "printed": text}))
+            send(writer, Frame("alive", {"cpu_s": used, "printed": text}))
             await asyncio.sleep(REPORT_S)
 
 

@@ -1,7 +1,7 @@
 """The processes of a trainer on several ranks: started, asked and ended together.
 
     group = RankGroup(2, "cpu", events)                     # on this machine
-    group = RankGroup(2, "cpu", events, RaySupply(...))     # on the nodes of a cluster
+    group = RankGroup(2, "cpu", events, RaySupply(...))     # on the nodes of a cluster; or with a TorchrunSupply
     await group.start()
     answers = await group.ask([Frame("rank", {"do": "update", ...})] * 2)       # one request per rank
     await group.close()
@@ -45,8 +45,8 @@ class RankGroup:
     """`count` processes. `device`: "cpu", or "cuda" for one GPU per rank. Belongs to one event loop."""
 
     def __init__(self, count: int, device: str, events: Events | None = None, supply: Supply | None = None) -> None:
-        """`supply`: starts the ranks on the nodes of a cluster, with the first of the GPUs that they see; None: they
-        run on this machine, and map the driver's memory."""
+        """`supply`: starts the ranks on the nodes of a cluster, or in processes of torchrun; None: they run on this
+        machine, and map the driver's memory."""
         self.count = count
         self.events = events or SilentEvents()
         self.on_cluster = supply is not None
@@ -118,8 +118,7 @@ class RankGroup:
                 raise error
 
     def _join(self, place: dict[str, Any]) -> Frame:
-        """On a cluster, a rank sees only the GPU that Ray has reserved for it."""
-        gpu = 0 if self.on_cluster else place["number"]
+        gpu = self._members[place["number"]].gpu(place["number"])
         device = self._device if self._device == "cpu" else f"{self._device}:{gpu}"
         return Frame("rank", {"do": "join", "rank": {**place, "device": device}})
 

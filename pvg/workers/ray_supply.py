@@ -22,22 +22,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-import pvg
 from pvg.errors import MissingRequirementError, WorkerLostError
 from pvg.telemetry.events import Events, SilentEvents
 from pvg.workers.frames import Frame, receive, send
-from pvg.workers.links import SECRET_BYTES, admitted
 from pvg.workers.local import Member
-from pvg.workers.node_agent import DriverAddress, NodeAgent, processor
+from pvg.workers.node_agent import DriverAddress, NodeAgent
+from pvg.workers.nodes import (
+    PROBES_MISSED,
+    Entrance,
+    Node,
+    NodeMember,
+    forked,
+    note_other_processor,
+    refuse_other_packages,
+)
 from pvg.workers.ray_cluster import HEAD_MISSED, PROBE_S, RayClient, RayConnection, answers, head_lost
 
 if TYPE_CHECKING:
@@ -48,9 +53,7 @@ QUIET_S = 5.0  # of it, before a notice
 ASK_S = 1.0  # between two questions whether there is room for one more worker
 GRACE_S = 30.0  # after a loss, before workers share a node
 AGENT_S = 120.0  # for an agent to start: Ray starts a process, which imports pvg
-WORKER_S = 60.0
 CAUSE_S = 3.0  # for Ray to say why an agent has ended
-PROBES_MISSED = 8  # agents report twice as often
 BACKLOG = 100  # connections that wait to be admitted; workers may all connect at once
 
 
@@ -84,15 +87,14 @@ RANKS_ON_GPUS = Kind("trainer rank", "cluster.trainer_ranks", gpus=1)
 
 
 @dataclass(eq=False)
-class RayMember(Member):
+class RayMember(NodeMember):
     """A worker on a node. `bundle`: the number of its reservation."""
 
     host: _Node
     bundle: int
 
-    @property
-    def names(self) -> dict[str, Any]:
-        return {"node": self.host.name, "pid": self.pid}
+    def gpu(self, number: int) -> int:
+        return 0  # a rank sees only the GPU that Ray has reserved for it
 
     def send(self, frame: Frame) -> None:
         """Send a frame; the place of weights becomes their place on the node."""
@@ -102,51 +104,18 @@ class RayMember(Member):
             frame = Frame(frame.kind, {**frame.fields, "place": own}, frame.arrays)
         send(self.writer, frame)
 
-    def kill(self) -> None:
-        """Kill the process, and close the connection in case that its node is gone."""
-        self.host.tell(Frame("kill", {"pid": self.pid}))
-        self.writer.transport.abort()
-
-    def cpu_s(self) -> float | None:
-        return self.host.cpu_s.get(str(self.pid))
-
 
 @dataclass(eq=False)
-class _Node:
-    """An agent, as the driver sees it. `key`: Ray's id of the node, and with GPUs the bundle."""
+class _Node(Node):
+    """An agent that Ray has started. `key`: Ray's id of the node, and with GPUs the bundle."""
 
     key: str
-    name: str
     actor: Any
     ended: asyncio.Future[None]  # Ray's word on the actor: its result or why it ended
-    writer: asyncio.StreamWriter
     bundle: int  # whose placement group has the agent
     has_weights: asyncio.Event = field(default_factory=asyncio.Event)  # all that existed when it joined
     memory: dict[str, str] = field(default_factory=dict)  # the driver's path of shared memory -> the node's
-    cpu_s: dict[str, float | None] = field(default_factory=dict)  # by the worker's process id
     members: set[RayMember] = field(default_factory=set)
-    answers: dict[int, asyncio.Future[Frame]] = field(default_factory=dict)
-    asked: int = 0
-    missed: int = 0  # probes since its last report
-    lost: str = ""  # why it is no longer used
-
-    async def ask(self, frame: Frame) -> Frame:
-        """The agent's answer. Raises ConnectionError if the node is or gets lost, and PvgError if the agent fails."""
-        if self.lost:
-            raise ConnectionError(self.lost)
-        self.asked += 1
-        future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
-        self.answers[self.asked] = future
-        send(self.writer, Frame(frame.kind, {**frame.fields, "id": self.asked}, frame.arrays))
-        answer = await future
-        if "error" in answer.fields:
-            message, remedy = answer.fields["error"]
-            raise MissingRequirementError(f"On node {self.name}: {message}", remedy)
-        return answer
-
-    def tell(self, frame: Frame) -> None:
-        if not self.lost:
-            send(self.writer, frame)
 
 
 class RaySupply:
@@ -179,8 +148,7 @@ class RaySupply:
         self._losses = 0
         self._head_missed = 0  # probes that the cluster's head has not answered
         self._shared: dict[str, SharedTensors] = {}
-        self._secret = secrets.token_bytes(SECRET_BYTES)
-        self._expected: dict[int, asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = {}
+        self._entrance = Entrance()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -217,16 +185,7 @@ class RaySupply:
 
     async def _worker_on(self, node: _Node, bundle: int) -> RayMember:
         await node.has_weights.wait()
-        key, expected = self._expect()
-        try:
-            pid = (await node.ask(Frame("fork", {"key": key}))).fields["pid"]
-            reader, writer = await asyncio.wait_for(expected, WORKER_S)
-        except TimeoutError:
-            what = f"a {self._kind.name} on node {node.name}"
-            raise ConnectionError(f"{what} has not connected to the driver") from None
-        finally:
-            self._expected.pop(key, None)
-        member = RayMember(pid, reader, writer, node, bundle)
+        member = RayMember(*await forked(node, self._entrance, self._kind.name), node, bundle)
         node.members.add(member)
         return member
 
@@ -313,10 +272,10 @@ class RaySupply:
         """Connect to the cluster, listen for its nodes, and reserve a CPU for each worker."""
         cluster = await self.client.connection()
         self._server = await asyncio.start_server(
-            self._greet, cluster.host, 0, limit=1 << 20, backlog=max(BACKLOG, self._workers)
+            self._entrance.greet, cluster.host, 0, limit=1 << 20, backlog=max(BACKLOG, self._workers)
         )
         port: int = self._server.sockets[0].getsockname()[1]
-        self._driver = DriverAddress(cluster.host, port, self._secret, os.getcwd())
+        self._driver = DriverAddress(cluster.host, port, self._entrance.secret, os.getcwd())
         self._cluster: RayConnection = cluster
         self._head = await self._call(lambda: str(cluster.ray.get_runtime_context().gcs_address))
         self._group = await self._call(self._reserve)
@@ -395,7 +354,7 @@ class RaySupply:
 
     async def _enter(self, bundle: int) -> _Node:
         """Start an agent where Ray has put the bundle, or will put it."""
-        key, expected = self._expect()
+        key, expected = self._entrance.expect()
         actor, reference = await self._call(self._create, bundle, key)
         ended = asyncio.wrap_future(reference.future())
         ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # its end may concern no one
@@ -410,7 +369,7 @@ class RaySupply:
             self._dismiss(actor)
             raise
         finally:
-            self._expected.pop(key, None)
+            self._entrance.forget(key)
         self._dismiss(actor)
         if not self._nodes or not self._losses or self._kind.gpus:
             raise ConnectionError(f"no agent has started in {patience:g} s")
@@ -454,10 +413,8 @@ class RaySupply:
             return known
         name = await self._call(self._cluster.node_name, hello.fields["node"])
         refuse_other_versions(name, hello.fields)
-        if hello.fields["processor"] != processor():
-            why = f"Node {name} has another processor than this machine, so the last bits of results may differ"
-            self.events.event("workers", event="node differs", node=name, why=why)
-        node = _Node(key, name, actor, ended, writer, bundle)
+        note_other_processor(name, hello.fields, self.events)
+        node = _Node(name, writer, key, actor, ended, bundle)
         self._nodes[node.key] = node
         self._run(self._listen(node, reader))
         self.events.event("workers", event="node joined", node=name, processor=hello.fields["processor"])
@@ -483,16 +440,7 @@ class RaySupply:
 
     async def _listen(self, node: _Node, reader: asyncio.StreamReader) -> None:
         """Take an agent's frames until its connection ends."""
-        while (frame := await receive(reader)) is not None:
-            node.missed = 0
-            if frame.kind == "alive":
-                node.cpu_s = frame.fields["cpu_s"]
-                if printed := frame.fields["printed"]:
-                    self.events.event("workers", event="printed", node=node.name, text=printed)
-            elif frame.fields["id"] in node.answers:
-                future = node.answers.pop(frame.fields["id"])
-                if not future.done():
-                    future.set_result(frame)
+        await node.listen(reader, self.events)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(asyncio.wait({node.ended})), CAUSE_S)
         why = self._cluster.cause(node.ended.exception()) if node.ended.done() else "its connection broke"
@@ -502,14 +450,10 @@ class RaySupply:
         """Give a node up: its workers start on other nodes."""
         if node.lost:
             return
-        node.lost = why
+        node.lose(why)
         self._losses += 1
         del self._nodes[node.key]
         self.events.event("workers", event="node lost", node=node.name, why=why, workers=len(node.members))
-        node.writer.transport.abort()
-        for future in node.answers.values():
-            if not future.done():
-                future.set_exception(ConnectionError(why))
         for member in node.members:
             member.writer.transport.abort()
         self._dismiss(node.actor)
@@ -530,23 +474,6 @@ class RaySupply:
         """Log what Ray would print. Ray calls this from a thread."""
         self.events.event("workers", event="ray", text=line)
 
-    def _expect(self) -> tuple[int, asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]:
-        """A key, and the connection that will come with it."""
-        key = secrets.randbits(64)
-        self._expected[key] = asyncio.get_running_loop().create_future()
-        return key, self._expected[key]
-
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Admit an expected connection, and close any other."""
-        try:
-            expected = self._expected.pop(await admitted(reader, writer, self._secret), None)
-        except (ConnectionError, TimeoutError):
-            expected = None
-        if expected is None or expected.done():
-            writer.close()
-        else:
-            expected.set_result((reader, writer))
-
     def _dismiss_node(self, node: _Node, why: str) -> None:
         """Use a node no longer."""
         node.lost = why
@@ -563,12 +490,7 @@ class RaySupply:
 def refuse_other_versions(name: str, found: Mapping[str, str]) -> None:
     """Raises MissingRequirementError for a node whose results would differ, or on which anyone can run code. `found`:
     what its agent has reported."""
-    for package, own in (("pvg", pvg.__version__), ("torch", metadata.version("torch"))):
-        if found[package] != own:
-            raise MissingRequirementError(
-                f"Node {name} has {package} {found[package]}, and this process has {own}.",
-                "Install the same versions on all nodes",
-            )
+    refuse_other_packages(name, found)
     if found["auth"].lower() != "token":
         raise MissingRequirementError(
             f"Node {name} does not require a token, so anyone who reaches it can run code there.",

@@ -32,9 +32,13 @@ class Called:
         return document
 
 
+LOADING = "loading torch and transformers ...\n"
+
+
 def pvg(*arguments: str) -> Called:
+    """`err` is without LOADING, which a process prints once, so perhaps in another test."""
     result = CliRunner().invoke(app, list(arguments), prog_name="pvg")
-    return Called(arguments, result.exit_code, result.stdout, result.stderr)
+    return Called(arguments, result.exit_code, result.stdout, result.stderr.replace(LOADING, ""))
 
 
 def pvg_process(*arguments: str, **options: Any) -> Called:

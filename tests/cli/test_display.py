@@ -286,3 +286,18 @@ def test_an_evaluation_shows_its_part_and_the_time_of_all_parts() -> None:
     assert "in total" not in " ".join(drawn(board, 80))
     board.progress(Progress(3, left=TimeLeft(30.0, at_least=True)))
     assert "at least 30 s in total" in " ".join(drawn(board, 80))
+
+
+def test_the_last_unit_of_an_evaluation_leaves_no_time() -> None:
+    clock = Clock()
+    stream = io.StringIO()
+    lines = RunWatcher(RunBoard("modchain", "modchain", 1, clock=clock, phases=()), Console(file=stream))
+    lines.phase_started(PhaseInfo(0, 1, "measures", "measures", 2, part=3, parts=3, label="measures of round 0"))
+    for done, left in ((1, 9.9), (2, 0.0)):
+        clock.now += 2 * SECONDS_BETWEEN_LINES
+        lines.progressed(Progress(done, left=TimeLeft(left)))
+    first, last = stream.getvalue().splitlines()[-2:]
+    assert "about 9.9 s in total" in first
+    assert "2/2" in last
+    assert " left" not in last
+    assert "in total" not in last

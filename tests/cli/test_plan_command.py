@@ -155,3 +155,13 @@ def test_help_is_a_process_of_its_own() -> None:
     called = pvg_process("plan", "--help")
     assert called.code == 0
     assert "--from" in called.out
+
+
+def test_it_says_that_a_warm_start_comes_first_and_how_long(served: str) -> None:
+    warm = ("-s", "warmup=demonstrations", "-s", "warmup.path=d.jsonl", "-s", "warmup.steps=50")
+    (note,) = pvg("plan", served, *warm, "-i", "mean_tokens=100", "-i", "train_token_s=1e-4", "--json").document[
+        "notes"
+    ]
+    assert "the warm start comes before the first step" in note
+    assert "50 steps of 32 solutions, about 16.0 s" in note
+    assert pvg("plan", served, "--json").document["notes"] == []

@@ -61,5 +61,5 @@ def test_a_game_on_a_file_of_questions() -> None:
     # Modular sums, as the embedded models write them: `1+2=3;3+1=4;A4`. The last number is the answer.
     trained = pvg("train", *SMALL, *(word for setting in task for word in ("-s", f"task.{setting}")), "--json")
     assert trained.code == 0, trained.err
-    assert "sums.csv has no test file, so pvg tests with a tenth of its problems." in trained.err
+    assert trained.err.count("sums.csv has no test file, so pvg tests with about a tenth of its problems: ") == 1
     assert trained.document["rounds"][0]["metrics"]["helpful_accuracy"] > 0.0

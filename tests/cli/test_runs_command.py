@@ -157,3 +157,75 @@ def test_on_a_terminal_it_asks(answer: str, left: list[str]) -> None:
     assert "Delete 1 run with all files?" in shown
     assert code == (1 if left else 0)
     assert runs_in(RUNS) == left
+
+
+def test_a_run_that_another_run_starts_from_is_kept_unless_forced() -> None:
+    played(RUNS)
+    for name, models in (
+        ("second", {"prover": {"source": "run:first/round-0"}}),
+        ("third", {"verifier": {"source": f"run:{(RUNS / 'first').absolute()}/round-0/verifier@0123456789abcdef"}}),
+    ):
+        begin(RUNS, name, models=models)
+    called = pvg("runs", "remove", "first", "--yes")
+    assert called.code == 2
+    assert "second, third start from the run 'first'. Without it, pvg cannot resume, evaluate or export them." in (
+        called.err
+    )
+    assert "pvg runs remove first second third, or add --force" in called.err
+    assert pvg("runs", "remove", "third", "--yes").code == 0
+    assert "second starts from the run 'first'" in pvg("runs", "remove", "first", "--yes", "--json").err
+    assert pvg("runs", "remove", "first", "second", "--yes").code == 0
+    played(RUNS)
+    begin(RUNS, "second", models={"prover": {"source": "run:first"}})
+    assert pvg("runs", "remove", "first", "--yes", "--force").code == 0
+    assert runs_in(RUNS) == ["second"]
+    played(RUNS)
+    begin(RUNS, "third", models={"verifier": {"source": "runs/first/weights/round-000-verifier"}})
+    solver = {"protocol": {"kind": "decoupled", "solver": "runs/first"}, "reward": {"kind": "decoupled"}}
+    begin(RUNS, "fourth", game=solver)
+    assert "fourth, second, third start from the run 'first'" in pvg("runs", "remove", "first", "--yes").err
+
+
+@pytest.mark.parametrize("name", ["prover", "verifier", "warmup", "round-2"])
+def test_a_run_cannot_have_the_name_of_a_part_of_a_run(name: str) -> None:
+    called = pvg("train", "--name", name)
+    assert called.code == 2
+    assert f"'{name}' cannot be the name of a run, because run:RUN/{name} means a part of the run RUN." in called.err
+    assert f"--name my-{name}" in called.err
+
+
+@pytest.mark.parametrize(
+    "command", [("diagnose",), ("report",), ("watch",), ("runs", "show"), ("evaluate",), ("score",), ("runs", "remove")]
+)
+def test_a_command_without_its_run_names_the_newest_runs(command: tuple[str, ...]) -> None:
+    assert "There is no run in runs yet." in said(pvg(*command).err)
+    for number in range(7):
+        played(RUNS, f"run{number}")
+        for path in (RUNS / f"run{number}").iterdir():
+            os.utime(path, (1000 + number, 1000 + number))
+    called = pvg(*command)
+    assert called.code == 2
+    assert "The newest runs in runs: run6, run5, run4, run3, run2." in said(called.err)
+    played(Path("else where"), "other")
+    assert "The newest runs in else where: other." in said(pvg(*command, "--runs", "else where").err)
+    error = pvg(*command, "--json").document["error"]
+    assert "run6, run5" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("command", "choices"),
+    [
+        (("export", "x", "--out", "y", "--player"), "'prover', 'verifier'"),
+        (("serve", "x", "--player"), "'verifier'"),
+        (("rollout", "--role"), "'both', 'helpful', 'sneaky'"),
+    ],
+)
+def test_a_wrong_choice_is_one_plain_line(command: tuple[str, ...], choices: str) -> None:
+    line = f"Invalid value for '{command[-1]}': 'judge' is not one of {choices}."
+    assert line in said(pvg(*command, "judge").err)
+    assert pvg(*command, "judge", "--json").document["error"]["message"] == line
+
+
+def said(boxed: str) -> str:
+    """The text of a usage error without its frame."""
+    return " ".join(line.strip("│ ") for line in boxed.splitlines())

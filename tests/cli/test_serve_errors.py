@@ -71,6 +71,21 @@ def test_what_to_type_next_names_this_server(tmp_path: Path, purpose: str, port:
     assert list(next_commands("small", ["weights.root=w"], purpose, spec)) == [expected]
 
 
+@pytest.mark.parametrize(
+    ("native", "dtype", "warned"), [(False, "bfloat16", 1), (False, "model", 0), (True, "bfloat16", 0)]
+)
+def test_a_server_that_computes_bfloat16_slowly_is_warned_about(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, native: bool, dtype: str, warned: int
+) -> None:
+    interpreter = Interpreter(tmp_path, "0.32.0", "cpu", "a test")
+    monkeypatch.setattr("pvg.servers.command.find_interpreter", lambda: interpreter)
+    monkeypatch.setattr("pvg.telemetry.cpu.native_bfloat16", lambda root: native)
+    settings = ("-s", f"rollout.dtype={dtype}", "-s", "models.prover.source=nowhere")
+    called = pvg("serve", _experiment(tmp_path), "--port", str(_free_port()), *settings)
+    assert "nowhere" in called.err  # nothing is started
+    assert called.err.count("give this to pvg serve and to pvg train: -s rollout.dtype=float32.") == warned
+
+
 def _experiment(folder: Path) -> str:
     path = folder / "small.toml"
     path.write_text('name = "small"\n')

@@ -115,7 +115,7 @@ def test_a_failed_game_is_told_tried_once_more_at_the_next_call_and_ends_with_1(
     called = pvg("study", small)
     assert called.code == 1
     assert "src-seed-000 failed: It broke." in called.err
-    for said in ("3 of 4 games complete", "Failed", "src seed 0", "It broke.", "1 of 4 games are missing"):
+    for said in ("3 of 4 games complete", "Failed", "src seed 0", "It broke.", "1 of 4 games is missing"):
         assert said in called.out, said
     assert pvg("study", small, "--only-table", "--json").document["status"] == "failed"
     again = pvg("study", small)

@@ -184,3 +184,44 @@ def test_a_real_chat_model_shows_its_template() -> None:
     assert found["prompts"]["helpful"]["text"].startswith("<|im_start|>system\nSolve the problem.")
     assert found["verifier_input"]["text"].endswith("\n\nRight? Yes or no.<|im_end|>\n<|im_start|>assistant\n")
     assert found["graded"][0]["correct"]
+
+
+# --- few problems, and answers without a marker -----------------------------------------------------------------------
+
+# The models are not on this machine, so no tokenizer is needed.
+SMALL_DATA = """name = "mine"
+[models]
+prover.source = "hf:someone/absent"
+verifier.source = "hf:someone/absent"
+[task]
+kind = "data"
+path = "p.jsonl"
+grader = "number"
+"""
+
+
+def rows(count: int) -> None:
+    lines = [orjson.dumps({"question": f"What is {n} + 3?", "answer": n + 3}) for n in range(count)]
+    Path("p.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+
+
+def test_examples_that_only_the_fallback_reads_are_warned_about() -> None:
+    rows(40)
+    example = '[[prompts.examples]]\nquestion = "What is 50 + 1?"\nhelpful = "So it is 51."\nsneaky = "#### 52"\n'
+    Path("mine.toml").write_text(SMALL_DATA + f'[prompts]\nkind = "chat"\n{example}')
+    called = pvg("task", "check", "mine.toml")
+    assert called.code == 0, called.err
+    assert "warn    the grader reads the examples: 1 of 2 examples show no answer marker, such as 'So it is 51.'" in (
+        called.out
+    )
+    assert "end them with '#### ANSWER'" in called.out
+    found = {each["check"]: each for each in pvg("task", "check", "mine.toml", "--json").document["checks"]}
+    assert found["the grader reads the examples"]["warning"]
+    assert sum(each["warning"] for each in found.values()) == 1
+
+
+@pytest.mark.parametrize("name", ["helpful", "sneaky"])
+def test_an_empty_instruction_is_warned_about(name: str) -> None:
+    called = pvg("config", "validate", "-s", "prompts=chat", "-s", f"prompts.{name}=")
+    assert f"warning: prompts.{name} is empty, so its role gets no instructions; leave it out" in called.err
+    assert "warning" not in pvg("config", "validate", "-s", "prompts=chat", "-s", f"prompts.{name}=Solve it.").err

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         stop: asyncio.Event,
         resume: bool,
         supply: object,
+        rank_supply: object,
     ) -> GameOutcome:
         made.append({"experiment": experiment, "run": run, "resume": resume})
         info = PhaseInfo(0, 1, "train_prover", "steps", 2)
@@ -48,6 +51,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     monkeypatch.setattr("pvg.game.run.play", play)
     return made
+
+
+def test_the_workers_start_before_this_process_imports_torch() -> None:
+    code = (
+        "import sys\n"
+        "import pvg.workers.choice\n"
+        "from pvg_cli.main import app\n"
+        "pvg.workers.choice.open_supply = lambda experiment: sys.exit(f'torch: {\"torch\" in sys.modules}')\n"
+        "app(['train'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.stderr.splitlines()[-1] == "torch: False"
 
 
 def test_the_default_is_the_embedded_game_under_its_own_name(calls: list[dict[str, Any]]) -> None:

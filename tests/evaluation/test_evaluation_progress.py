@@ -83,7 +83,7 @@ def test_the_estimate_is_the_rate_of_each_kind_of_work() -> None:
         made.phase("attack", "steps of src", 20, (5, 10.0), (20, 30.0))
         made.phase("samples", "rollouts", 50, (50, 5.0))
     assert made.seen.left[2] == TimeLeft(pytest.approx(15 * 2.0 + 50 * 0.1))
-    assert made.left is None  # nothing is left
+    assert made.seen.left[-1] == made.left == TimeLeft(0.0)  # not the estimate before the last unit
 
 
 def test_work_that_has_not_begun_makes_it_a_lower_bound() -> None:

@@ -143,6 +143,18 @@ def test_the_card_of_a_prover_shows_the_prompts_of_both_roles(implicit: Finished
     assert all(f"```text\n{text}\n```" in card for text in asked.values())
 
 
+def test_the_card_of_a_prover_cuts_long_prompts_and_says_so(
+    implicit: FinishedRound, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pvg.export.card.PROMPT_CHARACTERS", 4)
+    facts = export_player(implicit, "prover", folder / "cut")
+    for role, whole in first_prompts(implicit):
+        shown = facts["example_prompts"][role.value]
+        assert shown == f"{whole[:4]}\n[pvg cut this prompt here: {len(whole) - 4} more characters]"
+        assert shown in (folder / "cut" / "README.md").read_text()
+        assert whole not in (folder / "cut" / "README.md").read_text()
+
+
 def test_an_implicit_verifier_scores_with_its_loader_as_pvg_does(implicit: FinishedRound, folder: Path) -> None:
     export_player(implicit, "verifier", folder / "implicit")
     exported = loader(folder / "implicit")

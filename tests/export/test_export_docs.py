@@ -104,6 +104,7 @@ def test_an_upload_is_private_unless_asked(run: library.Run, monkeypatch: pytest
             return Info(seen["created"][1]["private"])
 
         def upload_folder(self, **options: Any) -> None:
+            print("uploading", file=sys.stderr)
             seen["files"] = sorted(path.name for path in Path(options["folder_path"]).iterdir())
 
     monkeypatch.setenv("HF_TOKEN", "hf_test")
@@ -113,6 +114,8 @@ def test_an_upload_is_private_unless_asked(run: library.Run, monkeypatch: pytest
     assert called.code == 0, called.err
     assert seen["created"] == ("me/mine", {"repo_type": "model", "private": not public, "exist_ok": True})
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(seen["files"])
+    notice = called.err.index("contain the prompt of each role for a problem of the run's data")
+    assert notice < called.err.index("uploading")
     assert ("everyone" if public else "you and the members of the organisation only") in called.err
     assert called.document["url"] == "hub/me/mine"
     assert 'AutoModelForCausalLM.from_pretrained("me/mine")' in Path("pushed/README.md").read_text()

@@ -38,6 +38,7 @@ from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_players import find_player
 from pvg.tasks import open_task
 from pvg.telemetry.catalogue import metric as catalogued
+from pvg.telemetry.observer import SilentObserver
 from pvg.training.supervised import SupervisedObjective, demonstration_batch
 
 CPU = torch.device("cpu")
@@ -146,6 +147,22 @@ def phase_record(run: pvg.Run) -> dict[str, Any]:
 def test_without_a_warm_start_the_verifier_has_nothing_to_compare(folder: Path) -> None:
     with pytest.raises(PvgError, match=r"nothing to compare: .*\[warmup\]"):
         pvg.play("cold.toml", name="cold")
+
+
+def test_what_the_task_says_about_its_file_is_said_once(folder: Path) -> None:
+    """The warm start and the game open the task one after the other."""
+    shutil.copy("task/train.jsonl", "one.jsonl")
+    heard: list[str] = []
+
+    class Hearing(SilentObserver):
+        def noticed(self, message: str) -> None:
+            heard.append(message)
+
+    short = {"task.path": "one.jsonl", "warmup.steps": 1}
+    with pytest.raises(PvgError, match="nothing to compare"):
+        pvg.play("warm.toml", short, name="once", observer=Hearing())
+    (note,) = [line for line in heard if "no test file" in line]
+    assert note.endswith(" of 160.")  # enough for a round
 
 
 def test_with_a_warm_start_the_game_is_played_and_its_losses_are_recorded(warm: pvg.Run) -> None:

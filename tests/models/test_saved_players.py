@@ -237,8 +237,12 @@ def test_a_changed_run_is_refused_and_a_moved_one_can_be_named_again(folder: Pat
     pinned = pinned_players(chosen)
     assert pinned_players_as(chosen, pinned) == pinned
     shutil.move("runs/copy", "runs/moved")
-    with pytest.raises(UsageError, match="If the run has moved, give its new path"):
+    with pytest.raises(UsageError, match=r"the run is no longer in .*runs/copy") as caught:
         open_model(pinned.models.prover, CPU)
+    link = caught.value.remedy.partition(": ")[2].partition(". pvg train")[0].replace("/NEW/PATH", "moved").split()
+    subprocess.run(link, check=True)
+    open_model(pinned.models.prover, CPU).close()
+    Path(link[-1]).unlink()
     moved = pinned_players(with_models("run:moved/round-0"))
     assert moved.hash() == pinned.hash()
     assert moved.hash() != pinned_players(with_models("run:moved/round-1")).hash()

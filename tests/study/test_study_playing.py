@@ -99,6 +99,11 @@ def test_games_side_by_side_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> 
     assert _environment(small(text, processes=2))["OMP_NUM_THREADS"] == "7"
 
 
+def test_a_cell_does_not_take_itself_for_a_process_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert "TORCHELASTIC_RUN_ID" not in _environment(small())
+
+
 def test_so_many_at_a_time() -> None:
     told = Told()
     assert play(replace(small(), processes=3), told)

@@ -20,12 +20,15 @@ from pydantic import ValidationError
 sys.path.insert(0, str(Path(__file__).parents[1] / "game"))
 from tiny_chat import chatting
 
+from pvg.config.experiment import Experiment
 from pvg.config.prompts import ChatPrompts
 from pvg.config.task import DataTask
-from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.errors import ConfigurationError, MissingRequirementError, counted
 from pvg.game.roles import prompt_renderer
+from pvg.game.tested_problems import about_test_problems
 from pvg.records import Problem, Role, Wording
 from pvg.tasks import open_task
+from pvg.tasks.data import Data
 from pvg.tasks.expressions import value_of
 from pvg.tasks.graders import Choice, grader_of
 from pvg.tasks.wordings import WORDINGS
@@ -351,3 +354,28 @@ def test_prompts_say_how_to_write_the_answer(tmp_path: Path) -> None:
         problem = read(tmp_path / "a.jsonl", grader=grader)[0]
         for role in Role:
             assert form in tokenizer.decode(render(problem, role))
+
+
+def test_the_note_counts_the_problems(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text("".join(json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) + "\n" for n in range(40)))
+    data = DataTask(path=file, grader="number")
+    task = Data(data)
+    held_out, kept = len(list(task.problems("test"))), len(list(task.problems("train")))
+    assert held_out + kept == 40
+    assert task.note == f"{file} has no test file, so pvg tests with about a tenth of its problems: {held_out} of 40."
+    few = about_test_problems(Experiment(task=data), task, list(task.problems("test")))
+    assert len(few) == 1
+    assert f"A round tests with {counted(held_out, 'problem')}, not with game.test.problems = 128." in few[0]
+    assert few[0].endswith("add problems, or set task.test_path to a file with test problems.")
+
+
+def test_nothing_is_said_about_enough_test_problems() -> None:
+    experiment = Experiment()
+    task = open_task(experiment.task)
+    assert about_test_problems(experiment, task, list(task.problems("test"))) == []
+    small = Experiment(task={"kind": "modchain", "test_problems": 5})
+    task = open_task(small.task)
+    (line,) = about_test_problems(small, task, list(task.problems("test")))
+    assert line.startswith("A round tests with 5 problems, not with game.test.problems = 128. ")
+    assert line.endswith("raise task.test_problems.")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pvg.config.experiment import Experiment
-from pvg.telemetry.cpu import bfloat16_warnings, native_bfloat16
+from pvg.servers.command import served_dtype
+from pvg.telemetry.cpu import as_the_run_computes, bfloat16_warnings, native_bfloat16, without_slow_bfloat16
 
 
 def machine(root: Path, *lines: str) -> Path:
@@ -59,3 +61,76 @@ def test_nothing_is_said_about_a_gpu_or_a_cpu_with_instructions(tmp_path: Path) 
     (root / "dev/nvidia0").unlink()
     (root / "proc/cpuinfo").write_text("flags\t: avx512_bf16\n")
     assert bfloat16_warnings(on_either, root) == []
+
+
+# --- float32 in place of bfloat16 -------------------------------------------------------------------------------------
+
+HALF: dict[str, Any] = {
+    "rollout": {"dtype": "bfloat16"},
+    "training": {"precision": "bfloat16"},
+    "verifier": {"precision": "bfloat16"},
+}
+LORA: dict[str, Any] = {"adapters": {"kind": "lora"}}
+
+
+def test_the_files_bfloat16_becomes_float32_and_one_line_says_how_to_keep_it(tmp_path: Path) -> None:
+    root = machine(tmp_path, "flags\t\t: avx2")
+    found, line = without_slow_bfloat16(Experiment(**HALF), frozenset(), root)
+    assert found == Experiment()  # rollout.dtype = "model" is float32 without a copy
+    assert "uses float32 for rollout.dtype, training.precision, verifier.precision. To keep bfloat16" in line
+    kept = "-s rollout.dtype=bfloat16 -s training.precision=bfloat16 -s verifier.precision=bfloat16"
+    assert line.endswith(kept)
+    assert bfloat16_warnings(found, root) == []
+
+
+def test_what_the_user_has_chosen_is_kept_and_warned_about(tmp_path: Path) -> None:
+    root = machine(tmp_path, "flags\t\t: avx2")
+    found, line = without_slow_bfloat16(Experiment(**HALF), {"training.precision"}, root)
+    assert (found.training.precision, found.verifier.precision) == ("bfloat16", "float32")
+    assert "training.precision" not in line
+    assert len(bfloat16_warnings(found, root)) == 1
+    everything = {"rollout.dtype", "training.precision", "verifier.precision"}
+    assert without_slow_bfloat16(Experiment(**HALF), everything, root) == (Experiment(**HALF), "")
+
+
+def test_a_machine_with_instructions_changes_nothing(tmp_path: Path) -> None:
+    root = machine(tmp_path, "flags\t\t: avx512_bf16")
+    assert without_slow_bfloat16(Experiment(**HALF), frozenset(), root) == (Experiment(**HALF), "")
+
+
+def test_the_sampler_computes_in_float32_also_above_a_base_in_bfloat16(tmp_path: Path) -> None:
+    root = machine(tmp_path, "flags\t\t: avx2")
+    models = {"prover": {"dtype": "bfloat16"}}
+    experiment = Experiment(models=models, training=LORA, rollout={"dtype": "bfloat16"})
+    whole, _ = without_slow_bfloat16(experiment, frozenset(), root)
+    assert (whole.models.prover.dtype, whole.rollout.dtype) == ("float32", "model")
+    chosen, _ = without_slow_bfloat16(experiment, {"models.prover.dtype"}, root)
+    assert (chosen.models.prover.dtype, chosen.rollout.dtype) == ("bfloat16", "float32")
+
+
+@pytest.mark.parametrize("dtype", ["model", "bfloat16"])
+def test_servers_keep_their_data_type(tmp_path: Path, dtype: str) -> None:
+    """`pvg serve` starts them from the same file, perhaps on a machine with a GPU."""
+    root = machine(tmp_path, "flags\t\t: avx2")
+    servers = {"engine": "vllm", "dtype": dtype}
+    experiment = Experiment(models={"prover": {"dtype": "bfloat16"}}, training=LORA, rollout=servers)
+    found, line = without_slow_bfloat16(experiment, frozenset(), root)
+    assert (found.models.prover.dtype, served_dtype(found, "prover")) == ("float32", "bfloat16")
+    assert "rollout.dtype" not in line
+    assert as_the_run_computes(experiment, found, frozenset())[0] == found
+
+
+def test_a_run_goes_on_as_it_began_on_any_machine() -> None:
+    given, began = Experiment(**HALF), Experiment(**{**HALF, "rollout": {}, "verifier": {}})
+    found, line = as_the_run_computes(given, began, frozenset())
+    assert found == began
+    assert line.startswith("The run began with float32 for rollout.dtype, verifier.precision, so")
+    assert as_the_run_computes(given, given, frozenset()) == (given, "")
+    chosen, _ = as_the_run_computes(given, began, {"verifier.precision"})
+    assert chosen.verifier.precision == "bfloat16"  # the resume then names the difference
+
+
+def test_a_resumed_run_gets_no_advice_that_it_cannot_follow(tmp_path: Path) -> None:
+    root = machine(tmp_path, "flags\t\t: avx2")
+    (warning,) = bfloat16_warnings(Experiment(**HALF), root, resumed=True)
+    assert "-s " not in warning

@@ -8,6 +8,7 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
+import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
@@ -61,6 +62,23 @@ def test_a_frame_that_breaks_off_is_an_end_and_no_frame():
     for length in range(len(whole)):
         assert received_bytes(whole[:length]) is None
     assert received_bytes(whole) is not None
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_frame_for_a_closed_connection_is_lost(loop_factory):
+    async def work() -> None:
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        theirs.close()
+        send(writer, Frame("ping"))
+        assert await receive(reader) is None
+        writer.transport.abort()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        send(writer, Frame("ping"))
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(work())
 
 
 def test_a_damaged_length_takes_no_memory():

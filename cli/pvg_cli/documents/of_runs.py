@@ -94,11 +94,13 @@ class TaskPreview(DocumentPart):
 
 
 class TaskCheckResult(DocumentPart):
-    """`passed`: null if the check could not be made, and `detail` says why."""
+    """`passed`: null if the check could not be made, and `detail` says why. `warning`: it passed, and `detail` says
+    what to improve."""
 
     check: str
     passed: bool | None
     detail: str
+    warning: bool
 
 
 class TaskCheckDocument(JsonDocument):

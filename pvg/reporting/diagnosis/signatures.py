@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypedDict
 
+from pvg.errors import counted
 from pvg.reporting.diagnosis.advice import advised, others_run
 from pvg.reporting.diagnosis.log_events import Event
 from pvg.reporting.diagnosis.tally import LoadCorrelation, LogTally
@@ -171,7 +172,7 @@ def starved_trainer(tally: LogTally, limits: LagLimits) -> Looked:
     """The trainer waits for something to train on."""
     steps = sum(int(sums["steps"]) for sums in tally.phases.values())
     if steps < LEAST_EVENTS:
-        return f"{steps} steps with idle times ([step] done); {LEAST_EVENTS} are needed"
+        return f"{counted(steps, 'step')} with idle times ([step] done); {LEAST_EVENTS} are needed"
     phase, sums = max(tally.phases.items(), key=lambda item: item[1]["idle_ms"])
     share = sums["idle_ms"] / sums["wall_ms"] if sums["wall_ms"] else 0.0
     if share < STARVED_SHARE or not costs(tally, sums["idle_ms"]):
@@ -206,7 +207,7 @@ def stragglers(tally: LogTally, limits: LagLimits) -> Looked:
     excess, longest = tally.sketch("group_excess_ms"), tally.sketch("longest_ms")
     if excess.n < LEAST_EVENTS:
         if longest.n < LEAST_EVENTS:
-            return f"{excess.n} batches with group times ([rollout] batch); {LEAST_EVENTS} are needed"
+            return f"group times ([rollout] batch): {excess.n}; {LEAST_EVENTS} are needed"
         return _straggling_batches(tally)
     slowest = tally.sketch("group_max_ms")
     share = excess.total / slowest.total if slowest.total else 0.0
@@ -353,7 +354,7 @@ def idle_workers(tally: LogTally, limits: LagLimits) -> Looked:
     if not busy.n:  # a run without workers
         return None
     if busy.n < LEAST_EVENTS:
-        return f"{busy.n} samples of the workers ([workers] sample); {LEAST_EVENTS} are needed"
+        return f"{counted(busy.n, 'sample')} of the workers ([workers] sample); {LEAST_EVENTS} are needed"
     idle = 1.0 - busy.total / busy.n
     if idle < IDLE_WORKERS:
         return None
@@ -376,7 +377,7 @@ def unbalanced_workers(tally: LogTally, limits: LagLimits) -> Looked:
     if not busy.n:  # a run without workers
         return None
     if busy.n < LEAST_EVENTS:
-        return f"{busy.n} samples of the workers ([workers] sample); {LEAST_EVENTS} are needed"
+        return f"{counted(busy.n, 'sample')} of the workers ([workers] sample); {LEAST_EVENTS} are needed"
     gap = (most.total - busy.total) / busy.n
     if gap < UNBALANCED:
         return None

@@ -5,17 +5,18 @@
   const at = (id) => document.getElementById(id), LINE = 400, SIDES = 60; // characters in the list, solutions at once
   const form = at("filters"), opening = at("opening"), texts = [...document.querySelectorAll("script.texts")];
   const WHOLE = ["round", "first_step", "last_step"], REAL = ["lowest", "highest"]; // the fields that are numbers
-  let data = null, asked = 0, lastList = "#";
+  let data = null, homes = null, asked = 0, lastList = "#";
 
   // --- what the page contains
   const unpack = async (node) => {
     const bytes = Uint8Array.from(atob(node.textContent), (letter) => letter.charCodeAt(0));
-    node.textContent = "";
-    return JSON.parse(await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text());
+    const found = JSON.parse(await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text());
+    node.textContent = ""; // only now, so that a later call can read a block again that failed
+    return found;
   };
   const opened = new Map(); // number of a block -> a promise of its texts
   const block = (number) => {
-    if (!opened.has(number)) opened.set(number, unpack(texts[number]));
+    if (!opened.has(number)) opened.set(number, unpack(texts[number]).catch((error) => { opened.delete(number); throw error; }));
     return opened.get(number);
   };
   const blockOf = (place) => { // the last block that begins at or before the solution
@@ -23,10 +24,16 @@
     while (low < high) { const middle = (low + high + 1) >> 1; if (data.starts[middle] <= place) low = middle; else high = middle - 1; }
     return low;
   };
+  const homesOf = () => { // the block of each problem: that of its first solution
+    const found = new Array(data.words.problem.length).fill(-1);
+    data.problem.forEach((number, place) => { if (found[number] < 0) found[number] = blockOf(place); });
+    return found;
+  };
+  const problemOf = async (place) => (await block(homes[data.problem[place]])).problems[data.problem[place]];
   const word = (name, place) => data.words[name][data[name][place]];
   const row = async (place) => {
     const number = blockOf(place), found = await block(number), there = place - data.starts[number];
-    const [phase, label] = word("phase", place), [problem, question, reference] = word("problem", place);
+    const [phase, label] = word("phase", place), problem = word("problem", place), [question, reference] = await problemOf(place);
     return {
       role: word("role", place), grade: word("grade", place), verdict: word("verdict", place), phase, label, problem, question, reference,
       round: data.round[place], step: data.step[place], score: data.score[place], reward: data.reward[place],
@@ -61,11 +68,16 @@
       && between(data.score[place], query.lowest, query.highest);
   };
   const containing = async (places, text, current) => {
-    const part = text.toLowerCase(), found = [];
-    const asking = data.words.problem.map(([, question]) => question.toLowerCase().includes(part));
+    const part = text.toLowerCase(), found = [], asking = new Map(); // number of a problem -> whether it has the text
     let number = -1, here = null;
     for (const place of places) {
-      if (asking[data.problem[place]]) { found.push(place); continue; }
+      const problem = data.problem[place];
+      if (!asking.has(problem)) {
+        const [question] = await problemOf(place);
+        if (!current()) return [];
+        asking.set(problem, question.toLowerCase().includes(part));
+      }
+      if (asking.get(problem)) { found.push(place); continue; }
       if (blockOf(place) !== number) {
         number = blockOf(place);
         if (number % 16 === 15) at("count").textContent = `Searching … ${Math.round(100 * number / texts.length)} %`;
@@ -164,7 +176,7 @@
   // All solutions of a problem: the newest phase first, within a phase by role and score.
   const showProblem = async (problem, chosen, current) => {
     const places = [];
-    for (let place = 0; place < data.role.length; place++) if (word("problem", place)[0] === problem) places.push(place);
+    for (let place = 0; place < data.role.length; place++) if (word("problem", place) === problem) places.push(place);
     const found = await Promise.all(places.map(row));
     if (!current()) return;
     const stages = new Map();
@@ -203,10 +215,8 @@
 
   // --- the address
   const fieldsOf = () => [...new FormData(form)].filter(([name, value]) => value.trim() && !(name === "order" && value === "newest"));
-  const show = async () => {
-    const mine = ++asked, current = () => mine === asked, wanted = new URLSearchParams(location.hash.slice(1));
-    const problem = wanted.get("problem");
-    at("browser").setAttribute("aria-busy", "true");
+  const show = async (current) => {
+    const wanted = new URLSearchParams(location.hash.slice(1)), problem = wanted.get("problem");
     at("list").hidden = problem !== null;
     at("problem").hidden = problem === null;
     if (problem !== null) await showProblem(problem, wanted.get("solution"), current);
@@ -215,13 +225,20 @@
       for (const field of form.elements) if (field.name && field !== document.activeElement) field.value = wanted.get(field.name) || (field.name === "order" ? "newest" : "");
       await showList([...wanted], current);
     }
-    if (current()) at("browser").setAttribute("aria-busy", "false");
   };
   const failed = (error) => {
     opening.hidden = false;
     opening.textContent = `This browser cannot open the solutions (${error.message}). pvg watch shows them without a script.`;
+    for (const id of ["count", "hits", "pages", "question", "solutions-count", "solutions"]) at(id).replaceChildren();
+    at("reference").hidden = true;
   };
-  const draw = () => show().catch(failed);
+  const draw = async () => {
+    const mine = ++asked, current = () => mine === asked;
+    at("browser").setAttribute("aria-busy", "true");
+    opening.hidden = true;
+    try { await show(current); } catch (error) { if (current()) failed(error); }
+    if (current()) at("browser").setAttribute("aria-busy", "false");
+  };
   let waiting = 0;
   const changed = () => {
     const hash = "#" + new URLSearchParams(fieldsOf());
@@ -229,13 +246,13 @@
   };
   form.addEventListener("input", () => { clearTimeout(waiting); waiting = setTimeout(changed, 250); });
   form.addEventListener("submit", (event) => { event.preventDefault(); document.activeElement?.blur(); changed(); });
-  addEventListener("hashchange", draw);
 
   opening.hidden = false;
   unpack(at("columns")).then((found) => {
     data = found;
-    opening.hidden = true;
+    homes = homesOf();
     at("browser").hidden = false;
-    return show();
+    addEventListener("hashchange", draw);
+    return draw();
   }).catch(failed);
 })();

@@ -1,0 +1,182 @@
+"""float32 in place of bfloat16, as a user of `pvg train`, `rollout`, `bench`, `profile` and `study` meets it."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from calling import pvg
+from run_samples import commit, state
+
+from pvg.bench.profile import find_profile, parse_overrides, read_profile, settings_of
+from pvg.game.run import GameOutcome
+from pvg.store import RunDirectory
+from pvg.study.cells import StudyFolder
+from pvg.study.plan import load_study
+from pvg.study.playing import train_command
+from pvg.study.precision import with_precision
+
+HALF = """name = "half"
+[rollout]
+dtype = "bfloat16"
+[training]
+precision = "bfloat16"
+[verifier]
+precision = "bfloat16"
+"""
+LINE = "This CPU has no instructions for bfloat16, so pvg uses float32 for rollout.dtype, training.precision, "
+PRECISE = ("model", "float32", "float32")
+
+
+@pytest.fixture(autouse=True)
+def stopped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(experiment: object, run: RunDirectory, **_: Any) -> GameOutcome:
+        commit(run, state("mint", step=1))
+        return GameOutcome("interrupted", run.path, [], 1.0)
+
+    monkeypatch.setattr("pvg.game.run.play", play)
+    Path("half.toml").write_text(HALF)
+
+
+def on_cpu(monkeypatch: pytest.MonkeyPatch, *, bfloat16: bool) -> None:
+    monkeypatch.setattr("pvg.telemetry.cpu.native_bfloat16", lambda root: bfloat16)
+    monkeypatch.setattr("pvg.telemetry.cpu.has_nvidia_gpu", lambda root: False)
+
+
+def precisions(run: str = "half") -> tuple[str, str, str]:
+    found = tomllib.loads(Path("runs", run, "experiment.toml").read_text())
+    return found["rollout"]["dtype"], found["training"]["precision"], found["verifier"]["precision"]
+
+
+def test_a_new_run_records_float32_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu(monkeypatch, bfloat16=False)
+    called = pvg("train", "half.toml")
+    assert called.code == 130
+    assert called.err.count(LINE) == 1
+    assert "To keep bfloat16, which is 10 to 100 times slower here: -s rollout.dtype=bfloat16" in called.err
+    assert "warning" not in called.err
+    assert precisions() == PRECISE
+
+
+def test_a_dry_run_shows_the_values_that_the_run_would_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu(monkeypatch, bfloat16=False)
+    called = pvg("train", "half.toml", "--dry-run", "--json")
+    assert called.document["experiment"]["training"]["precision"] == "float32"
+    assert called.err.count(LINE) == 1
+
+
+def test_a_setting_of_the_command_line_is_kept_and_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu(monkeypatch, bfloat16=False)
+    Path("mine.toml").write_text('[verifier]\nprecision = "bfloat16"\n')
+    called = pvg("train", "half.toml", "-s", "training.precision=bfloat16", "-s", "@mine.toml")
+    assert precisions() == ("model", "bfloat16", "bfloat16")
+    assert "uses float32 for rollout.dtype. " in called.err
+    assert called.err.count("warning: training.precision, verifier.precision = 'bfloat16'") == 1
+
+
+def test_a_run_is_resumed_by_name_and_with_its_experiment_on_any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu(monkeypatch, bfloat16=False)
+    pvg("train", "half.toml")
+    for native in (False, True):
+        on_cpu(monkeypatch, bfloat16=native)
+        assert pvg("train", "--resume", "half").code == 130
+        called = pvg("train", "half.toml", "--resume")
+        assert called.code == 130, called.err
+        assert "The run began with float32 for rollout.dtype, training.precision, verifier.precision" in called.err
+    assert precisions() == PRECISE
+    other = pvg("train", "half.toml", "--resume", "-s", "training.precision=bfloat16")
+    assert other.code == 2
+    assert 'training.precision: "float32" -> "bfloat16"' in other.err
+
+
+def test_a_run_that_began_in_bfloat16_stays_so_and_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu(monkeypatch, bfloat16=True)
+    assert LINE not in pvg("train", "half.toml").err
+    on_cpu(monkeypatch, bfloat16=False)
+    for words in (("--resume", "half"), ("half.toml", "--resume")):
+        called = pvg("train", *words)
+        assert called.code == 130
+        assert "a new run on this machine can use float32" in called.err
+    assert precisions() == ("bfloat16", "bfloat16", "bfloat16")
+
+
+def test_samples_are_drawn_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def sample_only(experiment: object, run: RunDirectory, **_: Any) -> GameOutcome:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pvg.game.run.sample_only", sample_only)
+    on_cpu(monkeypatch, bfloat16=False)
+    assert pvg("rollout", "half.toml").err.count(LINE) == 1
+    assert precisions("half-samples") == PRECISE
+
+
+# --- benchmarks and studies -------------------------------------------------------------------------------------------
+
+
+def test_a_benchmark_of_an_experiment_measures_float32_unless_its_profile_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_cpu(monkeypatch, bfloat16=False)
+    path = find_profile("trainer")
+    profile = read_profile(path).model_copy(update={"experiment": "half.toml", "changes": {}})
+    settings = settings_of(profile, str(path), parse_overrides(["verifier.precision=bfloat16"]))
+    assert (settings.experiment.training.precision, settings.experiment.verifier.precision) == ("float32", "bfloat16")
+    assert settings.note.startswith("This CPU has no instructions for bfloat16, so pvg uses float32 for rollout.dtype,")
+    given = profile.model_copy(update={"changes": {"training": {"precision": "bfloat16"}}})
+    assert settings_of(given, str(path), []).experiment.training.precision == "bfloat16"
+
+
+STUDY = """name = "both"
+experiment = "half.toml"
+seeds = 2
+[[arm]]
+name = "as-it-is"
+[[arm]]
+name = "kept"
+set = { training.precision = "bfloat16", training.steps = 5 }
+"""
+
+
+def test_a_study_chooses_once_for_all_of_its_games(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("both.toml").write_text(STUDY)
+    on_cpu(monkeypatch, bfloat16=False)
+    called = pvg("study", "both.toml", "--dry-run")
+    assert called.code == 0
+    assert called.err.count("uses float32 for rollout.dtype, training.precision, verifier.precision.") == 1
+    plan, notes = with_precision(load_study("both.toml"))
+    assert len(notes) == 2  # the second arm keeps a setting
+    first, second = plan.cells[:2]
+    assert (first.experiment.training.precision, second.experiment.training.precision) == ("float32", "bfloat16")
+    assert train_command(second, StudyFolder(plan.folder))[-3:] == ["--set", "training.precision=bfloat16", "--json"]
+    # The study goes on elsewhere: its games keep the precision of the first one.
+    RunDirectory.create(plan.folder, first.name, first.experiment)
+    on_cpu(monkeypatch, bfloat16=True)
+    later, notes = with_precision(load_study("both.toml"))
+    assert [arm.experiment for arm in later.arms] == [arm.experiment for arm in plan.arms]
+    assert "The run began with float32" in notes[0]
+    assert pvg("study", "both.toml", "--dry-run").code == 0
+
+
+def test_a_study_that_began_in_bfloat16_goes_on_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("both.toml").write_text(STUDY)
+    on_cpu(monkeypatch, bfloat16=True)
+    cell = load_study("both.toml").cells[0]
+    RunDirectory.create(cell.run.path.parent, cell.name, cell.experiment)
+    on_cpu(monkeypatch, bfloat16=False)
+    plan, notes = with_precision(load_study("both.toml"))
+    assert notes == []
+    assert plan.cells[0].experiment == cell.experiment
+    assert pvg("study", "both.toml", "--dry-run").code == 0
+
+
+def test_arms_that_would_become_the_same_game_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu(monkeypatch, bfloat16=False)
+    precise = "rollout.dtype = 'model', training.precision = 'float32', verifier.precision = 'float32'"
+    Path("both.toml").write_text(
+        STUDY.partition('[[arm]]\nname = "kept"')[0] + f"[[arm]]\nname = 'precise'\nset = {{ {precise} }}\n"
+    )
+    called = pvg("study", "both.toml", "--dry-run")
+    assert called.code == 2
+    assert "the arms 'as-it-is' and 'precise' of both.toml are the same game in float32" in called.err
