@@ -16,23 +16,33 @@ from pvg.tasks import open_task
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "experiments" / "smollm2-sums.toml"
-QUESTION = re.compile(r"Calculate (\d\d) \+ (\d\d)\.")
+QUESTION = re.compile(r"Calculate (\d+) \+ (\d+)\.")
 
 
 @pytest.fixture(autouse=True)
 def checkout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recipe names a file of the checkout."""
+    """The recipe names a folder of the checkout."""
     monkeypatch.chdir(ROOT)
+
+
+def numbers(question: str) -> tuple[int, int]:
+    asked = QUESTION.fullmatch(question)
+    assert asked is not None
+    return int(asked[1]), int(asked[2])
 
 
 def test_each_problem_has_the_right_sum_as_its_answer() -> None:
     task = open_task(load_experiment(RECIPE).task)
     problems = {split: list(task.problems(split)) for split in ("train", "test")}
-    assert [len(problems["train"]), len(problems["test"])] == [1312, 188]
+    assert [len(problems["train"]), len(problems["test"])] == [279, 119]
     for problem in [*problems["train"], *problems["test"]]:
-        asked = QUESTION.fullmatch(problem.question)
-        assert asked is not None
-        assert int(asked[1]) + int(asked[2]) == int(problem.answer)
+        assert sum(numbers(problem.question)) == int(problem.answer)
+
+
+def test_no_test_problem_is_a_training_problem_with_swapped_numbers() -> None:
+    task = open_task(load_experiment(RECIPE).task)
+    asked = {split: {frozenset(numbers(each.question)) for each in task.problems(split)} for split in ("train", "test")}
+    assert not asked["train"] & asked["test"]
 
 
 @pytest.mark.parametrize(
@@ -62,9 +72,7 @@ def test_the_example_has_a_right_sum_for_the_helpful_role_and_a_wrong_one_for_th
     asked = {problem.question for split in ("train", "test") for problem in task.problems(split)}
     for example in experiment.prompts.examples:
         assert example.question not in asked
-        asks = QUESTION.fullmatch(example.question)
-        assert asks is not None
-        problem = Problem("example", example.question, str(int(asks[1]) + int(asks[2])))
+        problem = Problem("example", example.question, str(sum(numbers(example.question))))
         helpful, sneaky = task.grade(problem, example.helpful), task.grade(problem, example.sneaky)
         assert (helpful.correct, helpful.well_formed) == (True, True)
         assert (sneaky.correct, sneaky.well_formed) == (False, True)
