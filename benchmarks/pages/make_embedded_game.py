@@ -182,6 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         trends=trends(runs),
         checks=checks(runs),
         seeds=len(runs),
+        rounds=len(runs[0]),
         code=", ".join(sorted({state_of(seed, options.root)["code_version"] for seed in seeds})),
     )
     options.out.write_text(page, encoding="utf-8")
