@@ -37,6 +37,10 @@ Say = Callable[[str], None]
 
 TIMEOUT_S = 30.0  # for an answer about a repository
 AGAIN = "Run the same command again: it does not download complete files again."
+OFFLINE: dict[Kind, str] = {
+    "model": "Without a network, name a folder with the model, such as -s models.prover.source=DIR",
+    "dataset": "Without a network, name a folder with train and test files: -s task.path=DIR",
+}
 # Files to download. A tokenizer's files have many names, but none of these patterns matches a Python file.
 WEIGHTS = ("model.safetensors", "model-*.safetensors")
 MODEL_FILES = (
@@ -373,14 +377,15 @@ def _explanation(error: BaseException, hub_id: HubId, kind: Kind, downloading: b
     if isinstance(error, errors.OfflineModeIsEnabled):
         return UnreachableError(
             f"HF_HUB_OFFLINE is set, but {hub_id} is not completely in the cache {cache_folder()}.",
-            "Unset HF_HUB_OFFLINE for one command, or set HF_HOME to a cache that has it.",
+            f"Unset HF_HUB_OFFLINE for one command, or set HF_HOME to a cache that has it. {OFFLINE[kind]}",
         )
     if isinstance(error, errors.LocalEntryNotFoundError | errors.DryRunError):
         explained = None if error.__cause__ is None else _explanation(error.__cause__, hub_id, kind, downloading)
         return explained or UnreachableError(f"{_host()} does not answer: {_first_line(error)}", AGAIN)
     if isinstance(error, transport):
         what = f"The download of {hub_id.repository} stopped" if downloading else f"{_host()} cannot be reached"
-        return UnreachableError(f"{what}: {_first_line(error) or type(error).__name__}.", f"Check the network. {AGAIN}")
+        here = f"The {kind} {hub_id} is not completely in the cache. Check the network. {AGAIN} {OFFLINE[kind]}"
+        return UnreachableError(f"{what}: {_first_line(error) or type(error).__name__}.", here)
     return _disk_error(error, hub_id) if isinstance(error, OSError) else None
 
 

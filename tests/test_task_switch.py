@@ -61,7 +61,14 @@ def test_the_files_own_kind_is_no_switch(capsys: pytest.CaptureFixture[str]) -> 
         (
             ["task.kind=gsm8k", "models.verifier.source=mine"],
             "prompts = 'tag'",
-            "Add: -s task.path=hf:openai/gsm8k -s models.prover.source=hf:OWNER/NAME -s prompts=chat",
+            "Add: -s task.path=hf:openai/gsm8k -s models.prover.source=hf:OWNER/NAME -s prompts=chat. "
+            "Or play the experiment of this task: smollm2-gsm8k",
+        ),
+        (
+            ["task=code"],
+            "models.prover.source = 'embedded:modchain-prover' does not know the characters",
+            "Add: -s models.prover.source=hf:OWNER/NAME -s models.verifier.source=hf:OWNER/NAME -s prompts=chat. "
+            "Or play the experiment of this task: code",
         ),
         (["task.kind=custom"], "task.source is not set", "Add: -s task.source=FILE.py:NAME"),
     ],
@@ -72,6 +79,7 @@ def test_one_error_names_all_that_the_new_task_needs(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError) as caught:
         task_switch(MODCHAIN, overrides)
+    assert caught.value.message.startswith(f"-s {overrides[0]} needs more changes to ")
     assert named in caught.value.message
     assert caught.value.remedy == remedy
 

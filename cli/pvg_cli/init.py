@@ -52,8 +52,9 @@ def write_scaffold(folder: Path) -> list[Path]:
     with user_paths():
         there = [name for name in sorted(texts) if (folder / name).exists()]
         if there:
+            where = "This folder" if folder == Path() else f"The folder {folder}"
             raise UsageError(
-                f"{folder} has files that pvg init does not replace: {', '.join(there)}.",
+                f"{where} already has {', '.join(there)}, and pvg init replaces no file.",
                 "Name a new folder: pvg init DIR",
             )
         folder.mkdir(parents=True, exist_ok=True)

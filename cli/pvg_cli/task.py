@@ -128,6 +128,7 @@ def prompts_of(experiment: Experiment, demonstrations: Demonstrations | None = N
     """The preview of `pvg train --dry-run`. Raises what `pvg train` would raise, also for `demonstrations`."""
     from pvg.game.demonstrations import tokens_of
     from pvg.game.preview import open_models, preview
+    from pvg.game.prompt_checks import writable_solution
     from pvg.game.roles import prompt_builder
     from pvg.game.tested_problems import about_test_problems
 
@@ -136,6 +137,8 @@ def prompts_of(experiment: Experiment, demonstrations: Demonstrations | None = N
         task = _opened(experiment, opened)
         models = open_models(experiment)
         found = preview(experiment, task, models)
+        tokenizers = models.prover.tokenizer, models.verifier.tokenizer
+        writable_solution(experiment, task, list(task.problems("train")), *tokenizers)
         for notice in about_test_problems(experiment, task, list(task.problems("test"))):
             say(notice)
         if demonstrations is not None:

@@ -53,6 +53,8 @@ EMBEDDED_FOR = {
     "diplomacy_mini": ("diplomacy-prover", "diplomacy-verifier", "diplomacy-mini"),
     "play": ("modchain-prover", "modchain-verifier", "negotiation"),
 }
+# Task in words -> the experiment that plays it.
+EXPERIMENT_IN_WORDS = {"gsm8k": "smollm2-gsm8k", "code": "code", "diplomacy_plan": "diplomacy-plan"}
 IN_WORDS = ("hf:", "gguf:")  # sources of models that were trained on text
 # The embedded models have a context of 128 tokens, and a problem in characters takes at most a fourth of it.
 LONGEST_IN_CHARACTERS = 96
@@ -101,15 +103,21 @@ def task_switch(path: Path, overrides: Sequence[str]) -> TaskSwitch | None:
     if problems:
         rest = [problem for problem in found if problem in general]
         also = f" Wrong with any task: {'; '.join(rest)}." if rest else ""
-        own = EMBEDDED_FOR.get(after)
+        own = EMBEDDED_FOR[after][2] if after in EMBEDDED_FOR else EXPERIMENT_IN_WORDS.get(after)
         other_models = any(setting.startswith("models.") for setting in settings)
-        instead = f" Or play the experiment of this task: {own[2]}" if own and other_models else ""
+        instead = f" Or play the experiment of this task: {own}" if own and other_models else ""
         words = " ".join(f"-s {shlex.quote(setting)}" for setting in settings)
         raise UsageError(
-            f"task.kind = {after!r} needs more changes to {path}: {'; '.join(problems)}.{also}",
+            f"{_typed(overrides)} needs more changes to {path}: {'; '.join(problems)}.{also}",
             f"Add: {words}{'.' if words and instead else ''}{instead}" if words else "",
         )
     return TaskSwitch(before, after, _of_the_task(file))
+
+
+def _typed(overrides: Sequence[str]) -> str:
+    """The override that chooses the task, as the user typed it."""
+    typed = [each for each in overrides if any(chooses_task(key) for key, *_ in override_settings([each]))]
+    return f"-s {shlex.quote(typed[-1])}"
 
 
 def switch_note(before: dict[str, Any], after: dict[str, Any]) -> str:

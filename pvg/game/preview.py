@@ -118,7 +118,8 @@ def preview(experiment: Experiment, task: Task, models: PlayerModels | None, *, 
     if experiment.task.kind == "play":
         return PromptPreview(problem, {}, None, ())
     right = correct_solution(task, problem)
-    solution = _expressible(models, NO_SOLUTION if right is None else right.text)
+    solution = NO_SOLUTION if right is None else right.text
+    solution = _expressible(models, solution) or _expressible(models, problem.answer)
     shown = {role: shown_prompt(experiment, models, problem, role, solution) for role in Role}
     found = graded_solutions(task, problem, train) if grades else []
     graded = tuple(reversed({each.known.name: each for each in reversed(found)}.values()))

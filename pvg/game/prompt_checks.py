@@ -1,21 +1,32 @@
-"""Whether prompts and verifier inputs fit: the checks of tokens before a game, which need no weights.
+"""Whether prompts, verifier inputs and solutions fit the models: checks before a game, which need no weights.
 
 `pvg train` makes them after it has opened the models, `pvg train --dry-run` without weights (pvg.game.preview).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pvg.config.experiment import Experiment
 from pvg.config.rules import TWO_ROLE_REWARDS
-from pvg.errors import ConfigurationError
+from pvg.errors import ConfigurationError, shortened
 from pvg.game.roles import PromptBuilder
 from pvg.records import Half, Int32, Problem, Role
 from pvg.rollout.episodes import completion_room
+from pvg.tasks.known import correct_solution
+from pvg.tasks.task import Task
 from pvg.verifier.template import VerifierTemplate
+
+if TYPE_CHECKING:
+    from pvg.models.tokenizer import Tokenizer
+
+TRIED = 20  # problems whose correct solutions are tried
+# Between the steps of a solution and its answer. A model of few characters has some of them.
+BEFORE_AN_ANSWER = ("\n", " ", "=", ";")
 
 
 def check_prompts_fit(
@@ -70,6 +81,56 @@ def check_verifier_input_fits(
     problem = max(problems, key=lambda p: len(p.question))
     ids, _ = template.tokens(problem.question, "", np.zeros(0, dtype=np.int32), None)
     _check_context(max_length, len(ids) + completion_room(experiment), "models.verifier")
+
+
+def writable_solution(
+    experiment: Experiment, task: Task, problems: Sequence[Problem], prover: Tokenizer, verifier: Tokenizer
+) -> str:
+    """A correct solution that the prover can write and the verifier can read. "" if the form of answers is not known,
+    and with a warm start, whose demonstrations can teach another form.
+
+    Raises ConfigurationError if there is none for the first problems. Every solution of a game would then be wrong.
+    """
+    if experiment.task.kind == "play" or experiment.warmup.kind != "none":
+        return ""
+    models = {"prover": prover, "verifier": verifier}
+    first = None
+    for problem in islice(problems, TRIED):
+        right = correct_solution(task, problem)
+        if right is None:
+            return ""
+        if not _lacking(models, right.text):
+            return right.text
+        for text in _without_form(problem):
+            if not _lacking(models, text) and task.grade(problem, text).correct:
+                return text
+        first = first or right.text
+    if first is None:
+        return ""
+    player, lacking = _lacking(models, first)[0]
+    source = getattr(experiment.models, player).source
+    other = "a grader" if experiment.task.kind == "data" else "a form of answers"
+    example = " (-s task.grader=number, or regex with task.pattern and task.form)" if other == "a grader" else ""
+    verb = "write" if player == "prover" else "read"
+    raise ConfigurationError(
+        f"models.{player}.source = {source!r} cannot {verb} {', '.join(map(repr, lacking))}, but a correct solution of "
+        f"this task needs them, such as {shortened(repr(first))}.",
+        "Use a model whose vocabulary covers the text: -s models.prover.source=hf:OWNER/NAME "
+        f"-s models.verifier.source=hf:OWNER/NAME -s prompts=chat. Or choose {other} with the characters that this "
+        f"model knows{example}.",
+    )
+
+
+def _lacking(models: Mapping[str, Tokenizer], text: str) -> list[tuple[str, list[str]]]:
+    """(player, parts of the text that its model cannot express) of each player that lacks any."""
+    return [(player, lacking) for player, model in models.items() if (lacking := model.lacking(text))]
+
+
+def _without_form(problem: Problem) -> Iterator[str]:
+    """Solutions with the reference answer at their end, but not in the documented form. Some graders accept these. The
+    question takes the place of the steps."""
+    for between in BEFORE_AN_ANSWER:
+        yield f"{problem.question}{between}{problem.answer}"
 
 
 def _has_opposite_roles(experiment: Experiment) -> bool:

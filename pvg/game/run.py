@@ -29,7 +29,7 @@ from pvg.game.mint import mint
 from pvg.game.play_phase import train_player
 from pvg.game.play_rating import rate
 from pvg.game.players import Players
-from pvg.game.prompt_checks import check_prompts_fit, check_verifier_input_fits
+from pvg.game.prompt_checks import check_prompts_fit, check_verifier_input_fits, writable_solution
 from pvg.game.protocols import environment_of, read_solutions, solve
 from pvg.game.prover_phase import train_prover
 from pvg.game.roles import prompt_builder
@@ -283,7 +283,8 @@ def monitoring_of(session: Session, experiment: Experiment, run: RunDirectory) -
 
 def check_players_can_train(session: Session) -> None:
     """Raises ConfigurationError before anything is sampled, for errors that would otherwise appear in the third phase.
-    It tests whether the verifier takes its head, its template and the longest solution, and whether the prover supports
+    It tests whether the verifier takes its head, its template and the longest solution, whether both models can express
+    a correct solution, and whether the prover supports
     shared prompts, gradient checkpointing and its adapters (without peft: MissingRequirementError)."""
     players, experiment = session.players, session.experiment
     if experiment.task.kind != "play":
@@ -303,6 +304,8 @@ def _check_verifier(session: Session) -> None:
     try:
         problems = session.problems("verifier") + session.problems("prover")
         check_verifier_input_fits(session.experiment, players.template(verifier), problems, verifier.max_length)
+        tokenizers = players.base.tokenizer, verifier.tokenizer
+        writable_solution(session.experiment, session.task, problems, *tokenizers)
     finally:
         verifier.close()
 

@@ -17,6 +17,7 @@ from pvg.config.experiment import Experiment
 from pvg.config.prompts import WordedPrompts
 from pvg.errors import ConfigurationError, PvgError, counted, shortened
 from pvg.game.preview import PlayerModels, verifier_template_of
+from pvg.game.prompt_checks import writable_solution
 from pvg.game.roles import worded
 from pvg.records import Problem, Role
 from pvg.tasks.answers import by_fallback
@@ -89,6 +90,8 @@ def checks_of(experiment: Experiment, task: Task, models: PlayerModels | None) -
         yield _near_misses(found)
         yield _grades_repeat(found)
     yield from _prompt_checks(experiment, found, bool(graded.passed))
+    if graded.passed and models is not None:
+        yield _can_be_written(experiment, found, models)
     yield _verifier_input(experiment, found, models)
 
 
@@ -157,13 +160,15 @@ def _reference_answers(found: CheckedProblems) -> TaskCheck:
 def _why_unknown(problem: Problem) -> str:
     wording = wording_of(problem)
     if wording is NEUTRAL:
-        return "the task says no wording, so the form of answers is not known (docs/prompts.md)"
-    return "the problems have no reference answers" if wording.form else "the wording says no form of answers"
+        return "not checked: the task has no wording, so pvg does not know the form of an answer (docs/prompts.md)"
+    if wording.form:
+        return "the problems have no reference answers"
+    return "not checked: the task does not give pvg the form of an answer, so pvg cannot write a correct one"
 
 
 def _near_misses(found: CheckedProblems) -> TaskCheck:
     """Texts that are certainly wrong must be graded wrong, and most answers of other problems too."""
-    name = "near misses are wrong"
+    name = "wrong answers are graded wrong"
     others, accepted = 0, 0
     for problem in found.train[:NEAR]:
         for solution in wrong_solutions(found.task, problem, found.train):
@@ -174,9 +179,10 @@ def _near_misses(found: CheckedProblems) -> TaskCheck:
             accepted += correct
     if others and 2 * accepted > others:
         return TaskCheck(name, False, f"{accepted} of {others} answers of other problems are graded correct")
-    return TaskCheck(
-        name, True, f"{accepted} of {others} answers of other problems are right here too" if others else "all"
-    )
+    if not others:
+        return TaskCheck(name, True, "all that pvg tried")
+    also = f"; the other {accepted} are graded correct, because they may be right here too" if accepted else ""
+    return TaskCheck(name, True, f"{others - accepted} of {others} answers of other problems are graded wrong{also}")
 
 
 def _quoted(solution: KnownSolution) -> str:
@@ -215,7 +221,7 @@ def _any_text(found: CheckedProblems) -> TaskCheck:
 def _prompt_checks(experiment: Experiment, found: CheckedProblems, gradable: bool) -> Iterator[TaskCheck]:
     prompts, problem = experiment.prompts, found.train[0]
     if not isinstance(prompts, WordedPrompts):
-        yield TaskCheck("prompts", None, f"prompts = {prompts.kind!r} says nothing in words")
+        yield TaskCheck("prompts", None, f"not checked: prompts = {prompts.kind!r} contains no instructions in words")
         return
     written = {role: worded(prompts, problem, role) for role in Role}
     differ = written[Role.HELPFUL].text() != written[Role.SNEAKY].text()
@@ -246,6 +252,19 @@ def _readable_examples(found: CheckedProblems, answers: Sequence[str]) -> TaskCh
         detail = f"{len(unmarked)} of {counted(len(answers), 'example')} show no answer marker, such as {unmarked[0]}"
         return TaskCheck(name, True, f"{detail}; end them with {form!r}" if form else detail, warning=True)
     return TaskCheck(name, True, f"an answer is found in {counted(len(answers), 'example')}")
+
+
+def _can_be_written(experiment: Experiment, found: CheckedProblems, models: PlayerModels) -> TaskCheck:
+    name = "the models can write a correct solution"
+    try:
+        tokenizers = models.prover.tokenizer, models.verifier.tokenizer
+        text = writable_solution(experiment, found.task, found.train, *tokenizers)
+    except ConfigurationError as error:
+        return TaskCheck(name, False, f"{error.message} {error.remedy}")
+    if text:
+        return TaskCheck(name, True, f"such as {shortened(repr(text))}")
+    taught = experiment.warmup.kind != "none"
+    return TaskCheck(name, None, "demonstrations teach the form" if taught else _why_unknown(found.train[0]))
 
 
 def _verifier_input(experiment: Experiment, found: CheckedProblems, models: PlayerModels | None) -> TaskCheck:

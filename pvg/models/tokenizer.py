@@ -70,6 +70,12 @@ class Tokenizer:
             )
         return ids
 
+    def lacking(self, text: str) -> list[str]:
+        """The parts of `text` that the vocabulary cannot express, each once, in their order."""
+        (encoding,) = self._fast.backend_tokenizer.encode_batch([text], add_special_tokens=False)
+        pairs = zip(encoding.ids, encoding.offsets, strict=True)
+        return list(dict.fromkeys(text[start:end] for number, (start, end) in pairs if number == self._unknown_id))
+
     def decode(self, ids: Int32) -> str:
         """The text of `ids` int32 [n]. Special tokens are skipped, spaces are kept."""
         (text,) = self._fast.backend_tokenizer.decode_batch([ids.tolist()], skip_special_tokens=True)

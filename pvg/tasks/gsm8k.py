@@ -27,7 +27,7 @@ from pvg.tasks.wordings import NUMBER
 SHORT_ID = 8
 LONG_ID = 16  # hex digits of an id, if short digests of a file's questions collide
 REMEDY = (
-    "Set it with --set task.path=hf:openai/gsm8k, or task.path=DIRECTORY. The directory needs train and test in the "
+    "Set it with -s task.path=hf:openai/gsm8k, or task.path=DIRECTORY. The directory needs train and test in the "
     "published form, as .jsonl or .parquet."
 )
 

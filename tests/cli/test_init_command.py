@@ -35,7 +35,7 @@ def test_nothing_is_replaced_or_half_written(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "task.py").write_text("mine")
     called = pvg("init", "--json")
     assert called.code == 2
-    assert "task.py" in called.document["error"]["message"]
+    assert called.document["error"]["message"] == "This folder already has task.py, and pvg init replaces no file."
     assert [path.name for path in tmp_path.iterdir()] == ["task.py"]
     assert (tmp_path / "task.py").read_text() == "mine"
 

@@ -38,7 +38,7 @@ BROKEN = {
     "another process gets the same problems": ('f"{n} + 1"', 'f"{n} + 1 {id(self)}"'),
     "the grader takes any text": ("answer = ", "assert completion\n        answer = "),
     "reference answers are correct": ("answer == problem.answer", "answer == problem.answer + '.'"),
-    "near misses are wrong": ("answer == problem.answer", "answer != ''"),
+    "wrong answers are graded wrong": ("answer == problem.answer", "answer != ''"),
     "grades are the same each time": ("answer.isdigit()", TURNS),
     "the grader reads the examples": ('Role.SNEAKY: "=3"', 'Role.SNEAKY: "= three"'),
     "the verifier's input does not tell the role": ('f"{n} + 1"', 'f"Add. End with = and the sum. {n} + 1"'),
@@ -54,7 +54,8 @@ def test_a_task_of_ones_own_is_shown_and_checked() -> None:
     Path("own.py").write_text(SUMS)
     called = pvg_process("task", "check", "own.py:Sums")
     assert called.code == 0
-    for line in ("ok      reference answers are correct: 40 of 40", "  | Add wrongly. End with = and a sum."):
+    near = "ok      wrong answers are graded wrong: 80 of 80 answers of other problems are graded wrong"
+    for line in (near, "ok      reference answers are correct: 40 of 40", "  | Add wrongly. End with = and a sum."):
         assert line in called.out
     assert "No model is named" in called.err
     document = pvg("task", "check", "own.py:Sums", "--json").document
@@ -83,6 +84,7 @@ def test_each_check_fails_for_a_task_that_is_wrong_there(check: str) -> None:
 def test_an_experiment_is_checked_with_its_tokenizers() -> None:
     called = pvg("task", "check", "modchain", "-s", "task.problems=64", "-s", "task.test_problems=16")
     assert called.code == 0
+    assert "-       prompts: not checked: prompts = 'tag' contains no instructions in words" in called.out
     assert "Prompt of the sneaky role" in called.out
     assert "  | S" in called.out
     assert "Input of the verifier (37 tokens)" in called.out
@@ -225,3 +227,39 @@ def test_an_empty_instruction_is_warned_about(name: str) -> None:
     called = pvg("config", "validate", "-s", "prompts=chat", "-s", f"prompts.{name}=")
     assert f"warning: prompts.{name} is empty, so its role gets no instructions; leave it out" in called.err
     assert "warning" not in pvg("config", "validate", "-s", "prompts=chat", "-s", f"prompts.{name}=Solve it.").err
+
+
+# --- solutions that the models cannot write ---------------------------------------------------------------------------
+
+
+def few_characters(*more: str) -> list[str]:
+    """Overrides: sums in the characters of the embedded models, which have no `<` and no letters."""
+    write("sums.csv", "question,answer\n" + "".join(f"{n}+1?,{n + 1}\n" for n in range(100)))
+    return [part for setting in ("task.kind=data", "task.path=sums.csv", *more) for part in ("-s", setting)]
+
+
+CAN_WRITE = "the models can write a correct solution"
+
+
+def test_a_form_that_the_model_cannot_write_fails_the_check_and_both_ways_to_train() -> None:
+    settings = few_characters()
+    checked = pvg("task", "check", *settings, "--json")
+    assert checked.code == 1
+    assert [name for name, passed in checks(checked.document).items() if passed is False] == [CAN_WRITE]
+    message = "models.prover.source = 'embedded:modchain-prover' cannot write '<', 'a', 'n', 's', 'w', 'e', 'r', '>'"
+    for called in (pvg("train", "--dry-run", *settings), pvg("train", *settings, "-s", "cluster=none")):
+        assert called.code == 2
+        assert message in called.err
+        assert "task.grader=number" in called.err
+    assert not list(Path("runs/modchain").glob("rollouts/*"))
+
+
+@pytest.mark.parametrize(
+    ("more", "passed"),
+    [(["task.grader=number"], True), (["task.grader=regex", "task.pattern=A([0-9]+)$", "task.form=A"], None)],
+)
+def test_a_grader_that_reads_what_the_model_can_write_passes(more: list[str], passed: bool | None) -> None:
+    checked = pvg("task", "check", *few_characters(*more), "--json")
+    assert checked.code == 0
+    assert checks(checked.document)[CAN_WRITE] is passed
+    assert len(checked.document["preview"]["verifier_input"]["text"]) > len("0+1?<eos>")  # a solution is shown

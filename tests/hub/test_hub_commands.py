@@ -226,6 +226,17 @@ def test_a_hub_that_stops_answering_while_a_game_begins_leaves_no_run(
     assert not Path("runs").exists()
 
 
+def test_a_dataset_out_of_reach_is_named_with_what_works_without_a_network(
+    hub: Hub, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    words = ["task.kind=data", "task.path=hf:tiny/sums"]
+    called = pvg("train", "--dry-run", *(word for setting in words for word in ("-s", setting)))
+    assert called.code == 3
+    assert "The dataset hf:tiny/sums is not completely in the cache. Check the network." in called.err
+    assert "-s task.path=DIR" in called.err
+
+
 def test_a_terminal_shows_the_progress_in_bytes(hub: Hub, environment: Path, model: dict[str, bytes]) -> None:
     """One bar with the repository's name, from the missing bytes to all of them. huggingface_hub's bars are hidden."""
     hub.add("tiny/prover", model)
