@@ -476,7 +476,7 @@ def plot(curves: Sequence[PlotCurve], breaks: Sequence[int], style: NumberStyle,
     lines = [Text.assemble(*(piece for curve in curves for piece in ((f"━ {curve.label}  ", curve.colour),)))]
     for row in range(ROWS):
         mark = marks[0] if row == 0 else marks[1] if row == ROWS - 1 else ""
-        line = Text(f"{mark:>{margin - 1}} ", style=QUIET, end="")
+        line = Text(f"{mark:>{margin - 1}} ", style=QUIET)
         for bits, colour in cells[row]:
             line.append(chr(0x2800 + bits) if bits else " ", style=colour or QUIET)
         lines.append(line)
