@@ -119,7 +119,13 @@ def test_the_rounds_table_fits_80_columns_unshortened() -> None:
 def test_the_closing_tells_the_exact_commands(tmp_path: Path) -> None:
     text = printed(closing(read_run(played(tmp_path)), 75.0, {"pvg report first": "what happened"}))
     assert "pvg report first   what happened" in text
-    assert "1 min 15 s" in text
+    assert "Played for 1 min 15 s. Next:" in text
+
+
+def test_the_closing_of_a_run_without_steps_says_that_nothing_was_played(tmp_path: Path) -> None:
+    text = printed(closing(read_run(begin(tmp_path)), 30.0, {"pvg report first": "what happened"}))
+    assert "Stopped after 30 s. Nothing was played yet. Next:" in text
+    assert "committed" not in text
 
 
 @given(st.lists(st.floats(0.001, 100.0), min_size=1, max_size=9), st.integers(20, 120))
