@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -29,7 +30,9 @@ def export(
     *,
     run: RunArgument,
     player: Annotated[Literal["prover", "verifier"], typer.Option("--player", help="The model to export.")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The new folder.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="The new folder. Required.", show_default=False)
+    ] = None,
     round_: RoundOption = -1,
     merge: Annotated[
         bool, typer.Option("--merge", help="Write a prover with adapters as a whole model, not as a peft folder.")
@@ -53,13 +56,22 @@ def export(
     The prover opens as AutoModelForCausalLM. A verifier with a scalar or yes_token head opens as
     AutoModelForSequenceClassification, and every verifier opens with the small file pvg_verifier.py in the folder.
     """
+    from pvg.errors import UsageError, user_paths
     from pvg.export.finished import FinishedRound
     from pvg.export.push import check_push, push_folder
+    from pvg.export.target import check_target
     from pvg.store.run_directory import RunDirectory
 
+    if out is None:
+        example = f"pvg export {shlex.quote(run)} --player {player} --out {shlex.quote(f'{Path(run).name}-{player}')}"
+        raise UsageError("The option --out is missing.", f"Give a new folder: {example}")
     if push is not None:
         check_push(push)
     finished = FinishedRound.open(RunDirectory.open(run, runs), round_)
+    if player == "verifier":
+        finished.verifier_name  # noqa: B018 - raises for a run without a verifier
+    with user_paths():  # before torch is loaded
+        check_target(out, overwrite)
 
     announce_loading()
     from pvg.export.folders import export_player, weights_size

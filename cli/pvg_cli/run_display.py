@@ -241,7 +241,8 @@ def draw(board: RunBoard, width: int, *, roomy: bool = True, stopping: bool = Fa
         if spaced and roomy:
             spaced.append(Text())
         spaced.append(part)
-    hint = "stopping at the next commit point" if stopping else "Ctrl-C stops at a commit point"
+    where = "when the start is done" if board.info is None else "at the next commit point"
+    hint = f"stopping {where}" if stopping else "Ctrl-C stops at a commit point"
     title = Text.assemble(("pvg ", "bold"), (board.run, "bold cyan"))
     return framed(spaced, width, title, hint, stopping=stopping, roomy=roomy)
 
@@ -397,7 +398,8 @@ class RunWatcher:
 
     def stop_requested(self) -> None:
         """The user pressed Ctrl-C once."""
-        self.noticed("Stopping at the next commit point. Ctrl-C again quits at once.")
+        where = "when the start is done" if self.board.info is None else "at the next commit point"
+        self.noticed(f"Stopping {where}. Ctrl-C again quits at once.")
 
     def render(self) -> RenderableType:
         with self._lock:

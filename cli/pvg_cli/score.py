@@ -52,22 +52,34 @@ def score(
     """
     from pvg.errors import UsageError, counted
     from pvg.export.finished import FinishedRound
+    from pvg.export.rows import check_rows
     from pvg.store.run_directory import RunDirectory
 
     if as_json and out is None:
         raise UsageError("--json prints a summary, so the results need a file.", "Add --out FILE")
     finished = FinishedRound.open(RunDirectory.open(run, runs), round_)
     finished.verifier_name  # noqa: B018 - raises for a run without a verifier
+    if out is not None:
+        _check_out(out)
+    check_rows(file)  # before torch and the model are loaded, and before the first result is written
     announce_loading()
-    from pvg.export.rows import read_rows
-
-    for _ in read_rows(file):  # before the model is loaded, and before the first result is written
-        pass
     summary = _write(finished, file, out)
     if as_json:
         emit(summary)
     scored = counted(summary["rows"], "solution")
     say(f"Scored {scored} with {run}, round {finished.round}: {summary['accepted']:,} accepted.")
+
+
+def _check_out(out: Path) -> None:
+    import shlex
+
+    from pvg.errors import UsageError, user_paths
+
+    with user_paths():
+        if out.is_dir():
+            raise UsageError(f"--out {out} is a folder.", "Give a file: --out FILE.jsonl")
+        if not out.parent.is_dir():
+            raise UsageError(f"The folder {out.parent} does not exist.", f"mkdir -p {shlex.quote(str(out.parent))}")
 
 
 def _write(finished: FinishedRound, file: Path, out: Path | None) -> dict[str, Any]:

@@ -54,11 +54,16 @@ class FinishedRound:
         """Rounds count from 0; -1 is the last. Raises UsageError for a round that is not finished."""
         state = run.load_state().state or {}
         rounds = state.get("rounds", ())
+        if not rounds:
+            raise UsageError(
+                f"No round of {run.name} is finished yet.",
+                f"Wait for the end of its first round. If it has stopped: pvg train --resume {run.argument}",
+            )
         number = len(rounds) + round_ if round_ < 0 else round_
         if not 0 <= number < len(rounds):
             raise UsageError(
                 f"Round {round_} of the run {run.name!r} is not finished.",
-                f"Finished rounds, counted from 0: {', '.join(map(str, range(len(rounds)))) or 'none'}.",
+                f"Finished rounds, counted from 0: {', '.join(map(str, range(len(rounds))))}.",
             )
         return cls(run, run.experiment(), number, tuple(state.get("weights", ())), dict(rounds[number]))
 

@@ -8,7 +8,6 @@ only if it is an earlier export and the caller allows it.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -26,12 +25,13 @@ from pvg.errors import ConfigurationError, UsageError, user_paths
 from pvg.export import pvg_verifier
 from pvg.export.card import example_prompts, model_card
 from pvg.export.finished import FinishedRound
+from pvg.export.target import MARK, check_target, put
 from pvg.inputs import expanded
 from pvg.models import open_model
 from pvg.models.heads import ImplicitHead, ScalarHead, VerifierModel, YesTokenHead
 from pvg.models.language_model import LanguageModel, without_progress_bars
 from pvg.models.logprobs import finish_logits
-from pvg.store.atomic import disk_full_explained, make_directory, remove_tree, temporary_beside
+from pvg.store.atomic import disk_full_explained, make_directory, temporary_beside
 from pvg.store.run_players import WARMED_PROVER, adapter_name
 from pvg.tasks import open_task
 from pvg.tasks.task import ConcealsText
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 Player = Literal["prover", "verifier"]
 FORMAT = 1
-MARK = "pvg.json"  # the facts of an export; shows that a directory is one
 LOADER = "pvg_verifier.py"
 REFERENCE = "reference"  # the implicit head's second model, in its own folder
 CPU = torch.device("cpu")
@@ -63,7 +62,7 @@ def export_player(
     and ConfigurationError for a verifier that has no Hugging Face form.
     """
     with user_paths():
-        _check_target(out, overwrite)
+        check_target(out, overwrite)
     with user_paths(), disk_full_explained(out):
         make_directory(out.absolute().parent)
         temporary = temporary_beside(out.absolute())
@@ -78,32 +77,11 @@ def export_player(
             (temporary / MARK).write_bytes(orjson.dumps(facts, option=orjson.OPT_INDENT_2))
             card = model_card(finished, facts, out.name, repository)
             (temporary / "README.md").write_text(card, encoding="utf-8")
-            _put(temporary, out.absolute())
+            put(temporary, out.absolute())
         finally:
             if temporary.exists():
                 shutil.rmtree(temporary)
     return facts
-
-
-def _check_target(out: Path, overwrite: bool) -> None:
-    if out.is_dir() and not any(out.iterdir()):
-        return
-    if not out.exists():
-        return
-    if not (out / MARK).is_file():
-        raise UsageError(f"{out} exists, and it is not an export of pvg.", "Choose another folder with --out.")
-    if not overwrite:
-        raise UsageError(f"{out} has an export already.", "Replace it with --overwrite, or choose another --out.")
-
-
-def _put(temporary: Path, out: Path) -> None:
-    if not out.exists():
-        os.rename(temporary, out)
-        return
-    old = temporary_beside(out)
-    os.rename(out, old)
-    os.rename(temporary, out)
-    remove_tree(old)
 
 
 def _common(finished: FinishedRound, player: Player, source: str) -> dict[str, Any]:

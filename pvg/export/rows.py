@@ -1,6 +1,7 @@
 """Scores the rows of a JSONL file with a run's verifier, in constant memory.
 
-Each line is an object with "question" and "solution". An "id" is copied to the result.
+Each line is an object with "question" and "solution". An "id" is copied to the result. Importing this module loads no
+torch, so that `pvg score` can check the file first.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from pvg.errors import ConfigurationError, UsageError, shortened, user_paths
 from pvg.export.finished import Platt
-from pvg.verifier.scorer import TextSolution, VerifierScorer
+
+if TYPE_CHECKING:
+    from pvg.verifier.scorer import VerifierScorer
 
 ROWS_AT_ONCE = 256  # scored together and then written
 
@@ -50,6 +53,15 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield number, _row(path, number, line)
+
+
+def check_rows(path: Path) -> None:
+    """Read the whole file. Raises UsageError as `read_rows` does, and for a file without rows."""
+    rows = 0
+    for _ in read_rows(path):
+        rows += 1
+    if not rows:
+        raise UsageError(f"{path} has no solutions.", 'Write {"question": "...", "solution": "..."}, one per line.')
 
 
 def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -97,6 +109,8 @@ async def _scored(
 
 
 async def _score(scorer: VerifierScorer, path: Path, number: int, row: dict[str, Any]) -> float:
+    from pvg.verifier.scorer import TextSolution
+
     try:
         (score,) = await scorer.score([TextSolution(f"of line {number}", row["question"], row["solution"])])
     except (UsageError, ConfigurationError) as error:

@@ -131,16 +131,17 @@ def line_chart(
     height: int = HEIGHT,
     keyed: bool = True,
     note: str = "",
+    whole: bool = True,
 ) -> Markup:
-    """Lines over a common x axis; empty if no line has a value. The axis of shares runs from 0 to 100 %. `keyed` adds
-    a legend."""
+    """Lines over a common x axis; empty if no line has a value. The axis of shares runs from 0 to 100 %; without
+    `whole` it ends above the largest value. `keyed` adds a legend."""
     lines = [line for line in lines if line.values]
     if not lines:
         return Markup()
     values = [value for line in lines for value in line.values]
     around = [end for line in lines for ends in (line.spread, line.whiskers) for _, *pair in ends for end in pair]
     within = [value for value in values if 0 <= value <= 1]
-    full = style == "share" and len(within) == len(values)
+    full = whole and style == "share" and len(within) == len(values)
     y = (
         share_axis()
         if full

@@ -128,6 +128,8 @@ def _round_charts(summary: RunSummary) -> Markup:
                 x,
                 "share",
                 unit="share of flaws accepted",
+                zero=True,
+                whole=False,  # after training, all of them are often below 5 %
             ),
             line_chart(
                 "Verifier AUC by round",

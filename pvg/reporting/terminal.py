@@ -406,8 +406,13 @@ def closing(summary: RunSummary, seconds: float, commands: Mapping[str, str]) ->
         parts += [Text(), Padding(rounds_table(summary.rounds), (0, 0, 0, 2))]
     if summary.alerts:
         parts += section(f"Alerts ({len(summary.alerts)})", alerts_list(summary))
-    done = "Played" if summary.status == "complete" else "Stopped; everything up to here is committed. Played"
-    parts += [Text(), Text(f"{done} for {duration(seconds)}. Next:", style=QUIET)]
+    if summary.status == "complete":
+        done = f"Played for {duration(seconds)}."
+    elif summary.steps:
+        done = f"Stopped; everything up to here is committed. Played for {duration(seconds)}."
+    else:
+        done = f"Stopped after {duration(seconds)}. Nothing was played yet."
+    parts += [Text(), Text(f"{done} Next:", style=QUIET)]
     width = max(len(command) for command in commands)
     parts += [
         Text.assemble("  ", (f"{command:<{width}}", "bold cyan"), (f"   {what}", QUIET), overflow="fold")
@@ -476,7 +481,7 @@ def plot(curves: Sequence[PlotCurve], breaks: Sequence[int], style: NumberStyle,
     lines = [Text.assemble(*(piece for curve in curves for piece in ((f"━ {curve.label}  ", curve.colour),)))]
     for row in range(ROWS):
         mark = marks[0] if row == 0 else marks[1] if row == ROWS - 1 else ""
-        line = Text(f"{mark:>{margin - 1}} ", style=QUIET, end="")
+        line = Text(f"{mark:>{margin - 1}} ", style=QUIET)
         for bits, colour in cells[row]:
             line.append(chr(0x2800 + bits) if bits else " ", style=colour or QUIET)
         lines.append(line)

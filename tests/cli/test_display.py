@@ -39,6 +39,19 @@ def drawn(state: RunBoard, width: int, *, roomy: bool = True) -> list[str]:
     return stream.getvalue().splitlines()
 
 
+def test_a_stop_names_the_commit_point_only_after_a_phase_has_begun() -> None:
+    stream = io.StringIO()
+    watcher = RunWatcher(board()[0], Console(file=stream, width=80))
+    watcher.stopping = True
+    for place in ("when the start is done", "at the next commit point"):
+        watcher.stop_requested()
+        assert f"Stopping {place}." in stream.getvalue()
+        with watcher._console.capture() as panel:
+            watcher._console.print(watcher.render())
+        assert f"stopping {place}" in panel.get()
+        watcher.phase_started(info("mint", 10))
+
+
 def test_rate_and_eta_count_only_what_this_process_did() -> None:
     state, clock = board()
     state.start_phase(info("train_prover", 60, done=20))

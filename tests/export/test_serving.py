@@ -22,6 +22,7 @@ from shipped_schemas import check_document
 
 from pvg.api import Run, play
 from pvg.export.reward_server import MOST_BYTES
+from pvg.store.run_directory import RunDirectory
 from pvg.verifier.scorer import VerifierScorer
 
 QUESTION = "7+5+8+3+6?"
@@ -167,6 +168,48 @@ def test_a_wrong_line_is_named(run: Run, line: str, words: str) -> None:
     assert words in called.err
     assert not Path("none.jsonl").exists()
     assert not [*Path().glob(".*none*")]
+
+
+# Says on stdout whether a command has loaded torch.
+WATCHED = """
+import sys
+from pvg_cli.main import app
+try:
+    app(prog_name="pvg")
+finally:
+    print("torch loaded:", "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("score mine nofile.jsonl", "There is no file 'nofile.jsonl'."),
+        ("score mine early.jsonl", "early.jsonl, line 2: this is not a JSON object."),
+        ("score mine empty.jsonl", "empty.jsonl has no solutions."),
+        ("score mine empty.jsonl --out runs", "--out runs is a folder."),
+        ("score mine empty.jsonl --out nowhere/scores.jsonl", "mkdir -p nowhere"),
+        ("export mine --player prover --out runs", "runs exists, and it is not an export of pvg."),
+        ("export mine --player verifier", "pvg export mine --player verifier --out mine-verifier"),
+    ],
+)
+def test_files_are_checked_before_torch_is_loaded(run: Run, words: str, says: str) -> None:
+    Path("early.jsonl").write_text('{"question": "7+5?", "solution": "A2"}\n[1]\n')
+    Path("empty.jsonl").write_text("\n")
+    command = [sys.executable, "-c", WATCHED, *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stdout == "torch loaded: False\n"
+    assert says in done.stderr
+
+
+def test_a_run_in_its_first_round_has_nothing_to_score_with(run: Run) -> None:
+    RunDirectory.create(Path("runs"), "young", run.directory.experiment())
+    for words in (("score", "young", "rows.jsonl"), ("export", "young", "--player", "prover", "--out", "young")):
+        called = pvg(*words)
+        assert called.code == 2
+        assert "No round of young is finished yet." in called.err
+        assert "pvg train --resume young" in called.err
 
 
 def test_an_evaluated_run_has_probabilities(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,13 @@ def test_bands_lie_beneath_all_lines_and_are_fainter_where_there_are_many(arms: 
     assert f'style="opacity:{opacity}"' in drawn
 
 
+def test_the_axis_of_small_shares_can_follow_them() -> None:
+    lines = [ChartLine("a", [[(0.0, 0.01), (1.0, 0.05)]], "ink")]
+    for whole, top in ((True, "100 %"), (False, "5 %")):
+        text = Page(line_chart("t", lines, XAxis(0, 1), "share", zero=True, whole=whole)).text
+        assert [label for label in ("5 %", "100 %") if f" {label}" in text] == [top], text
+
+
 def test_a_row_of_parts_fills_its_share_of_the_width() -> None:
     page = Page(stacked_row({"rollout": 1.0, "mystery": 2.0, "unaccounted": 1.0}, 8.0))
     widths = [float(str(a["width"])) for name, a in page.tags if name == "rect"]

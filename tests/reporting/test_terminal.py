@@ -76,6 +76,20 @@ def test_no_curve_loses_its_name(tmp_path: Path, width: int, colours: bool) -> N
     assert [name for name in names if f"━ {metric_display(name).label}" not in text] == []
 
 
+@pytest.mark.parametrize("width", [60, 80, 81, 100])
+@pytest.mark.parametrize("colours", [True, False])
+def test_every_plot_is_whole_at_every_width(tmp_path: Path, width: int, colours: bool) -> None:
+    """Also in the report, where the plots are indented."""
+    run = begin(tmp_path)
+    names = [name for group in CURVES for name, _ in group]
+    tell(run, *(step("train_prover", number, **dict.fromkeys(names, 0.5)) for number in (1, 2, 3)))
+    text = re.sub(r"\x1b\[[0-9;]*m", "", printed(report(read_run(run), []), width, colours))
+    drawn = text.partition("Learning, by prover step")[2].partition("Metrics, step by step")[0]
+    plots = 2 if colours else 4
+    assert drawn.count("100 %") == drawn.count("0.0 %") == plots
+    assert len(re.findall("─+", drawn)) == plots
+
+
 def test_a_run_that_has_not_begun_has_a_report(tmp_path: Path) -> None:
     text = printed(report(read_run(begin(tmp_path)), []))
     assert "empty" in text
@@ -105,7 +119,13 @@ def test_the_rounds_table_fits_80_columns_unshortened() -> None:
 def test_the_closing_tells_the_exact_commands(tmp_path: Path) -> None:
     text = printed(closing(read_run(played(tmp_path)), 75.0, {"pvg report first": "what happened"}))
     assert "pvg report first   what happened" in text
-    assert "1 min 15 s" in text
+    assert "Played for 1 min 15 s. Next:" in text
+
+
+def test_the_closing_of_a_run_without_steps_says_that_nothing_was_played(tmp_path: Path) -> None:
+    text = printed(closing(read_run(begin(tmp_path)), 30.0, {"pvg report first": "what happened"}))
+    assert "Stopped after 30 s. Nothing was played yet. Next:" in text
+    assert "committed" not in text
 
 
 @given(st.lists(st.floats(0.001, 100.0), min_size=1, max_size=9), st.integers(20, 120))

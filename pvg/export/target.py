@@ -1,0 +1,37 @@
+"""The folder of an export: whether pvg may write it, and how it gets its name.
+
+Importing this module loads no torch, so that `pvg export` can check the folder first.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pvg.errors import UsageError
+from pvg.store.atomic import remove_tree, temporary_beside
+
+MARK = "pvg.json"  # the facts of an export; shows that a directory is one
+
+
+def check_target(out: Path, overwrite: bool) -> None:
+    """Raises UsageError if `out` has something, unless it is an earlier export and `overwrite` is True."""
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if not out.exists():
+        return
+    if not (out / MARK).is_file():
+        raise UsageError(f"{out} exists, and it is not an export of pvg.", "Choose another folder with --out.")
+    if not overwrite:
+        raise UsageError(f"{out} has an export already.", "Replace it with --overwrite, or choose another --out.")
+
+
+def put(temporary: Path, out: Path) -> None:
+    """Give the complete folder `temporary` the name `out`. An earlier export there is removed."""
+    if not out.exists():
+        os.rename(temporary, out)
+        return
+    old = temporary_beside(out)
+    os.rename(out, old)
+    os.rename(temporary, out)
+    remove_tree(old)
