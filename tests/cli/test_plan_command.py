@@ -163,5 +163,5 @@ def test_it_says_that_a_warm_start_comes_first_and_how_long(served: str) -> None
         "notes"
     ]
     assert "the warm start comes before the first step" in note
-    assert "50 steps of 32 solutions, about 16.0 s" in note
+    assert "50 steps of 32 solutions, about 16 s" in note
     assert pvg("plan", served, "--json").document["notes"] == []

