@@ -59,7 +59,7 @@ check: $(STAMP)  ## lint, type check and the fast tests in parallel (less than a
 fast-tests: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist worksteal -m "not slow and not drill"
 
-test: $(STAMP) lint types  ## lint, type check and all tests but the drills (17 minutes on 2 busy cores)
+test: $(STAMP) lint types  ## lint, type check and all tests but the drills (12 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m "not drill"
 
 drills: $(STAMP)  ## the tests that kill processes, or play whole games again and again
