@@ -112,11 +112,11 @@ def test_a_fifo_is_refused_and_not_waited_for(write, tmp_path, name):
 
 
 def test_missing_data_says_how_to_set_the_path(tmp_path):
-    with pytest.raises(MissingRequirementError, match=r"task\.path is not set.*--set task\.path="):
+    with pytest.raises(MissingRequirementError, match=r"task\.path is not set.*-s task\.path="):
         open_task(Gsm8kTask())
     (tmp_path / "train.jsonl").write_text(line(*ROWS[0]))
     with pytest.raises(
-        MissingRequirementError, match=r"no file .*test\.jsonl or test\.parquet\. Set it with --set task\.path="
+        MissingRequirementError, match=r"no file .*test\.jsonl or test\.parquet\. Set it with -s task\.path="
     ):
         open_task(Gsm8kTask(path=tmp_path))
 
