@@ -38,7 +38,7 @@ from pvg.config.task import (
 from pvg.errors import UsageError
 from pvg.installation import install_extra
 
-# The embedded models know the characters of their own task. Beginning of the name -> tasks that need other characters,
+# An embedded model knows only the characters of its task. Beginning of the name -> tasks that need other characters,
 # with their default settings.
 UNSPOKEN = {
     "modchain-": frozenset({"gsm8k", "reasoning_gym", "code", "diplomacy_mini", "diplomacy_plan", "diplomacy_outcome"}),
@@ -193,7 +193,7 @@ def _words_hint(sections: AllSections) -> str:
     if not sections.models.prover.source.startswith("embedded:"):
         return ""
     return (
-        ", and the embedded models know the characters of their own task only (for problems in words also add "
+        ", and an embedded model knows only the characters of its task (for problems in words also add "
         "-s models.prover.source=hf:OWNER/NAME -s models.verifier.source=hf:OWNER/NAME -s prompts=chat)"
     )
 

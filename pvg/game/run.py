@@ -130,7 +130,7 @@ async def play(
 
 
 def _tell_about_tests(session: Session) -> None:
-    """Once per call of `play`, whose warm start has a session of its own."""
+    """Called once per `play`. A warm start uses a separate session."""
     for notice in about_test_problems(session.experiment, session.task, session.test_problems()):
         session.observer.noticed(notice)
 

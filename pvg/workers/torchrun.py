@@ -64,7 +64,7 @@ class Launch:
 def launched(environment: Mapping[str, str]) -> Launch | None:
     """This process as one of several that torchrun has started; None for any other process. Children of such a process
     inherit its variables, so they are processes of torchrun too. Raises UsageError if the processes have no common
-    store, or if a variable is missing."""
+    store, or if a variable is missing or wrong."""
     if "TORCHELASTIC_RUN_ID" not in environment:
         return None
     try:
@@ -79,6 +79,11 @@ def launched(environment: Mapping[str, str]) -> Launch | None:
     except KeyError as error:
         raise UsageError(
             f"TORCHELASTIC_RUN_ID says that torchrun has started pvg, but its variable {error.args[0]} is not set.",
+            f"To play alone, {ALONE}",
+        ) from None
+    except ValueError as error:
+        raise UsageError(
+            f"TORCHELASTIC_RUN_ID says that torchrun has started pvg, but one of its variables is no number: {error}.",
             f"To play alone, {ALONE}",
         ) from None
     if launch.processes == 1:

@@ -326,7 +326,7 @@ def test_hostile_text_stays_text_in_a_browser(tmp_path: Path) -> None:
 @needs_browser
 def test_a_block_that_failed_is_read_again(tmp_path: Path) -> None:
     run = begin(tmp_path)
-    # The second block has a solution of a problem in the first block, and a problem of its own.
+    # The second block has a solution of a problem from the first block, and a new problem.
     named = [("old", "p"), ("other", "q"), *[(f"{n}", "p") for n in range(4)]]
     written = [
         rollout(

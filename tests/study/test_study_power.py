@@ -97,7 +97,7 @@ def test_nothing_is_detectable_without_enough_seeds_or_a_spread() -> None:
 
 
 def made_values(draw: random.Random, seeds: list[float]) -> dict[int, MeasuredValue]:
-    """An arm without an effect of its own: the seed's share, and noise."""
+    """An arm without an effect: only the seed's share, and noise."""
     return {seed: MeasuredValue(share + draw.gauss(0, 1)) for seed, share in enumerate(seeds)}
 
 

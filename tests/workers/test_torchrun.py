@@ -374,6 +374,11 @@ def test_only_several_processes_of_torchrun_are_a_launch() -> None:
     assert "env -u TORCHELASTIC_RUN_ID" in raised.value.remedy
 
 
+def test_a_variable_of_torchrun_that_is_no_number_is_one_line() -> None:
+    with pytest.raises(UsageError, match="one of its variables is no number"):
+        launched({**ENVIRONMENT, "RANK": ""})
+
+
 @pytest.mark.parametrize(
     ("cluster", "message"),
     [
