@@ -55,6 +55,7 @@ class Server:
     loading: bool = False  # weights were sent, and it has not answered yet
     settled: bool = False  # its weights are certainly those of its label
     leaving: bool = False  # it is being removed
+    heard_at: float = 0.0  # when its last answer to a request came, by `time.monotonic`
     attempts: set[asyncio.Task[Any]] = field(default_factory=set)
     probe_now: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -75,7 +76,8 @@ class Server:
                 task.exception()  # marks it as retrieved, even if our caller was cancelled at the same moment
         if task.cancelled():
             raise ConnectionBroken(self.url, f"the server was given up: {self.fault}")
-        self.faults_in_a_row = 0 if task.exception() is None else self.faults_in_a_row
+        if task.exception() is None:
+            self.faults_in_a_row, self.heard_at = 0, time.monotonic()
         return task.result()
 
 
@@ -291,10 +293,11 @@ class Fleet:
             info = await server.control.info()
             self._check(info)
         except ReplyTimeout:
-            # An engine that loads weights does not answer, and the update has its own timeout. And if more time has
-            # passed than the probe's timeout, our own event loop stalled.
+            # An engine that loads weights does not answer, and the update has its own timeout. A server that answered
+            # requests meanwhile is slow, but alive. And if more time has passed than the probe's timeout, our own event
+            # loop stalled.
             loop_stalled = time.monotonic() - asked > self._section.probe_timeout_s + STALL_S
-            if server.loading or loop_stalled:
+            if server.loading or server.heard_at > asked or loop_stalled:
                 return
             raise
         except PvgError as error:  # another program or key is there now: unusable, but other servers may be fine

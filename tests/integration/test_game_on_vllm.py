@@ -62,7 +62,7 @@ def test_a_round_with_weights_updated_at_every_step(folder: Path, server: Served
 
 def test_two_servers_of_which_one_is_killed_in_mid_round(folder: Path, server: Served) -> None:
     with serving(folder, *SERVER) as other:
-        game = train(folder, "halved", VLLM, f"serving.servers={server.url},{other.url}", "serving.probe_timeout_s=5")
+        game = train(folder, "halved", VLLM, f"serving.servers={server.url},{other.url}")
         wait_for_step(folder, "halved", game, 1)
         other.kill()
         out, err = game.communicate(timeout=900)

@@ -4,6 +4,7 @@ are known, or reported as failed. Real sockets, real processes; the servers are 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
 from collections import Counter
 from pathlib import Path
@@ -141,6 +142,22 @@ def test_a_proxy_that_accepts_and_never_answers_is_a_server_that_hangs(tmp_path:
         await until(lambda: len(d.up()) == 2)
 
     run(use, tmp_path, probe_timeout_s=1.0)
+
+
+def test_a_server_that_answers_requests_but_no_probe_is_slow_and_stays(tmp_path: Path) -> None:
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        d.proxies[0].only = "/pvg/info"
+        d.proxies[0].plan(Fault("hang"), Fault("hang"))
+        d.proxies[0].reset_all()
+        probes = d.servers[0].calls["/pvg/info"]
+        for number in itertools.count(0, 4):
+            await d.ask_all([request(number + i) for i in range(4)])
+            if d.servers[0].calls["/pvg/info"] > probes:  # the third probe, after two without an answer
+                break
+        assert d.events.named("server.away") == []
+
+    run(use, tmp_path, probe_timeout_s=0.5)
 
 
 def test_a_stopped_process_is_given_up_and_used_again_when_it_goes_on(tmp_path: Path) -> None:
