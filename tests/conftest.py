@@ -6,6 +6,7 @@ file. A line names a test function and its seconds, or a whole file that was not
 
 from __future__ import annotations
 
+import gc
 import re
 import resource
 import signal
@@ -50,6 +51,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--write-slow-tests"):
         config.pluginmanager.register(TestTimes(), "test-times")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Imports torch and all tests without looking for garbage, and then never looks at what they made again. Each test
+    process saves a third of its CPU time until its first test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -102,18 +102,21 @@ class CalmCollector:
     Otherwise the collector scans a million objects of torch and transformers again and again, and all rollouts that
     wait for their completions as well. Each scan stops the event loop for 0.1 s and more. With 32,000 rollouts in
     flight, full collections took a quarter of the driver's time. A run calls `gc.collect` where a phase ends.
-    `close` restores the collector.
+    `close` restores the collector. Objects that the program had frozen before stay frozen, and the others with them,
+    because the collector cannot tell them apart.
     """
 
     def __init__(self) -> None:
         self._thresholds = gc.get_threshold()
+        self._frozen_before = gc.get_freeze_count() > 0
         gc.collect()
         gc.freeze()
         gc.set_threshold(*COLLECTOR)
 
     def close(self) -> None:
         gc.set_threshold(*self._thresholds)
-        gc.unfreeze()
+        if not self._frozen_before:
+            gc.unfreeze()
 
 
 def usable_cores() -> int:

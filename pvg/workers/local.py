@@ -290,6 +290,8 @@ def _die_with_parent() -> None:
 
 
 def main() -> None:
+    gc.disable()  # otherwise it scans the objects of torch again and again while they are made
     import pvg.workers.process  # noqa: F401 - now, so that every fork has it
 
+    gc.enable()
     nurse(socket.socket(fileno=int(sys.argv[2])))

@@ -42,5 +42,5 @@ def pvg(*arguments: str) -> Called:
 
 
 def pvg_process(*arguments: str, **options: Any) -> Called:
-    done = subprocess.run([*ENTRY, *arguments], capture_output=True, text=True, check=False, timeout=120, **options)
+    done = subprocess.run([*ENTRY, *arguments], capture_output=True, text=True, check=False, timeout=600, **options)
     return Called(arguments, done.returncode, done.stdout, done.stderr)

@@ -4,7 +4,7 @@ import asyncio
 import gc
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -206,6 +206,16 @@ def test_uvloop_is_used_where_it_is_asked_for() -> None:
     assert notice is None
 
 
+@pytest.fixture
+def collector_of_python() -> Iterator[None]:
+    """Python's own thresholds; `pvg_cli` sets others."""
+    before = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    yield
+    gc.set_threshold(*before)
+
+
+@pytest.mark.usefixtures("collector_of_python")
 def test_rollouts_in_flight_cause_no_full_garbage_collection() -> None:
     """The objects of 20,000 waiting rollouts: Python's own thresholds give several full collections."""
 
@@ -223,3 +233,10 @@ def test_rollouts_in_flight_cause_no_full_garbage_collection() -> None:
     finally:
         collector.close()
     assert full_collections() > 0
+
+
+def test_what_the_program_froze_before_stays_frozen() -> None:
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    CalmCollector().close()
+    assert gc.get_freeze_count() >= frozen
