@@ -304,7 +304,7 @@ def _print_result(outcome: GameOutcome, plan: RunPlan, as_json: bool) -> None:
                 "run": summary.name,
                 "path": str(summary.path),
                 "experiment": summary.experiment,
-                "seconds": outcome.seconds,
+                "seconds": summary.seconds,
                 "rounds": summary.plain()["rounds"],
                 "alerts": summary.plain()["alerts"],
                 "resume": resume if stopped else None,
@@ -314,7 +314,7 @@ def _print_result(outcome: GameOutcome, plan: RunPlan, as_json: bool) -> None:
         commands = {resume: "resume the run"} if stopped else {}
         commands[report_command(plan.run)] = "rounds, phases, metrics, example solutions"
         commands[f"{report_command(plan.run)} --json"] = "the same as JSON"
-        stdout().print(closing(summary, outcome.seconds, commands))
+        stdout().print(closing(summary, commands))
     if stopped:
         raise typer.Exit(EXIT_STOPPED)
 
