@@ -162,6 +162,16 @@ class WorkerLostError(PvgError):
     exit_code = EXIT_ENVIRONMENT
 
 
+class StoppedAtStart(KeyboardInterrupt):
+    """The user stopped a command while it started, so it has done nothing yet. `message`: what became of the run;
+    `remedy`: how to go on."""
+
+    def __init__(self, message: str = "Stopped before the work started.", remedy: str = "") -> None:
+        self.message = message
+        self.remedy = remedy
+        super().__init__(message)
+
+
 class RolloutFailedError(PvgError):
     """No server delivered a rollout within its deadline or retries. The message names the rollout and the last
     failure."""

@@ -30,6 +30,7 @@ from pvg.errors import (
     EXIT_USAGE,
     MissingRequirementError,
     PvgError,
+    StoppedAtStart,
     one_line,
     path_error,
     visible,
@@ -47,7 +48,6 @@ MACHINE_ERRORS: dict[int, str] = {
     **dict.fromkeys(DISK_FULL, "Free some space on that disk, and try again."),
 }
 PRINTING = frozenset({"pvg_cli", "rich", "typer", "click"})  # packages that write to stdout and stderr
-STOPPED = "Stopped before the work started."
 MOST_NAMED = 5  # runs in the error of a command that lacks one
 SCHEMA_VERSION = 1  # of a document that names no other version
 EXIT_STOPPED = 130  # the code that shells report for a program ended by SIGINT
@@ -160,6 +160,14 @@ def _was_printing(trace: TracebackType | None) -> bool:
     return bool(frames) and frames[-1].f_globals.get("__name__", "").partition(".")[0] in PRINTING
 
 
+def _end_at_once() -> None:
+    """End the process without Python's own end, which waits for other threads (perhaps for the load of a model) and
+    takes a second to unload torch."""
+    with contextlib.suppress(OSError, ValueError):  # nobody reads the output
+        sys.stdout.flush()
+    os._exit(EXIT_STOPPED)
+
+
 def _silence_stdout() -> None:
     """Drop what is left in the buffer of stdout. Otherwise Python writes it again at exit and prints its own error."""
     with contextlib.suppress(OSError, ValueError):
@@ -223,8 +231,9 @@ class ErrorHandler:
         if isinstance(error, PvgError):
             self._mistake(error)
         elif isinstance(error, KeyboardInterrupt):
-            say(STOPPED)
-            self._document("Stopped", STOPPED, "", EXIT_STOPPED)
+            self._stopped(error if isinstance(error, StoppedAtStart) else StoppedAtStart())
+            if isinstance(error, StoppedAtStart):
+                _end_at_once()
             raise typer.Exit(EXIT_STOPPED)
         elif isinstance(error, OSError) and error.errno in DISK_FULL and not error.filename and _was_printing(trace):
             self._no_room(error)
@@ -243,6 +252,12 @@ class ErrorHandler:
             say(error.remedy)
         self._document(type(error).__name__, error.message, error.remedy, error.exit_code)
         raise typer.Exit(error.exit_code) from error
+
+    def _stopped(self, stop: StoppedAtStart) -> None:
+        say(stop.message)
+        if stop.remedy:
+            say(stop.remedy)
+        self._document("Stopped", stop.message, stop.remedy, EXIT_STOPPED)
 
     def _no_room(self, error: OSError) -> None:
         """The target of stdout is full. A JSON document would not fit either."""
@@ -300,9 +315,10 @@ class UsageDocument:
     ) -> None:
         _end_if_unread(error, trace)
         if isinstance(error, KeyboardInterrupt):
-            say(STOPPED)
+            stop = StoppedAtStart()
+            say(stop.message)
             if self.as_json:
-                emit_error("Stopped", STOPPED, "", EXIT_STOPPED)
+                emit_error("Stopped", stop.message, stop.remedy, EXIT_STOPPED)
             raise typer.Exit(EXIT_STOPPED)
         if isinstance(error, CommandLineError) and hasattr(error, "message"):
             error.message = one_line(_known_runs(error) or error.message.removeprefix("Value error, "))

@@ -1,7 +1,7 @@
 """Runs the work of a command under its display, and handles Ctrl-C.
 
-The first SIGINT or SIGTERM asks the run to stop at its next commit point. The second ends the process at once. Nothing
-that was committed is lost, because a run survives SIGKILL at any instant.
+The first SIGINT or SIGTERM asks the run to stop at its next commit point, or at once if no phase has begun. The second
+ends the process at once. Nothing that was committed is lost, because a run survives SIGKILL at any instant.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from contextlib import ExitStack
 from types import FrameType
 from typing import Any, Literal, TypeVar
 
+from pvg.errors import StoppedAtStart
 from pvg.telemetry.waits import runner
 from pvg_cli.boundary import EXIT_STOPPED
 from pvg_cli.run_display import RunWatcher
 
 Result = TypeVar("Result")
 SHOW_CURSOR = b"\x1b[?25h\n"
+STOPPING = b"Stopping. Ctrl-C again quits at once.\n"
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -33,7 +35,8 @@ def drive(
 ) -> Result:
     """Run `work(observer, stop)` to its end under the watcher.
 
-    If a second Ctrl-C ends the process, it writes `killed_document` to stdout: with --json, the one document.
+    If a second Ctrl-C ends the process, it writes `killed_document` to stdout: with --json, the one document. Raises
+    StoppedAtStart if the first comes before a phase has begun.
     """
     with ExitStack() as stack:
         stack.enter_context(watcher)
@@ -47,6 +50,9 @@ def drive(
 
 class StopSwitch:
     """Turns SIGINT and SIGTERM into an asyncio event while entered. Only for the main thread.
+
+    Before a phase has begun, the main thread imports torch or waits for models and servers, and would not see the event
+    for a long time. So the handler raises StoppedAtStart there, which releases what the start has opened.
 
     A signal handler runs between any two instructions of the main thread, perhaps while the display holds its lock.
     So the handler draws nothing; the event loop does.
@@ -82,6 +88,10 @@ class StopSwitch:
         if self.requested:
             self._quit()
         self.requested = self._watcher.stopping = True
+        if self._watcher.starting:
+            if not self._watcher.live:  # a panel draws it
+                os.write(2, STOPPING)
+            raise StoppedAtStart
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._request)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pvg.errors import StoppedAtStart
 from pvg_cli.boundary import (
     EXIT_STOPPED,
     DebugOption,
@@ -133,9 +134,13 @@ def _measure(experiment: Experiment, run: RunDirectory, request: EvaluationReque
 
     board = RunBoard(experiment.name, run.name, experiment.game.rounds, phases=())
     watcher = RunWatcher(board, stderr())
-    with run.lock(waiting=say):
-        killed = killed_document(run.name, "The same command resumes the evaluation.", as_json)
-        return drive(work, watcher, killed, experiment.telemetry.event_loop)
+    again = "The same command resumes the evaluation."
+    try:
+        with run.lock(waiting=say):
+            killed = killed_document(run.name, again, as_json)
+            return drive(work, watcher, killed, experiment.telemetry.event_loop)
+    except StoppedAtStart:
+        raise StoppedAtStart("Stopped before the evaluation went on.", again) from None
 
 
 def _print_result(outcome: EvaluationOutcome, run: RunDirectory, again: str, as_json: bool) -> None:

@@ -108,6 +108,7 @@ def _refuse_study(target: str, runs: Path) -> None:
 def _show_run(run: RunDirectory, examples: int, page: Path | None, as_json: bool) -> None:
     from pvg.reporting import terminal
     from pvg.reporting.evaluation import evaluation_tables
+    from pvg.reporting.follow import is_running
     from pvg.reporting.run_summary import read_run
     from pvg.reporting.solutions import choose_examples
     from pvg_cli.output import stdout
@@ -115,7 +116,8 @@ def _show_run(run: RunDirectory, examples: int, page: Path | None, as_json: bool
     summary = read_run(run)
     chosen = choose_examples(run, examples) if examples else []
     found = _evaluation(run)
-    rollouts = None if page is None else _write_pages(run, summary, examples, page)
+    running = is_running(run)
+    rollouts = None if page is None else _write_pages(run, summary, examples, page, running=running)
     if as_json:
         extra = {
             "examples": [example.plain() for example in chosen],
@@ -124,7 +126,7 @@ def _show_run(run: RunDirectory, examples: int, page: Path | None, as_json: bool
         }
         emit({**summary.plain(), "evaluation": None if found is None else found.plain(), **extra})
     else:
-        stdout().print(terminal.report(summary, chosen))
+        stdout().print(terminal.report(summary, chosen, running=running))
         if found is not None:
             stdout().print("\n", evaluation_tables(found), sep="")
         _print_page(page)
@@ -132,7 +134,7 @@ def _show_run(run: RunDirectory, examples: int, page: Path | None, as_json: bool
             say(f"All solutions: {rollouts}")
 
 
-def _write_pages(run: RunDirectory, summary: RunSummary, examples: int, page: Path) -> Path | None:
+def _write_pages(run: RunDirectory, summary: RunSummary, examples: int, page: Path, *, running: bool) -> Path | None:
     """Write the page of a run, and the page with all its solutions beside it. Returns the second one; None if the run
     has no solutions yet, or if the page goes to a device such as /dev/stdout."""
     from pvg.reporting.run_page import collect, run_page
@@ -140,7 +142,7 @@ def _write_pages(run: RunDirectory, summary: RunSummary, examples: int, page: Pa
 
     device = page.exists() and not page.is_file() and not page.is_dir()
     rollouts, text = (None, None) if device else _rollouts_page(run, summary, page)
-    data = replace(collect(run, summary, examples), rollouts=rollouts.name if rollouts else "")
+    data = replace(collect(run, summary, examples), rollouts=rollouts.name if rollouts else "", running=running)
     write_page(page, run_page(data))
     if rollouts is not None and text is not None:
         write_page(rollouts, text)

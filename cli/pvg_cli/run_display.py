@@ -241,8 +241,10 @@ def draw(board: RunBoard, width: int, *, roomy: bool = True, stopping: bool = Fa
         if spaced and roomy:
             spaced.append(Text())
         spaced.append(part)
-    where = "when the start is done" if board.info is None else "at the next commit point"
-    hint = f"stopping {where}" if stopping else "Ctrl-C stops at a commit point"
+    if board.info is None:
+        hint = "stopping; Ctrl-C again quits at once" if stopping else "Ctrl-C stops"
+    else:
+        hint = "stopping at the next commit point" if stopping else "Ctrl-C stops at a commit point"
     title = Text.assemble(("pvg ", "bold"), (board.run, "bold cyan"))
     return framed(spaced, width, title, hint, stopping=stopping, roomy=roomy)
 
@@ -358,6 +360,16 @@ class RunWatcher:
             else PlainLines(console, lambda: f"{duration(board.elapsed):>11}", board.clock, SECONDS_BETWEEN_LINES)
         )
 
+    @property
+    def starting(self) -> bool:
+        """Whether no phase has begun."""
+        return self.board.info is None
+
+    @property
+    def live(self) -> bool:
+        """Whether a panel shows the run. Otherwise lines do."""
+        return isinstance(self._screen, LivePanel)
+
     def __enter__(self) -> RunWatcher:
         self._screen.__enter__()
         return self
@@ -397,9 +409,8 @@ class RunWatcher:
         self._screen.note(message)
 
     def stop_requested(self) -> None:
-        """The user pressed Ctrl-C once."""
-        where = "when the start is done" if self.board.info is None else "at the next commit point"
-        self.noticed(f"Stopping {where}. Ctrl-C again quits at once.")
+        """The user pressed Ctrl-C once, after a phase has begun."""
+        self.noticed("Stopping at the next commit point. Ctrl-C again quits at once.")
 
     def render(self) -> RenderableType:
         with self._lock:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
+from pvg.errors import StoppedAtStart
 from pvg_cli import completion
 from pvg_cli.boundary import (
     EXIT_STOPPED,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from pvg.config.experiment import Experiment
     from pvg.game.demonstrations import Demonstrations
     from pvg.game.run import GameOutcome
+    from pvg.store.run_directory import RunDirectory
     from pvg.workers.torchrun import Meeting
     from pvg_cli.run_display import RunWatcher
     from pvg_cli.runs import RunPlan
@@ -254,9 +256,20 @@ def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None) -> GameOutcome:
     if plan.resume:
         board.recall(read_run(run))
     watcher = RunWatcher(board, stderr())
-    with stack, run.lock(discard=lambda: not plan.resume and not run.has_state, waiting=say):
-        killed = killed_document(run.name, f"To resume it: {resume_command(run)}", as_json)
-        return drive(work, watcher, killed, experiment.telemetry.event_loop)
+    resuming = f"To resume it: {resume_command(run)}"
+    try:
+        with stack, run.lock(discard=lambda: not plan.resume and not run.has_state, waiting=say):
+            killed = killed_document(run.name, resuming, as_json)
+            return drive(work, watcher, killed, experiment.telemetry.event_loop)
+    except StoppedAtStart:
+        raise _nothing_played(run, resuming) from None
+
+
+def _nothing_played(run: RunDirectory, remedy: str) -> StoppedAtStart:
+    """What a stop during the start says. `remedy`: for a run that was kept."""
+    if run.path.exists():
+        return StoppedAtStart(f"Stopped before {run.name!r} went on.", remedy)
+    return StoppedAtStart(f"Stopped before {run.name!r} began. It was empty, so pvg removed its folder.")
 
 
 def _stop(observer: RunWatcher, stop: asyncio.Event) -> None:
@@ -291,7 +304,7 @@ def _print_result(outcome: GameOutcome, plan: RunPlan, as_json: bool) -> None:
                 "run": summary.name,
                 "path": str(summary.path),
                 "experiment": summary.experiment,
-                "seconds": outcome.seconds,
+                "seconds": summary.seconds,
                 "rounds": summary.plain()["rounds"],
                 "alerts": summary.plain()["alerts"],
                 "resume": resume if stopped else None,
@@ -301,7 +314,7 @@ def _print_result(outcome: GameOutcome, plan: RunPlan, as_json: bool) -> None:
         commands = {resume: "resume the run"} if stopped else {}
         commands[report_command(plan.run)] = "rounds, phases, metrics, example solutions"
         commands[f"{report_command(plan.run)} --json"] = "the same as JSON"
-        stdout().print(closing(summary, outcome.seconds, commands))
+        stdout().print(closing(summary, commands))
     if stopped:
         raise typer.Exit(EXIT_STOPPED)
 
@@ -359,13 +372,13 @@ def rollout(
         return await sample_only(resolved, run, observer=observer, stop=stop, problems=problems, role=role, split=split)
 
     board = RunBoard(resolved.name, run.name, rounds=1, phases=("init",))
-    with run.lock(discard=lambda: not run.has_state, waiting=say):
-        outcome = drive(
-            work,
-            RunWatcher(board, stderr()),
-            killed_document(run.name, "Call pvg rollout again.", as_json),
-            resolved.telemetry.event_loop,
-        )
+    again = "Call pvg rollout again."
+    try:
+        with run.lock(discard=lambda: not run.has_state, waiting=say):
+            killed = killed_document(run.name, again, as_json)
+            outcome = drive(work, RunWatcher(board, stderr()), killed, resolved.telemetry.event_loop)
+    except StoppedAtStart:
+        raise _nothing_played(run, again) from None
     _print_samples(outcome, as_json)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pvg.config.hub_ids import is_hub_id, parse
+from pvg.errors import one_line
 from pvg.evaluation.intervals import CONFIDENCE, Estimate, share_of
 from pvg.evaluation.opened_run import OpenedRun
 from pvg.export.finished import FinishedRound
@@ -19,9 +20,13 @@ if TYPE_CHECKING:
 
     from pvg.models.tokenizer import Tokenizer
 
-# The settings that a reader needs to judge the model; all others are in the run's experiment.toml.
+# The settings that a reader needs to judge the model, with all keys of a table. All others are in experiment.toml.
 SETTINGS = (
-    "task.kind",
+    "task",
+    "models.prover.source",
+    "models.verifier.source",
+    "game.reward",
+    "game.protocol",
     "game.rounds",
     "game.mint_problems",
     "training.steps",
@@ -34,6 +39,7 @@ SETTINGS = (
     "rollout.temperature",
     "seed",
 )
+VERIFIER_SETTINGS = ("models.verifier.source", "game.reward", "verifier.")  # self-play has no verifier
 LABELS = {
     "helpful_accuracy": "Correct solutions of the helpful prover",
     "sneaky_error_rate": "Wrong solutions of the sneaky prover",
@@ -225,15 +231,25 @@ def _measurements(finished: FinishedRound) -> str:
 
 
 def _settings(finished: FinishedRound) -> str:
-    plain = finished.experiment.model_dump(mode="json")
+    experiment = finished.experiment
+    plain = experiment.model_dump(mode="json")
     rows = ["| Setting | Value |", "|---|---|"]
     for key in SETTINGS:
+        if experiment.task.kind == "play" and key.startswith(VERIFIER_SETTINGS):
+            continue
         value: Any = plain
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
-        if value is not None:
-            rows.append(f"| `{key}` | `{value}` |")
+        found = {f"{key}.{name}": entry for name, entry in value.items()} if isinstance(value, dict) else {key: value}
+        rows += [f"| `{name}` | {_cell(entry)} |" for name, entry in found.items() if entry is not None]
     return "\n".join(rows)
+
+
+def _cell(value: Any) -> str:
+    """A value as code in a cell of a table."""
+    text = one_line(str(value)).replace("|", "\\|")
+    quotes = "``" if "`" in text else "`"
+    return f"{quotes}{text}{quotes}"
 
 
 def _licence(base: str) -> str:

@@ -191,6 +191,11 @@ class FollowedRun:
         return _situation(self.run, self.state, self._newest)
 
 
+def is_running(run: RunDirectory) -> bool:
+    """Whether a process plays `run` now."""
+    return situation(run, committed_state(run, [])).state == "running"
+
+
 def situation(run: RunDirectory, state: Mapping[str, Any]) -> RunSituation:
     """How a run with the committed `state` (empty: none) is doing. Of its journal, reads the last block."""
     return _situation(run, state, _newest_kind(run.metrics))

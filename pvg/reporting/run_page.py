@@ -70,7 +70,7 @@ TILES = (
 class RunData:
     """All data of the page of one run. `problems` are sentences about files that could not be read. `drawing`: the
     section of a task whose problems are drawn. `rollouts`: the address of the page with all solutions; empty: there is
-    none."""
+    none. `running`: a process plays the run now."""
 
     summary: RunSummary
     experiment: Experiment
@@ -83,6 +83,7 @@ class RunData:
     drawing: PageSection | None = None
     playing: bool = False
     rollouts: str = ""
+    running: bool = False
 
 
 def collect(
@@ -141,6 +142,8 @@ def run_header(data: RunData, state: str = "", kind: str = "") -> list[object]:
     """Title, facts, notes and key figures. `state`: the word after the title, and `kind` its colour; default: the
     status of the summary."""
     summary = data.summary
+    if data.running:
+        state, kind = state or "running", kind or "good"
     return [
         elements.title(
             summary.name,
@@ -171,7 +174,7 @@ def run_sections(data: RunData) -> dict[str, Callable[[], PageSection]]:
         "throughput": lambda: throughput_section(summary),
         "machine": lambda: machine_section(summary),
         "settings": lambda: settings_section(data.experiment),
-        "onwards": lambda: _onwards(summary),
+        "onwards": lambda: _onwards(summary, running=data.running or data.playing),
     }
 
 
@@ -247,11 +250,12 @@ def _alerts(summary: RunSummary) -> PageSection:
     return PageSection("alerts", "Alerts", [markup.alerts(found)], lead)
 
 
-def _onwards(summary: RunSummary) -> PageSection:
+def _onwards(summary: RunSummary, *, running: bool) -> PageSection:
     """Commands to type next, and the files of the run."""
     name = RunDirectory(summary.path).argument
+    resumable = summary.status in ("unfinished", "empty") and not running
     commands = [
-        *([(f"pvg train --resume {name}", "continue the run")] if summary.status in ("unfinished", "empty") else []),
+        *([(f"pvg train --resume {name}", "continue the run")] if resumable else []),
         *([(f"pvg evaluate {name}", "measure attackers, detection, best-of-n, and more")] if summary.rounds else []),
         *([(f"pvg export {name} --player prover --out DIR", "write a Hugging Face folder")] if summary.rounds else []),
         (f"pvg watch {name}", "follow the run and browse its solutions, live"),

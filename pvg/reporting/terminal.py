@@ -189,9 +189,9 @@ def _whole_cells(values: Sequence[float], width: int) -> list[int]:
 # --- the report of a run ---------------------------------------------------------------------------------------------
 
 
-def report(summary: RunSummary, examples: Sequence[Example]) -> Group:
-    """Everything that `pvg report` prints, in order, without empty parts."""
-    parts: list[RenderableType] = [headline(summary)]
+def report(summary: RunSummary, examples: Sequence[Example], *, running: bool = False) -> Group:
+    """Everything that `pvg report` prints, in order, without empty parts. `running`: a process plays the run now."""
+    parts: list[RenderableType] = [headline(summary, running=running)]
     if summary.rounds:
         parts += section("Rounds", rounds_table(summary.rounds))
     if summary.phases:
@@ -220,8 +220,8 @@ def section(title: str, body: RenderableType) -> list[RenderableType]:
     return [Text(), Text(title, style=HEADING), Padding(body, (0, 0, 0, 2))]
 
 
-def headline(summary: RunSummary) -> Text:
-    colour = "yellow" if summary.status in ("unfinished", "empty") else "green"
+def headline(summary: RunSummary, *, running: bool = False) -> Text:
+    colour = "yellow" if summary.status in ("unfinished", "empty") and not running else "green"
     planned = counted(summary.rounds_planned, "round")
     return Text.assemble(
         (summary.name, "bold"),
@@ -229,7 +229,7 @@ def headline(summary: RunSummary) -> Text:
         ("" if summary.status == "samples" else f"  {len(summary.rounds)} of {planned}", QUIET),
         (f"  {duration(summary.seconds)}", QUIET),
         "  ",
-        (summary.status, colour),
+        ("running" if running else summary.status, colour),
     )
 
 
@@ -399,19 +399,20 @@ def _example_head(example: Example) -> Text:
     return head
 
 
-def closing(summary: RunSummary, seconds: float, commands: Mapping[str, str]) -> Group:
-    """The end of `pvg train`: rounds, alerts, and what to type next (command -> purpose)."""
+def closing(summary: RunSummary, commands: Mapping[str, str]) -> Group:
+    """The end of `pvg train`: rounds, alerts, and what to type next (command -> purpose). Its times are those of
+    `report`."""
     parts: list[RenderableType] = [Text(), headline(summary)]
     if summary.rounds:
         parts += [Text(), Padding(rounds_table(summary.rounds), (0, 0, 0, 2))]
     if summary.alerts:
         parts += section(f"Alerts ({len(summary.alerts)})", alerts_list(summary))
     if summary.status == "complete":
-        done = f"Played for {duration(seconds)}."
+        done = f"Played for {duration(summary.seconds)}."
     elif summary.steps:
-        done = f"Stopped; everything up to here is committed. Played for {duration(seconds)}."
+        done = f"Stopped; everything up to here is committed. Played for {duration(summary.seconds)}."
     else:
-        done = f"Stopped after {duration(seconds)}. Nothing was played yet."
+        done = "Stopped. Nothing was played yet."
     parts += [Text(), Text(f"{done} Next:", style=QUIET)]
     width = max(len(command) for command in commands)
     parts += [

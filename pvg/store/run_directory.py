@@ -26,7 +26,15 @@ from pathlib import Path
 from pvg.config.experiment import Experiment
 from pvg.config.load import did_you_mean, load_experiment
 from pvg.config.operation import Store
-from pvg.errors import MissingRequirementError, PvgError, StateError, UsageError, system_module, user_paths
+from pvg.errors import (
+    MissingRequirementError,
+    PvgError,
+    StateError,
+    StoppedAtStart,
+    UsageError,
+    system_module,
+    user_paths,
+)
 from pvg.store.atomic import (
     DamagedFileError,
     disk_full_explained,
@@ -322,20 +330,20 @@ class RunDirectory:
         `waiting` gets a line if a driver on another host has not released the run: this call then waits for WATCH_S to
         see whether it is alive. Raises UsageError with the other driver's process id if one drives the run. If an error
         leaves the block and the folder was moved, deleted or replaced, or another driver has taken over the run, raises
-        a StateError about that instead. If a PvgError or OSError leaves the block and `discard()` is true, removes the
-        folder.
+        a StateError about that instead. If a PvgError, OSError or StoppedAtStart leaves the block and `discard()` is
+        true, removes the folder.
         """
         journals = (self.metrics, self.spans, self.events)
         with exclusive(self.lock_file, self._driven_elsewhere), leased(self.path, journals, waiting):
             unchanged = self.unchanged()
             try:
                 yield self
-            except Exception as error:
+            except (Exception, StoppedAtStart) as error:
                 try:
                     unchanged()
                 except StateError as cause:
                     raise cause from error
-                if isinstance(error, (PvgError, OSError)) and discard():
+                if isinstance(error, (PvgError, OSError, StoppedAtStart)) and discard():
                     shutil.rmtree(self.path)
                 raise
 

@@ -275,14 +275,17 @@ def means_table(results: StudyResults) -> Table:
     Markdown in a separate table."""
     by_round = Column("by round", style="quiet", on="terminal")
     numbers = (Column("n", "right", wrap=False), Column("mean", "right", "strong"), Column("95 % interval", "right"))
-    table = Table([MEASURE, _arm_column(results), *numbers, Column("range", "right"), by_round], narrow=True)
+    several = any(len(results.result(a.name, m.name).rounds) > 1 for a in results.arms for m in results.measures)
+    columns = [MEASURE, _arm_column(results), *numbers, Column("range", "right", wrap=several)]
+    table = Table([*columns, by_round] if several else columns, narrow=True)
     for measure in results.measures:
         for arm in results.arms:
             result = results.result(arm.name, measure.name)
             found, seeds = result.summary, len(results.seeds)
             count = TableCell(f"{found.n} of {seeds}", "" if found.n == seeds else "worse")
             texts = (middle_text(measure, found), spread_text(measure, found), range_text(measure, found))
-            table.add(measure.label, arm.name, count, *texts, rounds_text(measure, result.rounds))
+            rounds = [rounds_text(measure, result.rounds)] if several else []
+            table.add(measure.label, arm.name, count, *texts, *rounds)
     return table
 
 

@@ -207,6 +207,8 @@ class LocalSupply:
 
     def _end(self) -> None:
         self._control.close()
+        if self._patience_s == START_S:  # it has not answered yet: it imports torch, and has no workers
+            self._nursery.kill()
         try:
             self._nursery.wait(timeout=END_S)
         except subprocess.TimeoutExpired:  # it hangs; the kernel ends its workers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,3 +45,21 @@ def pvg(*arguments: str) -> Called:
 def pvg_process(*arguments: str, **options: Any) -> Called:
     done = subprocess.run([*ENTRY, *arguments], capture_output=True, text=True, check=False, timeout=600, **options)
     return Called(arguments, done.returncode, done.stdout, done.stderr)
+
+
+# Runs `pvg` with `act()` at the moment when it imports a module: at the same place on a fast and on a busy machine.
+AT_IMPORT = """
+import os, signal, sys, time
+class Finder:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            {act}
+sys.meta_path.insert(0, Finder())
+sys.argv = ["pvg", *{arguments!r}]
+from pvg_cli.main import app
+sys.exit(app(prog_name="pvg"))
+"""
+
+
+def at_import(module: str, act: str, arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-c", AT_IMPORT.format(module=module, act=act, arguments=list(arguments))]

@@ -6,7 +6,6 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import orjson
 import pytest
 import typer
-from calling import ENTRY, LOADING, pvg_process
+from calling import ENTRY, LOADING, at_import, pvg_process
 from in_terminal import in_terminal
 from run_samples import played
 
@@ -106,24 +105,6 @@ def test_a_closed_pipe_is_success(arguments: str, reader: str) -> None:
     called = f"{shlex.join(ENTRY)} {arguments} | {reader} > /dev/null; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", called], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr.replace(LOADING, "")) == ("0\n", "")
-
-
-# Runs `pvg` with `act()` at the moment when it imports a module: at the same place on a fast and on a busy machine.
-AT_IMPORT = """
-import os, signal, sys
-class Finder:
-    def find_spec(self, name, *_):
-        if name == {module!r}:
-            {act}
-sys.meta_path.insert(0, Finder())
-sys.argv = ["pvg", *{arguments!r}]
-from pvg_cli.main import app
-sys.exit(app(prog_name="pvg"))
-"""
-
-
-def at_import(module: str, act: str, arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-c", AT_IMPORT.format(module=module, act=act, arguments=list(arguments))]
 
 
 @pytest.mark.parametrize("as_json", [False, True])

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from calling import pvg, pvg_process
-from run_samples import begin, commit, played, rollout, telemetered, tell
+from run_samples import begin, commit, played, rollout, state, step, telemetered, tell
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "reporting"))
 from bench_samples import ladder, one
@@ -31,6 +32,19 @@ def test_the_page_of_a_run_lies_in_its_folder_and_the_terminal_says_so() -> None
     assert "pvg diagnose first " in page.text
     assert [path.name for path in Path().iterdir()] == ["runs"]
     assert not list(run.path.glob(".tmp-*"))
+
+
+def test_a_run_that_a_process_plays_is_running_and_cannot_be_resumed() -> None:
+    run = begin(Path("runs"))
+    tell(run, step("mint", 8, helpful_accuracy=0.6))
+    commit(run, state("train_verifier"))
+    words = {}
+    for word in ("running", "unfinished"):
+        with run.lock() if word == "running" else nullcontext():
+            called = pvg("report", "first")
+        page = check(run.report.read_text()).text
+        words[word] = called.out.splitlines()[0].split()[-1], word in page, "pvg train --resume first" in page
+    assert words == {"running": ("running", True, False), "unfinished": ("unfinished", True, True)}
 
 
 def test_a_second_page_has_all_solutions_and_the_two_pages_link_to_each_other() -> None:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import orjson
 import pytest
+from calling import at_import
+from run_samples import begin
 
 PROGRAM = """
 import asyncio, sys
+from pvg.telemetry.observer import PhaseInfo
 from pvg_cli.driving import drive
 from pvg_cli.output import stderr
 from pvg_cli.run_display import RunBoard, RunWatcher
 
 async def work(observer, stop):
+    observer.phase_started(PhaseInfo(0, 1, "mint", "rollouts", 4))
     print("working", flush=True)
     await stop.wait()
     if {stubborn}:
@@ -44,7 +50,7 @@ def test_the_first_signal_asks_the_work_to_stop(number: signal.Signals) -> None:
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0
     assert out == "stopped\n"
-    assert "Stopping when the start is done" in err  # the work has reported no phase
+    assert "Stopping at the next commit point" in err
     assert "committed" in err
 
 
@@ -57,3 +63,44 @@ def test_the_second_signal_quits_at_once_with_the_last_words() -> None:
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert out == "last words"
+
+
+STOP_AND_HANG = "os.kill(os.getpid(), signal.SIGINT); time.sleep(600)"
+
+
+@pytest.mark.parametrize("module", ["torch", "pvg.models.sources"], ids=["importing", "a model opens in its thread"])
+@pytest.mark.parametrize("command", ["train", "rollout"])
+def test_a_stop_during_the_start_waits_for_no_load_and_leaves_no_run(
+    command: str, module: str, empty_folder: Path
+) -> None:
+    done = subprocess.run(
+        at_import(module, STOP_AND_HANG, [command, "-s", "cluster=none", "--name", "new"]),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.endswith(
+        "Stopping. Ctrl-C again quits at once.\nStopped before 'new' began. It was empty, so pvg removed its folder.\n"
+    )
+    assert list((empty_folder / "runs").iterdir()) == []
+
+
+def test_a_stop_during_the_start_keeps_a_run_that_is_resumed(empty_folder: Path) -> None:
+    begin(Path("runs"), "old")
+    done = subprocess.run(
+        at_import("pvg.models.sources", STOP_AND_HANG, ["train", "--resume", "old", "--json"]),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 130
+    assert orjson.loads(done.stdout)["error"] == {
+        "type": "Stopped",
+        "message": "Stopped before 'old' went on.",
+        "remedy": "To resume it: pvg train --resume old",
+        "exit_code": 130,
+    }
+    assert (empty_folder / "runs" / "old" / "experiment.toml").is_file()

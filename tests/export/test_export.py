@@ -33,7 +33,7 @@ from pvg.config.prompts import FRAME
 from pvg.config.verifier import YES_NO_QUESTION, Verifier
 from pvg.errors import ConfigurationError, UsageError
 from pvg.evaluation.opened_run import OpenedRun
-from pvg.export.card import intervals
+from pvg.export.card import _cell, intervals
 from pvg.export.finished import FinishedRound
 from pvg.export.folders import LOADER, WRITERS, export_player
 from pvg.models.ensembles import ScoreScales, VerifierEnsemble
@@ -141,6 +141,21 @@ def test_the_card_of_a_prover_shows_the_prompts_of_both_roles(implicit: Finished
     assert {text[0] for text in asked.values()} == {"H", "S"}
     card = (folder / "prompted" / "README.md").read_text()
     assert all(f"```text\n{text}\n```" in card for text in asked.values())
+
+
+def test_the_card_names_the_task_the_models_and_the_reward(implicit: FinishedRound, folder: Path) -> None:
+    export_player(implicit, "prover", folder / "told")
+    rows = (folder / "told" / "README.md").read_text().splitlines()
+    plain = implicit.experiment.plain()
+    for section, settings in (("task", plain["task"]), ("game.reward", plain["game"]["reward"])):
+        assert all(f"| `{section}.{name}` | `{value}` |" in rows for name, value in settings.items())
+    for player in ("prover", "verifier"):
+        assert f"| `models.{player}.source` | `{plain['models'][player]['source']}` |" in rows
+
+
+@pytest.mark.parametrize(("value", "cell"), [("a|b", "`a\\|b`"), ("a`b", "``a`b``"), ("a\nb", "`a b`"), (0.5, "`0.5`")])
+def test_a_value_cannot_leave_its_cell(value: object, cell: str) -> None:
+    assert _cell(value) == cell
 
 
 def test_the_card_of_a_prover_cuts_long_prompts_and_says_so(

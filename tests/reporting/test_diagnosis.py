@@ -118,7 +118,8 @@ def test_a_shared_machine_is_named_and_the_loop_is_not_blamed(tmp_path: Path) ->
     shared, lag = found.findings
     assert shared.measured == pytest.approx(0.4)  # 1000 of 2500 ms in each window
     assert shared.cost_s == pytest.approx(40.0)
-    assert "waited 40 s for a core" in shared.says
+    assert "Added up over its threads, pvg ran for 1 min 00 s and waited 40 s for a core" in shared.says
+    assert "waited_ms is such a sum, and longest_wait_ms the wait of one thread." in shared.says
     assert "waited_ms=1000" in shared.evidence[0].text
     for finding in found.findings:
         assert finding.settings == ("models.threads",)
@@ -190,7 +191,7 @@ def test_workers_that_wait_for_cores_count_as_the_threads_of_the_driver_do(tmp_p
     assert finding.signature == "shared-machine"
     assert finding.measured == pytest.approx(81.2 / 221.2)
     assert finding.cost_s == pytest.approx(20 * 2.5)
-    assert "threads and workers ran for 2 min 20 s and waited 1 min 21 s" in finding.says
+    assert "Added up over the threads of all its processes, pvg ran for 2 min 20 s and waited 1 min" in finding.says
     assert "longest_wait_ms=2500" in finding.evidence[0].text
     assert finding.settings == ("models.threads",)  # two workers on two cores are not too many
 

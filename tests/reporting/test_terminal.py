@@ -117,14 +117,15 @@ def test_the_rounds_table_fits_80_columns_unshortened() -> None:
 
 
 def test_the_closing_tells_the_exact_commands(tmp_path: Path) -> None:
-    text = printed(closing(read_run(played(tmp_path)), 75.0, {"pvg report first": "what happened"}))
+    text = printed(closing(read_run(played(tmp_path)), {"pvg report first": "what happened"}))
     assert "pvg report first   what happened" in text
-    assert "Played for 1 min 15 s. Next:" in text
+    assert "Played for 5.0 s. Next:" in text
+    assert "first  experiment modchain  1 of 3 rounds  5.0 s  complete" in text  # the headline of the report
 
 
 def test_the_closing_of_a_run_without_steps_says_that_nothing_was_played(tmp_path: Path) -> None:
-    text = printed(closing(read_run(begin(tmp_path)), 30.0, {"pvg report first": "what happened"}))
-    assert "Stopped after 30 s. Nothing was played yet. Next:" in text
+    text = printed(closing(read_run(begin(tmp_path)), {"pvg report first": "what happened"}))
+    assert "Stopped. Nothing was played yet. Next:" in text
     assert "committed" not in text
 
 

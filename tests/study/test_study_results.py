@@ -17,7 +17,7 @@ from pvg.study.plan import StudyPlan
 from pvg.study.power import detectable
 from pvg.study.results import SCHEMA_FILE, StudyResults, collect, json_schema, write_results
 from pvg.study.statistics import summarise
-from pvg.study.text import cautions, change_text, markdown_text, placed, plan_cautions, rounds_text
+from pvg.study.text import cautions, change_text, markdown_text, means_table, placed, plan_cautions, rounds_text
 
 SEVEN = SMALL.replace("seeds = 2", "seeds = 7")
 
@@ -220,6 +220,16 @@ def test_a_median_that_was_not_found_is_drawn_at_the_limit() -> None:
 
 
 # --- words and pages -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_games_of_one_round_have_no_column_of_rounds(rounds: int) -> None:
+    plan = small()
+    for cell in plan.cells:
+        finish(cell, *[{"helpful_accuracy": 0.5}] * rounds)
+    table = means_table(results_of(plan))
+    assert any(column.title == "by round" for column in table.columns) == (rounds > 1)
+    assert {len(row) for row in table.rows} == {len(table.columns)}
 
 
 def test_figures_read_well() -> None:

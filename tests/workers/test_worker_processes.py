@@ -424,6 +424,14 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one():
     asyncio.run(run())
 
 
+def test_the_end_of_a_supply_without_workers_does_not_wait_for_its_imports(monkeypatch):
+    monkeypatch.setattr("pvg.workers.local.END_S", 600.0)
+    supply = LocalSupply()
+    os.kill(supply._nursery.pid, signal.SIGSTOP)
+    supply.end()
+    assert supply._nursery.returncode == -signal.SIGKILL
+
+
 def test_the_limit_of_open_files_is_raised_for_the_workers_or_refuses_them(monkeypatch):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (300, before[1]))

@@ -299,11 +299,13 @@ def shared_machine(tally: LogTally, limits: LagLimits) -> Looked:
     longest_ms = 1e3 * cores.longest_s
     if not cores.shared or not costs(tally, longest_ms):
         return None
-    whose = "pvg's threads" if tally.worker_cores is None else "pvg's threads and workers"
+    whose = "its threads" if tally.worker_cores is None else "the threads of all its processes"
+    one = "thread" if tally.worker_cores is None else "thread or worker"
     return Finding(
         signature="shared-machine",
-        says=f"{whose} ran for {milliseconds(1e3 * cores.ran_s)} and waited {milliseconds(1e3 * cores.waited_s)} for a "
-        f"core, {_why_shared(tally)}. Other times in this log are longer for the same reason.",
+        says=f"Added up over {whose}, pvg ran for {milliseconds(1e3 * cores.ran_s)} and waited "
+        f"{milliseconds(1e3 * cores.waited_s)} for a core, {_why_shared(tally)}. Other times in this log are longer "
+        f"for the same reason. In the evidence, waited_ms is such a sum, and longest_wait_ms the wait of one {one}.",
         criterion="time threads waited for a core / time they were ready to run",
         measured=cores.share,
         threshold=SHARED,
