@@ -8,6 +8,7 @@ from markupsafe import Markup
 from pvg.reporting.axes import PROVER, VERIFIER, ChartLine, StepAxis, round_axis
 from pvg.reporting.charts import WINDOW, HistogramKind, ReferenceLine, line_chart, mirrored_histogram
 from pvg.reporting.formats import NumberStyle, metric_display, percent
+from pvg.reporting.outcome import outcome
 from pvg.reporting.run_summary import RunSummary, base_metrics
 from pvg.reporting.solutions import RoundScores
 from pvg.reporting.table import LegendKey, PageSection, chart, elements
@@ -73,7 +74,9 @@ SHOWN_HERE = frozenset(
 
 def rounds_section(summary: RunSummary) -> PageSection:
     """The table of rounds, and its metrics as charts."""
-    lead = "At the end of each round: fresh samples on problems that no model trained on."
+    lead = " ".join(
+        ("At the end of each round: fresh samples on problems that no model trained on.", *outcome(summary.rounds))
+    )
     body = [rounds_table(summary.rounds), _round_charts(summary)] if summary.rounds else []
     return PageSection("rounds", "Rounds", body, lead)
 

@@ -32,6 +32,7 @@ from pvg.reporting.formats import (
     value_text,
 )
 from pvg.reporting.machine import workers_text
+from pvg.reporting.outcome import outcome
 from pvg.reporting.run_summary import RunSummary, base_metrics, lag_summary, reading_ranges
 from pvg.reporting.solutions import Example
 from pvg.reporting.table import Column, Table, TableCell, side_by_side
@@ -117,6 +118,12 @@ def rounds_table(rounds: Mapping[int, Mapping[str, float]]) -> Table:
     return table
 
 
+def rounds_with_outcome(rounds: Mapping[int, Mapping[str, float]]) -> Group:
+    """The table, and below it what it says, one line per sentence."""
+    says = outcome(rounds)
+    return Group(rounds_table(rounds), *([Text()] if says else []), *map(Text, says))
+
+
 class BudgetBar:
     """Seconds by part as one stacked bar with its legend below. A part has the colour of its family of work."""
 
@@ -193,7 +200,7 @@ def report(summary: RunSummary, examples: Sequence[Example], *, running: bool = 
     """Everything that `pvg report` prints, in order, without empty parts. `running`: a process plays the run now."""
     parts: list[RenderableType] = [headline(summary, running=running)]
     if summary.rounds:
-        parts += section("Rounds", rounds_table(summary.rounds))
+        parts += section("Rounds", rounds_with_outcome(summary.rounds))
     if summary.phases:
         parts += section("Phases", phases_table(summary))
     if any(step.phase == PROVER for step in summary.steps):
@@ -404,7 +411,7 @@ def closing(summary: RunSummary, commands: Mapping[str, str]) -> Group:
     `report`."""
     parts: list[RenderableType] = [Text(), headline(summary)]
     if summary.rounds:
-        parts += [Text(), Padding(rounds_table(summary.rounds), (0, 0, 0, 2))]
+        parts += [Text(), Padding(rounds_with_outcome(summary.rounds), (0, 0, 0, 2))]
     if summary.alerts:
         parts += section(f"Alerts ({len(summary.alerts)})", alerts_list(summary))
     if summary.status == "complete":
