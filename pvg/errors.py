@@ -163,8 +163,10 @@ class WorkerLostError(PvgError):
 
 
 class StoppedAtStart(KeyboardInterrupt):
-    """The user stopped a command while it started, so it has done nothing yet. `message`: what became of the run;
+    """The user stopped a command while it started, so it has done nothing yet. `message`: what happened to the run;
     `remedy`: how to go on."""
+
+    exit_code = 130  # as after SIGINT
 
     def __init__(self, message: str = "Stopped before the work started.", remedy: str = "") -> None:
         self.message = message

@@ -161,7 +161,7 @@ def _was_printing(trace: TracebackType | None) -> bool:
 
 
 def _end_at_once() -> None:
-    """End the process without Python's own end, which waits for other threads (perhaps for the load of a model) and
+    """End the process without Python's normal exit, which waits for other threads (perhaps for the load of a model) and
     takes a second to unload torch."""
     with contextlib.suppress(OSError, ValueError):  # nobody reads the output
         sys.stdout.flush()
@@ -232,7 +232,7 @@ class ErrorHandler:
             self._mistake(error)
         elif isinstance(error, KeyboardInterrupt):
             self._stopped(error if isinstance(error, StoppedAtStart) else StoppedAtStart())
-            if isinstance(error, StoppedAtStart):
+            if isinstance(error, StoppedAtStart) or isinstance(error.__context__, StoppedAtStart):
                 _end_at_once()
             raise typer.Exit(EXIT_STOPPED)
         elif isinstance(error, OSError) and error.errno in DISK_FULL and not error.filename and _was_printing(trace):

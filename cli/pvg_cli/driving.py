@@ -67,7 +67,9 @@ class StopSwitch:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSwitch:
-        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self._before = {number: signal.getsignal(number) for number in SIGNALS}
+        for number in SIGNALS:
+            signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -91,6 +93,9 @@ class StopSwitch:
         if self._watcher.starting:
             if not self._watcher.live:  # a panel draws it
                 os.write(2, STOPPING)
+            if self._loop is not None and self._stop is not None:
+                # Python drops an exception that is raised inside `__del__`. Then the run stops at its first commit.
+                self._loop.call_soon_threadsafe(self._stop.set)
             raise StoppedAtStart
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._request)

@@ -140,7 +140,7 @@ def _measure(experiment: Experiment, run: RunDirectory, request: EvaluationReque
             killed = killed_document(run.name, again, as_json)
             return drive(work, watcher, killed, experiment.telemetry.event_loop)
     except StoppedAtStart:
-        raise StoppedAtStart("Stopped before the evaluation went on.", again) from None
+        raise StoppedAtStart("Stopped while the evaluation was starting.", again) from None
 
 
 def _print_result(outcome: EvaluationOutcome, run: RunDirectory, again: str, as_json: bool) -> None:

@@ -44,7 +44,7 @@ from pvg_cli.boundary import Commands
 os.environ.setdefault("TQDM_DISABLE", "1")
 bound_spinning()
 # Python's are 700, 10, 10. With them, the collector scans the objects of torch and transformers about ten times while
-# they are loaded, which takes 0.6 of the 5 seconds.
+# they are loaded, which takes 0.6 of the 5 seconds. They stay, because no command makes many cycles of objects.
 gc.set_threshold(2_000, 10, 200)
 
 app = typer.Typer(

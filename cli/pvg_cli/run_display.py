@@ -409,8 +409,10 @@ class RunWatcher:
         self._screen.note(message)
 
     def stop_requested(self) -> None:
-        """The user pressed Ctrl-C once, after a phase has begun."""
-        self.noticed("Stopping at the next commit point. Ctrl-C again quits at once.")
+        """The user pressed Ctrl-C once, after a phase has begun or in another process of torchrun."""
+        self.stopping = True
+        where = "when the start is done" if self.starting else "at the next commit point"
+        self.noticed(f"Stopping {where}. Ctrl-C again quits at once.")
 
     def render(self) -> RenderableType:
         with self._lock:

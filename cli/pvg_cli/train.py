@@ -268,8 +268,8 @@ def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None) -> GameOutcome:
 def _nothing_played(run: RunDirectory, remedy: str) -> StoppedAtStart:
     """What a stop during the start says. `remedy`: for a run that was kept."""
     if run.path.exists():
-        return StoppedAtStart(f"Stopped before {run.name!r} went on.", remedy)
-    return StoppedAtStart(f"Stopped before {run.name!r} began. It was empty, so pvg removed its folder.")
+        return StoppedAtStart(f"Stopped while {run.name!r} was starting.", remedy)
+    return StoppedAtStart(f"Stopped before {run.name!r} began. pvg removed its empty folder.")
 
 
 def _stop(observer: RunWatcher, stop: asyncio.Event) -> None:
@@ -304,7 +304,7 @@ def _print_result(outcome: GameOutcome, plan: RunPlan, as_json: bool) -> None:
                 "run": summary.name,
                 "path": str(summary.path),
                 "experiment": summary.experiment,
-                "seconds": summary.seconds,
+                "seconds": outcome.seconds,
                 "rounds": summary.plain()["rounds"],
                 "alerts": summary.plain()["alerts"],
                 "resume": resume if stopped else None,

@@ -58,7 +58,8 @@ class Serving(Section):
     share_prefix: bool = Field(True, description="Whether prompts with the same beginning share its KV cache.")
     seeded: bool = Field(True, description="Whether each request has a seed. false: faster on a GPU, not repeatable.")
     probe_timeout_s: Positive = Field(
-        15.0, description="Seconds without an answer after which a server counts as down."
+        15.0,
+        description="Seconds without an answer, to a health check or a request, after which a server counts as down.",
     )
     unavailable_s: Positive = Field(120.0, description="Seconds that a request waits for any server.")
     max_num_seqs: Count = Field(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -246,8 +247,9 @@ def _settings(finished: FinishedRound) -> str:
 
 
 def _cell(value: Any) -> str:
-    """A value as code in a cell of a table."""
-    text = one_line(str(value)).replace("|", "\\|")
+    """A value as code in a cell of a table. Of an absolute path only the name, because cards are published."""
+    shown = Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+    text = one_line(str(shown)).replace("|", "\\|")
     quotes = "``" if "`" in text else "`"
     return f"{quotes}{text}{quotes}"
 

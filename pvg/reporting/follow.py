@@ -192,7 +192,7 @@ class FollowedRun:
 
 
 def is_running(run: RunDirectory) -> bool:
-    """Whether a process plays `run` now."""
+    """Whether a process plays or evaluates `run` now."""
     return situation(run, committed_state(run, [])).state == "running"
 
 

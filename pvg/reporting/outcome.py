@@ -14,8 +14,8 @@ def outcome(rounds: Mapping[int, Mapping[str, float]]) -> list[str]:
     if not rounds:
         return []
     found = [
-        _before_and_after(rounds, "helpful_accuracy", "The helpful role solved {} of new problems"),
-        _before_and_after(rounds, "sneaky_error_rate", "The sneaky role was wrong in {} of its solutions"),
+        _before_and_after(rounds, "helpful_accuracy", "of the helpful role's solutions were correct"),
+        _before_and_after(rounds, "sneaky_error_rate", "of the sneaky role's solutions were wrong (flaws)"),
         _own_flaws(rounds),
         _previous_flaws(rounds),
     ]
@@ -28,8 +28,8 @@ def _before_and_after(rounds: Mapping[int, Mapping[str, float]], metric: str, sa
         return ""
     after = metric_text(metric, rounds[number][metric])
     if metric not in base:
-        return f"{says.format(after)} after round {number}."
-    return f"{says.format(metric_text(metric, base[metric]))} before the game, and {after} after round {number}."
+        return f"{after} {says} after round {number}."
+    return f"{metric_text(metric, base[metric])} {says} before the game, and {after} after round {number}."
 
 
 def _own_flaws(rounds: Mapping[int, Mapping[str, float]]) -> str:
@@ -37,11 +37,12 @@ def _own_flaws(rounds: Mapping[int, Mapping[str, float]]) -> str:
     shares = {number: rounds[number][metric] for number in sorted(rounds) if metric in rounds[number]}
     if last not in shares:
         return ""
-    says = f"The verifier of round {last} accepts {metric_text(metric, shares[last])} of these wrong solutions"
+    says = f"The verifier of round {last} accepted {metric_text(metric, shares[last])} of its round's flaws."
     worst = max(shares, key=lambda number: shares[number])
-    if worst != last:
-        return f"{says}; that of round {worst}, the worst, accepted {metric_text(metric, shares[worst])}."
-    return f"{says}." if len(shares) == 1 else f"{says}, the most of all rounds."
+    most = metric_text(metric, shares[worst])
+    if most == metric_text(metric, shares[last]):
+        return says
+    return f"{says} The highest share was {most}, in round {worst}."
 
 
 def _previous_flaws(rounds: Mapping[int, Mapping[str, float]]) -> str:
@@ -49,5 +50,4 @@ def _previous_flaws(rounds: Mapping[int, Mapping[str, float]]) -> str:
     shares = [metrics[metric] for metrics in rounds.values() if metric in metrics]
     if not shares:
         return ""
-    most = metric_text(metric, max(shares))
-    return f"Of the previous round's wrong solutions, each new verifier accepted at most {most}."
+    return f"Each new verifier accepted at most {metric_text(metric, max(shares))} of the previous round's flaws."

@@ -102,8 +102,8 @@ class CalmCollector:
     Otherwise the collector scans a million objects of torch and transformers again and again, and all rollouts that
     wait for their completions as well. Each scan stops the event loop for 0.1 s and more. With 32,000 rollouts in
     flight, full collections took a quarter of the driver's time. A run calls `gc.collect` where a phase ends.
-    `close` restores the collector. Objects that the program had frozen before stay frozen, and the others with them,
-    because the collector cannot tell them apart.
+    `close` restores the collector. If the program had frozen objects before, all objects that are alive then are frozen
+    again, because the collector cannot tell them apart.
     """
 
     def __init__(self) -> None:
@@ -115,8 +115,10 @@ class CalmCollector:
 
     def close(self) -> None:
         gc.set_threshold(*self._thresholds)
-        if not self._frozen_before:
-            gc.unfreeze()
+        gc.unfreeze()
+        if self._frozen_before:
+            gc.collect()  # frees the run's objects
+            gc.freeze()
 
 
 def usable_cores() -> int:

@@ -33,7 +33,7 @@ import orjson
 
 from pvg.config.cluster import LocalCluster, ranks_of
 from pvg.config.experiment import Experiment
-from pvg.errors import EXIT_ENVIRONMENT, MissingRequirementError, UsageError
+from pvg.errors import EXIT_ENVIRONMENT, MissingRequirementError, StoppedAtStart, UsageError
 from pvg.workers.links import LOOPBACK
 from pvg.workers.node_agent import DriverAddress, NodeAgent
 
@@ -265,7 +265,7 @@ def driving(launch: Launch) -> Iterator[Meeting]:
     try:
         yield meeting
         code = 0
-    except Exception as error:
+    except (Exception, StoppedAtStart) as error:
         code = getattr(error, "exit_code", code)  # of pvg's errors, and of the command line's
         raise
     finally:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import orjson
 import pytest
 from calling import at_import
 from run_samples import begin
+
+from pvg_cli.driving import StopSwitch
+from pvg_cli.run_display import RunWatcher
 
 PROGRAM = """
 import asyncio, sys
@@ -65,7 +70,7 @@ def test_the_second_signal_quits_at_once_with_the_last_words() -> None:
     assert out == "last words"
 
 
-STOP_AND_HANG = "os.kill(os.getpid(), signal.SIGINT); time.sleep(600)"
+STOP_AND_HANG = "os.kill(os.getpid(), signal.SIGINT); time.sleep(3600)"
 
 
 @pytest.mark.parametrize("module", ["torch", "pvg.models.sources"], ids=["importing", "a model opens in its thread"])
@@ -78,11 +83,11 @@ def test_a_stop_during_the_start_waits_for_no_load_and_leaves_no_run(
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr.endswith(
-        "Stopping. Ctrl-C again quits at once.\nStopped before 'new' began. It was empty, so pvg removed its folder.\n"
+        "Stopping. Ctrl-C again quits at once.\nStopped before 'new' began. pvg removed its empty folder.\n"
     )
     assert list((empty_folder / "runs").iterdir()) == []
 
@@ -94,13 +99,36 @@ def test_a_stop_during_the_start_keeps_a_run_that_is_resumed(empty_folder: Path)
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 130
     assert orjson.loads(done.stdout)["error"] == {
         "type": "Stopped",
-        "message": "Stopped before 'old' went on.",
+        "message": "Stopped while 'old' was starting.",
         "remedy": "To resume it: pvg train --resume old",
         "exit_code": 130,
     }
     assert (empty_folder / "runs" / "old" / "experiment.toml").is_file()
+
+
+class Watcher:
+    """What a switch asks of a display that has begun no phase."""
+
+    stopping, starting, live = False, True, True
+
+    def stop_requested(self) -> None: ...
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_stop_whose_exception_python_drops_takes_effect_later() -> None:
+    class Ends:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    async def work(watcher: object, stop: asyncio.Event) -> bool:
+        Ends()
+        await asyncio.sleep(0)
+        return stop.is_set()
+
+    with StopSwitch(cast(RunWatcher, Watcher())) as switch:
+        assert asyncio.run(switch.attached(work))

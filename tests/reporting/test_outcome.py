@@ -16,25 +16,23 @@ LAST = {"helpful_accuracy": 0.951, "sneaky_error_rate": 0.799, "fooled_rate": 0.
 
 def test_a_game_of_two_rounds() -> None:
     assert outcome({1: LAST, 0: FIRST}) == [
-        "The helpful role solved 61.3 % of new problems before the game, and 95.1 % after round 1.",
-        "The sneaky role was wrong in 57.2 % of its solutions before the game, and 79.9 % after round 1.",
-        "The verifier of round 1 accepts 6.8 % of these wrong solutions; that of round 0, the worst, accepted 11.0 %.",
-        "Of the previous round's wrong solutions, each new verifier accepted at most 0.4 %.",
+        "61.3 % of the helpful role's solutions were correct before the game, and 95.1 % after round 1.",
+        "57.2 % of the sneaky role's solutions were wrong (flaws) before the game, and 79.9 % after round 1.",
+        "The verifier of round 1 accepted 6.8 % of its round's flaws. The highest share was 11.0 %, in round 0.",
+        "Each new verifier accepted at most 0.4 % of the previous round's flaws.",
     ]
 
 
-def test_the_worst_round_may_be_the_last_or_the_only_one() -> None:
-    assert outcome({0: FIRST})[-1] == "The verifier of round 0 accepts 11.0 % of these wrong solutions."
-    worse = {0: FIRST, 1: LAST | {"fooled_rate": 0.3}}
-    assert (
-        outcome(worse)[2] == "The verifier of round 1 accepts 30.0 % of these wrong solutions, the most of all rounds."
-    )
+def test_the_worst_round_may_be_the_last_or_as_bad_as_the_last() -> None:
+    assert outcome({0: FIRST})[-1] == "The verifier of round 0 accepted 11.0 % of its round's flaws."
+    assert outcome({0: FIRST, 1: LAST | {"fooled_rate": 0.3}})[2].endswith("accepted 30.0 % of its round's flaws.")
+    assert outcome({0: FIRST, 1: LAST | {"fooled_rate": 0.10999}})[2].endswith("accepted 11.0 % of its round's flaws.")
 
 
 def test_what_was_not_measured_is_left_out() -> None:
     assert outcome({}) == []
     assert outcome({0: {"points_mean": 0.5}}) == []  # self-play
-    (alone,) = outcome({0: {"helpful_accuracy": 0.5}})
-    assert alone == "The helpful role solved 50.0 % of new problems after round 0."
+    (alone,) = outcome({3: {"helpful_accuracy": 0.5}})
+    assert alone == "50.0 % of the helpful role's solutions were correct after round 3."
     flawless = {"helpful_accuracy": 1.0, "sneaky_error_rate": 0.0}  # no flaw, so there is no fooled rate
     assert len(outcome({0: flawless})) == 2

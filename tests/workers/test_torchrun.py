@@ -21,7 +21,7 @@ from test_ray_workers import weights
 from typer.testing import CliRunner
 
 from pvg.config.load import build_experiment
-from pvg.errors import MissingRequirementError, UsageError
+from pvg.errors import MissingRequirementError, StoppedAtStart, UsageError
 from pvg.workers import torchrun
 from pvg.workers.node_agent import DriverAddress
 from pvg.workers.torchrun import Launch, Meeting, News, driver_address, driving, launched, refuse_other_counts, serve
@@ -149,6 +149,19 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 # --- games ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("error", "code"), [(StoppedAtStart(), 130), (UsageError("wrong", "mend it"), 2)])
+def test_the_other_processes_get_the_exit_code_of_a_driver_that_stops(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(Meeting, "__init__", lambda self, launch: None)
+    monkeypatch.setattr(Meeting, "begin", lambda self, name: None)
+    monkeypatch.setattr(Meeting, "end", lambda self, code: told.append(code))
+    with pytest.raises(type(error)), driving(None):  # type: ignore[arg-type]
+        raise error
+    assert told == [code]
 
 
 def test_ranks_of_torchrun_train_the_bits_of_local_ones_also_if_one_is_killed(

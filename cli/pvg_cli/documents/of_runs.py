@@ -27,8 +27,8 @@ class AlertDetails(DocumentPart):
 
 
 class TrainDocument(JsonDocument):
-    """A run that has ended or was stopped. `seconds`: the time of all phases, as in `pvg report`. `resume`: the command
-    that resumes a stopped run."""
+    """A run that has ended or was stopped. `seconds`: the time of this call. `resume`: the command that resumes a
+    stopped run."""
 
     status: Literal["complete", "interrupted"]
     run: str

@@ -305,7 +305,7 @@ def shared_machine(tally: LogTally, limits: LagLimits) -> Looked:
         signature="shared-machine",
         says=f"Added up over {whose}, pvg ran for {milliseconds(1e3 * cores.ran_s)} and waited "
         f"{milliseconds(1e3 * cores.waited_s)} for a core, {_why_shared(tally)}. Other times in this log are longer "
-        f"for the same reason. In the evidence, waited_ms is such a sum, and longest_wait_ms the wait of one {one}.",
+        f"for the same reason. In the evidence, waited_ms is such a sum, and longest_wait_ms is the wait of one {one}.",
         criterion="time threads waited for a core / time they were ready to run",
         measured=cores.share,
         threshold=SHARED,
