@@ -248,6 +248,8 @@ def _play_needs(sections: AllSections) -> Iterator[Need]:
     task = sections.task
     if not isinstance(task, PlayTask):
         return
+    if sections.warmup.kind != "none":
+        yield "a warm start shows solutions of questions, and self-play has no questions", "warmup=none"
     for key, only in PLAY_ONLY.items():
         value = value_of(sections, key)
         if value != only:

@@ -247,8 +247,12 @@ def _settings(finished: FinishedRound) -> str:
 
 
 def _cell(value: Any) -> str:
-    """A value as code in a cell of a table. Of an absolute path only the name, because cards are published."""
-    shown = Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+    """A value as code in a cell of a table. Cards are published, so an absolute path loses its beginning."""
+    shown = value
+    if isinstance(value, str) and Path(value).is_absolute():
+        shown = Path(value).name
+    elif isinstance(value, str) and value.startswith("run:/"):  # run:RUN/round-0/prover@DIGEST
+        shown = "run:" + "/".join(Path(value).parts[-3:])
     text = one_line(str(shown)).replace("|", "\\|")
     quotes = "``" if "`" in text else "`"
     return f"{quotes}{text}{quotes}"

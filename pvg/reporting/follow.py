@@ -234,7 +234,7 @@ def _newest_kind(journal: Path) -> str:
         with open(journal, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             lines = os.pread(file.fileno(), LAST_BLOCK, max(0, size - LAST_BLOCK)).splitlines()
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         return ""
     for line in reversed(lines):
         try:
