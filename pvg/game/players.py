@@ -37,7 +37,7 @@ from pvg.servers.publishing import Publisher, SyncTiming
 from pvg.tasks.task import ConcealsText, Task, problems_of_half
 from pvg.telemetry.events import Events, SilentEvents
 from pvg.telemetry.spans import run_in
-from pvg.telemetry.waits import CalmCollector, usable_cores
+from pvg.telemetry.waits import CalmCollector, finished, usable_cores
 from pvg.training.batch import PolicyBatch
 from pvg.training.optimizer import OptimizerSettings, trainable_parameters
 from pvg.verifier.backend import ScoreBackend, ScoreCache, ScoringModel
@@ -103,13 +103,13 @@ class Players:
         self.executor: Executor = compute_executor(experiment.models.threads) if executor is None else executor
         try:
             self._ranks = self._rank_group(events, rank_supply)
-            self.base: LanguageModel = self.executor.submit(open_model, experiment.models.prover, self.device).result()
+            self.base: LanguageModel = finished(self.executor.submit(open_model, experiment.models.prover, self.device))
         except BaseException:
             self._end_supplies()
             raise
         if isinstance(self.executor, ComputeExecutor):
             self.executor.settle(width_of(self.base.module))
-        self.threads: int = self.executor.submit(torch.get_num_threads).result()
+        self.threads: int = finished(self.executor.submit(torch.get_num_threads))
         rollout, events = experiment.rollout, events or SilentEvents()
         self.verifier_serving: VerifierServing | None = None
         try:

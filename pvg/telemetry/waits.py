@@ -38,7 +38,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -47,6 +47,8 @@ from typing import Any, Literal, TypeVar
 import psutil
 
 from pvg.telemetry.alerts import Alert, AlertKind
+
+Result = TypeVar("Result")
 
 TASKS = Path("/proc/self/task")
 # Share of a window above which the machine counts as shared. Two programs that compute on one core have 0.5.
@@ -119,6 +121,14 @@ class CalmCollector:
         if self._frozen_before:
             gc.collect()  # frees the run's objects
             gc.freeze()
+
+
+def finished(future: Future[Result]) -> Result:
+    """The result of `future`, for the main thread. In `Future.result` Python may miss a signal that comes just before
+    the thread sleeps, and handle it only when the result is there. So this looks twice a second."""
+    while not future.done():
+        wait([future], timeout=0.5)
+    return future.result()
 
 
 def usable_cores() -> int:
@@ -197,7 +207,6 @@ def crowding(
 
 
 Kind = Literal["uvloop", "asyncio"]
-Result = TypeVar("Result")
 
 
 def runner(kind: Kind) -> tuple[asyncio.Runner, str | None]:

@@ -119,7 +119,7 @@ def test_a_shared_machine_is_named_and_the_loop_is_not_blamed(tmp_path: Path) ->
     assert shared.measured == pytest.approx(0.4)  # 1000 of 2500 ms in each window
     assert shared.cost_s == pytest.approx(40.0)
     assert "Added up over its threads, pvg ran for 1 min 00 s and waited 40 s for a core" in shared.says
-    assert "waited_ms is such a sum, and longest_wait_ms the wait of one thread." in shared.says
+    assert "waited_ms is such a sum, and longest_wait_ms is the wait of one thread." in shared.says
     assert "waited_ms=1000" in shared.evidence[0].text
     for finding in found.findings:
         assert finding.settings == ("models.threads",)
