@@ -1,5 +1,5 @@
 # make train   play the embedded prover-verifier game (installs into .venv first)
-# make check   lint, type check and the fast tests, in less than a minute
+# make check   lint, type check and the fast tests, in about a minute
 # make test    lint, type check and all tests but the drills
 # make drills  the tests that kill and resume runs
 # make test-vllm   the tests against a real vLLM server on the CPU
@@ -53,7 +53,7 @@ train: $(STAMP)  ## play the embedded game: 3 rounds, 3 to 5 minutes on 2 cores
 	$(BIN)/pvg train
 	@echo "These commands need the environment: . $(VENV)/bin/activate"
 
-check: $(STAMP)  ## lint, type check and the fast tests in parallel (less than a minute on 2 cores)
+check: $(STAMP)  ## lint, type check and the fast tests in parallel (about a minute on 2 cores)
 	@$(MAKE) --no-print-directory -j 2 lint types fast-tests
 
 fast-tests: $(STAMP)
