@@ -163,7 +163,7 @@ def _was_printing(trace: TracebackType | None) -> bool:
 def _end_at_once() -> None:
     """End the process without Python's normal exit, which waits for other threads (perhaps for the load of a model) and
     takes a second to unload torch."""
-    with contextlib.suppress(OSError, ValueError):  # nobody reads the output
+    with contextlib.suppress(OSError, ValueError):  # the reader of the output has ended
         sys.stdout.flush()
     os._exit(EXIT_STOPPED)
 

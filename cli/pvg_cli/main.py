@@ -43,8 +43,8 @@ from pvg_cli.boundary import Commands
 # Otherwise transformers draws progress bars into the live display while it loads weights.
 os.environ.setdefault("TQDM_DISABLE", "1")
 bound_spinning()
-# Python's are 700, 10, 10. With them, the collector scans the objects of torch and transformers about ten times while
-# they are loaded, which takes 0.6 of the 5 seconds. They stay, because no command makes many cycles of objects.
+# Python's are 700, 10, 10. With them, the collector scans the objects of torch and transformers again and again while
+# they are loaded. These thresholds stay afterwards, because no command makes many cycles of objects.
 gc.set_threshold(2_000, 10, 200)
 
 app = typer.Typer(

@@ -80,7 +80,7 @@ def test_a_file_in_the_place_of_the_runs_folder() -> None:
 
 
 def test_variables_of_the_environment_that_have_no_effect_are_named() -> None:
-    """A number of threads that is none, and an interpreter for vLLM that does not exist: pvg works without them."""
+    """pvg works if OMP_NUM_THREADS is not a number, and if the interpreter for vLLM does not exist."""
     called, checks = on({"OMP_NUM_THREADS": "many", "PVG_VLLM_PYTHON": "/no/such/python"})
     assert called.code == 0
     assert checks["threads"]["verdict"] == "notice"
