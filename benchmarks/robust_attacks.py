@@ -1,0 +1,210 @@
+"""Do robust losses or ensembles help a verifier that has learnt enough?
+
+    python -m benchmarks.robust_attacks RUN... --out FILE
+
+For each finished game, the program trains verifiers on the mint of one round again: plain, with each robust loss, and
+ensembles of three plain ones. All see the same mint, and the single ones draw the same pairs. Then fresh `cgc`
+attackers attack each verifier, each with another seed. The program appends one JSON line per game and verifier to FILE,
+and skips the lines that are there. docs/results/robust.md has the results, and how its games were played.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.robust_strengths import auc_of
+from pvg.config.experiment import Experiment
+from pvg.config.load import load_experiment
+from pvg.evaluation.attacks import AttackTarget, attack, sample_attacker
+from pvg.evaluation.opened_run import EvaluationContext, OpenedRun
+from pvg.evaluation.runner import open_study
+from pvg.game.ledger import shards_of
+from pvg.game.mixtures import source_weights, sources_for_round
+from pvg.game.states import Phase
+from pvg.game.verifier_phase import calibration, pair_stream, verifier_trainer
+from pvg.models.ensembles import ScoreScales, VerifierEnsemble
+from pvg.models.heads import VerifierModel
+from pvg.records import Float32, Role, Rollout
+from pvg.seeds import seed_for
+from pvg.store.pairs import PairView, is_held_out
+from pvg.store.run_directory import RunDirectory
+from pvg.store.shards import RolloutShards
+from pvg.telemetry.observer import SilentObserver
+from pvg.verifier.backend import ScoringModel
+from pvg.verifier.calibration import auc, common_scales, member_scores
+
+# With the strengths that docs/results/robust.md chose. IRM and the mean were the weakest there.
+LOSSES: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "vrex": ("verifier.robust={kind='vrex', strength=10.0}",),
+    "group_dro": ("verifier.robust={kind='group_dro', strength=1.0}",),
+}
+ENSEMBLES = ("median", "min")
+MEMBERS = 3
+ATTACK = ("evaluate.attack_groups=16", "evaluate.attack_error_rate=0.8", "cluster=none", "models.threads=1")
+
+
+@dataclass
+class Mint:
+    """The mint of one round of a finished game, and its prover's fresh solutions, from which no verifier learned."""
+
+    round: int
+    view: PairView  # without the held-out problems
+    held_out: list[Rollout]
+    fresh: list[Rollout]
+
+    @classmethod
+    def read(cls, reading: OpenedRun, round_: int, held_out: float) -> Mint:
+        shards = shards_of(reading.state, round_, Phase.MINT.value)
+        view = PairView(
+            RolloutShards(reading.directory.path), shards, keep=lambda problem: not is_held_out(problem, held_out)
+        )
+        minted = [r for r in reading.read_rollouts(round_, Phase.MINT.value) if is_held_out(r.problem_id, held_out)]
+        return cls(round_, view, minted, list(reading.read_rollouts(round_, Phase.CHECKPOINT.value)))
+
+
+def helpful_and_correct(rollouts: Sequence[Rollout]) -> NDArray[np.bool_]:
+    return np.array([r.role is Role.HELPFUL and r.grade.correct for r in rollouts], dtype=bool)
+
+
+async def trained(study: EvaluationContext, experiment: Experiment, mint: Mint, draw: int) -> VerifierModel:
+    """A verifier after its training; `draw` selects its pairs, as the number of a member does in an ensemble."""
+    players, sources = study.players, sources_for_round(mint.round)
+    place = ("pairs", draw) if draw else ("pairs",)
+    seed = seed_for(experiment.seed, mint.round, *place)
+    stream = pair_stream(experiment.verifier, mint.view, source_weights(experiment.game, sources), seed)
+    verifier = await players.compute(lambda: players.open_verifier(mint.round, draw))
+    players.experiment = experiment
+    try:
+        trainer = verifier_trainer(players, verifier, stream, sources=len(sources))
+        while trainer.steps_done < experiment.verifier.steps:
+            await trainer.step()
+    finally:
+        players.experiment = study.experiment
+    return verifier
+
+
+async def ensemble_of(study: EvaluationContext, members: Sequence[VerifierModel], kind: str, mint: Mint) -> Any:
+    ensemble = VerifierEnsemble(members, kind, ScoreScales.none(len(members)))
+    scored = partial(
+        member_scores,
+        ensemble,
+        study.players.template(ensemble),
+        token_budget=study.experiment.verifier.score_tokens,
+        executor=study.players.executor,
+        prover_fingerprint=study.players.base.tokenizer.fingerprint,
+    )
+    ensemble.scales = common_scales(await scored(mint.held_out))
+    return ensemble
+
+
+async def measured(
+    study: EvaluationContext, name: str, verifier: ScoringModel, mint: Mint, attackers: int
+) -> dict[str, Any]:
+    """AUCs on held-out solutions, in all and of the worst source; on the next prover's; and the attackers' results."""
+    scorer = study.players.scorer(verifier)
+    held_N, fresh_N = await scorer.score(mint.held_out), await scorer.score(mint.fresh)
+    correct_N = np.array([rollout.grade.correct for rollout in mint.held_out], dtype=bool)
+    threshold = calibration(
+        correct_N, np.array([rollout.role is Role.HELPFUL for rollout in mint.held_out], dtype=bool), held_N
+    )["threshold"]
+    writers_N = np.array([rollout.source for rollout in mint.held_out])
+    by_source = [
+        auc_of([mint.held_out[row] for row in rows], held_N[rows])
+        for rows in (np.flatnonzero(writers_N == name) for name in sources_for_round(mint.round))
+    ]
+    solved_N = helpful_and_correct(mint.fresh)
+    reference = {"value": float(fresh_N[solved_N].mean())}
+    lowest, highest = float(min(held_N.min(), fresh_N.min())), float(max(held_N.max(), fresh_N.max()))
+    found = []
+    target = AttackTarget(mint.round, name, threshold, reference, lowest, highest)
+    found = [await attacked(study, target, verifier, fresh_N[solved_N], attacker) for attacker in range(attackers)]
+    flaws_N = np.array([rollout.is_flaw for rollout in mint.fresh], dtype=bool)
+    return {
+        "auc_all": auc_of(mint.held_out, held_N),
+        "auc_worst": min(by_source),
+        "auc_next": auc_of(mint.fresh, fresh_N),
+        "fooled_next": float((fresh_N[flaws_N] >= threshold).mean()),
+        "attacks": found,
+    }
+
+
+async def attacked(
+    study: EvaluationContext, target: AttackTarget, verifier: ScoringModel, solved_N: Float32, attacker: int
+) -> dict[str, Any]:
+    """The result of an attack, and of the trained attacker on test problems: the share of wrong solutions, the share of
+    them that the verifier accepts, and their AUC against the scores `solved_N` of correct helpful solutions."""
+    reseeded = study.experiment.model_copy(update={"seed": 1000 + attacker})
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        opened = await open_study(reseeded, study.ledger, SilentObserver(), asyncio.Event(), stack)
+        attacking = replace(opened, folder=folder)
+        result = await attack(attacking, target, "cgc", verifier)
+        rollouts = await sample_attacker(attacking, target, "cgc")
+        wrong = [rollout for rollout in rollouts if rollout.is_flaw]
+        scores_N = await attacking.players.scorer(verifier).score(wrong)
+    return {
+        "attacker": attacker,
+        **result,
+        "wrong": len(wrong) / len(rollouts),
+        "accepted": float((scores_N >= target.threshold).mean()),
+        "auc_attacker": float(auc(solved_N, scores_N)),
+    }
+
+
+async def game(run: Path, arguments: argparse.Namespace, done: set[tuple[str, str]]) -> None:
+    reading = OpenedRun.open(RunDirectory(run))
+    steps = f"evaluate.attack_steps={arguments.steps}"
+    experiment = load_experiment(run / "experiment.toml", (*ATTACK, steps))
+    mint = Mint.read(reading, arguments.round, experiment.verifier.held_out)
+
+    async def store(name: str, verifier: ScoringModel, study: EvaluationContext) -> None:
+        if (run.name, name) not in done:
+            row = await measured(study, name, verifier, mint, arguments.attackers)
+            with arguments.out.open("a") as out:
+                out.write(json.dumps({"run": run.name, "round": mint.round, "verifier": name, **row}) + "\n")
+
+    async with AsyncExitStack() as stack:
+        study = await open_study(experiment, reading, SilentObserver(), asyncio.Event(), stack)
+        for name, settings in LOSSES.items():
+            changed = load_experiment(run / "experiment.toml", (*ATTACK, steps, *settings))
+            if (run.name, name) not in done:
+                verifier = await trained(study, changed, mint, 0)
+                await store(name, verifier, study)
+                verifier.close()
+        if any((run.name, kind) not in done for kind in ENSEMBLES):
+            members = [await trained(study, experiment, mint, draw) for draw in range(MEMBERS)]
+            for kind in ENSEMBLES:
+                await store(kind, await ensemble_of(study, members, kind, mint), study)
+            for member in members:
+                member.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+", help="folders of finished games")
+    parser.add_argument("--out", type=Path, required=True, help="the file of JSON lines")
+    parser.add_argument("--round", type=int, default=2)
+    parser.add_argument("--attackers", type=int, default=2, help="per verifier")
+    parser.add_argument("--steps", type=int, default=200, help="of each attacker")
+    arguments = parser.parse_args()
+    rows = [json.loads(line) for line in arguments.out.read_text().splitlines()] if arguments.out.exists() else []
+    done = {(row["run"], row["verifier"]) for row in rows}
+    for run in arguments.runs:
+        asyncio.run(game(run, arguments, done))
+
+
+if __name__ == "__main__":
+    main()
