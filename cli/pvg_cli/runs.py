@@ -52,6 +52,7 @@ class RunPlan:
     run: RunDirectory
     resume: bool
     notice: str = ""
+    extended: bool = False  # a run that gets more rounds than it was planned with
 
 
 def plan_new(
@@ -90,14 +91,14 @@ def plan_resume(
 ) -> RunPlan:
     """The run to resume: `run_name`, or the newest unfinished run of the experiment if `run_name` is empty.
 
-    Without an experiment's name, uses the settings of the run plus the overrides. Raises StateError with the difference
-    if settings that affect the result differ from those of the run. `clean`: if the run is complete, remove the
-    unfinished files of a process that was killed after its last commit.
+    Without an experiment's name, uses the settings of the run plus the overrides. The run may get more rounds; raises
+    StateError with the difference if another setting that affects the result differs from those of the run. `clean`: if
+    the run is complete, remove the unfinished files of a process that was killed after its last commit.
     """
     given = resolve(name, overrides, cluster) if name else None
     root = given.store.root if given else _root(overrides)
     run = RunDirectory.open(run_name, root) if run_name else _newest(root, given.name if given else DEFAULT_EXPERIMENT)
-    _refuse_unplayable(run, clean)
+    state = run.load_state().state or {}  # raises an error if the state is damaged or lost
     own = run.experiment()
     wanted = given or load_experiment(run.experiment_file, _settings(run.experiment_file, overrides, cluster))
     wanted, note = as_the_run_computes(wanted, own, chosen_keys(overrides))
@@ -105,13 +106,23 @@ def plan_resume(
         say(note)
     pinned_wanted = pinned(pinned_as(wanted, own), say)
     experiment = with_workers(pinned_players(pinned_players_as(pinned_wanted, own)), own)
+    # Only if asked for: the experiment's file may have more rounds than the run was started with.
+    extended = "game.rounds" in chosen_keys(overrides) and experiment.game.rounds > own.game.rounds
+    if extended:
+        own = own.model_copy(update={"game": own.game.model_copy(update={"rounds": experiment.game.rounds})})
     changed = differences(own.hashed(), experiment.hashed())
     if changed:
         raise StateError(
             f"The run {run.name!r} was started with other settings: {'; '.join(changed)}.",
             f"Resume it with its own settings: {resume_command(run)}",
         )
-    return RunPlan(experiment, run.name, run, resume=True, notice=f"Resuming {run.name}.")
+    # A process that was killed just after it wrote the new number into the experiment's file has not begun the round.
+    begun = state.get("config", {}).get("game", {}).get("rounds", own.game.rounds)
+    if not extended and experiment.game.rounds <= begun:
+        _refuse_complete(run, experiment.game.rounds, clean)
+    _refuse_samples(run)
+    more = f" It now has {experiment.game.rounds} rounds." if extended else ""
+    return RunPlan(experiment, run.name, run, resume=True, notice=f"Resuming {run.name}.{more}", extended=extended)
 
 
 def resume_command(run: RunDirectory) -> str:
@@ -136,14 +147,19 @@ def _newest(root: Path, experiment: str) -> RunDirectory:
     )
 
 
-def _refuse_unplayable(run: RunDirectory, clean: bool) -> None:
-    run.load_state()  # raises an error if the state is damaged or lost
-    summary = read_run(run)
-    if summary.status == "complete":
+def _refuse_complete(run: RunDirectory, rounds: int, clean: bool) -> None:
+    if read_run(run).status == "complete":
         removed = _cleaned(run) if clean and os.access(run.path, os.W_OK) else 0
         removal = f" Removed {counted(removed, 'unfinished file')} of its last process." if removed else ""
-        raise UsageError(f"The run {run.name!r} is complete.{removal}", f"To see the results: {report_command(run)}")
-    if summary.status == "samples":
+        raise UsageError(
+            f"The run {run.name!r} is complete.{removal}",
+            f"To see the results: {report_command(run)}. To play another round: {resume_command(run)} "
+            f"-s game.rounds={rounds + 1}",
+        )
+
+
+def _refuse_samples(run: RunDirectory) -> None:
+    if read_run(run).status == "samples":
         raise UsageError(
             f"The run {run.name!r} contains samples of `pvg rollout`, not a game.", "Start a game: pvg train"
         )

@@ -259,6 +259,8 @@ def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None) -> GameOutcome:
     resuming = f"To resume it: {resume_command(run)}"
     try:
         with stack, run.lock(discard=lambda: not plan.resume and not run.has_state, waiting=say):
+            if plan.extended:
+                run.write_experiment(experiment)
             killed = killed_document(run.name, resuming, as_json)
             return drive(work, watcher, killed, experiment.telemetry.event_loop)
     except StoppedAtStart:

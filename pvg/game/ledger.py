@@ -278,7 +278,7 @@ class Ledger:
             state = GameState(experiment.hash(), experiment.hashed(), code_version, own_code=digests(experiment))
             self._copy_code(experiment)
         else:
-            state = GameState.from_plain(loaded.state)
+            state = extended(GameState.from_plain(loaded.state), experiment)
             check_same_configuration(state, experiment)
             check_same_code(state, experiment)
             if state.code_version != code_version:
@@ -356,6 +356,20 @@ def check_same_configuration(state: GameState, experiment: Experiment) -> None:
             f"The configuration differs from the one this run started with: {'; '.join(changed)}.",
             "Resume without the change, or start a new run with --name.",
         )
+
+
+def extended(state: GameState, experiment: Experiment) -> GameState:
+    """`state` with the rounds of `experiment`, if it has more: a complete run then enters its next round. No round
+    depends on the number of rounds, so the result is that of a run that was planned with all of them."""
+    planned, wanted = state.config["game"]["rounds"], experiment.game.rounds
+    if planned >= wanted:
+        return state
+    longer = {**state.config, "game": {**state.config["game"], "rounds": wanted}}
+    state = replace(state, config=longer, config_hash=experiment.hash())
+    if state.phase is not Phase.COMPLETE:
+        return state
+    first = Phase.TRAIN_PROVER if experiment.task.kind == "play" else Phase.MINT
+    return replace(state, phase=first, round=state.round + 1)
 
 
 def _as_today(config: Mapping[str, Any]) -> dict[str, Any]:

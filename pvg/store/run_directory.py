@@ -291,7 +291,7 @@ class RunDirectory:
                 run._refuse_existing()  # another process may have created it in the meantime
                 for folder in (run.manifest, run.rollouts, run.checkpoints, run.weights):
                     make_directory(folder)
-                write_atomic(run.experiment_file, experiment.to_toml().encode())
+                run.write_experiment(experiment)
         except (OSError, MissingRequirementError):
             left = [entry for entry in run.path.iterdir() if not is_lease(entry)] if run.path.exists() else []
             if made and run.path.exists() and {entry.name for entry in left} <= {run.lock_file.name}:
@@ -320,6 +320,9 @@ class RunDirectory:
     def experiment(self) -> Experiment:
         """The configuration with which the run was created. Raises ConfigurationError if the file is damaged."""
         return load_experiment(self.experiment_file)
+
+    def write_experiment(self, experiment: Experiment) -> None:
+        write_atomic(self.experiment_file, experiment.to_toml().encode())
 
     @contextmanager
     def lock(

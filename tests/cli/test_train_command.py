@@ -217,6 +217,40 @@ def test_resume_with_an_experiment_compares_with_it(calls: list[dict[str, Any]])
     assert "seed: 11 -> 0" in called.err
 
 
+def test_a_complete_run_gets_more_rounds(calls: list[dict[str, Any]]) -> None:
+    run = played(Path("runs"), "done")
+    rounds = run.experiment().game.rounds
+    refused = pvg("train", "--resume", "done")
+    assert f"To play another round: pvg train --resume done -s game.rounds={rounds + 1}" in refused.err
+    called = pvg("train", "--resume", "done", "-s", f"game.rounds={rounds + 1}")
+    assert called.code == 0
+    assert f"Resuming done. It now has {rounds + 1} rounds." in called.err
+    assert calls[0]["experiment"].game.rounds == run.experiment().game.rounds == rounds + 1
+
+
+def test_a_run_whose_new_rounds_are_only_in_its_file_goes_on(calls: list[dict[str, Any]]) -> None:
+    """Its process was killed before the first commit of the new round."""
+    run = played(Path("runs"), "done")
+    planned = run.experiment()
+    commit(run, state("complete", rounds=[{"helpful_accuracy": 0.5}], config=planned.hashed()))
+    assert pvg("train", "--resume", "done").code == 2
+    run.write_experiment(planned.model_copy(update={"game": planned.game.model_copy(update={"rounds": 9})}))
+    assert pvg("train", "--resume", "done").code == 0
+    assert calls[0]["experiment"].game.rounds == 9
+
+
+def test_a_run_gets_no_rounds_that_were_not_asked_for(calls: list[dict[str, Any]]) -> None:
+    """The experiment's file has three rounds; the run was started with one."""
+    unfinished("short", game={"rounds": 1})
+    called = pvg("train", "modchain", "--resume", "short")
+    assert called.code == 2
+    assert "game.rounds: 1 -> 3" in called.err
+    more = pvg("train", "--resume", "short", "-s", "game.rounds=2", "-s", "seed=5")
+    assert "seed: 0 -> 5" in more.err
+    assert "game.rounds" not in more.err.partition("other settings")[2].partition(".")[0]
+    assert calls == []
+
+
 def test_resume_refuses_what_cannot_be_played_on(calls: list[dict[str, Any]]) -> None:
     played(Path("runs"), "done")
     assert "is complete" in pvg("train", "--resume", "done").err

@@ -140,6 +140,22 @@ def test_a_played_run_is_neither_played_again_nor_resumed_under_another_configur
         asyncio.run(play(changed, run, observer=SilentObserver(), stop=stop, resume=True))
 
 
+@pytest.mark.parametrize("until", [("", -1), ("mint", 1), ("train_prover", 1)])
+def test_a_run_that_gets_another_round_ends_like_one_that_was_planned_with_it(until, finished, tmp_path):
+    data = small_experiment().plain()
+    data["game"]["rounds"] = 1
+    run, outcome, _ = run_game(build_experiment(data), tmp_path)
+    assert (outcome.status, len(outcome.rounds)) == ("complete", 1)
+    run, outcome, _ = run_game(small_experiment(), tmp_path, resume=True, until=until)
+    if until[0]:
+        assert outcome.status == "interrupted"
+        run, outcome, _ = run_game(small_experiment(), tmp_path, resume=True)
+    assert (outcome.status, len(outcome.rounds)) == ("complete", 2)
+    assert weights_of(run) == weights_of(finished)
+    state, planned = state_of(run), state_of(finished)
+    assert (state["config"], state["config_hash"]) == (planned["config"], planned["config_hash"])
+
+
 def interrupted_copy(tmp_path: Path) -> RunDirectory:
     run, outcome, _ = run_game(small_experiment(), tmp_path, until=("train_prover", 0))
     assert outcome.status == "interrupted"

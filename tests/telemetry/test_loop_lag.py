@@ -208,8 +208,8 @@ def test_uvloop_is_used_where_it_is_asked_for() -> None:
 
 @pytest.fixture
 def collector_of_python() -> Iterator[None]:
-    """Python's own thresholds; `pvg_cli` sets others. A full collection also waits until the new objects are a quarter of
-    the old ones that are not frozen, and other tests in this process may have left millions."""
+    """Python's own thresholds; `pvg_cli` sets others. A full collection also waits until the new objects are a quarter
+    of the old ones that are not frozen, and other tests in this process may have left millions."""
     before = gc.get_threshold()
     gc.set_threshold(700, 10, 10)
     gc.freeze()
