@@ -268,6 +268,12 @@ def test_deadlines_and_sampling_ahead_play_dialogues_too(tmp_path: Path, setting
     assert any(rollout.turns for rollout in recorded(run) if "/train_prover/" in rollout.id)
 
 
+def test_a_verifier_that_has_never_seen_an_answer_gets_a_warning():
+    assert any("embedded:modchain-dialogue" in line for line in changed(TALKING).warnings())
+    talking = changed({**TALKING, "models.verifier": {"source": "embedded:modchain-dialogue"}})
+    assert not any("models.verifier.source" in line for line in talking.warnings())
+
+
 def test_what_counts_completions_of_one_turn_is_refused():
     for settings in (
         {"rollout.deadline": "continue"},
