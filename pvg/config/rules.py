@@ -666,8 +666,8 @@ def _protocol_warnings(experiment: AllSections) -> Iterator[str]:
     verifier = experiment.models.verifier.source
     if game.protocol.kind == "challenge" and verifier.startswith("embedded:modchain-") and "dialogue" not in verifier:
         yield (
-            f"models.verifier.source = {verifier!r} has never seen an answer to a question, and accepts many flaws; set "
-            "it to 'embedded:modchain-dialogue' for game.protocol = 'challenge'"
+            f"models.verifier.source = {verifier!r} has never seen an answer to a question, and accepts many flaws; "
+            "set it to 'embedded:modchain-dialogue' for game.protocol = 'challenge'"
         )
     batches = training.steps // training.minibatches
     if isinstance(game.schedule, SimultaneousSchedule) and batches < game.schedule.every:
