@@ -404,6 +404,15 @@ def _challenge(experiment: AllSections) -> Iterator[str]:
         yield f"training.overlong_buffer needs rollouts of one turn, but {several}; set it to 0"
 
 
+def _start(experiment: AllSections) -> Iterator[str]:
+    game, adapters = experiment.game, experiment.training.adapters
+    if game.start == "previous" and game.rounds > 1 and adapters.kind != "none":
+        yield (
+            "game.start = 'previous' continues each round from the last one, which training.adapters cannot; set "
+            "game.start to 'base', or training.adapters to 'none'"
+        )
+
+
 def _play(experiment: AllSections) -> Iterator[str]:
     task, game, training, rollout = experiment.task, experiment.game, experiment.training, experiment.rollout
     if not isinstance(task, PlayTask):
@@ -551,7 +560,18 @@ def _warmup(experiment: AllSections) -> Iterator[str]:
 
 IMPOSSIBLE = (
     *(_batch_sizes, _old_logprobs, _prefetch, _deadline, _prover_servers, _verifier_servers, _trained_layers),
-    *(_roles, prompt_conflicts, _dynamic_sampling, _code, _diplomacy, _translators, _challenge, _play, _workers),
+    *(
+        _roles,
+        prompt_conflicts,
+        _dynamic_sampling,
+        _code,
+        _diplomacy,
+        _translators,
+        _challenge,
+        _start,
+        _play,
+        _workers,
+    ),
     _warmup,
 )
 

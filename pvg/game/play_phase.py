@@ -20,14 +20,13 @@ from pvg.game.batch_logprobs import EarlyReference, with_logprobs
 from pvg.game.play_credit import RewardedDecision, phase_statistics, rewarded_decisions
 from pvg.game.players import Players
 from pvg.game.prefetch import Prefetcher
-from pvg.game.prover_phase import PhaseSource, ProverPhase, read_prover, save_prover
+from pvg.game.prover_phase import PhaseSource, ProverPhase, open_round_learner, save_prover
 from pvg.game.session import Session
 from pvg.game.state_cache import CachedState, StateCache
 from pvg.game.states import Phase
 from pvg.game.statistics import sampling_metrics, staleness_metrics
 from pvg.games.game import ExplainsRules
 from pvg.models.language_model import LanguageModel
-from pvg.models.starts import open_learner
 from pvg.records import Group, Int32, Problem, Role, Rollout, source_of_round
 from pvg.rollout import EngineSetup, open_engine
 from pvg.rollout.dispatcher import Dispatcher
@@ -98,7 +97,7 @@ async def train_player(session: Session) -> None:
     info = session.begin("steps", session.experiment.training.steps, session.state.step)
     started = time.perf_counter()
     with span("open_models"):
-        learner = await session.players.compute(lambda: _learner_of_round(session))
+        learner = await session.players.compute(lambda: open_round_learner(session, from_previous=True))
     try:
         async with AsyncExitStack() as stack:
             opponent: Opponent | None = None
@@ -117,15 +116,6 @@ async def train_player(session: Session) -> None:
         await session.leave_phase(replace(entered, weights=(*entered.weights, *names), version=phase.version))
     finally:
         learner.close()
-
-
-def _learner_of_round(session: Session) -> LanguageModel:
-    round_ = session.state.round
-    learner = open_learner(session.players, round_)
-    if round_ > 0:
-        tensors, _ = read_prover(session, source_of_round(round_ - 1))
-        learner.load_weights(tensors)
-    return learner
 
 
 class PlayPhase(ProverPhase):

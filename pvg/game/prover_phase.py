@@ -26,6 +26,7 @@ from pvg.models.adapters import AdaptedModel
 from pvg.models.language_model import LanguageModel
 from pvg.models.low_rank import LowRankAdapter
 from pvg.models.starts import open_learner
+from pvg.records import source_of_round
 from pvg.rollout.partial import PartialSampling
 from pvg.store.checkpoints import TENSORS_FILE
 from pvg.store.run_players import adapter_name, final_verifier_name, prover_weights_name, verifier_weights_name
@@ -116,7 +117,8 @@ async def train_prover(session: Session) -> None:
     started = time.perf_counter()
     with span("open_models"):
         verifier, threshold = await open_round_verifier(session, session.state.round)
-        learner = await session.players.compute(lambda: open_learner(session.players, session.state.round))
+        from_previous = session.experiment.game.start == "previous"
+        learner = await session.players.compute(lambda: open_round_learner(session, from_previous=from_previous))
     try:
         with session.players.divided_workers():
             with span("open_models"):
@@ -135,6 +137,17 @@ async def train_prover(session: Session) -> None:
     finally:
         learner.close()
         verifier.close()
+
+
+def open_round_learner(session: Session, *, from_previous: bool) -> LanguageModel:
+    """The prover at the start of the round's training: the base prover, or the previous round's if there is one. The
+    caller closes it."""
+    round_ = session.state.round
+    learner = open_learner(session.players, round_)
+    if from_previous and round_ > 0:
+        tensors, _ = read_prover(session, source_of_round(round_ - 1))
+        learner.load_weights(tensors)
+    return learner
 
 
 async def policy_of(session: Session, learner: LanguageModel) -> tuple[dict[str, Tensor], LowRankAdapter | None]:
