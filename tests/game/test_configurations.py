@@ -110,6 +110,39 @@ def test_batches_without_a_signal_and_problems_without_pairs_are_told_of(tmp_pat
     assert "source_excluded" not in names
 
 
+def first_kl(run: RunDirectory) -> list[float]:
+    """The KL to the base prover at the first prover step of each round."""
+    steps = [row for row in rows(run, "step") if row["phase"] == "train_prover" and row["step"] == 1]
+    return [row["metrics"]["kl"] for row in steps]
+
+
+def test_a_round_starts_from_the_base_prover_or_from_the_previous_one(tmp_path: Path) -> None:
+    settings = {"game.rounds": 2, "training.steps": 3, "training.learning_rate": 1e-3}
+    _, from_base = played(changed(settings), tmp_path / "base")
+    _, from_previous = played(changed({**settings, "game.start": "previous"}), tmp_path / "previous")
+    assert first_kl(from_base) == pytest.approx([0.0, 0.0], abs=1e-6)
+    assert first_kl(from_previous)[0] == pytest.approx(0.0, abs=1e-6)
+    assert first_kl(from_previous)[1] > 1e-4
+    before, after = (read_manifests(run)[:4] for run in (from_base, from_previous))
+    assert [manifest.phase for manifest in before] == [manifest.phase for manifest in after] == PHASES
+    weights = [
+        (run.weights / "round-000-prover" / "tensors.safetensors").read_bytes() for run in (from_base, from_previous)
+    ]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.drill
+def test_resumed_in_a_round_that_goes_on_from_the_previous_one_a_run_ends_like_the_uninterrupted_one(
+    tmp_path: Path,
+) -> None:
+    experiment = changed({"game.start": "previous", "game.rounds": 2, "training.steps": 4})
+    played(experiment, tmp_path / "whole")
+    outcome, _ = played(experiment, tmp_path / "stopped", stop_at=("train_prover", 8))  # in the second round
+    assert (outcome.status, len(outcome.rounds)) == ("interrupted", 1)
+    played(experiment, tmp_path / "stopped", resume=True)
+    assert differences(fingerprint(tmp_path / "stopped"), fingerprint(tmp_path / "whole")) == []
+
+
 @pytest.mark.drill
 def test_resumed_within_batches_a_run_ends_like_the_uninterrupted_one(tmp_path: Path) -> None:
     experiment = changed(LIMITS["the last step ends within a batch"])
@@ -195,6 +228,7 @@ def test_what_the_models_cannot_do_is_refused_before_anything_is_committed(
     [
         ({"prompts": "plain"}, "gives both the same prompt"),
         ({"game.stop": "score_parity", "game.reward": "goodhart", "game.sneaky_share": 0.0}, "leaves one"),
+        ({"game.start": "previous", "game.rounds": 2, "training.adapters": "lora"}, r"game\.start"),
         ({"training.overlong_buffer": 41}, "exceeds rollout.max_tokens = 40"),
         ({"models.prover": {"source": "embedded:modchain-prover", "dtype": "bfloat16"}}, r"models\.prover\.dtype"),
         ({"models.verifier": {"source": "embedded:modchain-verifier", "dtype": "bfloat16"}}, r"verifier\.precision to"),
