@@ -56,7 +56,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 install: $(STAMP)  ## make .venv and install pvg with its development tools
 
-train: $(STAMP)  ## play the embedded game: 3 rounds, 3 to 5 minutes on 2 cores
+train: $(STAMP)  ## play the embedded game: 5 rounds, 3 to 5 minutes on 2 cores
 	$(BIN)/pvg train
 	@echo "These commands need the environment: . $(VENV)/bin/activate"
 
@@ -137,8 +137,8 @@ images:  ## build the container images for CPU and CUDA (needs docker)
 models: $(STAMP)  ## train the embedded models again (minutes; the results are committed)
 	$(BIN)/python -m pvg.models.embedded_training all
 
-seeds: $(STAMP)  ## play the embedded game with five seeds, write docs/results/embedded-game.md (about 50 minutes)
-	$(BIN)/python -m benchmarks.pages.make_embedded_game --set cluster=none --set game.rounds=5
+seeds: $(STAMP)  ## play the embedded game with five seeds, write docs/results/embedded-game.md (about 20 minutes)
+	$(BIN)/python -m benchmarks.pages.make_embedded_game --set cluster=none
 
 equality: $(STAMP)  ## play five seeds with all switches slow and all fast, write docs/results/equality.md (20 minutes on 2 cores)
 	$(BIN)/python -m benchmarks.pages.make_equality

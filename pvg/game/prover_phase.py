@@ -1,4 +1,4 @@
-"""TRAIN_PROVER: the prover starts from its initial weights and plays both roles against the round's verifier.
+"""TRAIN_PROVER: the prover starts as `game.start` says, and plays both roles against the round's verifier.
 
 The phase ends after its steps, or earlier if the sneaky role catches up (`StopRule`; Kirchner et al. 2024).
 """

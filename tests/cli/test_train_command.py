@@ -240,11 +240,11 @@ def test_a_run_whose_new_rounds_are_only_in_its_file_goes_on(calls: list[dict[st
 
 
 def test_a_run_gets_no_rounds_that_were_not_asked_for(calls: list[dict[str, Any]]) -> None:
-    """The experiment's file has three rounds; the run was started with one."""
+    """The experiment's file has five rounds; the run was started with one."""
     unfinished("short", game={"rounds": 1})
     called = pvg("train", "modchain", "--resume", "short")
     assert called.code == 2
-    assert "game.rounds: 1 -> 3" in called.err
+    assert "game.rounds: 1 -> 5" in called.err
     more = pvg("train", "--resume", "short", "-s", "game.rounds=2", "-s", "seed=5")
     assert "seed: 0 -> 5" in more.err
     assert "game.rounds" not in more.err.partition("other settings")[2].partition(".")[0]
