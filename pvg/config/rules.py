@@ -404,17 +404,8 @@ def _challenge(experiment: AllSections) -> Iterator[str]:
         yield f"training.overlong_buffer needs rollouts of one turn, but {several}; set it to 0"
 
 
-def _start(experiment: AllSections) -> Iterator[str]:
-    game, adapters = experiment.game, experiment.training.adapters
-    if game.start == "previous" and game.rounds > 1 and adapters.kind != "none":
-        yield (
-            "game.start = 'previous' continues each round from the last one, which training.adapters cannot; set "
-            "game.start to 'base', or training.adapters to 'none'"
-        )
-
-
 def _play(experiment: AllSections) -> Iterator[str]:
-    task, game, training, rollout = experiment.task, experiment.game, experiment.training, experiment.rollout
+    task, training, rollout = experiment.task, experiment.training, experiment.rollout
     if not isinstance(task, PlayTask):
         return
     for key, only in PLAY_ONLY.items():
@@ -425,11 +416,6 @@ def _play(experiment: AllSections) -> Iterator[str]:
         yield (
             f"task.kind = 'play' compares decisions in groups, but training.loss = {training.loss.kind!r} has none; "
             "set it to a loss with groups, such as 'grpo'"
-        )
-    if training.adapters.kind != "none" and game.rounds > 1:
-        yield (
-            "task.kind = 'play' continues each round from the last one, which training.adapters cannot; set "
-            "game.rounds to 1, or training.adapters to 'none'"
         )
     if rollout.engine.kind == "vllm" and "base" in (task.opponent, *task.references):
         yield (
@@ -560,18 +546,7 @@ def _warmup(experiment: AllSections) -> Iterator[str]:
 
 IMPOSSIBLE = (
     *(_batch_sizes, _old_logprobs, _prefetch, _deadline, _prover_servers, _verifier_servers, _trained_layers),
-    *(
-        _roles,
-        prompt_conflicts,
-        _dynamic_sampling,
-        _code,
-        _diplomacy,
-        _translators,
-        _challenge,
-        _start,
-        _play,
-        _workers,
-    ),
+    *(_roles, prompt_conflicts, _dynamic_sampling, _code, _diplomacy, _translators, _challenge, _play, _workers),
     _warmup,
 )
 

@@ -259,8 +259,6 @@ def _play_needs(sections: AllSections) -> Iterator[Need]:
             f"self-play needs groups, and training.loss = {sections.training.loss.kind!r} has none",
             ("training.loss=grpo"),
         )
-    if sections.training.adapters.kind != "none" and sections.game.rounds > 1:
-        yield "training.adapters cannot go on from round to round, as self-play does", "game.rounds=1"
     if sections.rollout.engine.kind == "vllm" and "base" in (task.opponent, *task.references):
         if task.opponent == "base":
             yield "task.opponent = 'base' needs a second engine", "task.opponent=self"

@@ -145,8 +145,11 @@ def open_round_learner(session: Session, *, from_previous: bool) -> LanguageMode
     round_ = session.state.round
     learner = open_learner(session.players, round_)
     if from_previous and round_ > 0:
-        tensors, _ = read_prover(session, source_of_round(round_ - 1))
-        learner.load_weights(tensors)
+        tensors, adapter = read_prover(session, source_of_round(round_ - 1))
+        if isinstance(learner, AdaptedModel) and adapter is not None:
+            learner.load_adapter(adapter)
+        else:
+            learner.load_weights(tensors)
     return learner
 
 

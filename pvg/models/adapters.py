@@ -140,6 +140,13 @@ class AdaptedModel(LanguageModel):
             super().load_weights(tensors)
         self._start_over()
 
+    def load_adapter(self, adapter: LowRankAdapter) -> None:
+        """Copy the matrices that `adapter()` returned, of a model with the same layers and rank."""
+        with torch.no_grad():
+            for name, layer in self._adapted():
+                for side in ("lora_A", "lora_B"):
+                    getattr(layer, side)[KEY].weight.copy_(adapter.tensors[f"{PREFIX}{name}.{side}.weight"])
+
     def start(self) -> LanguageModel:
         """The model without adapters, on the same weights."""
         self.module  # noqa: B018 - raises ModelClosedError if closed

@@ -228,7 +228,6 @@ def test_what_the_models_cannot_do_is_refused_before_anything_is_committed(
     [
         ({"prompts": "plain"}, "gives both the same prompt"),
         ({"game.stop": "score_parity", "game.reward": "goodhart", "game.sneaky_share": 0.0}, "leaves one"),
-        ({"game.start": "previous", "game.rounds": 2, "training.adapters": "lora"}, r"game\.start"),
         ({"training.overlong_buffer": 41}, "exceeds rollout.max_tokens = 40"),
         ({"models.prover": {"source": "embedded:modchain-prover", "dtype": "bfloat16"}}, r"models\.prover\.dtype"),
         ({"models.verifier": {"source": "embedded:modchain-verifier", "dtype": "bfloat16"}}, r"verifier\.precision to"),

@@ -20,6 +20,7 @@ from pvg.game.run import GameOutcome, play
 from pvg.models import open_model
 from pvg.models.low_rank import LowRankAdapter
 from pvg.store.checkpoints import read_checkpoint
+from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
 from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
@@ -47,16 +48,17 @@ def lora_experiment(rank: int = RANK, **training: Any) -> Experiment:
 
 
 class StopAfter(SilentObserver):
-    """Sets `stop` at prover step number `step`."""
+    """Sets `stop` at prover step number `step`, counted over the rounds."""
 
     def __init__(self, stop: asyncio.Event, step: int) -> None:
-        self._stop, self._step, self._phase = stop, step, ""
+        self._stop, self._left, self._phase = stop, step, ""
 
     def phase_started(self, info: PhaseInfo) -> None:
         self._phase = info.phase
 
     def progressed(self, progress: Progress) -> None:
-        if (self._phase, progress.done) == ("train_prover", self._step):
+        self._left -= self._phase == "train_prover"
+        if self._left == 0 and self._phase == "train_prover":
             self._stop.set()
 
 
@@ -102,6 +104,26 @@ def test_the_rounds_have_adapters_of_their_own(whole: Path) -> None:
     weights = RunDirectory.open("drill", whole).weights
     first, second = (read_checkpoint(weights, f"round-00{r}-prover-adapter")[0] for r in (0, 1))
     assert not any(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_adapters_of_a_round_go_on_from_the_previous_ones(whole: Path, tmp_path: Path) -> None:
+    plain = lora_experiment().plain()
+    plain["game"]["start"] = "previous"
+    experiment = build_experiment(plain)
+    assert played(experiment, tmp_path / "previous").status == "complete"
+    assert played(experiment, tmp_path / "stopped", stop_after=7 + 3).status == "interrupted"
+    assert played(experiment, tmp_path / "stopped", resume=True).status == "complete"
+    assert differences(fingerprint(tmp_path / "stopped"), fingerprint(tmp_path / "previous")) == []
+    firsts = {root: first_kl(root / "drill" / "metrics.jsonl") for root in (whole, tmp_path / "previous")}
+    assert firsts[whole] == pytest.approx([0.0, 0.0], abs=1e-6)
+    assert firsts[tmp_path / "previous"][0] == pytest.approx(0.0, abs=1e-6)
+    assert firsts[tmp_path / "previous"][1] > 1e-5
+
+
+def first_kl(metrics: Path) -> list[float]:
+    """The KL to the base prover at the first prover step of each round."""
+    steps = [row for row in read_json_lines(metrics) if row["kind"] == "step" and row["phase"] == "train_prover"]
+    return [row["metrics"]["kl"] for row in steps if row["step"] == 1]
 
 
 @pytest.mark.drill
