@@ -159,7 +159,7 @@ def test_a_setting_with_its_default_never_warns() -> None:
         ("diplomacy-mini", ["task.kind=diplomacy_outcome"], "Add: -s models.prover.source=hf:OWNER/NAME -s models."),
         ("diplomacy-mini", ["task.kind=diplomacy_outcome", "task.board=mini"], ""),
         ("smollm2-gsm8k", ["task.kind=play"], ""),
-        ("qwen-gsm8k-lora", ["task.kind=play"], 'Add: -s game.rounds=1 -s \'task.references=["random", "greedy"]\''),
+        ("qwen-gsm8k-lora", ["task.kind=play"], 'Add: -s \'task.references=["random", "greedy"]\''),
         (
             "code",
             ["task.kind=diplomacy_mini", "prompts.helpful=Plan."],
