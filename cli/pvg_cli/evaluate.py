@@ -117,7 +117,7 @@ def _refuse_early(run: RunDirectory) -> None:
     if not summary.rounds:
         raise UsageError(
             f"The run {run.name!r} has no finished round, so there is nothing to evaluate.",
-            f"Resume it: pvg train --resume {run.argument}",
+            f"Wait for the end of its first round. If it has stopped: pvg train --resume {run.argument}",
         )
 
 

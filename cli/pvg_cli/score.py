@@ -60,7 +60,7 @@ def score(
     finished = FinishedRound.open(RunDirectory.open(run, runs), round_)
     finished.verifier_name  # noqa: B018 - raises for a run without a verifier
     if out is not None:
-        _check_out(out)
+        _check_out(out, file)
     check_rows(file)  # before torch and the model are loaded, and before the first result is written
     announce_loading()
     summary = _write(finished, file, out)
@@ -70,7 +70,8 @@ def score(
     say(f"Scored {scored} with {run}, round {finished.round}: {summary['accepted']:,} accepted.")
 
 
-def _check_out(out: Path) -> None:
+def _check_out(out: Path, file: Path) -> None:
+    """Check the file for the results before torch is loaded."""
     import shlex
 
     from pvg.errors import UsageError, user_paths
@@ -80,19 +81,20 @@ def _check_out(out: Path) -> None:
             raise UsageError(f"--out {out} is a folder.", "Give a file: --out FILE.jsonl")
         if not out.parent.is_dir():
             raise UsageError(f"The folder {out.parent} does not exist.", f"mkdir -p {shlex.quote(str(out.parent))}")
+        if out.is_file() and file.exists() and out.samefile(file):
+            raise UsageError(f"--out {out} would overwrite the solutions.", "Give another file: --out FILE.jsonl")
 
 
 def _write(finished: FinishedRound, file: Path, out: Path | None) -> dict[str, Any]:
     """Score all rows. A file gets its name when it is complete."""
     import asyncio
-    import os
     import sys
 
     import orjson
 
     from pvg.errors import user_paths
     from pvg.export.rows import score_rows
-    from pvg.store.atomic import disk_full_explained, temporary_beside
+    from pvg.store.atomic import output_file
 
     calibration = finished.calibration()
     rows = accepted = 0
@@ -108,13 +110,8 @@ def _write(finished: FinishedRound, file: Path, out: Path | None) -> dict[str, A
         if out is None:
             asyncio.run(work(lambda data: sys.stdout.write(data.decode())))
         else:
-            temporary = temporary_beside(out)
-            try:
-                with user_paths(), disk_full_explained(out), open(temporary, "wb") as target:
-                    asyncio.run(work(target.write))
-                os.replace(temporary, out)
-            finally:
-                temporary.unlink(missing_ok=True)
+            with user_paths(), output_file(out) as target:
+                asyncio.run(work(target.write))
         return {
             "run": finished.run.name,
             "round": finished.round,

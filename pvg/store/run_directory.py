@@ -437,7 +437,7 @@ class RunDirectory:
     def _driven_elsewhere(self, owner: str) -> UsageError:
         return UsageError(
             f"The run {self.name!r} is being driven by {owner}.",
-            "Wait until it is done or stop it (Ctrl-C commits first), or give the new run another name.",
+            "Wait until it is done, or stop it (Ctrl-C commits first).",
         )
 
 
