@@ -136,7 +136,7 @@ def _measure(experiment: Experiment, run: RunDirectory, request: EvaluationReque
     watcher = RunWatcher(board, stderr())
     again = "The same command resumes the evaluation."
     try:
-        with run.lock(waiting=say):
+        with run.lock(waiting=say, work="evaluate"):
             killed = killed_document(run.name, again, as_json)
             return drive(work, watcher, killed, experiment.telemetry.event_loop)
     except StoppedAtStart:
