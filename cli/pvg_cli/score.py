@@ -19,6 +19,7 @@ from pvg_cli.boundary import (
     guarded,
     say,
 )
+from pvg_cli.serve import cancel_at_signals
 
 if TYPE_CHECKING:
     from pvg.export.finished import FinishedRound
@@ -50,7 +51,9 @@ def score(
     calibrated probability that the solution is correct (only after `pvg evaluate`). With --json, stdout holds a
     summary, and --out is required.
     """
-    from pvg.errors import UsageError, counted
+    import asyncio
+
+    from pvg.errors import StoppedAtStart, UsageError, counted
     from pvg.export.finished import FinishedRound
     from pvg.export.rows import check_rows
     from pvg.store.run_directory import RunDirectory
@@ -63,7 +66,11 @@ def score(
         _check_out(out, file)
     check_rows(file)  # before torch and the model are loaded, and before the first result is written
     announce_loading()
-    summary = _write(finished, file, out)
+    try:
+        summary = _write(finished, file, out)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        left = "" if out is None else f" {out} was not written."
+        raise StoppedAtStart(f"Stopped before all solutions were scored.{left}") from None
     if as_json:
         emit(summary)
     scored = counted(summary["rows"], "solution")
@@ -103,6 +110,8 @@ def _write(finished: FinishedRound, file: Path, out: Path | None) -> dict[str, A
 
         async def work(write: Callable[[bytes], object]) -> None:
             nonlocal rows, accepted
+            # Not asyncio's own handler of Ctrl-C: it may cancel a future between a test and the setting of its result.
+            cancel_at_signals()
             async for result, verdict in score_rows(scorer, file, calibration):
                 write(orjson.dumps(result) + b"\n")
                 rows, accepted = rows + 1, accepted + verdict.accepted

@@ -231,6 +231,31 @@ def test_samples_are_no_game(run: Run) -> None:
     assert "--resume" not in called.err
 
 
+def test_ctrl_c_says_that_no_file_was_written(run: Run) -> None:
+    """At the moment when the first line is scored."""
+    with Path("much.jsonl").open("w") as file:
+        file.writelines(json.dumps({"question": QUESTION, "solution": f"A{n % 10}"}) + "\n" for n in range(1000))
+    command = [sys.executable, "-c", STOPPED_AT_WORK, "score", "mine", "much.jsonl", "--out", "much-scores.jsonl"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 130, done.stderr
+    assert "Stopped before all solutions were scored. much-scores.jsonl was not written." in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not [path for path in Path().iterdir() if "much-scores" in path.name]
+
+
+STOPPED_AT_WORK = """
+import os, signal
+from pvg.export import rows
+from pvg_cli.main import app
+scored = rows._scored
+def stopped(*arguments):
+    os.kill(os.getpid(), signal.SIGINT)
+    return scored(*arguments)
+rows._scored = stopped
+app(prog_name="pvg")
+"""
+
+
 def write_one() -> None:
     Path("one.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps({"question": QUESTION, "solution": "A9"}).encode())
 
