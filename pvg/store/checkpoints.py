@@ -117,10 +117,8 @@ def verify_checkpoint(directory: Path, name: str) -> dict[str, Any]:
             raise _damaged(folder / file, f"its checksum differs from {META_FILE}")
     path = folder / TENSORS_FILE
     size, digest = _measure(path)
-    expected = body["tensors"]
-    if size != expected["bytes"]:
-        raise _damaged(path, f"{size} bytes instead of {expected['bytes']}")
-    if digest != expected["sha256"]:
+    _refuse_size(path, size, body)
+    if digest != body["tensors"]["sha256"]:
         raise _damaged(path, "its checksum differs from meta.json")
     meta: dict[str, Any] = body["meta"]
     return meta
@@ -131,6 +129,20 @@ def read_checkpoint_meta(directory: Path, name: str) -> tuple[str, dict[str, Any
     DamagedFileError."""
     body = _read_meta(directory / name / META_FILE)
     return body["tensors"]["sha256"], body["meta"]
+
+
+def check_size(directory: Path, name: str) -> None:
+    """Check that the tensors of `directory/name` have the size that its meta.json says, without reading them. Raises
+    DamagedFileError."""
+    body, path = _read_meta(directory / name / META_FILE), directory / name / TENSORS_FILE
+    if not path.is_file():
+        raise _damaged(path, "a folder is in its place" if path.is_dir() else "the file is missing")
+    _refuse_size(path, path.stat().st_size, body)
+
+
+def _refuse_size(path: Path, size: int, body: Mapping[str, Any]) -> None:
+    if size != (expected := body["tensors"]["bytes"]):
+        raise _damaged(path, f"{size} bytes instead of {expected}")
 
 
 def prune(directory: Path, keep: set[str]) -> list[Path]:
@@ -191,7 +203,7 @@ def _measure(path: Path) -> tuple[int, str]:
 def _read_meta(path: Path) -> dict[str, Any]:
     try:
         body = orjson.loads(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise _damaged(path, "the file is missing") from None
     except IsADirectoryError:
         raise _damaged(path, "a folder is in its place") from None

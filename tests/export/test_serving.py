@@ -277,7 +277,11 @@ def test_damaged_weights_are_named_with_what_helps(run: Run) -> None:
     write_one()
     shutil.copytree("runs/mine", "runs/damaged")
     weights = next(Path("runs/damaged/weights").glob("*-verifier*")) / "tensors.safetensors"
-    commands = (("score", "damaged", "one.jsonl"), ("export", "damaged", "--player", "verifier", "--out", "none"))
+    commands = (
+        ("score", "damaged", "one.jsonl"),
+        ("export", "damaged", "--player", "verifier", "--out", "none"),
+        ("evaluate", "damaged", "--parts", "exploit"),
+    )
     for damage, says in ((Path.touch, "0 bytes instead of"), (Path.mkdir, "a folder is in its place")):
         weights.unlink()
         damage(weights)
@@ -287,6 +291,7 @@ def test_damaged_weights_are_named_with_what_helps(run: Run) -> None:
             assert f"{weights}: {says}" in called.err
             assert called.err.endswith("\nRestore it from a copy of the run.\n")
     assert not Path("none").exists()
+    assert not Path("runs/damaged/evaluation").exists()  # nothing was computed before the damage was found
 
 
 @pytest.mark.parametrize("player", ["prover", "verifier"])
