@@ -125,7 +125,7 @@ def evaluate(
     wanted = default_parts(experiment) if parts is None else parse_parts(",".join(parts))
     request = EvaluationRequest(wanted, rounds, None if baseline is None else baseline.directory)
     watching = observer or SilentObserver()
-    with run.directory.lock():
+    with run.directory.lock(work="evaluate"):
         outcome = run_to_end(
             lambda: measure(experiment, run.directory, request, observer=watching, stop=asyncio.Event()),
             experiment.telemetry.event_loop,

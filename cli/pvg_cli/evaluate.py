@@ -117,7 +117,7 @@ def _refuse_early(run: RunDirectory) -> None:
     if not summary.rounds:
         raise UsageError(
             f"The run {run.name!r} has no finished round, so there is nothing to evaluate.",
-            f"Resume it: pvg train --resume {run.argument}",
+            f"Wait for the end of its first round. If it has stopped: pvg train --resume {run.argument}",
         )
 
 
@@ -136,7 +136,7 @@ def _measure(experiment: Experiment, run: RunDirectory, request: EvaluationReque
     watcher = RunWatcher(board, stderr())
     again = "The same command resumes the evaluation."
     try:
-        with run.lock(waiting=say):
+        with run.lock(waiting=say, work="evaluate"):
             killed = killed_document(run.name, again, as_json)
             return drive(work, watcher, killed, experiment.telemetry.event_loop)
     except StoppedAtStart:

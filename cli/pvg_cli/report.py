@@ -180,6 +180,7 @@ def _evaluation(run: RunDirectory) -> EvaluationReport | None:
 
 def _show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool) -> None:
     from pvg.reporting import terminal
+    from pvg.reporting.follow import is_running
     from pvg.reporting.run_summary import read_run
     from pvg.reporting.several_page import (
         distinct_names,
@@ -194,6 +195,7 @@ def _show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool
     summaries = [read_run(directory) for directory in directories]
     differing = setting_differences([directory.experiment().plain() for directory in directories])
     names = distinct_names(directories)
+    running = [is_running(directory) for directory in directories]
     if page is not None:
         write_page(page, several_page(directories, summaries))
     finals = [final_metrics(summary) for summary in summaries]
@@ -204,7 +206,7 @@ def _show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool
         ]
         emit({"runs": found, "settings": differing, "html": _text(page)})
     else:
-        stdout().print(terminal.several(names, summaries, final_names(finals), finals, differing))
+        stdout().print(terminal.several(names, summaries, final_names(finals), finals, differing, running))
         _print_page(page)
 
 

@@ -51,6 +51,7 @@ def list_(
     from pvg.reporting.run_list import list_runs, runs_table
     from pvg_cli.output import stdout
 
+    _refuse_no_folder(runs)
     found = list_runs(runs, tags or [])
     if as_json:
         emit({"runs": [run.plain() for run in found]})
@@ -61,6 +62,17 @@ def list_(
                 say(f"{run.name}: {note}")
     else:
         say(f"There is no run {'with these tags ' if tags else ''}in {runs}. Start one with: pvg train")
+
+
+def _refuse_no_folder(runs: Path) -> None:
+    """Raises UsageError if --runs names no folder. The default folder appears with the first run."""
+    from pvg.errors import UsageError, user_paths
+
+    with user_paths():
+        if runs.is_dir() or (runs == Path("runs") and not runs.exists()):
+            return
+        what = f"{runs} is a file" if runs.exists() else f"There is no folder {runs}"
+    raise UsageError(f"{what}.", "Give the folder that contains the runs: --runs FOLDER")
 
 
 @app.command()

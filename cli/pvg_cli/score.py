@@ -19,6 +19,7 @@ from pvg_cli.boundary import (
     guarded,
     say,
 )
+from pvg_cli.serve import cancel_at_signals
 
 if TYPE_CHECKING:
     from pvg.export.finished import FinishedRound
@@ -50,7 +51,9 @@ def score(
     calibrated probability that the solution is correct (only after `pvg evaluate`). With --json, stdout holds a
     summary, and --out is required.
     """
-    from pvg.errors import UsageError, counted
+    import asyncio
+
+    from pvg.errors import StoppedAtStart, UsageError, counted
     from pvg.export.finished import FinishedRound
     from pvg.export.rows import check_rows
     from pvg.store.run_directory import RunDirectory
@@ -60,17 +63,22 @@ def score(
     finished = FinishedRound.open(RunDirectory.open(run, runs), round_)
     finished.verifier_name  # noqa: B018 - raises for a run without a verifier
     if out is not None:
-        _check_out(out)
+        _check_out(out, file)
     check_rows(file)  # before torch and the model are loaded, and before the first result is written
     announce_loading()
-    summary = _write(finished, file, out)
+    try:
+        summary = _write(finished, file, out)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        left = "" if out is None else f" {out} was not written."
+        raise StoppedAtStart(f"Stopped before all solutions were scored.{left}") from None
     if as_json:
         emit(summary)
     scored = counted(summary["rows"], "solution")
     say(f"Scored {scored} with {run}, round {finished.round}: {summary['accepted']:,} accepted.")
 
 
-def _check_out(out: Path) -> None:
+def _check_out(out: Path, file: Path) -> None:
+    """Check the file for the results before torch is loaded."""
     import shlex
 
     from pvg.errors import UsageError, user_paths
@@ -80,19 +88,20 @@ def _check_out(out: Path) -> None:
             raise UsageError(f"--out {out} is a folder.", "Give a file: --out FILE.jsonl")
         if not out.parent.is_dir():
             raise UsageError(f"The folder {out.parent} does not exist.", f"mkdir -p {shlex.quote(str(out.parent))}")
+        if out.is_file() and file.exists() and out.samefile(file):
+            raise UsageError(f"--out {out} would overwrite the solutions.", "Give another file: --out FILE.jsonl")
 
 
 def _write(finished: FinishedRound, file: Path, out: Path | None) -> dict[str, Any]:
     """Score all rows. A file gets its name when it is complete."""
     import asyncio
-    import os
     import sys
 
     import orjson
 
     from pvg.errors import user_paths
     from pvg.export.rows import score_rows
-    from pvg.store.atomic import disk_full_explained, temporary_beside
+    from pvg.store.atomic import output_file
 
     calibration = finished.calibration()
     rows = accepted = 0
@@ -101,6 +110,8 @@ def _write(finished: FinishedRound, file: Path, out: Path | None) -> dict[str, A
 
         async def work(write: Callable[[bytes], object]) -> None:
             nonlocal rows, accepted
+            # Not asyncio's own handler of Ctrl-C: it may cancel a future between a test and the setting of its result.
+            cancel_at_signals()
             async for result, verdict in score_rows(scorer, file, calibration):
                 write(orjson.dumps(result) + b"\n")
                 rows, accepted = rows + 1, accepted + verdict.accepted
@@ -108,13 +119,8 @@ def _write(finished: FinishedRound, file: Path, out: Path | None) -> dict[str, A
         if out is None:
             asyncio.run(work(lambda data: sys.stdout.write(data.decode())))
         else:
-            temporary = temporary_beside(out)
-            try:
-                with user_paths(), disk_full_explained(out), open(temporary, "wb") as target:
-                    asyncio.run(work(target.write))
-                os.replace(temporary, out)
-            finally:
-                temporary.unlink(missing_ok=True)
+            with user_paths(), output_file(out) as target:
+                asyncio.run(work(target.write))
         return {
             "run": finished.run.name,
             "round": finished.round,

@@ -103,7 +103,7 @@ def study(  # noqa: PLR0917  (each is an option)
     finished = True
     todo = [] if only_table else [cell for cell in plan.cells if now[cell.name].status != "complete"]
     if markdown is not None:
-        _placed(markdown, plan.name, "")  # check the file before hours of work
+        _check_markdown(markdown, plan.name)  # before hours of work
     with folder.lock():
         if todo:
             finished = _play(plan, todo, now)
@@ -261,6 +261,15 @@ def _write_markdown(path: Path, results: StudyResults) -> None:
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}.", "Give another file.") from error
     say(f"Written to {path}.")
+
+
+def _check_markdown(path: Path, name: str) -> None:
+    """Raises UsageError for a place in which no file can be written, and as `_placed`."""
+    if path.is_dir():
+        raise UsageError(f"--markdown {path} is a folder.", "Give a file: --markdown FILE")
+    if not path.parent.is_dir():
+        raise UsageError(f"The folder {path.parent} does not exist.", f"mkdir -p {shlex.quote(str(path.parent))}")
+    _placed(path, name, "")
 
 
 def _placed(path: Path, name: str, tables: str) -> str:

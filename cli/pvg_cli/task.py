@@ -89,9 +89,12 @@ def experiment_of(name: str, overrides: list[str]) -> Experiment:
     """The experiment of that name or file. A class of a task becomes the embedded game's experiment with that task, and
     with prompts in words."""
     from pvg.config.load import find_experiment, load_experiment
+    from pvg.errors import UsageError
     from pvg.extensions import check_references
     from pvg_cli.runs import resolve
 
+    if name.endswith(".py"):
+        raise UsageError(f"{name} names no class.", f"Name the class of your task: pvg task check {name}:CLASS")
     if not _is_class(name):
         return resolve(name, overrides)
     own = ["task.kind=custom", f"task.source={name}", "prompts=chat"]

@@ -263,9 +263,10 @@ def read_report(path: Path) -> BenchReport:
         text = read_input(path, REPORT_BYTES)
         data = orjson.loads(text)
     except OSError as error:
-        raise UsageError(f"Cannot read the report {path}: {error.strerror}.") from None
+        remedy = "Give a JSON report of `pvg bench`. To make one: pvg bench --profile NAME"
+        raise UsageError(f"Cannot read the report {path}: {error.strerror}.", remedy) from None
     except orjson.JSONDecodeError as error:
-        raise UsageError(f"{path} is not JSON: {error}.", "Give the report of `pvg bench`, or a run's name.") from None
+        raise UsageError(f"{path} is not JSON: {error}.", "Give a JSON report of `pvg bench`.") from None
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version != SCHEMA_VERSION:
         found = "not a benchmark report" if version is None else f"a report of schema version {version}"

@@ -33,7 +33,7 @@ from pvg.rollout.dispatcher import GroupOrder
 from pvg.rollout.episodes import Environment
 from pvg.seeds import draw_cyclic, seed_for
 from pvg.store.atomic import DamagedFileError, make_directory, remove_temporaries, temporary_beside, write_atomic
-from pvg.store.checkpoints import META_FILE, read_checkpoint
+from pvg.store.checkpoints import META_FILE, check_size, read_checkpoint
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.tasks.task import Task, problems_of_half
@@ -100,8 +100,22 @@ class OpenedRun:
 
     def players_of(self, round_: int) -> str:
         """A digest of the players that a round has produced, from the checksums stored with their tensors."""
-        names = sorted(name for name in self.state.weights if name.startswith(f"{source_of_round(round_)}-"))
-        return digest([[name, _sha256(self.directory.weights / name / META_FILE)] for name in names])
+        weights = self.directory.weights
+        return digest([[name, _sha256(weights / name / META_FILE)] for name in self._weights_of(round_)])
+
+    def check_players(self, rounds: Sequence[int]) -> None:
+        """Raises DamagedFileError if the weights of a round are missing or incomplete. Reads no tensors."""
+        for round_ in rounds:
+            try:
+                for name in self._weights_of(round_):
+                    check_size(self.directory.weights, name)
+            except DamagedFileError as error:
+                others = ",".join(str(other) for other in range(self.rounds) if other != round_)
+                more = f" Or evaluate other rounds: --rounds {others}" if others else ""
+                raise DamagedFileError(error.message, error.remedy + more) from error
+
+    def _weights_of(self, round_: int) -> list[str]:
+        return sorted(name for name in self.state.weights if name.startswith(f"{source_of_round(round_)}-"))
 
 
 def _sha256(path: Path) -> str:

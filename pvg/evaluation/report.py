@@ -230,9 +230,9 @@ def read_report(path: Path) -> EvaluationReport:
         return EvaluationReport.model_validate_json(path.read_bytes())
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
+        wrong = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))  # invalid JSON has no place
         raise StateError(
-            f"{path} is not an evaluation that this pvg can read: {place}: {first['msg']}.", "Run pvg evaluate again."
+            f"{path} is not an evaluation that this pvg can read: {wrong}.", "Run pvg evaluate again."
         ) from None
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pvg.config.experiment import Experiment
 from pvg.errors import UsageError
+from pvg.store.atomic import DamagedFileError
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_directory import RunDirectory
 from pvg.store.run_players import prover_weights_name, saved_verifier_name
@@ -41,11 +42,13 @@ class Platt:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRound:
-    """`weights`: the names of the run's committed weight folders. `metrics`: of the round, from fresh samples."""
+    """`rounds`: how many are finished. `weights`: the names of the run's committed weight folders. `metrics`: of the
+    round, from fresh samples."""
 
     run: RunDirectory
     experiment: Experiment
     round: int
+    rounds: int
     weights: tuple[str, ...]
     metrics: dict[str, float | None]
 
@@ -54,6 +57,8 @@ class FinishedRound:
         """Rounds count from 0; -1 is the last. Raises UsageError for a round that is not finished."""
         state = run.load_state().state or {}
         rounds = state.get("rounds", ())
+        if not rounds and state.get("phase") == "init" and state.get("shards"):
+            raise UsageError(f"The run {run.name!r} contains samples of `pvg rollout`, not a game.", "Play: pvg train")
         if not rounds:
             raise UsageError(
                 f"No round of {run.name} is finished yet.",
@@ -65,7 +70,7 @@ class FinishedRound:
                 f"Round {round_} of the run {run.name!r} is not finished.",
                 f"Finished rounds, counted from 0: {', '.join(map(str, range(len(rounds))))}.",
             )
-        return cls(run, run.experiment(), number, tuple(state.get("weights", ())), dict(rounds[number]))
+        return cls(run, run.experiment(), number, len(rounds), tuple(state.get("weights", ())), dict(rounds[number]))
 
     @property
     def prover_name(self) -> str:
@@ -91,7 +96,13 @@ class FinishedRound:
         return None
 
     def read_weights(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return read_checkpoint(self.run.weights, name)
+        """Raises DamagedFileError, with the other rounds, for weights that cannot be used."""
+        try:
+            return read_checkpoint(self.run.weights, name)
+        except DamagedFileError as error:
+            others = [str(other) for other in range(self.rounds) if other != self.round]
+            more = f" Or use another round (--round N): {', '.join(others)}." if others else ""
+            raise DamagedFileError(error.message, error.remedy + more) from error
 
     def read_verifier(self, device: torch.device) -> tuple[ScoringModel, float]:
         """The verifier and its acceptance threshold. The caller closes the verifier."""

@@ -63,7 +63,7 @@ def export_player(
     """
     with user_paths():
         check_target(out, overwrite)
-    with user_paths(), disk_full_explained(out):
+    with user_paths(), disk_full_explained(out, of_run=False):
         make_directory(out.absolute().parent)
         temporary = temporary_beside(out.absolute())
         temporary.mkdir()

@@ -67,7 +67,7 @@ class RewardServer:
                 except OSError as error:
                     raise MissingRequirementError(
                         f"Port {port} of {HOST} cannot be used: {reason(error)}.",
-                        "Choose another port with --port.",
+                        "Choose another port with --port, or 0 for any free one.",
                     ) from None
                 server.url = f"http://{HOST}:{runner.addresses[0][1]}"
                 yield server

@@ -16,11 +16,14 @@ import orjson
 
 from pvg.errors import ConfigurationError, UsageError, shortened, user_paths
 from pvg.export.finished import Platt
+from pvg.inputs import open_input
 
 if TYPE_CHECKING:
     from pvg.verifier.scorer import VerifierScorer
 
 ROWS_AT_ONCE = 256  # scored together and then written
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors on Windows begin a file with it
+EXAMPLE = 'Write {"question": "...", "solution": "..."}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +45,21 @@ class Verdict:
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The line numbers (from 1) and objects of a JSONL file. Empty lines are skipped. Raises UsageError with the line
-    number for a line that is not an object with two texts."""
+    """The line numbers (from 1) and objects of a JSONL file. Empty lines are skipped. Raises UsageError for a path that
+    is not a regular file, and with the line number for a line that is not an object with two texts."""
     with user_paths():
+        if path.is_dir():
+            raise UsageError(f"{path} is a folder, not a file of solutions.", f"Give a file in it: {path}/FILE.jsonl")
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{path} is not a regular file, and pvg reads it twice.", "Save the solutions in a file.")
         try:
-            file = open(path, "rb")  # noqa: SIM115 - closed below
+            file = open_input(path)
         except FileNotFoundError:
             raise UsageError(f"There is no file {str(path)!r}.", "Give a JSONL file.") from None
     with file, user_paths():
         for number, line in enumerate(file, 1):
-            if line.strip():
-                yield number, _row(path, number, line)
+            if text := line.removeprefix(BYTE_ORDER_MARK if number == 1 else b"").strip():
+                yield number, _row(path, number, text)
 
 
 def check_rows(path: Path) -> None:
@@ -61,7 +68,7 @@ def check_rows(path: Path) -> None:
     for _ in read_rows(path):
         rows += 1
     if not rows:
-        raise UsageError(f"{path} has no solutions.", 'Write {"question": "...", "solution": "..."}, one per line.')
+        raise UsageError(f"{path} has no solutions.", f"{EXAMPLE}, one per line.")
 
 
 def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -69,13 +76,16 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise UsageError(f"{place}: this is not valid JSON ({error}).", "Write one JSON object per line.") from None
+        where = f"{error.msg}, at character {error.pos + 1} of the line"  # orjson counts lines from this one
+        raise UsageError(f"{place}: this is not valid JSON ({where}).", "Write one JSON object per line.") from None
     if not isinstance(row, dict):
-        raise UsageError(f"{place}: this is not a JSON object.", 'Write {"question": "...", "solution": "..."}')
+        raise UsageError(f"{place}: this is not a JSON object.", EXAMPLE)
     for key in ("question", "solution"):
         if not isinstance(row.get(key), str):
             wrong = f"{key!r} is missing" if key not in row else f"{key!r} is {shortened(repr(row[key]))}, not a text"
-            raise UsageError(f"{place}: {wrong}.", 'Write {"question": "...", "solution": "..."}')
+            raise UsageError(f"{place}: {wrong}.", EXAMPLE)
+    if not row["question"].strip():
+        raise UsageError(f"{place}: 'question' is empty.", "Write the question, or remove the line.")
     return row
 
 

@@ -20,7 +20,7 @@ from pvg.errors import ConfigurationError, MissingRequirementError, UsageError, 
 from pvg.inputs import check_regular, expanded
 from pvg.records import Int32, Problem, Role
 from pvg.store.pairs import is_held_out
-from pvg.tasks.rows import rows_of
+from pvg.tasks.rows import no_column, rows_of
 from pvg.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -96,10 +96,10 @@ def _demonstration(section: DemonstrationWarmup, row: object, place: str) -> Dem
 def _text(row: dict[str, object], column: str, key: str, place: str) -> str:
     value = row.get(column)
     if column not in row:
-        there = shortened(", ".join(map(str, row)))
-        raise ConfigurationError(f"{place}: there is no column {column!r}.", f"Set {key} to one of: {there}.")
+        raise no_column(row, column, key, place)
     if not isinstance(value, str):
-        raise ConfigurationError(f"{place}: the column {column!r} is {shortened(repr(value))}, not a text.")
+        wrong = f"is {shortened(repr(value))}, not a text"
+        raise ConfigurationError(f"{place}: the column {column!r} {wrong}.", "Correct the row, or remove it.")
     if not value.strip() or "\0" in value:
         wrong = "contains a NUL character" if "\0" in value else "is empty"
         raise ConfigurationError(f"{place}: the column {column!r} {wrong}.", "Correct the row, or remove it.")

@@ -192,7 +192,7 @@ class FollowedRun:
 
 
 def is_running(run: RunDirectory) -> bool:
-    """Whether a process plays or evaluates `run` now."""
+    """Whether a process plays `run` now."""
     return situation(run, committed_state(run, [])).state == "running"
 
 
@@ -214,7 +214,7 @@ def _situation(run: RunDirectory, state: Mapping[str, Any], newest: str) -> RunS
     quiet_s = _age(lease) if lease is not None else None
     if phase == "complete":
         return RunSituation("finished", process, host, quiet_s)
-    if not driver or driver.get("ended"):
+    if not driver or driver.get("ended") or driver.get("work") == "evaluate":  # then nothing plays it
         if phase == "init":  # `pvg rollout` leaves a run in this phase
             return RunSituation("finished" if shards else "waiting", None, host, quiet_s)
         stopped = newest == "run" or not begun

@@ -11,6 +11,7 @@ from pvg.errors import counted
 from pvg.reporting.axes import PROVER, VERIFIER, ChartLine, StepAxis, round_axis
 from pvg.reporting.budget_parts import in_order
 from pvg.reporting.charts import WINDOW, line_chart, stacked_row
+from pvg.reporting.follow import is_running
 from pvg.reporting.formats import (
     ABSENT,
     METRIC_DISPLAYS,
@@ -58,9 +59,10 @@ BY_ROUND: tuple[tuple[str, str], ...] = (
 class ComparedRun:
     """A run with its name, colour and dash on this page."""
 
-    def __init__(self, name: str, summary: RunSummary, place: int) -> None:
+    def __init__(self, name: str, summary: RunSummary, place: int, *, running: bool) -> None:
         self.name = name
         self.summary = summary
+        self.running = running
         self.style = f"run-{place % COLOURS}"
         self.dash = DASHES[place // COLOURS % len(DASHES)]
 
@@ -72,7 +74,8 @@ class ComparedRun:
 def several_page(directories: Sequence[RunDirectory], summaries: Sequence[RunSummary]) -> str:
     names = distinct_names(directories)
     runs = [
-        ComparedRun(name, summary, place) for place, (name, summary) in enumerate(zip(names, summaries, strict=True))
+        ComparedRun(name, summary, place, running=is_running(directory))
+        for place, (name, summary, directory) in enumerate(zip(names, summaries, directories, strict=True))
     ]
     header = [elements.title(f"{len(runs)} runs", "side by side"), _runs_table(runs)]
     sections = [
@@ -105,9 +108,10 @@ def _runs_table(runs: Sequence[ComparedRun]) -> Table:
     table = Table([Column(title) for title in titles], look="runs")
     for run in runs:
         found = run.summary
+        state, kind = ("running", "good") if run.running else (found.status, STATUS[found.status])
         table.add(
             TableCell(run.name, "strong", key=run.key),
-            TableCell(found.status, f"badge {STATUS[found.status]}"),
+            TableCell(state, f"badge {kind}"),
             f"{len(found.rounds)} of {found.rounds_planned}",
             duration(found.seconds),
             when(found.began) or ABSENT,

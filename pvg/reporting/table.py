@@ -21,6 +21,7 @@ its hash. A script that a model wrote could not run even if the escaping failed.
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import re
 import time
@@ -37,7 +38,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 import pvg
-from pvg.errors import MissingRequirementError
+from pvg.errors import MissingRequirementError, UsageError
 from pvg.store.atomic import write_output
 
 # Control characters that HTML does not allow, and marks that change the direction of the following text.
@@ -168,15 +169,20 @@ def policy_of(kind: PageKind) -> str:
     return f"{own}; {kind.policy}" if kind.policy else own
 
 
+NO_FILE_THERE = frozenset({errno.EISDIR, errno.ENOENT, errno.ENOTDIR})  # mistakes of the user
+
+
 def write_page(path: Path, text: str) -> None:
-    """Replace `path` by the page, atomically. Raises MissingRequirementError where it cannot be written."""
+    """Replace `path` by the page, atomically. Raises UsageError for a path that no file can have, and
+    MissingRequirementError where it cannot be written."""
     remedy = "Write the page elsewhere with --html FILE, or leave it out with --no-html."
     try:
         write_output(path, text.encode())
     except MissingRequirementError as error:  # its own remedy is for a run, which can be resumed
         raise MissingRequirementError(error.message, remedy) from error
     except OSError as error:
-        raise MissingRequirementError(f"The page {path} cannot be written: {error.strerror}.", remedy) from error
+        kind = UsageError if error.errno in NO_FILE_THERE else MissingRequirementError
+        raise kind(f"The page {path} cannot be written: {error.strerror}.", remedy) from error
 
 
 def _shipped(name: str) -> str:

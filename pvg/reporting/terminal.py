@@ -438,9 +438,13 @@ def several(
     metrics: Sequence[str],
     finals: Sequence[Mapping[str, float]],
     settings: Mapping[str, Sequence[str]],
+    running: Sequence[bool],
 ) -> Group:
-    """Runs side by side: status, final `metrics`, and the settings in which they differ."""
-    parts: list[RenderableType] = [headline(summary) for summary in summaries]
+    """Runs side by side: status, final `metrics`, and the settings in which they differ. `running`: whether a process
+    plays each run now."""
+    parts: list[RenderableType] = [
+        headline(summary, running=now) for summary, now in zip(summaries, running, strict=True)
+    ]
     if metrics:
         table = Table(side_by_side("metric", names))
         for name in metrics:

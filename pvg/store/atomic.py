@@ -15,11 +15,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from pvg.errors import DISK_FULL, MissingRequirementError, StateError
 
 TEMPORARY_PREFIX = ".tmp-"
 TEMPORARY_NAME = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}(?P<of>.+)-[0-9a-f]{{8}}")  # names of temporary_beside
+RUST_ERROR = re.compile(r"\(os error (\d+)\)")
+ROOM = {
+    errno.ENOSPC: "Free some space on that disk",
+    errno.EDQUOT: "Free some of your quota on that disk",
+    errno.EFBIG: "Raise the file size limit (ulimit -f unlimited)",
+}
 OLD_S = 3600.0  # longer than any process takes to write one file
 
 
@@ -57,14 +64,35 @@ def write_synced(path: Path, data: bytes | memoryview) -> None:
 
 
 def write_output(path: Path, data: bytes) -> None:
-    """Write a file that a user named. Like `write_atomic`, but follows a link, and writes directly to an existing path
-    that is not a file: a rename would replace a device, such as /dev/null for root.
+    """Write a file that a user named, as `output_file` does."""
+    with output_file(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def output_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that a user named, to be written in pieces. It gets its name when the block ends without an error.
+
+    Follows a link, and writes directly to an existing path that is not a file: a rename would replace a device, such as
+    /dev/null for root. Raises as `write_atomic`.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
-        with disk_full_explained(path), open(path, "wb") as file:
-            file.write(data)
-    else:
-        write_atomic(Path(os.path.realpath(path)), data)
+        with disk_full_explained(path, of_run=False), open(path, "wb") as file:
+            yield file
+        return
+    target = Path(os.path.realpath(path))
+    temporary = temporary_beside(target)
+    with disk_full_explained(path, of_run=False):
+        try:
+            with open(temporary, "xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_directory(target.parent)
 
 
 def temporary_beside(path: Path) -> Path:
@@ -135,24 +163,26 @@ def sync_directory(path: Path) -> None:
 
 
 @contextmanager
-def disk_full_explained(path: Path) -> Iterator[None]:
-    """Convert "the disk is full" into an error with a remedy; other errors propagate."""
+def disk_full_explained(path: Path, *, of_run: bool = True) -> Iterator[None]:
+    """Convert "the disk is full" into an error with a remedy; other errors propagate. `of_run`: whether a process that
+    plays a run writes `path`."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in DISK_FULL:
+    except Exception as error:
+        number = _system_error(error)
+        if number not in DISK_FULL:
             raise
-        raise disk_full(path, error.errno) from error
+        remedy = f"{ROOM[number]} and try again."
+        raise MissingRequirementError(
+            f"The disk is full while writing {path}: {os.strerror(number)}.",
+            f"{remedy} A run keeps its commits: continue it with --resume." if of_run else remedy,
+        ) from error
 
 
-def disk_full(path: Path, number: int) -> MissingRequirementError:
-    """The error for a write to `path` that failed with error `number`, one of DISK_FULL."""
-    remedy = {
-        errno.ENOSPC: "Free some space on that disk",
-        errno.EDQUOT: "Free some of your quota on that disk",
-        errno.EFBIG: "Raise the file size limit (ulimit -f unlimited)",
-    }[number]
-    return MissingRequirementError(
-        f"The disk is full while writing {path}: {os.strerror(number)}.",
-        f"{remedy} and try again. A run keeps its commits: continue it with --resume.",
-    )
+def _system_error(error: Exception) -> int:
+    """The number of the operating system's error; 0 if there is none. Libraries in Rust (safetensors, tokenizers) tell
+    it only in their text."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    found = RUST_ERROR.search(str(error))
+    return int(found[1]) if found else 0

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from pvg.errors import DISK_FULL, StateError
+from pvg.errors import StateError
 from pvg.store.atomic import (
     DamagedFileError,
-    disk_full,
     disk_full_explained,
     make_directory,
     remove_temporaries,
@@ -36,9 +35,6 @@ FORMAT = "pvg.checkpoint.1"
 TENSORS_FILE = "tensors.safetensors"
 META_FILE = "meta.json"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-# safetensors reports the operating system's errors only as text.
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def write_checkpoint(
@@ -70,7 +66,7 @@ def write_checkpoint(
     try:
         with disk_full_explained(path):
             temporary.mkdir()
-            size, digest = _write_tensors(temporary / TENSORS_FILE, tensors, path)
+            size, digest = _write_tensors(temporary / TENSORS_FILE, tensors)
             body: dict[str, Any] = {"format": FORMAT, "tensors": {"bytes": size, "sha256": digest}, "meta": meta}
             if files:
                 body["files"] = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
@@ -121,10 +117,8 @@ def verify_checkpoint(directory: Path, name: str) -> dict[str, Any]:
             raise _damaged(folder / file, f"its checksum differs from {META_FILE}")
     path = folder / TENSORS_FILE
     size, digest = _measure(path)
-    expected = body["tensors"]
-    if size != expected["bytes"]:
-        raise _damaged(path, f"{size} bytes instead of {expected['bytes']}")
-    if digest != expected["sha256"]:
+    _refuse_size(path, size, body)
+    if digest != body["tensors"]["sha256"]:
         raise _damaged(path, "its checksum differs from meta.json")
     meta: dict[str, Any] = body["meta"]
     return meta
@@ -135,6 +129,20 @@ def read_checkpoint_meta(directory: Path, name: str) -> tuple[str, dict[str, Any
     DamagedFileError."""
     body = _read_meta(directory / name / META_FILE)
     return body["tensors"]["sha256"], body["meta"]
+
+
+def check_size(directory: Path, name: str) -> None:
+    """Check that the tensors of `directory/name` have the size that its meta.json says, without reading them. Raises
+    DamagedFileError."""
+    body, path = _read_meta(directory / name / META_FILE), directory / name / TENSORS_FILE
+    if not path.is_file():
+        raise _damaged(path, "a folder is in its place" if path.is_dir() else "the file is missing")
+    _refuse_size(path, path.stat().st_size, body)
+
+
+def _refuse_size(path: Path, size: int, body: Mapping[str, Any]) -> None:
+    if size != (expected := body["tensors"]["bytes"]):
+        raise _damaged(path, f"{size} bytes instead of {expected}")
 
 
 def prune(directory: Path, keep: set[str]) -> list[Path]:
@@ -160,18 +168,10 @@ def prune(directory: Path, keep: set[str]) -> list[Path]:
     return removed
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor], checkpoint: Path) -> tuple[int, str]:
-    from safetensors import SafetensorError
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
     from safetensors.torch import save_file
 
-    try:
-        save_file(_separate(tensors), path)
-    except SafetensorError as error:
-        found = _OS_ERROR.search(str(error))
-        number = int(found[1]) if found else 0
-        if number in DISK_FULL:
-            raise disk_full(checkpoint, number) from error
-        raise
+    save_file(_separate(tensors), path)
     with open(path, "rb") as file:
         os.fsync(file.fileno())
     return _measure(path)
@@ -196,13 +196,17 @@ def _measure(path: Path) -> tuple[int, str]:
             return file.tell(), digest
     except FileNotFoundError:
         raise _damaged(path, "the file is missing") from None
+    except IsADirectoryError:
+        raise _damaged(path, "a folder is in its place") from None
 
 
 def _read_meta(path: Path) -> dict[str, Any]:
     try:
         body = orjson.loads(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise _damaged(path, "the file is missing") from None
+    except IsADirectoryError:
+        raise _damaged(path, "a folder is in its place") from None
     except orjson.JSONDecodeError as error:
         raise _damaged(path, f"not valid JSON ({error})") from None
     if not isinstance(body, dict) or body.pop("checksum", None) != _checksum(body):
@@ -222,5 +226,5 @@ def _checksum(body: Mapping[str, Any]) -> str:
 def _damaged(path: Path, reason: str) -> DamagedFileError:
     return DamagedFileError(
         f"Cannot use the checkpoint file {path}: {reason}.",
-        "Restore it from a copy, or resume from an earlier commit.",
+        "Restore it from a copy of the run.",
     )

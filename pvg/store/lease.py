@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 
@@ -38,7 +38,9 @@ WATCH_S = 30.0  # six beats
 
 LEASE_NAME = re.compile(r"lease-(\d{6,})\.json")
 
-Driver = dict[str, Any]  # host, boot, process and beats of a driver; `ended`: it has released the lease
+Work = Literal["play", "evaluate"]
+# host, boot, process, beats and work of a driver; `ended`: it has released the lease
+Driver = dict[str, Any]
 
 
 def this_boot() -> str:
@@ -97,10 +99,13 @@ class LeaseCheck:
 
 
 @contextmanager
-def leased(folder: Path, journals: Sequence[Path], waiting: Callable[[str], None]) -> Iterator[None]:
+def leased(
+    folder: Path, journals: Sequence[Path], waiting: Callable[[str], None], work: Work = "play"
+) -> Iterator[None]:
     """Hold the lease of `folder`. The caller holds the kernel's lock.
 
     `journals`: files to which a driver appends. `waiting` gets a line if this call has to wait for another host.
+    `work`: what the driver does with the run, for commands that show the run.
     Raises UsageError if a driver on another host is alive or takes the lease at the same time.
     """
     before = newest_lease(folder)
@@ -113,7 +118,7 @@ def leased(folder: Path, journals: Sequence[Path], waiting: Callable[[str], None
         mine = folder / f"lease-{(0 if before is None else _epoch(before)) + 1:06d}.json"
     else:
         mine = before
-    held = _Held(mine, new=mine != before)
+    held = _Held(mine, work, new=mine != before)
     try:
         _refuse_contest(mine, before, driver)
         _held[folder.resolve()] = mine
@@ -146,11 +151,12 @@ def _refuse_contest(mine: Path, before: Path | None, driver: Driver) -> None:
 class _Held:
     """A lease of this process, with a new file or its predecessor's. A thread counts its beats until `release`."""
 
-    def __init__(self, path: Path, *, new: bool) -> None:
+    def __init__(self, path: Path, work: Work, *, new: bool) -> None:
         self._driver: Driver = {
             "host": socket.gethostname(),
             "boot": this_boot(),
             "process": os.getpid(),
+            "work": work,
             "beats": 0,
             "ended": False,
         }
@@ -164,7 +170,7 @@ class _Held:
         self._released.set()
         self._thread.join()
         # Always the same bytes, so that a run that was only read has the same files as before.
-        self._driver |= {"process": 0, "beats": 0, "ended": True}
+        self._driver |= {"process": 0, "work": "", "beats": 0, "ended": True}
         self._write()
         os.close(self._file)
 

@@ -45,7 +45,7 @@ from pvg.store.atomic import (
     write_atomic,
 )
 from pvg.store.journal import JournalMark, read_json_lines, verify
-from pvg.store.lease import LeaseCheck, is_lease, leased
+from pvg.store.lease import LeaseCheck, Work, is_lease, leased
 from pvg.store.state import FileStateStore, LoadedState, State
 
 Identity = tuple[int, int]  # device and inode of a file or a folder
@@ -326,7 +326,10 @@ class RunDirectory:
 
     @contextmanager
     def lock(
-        self, discard: Callable[[], bool] = lambda: False, waiting: Callable[[str], None] = lambda line: None
+        self,
+        discard: Callable[[], bool] = lambda: False,
+        waiting: Callable[[str], None] = lambda line: None,
+        work: Work = "play",
     ) -> Iterator[RunDirectory]:
         """Become the one process that drives this run. The kernel releases the lock when the process ends.
 
@@ -334,10 +337,10 @@ class RunDirectory:
         see whether it is alive. Raises UsageError with the other driver's process id if one drives the run. If an error
         leaves the block and the folder was moved, deleted or replaced, or another driver has taken over the run, raises
         a StateError about that instead. If a PvgError, OSError or StoppedAtStart leaves the block and `discard()` is
-        true, removes the folder.
+        true, removes the folder. `work`: what this process does with the run.
         """
         journals = (self.metrics, self.spans, self.events)
-        with exclusive(self.lock_file, self._driven_elsewhere), leased(self.path, journals, waiting):
+        with exclusive(self.lock_file, self._driven_elsewhere), leased(self.path, journals, waiting, work):
             unchanged = self.unchanged()
             try:
                 yield self
@@ -440,7 +443,7 @@ class RunDirectory:
     def _driven_elsewhere(self, owner: str) -> UsageError:
         return UsageError(
             f"The run {self.name!r} is being driven by {owner}.",
-            "Wait until it is done or stop it (Ctrl-C commits first), or give the new run another name.",
+            "Wait until it is done, or stop it (Ctrl-C commits first).",
         )
 
 

@@ -178,9 +178,7 @@ def digests_of(batch: pa.RecordBatch) -> bytes:
 
 
 def damaged(path: Path, reason: str) -> DamagedFileError:
-    return DamagedFileError(
-        f"The rollout shard {path} is damaged: {reason}.", "Restore it from a copy, or resume from an earlier commit."
-    )
+    return DamagedFileError(f"The rollout shard {path} is damaged: {reason}.", "Restore it from a copy of the run.")
 
 
 class _Values:

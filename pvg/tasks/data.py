@@ -20,11 +20,11 @@ from pathlib import Path
 from pvg import hub
 from pvg.config.hub_ids import is_hub_id
 from pvg.config.task import DataTask
-from pvg.errors import ConfigurationError, MissingRequirementError, counted, shortened
+from pvg.errors import ConfigurationError, MissingRequirementError, counted
 from pvg.inputs import check_regular, expanded
 from pvg.records import Grade, Problem, Split
 from pvg.tasks.graders import grader_of
-from pvg.tasks.rows import files_of, rows_of
+from pvg.tasks.rows import files_of, no_column, rows_of
 
 REMEDY = "Set task.path to a .jsonl, .csv or .parquet file, to a folder with train and test, or to hf:OWNER/DATASET."
 HELD_OUT = 10  # one of so many training problems becomes a test problem if there is no test file
@@ -154,8 +154,7 @@ def _file(path: Path, key: str) -> Path:
 def _text(row: dict[str, object], column: str, key: str, place: str) -> str:
     """The text of a column. Answers may be numbers."""
     if column not in row:
-        there = shortened(", ".join(map(str, row)))
-        raise ConfigurationError(f"{place}: there is no column {column!r}.", f"Set {key} to one of: {there}.")
+        raise no_column(row, column, key, place)
     value = row[column]
     complaint = ""
     if isinstance(value, bool) or value is None:

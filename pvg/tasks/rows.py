@@ -8,13 +8,13 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import orjson
 
 from pvg import hub
-from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.errors import ConfigurationError, MissingRequirementError, shortened
 from pvg.inputs import check_regular
 
 SHARD = re.compile(r"-(\d+)-of-(\d+)\.parquet")  # the end of a file's name; the second number is the count of files
@@ -69,6 +69,11 @@ def csv_rows(file: Path) -> Iterator[tuple[str, object]]:
         columns = next(reader, [])
         if len(set(columns)) < len(columns):
             raise ConfigurationError(f"{file}, line 1: two columns have the same name.", "Rename one of them.")
+        if len(columns) == 1 and (mark := next((mark for mark in ";\t" if mark in columns[0]), "")):
+            raise ConfigurationError(
+                f"{file}, line 1: there is one column, {shortened(repr(columns[0]))}.",
+                f"Separate the columns by commas instead of {mark!r}.",
+            )
         line = reader.line_num + 1
         for row in reader:
             if row and len(row) != len(columns):
@@ -93,6 +98,14 @@ def parquet_rows(file: Path) -> Iterator[tuple[str, object]]:
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigurationError(f"{file}: not valid parquet ({error}).", "Download the file again.") from None
     yield from ((f"row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def no_column(row: Mapping[str, object], column: str, key: str, place: str) -> ConfigurationError:
+    """The error for a row without the column that the setting `key` names."""
+    there = shortened(", ".join(map(str, row)))
+    return ConfigurationError(
+        f"{place}: there is no column {column!r}.", f"Correct the row, or set {key}. The row has: {there}."
+    )
 
 
 def _refuse_gaps(files: Sequence[Path]) -> None:

@@ -12,6 +12,9 @@ from run_samples import begin, commit, state, tell
 from test_real_game import SMALL
 
 from pvg.config.load import embedded_names
+from pvg.errors import UsageError
+from pvg.reporting.follow import is_running
+from pvg.reporting.run_list import glance_at
 
 LITTLE = [
     word
@@ -40,6 +43,23 @@ def test_settings_that_the_run_was_played_with_cannot_be_changed() -> None:
     assert called.code == 2
     assert "training.steps" in called.err
     assert "evaluate.*" in called.err
+
+
+def test_an_unfinished_run_that_is_evaluated_is_not_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = begin(Path("runs"), "first")
+    commit(run, state("train_prover", rounds=[{}], round=1))
+    tell(run, {"kind": "run", "status": "interrupted", "seconds": 2.0})
+    seen = []
+
+    async def look(*_: object, **__: object) -> None:
+        seen.append((glance_at(run).state, is_running(run)))
+        raise UsageError("It has looked.")
+
+    monkeypatch.setattr("pvg.evaluation.runner.evaluate", look)
+    assert "It has looked." in pvg("evaluate", "first").err
+    assert seen == [("stopped", False)]
+    with run.lock():
+        assert (glance_at(run).state, is_running(run)) == ("running", True)
 
 
 @pytest.mark.skipif(len(embedded_names()) < 2, reason="the embedded models are not built")

@@ -20,6 +20,7 @@ import pvg as library
 from pvg.bench.report import write_report
 from pvg.records import Role
 from pvg.reporting import rollouts_file
+from pvg.store.run_directory import RunDirectory
 
 
 def test_the_page_of_a_run_lies_in_its_folder_and_the_terminal_says_so() -> None:
@@ -45,6 +46,16 @@ def test_a_run_that_a_process_plays_is_running_and_cannot_be_resumed() -> None:
         page = check(run.report.read_text()).text
         words[word] = called.out.splitlines()[0].split()[-1], word in page, "pvg train --resume first" in page
     assert words == {"running": ("running", True, False), "unfinished": ("unfinished", True, True)}
+
+
+def test_of_several_runs_each_shows_whether_a_process_plays_it() -> None:
+    for name in ("first", "second"):
+        commit(begin(Path("runs"), name), state("train_verifier"))
+    with RunDirectory(Path("runs/second")).lock():
+        called = pvg("report", "first", "second")
+    assert [line.split()[-1] for line in called.out.splitlines()[:2]] == ["unfinished", "running"]
+    page = check(Path("report.html").read_text()).text
+    assert page.count("unfinished") == page.count("running") == 1
 
 
 def test_a_second_page_has_all_solutions_and_the_two_pages_link_to_each_other() -> None:
@@ -189,7 +200,7 @@ def test_a_page_that_cannot_be_written_says_what_to_do() -> None:
     played(Path("runs"))
     for place in ("no/such/folder/x.html", "runs"):
         called = pvg("report", "first", "--html", place)
-        assert called.code == 3
+        assert called.code == 2
         assert "--no-html" in called.err
 
 

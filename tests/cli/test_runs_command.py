@@ -45,6 +45,16 @@ def test_without_runs_it_says_how_to_start_one() -> None:
     assert pvg("runs", "--json").document["runs"] == []
 
 
+def test_a_folder_of_runs_that_is_not_there_is_a_mistake() -> None:
+    Path("file").touch()
+    for name, says in (("gone", "There is no folder gone."), ("file", "file is a file.")):
+        called = pvg("runs", "list", "--runs", name)
+        assert (called.code, called.out) == (2, "")
+        assert f"error: {says}\nGive the folder that contains the runs: --runs FOLDER" in called.err
+    Path("empty").mkdir()
+    assert pvg("runs", "list", "--runs", "empty").code == 0
+
+
 def test_the_list_has_rounds_state_and_tags_newest_first() -> None:
     played(RUNS, "old")
     os.utime(RUNS / "old/state.json", (1000, 1000))

@@ -72,6 +72,14 @@ def test_a_document_without_a_place_for_the_tables_is_left_alone_before_anything
         assert not Path("played.txt").exists()
 
 
+def test_a_place_without_room_for_the_tables_is_refused_before_anything_is_played(small: str) -> None:
+    for place, says in (("studies", "--markdown studies is a folder."), ("no/paper.md", "mkdir -p no")):
+        refused = pvg("study", small, "--markdown", place)
+        assert refused.code == 2
+        assert says in refused.err
+        assert not Path("played.txt").exists()
+
+
 def test_a_study_is_played_told_and_not_played_again(small: str) -> None:
     called = pvg("study", small, "--markdown", "table.md")
     assert called.code == 0, called.err

@@ -50,6 +50,13 @@ def checks(document: dict[str, Any]) -> dict[str, bool | None]:
     return {each["check"]: each["passed"] for each in document["checks"]}
 
 
+def test_a_file_without_its_class_is_refused_with_the_command_that_works() -> None:
+    Path("own.py").write_text(SUMS)
+    called = pvg("task", "check", "own.py")
+    assert called.code == 2
+    assert "pvg task check own.py:CLASS" in called.err
+
+
 def test_a_task_of_ones_own_is_shown_and_checked() -> None:
     Path("own.py").write_text(SUMS)
     called = pvg_process("task", "check", "own.py:Sums")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from shipped_schemas import check_document
 from pvg.api import Run, play
 from pvg.export.reward_server import MOST_BYTES
 from pvg.store.run_directory import RunDirectory
+from pvg.store.state import FileStateStore
 from pvg.verifier.scorer import VerifierScorer
 
 QUESTION = "7+5+8+3+6?"
@@ -158,6 +161,8 @@ def test_a_file_is_scored_line_by_line(run: Run, wanted: list[float]) -> None:
         ("[1]", "wrong.jsonl, line 2: this is not a JSON object."),
         ('{"question": "7?"}', "wrong.jsonl, line 2: 'solution' is missing."),
         ('{"question": "7?", "solution": 3}', "wrong.jsonl, line 2: 'solution' is 3, not a text."),
+        ('{"question": " ", "solution": "A2"}', "wrong.jsonl, line 2: 'question' is empty."),
+        ('{"question": NaN, "solution": "A2"}', "expected a JSON value, at character 14 of the line)"),
         ('{"question": "7?", "solution": "x"}', "wrong.jsonl, line 2: The tokenizer"),
     ],
 )
@@ -189,6 +194,9 @@ finally:
         ("score mine empty.jsonl", "empty.jsonl has no solutions."),
         ("score mine empty.jsonl --out runs", "--out runs is a folder."),
         ("score mine empty.jsonl --out nowhere/scores.jsonl", "mkdir -p nowhere"),
+        ("score mine early.jsonl --out ./early.jsonl", "--out early.jsonl would overwrite the solutions."),
+        ("score mine runs", "runs is a folder, not a file of solutions."),
+        ("score mine pipe.jsonl", "pipe.jsonl is not a regular file"),
         ("export mine --player prover --out runs", "runs exists, and it is not an export of pvg."),
         ("export mine --player verifier", "pvg export mine --player verifier --out mine-verifier"),
     ],
@@ -196,6 +204,8 @@ finally:
 def test_files_are_checked_before_torch_is_loaded(run: Run, words: str, says: str) -> None:
     Path("early.jsonl").write_text('{"question": "7+5?", "solution": "A2"}\n[1]\n')
     Path("empty.jsonl").write_text("\n")
+    Path("pipe.jsonl").unlink(missing_ok=True)
+    os.mkfifo("pipe.jsonl")  # opening it waits for a writer
     command = [sys.executable, "-c", WATCHED, *words.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
@@ -210,6 +220,95 @@ def test_a_run_in_its_first_round_has_nothing_to_score_with(run: Run) -> None:
         assert called.code == 2
         assert "No round of young is finished yet." in called.err
         assert "pvg train --resume young" in called.err
+
+
+def test_samples_are_no_game(run: Run) -> None:
+    samples = RunDirectory.create(Path("runs"), "samples", run.directory.experiment())
+    FileStateStore(samples.state).save({"phase": "init", "rounds": [], "shards": [{}]})
+    called = pvg("score", "samples", "rows.jsonl")
+    assert called.code == 2
+    assert "contains samples of `pvg rollout`, not a game" in called.err
+    assert "--resume" not in called.err
+
+
+def test_ctrl_c_says_that_no_file_was_written(run: Run) -> None:
+    """At the moment when the first line is scored."""
+    with Path("much.jsonl").open("w") as file:
+        file.writelines(json.dumps({"question": QUESTION, "solution": f"A{n % 10}"}) + "\n" for n in range(1000))
+    command = [sys.executable, "-c", STOPPED_AT_WORK, "score", "mine", "much.jsonl", "--out", "much-scores.jsonl"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 130, done.stderr
+    assert "Stopped before all solutions were scored. much-scores.jsonl was not written." in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not [path for path in Path().iterdir() if "much-scores" in path.name]
+
+
+STOPPED_AT_WORK = """
+import os, signal
+from pvg.export import rows
+from pvg_cli.main import app
+scored = rows._scored
+def stopped(*arguments):
+    os.kill(os.getpid(), signal.SIGINT)
+    return scored(*arguments)
+rows._scored = stopped
+app(prog_name="pvg")
+"""
+
+
+def write_one() -> None:
+    Path("one.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps({"question": QUESTION, "solution": "A9"}).encode())
+
+
+def test_results_go_through_a_link_and_into_a_device(run: Run) -> None:
+    write_one()
+    Path("link.jsonl").symlink_to("linked.jsonl")
+    os.mkfifo("device")  # as good as /dev/null, which root would lose by a rename
+    reader = os.open("device", os.O_RDONLY | os.O_NONBLOCK)
+    for out in ("link.jsonl", "device"):
+        assert pvg("score", "mine", "one.jsonl", "--out", out).code == 0
+    assert Path("link.jsonl").is_symlink()
+    assert Path("device").is_fifo()
+    assert os.read(reader, 10_000) == Path("linked.jsonl").read_bytes()
+    os.close(reader)
+
+
+def test_damaged_weights_are_named_with_what_helps(run: Run) -> None:
+    write_one()
+    shutil.copytree("runs/mine", "runs/damaged")
+    weights = next(Path("runs/damaged/weights").glob("*-verifier*")) / "tensors.safetensors"
+    commands = (
+        ("score", "damaged", "one.jsonl"),
+        ("export", "damaged", "--player", "verifier", "--out", "none"),
+        ("evaluate", "damaged", "--parts", "exploit"),
+    )
+    for damage, says in ((Path.touch, "0 bytes instead of"), (Path.mkdir, "a folder is in its place")):
+        weights.unlink()
+        damage(weights)
+        for command in commands:
+            called = pvg(*command)
+            assert called.code == 2, called.err
+            assert f"{weights}: {says}" in called.err
+            assert called.err.endswith("\nRestore it from a copy of the run.\n")
+    assert not Path("none").exists()
+    assert not Path("runs/damaged/evaluation").exists()  # nothing was computed before the damage was found
+
+
+@pytest.mark.parametrize("player", ["prover", "verifier"])
+def test_an_export_that_does_not_fit_leaves_nothing(run: Run, player: str) -> None:
+    small = Path("small")
+    small.mkdir(exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(small)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount")
+    try:
+        called = pvg("export", "mine", "--player", player, "--out", "small/out")
+        assert list(small.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+    assert called.code == 3, called.err
+    assert "The disk is full while writing small/out: No space left on device." in called.err
+    assert called.err.endswith("\nFree some space on that disk and try again.\n")
 
 
 def test_an_evaluated_run_has_probabilities(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

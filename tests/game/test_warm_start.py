@@ -317,7 +317,7 @@ def test_a_changed_file_is_refused_while_the_warm_start_runs(folder: Path) -> No
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
-        ('{"question": "7?"}\n', "line 1: there is no column 'solution'. Set warmup.solution to one of: question."),
+        ('{"question": "7?"}\n', "line 1: there is no column 'solution'. Correct the row, or set warmup.solution. The"),
         ('{"question": "7?", "solution": 7}\n', "line 1: the column 'solution' is 7, not a text."),
         ('{"question": "7?", "solution": " "}\n', "line 1: the column 'solution' is empty."),
         ('{"question": "7?", "solution": "A", "role": "liar"}\n', "line 1: the column 'role' is 'liar'."),
