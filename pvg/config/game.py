@@ -192,15 +192,26 @@ class RoundTest(Section):
     )
 
 
+class BaseStart(Section):
+    """Each round's prover starts from the base prover. Self-play ignores this, and goes on from the previous round."""
+
+    kind: Literal["base"] = "base"
+
+
+class PreviousStart(Section):
+    """Each round's prover goes on from the previous round's; the first one starts from the base prover."""
+
+    kind: Literal["previous"] = "previous"
+
+
+Start = Annotated[BaseStart | PreviousStart, ByKind("base")]
+
+
 class Game(Section):
     """Rounds, roles, rewards, mixture and stop rule."""
 
     rounds: Count = Field(3, description="Number of rounds. Each has a mint, a verifier phase and a prover phase.")
-    start: Literal["base", "previous"] = Field(
-        "base",
-        description="The prover from which each round's training starts: the base prover, or the previous round's. "
-        "Self-play always goes on from the previous one.",
-    )
+    start: Start = BaseStart()
     reward: Reward = SrcReward()
     sneaky_share: Fraction = Field(0.5, description="Share of groups in the sneaky role. The other groups are helpful.")
     mint_problems: Count = Field(

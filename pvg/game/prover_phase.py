@@ -117,7 +117,7 @@ async def train_prover(session: Session) -> None:
     started = time.perf_counter()
     with span("open_models"):
         verifier, threshold = await open_round_verifier(session, session.state.round)
-        from_previous = session.experiment.game.start == "previous"
+        from_previous = session.experiment.game.start.kind == "previous"
         learner = await session.players.compute(lambda: open_round_learner(session, from_previous=from_previous))
     try:
         with session.players.divided_workers():

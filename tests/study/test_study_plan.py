@@ -52,7 +52,7 @@ def test_without_arms_there_is_one_and_an_arm_may_have_an_experiment_of_its_own(
     Path("experiments").mkdir()
     Path("experiments/mine.toml").write_text('name = "mine"\ngame.rounds = 9\n')
     plan = small('name = "two"\n[[arm]]\nname = "a"\nexperiment = "mine"\n[[arm]]\nname = "b"\n')
-    assert [(arm.source, arm.experiment.game.rounds) for arm in plan.arms] == [("mine", 9), ("modchain", 3)]
+    assert [(arm.source, arm.experiment.game.rounds) for arm in plan.arms] == [("mine", 9), ("modchain", 5)]
 
 
 def test_options_take_the_files_place_and_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_the_example_of_the_docs_is_a_study() -> None:
         ("[common]\ntrainin.steps = 3", "Unknown key 'trainin' ([common] of small.toml)"),
         ('reference = "sr"\n[grid]\ngame.reward = ["src", "cgc"]', "is not an arm of small.toml. Did you mean 'src'?"),
         ('[[arm]]\nname = "a"\n[[arm]]\nname = "a"\nset = {game.rounds = 1}', "arms of small.toml have the name 'a'"),
-        ('[[arm]]\nname = "a"\n[[arm]]\nname = "b"\nset = {game.rounds = 3}', "arms 'a' and 'b' of small.toml are"),
+        ('[[arm]]\nname = "a"\n[[arm]]\nname = "b"\nset = {game.rounds = 5}', "arms 'a' and 'b' of small.toml are"),
         ('[[arm]]\nname = "a b"', "arm.0.name: String should match pattern"),
         ('[grid]\ngame.reward = ["s rc"]', "'s rc' cannot be the name of an arm"),
     ],
