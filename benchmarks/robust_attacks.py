@@ -128,7 +128,6 @@ async def measured(
     solved_N = helpful_and_correct(mint.fresh)
     reference = {"value": float(fresh_N[solved_N].mean())}
     lowest, highest = float(min(held_N.min(), fresh_N.min())), float(max(held_N.max(), fresh_N.max()))
-    found = []
     target = AttackTarget(mint.round, name, threshold, reference, lowest, highest)
     found = [await attacked(study, target, verifier, fresh_N[solved_N], attacker) for attacker in range(attackers)]
     flaws_N = np.array([rollout.is_flaw for rollout in mint.fresh], dtype=bool)

@@ -8,12 +8,13 @@ learns to score correct solutions above wrong ones. It never sees which prompt w
 
     1. mint       Sample solutions from the base prover and from the provers of all earlier rounds.
     2. verifier   Train a fresh verifier on pairs of a correct and a wrong solution of the same problem.
-    3. prover     Freeze the verifier. Train a fresh prover against it with GRPO:
+    3. prover     Freeze the verifier. Train a copy of the base prover against it with GRPO:
                   sample, grade, score, reward, advantage, optimizer step, publish the weights, repeat.
 
 The problems are chains of sums modulo 10, such as `7+5+8+3+6?`. A solution is `7+5=2;2+8=0;0+3=3;3+6=9;A9`.
 
-`pvg train` plays the same game with commits, resuming, metrics and many more choices. Its loop is in pvg/game: run.py,
+`pvg train` plays this game with commits, resuming, metrics and many more choices; its embedded game goes on with the
+previous round's prover (`game.start`). Its loop is in pvg/game: run.py,
 mint.py, verifier_phase.py, prover_phase.py and on_policy.py have the parts below in the same order.
 
 Names of arrays end in their shape: N rollouts, M pairs.

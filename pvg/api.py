@@ -190,8 +190,14 @@ class Run:
 
     def resume(self, observer: Observer | None = None) -> Run:
         """Play on from the last commit to the end. Raises UsageError if the run is complete."""
-        if self.status == "complete":
-            raise UsageError(f"The run {self.name!r} is complete.", "Play a new run with pvg.play.")
+        from pvg.reporting.run_summary import has_ended
+
+        if has_ended(self._state(), self.experiment):
+            raise UsageError(
+                f"The run {self.name!r} is complete.",
+                "Play a new run with pvg.play, or give this one another round: "
+                f"pvg train --resume {self.directory.argument} -s game.rounds={self.experiment.game.rounds + 1}",
+            )
         return _played(self.directory, self.experiment, observer or SilentObserver(), resume=True)
 
     def open_scorer(self, round: int = -1) -> VerifierScorer:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pvg.config.experiment import Experiment
+from pvg.config.game import PreviousStart
 from pvg.config.load import (
     assign,
     build_experiment,
@@ -582,3 +583,11 @@ def test_what_is_wrong_with_a_file_of_settings_names_it(tmp_path: Path) -> None:
     (tmp_path / "odd.toml").write_text("rollout.engine.max_row = 8\n")
     with pytest.raises(ConfigurationError, match=r"odd\.toml"):
         load_experiment(path, [f"@{tmp_path / 'odd.toml'}"])
+
+
+def test_runs_that_began_before_a_round_could_start_from_the_previous_one_keep_their_hash() -> None:
+    before = Experiment()
+    assert "start" not in before.hashed()["game"]
+    after = before.model_copy(update={"game": before.game.model_copy(update={"start": PreviousStart()})})
+    assert after.hashed()["game"]["start"] == {"kind": "previous"}
+    assert after.hash() != before.hash()

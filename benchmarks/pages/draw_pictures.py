@@ -28,7 +28,7 @@ from pvg.telemetry.observer import PhaseInfo, Progress
 from pvg_cli.run_display import RunBoard, draw
 
 DOCS = Path(__file__).parents[2] / "docs"
-STEP = 52
+STEP = 12
 COLUMNS, ROWS = 118, 40  # of the terminal
 WIDTH, HEIGHT = 1180, 1215  # of the page, in CSS pixels
 UNITS = {"mint": "rollouts", "checkpoint": "rollouts"}  # of a phase; the others count steps

@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import chosen_keys, differences, find_experiment, load_experiment, read_override
@@ -14,9 +15,10 @@ from pvg.config.switching import task_switch
 from pvg.errors import MissingRequirementError, StateError, UsageError, counted, user_paths
 from pvg.extensions import check_references
 from pvg.hub import pinned, pinned_as
-from pvg.reporting.run_summary import read_run, unfinished_runs
+from pvg.reporting.run_summary import has_ended, status_of, unfinished_runs
 from pvg.store.run_directory import RunDirectory, free_name, refuse_name
 from pvg.store.run_players import pinned_players, pinned_players_as
+from pvg.store.state import State
 from pvg.telemetry.cpu import as_the_run_computes, without_slow_bfloat16
 from pvg.workers.choice import cluster_settings, with_workers
 from pvg_cli.boundary import say
@@ -99,7 +101,11 @@ def plan_resume(
     root = given.store.root if given else _root(overrides)
     run = RunDirectory.open(run_name, root) if run_name else _newest(root, given.name if given else DEFAULT_EXPERIMENT)
     state = run.load_state().state or {}  # raises an error if the state is damaged or lost
+    _refuse_samples(run, state)
     own = run.experiment()
+    more_rounds = "game.rounds" in chosen_keys(overrides)
+    if not more_rounds and has_ended(state, own):
+        _refuse_complete(run, own.game.rounds, clean)
     wanted = given or load_experiment(run.experiment_file, _settings(run.experiment_file, overrides, cluster))
     wanted, note = as_the_run_computes(wanted, own, chosen_keys(overrides))
     if note:
@@ -107,7 +113,7 @@ def plan_resume(
     pinned_wanted = pinned(pinned_as(wanted, own), say)
     experiment = with_workers(pinned_players(pinned_players_as(pinned_wanted, own)), own)
     # Only if asked for: the experiment's file may have more rounds than the run was started with.
-    extended = "game.rounds" in chosen_keys(overrides) and experiment.game.rounds > own.game.rounds
+    extended = more_rounds and experiment.game.rounds > own.game.rounds
     if extended:
         own = own.model_copy(update={"game": own.game.model_copy(update={"rounds": experiment.game.rounds})})
     changed = differences(own.hashed(), experiment.hashed())
@@ -116,12 +122,9 @@ def plan_resume(
             f"The run {run.name!r} was started with other settings: {'; '.join(changed)}.",
             f"Resume it with its own settings: {resume_command(run)}",
         )
-    # A process that was killed just after it wrote the new number into the experiment's file has not begun the round.
-    begun = state.get("config", {}).get("game", {}).get("rounds", own.game.rounds)
-    if not extended and experiment.game.rounds <= begun:
+    if not extended and has_ended(state, experiment):
         _refuse_complete(run, experiment.game.rounds, clean)
-    _refuse_samples(run)
-    more = f" It now has {experiment.game.rounds} rounds." if extended else ""
+    more = f" It will have {experiment.game.rounds} rounds." if extended else ""
     return RunPlan(experiment, run.name, run, resume=True, notice=f"Resuming {run.name}.{more}", extended=extended)
 
 
@@ -147,19 +150,18 @@ def _newest(root: Path, experiment: str) -> RunDirectory:
     )
 
 
-def _refuse_complete(run: RunDirectory, rounds: int, clean: bool) -> None:
-    if read_run(run).status == "complete":
-        removed = _cleaned(run) if clean and os.access(run.path, os.W_OK) else 0
-        removal = f" Removed {counted(removed, 'unfinished file')} of its last process." if removed else ""
-        raise UsageError(
-            f"The run {run.name!r} is complete.{removal}",
-            f"To see the results: {report_command(run)}. To play another round: {resume_command(run)} "
-            f"-s game.rounds={rounds + 1}",
-        )
+def _refuse_complete(run: RunDirectory, rounds: int, clean: bool) -> NoReturn:
+    removed = _cleaned(run) if clean and os.access(run.path, os.W_OK) else 0
+    removal = f" Removed {counted(removed, 'unfinished file')} of its last process." if removed else ""
+    raise UsageError(
+        f"The run {run.name!r} is complete.{removal}",
+        f"To see the results: {report_command(run)}. To play another round: {resume_command(run)} "
+        f"-s game.rounds={rounds + 1}",
+    )
 
 
-def _refuse_samples(run: RunDirectory) -> None:
-    if read_run(run).status == "samples":
+def _refuse_samples(run: RunDirectory, state: State) -> None:
+    if status_of(state) == "samples":
         raise UsageError(
             f"The run {run.name!r} contains samples of `pvg rollout`, not a game.", "Start a game: pvg train"
         )

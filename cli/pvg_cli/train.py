@@ -260,7 +260,7 @@ def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None) -> GameOutcome:
     try:
         with stack, run.lock(discard=lambda: not plan.resume and not run.has_state, waiting=say):
             if plan.extended:
-                run.write_experiment(experiment)
+                run.set_rounds(experiment.game.rounds)
             killed = killed_document(run.name, resuming, as_json)
             return drive(work, watcher, killed, experiment.telemetry.event_loop)
     except StoppedAtStart:

@@ -73,8 +73,11 @@ class Experiment(AllSections):
         """The settings that a resumed run must share with the original run, as plain data. Another run whose player is
         a model may move: only the digest of its weights counts."""
         found = {key: value for key, value in self.plain().items() if key not in UNHASHED_SECTIONS}
-        if self.warmup.kind == "none":  # as in runs that began before this section existed
+        # As in runs that began before these settings existed.
+        if self.warmup.kind == "none":
             del found["warmup"]
+        if self.game.start.kind == "base":
+            del found["game"]["start"]
         for player in ("prover", "verifier"):
             section = found["models"][player]
             section["source"] = without_folder(section["source"])

@@ -294,7 +294,9 @@ def _samples(study: EvaluationContext, name: str, policy: str) -> SampleSet:
 
 
 def _steps(experiment: Experiment) -> int:
-    return max(1, experiment.training.steps)
+    """As many as the prover of the last round has learned for."""
+    rounds = experiment.game.rounds if experiment.game.start.kind == "previous" else 1
+    return max(1, rounds * experiment.training.steps)
 
 
 def baseline_experiment(experiment: Experiment) -> Experiment:

@@ -110,8 +110,8 @@ class OpenedRun:
                 for name in self._weights_of(round_):
                     check_size(self.directory.weights, name)
             except DamagedFileError as error:
-                others = ",".join(str(other) for other in range(self.rounds) if other != round_)
-                more = f" Or evaluate other rounds: --rounds {others}" if others else ""
+                earlier = ",".join(str(other) for other in range(round_))  # detection reads all rounds up to the last
+                more = f" Or evaluate earlier rounds: --rounds {earlier}" if earlier else ""
                 raise DamagedFileError(error.message, error.remedy + more) from error
 
     def _weights_of(self, round_: int) -> list[str]:

@@ -77,7 +77,7 @@ async def evaluate(
     reading = OpenedRun.open(run)
     check_same_code(reading.state, experiment)
     rounds = chosen_rounds(reading, run, request.rounds)
-    reading.check_players(rounds)  # not when their turn comes, perhaps after hours
+    reading.check_players(_sampled_rounds(rounds, request))  # not when their turn comes, perhaps after hours
     if "exploit" in request.parts:
         check_attacks(experiment)
     if "tax" in request.parts and request.baseline is None:

@@ -31,7 +31,7 @@ from pvg.config.load import differences, with_new_names
 from pvg.config.sections import AllSections
 from pvg.errors import StateError, counted, user_paths
 from pvg.extensions import digests, sources
-from pvg.game.states import GameState, Phase
+from pvg.game.states import GameState, Phase, later_rounds_begin_with
 from pvg.records import Rollout
 from pvg.store.atomic import make_directory, write_atomic
 from pvg.store.checkpoints import prune, read_checkpoint, verify_checkpoint, write_checkpoint
@@ -368,7 +368,7 @@ def extended(state: GameState, experiment: Experiment) -> GameState:
     state = replace(state, config=longer, config_hash=experiment.hash())
     if state.phase is not Phase.COMPLETE:
         return state
-    first = Phase.TRAIN_PROVER if experiment.task.kind == "play" else Phase.MINT
+    first = later_rounds_begin_with(self_play=experiment.task.kind == "play")
     return replace(state, phase=first, round=state.round + 1)
 
 

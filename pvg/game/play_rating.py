@@ -25,7 +25,6 @@ from pvg.game.mint import load_source
 from pvg.game.play_credit import points
 from pvg.game.play_phase import base_policy, encoder, play_task
 from pvg.game.session import Session, finite
-from pvg.game.states import GameState, Phase
 from pvg.records import BASE_SOURCE, Rollout, source_of_round
 from pvg.rollout.game_records import game_record
 from pvg.rollout.games import Fork, Opponent, PlayedGame, game_start, play_games
@@ -64,19 +63,13 @@ async def rate(session: Session) -> None:
     session.finish_phase(info, metrics, time.perf_counter() - started)
     session.finish_round(metrics)
     rounds = (*session.state.rounds, finite(metrics))
-    await session.leave_phase(replace(_next(session), version=version, rounds=rounds))
+    following = session.state.after_round(session.experiment.game.rounds, self_play=True)
+    await session.leave_phase(replace(following, version=version, rounds=rounds))
 
 
 def _references(session: Session, source: str) -> list[PlayReference]:
     """Those that `source` plays: the base does not play itself."""
     return [name for name in play_task(session).section.references if (name, source) != ("base", BASE_SOURCE)]
-
-
-def _next(session: Session) -> GameState:
-    state = session.state
-    if state.round + 1 < session.experiment.game.rounds:
-        return state.enter(Phase.TRAIN_PROVER, round_=state.round + 1)
-    return state.enter(Phase.COMPLETE)
 
 
 async def _matches(session: Session, source: str, reference: str, opponent: Opponent) -> dict[str, float]:

@@ -26,7 +26,6 @@ from pvg.models.adapters import AdaptedModel
 from pvg.models.language_model import LanguageModel
 from pvg.models.low_rank import LowRankAdapter
 from pvg.models.starts import open_learner
-from pvg.records import source_of_round
 from pvg.rollout.partial import PartialSampling
 from pvg.store.checkpoints import TENSORS_FILE
 from pvg.store.run_players import adapter_name, final_verifier_name, prover_weights_name, verifier_weights_name
@@ -142,14 +141,19 @@ async def train_prover(session: Session) -> None:
 def open_round_learner(session: Session, *, from_previous: bool) -> LanguageModel:
     """The prover at the start of the round's training: the base prover, or the previous round's if there is one. The
     caller closes it."""
-    round_ = session.state.round
+    round_, read = session.state.round, session.ledger.read_weights
+    if not from_previous or round_ == 0:
+        return open_learner(session.players, round_)
+    name = prover_weights_name(round_ - 1)
+    if session.experiment.training.adapters.kind == "none":
+        tensors, _ = read(name)
+        learner = open_learner(session.players, round_)
+        learner.load_weights(tensors)
+        return learner
+    low_rank, meta = read(adapter_name(name))
     learner = open_learner(session.players, round_)
-    if from_previous and round_ > 0:
-        tensors, adapter = read_prover(session, source_of_round(round_ - 1))
-        if isinstance(learner, AdaptedModel) and adapter is not None:
-            learner.load_adapter(adapter)
-        else:
-            learner.load_weights(tensors)
+    assert isinstance(learner, AdaptedModel)
+    learner.load_adapter(LowRankAdapter(low_rank, meta["config"]))
     return learner
 
 

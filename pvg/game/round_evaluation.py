@@ -16,7 +16,7 @@ from pvg.game.mint import load_source
 from pvg.game.protocols import environment_of
 from pvg.game.prover_phase import open_round_verifier
 from pvg.game.session import Session, finite
-from pvg.game.states import GameState, Phase
+from pvg.game.states import Phase
 from pvg.game.statistics import RolloutColumns, fooled_rate_at, play_metrics, share, verifier_auc
 from pvg.records import BASE_SOURCE, Role, Rollout, source_of_round
 from pvg.seeds import draw_cyclic, seed_for
@@ -61,14 +61,8 @@ async def checkpoint(session: Session) -> None:
         session.monitoring.examples(round_, example_rows(rollouts, fresh[own]))  # `own` was sampled last
     # One commit for the metrics and the transition: with two, a kill in between would count the round twice.
     rounds = (*session.state.rounds, finite(metrics))
-    await session.leave_phase(replace(_next(session), version=version, rounds=rounds))
-
-
-def _next(session: Session) -> GameState:
-    state = session.state
-    if state.round + 1 < session.experiment.game.rounds:
-        return state.enter(Phase.MINT, round_=state.round + 1)
-    return state.enter(Phase.COMPLETE)
+    following = session.state.after_round(session.experiment.game.rounds, self_play=False)
+    await session.leave_phase(replace(following, version=version, rounds=rounds))
 
 
 async def _sample(session: Session, source: str, scorer: VerifierScorer) -> list[Rollout]:

@@ -43,6 +43,11 @@ ALLOWED: dict[Phase, tuple[Phase, ...]] = {
 }
 
 
+def later_rounds_begin_with(*, self_play: bool) -> Phase:
+    """The first phase of every round after the first. Self-play has no mint, because it has no verifier."""
+    return Phase.TRAIN_PROVER if self_play else Phase.MINT
+
+
 @dataclass(frozen=True)
 class GameState:
     """The position of a run at its last commit.
@@ -88,6 +93,12 @@ class GameState:
                 f"Allowed next: {', '.join(ALLOWED[self.phase]) or 'nothing, the run is complete'}.",
             )
         return replace(self, phase=phase, round=target, step=0, checkpoint=None, progress={})
+
+    def after_round(self, rounds: int, *, self_play: bool) -> GameState:
+        """The state at the start of the next round, or at the end of a game of `rounds` rounds."""
+        if self.round + 1 >= rounds:
+            return self.enter(Phase.COMPLETE)
+        return self.enter(later_rounds_begin_with(self_play=self_play), round_=self.round + 1)
 
     def plain(self) -> dict[str, Any]:
         """JSON-compatible data."""

@@ -2,8 +2,8 @@
 
 A base that solves nothing gives the game nothing to learn from: no pair of a correct and a wrong solution, and no group
 with different rewards. A few demonstrations change that. The result, WARMED_PROVER, is the base prover of the game:
-rounds start from it as from any base prover, and the KL penalty refers to it. The verifier starts from models.verifier
-as always.
+`game.start` treats it as the base prover, and the KL penalty refers to it. The verifier starts from models.verifier as
+always.
 
 One process trains, without workers, ranks and servers, so the weights do not depend on their number. Then the game
 opens its players with `warmed`, in which models.prover is this run's own warmed prover.

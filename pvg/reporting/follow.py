@@ -212,14 +212,16 @@ def _situation(run: RunDirectory, state: Mapping[str, Any], newest: str) -> RunS
     phase, begun = state.get("phase", "init"), bool(newest or shards)
     process, host = driver.get("process") or None, str(driver.get("host", ""))
     quiet_s = _age(lease) if lease is not None else None
-    if phase == "complete":
+    plays = bool(driver) and not driver.get("ended") and driver.get("work") != "evaluate"
+    gone = driver.get("boot") == this_boot() and process is not None and not _lives(process)
+    beats = quiet_s is None or quiet_s < MISSED_BEATS * BEAT_S
+    if phase == "complete" and (gone or not plays or not beats):  # else it gets more rounds
         return RunSituation("finished", process, host, quiet_s)
-    if not driver or driver.get("ended") or driver.get("work") == "evaluate":  # then nothing plays it
+    if not plays:
         if phase == "init":  # `pvg rollout` leaves a run in this phase
             return RunSituation("finished" if shards else "waiting", None, host, quiet_s)
         stopped = newest == "run" or not begun
         return RunSituation("stopped" if stopped else "failed", None, host, quiet_s)
-    gone = driver.get("boot") == this_boot() and process is not None and not _lives(process)
     if quiet_s is None or quiet_s < MISSED_BEATS * BEAT_S:
         # A process of another container is not visible here, so a fresh beat counts more.
         now: RunState = "died" if gone and quiet_s is not None and quiet_s > 1.5 * BEAT_S else "running"

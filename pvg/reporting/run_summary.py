@@ -213,6 +213,12 @@ def status_of(state: Mapping[str, Any]) -> Status:
     return "unfinished"
 
 
+def has_ended(state: Mapping[str, Any], experiment: Experiment) -> bool:
+    """Whether the run of a committed state is complete, and `experiment` gives it no more rounds."""
+    begun = state.get("config", {}).get("game", {}).get("rounds", experiment.game.rounds)
+    return status_of(state) == "complete" and bool(experiment.game.rounds <= begun)
+
+
 def unfinished_runs(root: Path, experiment: str | None = None) -> list[RunDirectory]:
     """The runs in `root` that can be resumed, newest commit first; of one experiment, or of all.
 

@@ -291,7 +291,7 @@ class RunDirectory:
                 run._refuse_existing()  # another process may have created it in the meantime
                 for folder in (run.manifest, run.rollouts, run.checkpoints, run.weights):
                     make_directory(folder)
-                run.write_experiment(experiment)
+                run._write_experiment(experiment)
         except (OSError, MissingRequirementError):
             left = [entry for entry in run.path.iterdir() if not is_lease(entry)] if run.path.exists() else []
             if made and run.path.exists() and {entry.name for entry in left} <= {run.lock_file.name}:
@@ -318,10 +318,17 @@ class RunDirectory:
         )
 
     def experiment(self) -> Experiment:
-        """The configuration with which the run was created. Raises ConfigurationError if the file is damaged."""
+        """The configuration with which the run was created, with its present number of rounds. Raises
+        ConfigurationError if the file is damaged."""
         return load_experiment(self.experiment_file)
 
-    def write_experiment(self, experiment: Experiment) -> None:
+    def set_rounds(self, rounds: int) -> None:
+        """Give the run more rounds than it was created with. Call this under the lock; fewer rounds change nothing."""
+        own = self.experiment()
+        if own.game.rounds < rounds:
+            self._write_experiment(own.model_copy(update={"game": own.game.model_copy(update={"rounds": rounds})}))
+
+    def _write_experiment(self, experiment: Experiment) -> None:
         write_atomic(self.experiment_file, experiment.to_toml().encode())
 
     @contextmanager

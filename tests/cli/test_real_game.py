@@ -9,6 +9,7 @@ import pytest
 from calling import pvg
 
 from pvg.config.load import embedded_names
+from pvg.store.run_directory import RunDirectory
 
 SMALL = [
     word
@@ -42,6 +43,11 @@ def test_train_then_report_then_rollout() -> None:
     assert all(phase["finished"] for phase in document["phases"])
     assert all(example["score"] is not None for example in document["examples"])
     assert pvg("train", "--resume", "modchain").code == 2
+
+    longer = pvg("train", "--resume", "modchain", "-s", "game.rounds=2", "-s", "store.commit_every=3", "--json")
+    assert (longer.code, longer.document["status"], len(longer.document["rounds"])) == (0, "complete", 2), longer.err
+    kept = RunDirectory(Path("runs/modchain")).experiment()
+    assert (kept.game.rounds, kept.store.commit_every) == (2, 10)
 
     sampled = pvg("rollout", "-n", "2", "--role", "sneaky", "-s", "rollout.group_size=3")
     assert sampled.code == 0, sampled.err

@@ -224,7 +224,7 @@ def test_a_complete_run_gets_more_rounds(calls: list[dict[str, Any]]) -> None:
     assert f"To play another round: pvg train --resume done -s game.rounds={rounds + 1}" in refused.err
     called = pvg("train", "--resume", "done", "-s", f"game.rounds={rounds + 1}")
     assert called.code == 0
-    assert f"Resuming done. It now has {rounds + 1} rounds." in called.err
+    assert f"Resuming done. It will have {rounds + 1} rounds." in called.err
     assert calls[0]["experiment"].game.rounds == run.experiment().game.rounds == rounds + 1
 
 
@@ -234,7 +234,7 @@ def test_a_run_whose_new_rounds_are_only_in_its_file_goes_on(calls: list[dict[st
     planned = run.experiment()
     commit(run, state("complete", rounds=[{"helpful_accuracy": 0.5}], config=planned.hashed()))
     assert pvg("train", "--resume", "done").code == 2
-    run.write_experiment(planned.model_copy(update={"game": planned.game.model_copy(update={"rounds": 9})}))
+    run.set_rounds(9)
     assert pvg("train", "--resume", "done").code == 0
     assert calls[0]["experiment"].game.rounds == 9
 
@@ -247,7 +247,7 @@ def test_a_run_gets_no_rounds_that_were_not_asked_for(calls: list[dict[str, Any]
     assert "game.rounds: 1 -> 5" in called.err
     more = pvg("train", "--resume", "short", "-s", "game.rounds=2", "-s", "seed=5")
     assert "seed: 0 -> 5" in more.err
-    assert "game.rounds" not in more.err.partition("other settings")[2].partition(".")[0]
+    assert "game.rounds:" not in more.err
     assert calls == []
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import orjson
 import pytest
-from kill_drill import read_manifests, small_experiment
+from kill_drill import play_experiment, read_manifests, small_experiment
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
@@ -154,6 +154,17 @@ def test_a_run_that_gets_another_round_ends_like_one_that_was_planned_with_it(un
     assert weights_of(run) == weights_of(finished)
     state, planned = state_of(run), state_of(finished)
     assert (state["config"], state["config_hash"]) == (planned["config"], planned["config_hash"])
+
+
+def test_self_play_gets_another_round_too(tmp_path):
+    data = play_experiment().plain()
+    planned, _, _ = run_game(build_experiment(data), tmp_path / "planned")
+    data["game"]["rounds"] = 1
+    _, outcome, _ = run_game(build_experiment(data), tmp_path / "longer")
+    assert outcome.status == "complete"
+    longer, outcome, _ = run_game(play_experiment(), tmp_path / "longer", resume=True)
+    assert (outcome.status, len(outcome.rounds)) == ("complete", 2)
+    assert weights_of(longer) == weights_of(planned)
 
 
 def interrupted_copy(tmp_path: Path) -> RunDirectory:

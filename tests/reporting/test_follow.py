@@ -172,6 +172,10 @@ def test_the_state_of_a_run_follows_from_its_lease_and_its_records(tmp_path: Pat
     assert situation(run) == "stopped"
     commit(run, state("complete"))
     assert situation(run) == "finished"
+    lease(run)  # it gets more rounds
+    assert situation(run) == "running"
+    lease(run, age_s=60.0)
+    assert situation(run) == "finished"
     followed = FollowedRun(run)
     shutil.rmtree(run.path)
     followed.update()
