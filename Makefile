@@ -137,7 +137,7 @@ images:  ## build the container images for CPU and CUDA (needs docker)
 models: $(STAMP)  ## train the embedded models again (minutes; the results are committed)
 	$(BIN)/python -m pvg.models.embedded_training all
 
-seeds: $(STAMP)  ## play the embedded game with five seeds, write docs/results/embedded-game.md (about 20 minutes)
+seeds: $(STAMP)  ## play the embedded game with ten seeds, write docs/results/embedded-game.md (40 minutes on one core)
 	$(BIN)/python -m benchmarks.pages.make_embedded_game --set cluster=none
 
 equality: $(STAMP)  ## play five seeds with all switches slow and all fast, write docs/results/equality.md (20 minutes on 2 cores)

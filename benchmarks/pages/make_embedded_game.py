@@ -1,6 +1,6 @@
 """Plays the embedded game with several seeds and writes docs/results/embedded-game.md: the table, and its commands.
 
-    python -m benchmarks.pages.make_embedded_game               # five seeds, one after the other (`make seeds`)
+    python -m benchmarks.pages.make_embedded_game               # ten seeds, one after the other (`make seeds`)
     python -m benchmarks.pages.make_embedded_game --only-table  # from the runs that exist
 
 It keeps complete runs and resumes interrupted ones, so you can stop the command and start it again.
@@ -35,11 +35,11 @@ COLUMNS = [
     ("helpful_accuracy", "helpful accuracy"),
     ("sneaky_error_rate", "sneaky error rate"),
     ("fooled_rate", "fooled by own flaws"),
-    ("fooled_rate_at_90", "fooled at 90%"),
     ("fooled_rate_base", "fooled by base's flaws"),
     ("fooled_rate_previous", "fooled by previous flaws"),
     ("accepted_helpful", "accepts helpful"),
     ("verifier_auc", "AUC, fresh"),
+    ("verifier_auc_base", "AUC, base"),
     ("verifier_auc_previous", "AUC, previous sneaky"),
     ("malformed", "malformed"),
 ]
@@ -165,7 +165,7 @@ def checks(runs: Sequence[list[dict[str, Any]]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--root", type=Path, default=Path("runs"))
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
     parser.add_argument("--only-table", action="store_true")
