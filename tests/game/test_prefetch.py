@@ -122,7 +122,7 @@ def assert_budgets_close(steps: list[dict[str, Any]]) -> None:
     for step in steps:
         exposed = step["budget"]
         assert "wait_for_rollouts" in exposed
-        assert not exposed.keys() & {"decode", "prefill", "grade"}
+        assert not exposed.keys() & {"decode", "prefill"}  # "grade" runs on the event loop, also between two waits
         assert min(exposed.values()) > -1e-6
         busy.update(step["busy"])
     assert min(busy["decode"], busy["rollout"], busy["grade"]) > 0.0
