@@ -5,7 +5,8 @@
 For each finished game, the program trains verifiers on the mint of one round again: plain, with each robust loss, and
 ensembles of three plain ones. All see the same mint, and the single ones draw the same pairs. Then fresh `cgc`
 attackers attack each verifier, each with another seed. The program appends one JSON line per game and verifier to FILE,
-and skips the lines that are there. docs/results/robust.md has the results, and how its games were played.
+and skips those that are there: use another FILE for another round, or other attackers. docs/results/robust.md has the
+results of two games.
 """
 
 from __future__ import annotations
