@@ -94,16 +94,17 @@ def seconds_of(seed: int, root: Path) -> float:
     return read_run(RunDirectory.open(run_name(seed), root)).seconds
 
 
-def shown(values: Sequence[float | None]) -> str:
+def shown(values: Sequence[float | None], digits: int = 2) -> str:
     """The mean over the seeds, its 95 % interval (none for fewer than three seeds), and the range."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:
         return "-"
     low, high = interval(known)
-    ends = f"{min(known):.2f}-{max(known):.2f}"
+    ends = f"{min(known):.{digits}f}-{max(known):.{digits}f}"
     if low is None or high is None:
-        return f"{statistics.mean(known):.2f} ({ends})"
-    return f"{statistics.mean(known):.2f} ({round(low, 2) + 0.0:.2f} to {round(high, 2) + 0.0:.2f}; {ends})"
+        return f"{statistics.mean(known):.{digits}f} ({ends})"
+    reach = " to ".join(f"{round(end, digits) + 0.0:.{digits}f}" for end in (low, high))
+    return f"{statistics.mean(known):.{digits}f} ({reach}; {ends})"
 
 
 def table(runs: Sequence[list[dict[str, Any]]]) -> str:
@@ -117,7 +118,9 @@ def table(runs: Sequence[list[dict[str, Any]]]) -> str:
     lines.append("| base | " + " | ".join(shown(base_row[name]) for name, _ in COLUMNS) + " |")
     for round_ in range(len(runs[0])):
         rows = [rounds[round_] for rounds in runs]
-        cells = [shown([row.get(name) for row in rows]) for name, _ in COLUMNS]
+        cells = [
+            shown([row.get(name) for row in rows], digits=3 if name.startswith("fooled") else 2) for name, _ in COLUMNS
+        ]
         lines.append(f"| {round_} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

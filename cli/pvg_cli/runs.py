@@ -99,11 +99,14 @@ def plan_resume(
     """
     given = resolve(name, overrides, cluster) if name else None
     root = given.store.root if given else _root(overrides)
-    run = RunDirectory.open(run_name, root) if run_name else _newest(root, given.name if given else DEFAULT_EXPERIMENT)
+    more_rounds = "game.rounds" in chosen_keys(overrides)
+    if run_name:
+        run = RunDirectory.open(run_name, root)
+    else:
+        run = _newest(root, given.name if given else DEFAULT_EXPERIMENT, complete=more_rounds)
     state = run.load_state().state or {}  # raises an error if the state is damaged or lost
     _refuse_samples(run, state)
     own = run.experiment()
-    more_rounds = "game.rounds" in chosen_keys(overrides)
     if not more_rounds and has_ended(state, own):
         _refuse_complete(run, own.game.rounds, clean)
     wanted = given or load_experiment(run.experiment_file, _settings(run.experiment_file, overrides, cluster))
@@ -116,11 +119,17 @@ def plan_resume(
     extended = more_rounds and experiment.game.rounds > own.game.rounds
     if extended:
         own = own.model_copy(update={"game": own.game.model_copy(update={"rounds": experiment.game.rounds})})
+    if more_rounds and experiment.game.rounds < own.game.rounds:
+        raise StateError(
+            f"The run {run.name!r} has {counted(own.game.rounds, 'round')}, and cannot get fewer.",
+            f"Leave out game.rounds: {resume_command(run)}",
+        )
     changed = differences(own.hashed(), experiment.hashed())
     if changed:
         raise StateError(
             f"The run {run.name!r} was started with other settings: {'; '.join(changed)}.",
-            f"Resume it with its own settings: {resume_command(run)}",
+            f"Resume it with its own settings: {resume_command(run)}"
+            + (f" -s game.rounds={experiment.game.rounds}" if extended else ""),
         )
     if not extended and has_ended(state, experiment):
         _refuse_complete(run, experiment.game.rounds, clean)
@@ -137,7 +146,8 @@ def report_command(run: RunDirectory) -> str:
     return f"pvg report {run.argument}"
 
 
-def _newest(root: Path, experiment: str) -> RunDirectory:
+def _newest(root: Path, experiment: str, *, complete: bool) -> RunDirectory:
+    """`complete`: whether the user may mean a complete run, which needs its name."""
     found = unfinished_runs(root, experiment)
     if found:
         return found[0]
@@ -146,6 +156,8 @@ def _newest(root: Path, experiment: str) -> RunDirectory:
         f"There is no unfinished run of {experiment!r} in {root}.",
         f"The newest unfinished run of another experiment: {resume_command(others[0])}"
         if others
+        else "To give a complete run more rounds, name it: pvg train --resume RUN -s game.rounds=N"
+        if complete
         else f"Start one with: pvg train {experiment}",
     )
 

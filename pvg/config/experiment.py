@@ -67,17 +67,17 @@ class Experiment(AllSections):
 
     def hash(self) -> str:
         """A digest of all settings that change results."""
-        return hashlib.sha256(orjson.dumps(self.hashed(), option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
+        found = self.hashed()
+        if self.game.start.kind == "base":  # as in runs that began before this setting existed
+            del found["game"]["start"]
+        return hashlib.sha256(orjson.dumps(found, option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
 
     def hashed(self) -> dict[str, Any]:
         """The settings that a resumed run must share with the original run, as plain data. Another run whose player is
         a model may move: only the digest of its weights counts."""
         found = {key: value for key, value in self.plain().items() if key not in UNHASHED_SECTIONS}
-        # As in runs that began before these settings existed.
-        if self.warmup.kind == "none":
+        if self.warmup.kind == "none":  # as in runs that began before this section existed
             del found["warmup"]
-        if self.game.start.kind == "base":
-            del found["game"]["start"]
         for player in ("prover", "verifier"):
             section = found["models"][player]
             section["source"] = without_folder(section["source"])

@@ -228,6 +228,14 @@ def test_a_complete_run_gets_more_rounds(calls: list[dict[str, Any]]) -> None:
     assert calls[0]["experiment"].game.rounds == run.experiment().game.rounds == rounds + 1
 
 
+def test_a_complete_run_that_gets_more_rounds_needs_its_name(calls: list[dict[str, Any]]) -> None:
+    played(Path("runs"), "done")
+    called = pvg("train", "--resume", "-s", "game.rounds=9")
+    assert called.code == 2
+    assert "name it: pvg train --resume RUN -s game.rounds=N" in called.err
+    assert calls == []
+
+
 def test_a_run_whose_new_rounds_are_only_in_its_file_goes_on(calls: list[dict[str, Any]]) -> None:
     """Its process was killed before the first commit of the new round."""
     run = played(Path("runs"), "done")
@@ -248,6 +256,12 @@ def test_a_run_gets_no_rounds_that_were_not_asked_for(calls: list[dict[str, Any]
     more = pvg("train", "--resume", "short", "-s", "game.rounds=2", "-s", "seed=5")
     assert "seed: 0 -> 5" in more.err
     assert "game.rounds:" not in more.err
+    assert "pvg train --resume short -s game.rounds=2" in more.err
+    longer = unfinished("longer", game={"rounds": 2})
+    fewer = pvg("train", "--resume", "longer", "-s", "game.rounds=1")
+    assert fewer.code == 2
+    assert "The run 'longer' has 2 rounds, and cannot get fewer." in fewer.err
+    assert longer.experiment().game.rounds == 2
     assert calls == []
 
 
