@@ -25,8 +25,9 @@ bound_spinning()
 # A script that starts the tests with `&` makes them ignore SIGINT, and so would the commands that they start and stop.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# Without another profile, as in `make test`: few examples, but new ones in each run. CI takes the usual number.
-settings.register_profile("quick", max_examples=30)
+# Without another profile, as in `make test`: few examples, but new ones in each run. CI takes the usual number. No test
+# may fail because the machine is busy.
+settings.register_profile("quick", max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("quick")
 # `make fuzz`: far more examples where a test does not say how many, from a new seed each time.
 settings.register_profile(
