@@ -13,8 +13,8 @@ learns to score correct solutions above wrong ones. It never sees which prompt w
 
 The problems are chains of sums modulo 10, such as `7+5+8+3+6?`. A solution is `7+5=2;2+8=0;0+3=3;3+6=9;A9`.
 
-`pvg train` plays this game with commits, resuming, metrics and many more choices; its embedded game goes on with the
-previous round's prover (`game.start`). Its loop is in pvg/game: run.py,
+`pvg train` plays this game with commits, resuming, metrics and many more choices. In its embedded game, each round's
+prover goes on from the previous round (`game.start`). Its loop is in pvg/game: run.py,
 mint.py, verifier_phase.py, prover_phase.py and on_policy.py have the parts below in the same order.
 
 Names of arrays end in their shape: N rollouts, M pairs.

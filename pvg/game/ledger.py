@@ -361,8 +361,8 @@ def check_same_configuration(state: GameState, experiment: Experiment) -> None:
 def extended(state: GameState, experiment: Experiment) -> GameState:
     """`state` with the rounds of `experiment`, if it has more: a complete run then enters its next round. No round
     depends on the number of rounds, so the result is that of a run that was planned with all of them."""
-    planned, wanted = state.config["game"]["rounds"], experiment.game.rounds
-    if planned >= wanted:
+    wanted = experiment.game.rounds
+    if state.config.get("game", {}).get("rounds", wanted) >= wanted:
         return state
     longer = {**state.config, "game": {**state.config["game"], "rounds": wanted}}
     state = replace(state, config=longer, config_hash=experiment.hash())
