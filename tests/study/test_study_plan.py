@@ -61,7 +61,7 @@ def test_two_arms_may_differ_by_their_workers_alone() -> None:
     text = SMALL + '[[arm]]\nname = "two"\nset = { game.reward = "cgc", cluster = %s }\n'
     plan = small(text % '{ kind = "local", workers = 2 }')
     assert plan.arms[0].experiment.hash() == plan.arms[2].experiment.hash()
-    with pytest.raises(ConfigurationError, match="'cgc' and 'two' of .* are the same game"):
+    with pytest.raises(ConfigurationError, match=r"'cgc' and 'two' of .* are the same game"):
         small(text % '"auto"')
 
 
