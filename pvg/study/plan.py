@@ -452,8 +452,7 @@ def _refuse_doubles(arms: Sequence[Arm], origin: str) -> None:
             raise ConfigurationError(f"Two arms of {origin} have the name {arm.name!r}.", "Give each a different name.")
         if arm.game in games[:place]:
             raise ConfigurationError(
-                f"The arms {names[games.index(arm.game)]!r} and {arm.name!r} of {origin} are the same "
-                "game.",
+                f"The arms {names[games.index(arm.game)]!r} and {arm.name!r} of {origin} are the same game.",
                 "Leave one out: both set the same, or one sets what the other has by default.",
             )
 
