@@ -84,12 +84,24 @@ class KnownGrade(DocumentPart):
     note: str
 
 
+class VerifierQuestion(DocumentPart):
+    """A question of the verifier about a correct solution, with an answer. `max_tokens`: of a prover's answer, which
+    may differ from this one; null if the task answers."""
+
+    question: str
+    answer: str
+    answered_by: Literal["prover", "task"]
+    max_tokens: int | None
+
+
 class TaskPreview(DocumentPart):
-    """A training problem as the players read it. `prompts`: by role, empty for self-play."""
+    """A training problem as the players read it. `prompts`: by role, empty for self-play. `challenge`: null in other
+    protocols."""
 
     problem: str
     question: str
     prompts: dict[str, PlayerInput]
+    challenge: VerifierQuestion | None
     verifier_input: PlayerInput | None
     graded: list[KnownGrade]
 
