@@ -152,7 +152,7 @@ def run_header(data: RunData, state: str = "", kind: str = "") -> list[object]:
             kind or STATUS[summary.status],
         ),
         _facts(summary),
-        elements.notes([*summary.notes, *data.problems]),
+        elements.notes([*(("settings", warning) for warning in summary.warnings), *summary.notes, *data.problems]),
         markup.tiles(_tiles(summary)),
     ]
 

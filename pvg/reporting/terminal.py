@@ -216,6 +216,8 @@ def report(summary: RunSummary, examples: Sequence[Example], *, running: bool = 
         parts += section("Machine", machine)
     if summary.alerts:
         parts += section(f"Alerts ({len(summary.alerts)})", alerts_list(summary))
+    if summary.warnings:
+        parts += section("Warnings about the settings", Text("\n".join(summary.warnings), style="yellow"))
     if examples:
         parts += section("Example solutions", examples_list(examples))
     if summary.notes:

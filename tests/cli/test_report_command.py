@@ -101,6 +101,18 @@ def links(path: Path) -> set[str]:
     return {address for address in addresses if not address.startswith("#")}
 
 
+def test_a_report_repeats_the_warnings_about_the_settings() -> None:
+    run = begin(Path("runs"), game={"protocol": "challenge"})
+    (warning,) = run.experiment().warnings()
+    assert pvg("report", "first", "--json").document["warnings"] == [f"{warning}."]
+    called = pvg("report", "first")
+    assert "Warnings about the settings" in called.out
+    assert "has never seen an answer to a question" in called.out
+    assert f"{warning}." in check(run.report.read_text()).text
+    begin(Path("runs"), "plain")
+    assert "Warnings" not in pvg("report", "plain").out
+
+
 def test_the_page_elsewhere_or_not_at_all() -> None:
     run = played(Path("runs"))
     assert pvg("report", "first", "--html", "mine.html").code == 0

@@ -268,8 +268,10 @@ def test_deadlines_and_sampling_ahead_play_dialogues_too(tmp_path: Path, setting
     assert any(rollout.turns for rollout in recorded(run) if "/train_prover/" in rollout.id)
 
 
-def test_a_verifier_that_has_never_seen_an_answer_gets_a_warning():
-    assert any("embedded:modchain-dialogue" in line for line in changed(TALKING).warnings())
+def test_a_verifier_that_has_never_seen_an_answer_gets_a_warning_which_the_event_log_keeps(run: RunDirectory):
+    (warning,) = [line for line in changed(TALKING).warnings() if "embedded:modchain-dialogue" in line]
+    kept = [line for line in run.events.read_text().splitlines() if line.endswith(f'event=warning text="{warning}"')]
+    assert len(kept) == 1
     talking = changed({**TALKING, "models.verifier": {"source": "embedded:modchain-dialogue"}})
     assert not any("models.verifier.source" in line for line in talking.warnings())
 

@@ -256,7 +256,8 @@ class ValueRange(DocumentPart):
 
 
 class RunResults(DocumentPart):
-    """What the files of a run say. Times in seconds, `began` since 1970. `notes`: remarks on damaged files."""
+    """What the files of a run say. Times in seconds, `began` since 1970. `notes`: remarks on damaged files.
+    `warnings`: about settings that are probably not intended."""
 
     name: str
     path: str
@@ -283,6 +284,7 @@ class RunResults(DocumentPart):
     peak_memory: dict[str, float]
     seconds: float
     notes: list[str]
+    warnings: list[str]
 
 
 class ExampleSolution(DocumentPart):
