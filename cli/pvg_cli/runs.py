@@ -107,9 +107,10 @@ def plan_resume(
     state = run.load_state().state or {}  # raises an error if the state is damaged or lost
     _refuse_samples(run, state)
     own = run.experiment()
+    # Before the run is refused, so that a mistyped key never gets the answer that the run is complete.
+    wanted = given or load_experiment(run.experiment_file, _settings(run.experiment_file, overrides, cluster))
     if not more_rounds and has_ended(state, own):
         _refuse_complete(run, own.game.rounds, clean)
-    wanted = given or load_experiment(run.experiment_file, _settings(run.experiment_file, overrides, cluster))
     wanted, note = as_the_run_computes(wanted, own, chosen_keys(overrides))
     if note:
         say(note)
