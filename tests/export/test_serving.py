@@ -243,6 +243,18 @@ def test_ctrl_c_says_that_no_file_was_written(run: Run) -> None:
     assert not [path for path in Path().iterdir() if "much-scores" in path.name]
 
 
+def test_a_second_ctrl_c_ends_scoring_at_once_and_leaves_no_file(run: Run) -> None:
+    """While the event loop is busy, so that only the signal's handler can end the process."""
+    write_one()
+    program = STOPPED_AT_WORK.replace("    return", "    os.kill(os.getpid(), signal.SIGINT)\n    return")
+    command = [sys.executable, "-c", program, "score", "mine", "one.jsonl", "--out", "one-scores.jsonl", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 130, done.stderr
+    assert "Ctrl-C again quits at once." in done.stderr
+    assert json.loads(done.stdout)["error"]["type"] == "Killed"
+    assert not [path for path in Path().iterdir() if "one-scores" in path.name]
+
+
 STOPPED_AT_WORK = """
 import os, signal
 from pvg.export import rows
