@@ -193,10 +193,12 @@ def _serve_verifier(name: str, runs: Path, round_: int, port: int, as_json: bool
     import asyncio
 
     from pvg.export.finished import FinishedRound
+    from pvg.servers.process import check_port
     from pvg.store.run_directory import RunDirectory
 
     finished = FinishedRound.open(RunDirectory.open(name, runs), round_)
     finished.verifier_name  # noqa: B018 - raises for a run without a verifier
+    check_port("127.0.0.1", port)  # before torch and the model are loaded
     ready = False
 
     async def work() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -19,7 +20,7 @@ import pytest
 from game.kill_drill import small_experiment
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
-from calling import ENTRY, pvg
+from calling import ENTRY, LOADING, pvg, pvg_process
 from shipped_schemas import check_document
 
 from pvg.api import Run, play
@@ -331,6 +332,16 @@ def test_an_evaluated_run_has_probabilities(run: Run, monkeypatch: pytest.Monkey
     called = pvg("score", "mine", "one.jsonl")
     row = json.loads(called.out)
     assert row["probability"] == pytest.approx(1 / (1 + 2.718281828459045 ** -(2.0 * row["score"] - 1.0)))
+
+
+def test_a_port_that_is_in_use_is_refused_before_torch_is_loaded(run: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        called = pvg_process("serve", "mine", "--player", "verifier", "--port", str(port))
+    assert called.code == 2
+    assert f"Port {port} of 127.0.0.1 cannot be used" in called.err
+    assert "Choose another port with --port" in called.err
+    assert LOADING not in called.err
 
 
 def test_mixed_options_are_refused(run: Run) -> None:
