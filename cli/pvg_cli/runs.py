@@ -35,8 +35,22 @@ def resolve(name: str | None, overrides: Sequence[str], cluster: str | None = No
     experiment = load_experiment(path, settings)
     if switch is not None and switch.note:
         say(switch.note)
+    _refuse_start_of_self_play(experiment, chosen_keys(settings))
     check_references(experiment)
     return experiment
+
+
+def _refuse_start_of_self_play(experiment: Experiment, chosen: Collection[str]) -> None:
+    """Raises UsageError if the user asks for what self-play does not do. Not a rule of pvg.config.rules, because the
+    value is also the default, which every resolved file contains."""
+    if experiment.task.kind != "play" or experiment.game.start.kind != "base":
+        return
+    if not {"game.start", "game.start.kind"}.isdisjoint(chosen):
+        raise UsageError(
+            "game.start = 'base' has no effect with task.kind = 'play': each round of self-play goes on from the "
+            "previous round's player.",
+            "Leave out game.start.",
+        )
 
 
 def _settings(path: Path, overrides: Sequence[str], cluster: str | None) -> list[str]:

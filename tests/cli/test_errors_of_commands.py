@@ -51,6 +51,8 @@ MISTAKES = [
     (("train", "--name", "a", "--resume", "b"), "cannot be used together"),
     (("train", "--resume"), "no unfinished run of 'modchain'"),
     (("train", "--resume", "gone"), "no run 'gone'"),
+    (("train", "negotiation", "-s", "game.start=base"), "Leave out game.start."),
+    (("config", "validate", "negotiation", "-s", 'game={start="base"}'), "each round of self-play goes on from"),
     (("rollout", "modchian"), "Did you mean 'modchain'?"),
     (("report", "gone"), "no run 'gone'"),
     (("config", "show", "modchian"), "Did you mean 'modchain'?"),
