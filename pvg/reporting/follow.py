@@ -22,7 +22,7 @@ from typing import Any, Literal
 import orjson
 
 from pvg.reporting.run_summary import RunRecords, RunSummary, StepRecord, committed_state
-from pvg.store.lease import BEAT_S, WATCH_S, newest_lease, read_driver, this_boot
+from pvg.store.lease import BEAT_S, WATCH_S, is_gone, newest_lease, read_driver, sees, this_boot
 from pvg.store.run_directory import RunDirectory
 
 MOST_RECORDS = 20_000  # steps that are kept, and readings of each sampler: about 60 MB
@@ -213,7 +213,7 @@ def _situation(run: RunDirectory, state: Mapping[str, Any], newest: str) -> RunS
     process, host = driver.get("process") or None, str(driver.get("host", ""))
     quiet_s = _age(lease) if lease is not None else None
     plays = bool(driver) and not driver.get("ended") and driver.get("work") != "evaluate"
-    gone = driver.get("boot") == this_boot() and process is not None and not _lives(process)
+    gone = is_gone(driver)
     beats = quiet_s is None or quiet_s < MISSED_BEATS * BEAT_S
     if phase == "complete" and (gone or not plays or not beats):  # else it gets more rounds
         return RunSituation("finished", process, host, quiet_s)
@@ -223,8 +223,9 @@ def _situation(run: RunDirectory, state: Mapping[str, Any], newest: str) -> RunS
         stopped = newest == "run" or not begun
         return RunSituation("stopped" if stopped else "failed", None, host, quiet_s)
     if quiet_s is None or quiet_s < MISSED_BEATS * BEAT_S:
-        # A process of another container is not visible here, so a fresh beat counts more.
-        now: RunState = "died" if gone and quiet_s is not None and quiet_s > 1.5 * BEAT_S else "running"
+        # A process of another container may be invisible here, and then a fresh beat counts more.
+        certain = sees(driver) or (quiet_s is not None and quiet_s > 1.5 * BEAT_S)
+        now: RunState = "died" if gone and certain else "running"
         return RunSituation(now, process, host, quiet_s)
     elsewhere = driver.get("boot") != this_boot()
     return RunSituation("died" if gone or (elsewhere and quiet_s > WATCH_S) else "silent", process, host, quiet_s)
@@ -261,16 +262,6 @@ def _age(path: Path) -> float | None:
         return max(0.0, time.time() - path.stat().st_mtime)
     except OSError:
         return None
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it belongs to another user
-        return True
-    return True
 
 
 # --- progress ----------------------------------------------------------------------------------------------------
