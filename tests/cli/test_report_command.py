@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from calling import pvg, pvg_process
+from rich.cells import cell_len
 from run_samples import begin, commit, played, rollout, state, step, telemetered, tell
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "reporting"))
@@ -111,6 +112,15 @@ def test_a_report_repeats_the_warnings_about_the_settings() -> None:
     assert f"{warning}." in check(run.report.read_text()).text
     begin(Path("runs"), "plain")
     assert "Warnings" not in pvg("report", "plain").out
+
+
+def test_a_report_in_a_pipe_is_as_wide_as_columns_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    played(Path("runs"))
+    widths = {}
+    for columns in ("80", "140", "0", "wide", ""):
+        monkeypatch.setenv("COLUMNS", columns)
+        widths[columns] = max(map(cell_len, pvg("report", "first", "--no-html").out.splitlines()))
+    assert widths == {"80": 80, "140": 140, "0": 100, "wide": 100, "": 100}
 
 
 def test_the_page_elsewhere_or_not_at_all() -> None:
