@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import orjson
 
-from pvg.reporting.run_summary import RunRecords, RunSummary, StepRecord, committed_state
+from pvg.reporting.run_summary import RunRecords, RunSummary, Status, StepRecord, committed_state
 from pvg.store.lease import BEAT_S, WATCH_S, is_gone, newest_lease, read_driver, sees, this_boot
 from pvg.store.run_directory import RunDirectory
 
@@ -37,6 +37,30 @@ MISSED_BEATS = 3
 # an error; "died": its process is gone, and did not end the run; "removed": the run's folder is gone.
 RunState = Literal["waiting", "running", "silent", "finished", "stopped", "failed", "died", "removed"]
 ENDED: frozenset[RunState] = frozenset({"finished", "stopped", "failed", "died", "removed"})
+# The word of a state wherever a user reads it, and its colour. JSON documents contain the name of the state.
+WORDS: dict[RunState, tuple[str, Literal["good", "warn", "bad"]]] = {
+    "waiting": ("empty", "warn"),
+    "running": ("running", "good"),
+    "silent": ("silent", "warn"),
+    "finished": ("complete", "good"),
+    "stopped": ("stopped", "warn"),
+    "failed": ("failed", "bad"),
+    "died": ("died", "bad"),
+    "removed": ("removed", "bad"),
+}
+# The state of a run that no process plays, as far as its status tells it.
+SETTLED: dict[Status, RunState] = {
+    "empty": "waiting",
+    "samples": "finished",
+    "unfinished": "stopped",
+    "complete": "finished",
+}
+
+
+def state_word(state: RunState | None, status: Status) -> tuple[str, Literal["good", "warn", "bad"]]:
+    """The word of a run's state, and its colour. `state`: None for a run that this process has just ended."""
+    known = SETTLED[status] if state is None else state
+    return ("samples", "good") if status == "samples" and known == "finished" else WORDS[known]
 
 
 class JournalTail:
@@ -191,9 +215,9 @@ class FollowedRun:
         return _situation(self.run, self.state, self._newest)
 
 
-def is_running(run: RunDirectory) -> bool:
-    """Whether a process plays `run` now."""
-    return situation(run, committed_state(run, [])).state == "running"
+def state_of(run: RunDirectory) -> RunState:
+    """The state of `run` now, from its last commit."""
+    return situation(run, committed_state(run, [])).state
 
 
 def situation(run: RunDirectory, state: Mapping[str, Any]) -> RunSituation:

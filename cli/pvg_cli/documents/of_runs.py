@@ -27,7 +27,7 @@ class AlertDetails(DocumentPart):
 
 
 class TrainDocument(JsonDocument):
-    """A run that has ended or was stopped. `seconds`: the time of this call. `resume`: the command that resumes a
+    """A run that is complete or was stopped. `seconds`: the time of this call. `resume`: the command that resumes a
     stopped run."""
 
     status: Literal["complete", "interrupted"]
