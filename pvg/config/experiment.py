@@ -19,7 +19,8 @@ import tomli_w
 from pydantic import BaseModel, model_validator
 
 from pvg.config.base import ByKind
-from pvg.config.rules import conflicts, warnings_about
+from pvg.config.cautions import warnings_about
+from pvg.config.rules import conflicts
 from pvg.config.run_ids import without_folder
 from pvg.config.sections import AllSections
 

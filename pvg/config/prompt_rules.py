@@ -1,4 +1,7 @@
-"""Settings of `[prompts]` that cannot work with other settings, or are probably not intended (see pvg.config.rules)."""
+"""Settings of `[prompts]` that cannot work with other settings, or are probably not intended.
+
+See pvg.config.rules and pvg.config.cautions.
+"""
 
 from __future__ import annotations
 

@@ -208,6 +208,12 @@ class Arm:
     chosen: frozenset[str] = frozenset()
     note: str = ""
 
+    @property
+    def game(self) -> tuple[str, str]:
+        """Equal for two arms that would play the same game. The hash leaves out the workers, but they are worth a
+        comparison: they change the last bits of results."""
+        return self.experiment.hash(), self.experiment.cluster.model_dump_json()
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:
@@ -440,14 +446,13 @@ def _label(key: str, value: Any) -> str:
 
 
 def _refuse_doubles(arms: Sequence[Arm], origin: str) -> None:
-    names, hashes = [arm.name for arm in arms], [arm.experiment.hash() for arm in arms]
+    names, games = [arm.name for arm in arms], [arm.game for arm in arms]
     for place, arm in enumerate(arms):
         if arm.name in names[:place]:
             raise ConfigurationError(f"Two arms of {origin} have the name {arm.name!r}.", "Give each a different name.")
-        if arm.experiment.hash() in hashes[:place]:
+        if arm.game in games[:place]:
             raise ConfigurationError(
-                f"The arms {names[hashes.index(arm.experiment.hash())]!r} and {arm.name!r} of {origin} are the same "
-                "game.",
+                f"The arms {names[games.index(arm.game)]!r} and {arm.name!r} of {origin} are the same game.",
                 "Leave one out: both set the same, or one sets what the other has by default.",
             )
 

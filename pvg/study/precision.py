@@ -84,9 +84,9 @@ def _as_the_others(arm: Arm, arms: Sequence[Arm], begun: Mapping[str, Experiment
 
 def _refuse_equal(choices: Sequence[_Choice], plan: StudyPlan) -> None:
     """Raises ConfigurationError for two arms that differ only by bfloat16, which one of them has lost."""
-    seen: dict[str, _Choice] = {}
+    seen: dict[tuple[str, str], _Choice] = {}
     for choice in choices:
-        other = seen.setdefault(choice.arm.experiment.hash(), choice)
+        other = seen.setdefault(choice.arm.game, choice)
         if other is choice:
             continue
         here = choice.here or other.here

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from pathlib import Path
 
 import pytest
 from study_samples import SMALL, finish, small
 
+from pvg.bench.profile import find_profile, read_profile
 from pvg.config.load import find_experiment
 from pvg.errors import ConfigurationError, UsageError
 from pvg.study.measures import MEASURES
@@ -53,6 +55,24 @@ def test_without_arms_there_is_one_and_an_arm_may_have_an_experiment_of_its_own(
     Path("experiments/mine.toml").write_text('name = "mine"\ngame.rounds = 9\n')
     plan = small('name = "two"\n[[arm]]\nname = "a"\nexperiment = "mine"\n[[arm]]\nname = "b"\n')
     assert [(arm.source, arm.experiment.game.rounds) for arm in plan.arms] == [("mine", 9), ("modchain", 5)]
+
+
+def test_two_arms_may_differ_by_their_workers_alone() -> None:
+    text = SMALL + '[[arm]]\nname = "two"\nset = { game.reward = "cgc", cluster = %s }\n'
+    plan = small(text % '{ kind = "local", workers = 2 }')
+    assert plan.arms[0].experiment.hash() == plan.arms[2].experiment.hash()
+    with pytest.raises(ConfigurationError, match=r"'cgc' and 'two' of .* are the same game"):
+        small(text % '"auto"')
+
+
+def test_the_slow_arm_of_equality_has_the_slow_side_of_every_switch() -> None:
+    ladder = read_profile(find_profile("e2e")).ladder
+    slow, default = {rung.switch: rung.slow for rung in ladder}, {rung.switch: rung.fast for rung in ladder}
+    arms = {arm.name: arm for arm in load_study("equality").arms}
+    assert arms["slow"].settings == slow
+    for name, value in default.items():
+        section, _, key = name.rpartition(".")
+        assert operator.attrgetter(section)(arms["default"].experiment).model_dump(mode="json")[key] == value
 
 
 def test_options_take_the_files_place_and_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
