@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import inspect
 import os
 import signal
 import sys
@@ -142,7 +143,8 @@ def say(text: str, colour: str | None = None) -> None:
 
 
 def guarded(command: Command) -> Command:
-    """Decorates a command so that it handles errors and SIGTERM. The command takes `as_json` and `debug`."""
+    """Decorates a command so that it handles errors and SIGTERM. The command takes `as_json` and `debug`. The lines of
+    its docstring, the help text, are joined to paragraphs. Otherwise they break twice on a narrow terminal."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -151,6 +153,8 @@ def guarded(command: Command) -> Command:
             sys.stdout.flush()  # here, so that ErrorHandler reports a full disk
             return result
 
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    run.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     return run  # type: ignore[return-value]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -141,26 +142,25 @@ def value_at(experiment: Experiment, setting: Setting) -> Any:
 
 def print_explained(told: dict[str, Any]) -> None:
     """A setting, a tagged table or a section: meaning, type, default, and the experiments that set it."""
-    from rich.text import Text
+    from pvg_cli.output import print_paragraph, stdout
 
-    from pvg_cli.output import stdout
-
-    out = stdout()
-    out.print(Text(told["key"], style="bold"))
+    show = partial(print_paragraph, stdout(), indent=2)
+    show(told["key"], indent=0, strong=len(told["key"]))
     for form in told.get("forms", []):
         kinds = f" (kind {', '.join(form['kinds'])})" if form["kinds"] else ""
-        out.print(Text(f"  {form['meaning']}{kinds}"))
+        show(f"{form['meaning']}{kinds}")
         allowed = ", ".join(filter(None, (form["type"], form["range"])))
-        out.print(Text(f"  {allowed}; default: {form['default'] or 'unset'}"))
+        show(f"{allowed}; default: {form['default'] or 'unset'}")
     for kind, meaning in told.get("kinds", {}).items():
-        mark = "  (default)" if told["default"] in kind.split(", ") else ""
-        out.print(Text(f"  {kind}{mark}: {meaning}"))
+        mark = " (default)" if told["default"] in kind.split(", ") else ""
+        show(f"{kind}{mark}: {meaning}", hanging=2)
     if "meaning" in told:
-        out.print(Text(f"  {told['meaning']}"))
+        show(told["meaning"])
     for inside in told.get("settings", []):
         kinds = f" (kind {', '.join(inside['kinds'])})" if inside["kinds"] else ""
-        out.print(Text.assemble((f"  {inside['key']}", "bold"), f" = {inside['default'] or 'unset'}{kinds}"))
-        out.print(Text(f"    {inside['meaning']}"))
+        default = f"{inside['key']} = {inside['default'] or 'unset'}{kinds}"
+        show(default, hanging=4, strong=len(inside["key"]))
+        show(inside["meaning"], indent=4)
     if "experiments" in told:
         where = ", ".join(f"{name} = {value}" for name, value in told["experiments"].items())
-        out.print(Text(f"  experiments: {where or 'none sets it'}"))
+        show(f"experiments: {where or 'none sets it'}", hanging=2)

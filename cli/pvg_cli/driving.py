@@ -1,7 +1,8 @@
 """Runs the work of a command under its display, and handles Ctrl-C.
 
 The first SIGINT or SIGTERM asks the run to stop at its next commit point, or at once if no phase has begun. The second
-ends the process at once. Nothing that was committed is lost, because a run survives SIGKILL at any instant.
+ends the process at once. Nothing that was committed is lost, because a run survives SIGKILL at any instant. Work that
+commits nothing (`pvg score`) is cancelled by the first.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
-from contextlib import ExitStack
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from pvg.errors import StoppedAtStart
 from pvg.telemetry.waits import runner
@@ -88,7 +89,7 @@ class StopSwitch:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
-            self._quit()
+            _quit(self._killed_document)
         self.requested = self._watcher.stopping = True
         if self._watcher.starting:
             if not self._watcher.live:  # a panel draws it
@@ -105,9 +106,49 @@ class StopSwitch:
             self._stop.set()
             self._watcher.stop_requested()
 
-    def _quit(self) -> None:
-        if self._killed_document:
-            os.write(1, self._killed_document)
-        if sys.stderr.isatty():
-            os.write(2, SHOW_CURSOR)
-        os._exit(EXIT_STOPPED)
+
+def _quit(killed_document: bytes) -> NoReturn:
+    if killed_document:
+        os.write(1, killed_document)
+    if sys.stderr.isatty():
+        os.write(2, SHOW_CURSOR)
+    os._exit(EXIT_STOPPED)
+
+
+@contextmanager
+def cancelled_at_signals(killed_document: bytes, remove_rest: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """Gives a function that the coroutine of the work calls first. From then on, the first SIGINT or SIGTERM cancels
+    its task. The second ends the process at once, also while it computes or waits for the reader of its output.
+    Before and after the work, the first one raises KeyboardInterrupt. For work without commits and without a display.
+
+    `killed_document`: as for `drive`. `remove_rest`: removes what a process that ends at once would leave.
+    """
+    task: asyncio.Task[Any] | None = None
+    loop: asyncio.AbstractEventLoop | None = None
+    requested = False
+
+    def attach() -> None:
+        nonlocal task, loop
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal requested
+        if requested:
+            remove_rest()
+            _quit(killed_document)
+        requested = True
+        if task is None or loop is None or loop.is_closed():
+            raise KeyboardInterrupt
+        os.write(2, STOPPING)
+        loop.call_soon_threadsafe(task.cancel)
+
+    # Signals that the shell made this process ignore stay ignored: SIGINT in the background.
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    caught = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in caught:
+        signal.signal(number, handle)
+    try:
+        yield attach
+    finally:
+        for number, handler in caught.items():
+            signal.signal(number, handler)

@@ -108,13 +108,10 @@ def _refuse_early(run: RunDirectory) -> None:
     """Check the run before torch is loaded. Raises UsageError if it has no finished round."""
     from pvg.errors import UsageError
     from pvg.reporting.run_summary import read_run
+    from pvg.store.run_folders import refuse_samples
 
-    summary = read_run(run)
-    if summary.status == "samples":
-        raise UsageError(
-            f"The run {run.name!r} contains samples of `pvg rollout`, not a game.", "Play a game: pvg train"
-        )
-    if not summary.rounds:
+    refuse_samples(run, run.load_state().state or {})
+    if not read_run(run).rounds:
         raise UsageError(
             f"The run {run.name!r} has no finished round, so there is nothing to evaluate.",
             f"Wait for the end of its first round. If it has stopped: pvg train --resume {run.argument}",

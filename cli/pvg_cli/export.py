@@ -65,6 +65,12 @@ def export(
     if out is None:
         example = f"pvg export {shlex.quote(run)} --player {player} --out {shlex.quote(f'{Path(run).name}-{player}')}"
         raise UsageError("The option --out is missing.", f"Give a new folder: {example}")
+    if merge and player == "verifier":
+        raise UsageError(
+            "--merge is for a prover with adapters, and a verifier is always a whole model.", "Leave out --merge."
+        )
+    if public and push is None:
+        raise UsageError("--public has no meaning without --push.", "Add --push ORG/NAME, or leave out --public.")
     if push is not None:
         check_push(push)
     finished = FinishedRound.open(RunDirectory.open(run, runs), round_)

@@ -7,7 +7,9 @@ on a terminal, `PlainLines` elsewhere.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, TextIO
@@ -27,7 +29,8 @@ from pvg.errors import counted, system_module
 if TYPE_CHECKING:
     from pvg.config.experiment import BatchArithmetic, Experiment
 
-PIPE_WIDTH = 100  # columns, if the output is not a terminal
+PIPE_WIDTH = 100  # columns, if the output is not a terminal and COLUMNS is not set
+NARROWEST = 40  # columns; in a narrower output no table can be read
 WIDEST = 120  # columns; a wider panel is harder to read
 QUIET = "bright_black"
 
@@ -36,8 +39,14 @@ def console(stream: TextIO) -> Console:
     """A console on stdout or stderr. It replaces characters that the stream cannot encode, instead of raising."""
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="replace")
-    width = None if stream.isatty() else PIPE_WIDTH
+    width = None if stream.isatty() else pipe_width(os.environ.get("COLUMNS", ""))
     return Console(file=stream, width=width, highlight=False, soft_wrap=False)
+
+
+def pipe_width(columns: str) -> int:
+    """The width without a terminal, from the variable COLUMNS. `PIPE_WIDTH` if it is no number above 0."""
+    wanted = int(columns) if columns.isascii() and columns.isdigit() else 0
+    return max(NARROWEST, wanted) if wanted else PIPE_WIDTH
 
 
 def stdout() -> Console:
@@ -46,6 +55,16 @@ def stdout() -> Console:
 
 def stderr() -> Console:
     return console(sys.stderr)
+
+
+def print_paragraph(console: Console, text: str, indent: int, hanging: int = 0, strong: int = 0) -> None:
+    """Print a text that is wrapped and indented. `hanging`: how much deeper its second and further lines begin;
+    `strong`: how many of its first characters are bold."""
+    first, later = " " * indent, " " * (indent + hanging)
+    wrapper = textwrap.TextWrapper(console.width, first, later, break_long_words=False, break_on_hyphens=False)
+    wrapped = Text(wrapper.fill(text))
+    wrapped.stylize("bold", indent, indent + strong)
+    console.print(wrapped, soft_wrap=True)
 
 
 def print_toml(text: str) -> None:

@@ -1,4 +1,4 @@
-"""`pvg report RUN|REPORT...`: show runs, finished or not, or benchmark reports.
+"""`pvg report RUN|REPORT...`: show runs, complete or not, or benchmark reports.
 
 Prints a summary, and writes HTML pages that need no network: the report, and for one run also all its solutions.
 """
@@ -19,6 +19,7 @@ from pvg_cli.boundary import DebugOption, JsonOption, RunsOption, emit, guarded,
 if TYPE_CHECKING:
     from pvg.bench.report import BenchReport
     from pvg.evaluation.report import EvaluationReport
+    from pvg.reporting.follow import RunState
     from pvg.reporting.run_summary import RunSummary
     from pvg.store.run_directory import RunDirectory
 
@@ -108,7 +109,7 @@ def _refuse_study(target: str, runs: Path) -> None:
 def _show_run(run: RunDirectory, examples: int, page: Path | None, as_json: bool) -> None:
     from pvg.reporting import terminal
     from pvg.reporting.evaluation import evaluation_tables
-    from pvg.reporting.follow import is_running
+    from pvg.reporting.follow import state_of
     from pvg.reporting.run_summary import read_run
     from pvg.reporting.solutions import choose_examples
     from pvg_cli.output import stdout
@@ -116,8 +117,8 @@ def _show_run(run: RunDirectory, examples: int, page: Path | None, as_json: bool
     summary = read_run(run)
     chosen = choose_examples(run, examples) if examples else []
     found = _evaluation(run)
-    running = is_running(run)
-    rollouts = None if page is None else _write_pages(run, summary, examples, page, running=running)
+    state = state_of(run)
+    rollouts = None if page is None else _write_pages(run, summary, examples, page, state)
     if as_json:
         extra = {
             "examples": [example.plain() for example in chosen],
@@ -126,7 +127,7 @@ def _show_run(run: RunDirectory, examples: int, page: Path | None, as_json: bool
         }
         emit({**summary.plain(), "evaluation": None if found is None else found.plain(), **extra})
     else:
-        stdout().print(terminal.report(summary, chosen, running=running))
+        stdout().print(terminal.report(summary, chosen, state=state))
         if found is not None:
             stdout().print("\n", evaluation_tables(found), sep="")
         _print_page(page)
@@ -134,7 +135,7 @@ def _show_run(run: RunDirectory, examples: int, page: Path | None, as_json: bool
             say(f"All solutions: {rollouts}")
 
 
-def _write_pages(run: RunDirectory, summary: RunSummary, examples: int, page: Path, *, running: bool) -> Path | None:
+def _write_pages(run: RunDirectory, summary: RunSummary, examples: int, page: Path, state: RunState) -> Path | None:
     """Write the page of a run, and the page with all its solutions beside it. Returns the second one; None if the run
     has no solutions yet, or if the page goes to a device such as /dev/stdout."""
     from pvg.reporting.run_page import collect, run_page
@@ -142,7 +143,7 @@ def _write_pages(run: RunDirectory, summary: RunSummary, examples: int, page: Pa
 
     device = page.exists() and not page.is_file() and not page.is_dir()
     rollouts, text = (None, None) if device else _rollouts_page(run, summary, page)
-    data = replace(collect(run, summary, examples), rollouts=rollouts.name if rollouts else "", running=running)
+    data = replace(collect(run, summary, examples), rollouts=rollouts.name if rollouts else "", state=state)
     write_page(page, run_page(data))
     if rollouts is not None and text is not None:
         write_page(rollouts, text)
@@ -180,7 +181,7 @@ def _evaluation(run: RunDirectory) -> EvaluationReport | None:
 
 def _show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool) -> None:
     from pvg.reporting import terminal
-    from pvg.reporting.follow import is_running
+    from pvg.reporting.follow import state_of
     from pvg.reporting.run_summary import read_run
     from pvg.reporting.several_page import (
         distinct_names,
@@ -195,7 +196,7 @@ def _show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool
     summaries = [read_run(directory) for directory in directories]
     differing = setting_differences([directory.experiment().plain() for directory in directories])
     names = distinct_names(directories)
-    running = [is_running(directory) for directory in directories]
+    states = [state_of(directory) for directory in directories]
     if page is not None:
         write_page(page, several_page(directories, summaries))
     finals = [final_metrics(summary) for summary in summaries]
@@ -206,7 +207,7 @@ def _show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool
         ]
         emit({"runs": found, "settings": differing, "html": _text(page)})
     else:
-        stdout().print(terminal.several(names, summaries, final_names(finals), finals, differing, running))
+        stdout().print(terminal.several(names, summaries, final_names(finals), finals, differing, states))
         _print_page(page)
 
 

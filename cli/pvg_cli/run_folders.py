@@ -216,8 +216,9 @@ def _sizes(run: RunDirectory) -> dict[str, int]:
 def _facts_table(facts: RunGlance, sizes: dict[str, int]) -> Table:
     import time
 
+    from pvg.reporting.follow import state_word
     from pvg.reporting.formats import byte_size
-    from pvg.reporting.run_list import WORDS, age
+    from pvg.reporting.run_list import age
     from pvg.reporting.table import Column, Table
 
     moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts.last_activity))
@@ -228,7 +229,7 @@ def _facts_table(facts: RunGlance, sizes: dict[str, int]) -> Table:
         "folder": str(facts.path),
         "experiment": facts.experiment,
         "task": facts.task,
-        "state": f"{WORDS[facts.state][0]}{player}",
+        "state": f"{state_word(facts.state, facts.status)[0]}{player}",
         "phase": facts.phase,
         "rounds": f"{facts.rounds_finished} of {facts.rounds_planned} finished",
         "last activity": f"{moment} ({age(time.time() - facts.last_activity)})",

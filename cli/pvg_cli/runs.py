@@ -15,10 +15,10 @@ from pvg.config.switching import task_switch
 from pvg.errors import MissingRequirementError, StateError, UsageError, counted, user_paths
 from pvg.extensions import check_references
 from pvg.hub import pinned, pinned_as
-from pvg.reporting.run_summary import has_ended, status_of, unfinished_runs
+from pvg.reporting.run_summary import has_ended, unfinished_runs
 from pvg.store.run_directory import RunDirectory, free_name, refuse_name
+from pvg.store.run_folders import refuse_samples
 from pvg.store.run_players import pinned_players, pinned_players_as
-from pvg.store.state import State
 from pvg.telemetry.cpu import as_the_run_computes, without_slow_bfloat16
 from pvg.workers.choice import cluster_settings, with_workers
 from pvg_cli.boundary import say
@@ -35,8 +35,22 @@ def resolve(name: str | None, overrides: Sequence[str], cluster: str | None = No
     experiment = load_experiment(path, settings)
     if switch is not None and switch.note:
         say(switch.note)
+    _refuse_start_of_self_play(experiment, chosen_keys(settings))
     check_references(experiment)
     return experiment
+
+
+def _refuse_start_of_self_play(experiment: Experiment, chosen: Collection[str]) -> None:
+    """Raises UsageError if the user asks for what self-play does not do. Not a rule of pvg.config.rules, because the
+    value is also the default, which every resolved file contains."""
+    if experiment.task.kind != "play" or experiment.game.start.kind != "base":
+        return
+    if not {"game.start", "game.start.kind"}.isdisjoint(chosen):
+        raise UsageError(
+            "game.start = 'base' has no effect with task.kind = 'play': each round of self-play goes on from the "
+            "previous round's player.",
+            "Leave out game.start.",
+        )
 
 
 def _settings(path: Path, overrides: Sequence[str], cluster: str | None) -> list[str]:
@@ -105,11 +119,12 @@ def plan_resume(
     else:
         run = _newest(root, given.name if given else DEFAULT_EXPERIMENT, complete=more_rounds)
     state = run.load_state().state or {}  # raises an error if the state is damaged or lost
-    _refuse_samples(run, state)
+    refuse_samples(run, state)
     own = run.experiment()
+    # Before the run is refused, so that a mistyped key never gets the answer that the run is complete.
+    wanted = given or load_experiment(run.experiment_file, _settings(run.experiment_file, overrides, cluster))
     if not more_rounds and has_ended(state, own):
         _refuse_complete(run, own.game.rounds, clean)
-    wanted = given or load_experiment(run.experiment_file, _settings(run.experiment_file, overrides, cluster))
     wanted, note = as_the_run_computes(wanted, own, chosen_keys(overrides))
     if note:
         say(note)
@@ -170,13 +185,6 @@ def _refuse_complete(run: RunDirectory, rounds: int, clean: bool) -> NoReturn:
         f"To see the results: {report_command(run)}. To play another round: {resume_command(run)} "
         f"-s game.rounds={rounds + 1}",
     )
-
-
-def _refuse_samples(run: RunDirectory, state: State) -> None:
-    if status_of(state) == "samples":
-        raise UsageError(
-            f"The run {run.name!r} contains samples of `pvg rollout`, not a game.", "Start a game: pvg train"
-        )
 
 
 def _cleaned(run: RunDirectory) -> int:

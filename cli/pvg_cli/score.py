@@ -19,7 +19,6 @@ from pvg_cli.boundary import (
     guarded,
     say,
 )
-from pvg_cli.serve import cancel_at_signals
 
 if TYPE_CHECKING:
     from pvg.export.finished import FinishedRound
@@ -67,7 +66,7 @@ def score(
     check_rows(file)  # before torch and the model are loaded, and before the first result is written
     announce_loading()
     try:
-        summary = _write(finished, file, out)
+        summary = _write(finished, file, out, as_json)
     except (KeyboardInterrupt, asyncio.CancelledError):
         left = "" if out is None else f" {out} was not written."
         raise StoppedAtStart(f"Stopped before all solutions were scored.{left}") from None
@@ -92,7 +91,7 @@ def _check_out(out: Path, file: Path) -> None:
             raise UsageError(f"--out {out} would overwrite the solutions.", "Give another file: --out FILE.jsonl")
 
 
-def _write(finished: FinishedRound, file: Path, out: Path | None) -> dict[str, Any]:
+def _write(finished: FinishedRound, file: Path, out: Path | None, as_json: bool) -> dict[str, Any]:
     """Score all rows. A file gets its name when it is complete."""
     import asyncio
     import sys
@@ -101,17 +100,25 @@ def _write(finished: FinishedRound, file: Path, out: Path | None) -> dict[str, A
 
     from pvg.errors import user_paths
     from pvg.export.rows import score_rows
-    from pvg.store.atomic import output_file
+    from pvg.store.atomic import is_temporary, output_file
+    from pvg_cli.driving import cancelled_at_signals
+    from pvg_cli.train import killed_document
 
     calibration = finished.calibration()
     rows = accepted = 0
+    unfinished: Path | None = None
 
-    with finished.scorer() as scorer:
+    def remove_unfinished() -> None:
+        if unfinished is not None and is_temporary(unfinished):
+            unfinished.unlink(missing_ok=True)
+
+    killed = killed_document(finished.run.name, "Call pvg score again.", as_json)
+    with cancelled_at_signals(killed, remove_unfinished) as attach, finished.scorer() as scorer:
 
         async def work(write: Callable[[bytes], object]) -> None:
             nonlocal rows, accepted
             # Not asyncio's own handler of Ctrl-C: it may cancel a future between a test and the setting of its result.
-            cancel_at_signals()
+            attach()
             async for result, verdict in score_rows(scorer, file, calibration):
                 write(orjson.dumps(result) + b"\n")
                 rows, accepted = rows + 1, accepted + verdict.accepted
@@ -120,6 +127,7 @@ def _write(finished: FinishedRound, file: Path, out: Path | None) -> dict[str, A
             asyncio.run(work(lambda data: sys.stdout.write(data.decode())))
         else:
             with user_paths(), output_file(out) as target:
+                unfinished = Path(target.name)
                 asyncio.run(work(target.write))
         return {
             "run": finished.run.name,

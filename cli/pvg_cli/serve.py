@@ -57,7 +57,7 @@ def serve(
     overrides: SetOption = None,
     player: Annotated[
         Literal["verifier"] | None,
-        typer.Option("--player", help="Serve this player of a finished run, with torch and without vLLM."),
+        typer.Option("--player", help="Serve this player of a run, with torch and without vLLM."),
     ] = None,
     round_: RoundOption = -1,
     runs: RunsOption = Path("runs"),
@@ -91,7 +91,7 @@ def serve(
 ) -> None:
     """Start a vLLM server for an experiment, and run it until Ctrl-C. Ctrl-C ends all of its processes.
 
-    With --player verifier, serve the verifier of a finished run on 127.0.0.1: routes /health, /score and /get_reward.
+    With --player verifier, serve the verifier of a run on 127.0.0.1: routes /health, /score and /get_reward.
     With --json, the document is printed when the server is ready. The server keeps running.
     """
     from pvg.errors import UsageError
@@ -193,10 +193,12 @@ def _serve_verifier(name: str, runs: Path, round_: int, port: int, as_json: bool
     import asyncio
 
     from pvg.export.finished import FinishedRound
+    from pvg.servers.process import check_port
     from pvg.store.run_directory import RunDirectory
 
     finished = FinishedRound.open(RunDirectory.open(name, runs), round_)
     finished.verifier_name  # noqa: B018 - raises for a run without a verifier
+    check_port("127.0.0.1", port)  # before torch and the model are loaded
     ready = False
 
     async def work() -> None:

@@ -181,12 +181,18 @@ def _print(checks: list[TaskCheck], shown: PromptPreview | None, missing: str) -
 
 
 def print_preview(found: PromptPreview, console: Console) -> None:
-    """The prompts of a problem, the verifier's input, and grades of known solutions."""
+    """The prompts of a problem, a question of the verifier, the verifier's input, and grades of known solutions."""
+    from pvg.errors import counted
+
     if not found.prompts:
         console.print("\nSelf-play: the prompts come from the game.", style="bright_black")
         return
     for role, shown in found.prompts.items():
         _print_input(f"Prompt of the {role.value} role for {found.problem.id}", shown.text, shown.tokens, console)
+    if (asked := found.challenge) is not None:
+        _print_input("Example of the verifier's question about a solution", asked.question, None, console)
+        limit = "" if asked.limit is None else f" (at most {counted(asked.limit, 'token')})"
+        _print_input(f"Example of the {asked.by}'s answer{limit}", asked.answer, None, console)
     if found.verifier is not None:
         _print_input("Input of the verifier", found.verifier.text, found.verifier.tokens, console)
     _print_grades(found.graded, console)

@@ -309,7 +309,8 @@ def _explain(
     given = repr(first["input"])
     if first["type"] == "string_pattern_mismatch" and first["ctx"]["pattern"] == URL_PATTERN:
         return ConfigurationError(f"{key}: {given[:60]} is not a server address{suffix}.", URL_EXAMPLE)
-    return ConfigurationError(f"{key}: {first['msg']}, not {given[:60]}{suffix}.")
+    remedy = f"To see what it means, and which values it takes: pvg config explain {key}" if key in valid_keys() else ""
+    return ConfigurationError(f"{key}: {first['msg']}, not {given[:60]}{suffix}.", remedy)
 
 
 def _first(error: ValidationError) -> Any:

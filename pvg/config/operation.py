@@ -15,7 +15,7 @@ from pvg.config.base import Count, Folder, Fraction, NotEmpty, Positive, Section
 
 class Evaluate(Section):
     """What `pvg evaluate` measures in the finished rounds of a run, and with how much effort. These settings do not
-    change the run, so you can set them for a finished run."""
+    change the run, so you can set them for a complete run."""
 
     problems: Annotated[int, Field(ge=2)] = Field(
         128, description="Number of test problems. More of them make intervals narrower, and take longer."

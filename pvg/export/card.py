@@ -29,6 +29,7 @@ SETTINGS = (
     "game.reward",
     "game.protocol",
     "game.rounds",
+    "game.start",
     "game.mint_problems",
     "training.steps",
     "training.learning_rate",
@@ -40,7 +41,8 @@ SETTINGS = (
     "rollout.temperature",
     "seed",
 )
-VERIFIER_SETTINGS = ("models.verifier.source", "game.reward", "verifier.")  # self-play has no verifier
+# Self-play has no verifier, and goes on from the previous round whatever game.start is.
+NOT_SELF_PLAY = ("models.verifier.source", "game.reward", "game.start", "verifier.")
 LABELS = {
     "helpful_accuracy": "Correct solutions of the helpful prover",
     "sneaky_error_rate": "Wrong solutions of the sneaky prover",
@@ -104,7 +106,7 @@ def model_card(finished: FinishedRound, facts: dict[str, Any], folder: str, repo
         f"# {player.capitalize()} of the run {facts['run']}, round {facts['round']}",
         f"The {player} of a prover-verifier game on the task `{facts['task']}`, exported by pvg "
         f"{facts['pvg_version']}. It was trained from `{base}`{_warm_start(finished, player)}. This is round "
-        f"{facts['round']} of {finished.experiment.game.rounds}, counted from 0.",
+        f"{facts['round']} of {finished.experiment.game.rounds}, counted from 0.{_start(finished, player)}",
         "## Load it",
         f"```python\n{loading_code(facts, folder, repository)}```",
         *([_verdicts(facts)] if player == "verifier" else _prompts(facts)),
@@ -121,6 +123,14 @@ def model_card(finished: FinishedRound, facts: dict[str, Any], folder: str, repo
 def _warm_start(finished: FinishedRound, player: str) -> str:
     warm = player == "prover" and finished.experiment.warmup.kind != "none"
     return ", first on demonstrations (`[warmup]`)" if warm else ""
+
+
+def _start(finished: FinishedRound, player: str) -> str:
+    experiment = finished.experiment
+    goes_on = experiment.game.start.kind == "previous" or experiment.task.kind == "play"
+    if player != "prover" or not goes_on:
+        return ""
+    return " Each round's prover goes on from the previous round's."
 
 
 def loading_code(facts: dict[str, Any], folder: str, repository: str = "") -> str:
@@ -236,7 +246,7 @@ def _settings(finished: FinishedRound) -> str:
     plain = experiment.model_dump(mode="json")
     rows = ["| Setting | Value |", "|---|---|"]
     for key in SETTINGS:
-        if experiment.task.kind == "play" and key.startswith(VERIFIER_SETTINGS):
+        if experiment.task.kind == "play" and key.startswith(NOT_SELF_PLAY):
             continue
         value: Any = plain
         for part in key.split("."):

@@ -18,6 +18,7 @@ from pvg.errors import UsageError
 from pvg.store.atomic import DamagedFileError
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_directory import RunDirectory
+from pvg.store.run_folders import refuse_samples
 from pvg.store.run_players import prover_weights_name, saved_verifier_name
 
 if TYPE_CHECKING:
@@ -57,8 +58,7 @@ class FinishedRound:
         """Rounds count from 0; -1 is the last. Raises UsageError for a round that is not finished."""
         state = run.load_state().state or {}
         rounds = state.get("rounds", ())
-        if not rounds and state.get("phase") == "init" and state.get("shards"):
-            raise UsageError(f"The run {run.name!r} contains samples of `pvg rollout`, not a game.", "Play: pvg train")
+        refuse_samples(run, state)
         if not rounds:
             raise UsageError(
                 f"No round of {run.name} is finished yet.",

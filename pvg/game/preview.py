@@ -11,21 +11,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
 
 from pvg.config.experiment import Experiment
+from pvg.config.game import ChallengeProtocol
 from pvg.config.prompts import WordedPrompts
 from pvg.config.verifier import AnswerHead
 from pvg.errors import UsageError
 from pvg.extensions import is_reference, load
 from pvg.game.prompt_checks import check_prompts_fit, check_verifier_input_fits
 from pvg.game.roles import TAGS, prompt_builder, worded
-from pvg.records import Grade, Half, Problem, Role
+from pvg.records import Grade, Half, Int32, Problem, Role
 from pvg.tasks.known import KnownSolution, correct_solution, wrong_solutions
 from pvg.tasks.task import Task, half_of
 
 if TYPE_CHECKING:
     from pvg.models.sources import WeightlessModel
+    from pvg.models.tokenizer import Tokenizer
     from pvg.verifier.template import Head, VerifierTemplate
 
 NO_SOLUTION = "(a solution)"  # shown to the players if the task writes none
@@ -58,15 +62,31 @@ class GradedSolution:
 
 
 @dataclass(frozen=True, slots=True)
+class ShownQuestion:
+    """A question of the verifier about the shown solution (game.protocol = "challenge"), special tokens included, and
+    an answer. `by`: who answers in a game. The prover may write something else, in at most `limit` tokens; None if the
+    task answers."""
+
+    question: str
+    answer: str
+    by: Literal["prover", "task"]
+    limit: int | None
+
+    def plain(self) -> dict[str, Any]:
+        return {"question": self.question, "answer": self.answer, "answered_by": self.by, "max_tokens": self.limit}
+
+
+@dataclass(frozen=True, slots=True)
 class PromptPreview:
-    """One training problem as the players read it. `verifier`: None without a tokenizer. `graded`: a correct solution
-    if the task can write one, and a wrong one of each sort. Self-play has only the problem: its prompts come from the
-    game."""
+    """One training problem as the players read it. `verifier`: None without a tokenizer; it includes `challenge`.
+    `challenge`: None in other protocols, and for a solution without a step. `graded`: a correct solution if the task
+    can write one, and a wrong one of each sort. Self-play has only the problem: its prompts come from the game."""
 
     problem: Problem
     prompts: Mapping[Role, ShownInput]
     verifier: ShownInput | None
     graded: tuple[GradedSolution, ...]
+    challenge: ShownQuestion | None = None
 
     def plain(self) -> dict[str, Any]:
         shown = {role.value: {"text": each.text, "tokens": each.tokens} for role, each in self.prompts.items()}
@@ -75,6 +95,7 @@ class PromptPreview:
             "problem": self.problem.id,
             "question": self.problem.question,
             "prompts": shown,
+            "challenge": None if self.challenge is None else self.challenge.plain(),
             "verifier_input": None if verifier is None else {"text": verifier.text, "tokens": verifier.tokens},
             "graded": [graded.plain() for graded in self.graded],
         }
@@ -123,10 +144,13 @@ def preview(experiment: Experiment, task: Task, models: PlayerModels | None, *, 
     shown = {role: shown_prompt(experiment, models, problem, role, solution) for role in Role}
     found = graded_solutions(task, problem, train) if grades else []
     graded = tuple(reversed({each.known.name: each for each in reversed(found)}.values()))
-    verifier = None
-    if template is not None and models is not None:
-        verifier = shown_verifier_input(template, models, problem, solution)
-    return PromptPreview(problem, shown, verifier, graded)
+    if template is None or models is None:
+        return PromptPreview(problem, shown, None, graded)
+    asked = example_dialogue(experiment, task, models.prover.tokenizer, problem, solution)
+    if asked is None:
+        return PromptPreview(problem, shown, shown_verifier_input(template, models, problem, solution), graded)
+    challenge, text, ids = asked
+    return PromptPreview(problem, shown, shown_verifier_input(template, models, problem, text, ids), graded, challenge)
 
 
 def graded_solutions(task: Task, problem: Problem, others: Iterable[Problem]) -> list[GradedSolution]:
@@ -164,11 +188,36 @@ def shown_prompt(
     return ShownInput("\n".join(f"[{message['role']}]\n{message['content']}" for message in messages), None)
 
 
+def example_dialogue(
+    experiment: Experiment, task: Task, tokenizer: Tokenizer, problem: Problem, solution: str
+) -> tuple[ShownQuestion, str, Int32] | None:
+    """A question about the solution, and the completion that the verifier reads as text and as the prover's token ids
+    int32 [C]: solution, question and answer. None in other protocols, and for a solution without a step."""
+    from pvg.game.protocols import ChallengeEnvironment
+
+    protocol = experiment.game.protocol
+    if not isinstance(protocol, ChallengeProtocol):
+        return None
+    environment = ChallengeEnvironment(task, tokenizer, experiment.prompts.kind, None, experiment.seed, protocol.tokens)
+    if (found := environment.example(problem, solution)) is None:
+        return None
+    observation, answer = found
+    end = np.array([tokenizer.eos_id], dtype=np.int32)
+    turns = [tokenizer.encode(solution), end, observation.token_ids]
+    text = solution + observation.text
+    if not observation.max_tokens:
+        question = observation.text.removesuffix(answer)
+        return ShownQuestion(question, answer, "task", None), text, np.concatenate(turns)
+    shown = ShownQuestion(tokenizer.shown(observation.token_ids), answer, "prover", observation.max_tokens)
+    return shown, text + answer, np.concatenate([*turns, tokenizer.encode(answer), end])
+
+
 def shown_verifier_input(
-    template: VerifierTemplate, models: PlayerModels, problem: Problem, solution: str
+    template: VerifierTemplate, models: PlayerModels, problem: Problem, text: str, ids: Int32 | None = None
 ) -> ShownInput:
-    ids, _ = template.tokens(problem.question, solution, None, None)
-    return ShownInput(models.verifier.tokenizer.shown(ids), len(ids))
+    """`ids` int32 [C]: the completion as the prover's token ids; None encodes `text`."""
+    shown, _ = template.tokens(problem.question, text, ids, models.prover.tokenizer.fingerprint)
+    return ShownInput(models.verifier.tokenizer.shown(shown), len(shown))
 
 
 def verifier_template_of(experiment: Experiment, task: Task, model: WeightlessModel) -> VerifierTemplate:

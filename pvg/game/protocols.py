@@ -243,6 +243,21 @@ class ChallengeEnvironment(Environment):
                 found.append(self._question(number, text[slice(*places[number])]))
         return found
 
+    def example(self, problem: Problem, solution: str) -> tuple[Observation, str] | None:
+        """A question about `solution` and an answer, for previews: without a model. A task's answer is also in the
+        observation. A prover's answer repeats the first step as written. None: the solution gets no question."""
+        if isinstance(self._task, AnswersQuestions):
+            questions = self._task.questions(problem, solution)
+            if not questions:
+                return None
+            told = self._told(self._task, problem, solution, questions[0])
+            return told, told.text.removeprefix(questions[0])
+        places = steps_of(self._task, solution)
+        if not places:
+            return None
+        step = solution[slice(*places[0])]
+        return self._question(0, step), step
+
     def _solution(self, transcript: Transcript) -> str | None:
         """The solution's text; None if the transcript gets no (further) question."""
         if transcript.turn or not transcript.stopped:
@@ -279,9 +294,13 @@ class ChallengeEnvironment(Environment):
             if text is None or number is None:
                 observed.append(None)
                 continue
-            told = found[number] + task.answer(problem, text, found[number])
-            observed.append(Observation(encode(told), told, 0))
+            observed.append(self._told(task, problem, text, found[number]))
         return observed
+
+    def _told(self, task: AnswersQuestions, problem: Problem, solution: str, question: str) -> Observation:
+        """The question with the task's answer. It ends the episode."""
+        told = question + task.answer(problem, solution, question)
+        return Observation(self._tokenizer.encode(told), told, 0)
 
     def _some(self, transcript: Transcript, questions: list[str], most: int) -> list[str]:
         """At most `most` of the questions, drawn by the seed and the episode's id."""

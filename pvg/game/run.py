@@ -112,7 +112,7 @@ async def play(
         ledger = session.ledger
         _refuse_begun(session, resume)
         if not cold:
-            _tell_about_tests(session)
+            _tell_first(session)
         try:
             await _play_phases(session)
         except InterruptedByUser:
@@ -129,8 +129,10 @@ async def play(
         )
 
 
-def _tell_about_tests(session: Session) -> None:
-    """Called once per `play`. A warm start uses a separate session."""
+def _tell_first(session: Session) -> None:
+    """Called once per `play`. A warm start uses a separate session. The command line has shown the warnings already."""
+    for warning in session.experiment.warnings():
+        session.ledger.log.event("run", event="warning", text=warning)
     for notice in about_test_problems(session.experiment, session.task, session.test_problems()):
         session.observer.noticed(notice)
 
@@ -148,7 +150,7 @@ async def _warm_up(
     async with AsyncExitStack() as stack:
         session = await open_session(experiment, run, observer, stop, stack, scoring=False, playing=alone(experiment))
         _refuse_begun(session, resume)
-        _tell_about_tests(session)
+        _tell_first(session)
         finished = True
         try:
             if session.state.phase is Phase.INIT:

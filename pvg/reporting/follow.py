@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 import orjson
 
-from pvg.reporting.run_summary import RunRecords, RunSummary, StepRecord, committed_state
-from pvg.store.lease import BEAT_S, WATCH_S, newest_lease, read_driver, this_boot
+from pvg.reporting.run_summary import RunRecords, RunSummary, Status, StepRecord, committed_state
+from pvg.store.lease import BEAT_S, WATCH_S, is_gone, newest_lease, read_driver, sees, this_boot
 from pvg.store.run_directory import RunDirectory
 
 MOST_RECORDS = 20_000  # steps that are kept, and readings of each sampler: about 60 MB
@@ -37,6 +37,30 @@ MISSED_BEATS = 3
 # an error; "died": its process is gone, and did not end the run; "removed": the run's folder is gone.
 RunState = Literal["waiting", "running", "silent", "finished", "stopped", "failed", "died", "removed"]
 ENDED: frozenset[RunState] = frozenset({"finished", "stopped", "failed", "died", "removed"})
+# The word of a state wherever a user reads it, and its colour. JSON documents contain the name of the state.
+WORDS: dict[RunState, tuple[str, Literal["good", "warn", "bad"]]] = {
+    "waiting": ("empty", "warn"),
+    "running": ("running", "good"),
+    "silent": ("silent", "warn"),
+    "finished": ("complete", "good"),
+    "stopped": ("stopped", "warn"),
+    "failed": ("failed", "bad"),
+    "died": ("died", "bad"),
+    "removed": ("removed", "bad"),
+}
+# The state of a run that no process plays, as far as its status tells it.
+SETTLED: dict[Status, RunState] = {
+    "empty": "waiting",
+    "samples": "finished",
+    "unfinished": "stopped",
+    "complete": "finished",
+}
+
+
+def state_word(state: RunState | None, status: Status) -> tuple[str, Literal["good", "warn", "bad"]]:
+    """The word of a run's state, and its colour. `state`: None for a run that this process has just ended."""
+    known = SETTLED[status] if state is None else state
+    return ("samples", "good") if status == "samples" and known == "finished" else WORDS[known]
 
 
 class JournalTail:
@@ -191,9 +215,9 @@ class FollowedRun:
         return _situation(self.run, self.state, self._newest)
 
 
-def is_running(run: RunDirectory) -> bool:
-    """Whether a process plays `run` now."""
-    return situation(run, committed_state(run, [])).state == "running"
+def state_of(run: RunDirectory) -> RunState:
+    """The state of `run` now, from its last commit."""
+    return situation(run, committed_state(run, [])).state
 
 
 def situation(run: RunDirectory, state: Mapping[str, Any]) -> RunSituation:
@@ -213,7 +237,7 @@ def _situation(run: RunDirectory, state: Mapping[str, Any], newest: str) -> RunS
     process, host = driver.get("process") or None, str(driver.get("host", ""))
     quiet_s = _age(lease) if lease is not None else None
     plays = bool(driver) and not driver.get("ended") and driver.get("work") != "evaluate"
-    gone = driver.get("boot") == this_boot() and process is not None and not _lives(process)
+    gone = is_gone(driver)
     beats = quiet_s is None or quiet_s < MISSED_BEATS * BEAT_S
     if phase == "complete" and (gone or not plays or not beats):  # else it gets more rounds
         return RunSituation("finished", process, host, quiet_s)
@@ -223,8 +247,9 @@ def _situation(run: RunDirectory, state: Mapping[str, Any], newest: str) -> RunS
         stopped = newest == "run" or not begun
         return RunSituation("stopped" if stopped else "failed", None, host, quiet_s)
     if quiet_s is None or quiet_s < MISSED_BEATS * BEAT_S:
-        # A process of another container is not visible here, so a fresh beat counts more.
-        now: RunState = "died" if gone and quiet_s is not None and quiet_s > 1.5 * BEAT_S else "running"
+        # A process of another container may be invisible here, and then a fresh beat counts more.
+        certain = sees(driver) or (quiet_s is not None and quiet_s > 1.5 * BEAT_S)
+        now: RunState = "died" if gone and certain else "running"
         return RunSituation(now, process, host, quiet_s)
     elsewhere = driver.get("boot") != this_boot()
     return RunSituation("died" if gone or (elsewhere and quiet_s > WATCH_S) else "silent", process, host, quiet_s)
@@ -261,16 +286,6 @@ def _age(path: Path) -> float | None:
         return max(0.0, time.time() - path.stat().st_mtime)
     except OSError:
         return None
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it belongs to another user
-        return True
-    return True
 
 
 # --- progress ----------------------------------------------------------------------------------------------------

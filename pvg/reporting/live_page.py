@@ -17,7 +17,7 @@ from typing import Any
 
 from pvg.errors import counted
 from pvg.evaluation.report import REPORT_FILE
-from pvg.reporting.follow import FollowedRun, RunProgress, RunSituation, RunState, progress_of
+from pvg.reporting.follow import FollowedRun, RunProgress, RunSituation, RunState, progress_of, state_word
 from pvg.reporting.formats import compact, duration, percent, phase_label
 from pvg.reporting.rollouts import RolloutIndex
 from pvg.reporting.run_page import DRAWN_TASKS, RunData, collect, run_header, run_sections
@@ -44,17 +44,6 @@ EXAMPLES = 2  # per round
 ROLLOUTS = "rollouts"  # the address of the list of stored solutions
 NAMED_WORKER = re.compile(r"w(\d+)_(?:up|busy|restarts)")
 STALE_S = 30.0  # a sampler writes every 5 s; older readings of workers are marked
-
-WORDS: dict[RunState, tuple[str, str]] = {  # the word of a state, and its colour
-    "waiting": ("waiting", "warn"),
-    "running": ("running", "good"),
-    "silent": ("silent", "warn"),
-    "finished": ("finished", "good"),
-    "stopped": ("stopped", "warn"),
-    "failed": ("ended with an error", "bad"),
-    "died": ("the process died", "bad"),
-    "removed": ("removed", "bad"),
-}
 
 
 class LiveRun:
@@ -137,8 +126,7 @@ class LiveRun:
 
     def _header(self) -> list[object]:
         summary, situation, progress = self._now()
-        word, kind = WORDS[situation.state]
-        title, *rest = run_header(self.data(), word, kind)
+        title, *rest = run_header(self.data())
         texts = _texts(summary, situation, progress, self.followed.solutions)
         return [title, markup.now(texts, _share(situation, progress)), *rest]
 
@@ -164,7 +152,7 @@ class LiveRun:
     def _title(self, situation: RunSituation, progress: RunProgress | None) -> str:
         name = self.followed.run.name
         if situation.state != "running" or progress is None:
-            return f"{name}: {WORDS[situation.state][0]}"
+            return f"{name}: {state_word(situation.state, self.followed.summary.status)[0]}"
         return f"{name}: round {progress.round}, {phase_label(progress.phase)}"
 
     def data(self) -> RunData:
@@ -174,7 +162,7 @@ class LiveRun:
         key = (summary.phase, len(summary.rounds), summary.status, idle, _evaluated(self.followed.run))
         if self._data is None or key != self._collected:
             self._data, self._collected = self._collect(summary, idle), key
-        return replace(self._data, summary=summary)
+        return replace(self._data, summary=summary, state=self.followed.situation.state)
 
     def _collect(self, summary: RunSummary, idle: bool) -> RunData:
         run = self.followed.run

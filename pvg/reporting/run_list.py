@@ -11,23 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from pvg.errors import PvgError
-from pvg.reporting.follow import RunState, situation
+from pvg.reporting.follow import RunState, situation, state_word
 from pvg.reporting.formats import byte_size
 from pvg.reporting.run_summary import SAMPLING_PHASE, Status, committed_state, status_of
 from pvg.reporting.table import Column, Table, TableCell
 from pvg.store.run_directory import RunDirectory, runs_in
 from pvg.store.run_folders import folder_bytes, read_tags
 
-WORDS: dict[RunState, tuple[str, str]] = {  # the word of a state in the table, and its style
-    "waiting": ("empty", "quiet"),
-    "running": ("running", "badge good"),
-    "silent": ("silent", "badge warn"),
-    "finished": ("finished", ""),
-    "stopped": ("stopped", "badge warn"),
-    "failed": ("failed", "badge bad"),
-    "died": ("died", "badge bad"),
-    "removed": ("removed", "badge bad"),
-}
+PLAIN: dict[RunState, str] = {"waiting": "quiet", "finished": ""}  # the styles of states without a badge
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +114,17 @@ def runs_table(runs: list[RunGlance], now: float) -> Table:
             run.name,
             TableCell(run.experiment, below=task),
             "samples" if run.status == "samples" else f"{run.rounds_finished}/{run.rounds_planned}",
-            TableCell("damaged", "badge bad") if run.notes else TableCell(*WORDS[run.state]),
+            TableCell("damaged", "badge bad") if run.notes else _state_cell(run),
             age(now - run.last_activity),
             byte_size(run.size_bytes),
             " ".join(run.tags),
         )
     return table
+
+
+def _state_cell(run: RunGlance) -> TableCell:
+    word, kind = state_word(run.state, run.status)
+    return TableCell(word, PLAIN.get(run.state, f"badge {kind}"))
 
 
 def age(seconds: float) -> str:

@@ -21,6 +21,7 @@ from pvg.records import Rollout
 from pvg.reporting.axes import PROVER
 from pvg.reporting.charts import spark
 from pvg.reporting.evaluation import evaluation_section
+from pvg.reporting.follow import RunState, state_word
 from pvg.reporting.formats import HOME_PHASES, duration, metric_display, metric_text, percent, phase_label, value_text
 from pvg.reporting.learning import learning_section, rounds_section, scores_section
 from pvg.reporting.machine import machine_section, throughput_section
@@ -51,7 +52,6 @@ DRAWN_TASKS = {
     "play": "pvg.reporting.games_on_board",
 }
 
-STATUS = {"complete": "good", "samples": "good", "unfinished": "warn", "empty": "warn"}
 
 # Key figures: metric and colour.
 TILES = (
@@ -70,7 +70,7 @@ TILES = (
 class RunData:
     """All data of the page of one run. `problems` are sentences about files that could not be read. `drawing`: the
     section of a task whose problems are drawn. `rollouts`: the address of the page with all solutions; empty: there is
-    none. `running`: a process plays the run now."""
+    none. `state`: of the run (`state_word`). `playing`: as for `collect`."""
 
     summary: RunSummary
     experiment: Experiment
@@ -83,7 +83,7 @@ class RunData:
     drawing: PageSection | None = None
     playing: bool = False
     rollouts: str = ""
-    running: bool = False
+    state: RunState | None = None
 
 
 def collect(
@@ -138,21 +138,19 @@ def run_page(data: RunData) -> str:
     return page(f"{data.summary.name}: pvg report", run_header(data), sections, kind)
 
 
-def run_header(data: RunData, state: str = "", kind: str = "") -> list[object]:
-    """Title, facts, notes and key figures. `state`: the word after the title, and `kind` its colour; default: the
-    status of the summary."""
+def run_header(data: RunData) -> list[object]:
+    """Title, state, facts, notes and key figures."""
     summary = data.summary
-    if data.running:
-        state, kind = state or "running", kind or "good"
+    word, kind = state_word(data.state, summary.status)
     return [
         elements.title(
             summary.name,
             f"experiment {summary.experiment}" if summary.experiment != summary.name else "pvg run",
-            state or summary.status,
-            kind or STATUS[summary.status],
+            word,
+            kind,
         ),
         _facts(summary),
-        elements.notes([*summary.notes, *data.problems]),
+        elements.notes([*(("settings", warning) for warning in summary.warnings), *summary.notes, *data.problems]),
         markup.tiles(_tiles(summary)),
     ]
 
@@ -174,7 +172,7 @@ def run_sections(data: RunData) -> dict[str, Callable[[], PageSection]]:
         "throughput": lambda: throughput_section(summary),
         "machine": lambda: machine_section(summary),
         "settings": lambda: settings_section(data.experiment),
-        "onwards": lambda: _onwards(summary, running=data.running or data.playing),
+        "onwards": lambda: _onwards(summary, running=data.state in ("running", "silent")),
     }
 
 

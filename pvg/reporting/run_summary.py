@@ -122,9 +122,10 @@ class RunSummary:
     """A run read from its files: metrics by finished round, phases in order, steps, and their time.
 
     `budget` is seconds by part over all steps, largest first and `unaccounted` last. `busy` also counts overlapped work
-    (empty if the run did not record it). `notes` are remarks on incomplete or damaged files. `machine` and
-    `code_version` are those of the last commit, `began` is the time of the first record. `peak_memory` is the maximum
-    over the processes of the run, in bytes, up to the last commit.
+    (empty if the run did not record it). `notes` are remarks on incomplete or damaged files, `warnings` are
+    about settings that are probably not intended. `machine` and `code_version` are those of the last commit, `began` is
+    the time of the first record. `peak_memory` is the maximum over the processes of the run, in bytes, up to the last
+    commit.
     """
 
     name: str
@@ -140,6 +141,7 @@ class RunSummary:
     alerts: list[AlertRecord]
     budget: dict[str, float]
     notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     busy: dict[str, float] = field(default_factory=dict)
     device: list[SamplerReading] = field(default_factory=list)
     loop: list[SamplerReading] = field(default_factory=list)
@@ -353,13 +355,13 @@ class RunRecords:
         if self._left_out:
             newest = f"Only the newest {self._limit:,} steps are shown"
             notes.append(f"{newest}; {self._left_out:,} older ones are left out.")
-        steps = list(self._steps.values())
+        steps, status = list(self._steps.values()), status_of(state)
         return RunSummary(
             name=run.name,
             path=run.path,
             experiment=experiment.name,
             config_hash=experiment.hash(),
-            status=status_of(state),
+            status=status,
             phase=state.get("phase", SAMPLING_PHASE),
             rounds_planned=experiment.game.rounds,
             rounds={**dict(enumerate(_finite(metrics) for metrics in state.get("rounds", ()))), **self._rounds},
@@ -368,6 +370,8 @@ class RunRecords:
             alerts=list(self._alerts),
             budget=total_budget(step.budget for step in steps),
             notes=notes,
+            # Most are about a game, and samples of `pvg rollout` are none.
+            warnings=[] if status == "samples" else [f"{warning}." for warning in experiment.warnings()],
             # A step without busy time had no overlap.
             busy=total_budget(s.busy or s.budget for s in steps) if any(s.busy for s in steps) else {},
             # In order of time, because the machine's clock may have been set back.

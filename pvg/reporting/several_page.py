@@ -11,7 +11,7 @@ from pvg.errors import counted
 from pvg.reporting.axes import PROVER, VERIFIER, ChartLine, StepAxis, round_axis
 from pvg.reporting.budget_parts import in_order
 from pvg.reporting.charts import WINDOW, line_chart, stacked_row
-from pvg.reporting.follow import is_running
+from pvg.reporting.follow import RunState, state_of, state_word
 from pvg.reporting.formats import (
     ABSENT,
     METRIC_DISPLAYS,
@@ -22,7 +22,7 @@ from pvg.reporting.formats import (
     total_budget,
     value_text,
 )
-from pvg.reporting.run_page import STATUS, UNSET, flat_settings, setting_cell, when
+from pvg.reporting.run_page import UNSET, flat_settings, setting_cell, when
 from pvg.reporting.run_summary import RunSummary
 from pvg.reporting.table import Column, LegendKey, PageSection, Table, TableCell, chart, elements, page
 from pvg.reporting.time_sections import box_key, whole_budget
@@ -59,10 +59,10 @@ BY_ROUND: tuple[tuple[str, str], ...] = (
 class ComparedRun:
     """A run with its name, colour and dash on this page."""
 
-    def __init__(self, name: str, summary: RunSummary, place: int, *, running: bool) -> None:
+    def __init__(self, name: str, summary: RunSummary, place: int, state: RunState) -> None:
         self.name = name
         self.summary = summary
-        self.running = running
+        self.state = state
         self.style = f"run-{place % COLOURS}"
         self.dash = DASHES[place // COLOURS % len(DASHES)]
 
@@ -74,7 +74,7 @@ class ComparedRun:
 def several_page(directories: Sequence[RunDirectory], summaries: Sequence[RunSummary]) -> str:
     names = distinct_names(directories)
     runs = [
-        ComparedRun(name, summary, place, running=is_running(directory))
+        ComparedRun(name, summary, place, state_of(directory))
         for place, (name, summary, directory) in enumerate(zip(names, summaries, directories, strict=True))
     ]
     header = [elements.title(f"{len(runs)} runs", "side by side"), _runs_table(runs)]
@@ -108,10 +108,10 @@ def _runs_table(runs: Sequence[ComparedRun]) -> Table:
     table = Table([Column(title) for title in titles], look="runs")
     for run in runs:
         found = run.summary
-        state, kind = ("running", "good") if run.running else (found.status, STATUS[found.status])
+        word, kind = state_word(run.state, found.status)
         table.add(
             TableCell(run.name, "strong", key=run.key),
-            TableCell(state, f"badge {kind}"),
+            TableCell(word, f"badge {kind}"),
             f"{len(found.rounds)} of {found.rounds_planned}",
             duration(found.seconds),
             when(found.began) or ABSENT,

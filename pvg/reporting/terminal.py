@@ -17,6 +17,7 @@ from rich.text import Text
 
 from pvg.errors import counted
 from pvg.reporting.budget_parts import in_order
+from pvg.reporting.follow import RunState, state_word
 from pvg.reporting.formats import (
     HOME_PHASES,
     NumberStyle,
@@ -196,9 +197,9 @@ def _whole_cells(values: Sequence[float], width: int) -> list[int]:
 # --- the report of a run ---------------------------------------------------------------------------------------------
 
 
-def report(summary: RunSummary, examples: Sequence[Example], *, running: bool = False) -> Group:
-    """Everything that `pvg report` prints, in order, without empty parts. `running`: a process plays the run now."""
-    parts: list[RenderableType] = [headline(summary, running=running)]
+def report(summary: RunSummary, examples: Sequence[Example], *, state: RunState | None = None) -> Group:
+    """Everything that `pvg report` prints, in order, without empty parts. `state`: of the run (`state_word`)."""
+    parts: list[RenderableType] = [headline(summary, state)]
     if summary.rounds:
         parts += section("Rounds", rounds_with_outcome(summary.rounds))
     if summary.phases:
@@ -216,6 +217,8 @@ def report(summary: RunSummary, examples: Sequence[Example], *, running: bool = 
         parts += section("Machine", machine)
     if summary.alerts:
         parts += section(f"Alerts ({len(summary.alerts)})", alerts_list(summary))
+    if summary.warnings:
+        parts += section("Warnings about the settings", Text("\n".join(summary.warnings), style="yellow"))
     if examples:
         parts += section("Example solutions", examples_list(examples))
     if summary.notes:
@@ -227,8 +230,8 @@ def section(title: str, body: RenderableType) -> list[RenderableType]:
     return [Text(), Text(title, style=HEADING), Padding(body, (0, 0, 0, 2))]
 
 
-def headline(summary: RunSummary, *, running: bool = False) -> Text:
-    colour = "yellow" if summary.status in ("unfinished", "empty") and not running else "green"
+def headline(summary: RunSummary, state: RunState | None = None) -> Text:
+    word, kind = state_word(state, summary.status)
     planned = counted(summary.rounds_planned, "round")
     return Text.assemble(
         (summary.name, "bold"),
@@ -236,7 +239,7 @@ def headline(summary: RunSummary, *, running: bool = False) -> Text:
         ("" if summary.status == "samples" else f"  {len(summary.rounds)} of {planned}", QUIET),
         (f"  {duration(summary.seconds)}", QUIET),
         "  ",
-        ("running" if running else summary.status, colour),
+        (word, {"good": "green", "warn": "yellow", "bad": "red"}[kind]),
     )
 
 
@@ -438,13 +441,10 @@ def several(
     metrics: Sequence[str],
     finals: Sequence[Mapping[str, float]],
     settings: Mapping[str, Sequence[str]],
-    running: Sequence[bool],
+    states: Sequence[RunState],
 ) -> Group:
-    """Runs side by side: status, final `metrics`, and the settings in which they differ. `running`: whether a process
-    plays each run now."""
-    parts: list[RenderableType] = [
-        headline(summary, running=now) for summary, now in zip(summaries, running, strict=True)
-    ]
+    """Runs side by side: their states, final `metrics`, and the settings in which they differ."""
+    parts: list[RenderableType] = [headline(summary, state) for summary, state in zip(summaries, states, strict=True)]
     if metrics:
         table = Table(side_by_side("metric", names))
         for name in metrics:

@@ -39,7 +39,7 @@ WATCH_S = 30.0  # six beats
 LEASE_NAME = re.compile(r"lease-(\d{6,})\.json")
 
 Work = Literal["play", "evaluate"]
-# host, boot, process, beats and work of a driver; `ended`: it has released the lease
+# host, boot, namespace, process, start, beats and work of a driver; `ended`: it has released the lease
 Driver = dict[str, Any]
 
 
@@ -49,6 +49,44 @@ def this_boot() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux
         return socket.gethostname()
+
+
+def this_namespace() -> str:
+    """Identifies the processes that this process can see: two containers on one host see different ones."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux
+        return ""
+
+
+def sees(driver: Driver) -> bool:
+    """Whether this process would see the driver's process, if it lived. False for a lease of an older version."""
+    return driver.get("boot") == this_boot() and driver.get("namespace") == this_namespace()
+
+
+def is_gone(driver: Driver) -> bool:
+    """Whether there is no process that could be the driver, on the driver's host. False on another host."""
+    process = driver.get("process")
+    if driver.get("boot") != this_boot() or not process:
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # it belongs to another user
+        return False
+    stat = _stat(process)
+    return stat is not None and (stat[0] in "ZX" or driver.get("start", stat[1]) != stat[1])
+
+
+def _stat(process: int) -> tuple[str, int] | None:
+    """The state of a process (Z and X: it has ended), and its start in the kernel's ticks since the boot. The start
+    differs from that of a later process with the same number. None where the kernel does not say it."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], int(fields[19])
 
 
 def is_lease(path: Path) -> bool:
@@ -155,7 +193,9 @@ class _Held:
         self._driver: Driver = {
             "host": socket.gethostname(),
             "boot": this_boot(),
+            "namespace": this_namespace(),
             "process": os.getpid(),
+            **({} if (stat := _stat(os.getpid())) is None else {"start": stat[1]}),
             "work": work,
             "beats": 0,
             "ended": False,
@@ -170,7 +210,8 @@ class _Held:
         self._released.set()
         self._thread.join()
         # Always the same bytes, so that a run that was only read has the same files as before.
-        self._driver |= {"process": 0, "work": "", "beats": 0, "ended": True}
+        self._driver |= {"namespace": "", "process": 0, "work": "", "beats": 0, "ended": True}
+        self._driver.pop("start", None)
         self._write()
         os.close(self._file)
 

@@ -1,4 +1,4 @@
-"""What users do with the folders of runs: tags, sizes, and removal.
+"""What users do with the folders of runs: tags, sizes, removal, and runs without a game.
 
     write_tags(run, ["good"]); remove_run(run)
 
@@ -12,8 +12,9 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -49,6 +50,14 @@ def write_tags(run: RunDirectory, tags: Sequence[str]) -> list[str]:
     else:
         run.tags.unlink(missing_ok=True)
     return wanted
+
+
+def refuse_samples(run: RunDirectory, state: Mapping[str, Any]) -> None:
+    """Raises UsageError if `run` with the committed `state` (empty: none) is of `pvg rollout`, which has no game."""
+    if state.get("phase") == "init" and state.get("shards"):
+        raise UsageError(
+            f"The run {run.name!r} contains samples of `pvg rollout`, not a game.", "Start a game: pvg train"
+        )
 
 
 def folder_bytes(folder: Path) -> int:

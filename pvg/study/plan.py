@@ -46,7 +46,7 @@ from pvg.store.run_players import run_sources
 from pvg.study.measures import DEFAULT_MEASURES, StudyMeasure, measures_named
 from pvg.telemetry.waits import usable_cores
 
-OF_AN_EVALUATION = ("evaluate", "serving", "telemetry")  # sections that `pvg evaluate` may set for a finished run
+OF_AN_EVALUATION = ("evaluate", "serving", "telemetry")  # sections that `pvg evaluate` may set for a complete run
 
 
 def as_evaluated(experiment: Experiment, changes: Mapping[str, Any], path: str) -> Experiment:

@@ -1,5 +1,5 @@
-"""Every test of the command line runs in a new, empty folder; synthetic runs come from tests/reporting, a
-tiny benchmark from tests/bench."""
+"""Every test of the command line runs in a new, empty folder, without COLUMNS. Synthetic runs come from
+tests/reporting, a tiny benchmark from tests/bench."""
 
 from __future__ import annotations
 
@@ -15,4 +15,5 @@ for beside in ("bench", "reporting"):
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)  # the width of piped output
     return tmp_path

@@ -15,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pvg_cli.doctor
+from pvg.config.experiment import Experiment
 from pvg.errors import LONGEST_LINE, LONGEST_WORD, MissingRequirementError, one_line, visible
+from pvg.store import FileStateStore, RunDirectory
 from pvg_cli.doctor import CheckResult
 
 
@@ -51,6 +53,8 @@ MISTAKES = [
     (("train", "--name", "a", "--resume", "b"), "cannot be used together"),
     (("train", "--resume"), "no unfinished run of 'modchain'"),
     (("train", "--resume", "gone"), "no run 'gone'"),
+    (("train", "negotiation", "-s", "game.start=base"), "Leave out game.start."),
+    (("config", "validate", "negotiation", "-s", 'game={start="base"}'), "each round of self-play goes on from"),
     (("rollout", "modchian"), "Did you mean 'modchain'?"),
     (("report", "gone"), "no run 'gone'"),
     (("config", "show", "modchian"), "Did you mean 'modchain'?"),
@@ -73,6 +77,23 @@ def test_with_json_it_is_one_document_too(arguments: tuple[str, ...], says: str)
     assert says in error["message"] + error["remedy"]
     assert error["exit_code"] == 2
     assert called.err.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train", "--resume", "drawn"),
+        ("evaluate", "drawn"),
+        ("score", "drawn", "rows.jsonl"),
+        ("export", "drawn", "--player", "prover", "--out", "x"),
+        ("serve", "drawn", "--player", "verifier"),
+    ],
+)
+def test_every_command_says_the_same_of_samples_without_a_game(arguments: tuple[str, ...]) -> None:
+    run = RunDirectory.create(Path("runs"), "drawn", Experiment())
+    FileStateStore(run.state).save({"phase": "init", "rounds": [], "shards": [{}]})
+    said = "error: The run 'drawn' contains samples of `pvg rollout`, not a game.\nStart a game: pvg train\n"
+    assert (pvg(*arguments).code, pvg(*arguments).err) == (2, said)
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 import tempfile
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from calling import pvg, pvg_process
 from run_samples import begin, commit, played, state, step, tell
+from typer.main import get_command
 
 import pvg_cli.doctor
 from pvg.config.experiment import Experiment
@@ -18,6 +22,7 @@ from pvg.config.load import build_experiment, load_experiment
 from pvg.installation import install_extra
 from pvg.sandbox import Isolation
 from pvg_cli.doctor import check_extras, check_models, check_runs_folder, check_sandbox, check_system
+from pvg_cli.main import app
 
 
 def test_a_dry_run_prints_the_settings_and_the_arithmetic_and_makes_nothing() -> None:
@@ -204,3 +209,32 @@ def test_report_suggests_the_nearest_run() -> None:
     called = pvg("report", "modchain2")
     assert called.code == 2
     assert "Did you mean 'modchain-2'?" in called.err
+
+
+# --- 80 columns -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["game.protocol", "game.start", "training", "training.steps"])
+def test_an_explanation_keeps_its_indentation_where_it_wraps(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    title, *lines = pvg("config", "explain", key).out.splitlines()
+    assert title == key
+    assert max(map(len, lines)) <= 80
+    assert all(line.startswith("  ") for line in lines)
+
+
+def test_the_kinds_of_a_table_hang_below_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = pvg("config", "explain", "game.protocol").out
+    assert "  decoupled: The prover translates a solver's solutions: faithful ones keep the\n    answer, s" in shown
+
+
+def test_no_paragraph_of_a_help_text_has_a_line_break() -> None:
+    def texts(command: Any) -> Iterator[str]:
+        yield command.help or ""
+        for inside in getattr(command, "commands", {}).values():
+            yield from texts(inside)
+
+    found = list(texts(get_command(app)))
+    assert any("\n\n" in text for text in found)
+    assert [text for text in found if re.search(r"[^\n]\n[^\n]", text)] == []

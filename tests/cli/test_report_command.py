@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from calling import pvg, pvg_process
+from rich.cells import cell_len
 from run_samples import begin, commit, played, rollout, state, step, telemetered, tell
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "reporting"))
@@ -40,12 +41,32 @@ def test_a_run_that_a_process_plays_is_running_and_cannot_be_resumed() -> None:
     tell(run, step("mint", 8, helpful_accuracy=0.6))
     commit(run, state("train_verifier"))
     words = {}
-    for word in ("running", "unfinished"):
+    for word in ("running", "failed"):
         with run.lock() if word == "running" else nullcontext():
             called = pvg("report", "first")
         page = check(run.report.read_text()).text
         words[word] = called.out.splitlines()[0].split()[-1], word in page, "pvg train --resume first" in page
-    assert words == {"running": ("running", True, False), "unfinished": ("unfinished", True, True)}
+    assert words == {"running": ("running", True, False), "failed": ("failed", True, True)}
+
+
+ENDED = {"kind": "run", "time": 1.0, "status": "interrupted", "seconds": 1.0, "budget": {}}
+
+
+@pytest.mark.parametrize("word", ["empty", "samples", "stopped", "failed", "complete"])
+def test_a_state_of_a_run_has_one_word(word: str) -> None:
+    run = played(Path("runs")) if word == "complete" else begin(Path("runs"))
+    if word == "samples":
+        commit(run, state("init"), {"samples": [rollout("a", Role.HELPFUL, correct=True, score=None)]})
+    if word in ("stopped", "failed"):
+        commit(run, state("train_verifier"))
+        tell(run, step("mint", 8, helpful_accuracy=0.6), *([ENDED] if word == "stopped" else []))
+    begin(Path("runs"), "second")
+    both = pvg("report", "first", "second").out.splitlines()[0].split()[-1]
+    one = pvg("report", "first").out.splitlines()[0].split()[-1]
+    (listed,) = [line.split() for line in pvg("runs").out.splitlines() if line.startswith("first")]
+    (shown,) = [line.split() for line in pvg("runs", "show", "first").out.splitlines() if line.startswith("state")]
+    assert (one, both, listed[3], shown[1]) == (word,) * 4
+    assert word in check(run.report.read_text()).text
 
 
 def test_of_several_runs_each_shows_whether_a_process_plays_it() -> None:
@@ -53,9 +74,9 @@ def test_of_several_runs_each_shows_whether_a_process_plays_it() -> None:
         commit(begin(Path("runs"), name), state("train_verifier"))
     with RunDirectory(Path("runs/second")).lock():
         called = pvg("report", "first", "second")
-    assert [line.split()[-1] for line in called.out.splitlines()[:2]] == ["unfinished", "running"]
+    assert [line.split()[-1] for line in called.out.splitlines()[:2]] == ["stopped", "running"]
     page = check(Path("report.html").read_text()).text
-    assert page.count("unfinished") == page.count("running") == 1
+    assert page.count("stopped") == page.count("running") == 1
 
 
 def test_a_second_page_has_all_solutions_and_the_two_pages_link_to_each_other() -> None:
@@ -99,6 +120,27 @@ def links(path: Path) -> set[str]:
     """The files that a page links to."""
     addresses = (str(attributes["href"]) for name, attributes in Page(path.read_text()).tags if name == "a")
     return {address for address in addresses if not address.startswith("#")}
+
+
+def test_a_report_repeats_the_warnings_about_the_settings() -> None:
+    run = begin(Path("runs"), game={"protocol": "challenge"})
+    (warning,) = run.experiment().warnings()
+    assert pvg("report", "first", "--json").document["warnings"] == [f"{warning}."]
+    called = pvg("report", "first")
+    assert "Warnings about the settings" in called.out
+    assert "has never seen an answer to a question" in called.out
+    assert f"{warning}." in check(run.report.read_text()).text
+    begin(Path("runs"), "plain")
+    assert "Warnings" not in pvg("report", "plain").out
+
+
+def test_a_report_in_a_pipe_is_as_wide_as_columns_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    played(Path("runs"))
+    widths = {}
+    for columns in ("80", "140", "0", "wide", ""):
+        monkeypatch.setenv("COLUMNS", columns)
+        widths[columns] = max(map(cell_len, pvg("report", "first", "--no-html").out.splitlines()))
+    assert widths == {"80": 80, "140": 140, "0": 100, "wide": 100, "": 100}
 
 
 def test_the_page_elsewhere_or_not_at_all() -> None:

@@ -55,6 +55,20 @@ def test_a_folder_of_runs_that_is_not_there_is_a_mistake() -> None:
     assert pvg("runs", "list", "--runs", "empty").code == 0
 
 
+@pytest.mark.parametrize("reaped", [True, False])
+def test_a_run_whose_process_was_killed_has_died_at_once(reaped: bool) -> None:
+    commit(begin(RUNS, "killed"), state("train_verifier"))
+    command = [sys.executable, "-c", HOLD, "runs/killed"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"locked\n"
+        assert pvg("runs", "--json").document["runs"][0]["state"] == "running"
+        process.kill()
+        # Without being reaped, it keeps its number. Waits until the kernel has ended it.
+        os.waitid(os.P_PID, process.pid, os.WEXITED | (0 if reaped else os.WNOWAIT))
+        assert pvg("runs", "--json").document["runs"][0]["state"] == "died"
+
+
 def test_the_list_has_rounds_state_and_tags_newest_first() -> None:
     played(RUNS, "old")
     os.utime(RUNS / "old/state.json", (1000, 1000))

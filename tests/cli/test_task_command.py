@@ -127,6 +127,28 @@ def test_a_dry_run_shows_prompts_the_verifiers_input_and_grades() -> None:
     ]
 
 
+def test_a_dry_run_of_a_challenge_shows_the_question_and_its_answer_as_the_verifier_reads_them() -> None:
+    dialogue = [f"models.{player}.source=embedded:modchain-dialogue" for player in ("prover", "verifier")]
+    overrides = [part for setting in ("game.protocol=challenge", *dialogue) for part in ("-s", setting)]
+    called = pvg("train", "--dry-run", *overrides)
+    assert called.code == 0
+    assert "Example of the verifier's question about a solution\n  | 1?" in called.out
+    assert "Example of the prover's answer (at most 16 tokens)\n  | 0+0=0;" in called.out
+    found = pvg("train", "--dry-run", "--json", *overrides).document["preview"]
+    asked = {"question": "1?", "answer": "0+0=0;", "answered_by": "prover", "max_tokens": 16}
+    assert found["challenge"] == asked
+    assert found["verifier_input"]["text"].endswith(";A1<eos>1?0+0=0;<eos>")
+    assert pvg("train", "--dry-run", "--json").document["preview"]["challenge"] is None
+
+
+def test_a_dry_run_of_a_challenge_shows_the_answer_of_a_task_that_answers() -> None:
+    called = pvg("train", "diplomacy-mini", "--dry-run", "-s", "game.protocol=challenge", "--json")
+    found = called.document["preview"]
+    asked = found["challenge"]
+    assert (asked["answered_by"], asked["max_tokens"], asked["answer"]) == ("task", None, "=+")
+    assert found["verifier_input"]["text"].endswith(f"{asked['question']}=+<eos>")
+
+
 def test_a_dry_run_of_the_decoupled_game_shows_the_translators_prompts() -> None:
     settings = ("game.protocol=decoupled", "game.reward=decoupled", "models.prover.source=embedded:modchain-dialogue")
     overrides = [part for setting in settings for part in ("-s", setting)]

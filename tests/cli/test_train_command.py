@@ -210,6 +210,28 @@ def test_resume_refuses_other_settings_and_shows_them(calls: list[dict[str, Any]
     assert calls == []
 
 
+@pytest.mark.parametrize("complete", [False, True])
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("game.roundz=9", "Unknown key 'game.roundz' (--set game.roundz=9). The nearest valid key is 'game.rounds'."),
+        ("training.steps=many", "pvg config explain training.steps"),
+        ("game.protocol=chalenge", "its kinds are direct, decoupled, challenge"),
+    ],
+)
+def test_resume_says_that_a_setting_is_wrong_and_changes_nothing(
+    calls: list[dict[str, Any]], setting: str, said: str, complete: bool
+) -> None:
+    run = played(Path("runs"), "here") if complete else unfinished("here")
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    called = pvg("train", "--resume", "here", "-s", setting)
+    assert called.code == 2
+    assert said in called.err
+    assert "is complete" not in called.err
+    assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
+    assert calls == []
+
+
 def test_resume_with_an_experiment_compares_with_it(calls: list[dict[str, Any]]) -> None:
     unfinished("modchain", seed=11)
     called = pvg("train", "modchain", "--resume")

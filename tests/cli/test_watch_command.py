@@ -240,7 +240,7 @@ def test_a_game_is_followed_through_a_kill_and_a_resume_to_its_end() -> None:
             assert state_ is not None
             final = until(events, lambda event: True) if end["solutions"] != rows(state_) else end
             assert final["solutions"] == rows(state_)
-            assert "finished" in orjson.loads(watch.get("parts/head"))["html"]
+            assert "complete" in orjson.loads(watch.get("parts/head"))["html"]
             assert f"{rows(state_):,} solutions of {rows(state_):,}" in Page(watch.get("rollouts")).text
     finally:
         game.kill()

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,15 @@ from transformers import (
 from verifier.tiny_verifiers import english_tokenizer, language_model, perturb, verifier
 
 import pvg
+from pvg.config.game import BaseStart, PreviousStart
 from pvg.config.load import embedded_model
 from pvg.config.prompts import FRAME
 from pvg.config.verifier import YES_NO_QUESTION, Verifier
 from pvg.errors import ConfigurationError, UsageError
 from pvg.evaluation.opened_run import OpenedRun
-from pvg.export.card import _cell, intervals
+from pvg.export.card import _cell, intervals, model_card
 from pvg.export.finished import FinishedRound
-from pvg.export.folders import LOADER, WRITERS, export_player
+from pvg.export.folders import LOADER, WRITERS, _common, export_player
 from pvg.models.ensembles import ScoreScales, VerifierEnsemble
 from pvg.models.heads import VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel
@@ -151,6 +153,19 @@ def test_the_card_names_the_task_the_models_and_the_reward(implicit: FinishedRou
         assert all(f"| `{section}.{name}` | `{value}` |" in rows for name, value in settings.items())
     for player in ("prover", "verifier"):
         assert f"| `models.{player}.source` | `{plain['models'][player]['source']}` |" in rows
+
+
+@pytest.mark.parametrize("start", ["base", "previous"])
+def test_the_card_of_a_prover_names_where_a_round_starts(implicit: FinishedRound, start: str) -> None:
+    game = implicit.experiment.game
+    changed = game.model_copy(update={"start": PreviousStart() if start == "previous" else BaseStart()})
+    finished = replace(implicit, experiment=implicit.experiment.model_copy(update={"game": changed}))
+    facts = {**_common(finished, "prover", "m"), "form": "model", "example_prompts": {}}
+    card = model_card(finished, facts, "out")
+    assert f"| `game.start.kind` | `{start}` |" in card
+    assert ("Each round's prover goes on from the previous round's." in card) == (start == "previous")
+    verifier = {**facts, "player": "verifier", "head": "scalar", "threshold": 0.0, "calibration": None}
+    assert "goes on" not in model_card(finished, {**verifier, "conceals_text": False}, "out")
 
 
 @pytest.mark.parametrize(("value", "cell"), [("a|b", "`a\\|b`"), ("a`b", "``a`b``"), ("a\nb", "`a b`"), (0.5, "`0.5`")])

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -19,7 +20,7 @@ import pytest
 from game.kill_drill import small_experiment
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
-from calling import ENTRY, pvg
+from calling import ENTRY, LOADING, pvg, pvg_process
 from shipped_schemas import check_document
 
 from pvg.api import Run, play
@@ -243,6 +244,18 @@ def test_ctrl_c_says_that_no_file_was_written(run: Run) -> None:
     assert not [path for path in Path().iterdir() if "much-scores" in path.name]
 
 
+def test_a_second_ctrl_c_ends_scoring_at_once_and_leaves_no_file(run: Run) -> None:
+    """While the event loop is busy, so that only the signal's handler can end the process."""
+    write_one()
+    program = STOPPED_AT_WORK.replace("    return", "    os.kill(os.getpid(), signal.SIGINT)\n    return")
+    command = [sys.executable, "-c", program, "score", "mine", "one.jsonl", "--out", "one-scores.jsonl", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 130, done.stderr
+    assert "Ctrl-C again quits at once." in done.stderr
+    assert json.loads(done.stdout)["error"]["type"] == "Killed"
+    assert not [path for path in Path().iterdir() if "one-scores" in path.name]
+
+
 STOPPED_AT_WORK = """
 import os, signal
 from pvg.export import rows
@@ -319,6 +332,16 @@ def test_an_evaluated_run_has_probabilities(run: Run, monkeypatch: pytest.Monkey
     called = pvg("score", "mine", "one.jsonl")
     row = json.loads(called.out)
     assert row["probability"] == pytest.approx(1 / (1 + 2.718281828459045 ** -(2.0 * row["score"] - 1.0)))
+
+
+def test_a_port_that_is_in_use_is_refused_before_torch_is_loaded(run: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        called = pvg_process("serve", "mine", "--player", "verifier", "--port", str(port))
+    assert called.code == 2
+    assert f"Port {port} of 127.0.0.1 cannot be used" in called.err
+    assert "Choose another port with --port" in called.err
+    assert LOADING not in called.err
 
 
 def test_mixed_options_are_refused(run: Run) -> None:

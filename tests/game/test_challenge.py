@@ -217,6 +217,18 @@ def test_a_plan_game_in_which_the_task_answers(tmp_path: Path):
         assert rollout.grade == PLANS.grade(problem, solution.text)
 
 
+def test_a_preview_asks_what_a_game_asks(tokenizer: Tokenizer):
+    solution = "7+5=2;"  # one step, so a game can ask about nothing else
+    challenges = ChallengeEnvironment(MODCHAIN, tokenizer, "tag", None, 0, 9)
+    (asked_in_game,) = asked(challenges, transcript(tokenizer, solution))
+    shown = challenges.example(PROBLEM, solution)
+    assert shown is not None
+    assert asked_in_game is not None
+    assert (shown[0].text, shown[0].max_tokens, shown[1]) == (asked_in_game.text, 9, "7+5=2;")
+    assert shown[0].token_ids.tolist() == asked_in_game.token_ids.tolist()
+    assert challenges.example(PROBLEM, "") is None
+
+
 # --- a game -------------------------------------------------------------------------------------------------------
 
 
@@ -268,8 +280,10 @@ def test_deadlines_and_sampling_ahead_play_dialogues_too(tmp_path: Path, setting
     assert any(rollout.turns for rollout in recorded(run) if "/train_prover/" in rollout.id)
 
 
-def test_a_verifier_that_has_never_seen_an_answer_gets_a_warning():
-    assert any("embedded:modchain-dialogue" in line for line in changed(TALKING).warnings())
+def test_a_verifier_that_has_never_seen_an_answer_gets_a_warning_which_the_event_log_keeps(run: RunDirectory):
+    (warning,) = [line for line in changed(TALKING).warnings() if "embedded:modchain-dialogue" in line]
+    kept = [line for line in run.events.read_text().splitlines() if line.endswith(f'event=warning text="{warning}"')]
+    assert len(kept) == 1
     talking = changed({**TALKING, "models.verifier": {"source": "embedded:modchain-dialogue"}})
     assert not any("models.verifier.source" in line for line in talking.warnings())
 

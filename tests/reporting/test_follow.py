@@ -19,6 +19,7 @@ from pvg.reporting import follow
 from pvg.reporting.follow import FollowedRun, JournalTail, progress_of
 from pvg.reporting.live_page import ROLLOUTS, LiveRun, workers_section
 from pvg.reporting.run_summary import read_run
+from pvg.store.lease import this_namespace
 from pvg.store.run_directory import RunDirectory
 
 
@@ -162,6 +163,12 @@ def test_the_state_of_a_run_follows_from_its_lease_and_its_records(tmp_path: Pat
     assert situation(run) == "died"
     lease(run, process=dead, age_s=1.0)  # perhaps a process of another container, which is not visible here
     assert situation(run) == "running"
+    lease(run, process=dead, namespace="another", age_s=1.0)
+    assert situation(run) == "running"
+    lease(run, process=dead, namespace=this_namespace(), age_s=1.0)
+    assert situation(run) == "died"
+    lease(run, start=1, namespace=this_namespace(), age_s=1.0)  # its number has another process now
+    assert situation(run) == "died"
     lease(run, boot="another", age_s=20.0)
     assert situation(run) == "silent"
     lease(run, boot="another", age_s=60.0)

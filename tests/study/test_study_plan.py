@@ -177,7 +177,7 @@ def test_all_wrong_arms_are_told_at_once() -> None:
 def test_one_mistake_in_common_is_told_once() -> None:
     with pytest.raises(ConfigurationError) as error:
         small(SMALL.replace("game.rounds = 2", "game.rounds = 0"))
-    assert error.value.message.count("game.rounds") == 1
+    assert error.value.message.count("Input should be greater than") == 1
 
 
 def test_a_measure_of_an_evaluation_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ class AlertDetails(DocumentPart):
 
 
 class TrainDocument(JsonDocument):
-    """A run that has ended or was stopped. `seconds`: the time of this call. `resume`: the command that resumes a
+    """A run that is complete or was stopped. `seconds`: the time of this call. `resume`: the command that resumes a
     stopped run."""
 
     status: Literal["complete", "interrupted"]
@@ -84,12 +84,24 @@ class KnownGrade(DocumentPart):
     note: str
 
 
+class VerifierQuestion(DocumentPart):
+    """A question of the verifier about a correct solution, with an answer. `max_tokens`: of a prover's answer, which
+    may differ from this one; null if the task answers."""
+
+    question: str
+    answer: str
+    answered_by: Literal["prover", "task"]
+    max_tokens: int | None
+
+
 class TaskPreview(DocumentPart):
-    """A training problem as the players read it. `prompts`: by role, empty for self-play."""
+    """A training problem as the players read it. `prompts`: by role, empty for self-play. `challenge`: null in other
+    protocols."""
 
     problem: str
     question: str
     prompts: dict[str, PlayerInput]
+    challenge: VerifierQuestion | None
     verifier_input: PlayerInput | None
     graded: list[KnownGrade]
 
@@ -244,7 +256,8 @@ class ValueRange(DocumentPart):
 
 
 class RunResults(DocumentPart):
-    """What the files of a run say. Times in seconds, `began` since 1970. `notes`: remarks on damaged files."""
+    """What the files of a run say. Times in seconds, `began` since 1970. `notes`: remarks on damaged files.
+    `warnings`: about settings that are probably not intended."""
 
     name: str
     path: str
@@ -271,6 +284,7 @@ class RunResults(DocumentPart):
     peak_memory: dict[str, float]
     seconds: float
     notes: list[str]
+    warnings: list[str]
 
 
 class ExampleSolution(DocumentPart):
