@@ -59,6 +59,16 @@ def test_completion_of_names_imports_nothing_heavy() -> None:
     assert done.stderr.strip() == "[]"
 
 
+def test_the_end_of_a_command_looks_for_no_garbage() -> None:
+    """With torch in memory that takes half a second."""
+    program = (
+        "import atexit, gc\natexit.register(lambda: print(gc.get_freeze_count() > 10_000))\n"
+        "from pvg_cli.main import app\napp(['--version'], prog_name='pvg')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "True"
+
+
 def test_help_names_every_command_and_version_is_that_of_the_package() -> None:
     text = pvg_process("--help").out
     for command in ("train", "rollout", "report", "config", "doctor"):
