@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import orjson
 import pytest
+from full_disk import files_up_to
 from kill_drill import play_experiment, read_manifests, small_experiment
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
-from pvg.errors import StateError
+from pvg.errors import MissingRequirementError, StateError
 from pvg.game.run import play
 from pvg.records import Role
 from pvg.store.run_directory import RunDirectory
@@ -198,31 +196,8 @@ def test_a_half_written_state_falls_back_to_the_commit_before(finished, tmp_path
 
 def test_a_full_disk_stops_the_run_with_nothing_committed_lost(finished, tmp_path):
     """Files may grow to 300 kB and no further, which no checkpoint fits: the first commit of a trainer fails."""
-    script = f"""
-        import asyncio, resource, signal, sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from pathlib import Path
-        from kill_drill import small_experiment
-        from pvg.errors import MissingRequirementError
-        from pvg.game.run import play
-        from pvg.store.run_directory import RunDirectory
-        from pvg.telemetry.observer import SilentObserver
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        run = RunDirectory.create(Path({str(tmp_path)!r}), "drill", small_experiment())
-        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
-        game = play(small_experiment(), run, observer=SilentObserver(), stop=asyncio.Event(), resume=False)
-        with run.lock():
-            try:
-                asyncio.run(game)
-            except MissingRequirementError as error:
-                print(error)
-                raise SystemExit(error.exit_code)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 3, done.stderr[-2000:]
-    assert "disk is full" in done.stdout
+    with files_up_to(300_000), pytest.raises(MissingRequirementError, match="disk is full"):
+        run_game(small_experiment(), tmp_path)
     run = RunDirectory.open("drill", tmp_path)
     assert state_of(run)["phase"] == "train_verifier"
     assert len(rollouts_of(run)) == 96
