@@ -23,6 +23,8 @@ GAMES_PEER_STAMP := $(GAMES_PEER)/.installed
 
 # Tests run side by side, with one thread each. Three keep two cores busy, because some tests wait.
 TEST_PROCESSES := 3
+# Fast tests hardly wait, and each process takes 6 CPU seconds to load torch and to collect the tests.
+FAST_TEST_PROCESSES := 2
 # Python keeps its bytecode. Otherwise every process that a test starts would compile pvg again.
 unexport PYTHONDONTWRITEBYTECODE
 # With a cache of their own, because CI runs them beside the other tests.
@@ -64,7 +66,7 @@ check: $(STAMP)  ## lint, type check and the fast tests in parallel (about a min
 	@$(MAKE) --no-print-directory -j 2 lint types fast-tests
 
 fast-tests: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist worksteal -m "not slow and not drill"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(FAST_TEST_PROCESSES) --dist worksteal -m "not slow and not drill"
 
 test: $(STAMP) lint types  ## lint, type check and all tests but the drills (11 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m "not drill" \

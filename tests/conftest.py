@@ -1,7 +1,8 @@
 """Before any test imports torch; and which tests are slow.
 
 `make check` leaves out the tests that tests/slow_tests.txt names. `make slow-tests` measures all tests and writes that
-file. A line names a test function and its seconds, or a whole file that was not measured yet.
+file. A line names a test function and its seconds, or a whole file that was not measured yet. The summary of a run
+names new tests that belong there.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ SLOW_TESTS = Path(__file__).with_name("slow_tests.txt")
 SLOW_S = 0.1  # CPU seconds of one test, with its share of fixtures
 SLOW_TOGETHER_S = 0.5  # CPU seconds of one function with all its parameters
 LONG_WAIT_S = 0.5  # seconds that one test waits, such as for a timeout
+UNLISTED_S = 1.0  # CPU seconds from which the summary names a test that is not listed; more, for busy machines
 # The checks of the whole repository run in every `make check`, whatever they take.
 NEVER_SLOW = ("tests/test_structure.py", "tests/test_links.py", "tests/test_settings_page.py")
 SCHEDULED = Path("/proc/self/schedstat")  # Linux: nanoseconds that the main thread ran, and that it waited for a core
@@ -72,6 +74,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         function = function_of(item.nodeid)
         if function in listed or function.partition("::")[0] in listed:
             item.add_marker("slow")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    began = cpu_s()
+    try:
+        return (yield)
+    finally:
+        item.user_properties.append(("cpu_s", cpu_s() - began))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    unlisted: dict[str, float] = {}
+    for report in terminalreporter.getreports("passed"):
+        took_s = dict(report.user_properties).get("cpu_s", 0.0)
+        if took_s > UNLISTED_S and not {"slow", "drill"} & set(report.keywords):
+            unlisted[function_of(report.nodeid)] = took_s
+    if unlisted:
+        terminalreporter.section(f"`make check` is faster with these lines in tests/{SLOW_TESTS.name}")
+        for function, took_s in sorted(unlisted.items()):
+            terminalreporter.line(f"{function} {took_s:.1f}")
 
 
 def function_of(nodeid: str) -> str:

@@ -104,23 +104,22 @@ class CalmCollector:
     Otherwise the collector scans a million objects of torch and transformers again and again, and all rollouts that
     wait for their completions as well. Each scan stops the event loop for 0.1 s and more. With 32,000 rollouts in
     flight, full collections took a quarter of the driver's time. A run calls `gc.collect` where a phase ends.
-    `close` restores the collector. If the program had frozen objects before, all objects that are alive then are frozen
-    again, because the collector cannot tell them apart.
+    `close` restores the collector. If the program has frozen objects itself, they stay frozen, and this freezes no
+    others, because `close` could not tell them apart.
     """
 
     def __init__(self) -> None:
         self._thresholds = gc.get_threshold()
-        self._frozen_before = gc.get_freeze_count() > 0
-        gc.collect()
-        gc.freeze()
+        self._freezes = gc.get_freeze_count() == 0
+        if self._freezes:
+            gc.collect()
+            gc.freeze()
         gc.set_threshold(*COLLECTOR)
 
     def close(self) -> None:
         gc.set_threshold(*self._thresholds)
-        gc.unfreeze()
-        if self._frozen_before:
-            gc.collect()  # frees the run's objects
-            gc.freeze()
+        if self._freezes:
+            gc.unfreeze()
 
 
 def finished(future: Future[Result]) -> Result:

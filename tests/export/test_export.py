@@ -225,22 +225,22 @@ def test_adapters_open_with_peft_and_equal_the_merged_model(scalar: FinishedRoun
     assert not torch.allclose(base(ids).logits, merged(ids).logits, atol=1e-5)
 
 
-@pytest.mark.parametrize(("player", "repository"), [("prover", ""), ("verifier", ""), ("verifier", "me/mine")])
-def test_the_code_of_a_model_card_runs_without_pvg(
-    scalar: FinishedRound, folder: Path, player: Any, repository: str
-) -> None:
-    out = folder / f"card-{player}{len(repository)}"
-    export_player(scalar, player, out, repository=repository)
-    card = (out / "README.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-    if player == "verifier":
-        code += f"\nprint(verifier.score({QUESTION_OF_TEST!r}, {SOLUTIONS[0]!r}))\n"
-    hub = f"import huggingface_hub\nhuggingface_hub.snapshot_download = {{'me/mine': {out.name!r}}}.__getitem__\n"
-    program = f"import sys\nsys.modules['pvg'] = None\n{hub}{code}"
-    done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=False)
+def test_the_code_of_a_model_card_runs_without_pvg(scalar: FinishedRound, folder: Path) -> None:
+    """The code of three cards, one after the other in a new process."""
+    lines = ["import sys, huggingface_hub", "sys.modules['pvg'] = None"]
+    lines.append("huggingface_hub.snapshot_download = {'me/mine': 'card-me/mine'}.__getitem__")
+    for player, repository in (("prover", ""), ("verifier", ""), ("verifier", "me/mine")):
+        out = folder / f"card-{repository or player}"
+        export_player(scalar, player, out, repository=repository)
+        (code,) = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.DOTALL)
+        if player == "verifier":
+            code += f"\nprint('score', verifier.score({QUESTION_OF_TEST!r}, {SOLUTIONS[0]!r}))\n"
+        lines += [f"exec({code!r}, {{}})", "sys.modules.pop('pvg_verifier', None)"]
+    command = [sys.executable, "-c", "\n".join(lines)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    if player == "verifier":
-        assert float(done.stdout) == pytest.approx(pvg_scores(scalar)[0], abs=1e-5)
+    scores = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("score ")]
+    assert scores == pytest.approx([pvg_scores(scalar)[0]] * 2, abs=1e-5)
 
 
 def test_the_intervals_of_a_card_hold_the_metrics_of_the_run(implicit: FinishedRound) -> None:

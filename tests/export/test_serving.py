@@ -176,42 +176,41 @@ def test_a_wrong_line_is_named(run: Run, line: str, words: str) -> None:
     assert not [*Path().glob(".*none*")]
 
 
-# Says on stdout whether a command has loaded torch.
+# Calls pvg with each line of stdin. Says its exit code, its errors, and whether torch is loaded.
 WATCHED = """
-import sys
+import json, sys
+from typer.testing import CliRunner
 from pvg_cli.main import app
-try:
-    app(prog_name="pvg")
-finally:
-    print("torch loaded:", "torch" in sys.modules)
+for line in sys.stdin:
+    done = CliRunner().invoke(app, line.split(), prog_name="pvg")
+    print(json.dumps([done.exit_code, done.stderr, "torch" in sys.modules]))
 """
+WRONG_FILES = [
+    ("score mine nofile.jsonl", "There is no file 'nofile.jsonl'."),
+    ("score mine early.jsonl", "early.jsonl, line 2: this is not a JSON object."),
+    ("score mine empty.jsonl", "empty.jsonl has no solutions."),
+    ("score mine empty.jsonl --out runs", "--out runs is a folder."),
+    ("score mine empty.jsonl --out nowhere/scores.jsonl", "mkdir -p nowhere"),
+    ("score mine early.jsonl --out ./early.jsonl", "--out early.jsonl would overwrite the solutions."),
+    ("score mine runs", "runs is a folder, not a file of solutions."),
+    ("score mine pipe.jsonl", "pipe.jsonl is not a regular file"),
+    ("export mine --player prover --out runs", "runs exists, and it is not an export of pvg."),
+    ("export mine --player verifier", "pvg export mine --player verifier --out mine-verifier"),
+]
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("score mine nofile.jsonl", "There is no file 'nofile.jsonl'."),
-        ("score mine early.jsonl", "early.jsonl, line 2: this is not a JSON object."),
-        ("score mine empty.jsonl", "empty.jsonl has no solutions."),
-        ("score mine empty.jsonl --out runs", "--out runs is a folder."),
-        ("score mine empty.jsonl --out nowhere/scores.jsonl", "mkdir -p nowhere"),
-        ("score mine early.jsonl --out ./early.jsonl", "--out early.jsonl would overwrite the solutions."),
-        ("score mine runs", "runs is a folder, not a file of solutions."),
-        ("score mine pipe.jsonl", "pipe.jsonl is not a regular file"),
-        ("export mine --player prover --out runs", "runs exists, and it is not an export of pvg."),
-        ("export mine --player verifier", "pvg export mine --player verifier --out mine-verifier"),
-    ],
-)
-def test_files_are_checked_before_torch_is_loaded(run: Run, words: str, says: str) -> None:
+def test_files_are_checked_before_torch_is_loaded(run: Run) -> None:
     Path("early.jsonl").write_text('{"question": "7+5?", "solution": "A2"}\n[1]\n')
     Path("empty.jsonl").write_text("\n")
     Path("pipe.jsonl").unlink(missing_ok=True)
     os.mkfifo("pipe.jsonl")  # opening it waits for a writer
-    command = [sys.executable, "-c", WATCHED, *words.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2
-    assert done.stdout == "torch loaded: False\n"
-    assert says in done.stderr
+    lines = "".join(f"{words}\n" for words, _ in WRONG_FILES)
+    command = [sys.executable, "-c", WATCHED]
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=120, check=True)
+    for (words, says), told in zip(WRONG_FILES, done.stdout.splitlines(), strict=True):
+        code, errors, loaded = json.loads(told)
+        assert (code, loaded) == (2, False), words
+        assert says in errors, words
 
 
 def test_a_run_in_its_first_round_has_nothing_to_score_with(run: Run) -> None:

@@ -76,6 +76,8 @@ ONE_ANSWER = {
 
 BY_PROBLEM = {"verifier.pairing": "problem", "verifier.pairs": 16}
 
+# Played by a test of what it tells.
+NO_SIGNAL_AND_NO_PAIRS = {"training.loss": "dapo", "verifier.loss": "cross_entropy", **ONE_ANSWER}
 LIMITS: dict[str, dict[str, Any]] = {
     "no prover step": {"training.steps": 0, "game.rounds": 2},
     "the last step ends within a batch": {"training.minibatches": 2, "training.steps": 5, "game.rounds": 2},
@@ -84,7 +86,6 @@ LIMITS: dict[str, dict[str, Any]] = {
     "score parity": {"game.stop": "score_parity", "training.steps": 12},
     "another head": {"verifier.head": "scalar", "verifier.loss": "cross_entropy"},
     "checkpointed layers": {"training.gradient_checkpointing": True},
-    "no signal and no pairs": {"training.loss": "dapo", "verifier.loss": "cross_entropy", **ONE_ANSWER},
     "pairs by problem": {**BY_PROBLEM, "game.rounds": 2},
     "by problem, and no pairs": {"verifier.loss": "cross_entropy", **BY_PROBLEM, **ONE_ANSWER},
 }
@@ -100,7 +101,8 @@ def test_settings_at_their_limits_play_to_the_end(settings: dict[str, Any], tmp_
 
 
 def test_batches_without_a_signal_and_problems_without_pairs_are_told_of(tmp_path: Path) -> None:
-    _, run = played(changed(LIMITS["no signal and no pairs"]), tmp_path)
+    outcome, run = played(changed(NO_SIGNAL_AND_NO_PAIRS), tmp_path)
+    assert (outcome.status, [m.phase for m in read_manifests(run)]) == ("complete", PHASES)
     prover = [row["metrics"] for row in rows(run, "step") if row["phase"] == "train_prover"]
     assert any(metrics.get("skipped") == 1.0 and "loss" not in metrics for metrics in prover)
     verifier = [row["metrics"] for row in rows(run, "step") if row["phase"] == "train_verifier"]

@@ -107,11 +107,11 @@ def test_the_rounds_have_adapters_of_their_own(whole: Path) -> None:
 
 
 def test_the_adapters_of_a_round_go_on_from_the_previous_ones(whole: Path, tmp_path: Path) -> None:
-    plain = lora_experiment().plain()
+    plain = lora_experiment(steps=4).plain()
     plain["game"]["start"] = "previous"
     experiment = build_experiment(plain)
     assert played(experiment, tmp_path / "previous").status == "complete"
-    assert played(experiment, tmp_path / "stopped", stop_after=7 + 3).status == "interrupted"
+    assert played(experiment, tmp_path / "stopped", stop_after=4 + 2).status == "interrupted"
     assert played(experiment, tmp_path / "stopped", resume=True).status == "complete"
     assert differences(fingerprint(tmp_path / "stopped"), fingerprint(tmp_path / "previous")) == []
     firsts = {root: first_kl(root / "drill" / "metrics.jsonl") for root in (whole, tmp_path / "previous")}

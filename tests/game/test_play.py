@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import orjson
 import pytest
+from full_disk import files_up_to
 from kill_drill import play_experiment, read_manifests, small_experiment
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
-from pvg.errors import StateError
+from pvg.errors import MissingRequirementError, StateError
 from pvg.game.run import play
 from pvg.records import Role
 from pvg.store.run_directory import RunDirectory
@@ -73,6 +71,32 @@ def finished(tmp_path_factory):
     return run
 
 
+def one_round_experiment() -> Experiment:
+    data = small_experiment().plain()
+    data["game"]["rounds"] = 1
+    return build_experiment(data)
+
+
+@pytest.fixture(scope="module")
+def one_round(tmp_path_factory):
+    run, outcome, _ = run_game(one_round_experiment(), tmp_path_factory.mktemp("one-round"))
+    assert (outcome.status, len(outcome.rounds)) == ("complete", 1)
+    return run
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """The game of one round, stopped while the prover learnt."""
+    run, outcome, _ = run_game(one_round_experiment(), tmp_path_factory.mktemp("stopped"), until=("train_prover", 0))
+    assert outcome.status == "interrupted"
+    return run
+
+
+def copied(run: RunDirectory, root: Path) -> RunDirectory:
+    shutil.copytree(run.path, root / "drill")
+    return RunDirectory.open("drill", root)
+
+
 def test_a_finished_game_leaves_what_the_design_promises(finished):
     state = state_of(finished)
     assert state["phase"] == "complete"
@@ -116,20 +140,25 @@ def test_rollouts_carry_everything_for_life(finished):
     assert roles.count(Role.SNEAKY) == roles.count(Role.HELPFUL)
 
 
-@pytest.mark.parametrize("phase", ["mint", "train_verifier", "train_prover", "checkpoint"])
-def test_ctrl_c_in_any_phase_stops_committed_and_resumes_to_the_same_weights(phase, finished, tmp_path):
-    experiment = small_experiment()
-    run, outcome, _ = run_game(experiment, tmp_path, until=(phase, 0))
+@pytest.mark.parametrize("phase", ["mint", "train_verifier"])
+def test_ctrl_c_in_a_phase_stops_committed_and_resumes_to_the_same_weights(phase, one_round, tmp_path):
+    run, outcome, _ = run_game(one_round_experiment(), tmp_path, until=(phase, 0))
     assert outcome.status == "interrupted"
-    run, outcome, _ = run_game(experiment, tmp_path, resume=True)
+    run, outcome, _ = run_game(one_round_experiment(), tmp_path, resume=True)
+    assert outcome.status == "complete"
+    assert weights_of(run) == weights_of(one_round)
+
+
+def test_ctrl_c_at_the_end_of_a_round_resumes_to_the_same_weights_in_the_next_one(finished, tmp_path):
+    run, outcome, _ = run_game(small_experiment(), tmp_path, until=("checkpoint", 0))
+    assert outcome.status == "interrupted"
+    run, outcome, _ = run_game(small_experiment(), tmp_path, resume=True)
     assert outcome.status == "complete"
     assert weights_of(run) == weights_of(finished)
 
 
 def test_a_played_run_is_neither_played_again_nor_resumed_under_another_configuration(finished, tmp_path):
-    root = tmp_path / "copy"
-    shutil.copytree(finished.path, root / "drill")
-    run = RunDirectory.open("drill", root)
+    run = copied(finished, tmp_path)
     stop = asyncio.Event()
     with run.lock(), pytest.raises(StateError, match="already begun"):
         asyncio.run(play(small_experiment(), run, observer=SilentObserver(), stop=stop, resume=False))
@@ -141,11 +170,8 @@ def test_a_played_run_is_neither_played_again_nor_resumed_under_another_configur
 
 
 @pytest.mark.parametrize("until", [("", -1), ("mint", 1), ("train_prover", 1)])
-def test_a_run_that_gets_another_round_ends_like_one_that_was_planned_with_it(until, finished, tmp_path):
-    data = small_experiment().plain()
-    data["game"]["rounds"] = 1
-    run, outcome, _ = run_game(build_experiment(data), tmp_path)
-    assert (outcome.status, len(outcome.rounds)) == ("complete", 1)
+def test_a_run_that_gets_another_round_ends_like_one_that_was_planned_with_it(until, one_round, finished, tmp_path):
+    copied(one_round, tmp_path)
     run, outcome, _ = run_game(small_experiment(), tmp_path, resume=True, until=until)
     if until[0]:
         assert outcome.status == "interrupted"
@@ -167,77 +193,50 @@ def test_self_play_gets_another_round_too(tmp_path):
     assert weights_of(longer) == weights_of(planned)
 
 
-def interrupted_copy(tmp_path: Path) -> RunDirectory:
-    run, outcome, _ = run_game(small_experiment(), tmp_path, until=("train_prover", 0))
-    assert outcome.status == "interrupted"
-    return run
-
-
-def test_a_damaged_last_shard_is_noticed_and_sampled_again(finished, tmp_path):
-    run = interrupted_copy(tmp_path)
+def test_a_damaged_last_shard_is_noticed_and_sampled_again(stopped, one_round, tmp_path):
+    run = copied(stopped, tmp_path)
     last = run.path / state_of(run)["shards"][-1]["path"]
     data = bytearray(last.read_bytes())
     data[len(data) // 2] ^= 0xFF
     last.write_bytes(data)
-    run, outcome, observer = run_game(small_experiment(), tmp_path, resume=True)
+    run, outcome, observer = run_game(one_round_experiment(), tmp_path, resume=True)
     assert outcome.status == "complete"
     assert any(last.name in notice for notice in observer.notices)
-    assert weights_of(run) == weights_of(finished)
+    assert weights_of(run) == weights_of(one_round)
     ids = [r.id for r in rollouts_of(run)]
-    assert ids == [r.id for r in rollouts_of(finished)]
+    assert ids == [r.id for r in rollouts_of(one_round)]
 
 
-def test_a_half_written_state_falls_back_to_the_commit_before(finished, tmp_path):
-    run = interrupted_copy(tmp_path)
+def test_a_half_written_state_falls_back_to_the_commit_before(stopped, one_round, tmp_path):
+    run = copied(stopped, tmp_path)
     run.state.write_bytes(run.state.read_bytes()[:200])
-    run, outcome, observer = run_game(small_experiment(), tmp_path, resume=True)
+    run, outcome, observer = run_game(one_round_experiment(), tmp_path, resume=True)
     assert outcome.status == "complete"
     assert any("previous commit" in notice for notice in observer.notices)
-    assert weights_of(run) == weights_of(finished)
+    assert weights_of(run) == weights_of(one_round)
 
 
-def test_a_full_disk_stops_the_run_with_nothing_committed_lost(finished, tmp_path):
+def test_a_full_disk_stops_the_run_with_nothing_committed_lost(one_round, tmp_path):
     """Files may grow to 300 kB and no further, which no checkpoint fits: the first commit of a trainer fails."""
-    script = f"""
-        import asyncio, resource, signal, sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from pathlib import Path
-        from kill_drill import small_experiment
-        from pvg.errors import MissingRequirementError
-        from pvg.game.run import play
-        from pvg.store.run_directory import RunDirectory
-        from pvg.telemetry.observer import SilentObserver
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        run = RunDirectory.create(Path({str(tmp_path)!r}), "drill", small_experiment())
-        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
-        game = play(small_experiment(), run, observer=SilentObserver(), stop=asyncio.Event(), resume=False)
-        with run.lock():
-            try:
-                asyncio.run(game)
-            except MissingRequirementError as error:
-                print(error)
-                raise SystemExit(error.exit_code)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 3, done.stderr[-2000:]
-    assert "disk is full" in done.stdout
+    with files_up_to(300_000), pytest.raises(MissingRequirementError, match="disk is full"):
+        run_game(one_round_experiment(), tmp_path)
     run = RunDirectory.open("drill", tmp_path)
     assert state_of(run)["phase"] == "train_verifier"
     assert len(rollouts_of(run)) == 96
-    run, outcome, _ = run_game(small_experiment(), tmp_path, resume=True)
+    run, outcome, _ = run_game(one_round_experiment(), tmp_path, resume=True)
     assert outcome.status == "complete"
-    assert weights_of(run) == weights_of(finished)
+    assert weights_of(run) == weights_of(one_round)
 
 
-def test_a_run_that_goes_on_with_other_threads_or_another_torch_says_so(tmp_path):
-    run = interrupted_copy(tmp_path)
+def test_a_run_that_goes_on_with_other_threads_or_another_torch_says_so(stopped, one_round, tmp_path):
+    """And Ctrl-C while the prover learns changes no weight: the threads are the same here."""
+    run = copied(stopped, tmp_path)
     store = FileStateStore(run.state)
     state = state_of(run)
     assert state["machine"].endswith(", 1 thread")
     store.save({**state, "machine": "torch 1.0 on cpu, 64 threads"})
-    run, outcome, observer = run_game(small_experiment(), tmp_path, resume=True)
+    run, outcome, observer = run_game(one_round_experiment(), tmp_path, resume=True)
     assert outcome.status == "complete"
     assert any("64 threads" in notice and "last bits" in notice for notice in observer.notices)
     assert state_of(run)["machine"] == state["machine"]
+    assert weights_of(run) == weights_of(one_round)

@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from threading import current_thread
 from threading import enumerate as enumerate_threads
@@ -425,12 +426,32 @@ def role_counts(run: RunDirectory) -> dict[int, Counter[Role]]:
     return {step: Counter(r.role for r in kept if r.step == step) for step in range(STEPS)}
 
 
+CONTINUOUS = {**AHEAD, "rollout.engine.batching": "continuous"}
+
+
+@pytest.fixture(scope="module")
+def synchronous_counts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[float], dict[int, Counter[Role]]]:
+    """The roles in the batches of a synchronous game with a share of sneaky groups."""
+
+    @cache
+    def counts(share: float) -> dict[int, Counter[Role]]:
+        settings = {**CONTINUOUS, "game.sneaky_share": share, "rollout.prefetch": "none"}
+        return role_counts(played(changed(settings), tmp_path_factory.mktemp("synchronous"))[1])
+
+    return counts
+
+
 @pytest.mark.parametrize(("shorter", "share"), [(Role.HELPFUL, 0.5), (Role.SNEAKY, 0.5), (Role.HELPFUL, 0.4)])
 def test_a_role_that_writes_shorter_solutions_does_not_fill_the_batches(
-    shorter: Role, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shorter: Role,
+    share: float,
+    synchronous_counts: Callable[[float], dict[int, Counter[Role]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One role's completions are cut after 2 tokens, the other's have up to 40: the engine finishes the short ones
     first. With a share of 0.4, a synchronous batch has one or two sneaky groups of four, as its number says."""
+    wanted = synchronous_counts(share)
     with open_model(ModelSection(source="embedded:modchain-prover"), pick_device("cpu")) as model:
         (tag,) = model.tokenizer.encode(TAGS[shorter])
     generate = TorchEngine.generate
@@ -441,15 +462,9 @@ def test_a_role_that_writes_shorter_solutions_does_not_fill_the_batches(
         return await generate(self, request)
 
     monkeypatch.setattr(TorchEngine, "generate", cut)
-    settings = {
-        **AHEAD,
-        "rollout.prefetch": {"kind": "fresh", "batches": 2},
-        "rollout.engine.batching": "continuous",
-        "game.sneaky_share": share,
-    }
-    _, ahead = played(changed(settings), tmp_path / "ahead")
-    _, synchronous = played(changed({**settings, "rollout.prefetch": "none"}), tmp_path / "synchronous")
-    assert role_counts(ahead) == role_counts(synchronous)
+    settings = {**CONTINUOUS, "rollout.prefetch": {"kind": "fresh", "batches": 2}, "game.sneaky_share": share}
+    _, ahead = played(changed(settings), tmp_path)
+    assert role_counts(ahead) == wanted
     assert {r.role for r in prover_rollouts(ahead) if len(r.completion_ids) > 2} == {*Role} - {shorter}
 
 

@@ -318,7 +318,13 @@ def test_a_dtype_that_no_weights_have_is_refused(tmp_path: Path, dtype: str) -> 
 
 
 def test_torchs_own_names_of_dtypes_are_understood(tmp_path: Path) -> None:
-    asyncio.run(transport(tmp_path, "torch.bfloat16").close())
+    async def play() -> None:
+        sent = transport(tmp_path, "torch.bfloat16")
+        await sent.stage(WeightUpdate(1, {"w": torch.ones(4)}), LABEL)
+        assert load_file(tmp_path / NAME / "model.safetensors")["w"].dtype == torch.bfloat16
+        await sent.close()
+
+    asyncio.run(play())
 
 
 @pytest.mark.parametrize("name", ["nccl", "ipc"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import subprocess
+import inspect
 import sys
 import threading
 from collections.abc import Sequence
@@ -20,12 +20,13 @@ from typing import Any
 import pytest
 import torch
 from control_server import ControlServer, with_servers
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from pvg.errors import ConfigurationError, MissingRequirementError, StateError
 from pvg.servers.control import ControlClient, DeliveryTiming
 from pvg.servers.pool import ConnectionBroken, RefusedRequest, ReplyTimeout
 from pvg.servers.publishing import PublishingSession, WeightLabel, WeightUpdate
-from pvg.servers.server_side.pvg_vllm.ipc_handles import decode_handle, encode_handle
+from pvg.servers.server_side.pvg_vllm.ipc_handles import ARGUMENTS, decode_handle, encode_handle
 from pvg.servers.transports import transfer
 from pvg.servers.transports.gpu import IpcBackend, NcclBackend
 from pvg.servers.transports.transfer import TransferTransport
@@ -431,9 +432,4 @@ def test_a_handle_of_something_else_is_not_sent() -> None:
 
 def test_torch_still_gives_the_arguments_that_are_sent() -> None:
     """On this machine's torch: the names of rebuild_cuda_tensor's parameters, in their order."""
-    script = (
-        "import inspect; from torch.multiprocessing.reductions import rebuild_cuda_tensor;"
-        "from pvg.servers.server_side.pvg_vllm.ipc_handles import ARGUMENTS;"
-        "assert list(inspect.signature(rebuild_cuda_tensor).parameters) == [name for name, _ in ARGUMENTS]"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    assert list(inspect.signature(rebuild_cuda_tensor).parameters) == [name for name, _ in ARGUMENTS]

@@ -6,14 +6,17 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import orjson
 import pytest
+import torch
+from full_disk import files_up_to, tmpfs_on
 
 from pvg.errors import ConfigurationError, MissingRequirementError, StateError
 from pvg.servers.publishing import PublishingSession, WeightLabel
-from pvg.servers.transports.versions import STABLE, VersionFolders
+from pvg.servers.transports.versions import STABLE, VersionFolders, write_tensors
 from pvg.store.atomic import write_synced
 
 FIRST, SECOND = PublishingSession(1000, "aaaaaaaa"), PublishingSession(2000, "bbbbbbbb")
@@ -159,57 +162,33 @@ def test_a_file_in_the_place_of_the_run_is_refused(tmp_path: Path) -> None:
         VersionFolders(tmp_path, "control.key", FIRST)
 
 
-FULL_DISK = """
-import resource, sys
-from pathlib import Path
-import torch
-from pvg.errors import MissingRequirementError
-from pvg.servers.publishing import PublishingSession, WeightLabel
-from pvg.servers.transports.versions import write_tensors
-from pvg.servers.transports.versions import VersionFolders
-
-session = PublishingSession(1, "aaaaaaaa")
-folders = VersionFolders(Path(sys.argv[1]), "run", session)
-def version(number, size):
-    def fill(folder):
+def write_version(folders: VersionFolders, number: int, size: int) -> None:
+    def fill(folder: Path) -> dict[str, int]:
         path = folder / "model.safetensors"
         return {path.name: write_tensors(path, {"w": torch.ones(size)}, torch.float32)}
-    folders.write(WeightLabel(session, number), fill)
-version(1, 1000)
-before = sorted(folders.folder.rglob("*"))
-if sys.argv[2] == "limit":
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
-try:
-    version(2, 500_000)
-except MissingRequirementError as error:
-    assert "disk is full while writing" in error.message and "v000002" in error.message, error.message
-else:
-    sys.exit("it fitted")
-assert sorted(folders.folder.rglob("*")) == before
-version(2, 1000)
-print(*folders.made)
-"""
+
+    folders.write(WeightLabel(FIRST, number), fill)
 
 
-def run_full_disk(root: Path, how: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(root), how], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert (done.returncode, done.stdout) == (0, "1 2\n"), done.stderr
+def check_full_disk(root: Path, limit: AbstractContextManager[None]) -> None:
+    folders = VersionFolders(root, "run", FIRST)
+    write_version(folders, 1, 1000)
+    before = sorted(folders.folder.rglob("*"))
+    with limit:
+        with pytest.raises(MissingRequirementError, match=r"disk is full while writing .*v000002"):
+            write_version(folders, 2, 500_000)
+        assert sorted(folders.folder.rglob("*")) == before
+        write_version(folders, 2, 1000)
+    assert folders.made == (1, 2)
 
 
 def test_a_file_size_limit_is_a_full_disk(tmp_path: Path) -> None:
-    run_full_disk(tmp_path, "limit")
+    check_full_disk(tmp_path, files_up_to(200_000))
 
 
 def test_a_full_tmpfs_is_a_full_disk(tmp_path: Path) -> None:
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("no right to mount a tmpfs")
-    try:
-        run_full_disk(tmp_path, "tmpfs")
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
+    with tmpfs_on(tmp_path):
+        check_full_disk(tmp_path, nullcontext())
 
 
 def test_a_full_disk_for_the_lock_is_told(tmp_path: Path, monkeypatch) -> None:

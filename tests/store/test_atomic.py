@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from full_disk import files_up_to, tmpfs_on
+from store_samples import names_below, rollout
 
 from pvg.errors import EXIT_ENVIRONMENT, MissingRequirementError
+from pvg.store import FileStateStore, JsonLines, RolloutShards
 from pvg.store.atomic import make_directory, remove_temporaries, temporary_beside, write_atomic, write_output
+from pvg.store.checkpoints import write_checkpoint
 
 
 def test_write_replaces_the_whole_file_and_leaves_nothing_else(tmp_path: Path) -> None:
@@ -71,80 +77,47 @@ def test_other_system_errors_surface(tmp_path: Path) -> None:
         write_atomic(tmp_path / "absent" / "file", b"x")
 
 
-FULL_DISK = """
-import resource, sys
-from pathlib import Path
-from pvg.errors import MissingRequirementError
-from pvg.records import *
-from pvg.store.atomic import write_atomic
-from pvg.store import FileStateStore, JsonLines, RolloutShards
-sys.path.insert(0, sys.argv[2])
-from store_samples import rollout, names_below
-
-root = Path(sys.argv[1])
-limited = sys.argv[3] == "limit"
-write_atomic(root / "file", b"old")
-shards, store, journal = RolloutShards(root), FileStateStore(root / "state.json"), JsonLines(root / "metrics.jsonl")
-info = shards.write(0, "mint-00000", [rollout(0)])
-store.save({"step": 1})
-journal.append({"a": 1})
-before = {name: (root / name).read_bytes() for name in names_below(root)}
-if limited:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
-
-large = "x" * 2_000_000
-def fails(action):
-    try:
-        action()
-    except MissingRequirementError as error:
-        assert "disk is full while writing" in error.message, error.message
-        assert "--resume" in error.remedy
-        assert ".tmp-" not in error.message, error.message
-    else:
-        sys.exit("it fitted")
-    # state.previous.json may be there: the copy of the commit fits.
-    after = {name: (root / name).read_bytes() for name in names_below(root) if name != "state.previous.json"}
-    assert after == before, after.keys()
-
-fails(lambda: write_atomic(root / "file", large.encode()))
-fails(lambda: shards.write(0, "mint-00001", [rollout(i, problem=large[:1000] + str(i)) for i in range(2000)]))
-fails(lambda: store.save({"step": 2, "large": large}))
-fails(lambda: journal.append({"large": large}))
-assert store.load().state == {"step": 1}
-shards.verify(info)
-journal.append({"b": 2})
-if not limited:
-    print("survived")
-    sys.exit()
-import torch
-from pvg.store.checkpoints import write_checkpoint
-before = {name: (root / name).read_bytes() for name in names_below(root) if name != "state.previous.json"}
-fails(lambda: write_checkpoint(root / "checkpoints", "c", {"w": torch.zeros(500_000)}, {}))
-assert not list((root / "checkpoints").iterdir())
-print("survived")
-"""
-
-
-def _run_full_disk(root: Path, how: str) -> None:
-    arguments = [sys.executable, "-c", FULL_DISK, str(root), str(Path(__file__).parent), how]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=120)
-    assert (done.returncode, done.stdout) == (0, "survived\n"), done.stderr
+def check_full_disk(root: Path, limit: AbstractContextManager[None], *writes: Callable[[Path], object]) -> None:
+    """Everything that a run writes names the full disk, and leaves what was there."""
+    write_atomic(root / "file", b"old")
+    shards, store, journal = RolloutShards(root), FileStateStore(root / "state.json"), JsonLines(root / "metrics.jsonl")
+    info = shards.write(0, "mint-00000", [rollout(0)])
+    store.save({"step": 1})
+    journal.append({"a": 1})
+    before = {name: (root / name).read_bytes() for name in names_below(root)}
+    large = "x" * 2_000_000
+    rollouts = [rollout(i, problem=large[:1000] + str(i)) for i in range(2000)]
+    with limit:
+        for write in (
+            lambda: write_atomic(root / "file", large.encode()),
+            lambda: shards.write(0, "mint-00001", rollouts),
+            lambda: store.save({"step": 2, "large": large}),
+            lambda: journal.append({"large": large}),
+            *(partial(write, root) for write in writes),
+        ):
+            with pytest.raises(MissingRequirementError, match="disk is full while writing") as caught:
+                write()
+            assert "--resume" in caught.value.remedy
+            assert ".tmp-" not in caught.value.message
+            # state.previous.json may be there: the copy of the commit fits.
+            after = {name: (root / name).read_bytes() for name in names_below(root) if name != "state.previous.json"}
+            assert after == before
+        assert store.load().state == {"step": 1}
+        shards.verify(info)
+        journal.append({"b": 2})
 
 
 def test_a_file_size_limit_is_a_full_disk(tmp_path: Path) -> None:
-    _run_full_disk(tmp_path, "limit")
+    def checkpoint(root: Path) -> None:
+        write_checkpoint(root / "checkpoints", "c", {"w": torch.zeros(500_000)}, {})
+
+    check_full_disk(tmp_path, files_up_to(200_000), checkpoint)
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 def test_a_full_tmpfs_is_a_full_disk(tmp_path: Path) -> None:
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("no right to mount a tmpfs")
-    try:
-        _run_full_disk(tmp_path, "tmpfs")
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
+    with tmpfs_on(tmp_path):
+        check_full_disk(tmp_path, nullcontext())
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])

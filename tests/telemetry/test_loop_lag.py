@@ -238,8 +238,26 @@ def test_rollouts_in_flight_cause_no_full_garbage_collection() -> None:
     assert full_collections() > 0
 
 
-def test_what_the_program_froze_before_stays_frozen() -> None:
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.freeze()  # as tests/conftest.py leaves it
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_the_objects_of_torch_are_frozen_until_the_end() -> None:
+    collector = CalmCollector()
+    assert gc.get_freeze_count() > 100_000
+    collector.close()
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_the_program_froze_before_stays_frozen_and_nothing_else_is() -> None:
     gc.freeze()
-    frozen = gc.get_freeze_count()
-    CalmCollector().close()
-    assert gc.get_freeze_count() > frozen // 2
+    frozen, kept = gc.get_freeze_count(), [[number] for number in range(1000)]
+    collector = CalmCollector()
+    assert gc.get_freeze_count() <= frozen
+    collector.close()
+    assert frozen // 2 < gc.get_freeze_count() <= frozen
+    assert len(kept) == 1000

@@ -4,9 +4,7 @@ import json
 import math
 import socket
 import sqlite3
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from full_disk import files_up_to
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pvg.errors import MissingRequirementError, UsageError
@@ -110,25 +109,20 @@ def test_a_resumed_run_goes_on_in_a_file_of_its_own(tmp_path: Path) -> None:
     assert [e.step for e in events.Scalars("train_prover/loss")] == [1, 2]
 
 
-def test_a_full_disk_is_one_notice_and_no_traceback(tmp_path: Path) -> None:
+def test_a_full_disk_is_one_notice_and_no_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A real fault: the operating system lets the process write no file above 20 kB."""
-    code = f"""
-        import resource
-        from pathlib import Path
-        from pvg.telemetry.sinks import MetricPoint, SinkBoard, SinkContext, open_sinks
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-        sinks = open_sinks(["tensorboard"], SinkContext(Path({str(tmp_path)!r}), "first", {{}}, False, print))
-        board = SinkBoard(sinks, print, capacity=10_000)
+    told: list[str] = []
+    with files_up_to(20_000):
+        board = SinkBoard(open_sinks(["tensorboard"], opening(tmp_path)), told.append, capacity=10_000)
         for step in range(2000):
-            board.write(MetricPoint(0.0, step, 0, "mint", {{"mint/correct": 1.0}}))
+            board.write(point(step, correct=1.0))
         board.close()
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
-    (notice,) = done.stdout.splitlines()
+    (notice,) = told
     assert notice.startswith(
         "The metric sink tensorboard failed and gets no more metrics (OSError: [Errno 27] File too large"
     )
-    assert done.stderr == ""
+    printed = capfd.readouterr()
+    assert printed.out + printed.err == ""
 
 
 # --- opening ----------------------------------------------------------------------------------------------------------
