@@ -13,7 +13,7 @@ from test_real_game import SMALL
 
 from pvg.config.load import embedded_names
 from pvg.errors import UsageError
-from pvg.reporting.follow import is_running
+from pvg.reporting.follow import state_of
 from pvg.reporting.run_list import glance_at
 
 LITTLE = [
@@ -52,14 +52,14 @@ def test_an_unfinished_run_that_is_evaluated_is_not_running(monkeypatch: pytest.
     seen = []
 
     async def look(*_: object, **__: object) -> None:
-        seen.append((glance_at(run).state, is_running(run)))
+        seen.append((glance_at(run).state, state_of(run)))
         raise UsageError("It has looked.")
 
     monkeypatch.setattr("pvg.evaluation.runner.evaluate", look)
     assert "It has looked." in pvg("evaluate", "first").err
-    assert seen == [("stopped", False)]
+    assert seen == [("stopped", "stopped")]
     with run.lock():
-        assert (glance_at(run).state, is_running(run)) == ("running", True)
+        assert (glance_at(run).state, state_of(run)) == ("running", "running")
 
 
 @pytest.mark.skipif(len(embedded_names()) < 2, reason="the embedded models are not built")
