@@ -117,9 +117,10 @@ def _quit(killed_document: bytes) -> NoReturn:
 
 @contextmanager
 def cancelled_at_signals(killed_document: bytes, remove_rest: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """Gives a function that the coroutine of the work calls first. From then on, the first SIGINT or SIGTERM cancels
-    its task. The second ends the process at once, also while it computes or waits for the reader of its output.
-    Before and after the work, the first one raises KeyboardInterrupt. For work without commits and without a display.
+    """Gives a function that the coroutine of the work calls first. From then on, the first SIGINT, SIGTERM or SIGHUP
+    (the terminal closes) cancels its task. The second ends the process at once, also while it computes or waits for the
+    reader of its output. Before and after the work, the first one raises KeyboardInterrupt. For work without commits
+    and without a display.
 
     `killed_document`: as for `drive`. `remove_rest`: removes what a process that ends at once would leave.
     """
@@ -142,8 +143,8 @@ def cancelled_at_signals(killed_document: bytes, remove_rest: Callable[[], None]
         os.write(2, STOPPING)
         loop.call_soon_threadsafe(task.cancel)
 
-    # Signals that the shell made this process ignore stay ignored: SIGINT in the background.
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    # Signals that the shell made this process ignore stay ignored: SIGINT in the background, SIGHUP under nohup.
+    before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGHUP)}
     caught = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
     for number in caught:
         signal.signal(number, handle)

@@ -35,7 +35,8 @@ def resolve(name: str | None, overrides: Sequence[str], cluster: str | None = No
     experiment = load_experiment(path, settings)
     if switch is not None and switch.note:
         say(switch.note)
-    _refuse_start_of_self_play(experiment, chosen_keys(settings))
+    # Not the keys of a file of settings: a resolved experiment contains all of them.
+    _refuse_start_of_self_play(experiment, chosen_keys([each for each in settings if not each.startswith("@")]))
     check_references(experiment)
     return experiment
 

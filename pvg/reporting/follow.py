@@ -22,7 +22,7 @@ from typing import Any, Literal
 import orjson
 
 from pvg.reporting.run_summary import RunRecords, RunSummary, Status, StepRecord, committed_state
-from pvg.store.lease import BEAT_S, WATCH_S, is_gone, newest_lease, read_driver, sees, this_boot
+from pvg.store.lease import BEAT_S, WATCH_S, is_elsewhere, is_gone, newest_lease, read_driver, sees
 from pvg.store.run_directory import RunDirectory
 
 MOST_RECORDS = 20_000  # steps that are kept, and readings of each sampler: about 60 MB
@@ -251,8 +251,9 @@ def _situation(run: RunDirectory, state: Mapping[str, Any], newest: str) -> RunS
         certain = sees(driver) or (quiet_s is not None and quiet_s > 1.5 * BEAT_S)
         now: RunState = "died" if gone and certain else "running"
         return RunSituation(now, process, host, quiet_s)
-    elsewhere = driver.get("boot") != this_boot()
-    return RunSituation("died" if gone or (elsewhere and quiet_s > WATCH_S) else "silent", process, host, quiet_s)
+    return RunSituation(
+        "died" if gone or (is_elsewhere(driver) and quiet_s > WATCH_S) else "silent", process, host, quiet_s
+    )
 
 
 def _newest_kind(journal: Path) -> str:

@@ -64,10 +64,17 @@ def sees(driver: Driver) -> bool:
     return driver.get("boot") == this_boot() and driver.get("namespace") == this_namespace()
 
 
+def is_elsewhere(driver: Driver) -> bool:
+    """Whether the driver ran on another host or in another container. A lease of an older version names no
+    container, and counts as from this one."""
+    return driver.get("boot") != this_boot() or driver.get("namespace", this_namespace()) != this_namespace()
+
+
 def is_gone(driver: Driver) -> bool:
-    """Whether there is no process that could be the driver, on the driver's host. False on another host."""
+    """Whether the driver's process has ended. False if this process would not see it: on another host, or in another
+    container, where its number means another process."""
     process = driver.get("process")
-    if driver.get("boot") != this_boot() or not process:
+    if is_elsewhere(driver) or not process:
         return False
     try:
         os.kill(process, 0)
@@ -102,9 +109,10 @@ def newest_lease(folder: Path) -> Path | None:
 def read_driver(lease: Path | None) -> Driver:
     """The driver that a lease names; empty if there is no lease, or if its driver died while it wrote it."""
     try:
-        return dict(orjson.loads(lease.read_bytes())) if lease is not None else {}
+        driver = dict(orjson.loads(lease.read_bytes())) if lease is not None else {}
     except (OSError, orjson.JSONDecodeError, TypeError, ValueError):
         return {}
+    return driver if isinstance(driver.get("process", 0), int) else {}
 
 
 def name_of(driver: Driver) -> str:

@@ -229,3 +229,10 @@ def test_no_paragraph_of_a_help_text_has_a_line_break() -> None:
     found = list(texts(get_command(app)))
     assert any("\n\n" in text for text in found)
     assert [text for text in found if re.search(r"[^\n]\n[^\n]", text)] == []
+
+
+def test_the_settings_of_a_resolved_experiment_of_self_play_are_accepted() -> None:
+    """They contain game.start = "base", the default, which a user cannot ask for by name."""
+    Path("resolved.toml").write_text(pvg("config", "show", "negotiation").out)
+    called = pvg("config", "validate", "negotiation", "-s", "@resolved.toml")
+    assert (called.code, called.err) == (0, "")

@@ -231,11 +231,13 @@ def test_samples_are_no_game(run: Run) -> None:
     assert "--resume" not in called.err
 
 
-def test_ctrl_c_says_that_no_file_was_written(run: Run) -> None:
-    """At the moment when the first line is scored."""
+@pytest.mark.parametrize("number", ["SIGINT", "SIGHUP"])
+def test_a_signal_says_that_no_file_was_written(run: Run, number: str) -> None:
+    """Ctrl-C, or the end of the terminal, at the moment when the first line is scored."""
     with Path("much.jsonl").open("w") as file:
         file.writelines(json.dumps({"question": QUESTION, "solution": f"A{n % 10}"}) + "\n" for n in range(1000))
-    command = [sys.executable, "-c", STOPPED_AT_WORK, "score", "mine", "much.jsonl", "--out", "much-scores.jsonl"]
+    program = STOPPED_AT_WORK.replace("SIGINT", number)
+    command = [sys.executable, "-c", program, "score", "mine", "much.jsonl", "--out", "much-scores.jsonl"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 130, done.stderr
     assert "Stopped before all solutions were scored. much-scores.jsonl was not written." in done.stderr

@@ -19,7 +19,7 @@ from pvg.reporting import follow
 from pvg.reporting.follow import FollowedRun, JournalTail, progress_of
 from pvg.reporting.live_page import ROLLOUTS, LiveRun, workers_section
 from pvg.reporting.run_summary import read_run
-from pvg.store.lease import this_namespace
+from pvg.store.lease import this_boot, this_namespace
 from pvg.store.run_directory import RunDirectory
 
 
@@ -131,7 +131,7 @@ def lease(run: RunDirectory, *, age_s: float = 0.0, **fields: object) -> None:
     for other in run.path.glob("lease-*.json"):
         other.unlink()
     path = run.path / "lease-000001.json"
-    driver = {"host": "here", "boot": follow.this_boot(), "process": os.getpid(), "beats": 3, "ended": False}
+    driver = {"host": "here", "boot": this_boot(), "process": os.getpid(), "beats": 3, "ended": False}
     path.write_bytes(orjson.dumps({**driver, **fields}))
     os.utime(path, (time.time() - age_s, time.time() - age_s))
 
@@ -168,6 +168,12 @@ def test_the_state_of_a_run_follows_from_its_lease_and_its_records(tmp_path: Pat
     lease(run, process=dead, namespace=this_namespace(), age_s=1.0)
     assert situation(run) == "died"
     lease(run, start=1, namespace=this_namespace(), age_s=1.0)  # its number has another process now
+    assert situation(run) == "died"
+    lease(run, start=1, namespace="another", age_s=8.0)  # its number has another process in this container
+    assert situation(run) == "running"
+    lease(run, start=1, namespace="another", age_s=20.0)
+    assert situation(run) == "silent"
+    lease(run, start=1, namespace="another", age_s=60.0)  # as on another host
     assert situation(run) == "died"
     lease(run, boot="another", age_s=20.0)
     assert situation(run) == "silent"

@@ -96,7 +96,7 @@ class VerifierQuestion(DocumentPart):
 
 class TaskPreview(DocumentPart):
     """A training problem as the players read it. `prompts`: by role, empty for self-play. `challenge`: null in other
-    protocols."""
+    protocols, without a tokenizer, and for a solution without a step."""
 
     problem: str
     question: str
