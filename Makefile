@@ -68,7 +68,7 @@ check: $(STAMP)  ## lint, type check and the fast tests in parallel (about a min
 fast-tests: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(FAST_TEST_PROCESSES) --dist worksteal -m "not slow and not drill"
 
-test: $(STAMP) lint types  ## lint, type check and all tests but the drills (11 minutes on 2 cores)
+test: $(STAMP) lint types  ## lint, type check and all tests but the drills (10 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m "not drill" \
 	  $(call again,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not drill")
 
