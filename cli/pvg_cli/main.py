@@ -47,7 +47,7 @@ bound_spinning()
 # Python's are 700, 10, 10. With them, the collector scans the objects of torch and transformers again and again while
 # they are loaded. These thresholds stay afterwards, because no command makes many cycles of objects.
 gc.set_threshold(2_000, 10, 200)
-# When Python ends, it looks for garbage once more. Without the objects of torch, a command ends half a second sooner.
+# When Python ends, it looks for garbage once more, and not among frozen objects, such as those of torch.
 atexit.register(gc.freeze)
 
 app = typer.Typer(

@@ -160,7 +160,7 @@ def _run(spec: ServerSpec, experiment: Experiment, purpose: str, shown: ServeWat
     from pvg.servers.process import ServerFailedError, VllmServer
 
     async def work() -> None:
-        cancel_at_signals()
+        stop_serving_at_signals()
         try:
             async with VllmServer.start(spec, shown.progressed) as server:
                 shown.ready(server)
@@ -206,7 +206,7 @@ def _serve_verifier(name: str, runs: Path, round_: int, port: int, as_json: bool
         announce_loading()
         from pvg.export.reward_server import RewardServer
 
-        cancel_at_signals()
+        stop_serving_at_signals()
         async with RewardServer.start(finished, port) as server:
             ready = True
             if as_json:
@@ -224,7 +224,7 @@ def _serve_verifier(name: str, runs: Path, round_: int, port: int, as_json: bool
         raise typer.Exit(EXIT_STOPPED) from None
 
 
-def cancel_at_signals() -> None:
+def stop_serving_at_signals() -> None:
     """Cancel the running task at Ctrl-C, SIGTERM or when the terminal closes. Only once, because the server needs time
     to end. Signals that the shell made us ignore stay ignored: SIGINT in the background, SIGHUP under nohup."""
     import asyncio

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pvg_cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, SetOption, emit, emit_error, guarded, say
-from pvg_cli.serve import cancel_at_signals
+from pvg_cli.serve import stop_serving_at_signals
 
 if TYPE_CHECKING:
     from pvg.servers.environments import ServedEnvironment
@@ -64,7 +64,7 @@ def serve_env(
 
         async def work() -> None:
             nonlocal ready
-            cancel_at_signals()
+            stop_serving_at_signals()
             async with EnvironmentServer.start(environment, host, port, sessions, idle) as server:
                 ready = True
                 _announce(server.url, environment.name, host, as_json)

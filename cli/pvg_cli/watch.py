@@ -19,7 +19,7 @@ from pvg_cli.boundary import (
     guarded,
     say,
 )
-from pvg_cli.serve import cancel_at_signals
+from pvg_cli.serve import stop_serving_at_signals
 
 if TYPE_CHECKING:
     from pvg.reporting.watch_server import WatchServer
@@ -63,7 +63,7 @@ def watch(
         nonlocal ready
         from pvg.reporting.watch_server import PortInUseError, WatchServer
 
-        cancel_at_signals()
+        stop_serving_at_signals()
         candidates = [PORT, 0] if port is None else [port]
         for candidate in candidates:
             try:
