@@ -89,8 +89,9 @@ async def trained(study: EvaluationContext, experiment: Experiment, mint: Mint, 
     verifier = await players.compute(lambda: players.open_verifier(mint.round, draw))
     players.experiment = experiment
     try:
-        trainer = verifier_trainer(players, verifier, stream, sources=len(sources))
-        while trainer.steps_done < experiment.verifier.steps:
+        steps = experiment.verifier_steps(mint.round)
+        trainer = verifier_trainer(players, verifier, stream, sources=len(sources), steps=steps)
+        while trainer.steps_done < steps:
             await trainer.step()
     finally:
         players.experiment = study.experiment

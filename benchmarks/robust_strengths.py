@@ -73,8 +73,9 @@ async def trained(experiment: Experiment, reading: OpenedRun, round_: int, draw:
         )
         stream = pair_stream(section, view, source_weights(experiment.game, sources), seed_for(draw, round_, "pairs"))
         verifier = players.open_verifier(round_)
-        trainer = verifier_trainer(players, verifier, stream, sources=len(sources))
-        while trainer.steps_done < section.steps:
+        steps = experiment.verifier_steps(round_)
+        trainer = verifier_trainer(players, verifier, stream, sources=len(sources), steps=steps)
+        while trainer.steps_done < steps:
             await trainer.step()
         scorer = players.scorer(verifier)
         minted = [

@@ -488,6 +488,14 @@ def test_arithmetic_by_hand(tmp_path: Path) -> None:
     assert numbers.optimizer_steps == 2 * (7 + 5)
 
 
+def test_a_growing_game_adds_problems_and_steps_in_each_round() -> None:
+    growing = {"growing": True, "rounds": 3}
+    experiment = build_experiment({"game": growing, "verifier": {"steps": 7}, "training": {"steps": 5}})
+    assert [experiment.mint_problems(round_) // experiment.game.mint_problems for round_ in range(3)] == [1, 2, 3]
+    assert [experiment.verifier_steps(round_) for round_ in range(3)] == [7, 14, 21]
+    assert experiment.arithmetic().optimizer_steps == 7 + 14 + 21 + 3 * 5
+
+
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
@@ -587,10 +595,11 @@ def test_what_is_wrong_with_a_file_of_settings_names_it(tmp_path: Path) -> None:
         load_experiment(path, [f"@{tmp_path / 'odd.toml'}"])
 
 
-def test_runs_that_began_before_a_round_could_start_from_the_previous_one_keep_their_hash() -> None:
+def test_runs_that_began_before_a_round_could_start_from_the_previous_one_or_grow_keep_their_hash() -> None:
     run = Experiment()
     plain = run.hashed()
     assert plain["game"].pop("start") == {"kind": "base"}
+    assert plain["game"].pop("growing") is False
     assert run.hash() == hashlib.sha256(orjson.dumps(plain, option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
     other = run.model_copy(update={"game": run.game.model_copy(update={"start": PreviousStart()})})
     assert other.hash() != run.hash()

@@ -97,6 +97,7 @@ def arithmetic_table(experiment: Experiment) -> RenderableType:
 
 def _arithmetic_rows(experiment: Experiment, numbers: BatchArithmetic) -> list[tuple[str, int, str]]:
     training, game, verifier = experiment.training, experiment.game, experiment.verifier
+    grows = "; each later round adds as many" if game.growing else ""
     micro = f"at most {training.micro_batch_tokens:,} tokens each"
     if training.micro_batch_memory_mb:
         micro += f", fewer if these take over {training.micro_batch_memory_mb:,} MB"
@@ -120,9 +121,9 @@ def _arithmetic_rows(experiment: Experiment, numbers: BatchArithmetic) -> list[t
         (
             "mint rollouts per round",
             numbers.mint_rollouts_per_round,
-            f"{game.mint_problems:,} problems x {game.mint_samples}",
+            f"{game.mint_problems:,} problems x {game.mint_samples}{grows}",
         ),
-        ("verifier pairs per round", numbers.verifier_pairs_per_round, pairs),
+        ("verifier pairs per round", numbers.verifier_pairs_per_round, pairs + grows),
         ("prover rollouts per round", numbers.prover_rollouts_per_round, prover),
         ("optimizer steps in total", numbers.optimizer_steps, f"{counted(game.rounds, 'round')} x (verifier + prover)"),
     ]

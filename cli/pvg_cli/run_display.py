@@ -74,6 +74,7 @@ class RunBoard:
     run: str
     rounds: int
     clock: Callable[[], float] = time.monotonic
+    effort: Callable[[int], int] = lambda round_: 1  # how long mint and verifier take in a round, relative to round 0
     phases: tuple[str, ...] = PHASES  # the phases of a round, in order; none for work that says its parts itself
     info: PhaseInfo | None = None
     done: int = 0
@@ -174,19 +175,24 @@ class RunBoard:
     def game_eta(self) -> float | None:
         """Remaining seconds of the whole game; None until each kind of phase has finished once.
 
-        The estimate assumes that a phase takes as long as the last finished phase of its kind.
+        The estimate assumes that a phase takes as long as the last finished phase of its kind, times the growth of a
+        growing game.
         """
         phase_eta = self.phase_eta()
         if self.info is None or self.info.phase not in self.phases or phase_eta is None:
             return None
-        lasted: dict[str, float] = {}
-        for (_, phase), seconds in self.phase_seconds.items():
-            lasted[phase] = seconds
-        now = self.phases.index(self.info.phase)
-        to_come = [*self.phases[now + 1 :], *(self.phases * (self.rounds - self.info.round - 1))]
-        if not all(phase in lasted for phase in to_come):
+        lasted = {
+            phase: seconds / self._growth(round_, phase) for (round_, phase), seconds in self.phase_seconds.items()
+        }
+        now, later = self.phases.index(self.info.phase), range(self.info.round + 1, self.rounds)
+        to_come = [(self.info.round, phase) for phase in self.phases[now + 1 :]]
+        to_come += [(round_, phase) for round_ in later for phase in self.phases]
+        if not all(phase in lasted for _, phase in to_come):
             return None
-        return phase_eta + sum(lasted[phase] for phase in to_come)
+        return phase_eta + sum(lasted[phase] * self._growth(round_, phase) for round_, phase in to_come)
+
+    def _growth(self, round_: int, phase: str) -> int:
+        return self.effort(round_) if phase in PHASES[:2] else 1
 
     def all_left(self) -> str:
         """The time until all parts are done: `about 3 min 10 s in total`; empty before anything was measured."""

@@ -252,7 +252,7 @@ def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None) -> GameOutcome:
             experiment, run, observer=observer, stop=stop, resume=plan.resume, supply=supply, rank_supply=ranks
         )
 
-    board = RunBoard(experiment.name, run.name, experiment.game.rounds)
+    board = RunBoard(experiment.name, run.name, experiment.game.rounds, effort=experiment.game.effort)
     if plan.resume:
         board.recall(read_run(run))
     watcher = RunWatcher(board, stderr())

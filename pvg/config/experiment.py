@@ -37,6 +37,14 @@ class Experiment(AllSections):
             raise ValueError(complaint)
         return self
 
+    def verifier_steps(self, round_: int) -> int:
+        """Optimizer steps of a round's verifier, or of each member of its ensemble."""
+        return self.verifier.steps * self.game.effort(round_)
+
+    def mint_problems(self, round_: int) -> int:
+        """Problems of a round's mint."""
+        return self.game.mint_problems * self.game.effort(round_)
+
     def arithmetic(self) -> BatchArithmetic:
         """The batch sizes that follow from the settings."""
         training, rollout = self.training, self.rollout
@@ -59,7 +67,9 @@ class Experiment(AllSections):
             mint_rollouts_per_round=0 if self_play else self.game.mint_problems * self.game.mint_samples,
             verifier_pairs_per_round=verifier_steps * self.verifier.pairs,
             prover_rollouts_per_round=rollouts * -(-training.steps // training.minibatches),
-            optimizer_steps=self.game.rounds * (verifier_steps + training.steps),
+            optimizer_steps=sum(
+                verifier_steps * self.game.effort(round_) + training.steps for round_ in range(self.game.rounds)
+            ),
         )
 
     def warnings(self) -> list[str]:
@@ -71,6 +81,8 @@ class Experiment(AllSections):
         found = self.hashed()
         if self.game.start.kind == "base":  # as in runs that began before this setting existed
             del found["game"]["start"]
+        if not self.game.growing:
+            del found["game"]["growing"]
         return hashlib.sha256(orjson.dumps(found, option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
 
     def hashed(self) -> dict[str, Any]:
@@ -122,7 +134,7 @@ class BatchArithmetic:
     micro_batch_rollouts: int
     accumulation_steps: int
     completion_tokens_per_batch: int
-    mint_rollouts_per_round: int
+    mint_rollouts_per_round: int  # these two: of the first round; game.growing adds as many in each round
     verifier_pairs_per_round: int
     prover_rollouts_per_round: int
     optimizer_steps: int

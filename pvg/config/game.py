@@ -91,9 +91,9 @@ Reward = Annotated[
 
 
 class SimpleMixture(Section):
-    """`equal`: every source has the same share. `latest`: only the newest source."""
+    """`equal`: every source has the same share. `latest`: only the newest source. `base`: only the base prover."""
 
-    kind: Literal["equal", "latest"] = "equal"
+    kind: Literal["equal", "latest", "base"] = "equal"
 
 
 class DecayMixture(Section):
@@ -222,8 +222,16 @@ class Game(Section):
     mint_samples: Annotated[int, Field(ge=2, le=10**12)] = Field(
         8, description="Solutions per problem of a mint, shared by the sources."
     )
+    growing: bool = Field(
+        False,
+        description="Each round adds game.mint_problems and verifier.steps: round r has r + 1 times as many of both.",
+    )
     mixture: Mixture = SimpleMixture()
     stop: Stop = StopAfterSteps()
     protocol: Protocol = DirectProtocol()
     schedule: Schedule = StackelbergSchedule()
     test: RoundTest = RoundTest()
+
+    def effort(self, round_: int) -> int:
+        """How many times game.mint_problems and verifier.steps a round has; rounds count from 0."""
+        return round_ + 1 if self.growing else 1

@@ -34,10 +34,12 @@ class ProblemChunk:
 
 def plan(session: Session) -> list[ProblemChunk]:
     """All chunks of this round's mint, oldest source first. Every process computes the same list."""
-    game, round_ = session.experiment.game, session.state.round
+    experiment, game, round_ = session.experiment, session.experiment.game, session.state.round
     shares = source_weights(game, sources_for_round(round_))
-    counts = apportion(game.mint_problems, shares)
-    problems = session.draw("verifier", round_ * game.mint_problems, game.mint_problems, "mint")
+    size = experiment.mint_problems(round_)
+    counts = apportion(size, shares)
+    drawn = sum(experiment.mint_problems(earlier) for earlier in range(round_))
+    problems = session.draw("verifier", drawn, size, "mint")
     per_chunk = max(1, session.experiment.rollout.chunk // game.mint_samples)
     chunks: list[ProblemChunk] = []
     start = 0

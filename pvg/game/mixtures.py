@@ -72,10 +72,16 @@ def latest(count: int, mixture: SimpleMixture) -> Weights:
     return np.asarray(_ages(count) == 0, dtype=np.float64)
 
 
+def base(count: int, mixture: SimpleMixture) -> Weights:
+    """The base prover only: the control for what the provers' solutions teach the verifier."""
+    return np.asarray(np.arange(count) == 0, dtype=np.float64)
+
+
 MIXTURES: dict[str, Callable[[int, Any], Weights]] = {
     "equal": equal,
     "exponential": exponential,
     "geometric": geometric,
     "window": window,
     "latest": latest,
+    "base": base,
 }

@@ -205,7 +205,8 @@ class VerifierUpdates:
             self._verifier,
             section,
             executor=session.players.executor,
-            start_step=section.steps + self._done * self._schedule.updates,  # continues the warmup of a penalty
+            # Continues the warmup of a penalty.
+            start_step=session.experiment.verifier_steps(round_) + self._done * self._schedule.updates,
             source_fingerprint=session.players.base.tokenizer.fingerprint,
         )
 

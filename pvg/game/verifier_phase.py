@@ -60,7 +60,7 @@ WARMUP = 10
 async def train_verifier(session: Session) -> None:
     """Run the phase from the last committed step on, then enter TRAIN_PROVER."""
     section, state = session.experiment.verifier, session.state
-    info = session.begin("steps", section.ensemble.size * section.steps, state.step)
+    info = session.begin("steps", section.ensemble.size * steps_of_member(session), state.step)
     started = time.perf_counter()
     if section.ensemble.kind == "none":
         verifier: VerifierModel | VerifierEnsemble = await _trained(session, info, member=0)
@@ -86,6 +86,11 @@ async def train_verifier(session: Session) -> None:
 # --- training: one verifier, or the members of an ensemble ------------------------------------------------------------
 
 
+def steps_of_member(session: Session) -> int:
+    """Optimizer steps of this round's verifier, or of each member of its ensemble."""
+    return session.experiment.verifier_steps(session.state.round)
+
+
 def finished_members(session: Session) -> list[str]:
     """Names of the trained members' weights; their count is the number of the next member."""
     return list(session.state.progress.get("weights", ()))
@@ -104,7 +109,7 @@ async def _trained_ensemble(session: Session, info: PhaseInfo) -> VerifierEnsemb
         finally:
             verifier.close()
         state, names = session.state, [*finished_members(session), name]
-        step, weights = (member + 1) * section.steps, (*state.weights, name)
+        step, weights = (member + 1) * steps_of_member(session), (*state.weights, name)
         await session.commit_state(
             replace(state, step=step, checkpoint=None, weights=weights, progress={"weights": names})
         )
@@ -130,7 +135,7 @@ async def _trained(session: Session, info: PhaseInfo, member: int) -> VerifierMo
                 await workers.prepare()
         session.first_step()
         try:
-            while trainer.steps_done < session.experiment.verifier.steps:
+            while trainer.steps_done < steps_of_member(session):
                 await _step(session, trainer, info, member)
         finally:
             if workers is not None:
@@ -193,13 +198,13 @@ def _tell_about_sources(session: Session, stream: PairStream) -> None:
     )
 
 
-def optimizer_settings(section: Verifier) -> OptimizerSettings:
-    """Optimizer settings from the verifier's section."""
+def optimizer_settings(section: Verifier, steps: int) -> OptimizerSettings:
+    """Optimizer settings from the verifier's section, for `steps` optimizer steps."""
     return OptimizerSettings(
         learning_rate=section.learning_rate,
         warmup=WARMUP,
         schedule="linear",
-        total_steps=section.steps,
+        total_steps=steps,
     )
 
 
@@ -209,10 +214,12 @@ def verifier_trainer(
     stream: PairStream,
     *,
     sources: int,
+    steps: int,
     start_step: int = 0,
     workers: GradientWorkers[VerifierBatch] | None = None,
 ) -> Trainer[VerifierBatch]:
-    """A trainer of `verifier` on the solutions of `stream`, by `sources` provers, from step `start_step` on."""
+    """A trainer of `verifier` on the solutions of `stream`, by `sources` provers: `steps` steps, from step
+    `start_step` on."""
     section = players.experiment.verifier
     source = PairSource(
         stream,
@@ -226,7 +233,7 @@ def verifier_trainer(
     return Trainer(
         verifier,
         objective_for(section, verifier.tokenizer.pad_id, environments=sources),
-        optimizer_settings(section),
+        optimizer_settings(section, steps),
         source,
         executor=players.executor,
         precision=section.precision,
@@ -248,7 +255,8 @@ def _open_trainer(
         verifier,
         stream,
         sources=len(sources_for_round(session.state.round)),
-        start_step=session.state.step - member * session.experiment.verifier.steps,
+        steps=steps_of_member(session),
+        start_step=session.state.step - member * steps_of_member(session),
         workers=workers,
     )
     if (checkpoint := session.ledger.read_checkpoint()) is not None:
@@ -265,7 +273,7 @@ async def _step(session: Session, trainer: Trainer[VerifierBatch], info: PhaseIn
     metrics["pairs_per_s"] = metrics["pairs"] / (time.perf_counter() - started)
     if section.ensemble.kind != "none":
         metrics["member"] = float(member)
-    done = member * section.steps + trainer.steps_done
+    done = member * steps_of_member(session) + trainer.steps_done
     session.report_step(info, done, metrics)
     if session.due(done, info.total):
         await session.commit_trainer(trainer, step=done)
@@ -350,7 +358,7 @@ async def _held_out(session: Session) -> PairView:
     section = session.experiment.verifier
     view, reason = await session.players.compute(lambda: calibration_view(session))
     if reason:
-        session.alert([Alert("calibration", reason)], section.ensemble.size * section.steps)
+        session.alert([Alert("calibration", reason)], section.ensemble.size * steps_of_member(session))
     return view
 
 

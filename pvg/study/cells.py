@@ -175,8 +175,10 @@ def progress_of(cell: Cell, folder: StudyFolder, evaluate: StudyEvaluation | Non
 
 def steps_done(cell: Cell, state: dict[str, Any]) -> int:
     """The optimizer steps of the game up to its last commit."""
-    verifier, prover = cell.experiment.verifier.steps, cell.experiment.training.steps
-    done = int(state.get("round", 0)) * (verifier + prover)
+    experiment, round_ = cell.experiment, int(state.get("round", 0))
+    prover = experiment.training.steps
+    done = sum(experiment.verifier_steps(earlier) + prover for earlier in range(round_))
+    verifier = experiment.verifier_steps(round_)
     match state.get("phase"):
         case "train_verifier":
             done += int(state.get("step", 0))

@@ -29,8 +29,8 @@ def board() -> tuple[RunBoard, Clock]:
     return RunBoard("modchain", "modchain-2", 2, clock=clock), clock
 
 
-def info(phase: str, total: int, *, round_: int = 0, done: int = 0) -> PhaseInfo:
-    return PhaseInfo(round_, 2, phase, "steps", total, done)
+def info(phase: str, total: int, *, round_: int = 0, done: int = 0, rounds: int = 2) -> PhaseInfo:
+    return PhaseInfo(round_, rounds, phase, "steps", total, done)
 
 
 def drawn(state: RunBoard, width: int, *, roomy: bool = True) -> list[str]:
@@ -80,6 +80,20 @@ def test_the_whole_game_is_estimated_once_every_phase_was_timed() -> None:
     clock.now += 1.0
     state.progress(Progress(5))
     assert state.game_eta() == pytest.approx(1.0 + 5.0 + 20.0 + 3.0)
+
+
+def test_the_estimate_of_a_growing_game_grows_with_its_rounds() -> None:
+    clock = Clock()
+    state = RunBoard("modchain", "modchain-2", 3, clock=clock, effort=lambda round_: round_ + 1)
+    for phase, seconds in (("mint", 2.0), ("train_verifier", 5.0), ("train_prover", 20.0), ("checkpoint", 3.0)):
+        state.start_phase(info(phase, 10, rounds=3))
+        clock.now += seconds
+        state.finish_phase(info(phase, 10, rounds=3), {})
+    state.start_phase(info("mint", 20, round_=1, rounds=3))
+    clock.now += 2.0
+    state.progress(Progress(10))
+    # the rest of this mint; then mint and verifier twice and three times as long, the other phases as long as before
+    assert state.game_eta() == pytest.approx(2.0 + (2 * 5.0 + 20.0 + 3.0) + (3 * 2.0 + 3 * 5.0 + 20.0 + 3.0))
 
 
 @pytest.mark.parametrize("elapsed_s", [5.0, 947.0, 45_000.0])

@@ -23,6 +23,7 @@ def test_sources_are_the_base_and_the_provers_of_earlier_rounds():
         ("geometric", [0.25, 0.25, 0.5]),
         ("window", [0.0, 0.5, 0.5]),
         ("latest", [0.0, 0.0, 1.0]),
+        ("base", [1.0, 0.0, 0.0]),
     ],
 )
 def test_shares_by_hand(mixture, expected):

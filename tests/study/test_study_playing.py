@@ -307,6 +307,13 @@ def test_steps_done_are_optimizer_steps(state: dict[str, object], done: int) -> 
     assert steps_done(small().cells[0], state) == done
 
 
+def test_the_steps_of_a_growing_game_grow_with_its_rounds() -> None:
+    plan = small(SMALL.replace("game.rounds = 2", "game.rounds = 3\ngame.growing = true"))
+    assert plan.cells[0].steps == 3 + 5 + 6 + 5 + 9 + 5
+    assert steps_done(plan.cells[0], {"phase": "train_prover", "round": 1, "step": 4}) == 3 + 5 + 6 + 4
+    assert steps_done(plan.cells[0], {"phase": "train_verifier", "round": 2, "step": 7}) == 3 + 5 + 6 + 5 + 7
+
+
 def test_cells_with_other_settings_are_refused_with_the_settings() -> None:
     plan = small()
     refuse_other_settings(plan.cells)

@@ -204,7 +204,7 @@ class VerifierWork:
         trainer = Trainer(
             self._verifier,
             objective,
-            optimizer_settings(section),
+            optimizer_settings(section, section.steps),
             source,
             executor=players.executor,
             precision=section.precision,

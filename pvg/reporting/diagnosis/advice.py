@@ -180,7 +180,8 @@ def _more_minibatches(experiment: Experiment, tally: LogTally) -> Proposal | Non
 def _rarer_commits(experiment: Experiment, tally: LogTally) -> Proposal | None:
     """The setting counts optimizer steps. A phase commits at its end in any case, so more steps between two commits
     than a phase has change nothing."""
-    now, phase = experiment.store.commit_every, max(experiment.training.steps, experiment.verifier.steps)
+    longest = experiment.verifier_steps(experiment.game.rounds - 1)
+    now, phase = experiment.store.commit_every, max(experiment.training.steps, longest)
     if now >= phase or _by_chunks(tally):
         return None
     return Proposal("Commit less often.", {"store.commit_every": min(2 * now, phase)})

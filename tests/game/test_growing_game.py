@@ -1,0 +1,73 @@
+"""A growing game: each round adds problems to the mint and steps to the verifier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kill_drill import differences, fingerprint
+from test_configurations import changed, played, rows
+
+from pvg.config.experiment import Experiment
+from pvg.store.run_directory import RunDirectory
+from pvg.store.shards import RolloutShards
+
+GROWING: dict[str, Any] = {"game.rounds": 3, "game.growing": True, "game.mint_problems": 8}
+
+
+def growing(**settings: Any) -> Experiment:
+    return changed({**GROWING, **settings})
+
+
+def minted(run: RunDirectory, round_: int) -> dict[str, str]:
+    """The sources of a round's mint by problem."""
+    shards = sorted((run.path / "rollouts" / f"round-{round_:03d}").glob("mint-*.arrow"))
+    reader = RolloutShards(run.path)
+    return {row.problem_id: row.source for shard in shards for row in reader.read(str(shard.relative_to(run.path)))}
+
+
+def verifier_steps(run: RunDirectory) -> list[int]:
+    """Steps of the verifier's phase in each round."""
+    counts = [0, 0, 0]
+    for row in rows(run, "step"):
+        counts[row["round"]] += row["phase"] == "train_verifier"
+    return counts
+
+
+def test_each_round_adds_the_problems_and_steps_of_the_first(tmp_path: Path) -> None:
+    outcome, run = played(growing(), tmp_path)
+    assert outcome.status == "complete"
+    assert verifier_steps(run) == [7, 14, 21]
+    mints = [minted(run, round_) for round_ in range(3)]
+    assert [len(mint) for mint in mints] == [8, 16, 24]
+    # As many problems of each prover as the first mint has of the base prover, and no problem twice.
+    assert [sorted(mint.values()) for mint in mints] == [
+        ["base"] * 8,
+        ["base"] * 8 + ["round-000"] * 8,
+        ["base"] * 8 + ["round-000"] * 8 + ["round-001"] * 8,
+    ]
+    assert len(mints[0] | mints[1] | mints[2]) == 8 + 16 + 24
+
+
+def test_the_first_round_is_that_of_a_game_that_does_not_grow(tmp_path: Path) -> None:
+    _, grown = played(growing(**{"game.rounds": 1}), tmp_path / "growing")
+    _, constant = played(growing(**{"game.rounds": 1, "game.growing": False}), tmp_path / "constant")
+    assert not differences(fingerprint(grown.path.parent), fingerprint(constant.path.parent))
+
+
+def test_the_base_mixture_has_solutions_of_the_base_prover_only(tmp_path: Path) -> None:
+    _, run = played(growing(**{"game.mixture": "base"}), tmp_path)
+    assert [sorted(minted(run, round_).values()) for round_ in range(3)] == [["base"] * 8, ["base"] * 16, ["base"] * 24]
+
+
+@pytest.mark.parametrize("ensemble", ["none", {"kind": "mean", "size": 2}])
+def test_a_growing_game_resumes_in_the_middle_of_a_verifier(ensemble: Any, tmp_path: Path) -> None:
+    experiment = growing(**{"game.rounds": 2, "verifier.ensemble": ensemble})
+    _, whole = played(experiment, tmp_path / "whole")
+    event = 7 + 10 if ensemble == "none" else 2 * 7 + 20  # in round 1; of the ensemble: in its second member
+    outcome, _ = played(experiment, tmp_path / "stopped", stop_at=("train_verifier", 2 + event))
+    assert outcome.status == "interrupted"
+    outcome, stopped = played(experiment, tmp_path / "stopped", resume=True)
+    assert outcome.status == "complete"
+    assert not differences(fingerprint(whole.path.parent), fingerprint(stopped.path.parent))
