@@ -6,7 +6,8 @@ they did not learn. The program prints one JSON line for each round and setting:
 strengths of docs/results/robust.md were chosen with it:
 
     pvg train modchain --name strengths -s models.threads=1 -s verifier.steps=60 -s verifier.learning_rate=3e-4 \\
-        -s game.mint_problems=512 -s game.reward.floor=-15
+        -s game.mint_problems=512 -s game.reward.floor=-15 -s game.growing=false -s game.rounds=3 -s game.start=base \\
+        -s training.steps=90
     python benchmarks/robust_strengths.py runs/strengths
 """
 

@@ -494,6 +494,8 @@ def test_a_growing_game_adds_problems_and_steps_in_each_round() -> None:
     assert [experiment.mint_problems(round_) // experiment.game.mint_problems for round_ in range(3)] == [1, 2, 3]
     assert [experiment.verifier_steps(round_) for round_ in range(3)] == [7, 14, 21]
     assert experiment.arithmetic().optimizer_steps == 7 + 14 + 21 + 3 * 5
+    many = {"growing": True, "rounds": 10**12}  # no command may count to it
+    assert build_experiment({"game": many}).arithmetic().optimizer_steps > 10**24
 
 
 @pytest.mark.parametrize(
@@ -601,5 +603,6 @@ def test_runs_that_began_before_a_round_could_start_from_the_previous_one_or_gro
     assert plain["game"].pop("start") == {"kind": "base"}
     assert plain["game"].pop("growing") is False
     assert run.hash() == hashlib.sha256(orjson.dumps(plain, option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
-    other = run.model_copy(update={"game": run.game.model_copy(update={"start": PreviousStart()})})
-    assert other.hash() != run.hash()
+    for change in ({"start": PreviousStart()}, {"growing": True}):
+        other = run.model_copy(update={"game": run.game.model_copy(update=change)})
+        assert other.hash() != run.hash()

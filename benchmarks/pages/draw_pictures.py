@@ -46,10 +46,11 @@ class _Clock:
 
 def display_of(run: RunDirectory) -> str:
     """The display as SVG."""
-    rounds = run.experiment().game.rounds
+    experiment = run.experiment()
+    rounds = experiment.game.rounds
     records = list(_until(read_json_lines(run.metrics), rounds - 1))
     clock = _Clock(records[0]["time"])
-    board = RunBoard(run.experiment().name, run.name, rounds, clock)
+    board = RunBoard(experiment.name, run.name, rounds, clock, experiment.game.effort)
     for record in records:
         clock.now = record["time"]
         _tell(board, record)

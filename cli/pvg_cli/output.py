@@ -97,6 +97,7 @@ def arithmetic_table(experiment: Experiment) -> RenderableType:
 
 def _arithmetic_rows(experiment: Experiment, numbers: BatchArithmetic) -> list[tuple[str, int, str]]:
     training, game, verifier = experiment.training, experiment.game, experiment.verifier
+    per_round = "in round 0" if game.growing else "per round"
     grows = "; each later round adds as many" if game.growing else ""
     micro = f"at most {training.micro_batch_tokens:,} tokens each"
     if training.micro_batch_memory_mb:
@@ -119,11 +120,11 @@ def _arithmetic_rows(experiment: Experiment, numbers: BatchArithmetic) -> list[t
             f"{numbers.rollouts_per_batch:,} rollouts x {experiment.rollout.max_tokens}",
         ),
         (
-            "mint rollouts per round",
+            f"mint rollouts {per_round}",
             numbers.mint_rollouts_per_round,
             f"{game.mint_problems:,} problems x {game.mint_samples}{grows}",
         ),
-        ("verifier pairs per round", numbers.verifier_pairs_per_round, pairs + grows),
+        (f"verifier pairs {per_round}", numbers.verifier_pairs_per_round, pairs + grows),
         ("prover rollouts per round", numbers.prover_rollouts_per_round, prover),
         ("optimizer steps in total", numbers.optimizer_steps, f"{counted(game.rounds, 'round')} x (verifier + prover)"),
     ]

@@ -25,6 +25,7 @@ from pvg.reporting.formats import (
     metric_display,
     metric_text,
     phase_label,
+    seconds_to_come,
     short_seconds,
     total_budget,
     trend,
@@ -173,26 +174,13 @@ class RunBoard:
         return max(0.0, left - (self.clock() - self._marks[-1][0]))
 
     def game_eta(self) -> float | None:
-        """Remaining seconds of the whole game; None until each kind of phase has finished once.
-
-        The estimate assumes that a phase takes as long as the last finished phase of its kind, times the growth of a
-        growing game.
-        """
+        """Remaining seconds of the whole game; None until each kind of phase has finished once."""
         phase_eta = self.phase_eta()
         if self.info is None or self.info.phase not in self.phases or phase_eta is None:
             return None
-        lasted = {
-            phase: seconds / self._growth(round_, phase) for (round_, phase), seconds in self.phase_seconds.items()
-        }
-        now, later = self.phases.index(self.info.phase), range(self.info.round + 1, self.rounds)
-        to_come = [(self.info.round, phase) for phase in self.phases[now + 1 :]]
-        to_come += [(round_, phase) for round_ in later for phase in self.phases]
-        if not all(phase in lasted for _, phase in to_come):
-            return None
-        return phase_eta + sum(lasted[phase] * self._growth(round_, phase) for round_, phase in to_come)
-
-    def _growth(self, round_: int, phase: str) -> int:
-        return self.effort(round_) if phase in PHASES[:2] else 1
+        place = (self.info.round, self.info.phase)
+        later = seconds_to_come(self.phase_seconds, place, self.phases, self.rounds, self.effort)
+        return None if later is None else phase_eta + later
 
     def all_left(self) -> str:
         """The time until all parts are done: `about 3 min 10 s in total`; empty before anything was measured."""

@@ -41,6 +41,10 @@ class Experiment(AllSections):
         """Optimizer steps of a round's verifier, or of each member of its ensemble."""
         return self.verifier.steps * self.game.effort(round_)
 
+    def verifier_phase_steps(self, round_: int) -> int:
+        """Optimizer steps of a round's verifier phase; self-play has none."""
+        return 0 if self.task.kind == "play" else self.verifier.ensemble.size * self.verifier_steps(round_)
+
     def mint_problems(self, round_: int) -> int:
         """Problems of a round's mint."""
         return self.game.mint_problems * self.game.effort(round_)
@@ -48,8 +52,11 @@ class Experiment(AllSections):
     def arithmetic(self) -> BatchArithmetic:
         """The batch sizes that follow from the settings."""
         training, rollout = self.training, self.rollout
-        self_play = self.task.kind == "play"  # no verifier
-        verifier_steps = 0 if self_play else self.verifier.ensemble.size * self.verifier.steps
+        rounds, first, last = (
+            self.game.rounds,
+            self.verifier_phase_steps(0),
+            self.verifier_phase_steps(self.game.rounds - 1),
+        )
         rollouts = training.groups * rollout.group_size
         per_step = rollouts // training.minibatches
         longest = rollout.max_tokens + PROMPT_ALLOWANCE
@@ -64,12 +71,10 @@ class Experiment(AllSections):
             micro_batch_rollouts=micro,
             accumulation_steps=-(-per_step // micro),
             completion_tokens_per_batch=rollouts * rollout.max_tokens,
-            mint_rollouts_per_round=0 if self_play else self.game.mint_problems * self.game.mint_samples,
-            verifier_pairs_per_round=verifier_steps * self.verifier.pairs,
+            mint_rollouts_per_round=self.game.mint_problems * self.game.mint_samples if first else 0,
+            verifier_pairs_per_round=first * self.verifier.pairs,
             prover_rollouts_per_round=rollouts * -(-training.steps // training.minibatches),
-            optimizer_steps=sum(
-                verifier_steps * self.game.effort(round_) + training.steps for round_ in range(self.game.rounds)
-            ),
+            optimizer_steps=rounds * (first + last) // 2 + rounds * training.steps,  # they grow by equal amounts
         )
 
     def warnings(self) -> list[str]:

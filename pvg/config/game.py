@@ -91,7 +91,8 @@ Reward = Annotated[
 
 
 class SimpleMixture(Section):
-    """`equal`: every source has the same share. `latest`: only the newest source. `base`: only the base prover."""
+    """`equal`: every source has the same share. `latest`: only the newest source. `base`: only the base prover
+    (with `game.schedule = "simultaneous"` also the current one)."""
 
     kind: Literal["equal", "latest", "base"] = "equal"
 
@@ -216,8 +217,8 @@ class Game(Section):
     sneaky_share: Fraction = Field(0.5, description="Share of groups in the sneaky role. The other groups are helpful.")
     mint_problems: Count = Field(
         256,
-        description="Problems per mint. With more of them, the verifier has more to learn from, and sampling takes "
-        "longer.",
+        description="Problems per mint (if game.growing: of round 0). With more, the verifier has more to learn from, "
+        "and sampling takes longer.",
     )
     mint_samples: Annotated[int, Field(ge=2, le=10**12)] = Field(
         8, description="Solutions per problem of a mint, shared by the sources."

@@ -141,7 +141,9 @@ class Verifier(Section):
         0.005, description="Coefficient of the penalty on squared scores. Higher values keep scores nearer to 0."
     )
     steps: Count = Field(
-        100, description="Optimizer steps of the verifier per round. More of them learn more, and take longer."
+        100,
+        description="Optimizer steps of the verifier per round (if game.growing: of round 0). More of them learn more, "
+        "and take longer.",
     )
     pairs: Count = Field(
         64,

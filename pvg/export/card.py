@@ -31,6 +31,8 @@ SETTINGS = (
     "game.rounds",
     "game.start",
     "game.mint_problems",
+    "game.growing",
+    "game.mixture",
     "training.steps",
     "training.learning_rate",
     "verifier.head.kind",

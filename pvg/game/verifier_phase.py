@@ -60,7 +60,7 @@ WARMUP = 10
 async def train_verifier(session: Session) -> None:
     """Run the phase from the last committed step on, then enter TRAIN_PROVER."""
     section, state = session.experiment.verifier, session.state
-    info = session.begin("steps", section.ensemble.size * steps_of_member(session), state.step)
+    info = session.begin("steps", session.experiment.verifier_phase_steps(state.round), state.step)
     started = time.perf_counter()
     if section.ensemble.kind == "none":
         verifier: VerifierModel | VerifierEnsemble = await _trained(session, info, member=0)
@@ -355,10 +355,9 @@ def calibration(correct_N: NDArray[np.bool_], helpful_N: NDArray[np.bool_], scor
 async def _held_out(session: Session) -> PairView:
     """The calibration view. If it is the whole mint, raises an alert instead of an error, so that a weak prover on a
     small mint does not end the run."""
-    section = session.experiment.verifier
     view, reason = await session.players.compute(lambda: calibration_view(session))
     if reason:
-        session.alert([Alert("calibration", reason)], section.ensemble.size * steps_of_member(session))
+        session.alert([Alert("calibration", reason)], session.experiment.verifier_phase_steps(session.state.round))
     return view
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import orjson
 
+from pvg.reporting.formats import seconds_to_come
 from pvg.reporting.run_summary import RunRecords, RunSummary, Status, StepRecord, committed_state
 from pvg.store.lease import BEAT_S, WATCH_S, is_elsewhere, is_gone, newest_lease, read_driver, sees
 from pvg.store.run_directory import RunDirectory
@@ -292,17 +293,17 @@ def _age(path: Path) -> float | None:
 # --- progress ----------------------------------------------------------------------------------------------------
 
 
-def progress_of(summary: RunSummary, now: float) -> RunProgress | None:
+def progress_of(summary: RunSummary, now: float, effort: Callable[[int], int]) -> RunProgress | None:
     """Where the run is, from its newest step; None before the first. The remaining time of the phase is that of the
-    last RATE_STEPS steps; that of the run assumes that each phase takes as long as it took last, and is known after the
-    first round."""
+    last RATE_STEPS steps. That of the run follows from how long each phase took last, with the `effort` of `[game]`; it
+    is known after the first round."""
     if not summary.steps:
         return None
     newest = max(summary.steps[-RATE_STEPS:], key=lambda step: (step.time or 0.0, step.round, step.step))
     place = (newest.round, newest.phase)
     done = any((phase.round, phase.phase) == place and phase.finished for phase in summary.phases)
     phase_left_s = 0.0 if done else _phase_left(summary, newest, now)
-    run_left_s = None if summary.status == "complete" else _run_left(summary, newest, phase_left_s)
+    run_left_s = None if summary.status == "complete" else _run_left(summary, newest, phase_left_s, effort)
     return RunProgress(
         newest.round, summary.rounds_planned, newest.phase, newest.step, newest.of, phase_left_s, run_left_s
     )
@@ -327,16 +328,19 @@ def _phase_left(summary: RunSummary, newest: StepRecord, now: float) -> float | 
     return max(0.0, (newest.of - last) * median(paces) - max(0.0, now - end))
 
 
-def _run_left(summary: RunSummary, newest: StepRecord, phase_left_s: float | None) -> float | None:
+def _run_left(
+    summary: RunSummary, newest: StepRecord, phase_left_s: float | None, effort: Callable[[int], int]
+) -> float | None:
     finished = [round_ for round_ in summary.rounds if round_ < newest.round] or list(summary.rounds)
     if not finished or phase_left_s is None:
         return None
     order = [phase.phase for phase in summary.phases if phase.round == max(finished)]
-    lasted: Mapping[str, float] = {
-        phase.phase: phase.seconds for phase in summary.phases if phase.finished and phase.seconds is not None
+    timed = {
+        (phase.round, phase.phase): phase.seconds
+        for phase in summary.phases
+        if phase.finished and phase.seconds is not None
     }
-    if newest.phase not in order or any(phase not in lasted for phase in order):
+    if newest.phase not in order:
         return None
-    rest = order[order.index(newest.phase) + 1 :]
-    rounds = max(0, summary.rounds_planned - newest.round - 1)
-    return phase_left_s + sum(lasted[phase] for phase in rest) + rounds * sum(lasted[phase] for phase in order)
+    later = seconds_to_come(timed, (newest.round, newest.phase), order, summary.rounds_planned, effort)
+    return None if later is None else phase_left_s + later

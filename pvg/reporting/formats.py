@@ -118,6 +118,8 @@ HOME_PHASES = {
     "verifier_auc": "train_verifier",
 }
 
+# The phases that take longer in later rounds of a growing game.
+GROWING_PHASES = ("mint", "train_verifier")
 PHASE_LABELS = {
     "init": "sample",  # the state that `pvg rollout` leaves a run in
     "warmup": "warm start",
@@ -140,6 +142,30 @@ def metric_display(name: str) -> MetricDisplay:
 
 def phase_label(phase: str) -> str:
     return PHASE_LABELS.get(phase) or phase.replace("_", " ")
+
+
+def seconds_to_come(
+    timed: Mapping[tuple[int, str], float],
+    place: tuple[int, str],
+    phases: Sequence[str],
+    rounds: int,
+    effort: Callable[[int], int],
+) -> float | None:
+    """Seconds of all phases after `place` = (round, phase); None if a kind of phase was not `timed` yet.
+
+    The estimate assumes that a phase takes as long as the last timed phase of its kind. `phases` are those of a round,
+    in order. `effort` is that of `[game]`: in a growing game, some phases grow with the round.
+    """
+
+    def growth(round_: int, phase: str) -> int:
+        return effort(round_) if phase in GROWING_PHASES else 1
+
+    lasted = {phase: seconds / growth(round_, phase) for (round_, phase), seconds in timed.items()}
+    to_come = [(place[0], phase) for phase in phases[phases.index(place[1]) + 1 :]]
+    to_come += [(round_, phase) for round_ in range(place[0] + 1, rounds) for phase in phases]
+    if not all(phase in lasted for _, phase in to_come):
+        return None
+    return sum(lasted[phase] * growth(round_, phase) for round_, phase in to_come)
 
 
 def metric_text(name: str, value: float | None) -> str:

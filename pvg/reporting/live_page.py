@@ -147,7 +147,7 @@ class LiveRun:
 
     def _now(self) -> tuple[RunSummary, RunSituation, RunProgress | None]:
         summary = self.followed.summary
-        return summary, self.followed.situation, progress_of(summary, time.time())
+        return summary, self.followed.situation, progress_of(summary, time.time(), self.followed.experiment.game.effort)
 
     def _title(self, situation: RunSituation, progress: RunProgress | None) -> str:
         name = self.followed.run.name

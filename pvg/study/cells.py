@@ -177,8 +177,8 @@ def steps_done(cell: Cell, state: dict[str, Any]) -> int:
     """The optimizer steps of the game up to its last commit."""
     experiment, round_ = cell.experiment, int(state.get("round", 0))
     prover = experiment.training.steps
-    done = sum(experiment.verifier_steps(earlier) + prover for earlier in range(round_))
-    verifier = experiment.verifier_steps(round_)
+    done = sum(experiment.verifier_phase_steps(earlier) + prover for earlier in range(round_))
+    verifier = experiment.verifier_phase_steps(round_)
     match state.get("phase"):
         case "train_verifier":
             done += int(state.get("step", 0))

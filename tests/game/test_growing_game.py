@@ -12,6 +12,7 @@ from test_configurations import changed, played, rows
 from pvg.config.experiment import Experiment
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards
+from pvg.store.state import FileStateStore
 
 GROWING: dict[str, Any] = {"game.rounds": 3, "game.growing": True, "game.mint_problems": 8}
 
@@ -61,13 +62,21 @@ def test_the_base_mixture_has_solutions_of_the_base_prover_only(tmp_path: Path) 
     assert [sorted(minted(run, round_).values()) for round_ in range(3)] == [["base"] * 8, ["base"] * 16, ["base"] * 24]
 
 
-@pytest.mark.parametrize("ensemble", ["none", {"kind": "mean", "size": 2}])
-def test_a_growing_game_resumes_in_the_middle_of_a_verifier(ensemble: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ensemble", "first", "step"),
+    [("none", 7, 10), ({"kind": "mean", "size": 2}, 14, 20)],  # steps of round 0; a step of round 1, in the last member
+)
+def test_a_growing_game_resumes_in_the_middle_of_a_verifier(
+    ensemble: Any, first: int, step: int, tmp_path: Path
+) -> None:
     experiment = growing(**{"game.rounds": 2, "verifier.ensemble": ensemble})
     _, whole = played(experiment, tmp_path / "whole")
-    event = 7 + 10 if ensemble == "none" else 2 * 7 + 20  # in round 1; of the ensemble: in its second member
-    outcome, _ = played(experiment, tmp_path / "stopped", stop_at=("train_verifier", 2 + event))
+    # The beginnings of both phases are events too.
+    outcome, _ = played(experiment, tmp_path / "stopped", stop_at=("train_verifier", 2 + first + step))
+    state = FileStateStore(RunDirectory.open("drill", tmp_path / "stopped").state).load().state
     assert outcome.status == "interrupted"
+    assert state is not None
+    assert (state["round"], state["phase"], state["step"]) == (1, "train_verifier", step)
     outcome, stopped = played(experiment, tmp_path / "stopped", resume=True)
     assert outcome.status == "complete"
     assert not differences(fingerprint(whole.path.parent), fingerprint(stopped.path.parent))

@@ -14,6 +14,7 @@ import orjson
 import pytest
 from run_samples import begin, commit, played, rollout, state, step, telemetered, tell
 
+from pvg.config.game import Game
 from pvg.records import Role
 from pvg.reporting import follow
 from pvg.reporting.follow import FollowedRun, JournalTail, progress_of
@@ -210,12 +211,16 @@ def test_time_left_is_that_of_the_last_steps_and_phases(tmp_path: Path) -> None:
     )
     summary = read_run(run)
     assert summary.rounds_planned == 3
-    found = progress_of(summary, now=2007.0)
+    found = progress_of(summary, 2007.0, Game().effort)
     assert found is not None
     assert (found.round, found.phase, found.step, found.of) == (1, "train_prover", 9, 60)
     assert found.phase_left_s == pytest.approx(51 * 2 - 1)
     assert found.run_left_s == pytest.approx(51 * 2 - 1 + 5 + (20 + 120 + 5))
-    assert progress_of(read_run(begin(tmp_path, "new")), now=0.0) is None
+    growing = progress_of(summary, 2007.0, Game(growing=True).effort)
+    assert growing is not None
+    # the mint of round 1 took 20 s, so that of round 2 takes 30 s
+    assert growing.run_left_s == pytest.approx(51 * 2 - 1 + 5 + (30 + 120 + 5))
+    assert progress_of(read_run(begin(tmp_path, "new")), 0.0, Game().effort) is None
 
 
 # --- the page ----------------------------------------------------------------------------------------------------

@@ -314,6 +314,13 @@ def test_the_steps_of_a_growing_game_grow_with_its_rounds() -> None:
     assert steps_done(plan.cells[0], {"phase": "train_verifier", "round": 2, "step": 7}) == 3 + 5 + 6 + 5 + 7
 
 
+def test_an_ensemble_takes_the_steps_of_all_members() -> None:
+    cell = small(SMALL.replace("verifier.steps = 3", "verifier.steps = 3\nverifier.ensemble = 'mean'")).cells[0]
+    assert cell.steps == 2 * (3 * 3 + 5)
+    done = [steps_done(cell, {"phase": phase, "round": 1, "step": 4}) for phase in ("train_verifier", "train_prover")]
+    assert done == [14 + 4, 14 + 9 + 4]
+
+
 def test_cells_with_other_settings_are_refused_with_the_settings() -> None:
     plan = small()
     refuse_other_settings(plan.cells)
