@@ -57,9 +57,14 @@ SETTLED: dict[Status, RunState] = {
 }
 
 
-def state_word(state: RunState | None, status: Status) -> tuple[str, Literal["good", "warn", "bad"]]:
-    """The word of a run's state, and its colour. `state`: None for a run that this process has just ended."""
+def state_word(
+    state: RunState | None, status: Status, damaged: bool = False
+) -> tuple[str, Literal["good", "warn", "bad"]]:
+    """The word of a run's state, and its colour. `state`: None for a run that this process has just ended. `damaged`:
+    whether files are damaged that tell the state (pvg.reporting.run_summary.state_and_tags)."""
     known = SETTLED[status] if state is None else state
+    if damaged and known != "removed":
+        return "damaged", "bad"
     return ("samples", "good") if status == "samples" and known == "finished" else WORDS[known]
 
 
@@ -168,7 +173,9 @@ class FollowedRun:
             notes = list(self._notes)
             if self._damaged:
                 notes.append(f"{self._damaged} lines of {self.run.metrics.name} are damaged and were left out.")
-            self._summary = self._records.summary(self.run, self.experiment, self.state, notes)
+            self._summary = self._records.summary(
+                self.run, self.experiment, self.state, notes, damaged=bool(self._notes)
+            )
         return self._summary
 
     @property

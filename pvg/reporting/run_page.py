@@ -137,7 +137,7 @@ def run_page(data: RunData) -> str:
 def run_header(data: RunData) -> list[object]:
     """Title, state, facts, notes and key figures."""
     summary = data.summary
-    word, kind = state_word(data.state, summary.status)
+    word, kind = state_word(data.state, summary.status, summary.damaged)
     return [
         elements.title(
             summary.name,
