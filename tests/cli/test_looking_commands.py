@@ -18,7 +18,7 @@ from typer.main import get_command
 
 import pvg_cli.doctor
 from pvg.config.experiment import Experiment
-from pvg.config.load import build_experiment, load_experiment
+from pvg.config.load import build_experiment, find_experiment, load_experiment
 from pvg.installation import install_extra
 from pvg.sandbox import Isolation
 from pvg_cli.doctor import check_extras, check_models, check_runs_folder, check_sandbox, check_system
@@ -236,3 +236,18 @@ def test_the_settings_of_a_resolved_experiment_of_self_play_are_accepted() -> No
     Path("resolved.toml").write_text(pvg("config", "show", "negotiation").out)
     called = pvg("config", "validate", "negotiation", "-s", "@resolved.toml")
     assert (called.code, called.err) == (0, "")
+    assert pvg("config", "validate", "resolved.toml").code == 0
+
+
+def test_a_start_that_self_play_ignores_is_refused_in_a_file_too() -> None:
+    shipped = find_experiment("negotiation").read_text()
+    assert shipped.count("[game]\n") == 1
+    Path("mine.toml").write_text(shipped.replace("[game]\n", '[game]\nstart = "base"\n'))
+    Path("more.toml").write_text('[game.start]\nkind = "base"\n')
+    for arguments in (("mine.toml",), ("negotiation", "-s", "@more.toml")):
+        called = pvg("config", "validate", *arguments)
+        assert called.code == 2
+        assert "game.start = 'base' has no effect with task.kind = 'play'" in called.err
+        assert "Leave out game.start." in called.err
+    assert pvg("config", "validate", "mine.toml", "-s", "game.start=previous").code == 0
+    assert pvg("config", "validate", "modchain", "-s", "@more.toml").code == 0
