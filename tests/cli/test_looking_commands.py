@@ -220,6 +220,19 @@ def test_the_kinds_of_a_table_hang_below_their_names(monkeypatch: pytest.MonkeyP
     assert "  decoupled: The prover translates a solver's solutions: faithful ones keep the\n    answer, s" in shown
 
 
+@pytest.mark.parametrize("columns", ["80", "100", "120"])
+def test_the_list_of_settings_cuts_no_type(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    for experiment in ((), ("modchain",)):
+        lines = pvg("config", "schema", *experiment).out.splitlines()
+        assert max(map(len, lines)) <= int(columns)
+        place = next(place for place, line in enumerate(lines) if line.startswith("task.kind "))
+        types = " ".join(lines[place : place + 12])
+        assert all(f'"{kind}"' in types for kind in ("reasoning_gym", "diplomacy_outcome", "openenv", "custom"))
+        three = lines[0].split()[:2] == ["key", "type"]
+        assert three == (columns != "80")
+
+
 def test_no_paragraph_of_a_help_text_has_a_line_break() -> None:
     def texts(command: Any) -> Iterator[str]:
         yield command.help or ""
