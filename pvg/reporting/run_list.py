@@ -13,10 +13,10 @@ from typing import Any
 from pvg.errors import PvgError
 from pvg.reporting.follow import RunState, situation, state_word
 from pvg.reporting.formats import byte_size
-from pvg.reporting.run_summary import SAMPLING_PHASE, Status, state_and_tags, status_of
+from pvg.reporting.run_summary import Status, state_and_tags, status_of
 from pvg.reporting.table import Column, Table, TableCell
 from pvg.store.run_directory import RunDirectory, runs_in
-from pvg.store.run_folders import folder_bytes
+from pvg.store.run_folders import SAMPLING_PHASE, folder_bytes
 
 PLAIN: dict[RunState, str] = {"waiting": "quiet", "finished": ""}  # the styles of states without a badge
 

@@ -20,7 +20,7 @@ from pvg.reporting.formats import total_budget
 from pvg.store.atomic import DamagedFileError
 from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory, runs_in
-from pvg.store.run_folders import read_tags
+from pvg.store.run_folders import SAMPLING_PHASE, has_only_samples, read_tags
 from pvg.telemetry.alerts import REMEDIES
 
 # "empty": nothing was committed; "samples": what `pvg rollout` makes, a run that is never played.
@@ -28,7 +28,6 @@ Status = Literal["empty", "samples", "unfinished", "complete"]
 
 NOTEWORTHY = 0.005  # share of all steps' time; less overlap than this is not reported as hidden
 SAMPLERS = ("device", "loop", "workers")  # kinds of records that are readings
-SAMPLING_PHASE = "init"  # the state a run stays in while `pvg rollout` fills it
 
 # The metrics of each phase in the phases table.
 HIGHLIGHTS: dict[str, tuple[str, ...]] = {
@@ -213,9 +212,9 @@ def status_of(state: Mapping[str, Any]) -> Status:
     """How far a run is, from its committed state (empty: none)."""
     if state.get("phase") == "complete":
         return "complete"
-    if state.get("phase", SAMPLING_PHASE) == SAMPLING_PHASE:
-        return "samples" if state.get("shards") else "empty"
-    return "unfinished"
+    if has_only_samples(state):
+        return "samples"
+    return "empty" if state.get("phase", SAMPLING_PHASE) == SAMPLING_PHASE else "unfinished"
 
 
 def has_ended(state: Mapping[str, Any], experiment: Experiment) -> bool:
