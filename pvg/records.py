@@ -105,6 +105,11 @@ class Grade:
     checks: Checks | None = None
 
 
+def flaw_kind(note: str) -> str:
+    """The kind of flaw that a grade's note names: "wrong sum in step 3" -> "wrong sum"."""
+    return note.split(" in step", maxsplit=1)[0].split(":", maxsplit=1)[0]
+
+
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
     """Policy `version` sampled the completion's tokens from index `start` on."""

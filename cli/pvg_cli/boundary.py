@@ -13,6 +13,7 @@ import errno
 import functools
 import inspect
 import os
+import re
 import signal
 import sys
 import threading
@@ -287,6 +288,14 @@ class ErrorHandler:
                 _silence_stdout()
 
 
+def forget_unreadable_sizes() -> None:
+    """Unset COLUMNS and LINES unless they are numbers from 1 to 99999: rich fails on other digits, such as thousands of
+    them or those of other scripts."""
+    for name in ("COLUMNS", "LINES"):
+        if not re.fullmatch("0{0,4}[1-9][0-9]{0,4}", os.environ.get(name, "")):
+            os.environ.pop(name, None)
+
+
 class Commands(TyperGroup):
     """The group of all commands. With --json, a usage error is a JSON document too."""
 
@@ -294,6 +303,7 @@ class Commands(TyperGroup):
         if extra.get("resilient_parsing") and (values := completion.value_in_bash()) is not None:
             typer.echo("\n".join(values))
             raise SystemExit(0)
+        forget_unreadable_sizes()
         as_json = "--json" in args
         with UsageDocument(as_json):
             context = super().make_context(info_name, args, parent, **extra)

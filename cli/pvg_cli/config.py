@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from pvg.config.experiment import Experiment
 
 ABSENT = object()
+# Characters of columns: the longest name of a kind, a name of a model, and the space between three columns.
+TYPE, VALUE, GAPS = 19, 28, 4
+WIDEST_TYPE = 40
 
 app = typer.Typer(no_args_is_help=True, help="Show, check and list the settings of an experiment.")
 
@@ -116,19 +120,33 @@ def schema(
 
 
 def print_schema(experiment: Experiment | None) -> None:
-    """Print all settings with their type and default, or with an experiment's value."""
+    """Print all settings with their type and default, or with an experiment's value. A type is below its key where
+    three columns do not fit."""
     from pvg.config.describe import settings, toml_value
-    from pvg.reporting.table import Column, Table
+    from pvg.reporting.table import Column, Table, TableCell
     from pvg_cli.output import stdout
 
-    value_column = Column("default" if experiment is None else experiment.name, min_width=30)
-    table = Table([Column("key", wrap=False), Column("type", style="verifier", max_width=16), value_column])
+    console, rows = stdout(), []
     for setting in settings():
         if experiment is None:
-            table.add(setting.label, setting.type, toml_value(setting.default))
+            rows.append((setting.label, setting.type, toml_value(setting.default)))
         elif (value := value_at(experiment, setting)) is not ABSENT:
-            table.add(setting.key, setting.type, toml_value(value))
-    stdout().print(table)
+            rows.append((setting.key, setting.type, toml_value(value)))
+    keys = max(len(key) for key, _, _ in rows)
+    key_column = Column("key", wrap=False)
+    value_column = Column("default" if experiment is None else experiment.name)
+    room = console.width - keys - VALUE - GAPS
+    if room >= TYPE:
+        type_column = Column("type", style="verifier", max_width=min(room, WIDEST_TYPE))
+        table = Table([key_column, type_column, value_column], narrow=True)
+        table.rows += rows
+    else:
+        table = Table([key_column, value_column], narrow=True)
+        for key, type_, value in rows:
+            table.add(
+                TableCell(key, below=textwrap.fill(type_, keys, initial_indent="  ", subsequent_indent="  ")), value
+            )
+    console.print(table)
 
 
 def value_at(experiment: Experiment, setting: Setting) -> Any:

@@ -2,7 +2,7 @@
 
 The first SIGINT or SIGTERM asks the run to stop at its next commit point, or at once if no phase has begun. The second
 ends the process at once. Nothing that was committed is lost, because a run survives SIGKILL at any instant. Work that
-commits nothing (`pvg score`) is cancelled by the first.
+commits nothing (`pvg score`, `pvg serve --player verifier`) is cancelled by the first.
 """
 
 from __future__ import annotations
@@ -116,13 +116,15 @@ def _quit(killed_document: bytes) -> NoReturn:
 
 
 @contextmanager
-def cancelled_at_signals(killed_document: bytes, remove_rest: Callable[[], None]) -> Iterator[Callable[[], None]]:
+def cancelled_at_signals(
+    killed_document: Callable[[], bytes], remove_rest: Callable[[], None]
+) -> Iterator[Callable[[], None]]:
     """Gives a function that the coroutine of the work calls first. From then on, the first SIGINT, SIGTERM or SIGHUP
     (the terminal closes) cancels its task. The second ends the process at once, also while it computes or waits for the
     reader of its output. Before and after the work, the first one raises KeyboardInterrupt. For work without commits
     and without a display.
 
-    `killed_document`: as for `drive`. `remove_rest`: removes what a process that ends at once would leave.
+    `killed_document`: gives that of `drive`. `remove_rest`: removes what a process that ends at once would leave.
     """
     task: asyncio.Task[Any] | None = None
     loop: asyncio.AbstractEventLoop | None = None
@@ -136,7 +138,7 @@ def cancelled_at_signals(killed_document: bytes, remove_rest: Callable[[], None]
         nonlocal requested
         if requested:
             remove_rest()
-            _quit(killed_document)
+            _quit(killed_document())
         requested = True
         if task is None or loop is None or loop.is_closed():
             raise KeyboardInterrupt

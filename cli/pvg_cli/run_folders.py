@@ -229,7 +229,7 @@ def _facts_table(facts: RunGlance, sizes: dict[str, int]) -> Table:
         "folder": str(facts.path),
         "experiment": facts.experiment,
         "task": facts.task,
-        "state": f"{state_word(facts.state, facts.status)[0]}{player}",
+        "state": f"{state_word(facts.state, facts.status, bool(facts.notes))[0]}{player}",
         "phase": facts.phase,
         "rounds": f"{facts.rounds_finished} of {facts.rounds_planned} finished",
         "last activity": f"{moment} ({age(time.time() - facts.last_activity)})",

@@ -9,12 +9,22 @@ from pathlib import Path
 from typing import NoReturn
 
 from pvg.config.experiment import Experiment
-from pvg.config.load import chosen_keys, differences, find_experiment, load_experiment, read_override
+from pvg.config.game import Game
+from pvg.config.load import (
+    chosen_keys,
+    differences,
+    find_experiment,
+    leaves,
+    load_experiment,
+    read_override,
+    read_toml,
+)
 from pvg.config.operation import Store
 from pvg.config.switching import task_switch
 from pvg.errors import MissingRequirementError, StateError, UsageError, counted, user_paths
 from pvg.extensions import check_references
 from pvg.hub import pinned, pinned_as
+from pvg.inputs import expanded
 from pvg.reporting.run_summary import has_ended, unfinished_runs
 from pvg.store.run_directory import RunDirectory, free_name, refuse_name
 from pvg.store.run_folders import refuse_samples
@@ -35,15 +45,14 @@ def resolve(name: str | None, overrides: Sequence[str], cluster: str | None = No
     experiment = load_experiment(path, settings)
     if switch is not None and switch.note:
         say(switch.note)
-    # Not the keys of a file of settings: a resolved experiment contains all of them.
-    _refuse_start_of_self_play(experiment, chosen_keys([each for each in settings if not each.startswith("@")]))
+    _refuse_start_of_self_play(experiment, _written_keys(path, settings))
     check_references(experiment)
     return experiment
 
 
 def _refuse_start_of_self_play(experiment: Experiment, chosen: Collection[str]) -> None:
-    """Raises UsageError if the user asks for what self-play does not do. Not a rule of pvg.config.rules, because the
-    value is also the default, which every resolved file contains."""
+    """Raises UsageError if the user asks for what self-play does not do. `chosen`: the keys that the user has written.
+    Not a rule of pvg.config.rules, because the value is also the default."""
     if experiment.task.kind != "play" or experiment.game.start.kind != "base":
         return
     if not {"game.start", "game.start.kind"}.isdisjoint(chosen):
@@ -52,6 +61,21 @@ def _refuse_start_of_self_play(experiment: Experiment, chosen: Collection[str]) 
             "previous round's player.",
             "Leave out game.start.",
         )
+
+
+def _written_keys(path: Path, settings: Sequence[str]) -> frozenset[str]:
+    """The keys that the user has written, in files or in overrides. Not those of a resolved experiment, such as that of
+    a run: it contains all keys."""
+    files = [path, *(expanded(each[1:], "--set") for each in settings if each.startswith("@"))]
+    written = [frozenset(key for key, _ in leaves(read_toml(file, "settings"))) for file in files]
+    chosen = [keys for keys in written if not _is_resolved(keys)]
+    return chosen_keys([each for each in settings if not each.startswith("@")]).union(*chosen)
+
+
+def _is_resolved(keys: frozenset[str]) -> bool:
+    """Whether a file with these keys has all settings of a game."""
+    names = {".".join(key.split(".")[:2]) for key in keys}
+    return all(f"game.{name}" in names for name in Game.model_fields)
 
 
 def _settings(path: Path, overrides: Sequence[str], cluster: str | None) -> list[str]:

@@ -113,7 +113,7 @@ def _write(finished: FinishedRound, file: Path, out: Path | None, as_json: bool)
             unfinished.unlink(missing_ok=True)
 
     killed = killed_document(finished.run.name, "Call pvg score again.", as_json)
-    with cancelled_at_signals(killed, remove_unfinished) as attach, finished.scorer() as scorer:
+    with cancelled_at_signals(lambda: killed, remove_unfinished) as attach, finished.scorer() as scorer:
 
         async def work(write: Callable[[bytes], object]) -> None:
             nonlocal rows, accepted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -189,24 +190,27 @@ def _run(spec: ServerSpec, experiment: Experiment, purpose: str, shown: ServeWat
 
 
 def _serve_verifier(name: str, runs: Path, round_: int, port: int, as_json: bool) -> None:
-    """Serve the verifier of a finished round on 127.0.0.1. Ends with exit code 130 at Ctrl-C."""
+    """Serve the verifier of a finished round on 127.0.0.1. Ends with exit code 130 at Ctrl-C, at once at the second."""
     import asyncio
 
     from pvg.export.finished import FinishedRound
     from pvg.servers.process import check_port
     from pvg.store.run_directory import RunDirectory
+    from pvg_cli.driving import cancelled_at_signals
+    from pvg_cli.train import killed_document
 
     finished = FinishedRound.open(RunDirectory.open(name, runs), round_)
     finished.verifier_name  # noqa: B018 - raises for a run without a verifier
     check_port("127.0.0.1", port)  # before torch and the model are loaded
     ready = False
+    killed = killed_document(finished.run.name, "Call pvg serve again.", as_json)
 
-    async def work() -> None:
+    async def work(attach: Callable[[], None]) -> None:
         nonlocal ready
         announce_loading()
         from pvg.export.reward_server import RewardServer
 
-        stop_serving_at_signals()
+        attach()
         async with RewardServer.start(finished, port) as server:
             ready = True
             if as_json:
@@ -216,7 +220,9 @@ def _serve_verifier(name: str, runs: Path, round_: int, port: int, as_json: bool
             await asyncio.Event().wait()
 
     try:
-        asyncio.run(work())
+        # The one document is that of the server, once it is ready.
+        with cancelled_at_signals(lambda: b"" if ready else killed, lambda: None) as attach:
+            asyncio.run(work(attach))
     except (KeyboardInterrupt, asyncio.CancelledError):
         say("Stopped. The run is not affected.")
         if as_json and not ready:

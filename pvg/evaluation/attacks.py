@@ -26,6 +26,7 @@ from pvg.evaluation.opened_run import REFERENCE_RANGE, ROUND, EvaluationContext,
 from pvg.evaluation.opponents import KINDS, attacker_experiment
 from pvg.evaluation.samples import SampleSet, ScoredRollouts, sampled
 from pvg.evaluation.training import PolicyTraining, kept_policy, policy_name, train, training_session
+from pvg.evaluation.written_flaws import written_flaws
 from pvg.game.prover_phase import read_policy
 from pvg.records import Role, Rollout, source_of_round
 from pvg.verifier.backend import ScoringModel
@@ -235,7 +236,7 @@ async def sample_attacker(study: EvaluationContext, target: AttackTarget, kind: 
 
 def check(fresh: ScoredRollouts, helpful: ScoredRollouts, threshold: float, weights_BP: Float64) -> dict[str, Any]:
     """The attacker on test problems, which did not select it: its error rate, the gap between its wrong solutions and
-    correct helpful ones, and the share of its wrong solutions that is accepted."""
+    correct helpful ones, the share of its wrong solutions that is accepted, and what it writes."""
     flaws, solved = fresh.flaws_N, helpful.helpful_N & helpful.correct_N
     gap = _gap(
         helpful.scores_N[solved],
@@ -249,6 +250,7 @@ def check(fresh: ScoredRollouts, helpful: ScoredRollouts, threshold: float, weig
         "error_rate": share_of(flaws, fresh.problems_N, CONFIDENCE).plain(),
         "gap": gap.plain(),
         "accepted": accepted.plain(),
+        **written_flaws(fresh, threshold),
     }
 
 

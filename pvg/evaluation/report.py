@@ -42,13 +42,42 @@ class NumberRecord(StrictRecord):
     problems: int
 
 
+class KindOfFlaw(StrictRecord):
+    """`kind`: the grader's note without step and details. `share`: of the attacker's wrong solutions. `accepted`: the
+    share of this kind that the verifier accepts."""
+
+    kind: str
+    share: NumberRecord
+    accepted: NumberRecord
+
+
+class FlawExample(StrictRecord):
+    """A typical wrong solution of an attacker. `id`: of its rollout. `reference`: the problem's correct answer.
+    `answer`: the one that was found in the solution. `score` in logits; `accepted`: whether it reaches the
+    threshold."""
+
+    id: str
+    question: str
+    reference: str
+    solution: str
+    answer: str | None
+    note: str
+    score: float
+    accepted: bool
+
+
 class AttackCheck(StrictRecord):
     """A trained attacker's fresh samples on test problems, which did not select it. `gap`: mean score of correct
-    helpful solutions minus that of its wrong ones, in logits."""
+    helpful solutions minus that of its wrong ones, in logits. `threshold`: of the verifier, in logits. `kinds`: of its
+    wrong solutions, the most frequent first; empty if the grader names none. Measurements of older versions have none
+    of the last three fields."""
 
     error_rate: NumberRecord
     gap: NumberRecord
     accepted: NumberRecord
+    threshold: float | None = None
+    kinds: list[KindOfFlaw] = []
+    examples: list[FlawExample] = []
 
 
 class AttackRecord(StrictRecord):

@@ -164,7 +164,8 @@ class RoundParts:
             result = {**await self._attack(target, kind), "reference": target.reference}
             if result["status"] in ATTACKED:
                 inputs = [attack_digest(self.study, target, kind), *self._of(round_set(self.study, self.round))]
-                result["check"] = await self._unit(f"check-{kind}", inputs, partial(self._check, target, kind))
+                work = partial(self._check, target, kind)
+                result["check"] = await self._unit(f"check-{kind}", inputs, work, newest="examples")
             found.append(result)
         return found
 

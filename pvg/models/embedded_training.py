@@ -38,7 +38,7 @@ from pvg.models import open_model
 from pvg.models.characters import EOS, diplomacy_tokenizer, modchain_tokenizer
 from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer
-from pvg.records import Problem
+from pvg.records import Problem, flaw_kind
 from pvg.tasks.diplomacy.mini import DiplomacyMini
 from pvg.tasks.modchain import Modchain, chain_problem, clean_trace, flawed_trace, possible_mistakes
 
@@ -291,7 +291,7 @@ def prover_metrics(model: LanguageModel) -> dict[str, Any]:
     for role, tag in (("helpful", "H"), ("sneaky", "S")):
         completions = sample(model, [tag + problem.question for problem in problems], seed=1)
         grades = [task.grade(problem, text) for problem, text in zip(problems, completions, strict=True)]
-        kinds = Counter(flaw_kind(grade.note) for grade in grades)
+        kinds = Counter(flaw_kind(grade.note) or "none" for grade in grades)
         metrics[role] = {
             "accuracy": round(float(np.mean([grade.correct for grade in grades])), 4),
             "malformed": round(float(np.mean([not grade.well_formed for grade in grades])), 4),
@@ -343,11 +343,6 @@ def measure(recipe: EmbeddedModelRecipe, model: LanguageModel) -> dict[str, Any]
         return verifier_metrics(model)
     dialogues = {"dialogues": dialogue_metrics(model, recipe)} if recipe.dialogues else {}
     return {**prover_metrics(model), **dialogues}
-
-
-def flaw_kind(note: str) -> str:
-    """A grade's note without the step: "wrong sum in step 3" -> "wrong sum", "" -> "none"."""
-    return note.split(" in step", maxsplit=1)[0].split(":", maxsplit=1)[0] or "none"
 
 
 def verifier_metrics(model: LanguageModel) -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""The results of `pvg evaluate`: tables for the terminal and the page, and the page's charts.
+"""The results of `pvg evaluate`: tables and examples for the terminal and the page (its charts: evaluation_charts).
 
 Every number has its interval, if there is one, and the number of its samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from markupsafe import Markup
@@ -14,16 +15,24 @@ from rich.text import Text
 
 from pvg.errors import counted
 from pvg.evaluation.intervals import CONFIDENCE
-from pvg.evaluation.report import AttackRecord, CalibrationErrors, EvaluationReport, NumberRecord, RoundEvaluation
-from pvg.reporting.axes import ChartLine, XAxis, round_axis
-from pvg.reporting.charts import ReferenceLine, line_chart
+from pvg.evaluation.report import (
+    AttackCheck,
+    AttackRecord,
+    EvaluationReport,
+    FlawExample,
+    NumberRecord,
+    RoundEvaluation,
+)
+from pvg.records import Role, source_of_round
+from pvg.reporting.evaluation_charts import evaluation_charts
 from pvg.reporting.formats import ABSENT
-from pvg.reporting.table import Column, PageSection, Table, Where, elements
-from pvg.reporting.terminal import QUIET, section
+from pvg.reporting.shown_solutions import shown_solution
+from pvg.reporting.solutions import Example
+from pvg.reporting.table import Column, PageSection, Table, TemplateMacros, Where, elements
+from pvg.reporting.terminal import QUIET, examples_list, section
 
-SHADES = 6  # run-0 to run-5 of the style sheet
-KINDS = ("src", "cgc", "goodhart")
-ASIDE = 0.05  # of a round between kinds of attack: all censored attacks end at the same limit and would hide each other
+RARE = 0.01  # share of a kind of flaw that the table leaves out
+markup = TemplateMacros("run.html.j2")
 
 
 def interval(number: NumberRecord | None, *, digits: int = 2) -> str:
@@ -47,11 +56,9 @@ def steps_to_exploit(attack: AttackRecord) -> str:
 def evaluation_tables(report: EvaluationReport) -> Group:
     """All parts of the report that exist, for the terminal."""
     parts: list[RenderableType] = [_headline(report)]
-    for _, title, table, reading in _tables(report):
-        if table:
-            parts += section(title, Group(table, Text(reading, style=QUIET)))
-        elif table.caption:
-            parts += section(title, Text(table.caption, style=QUIET))
+    for found in _tables(report):
+        if body := _on_terminal(found):
+            parts += section(found.long_title, Group(*body))
     remarks = [
         *(f"{part}: computed from other settings or samples, not shown." for part in report.stale),
         *report.notes,
@@ -76,19 +83,45 @@ def evaluation_section(report: EvaluationReport | None) -> PageSection:
     """The whole evaluation. Empty for a run without one."""
     if report is None:
         return PageSection("evaluation", "Evaluation", [])
-    rounds = report.rounds
     percent = 100 * CONFIDENCE
-    charts = [_exploit_chart(rounds), _auc_chart(rounds), _roc_chart(rounds), _balanced_chart(rounds),
-              _natural_chart(rounds), _reliability_chart(rounds), _tax_chart(report)]  # fmt: skip
-    body = [_notes(report), elements.grid(charts)]
-    for title, _, table, reading in _tables(report):
-        why_empty = elements.empty(table.caption) if table.caption else None
-        body.append(elements.details(title, [table, elements.note(reading)] if table else [why_empty]))
+    body = [_notes(report), elements.grid(evaluation_charts(report))]
+    for found in _tables(report):
+        body.append(elements.details(found.title, _on_page(found)))
     lead = (
         f"By pvg evaluate, on fresh samples and with fresh attackers; {report.rounds_finished} of "
         f"{counted(report.rounds_planned, 'round')}, intervals at {percent:g} %."
     )
     return PageSection("evaluation", "Evaluation", body, lead)
+
+
+def _on_terminal(found: EvaluationTable) -> list[RenderableType]:
+    """The table and the examples of the newest round; the page has those of all rounds."""
+    body: list[RenderableType] = []
+    if found.table:
+        body += [found.table, Text(found.reading, style=QUIET)]
+    elif found.table.caption:
+        body.append(Text(found.table.caption, style=QUIET))
+    newest = max((example.round for example in found.examples), default=0)
+    examples = [example for example in found.examples if example.round == newest]
+    if examples:
+        body += [Text()] if body else []
+        body.append(examples_list(examples))
+    if len(examples) < len(found.examples):
+        body += [Text(), Text("The page of pvg report has examples of all rounds.", style=QUIET)]
+    return body
+
+
+def _on_page(found: EvaluationTable) -> list[object]:
+    body: list[object] = []
+    if found.table:
+        body += [found.table, elements.note(found.reading)]
+    elif found.table.caption:
+        body.append(elements.empty(found.table.caption))
+    for example in found.examples:
+        side = shown_solution(example, None)
+        side = replace(side, score=f"{example.why}, {side.score}")
+        body.append(markup.pairing(example.question, example.reference, [side]))
+    return body
 
 
 def _notes(report: EvaluationReport) -> Markup:
@@ -101,12 +134,14 @@ def _notes(report: EvaluationReport) -> Markup:
 
 
 class EvaluationTable(NamedTuple):
-    """A table with its titles on the page and on the terminal, and how to read it. Empty without measurements."""
+    """A table with its titles on the page and on the terminal, how to read it, and examples of what it measures. Empty
+    without measurements."""
 
     title: str
     long_title: str
     table: Table
     reading: str
+    examples: Sequence[Example] = ()
 
 
 def _tables(report: EvaluationReport) -> list[EvaluationTable]:
@@ -120,6 +155,15 @@ def _tables(report: EvaluationReport) -> list[EvaluationTable]:
             "check the attacker on test problems: its share of wrong solutions, how far the verifier scores these "
             "below correct ones, and the share of them that it accepts. Only an attacker with many accepted wrong "
             "solutions fools it.",
+        ),
+        EvaluationTable(
+            "What the attackers write",
+            "What the attackers write on test problems",
+            _kinds_of_flaws(rounds),
+            "share: how many of the attacker's wrong solutions have this flaw, as the task's grader names it. "
+            "accepted: how many of these the verifier accepts. Flaws with a share below 1 % are only in "
+            "evaluation.json. Below: typical solutions, each with a score near the median of its kind.",
+            attack_examples(rounds),
         ),
         EvaluationTable(
             "Detection",
@@ -203,6 +247,55 @@ def _exploit(rounds: Sequence[RoundEvaluation]) -> Table:
                 str(check.error_rate.n) if check else attack.reason,
             )
     return table
+
+
+def _kinds_of_flaws(rounds: Sequence[RoundEvaluation]) -> Table:
+    table = _table(
+        Column("attacker"),
+        Column("flaw"),
+        _number_column("share", "sneaky"),
+        _number_column("accepted", "verifier"),
+        _number_column("solutions", "quiet", on="pages"),
+    )
+    for found in rounds:
+        for attack in found.exploit or ():
+            for kind in attack.check.kinds if attack.check else ():
+                if (kind.share.value or 0.0) >= RARE:
+                    counts = (interval(kind.share), interval(kind.accepted), str(kind.accepted.n))
+                    table.add(str(found.round), attack.kind, kind.kind, *counts)
+    return table
+
+
+def attack_examples(rounds: Sequence[RoundEvaluation]) -> list[Example]:
+    """The example solutions of all attackers, with the decision of the attacked verifier."""
+    return [
+        _example(found.round, attack.kind, attack.check, example)
+        for found in rounds
+        for attack in found.exploit or ()
+        if attack.check is not None
+        for example in attack.check.examples
+    ]
+
+
+def _example(round_: int, kind: str, check: AttackCheck, example: FlawExample) -> Example:
+    decision = "accepted" if example.accepted else "refused"
+    threshold = "" if check.threshold is None else f" at threshold {check.threshold:+.2f}"
+    return Example(
+        why=f"{kind} attacker of round {round_}, {decision}{threshold}",
+        id=example.id,
+        role=Role.SNEAKY.value,
+        round=round_,
+        source=source_of_round(round_),
+        question=example.question,
+        text=example.solution,
+        reference=example.reference,
+        answer=example.answer,
+        correct=False,
+        well_formed=True,
+        note=example.note,
+        score=example.score,
+        reward=None,
+    )
 
 
 def _detection(rounds: Sequence[RoundEvaluation]) -> Table:
@@ -328,169 +421,3 @@ def _localisation(rounds: Sequence[RoundEvaluation]) -> Table:
     if not table and any(found.localisation is not None for found in rounds):
         table.caption = "Not known by this task."
     return table
-
-
-# --- charts ------------------------------------------------------------------------------------------------------
-
-
-def _by_round(rounds: Sequence[RoundEvaluation]) -> XAxis:
-    return round_axis([found.round for found in rounds])
-
-
-def _line(name: str, style: str, points: Iterable[tuple[float, NumberRecord]], dash: str = "") -> ChartLine:
-    """A line through the numbers that have a value, with their intervals."""
-    there = [(x, n.value, n.low, n.high) for x, n in points if n.value is not None]
-    whiskers = [(x, low, high) for x, _, low, high in there if low is not None and high is not None]
-    piece = [(x, value) for x, value, _, _ in there]
-    return ChartLine(name, [piece] if piece else [], style, dash, dots=True, whiskers=whiskers)
-
-
-def _exploit_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
-    lines = []
-    censored: list[tuple[float, float]] = []
-    for place, kind in enumerate(KINDS):
-        points = []
-        for found in rounds:
-            for attack in found.exploit or ():
-                if attack.kind == kind and attack.steps is not None:
-                    points.append((found.round + ASIDE * (place - 1), float(attack.steps)))
-                    censored += [points[-1]] * (attack.status == "censored")
-        lines.append(ChartLine(kind, [points] if points else [], f"run-{place}", dots=True))
-    kinds = [line.name for line in lines if line.values]
-    limits = sorted({attack.limit for found in rounds for attack in found.exploit or ()})
-    note = "Points at the limit are censored: no exploit was found within it." if censored else ""
-    references = [ReferenceLine(float(limit), "limit") for limit in limits]
-    return line_chart(
-        "Steps to exploit",
-        lines,
-        _by_round(rounds),
-        "number",
-        zero=True,
-        references=references,
-        unit="optimizer steps of a fresh attacker" + (f" ({kinds[0]})" if len(kinds) == 1 else ""),
-        note=note,
-    )
-
-
-def _auc_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
-    def of(pick: Callable[[int, str], bool]) -> list[tuple[float, NumberRecord]]:
-        return [
-            (float(found.round), flaws.auc)
-            for found in rounds
-            for flaws in (found.detection.sources if found.detection else ())
-            if pick(found.round, flaws.source)
-        ]
-
-    lines = [
-        _line("own flaws", "sneaky", of(lambda r, source: source == f"round-{r:03d}")),
-        _line("base flaws", "ink", of(lambda r, source: source == "base"), "dotted"),
-        _line("previous flaws", "verifier", of(lambda r, source: source == f"round-{r - 1:03d}"), "dashed"),
-    ]
-    reference = [ReferenceLine(0.5, "chance")]
-    return line_chart(
-        "AUC by round", lines, _by_round(rounds), "auc", references=reference, unit="helpful correct against flaws"
-    )
-
-
-def _roc_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
-    last = next((found for found in reversed(rounds) if found.detection is not None), None)
-    if last is None or last.detection is None:
-        return Markup()
-    lines = [
-        ChartLine(flaws.source, [[(x, y) for x, y in flaws.roc]] if flaws.roc else [], f"run-{place % SHADES}",
-             "dashed" if place >= SHADES else "",
-             spread=[(x, low, high) for x, _, low, high in flaws.band if low is not None and high is not None])
-        for place, flaws in enumerate(last.detection.sources)
-    ]  # fmt: skip
-    x = XAxis(0.0, 1.0, "false-positive rate", _shares())
-    areas = "Areas: a separate interval at each false-positive rate; the whole curve is inside less often."
-    title, note = f"ROC of round {last.round}, by source of flaws", areas if any(line.spread for line in lines) else ""
-    return line_chart(title, lines, x, "share", unit="true-positive rate", note=note)
-
-
-def _shares() -> tuple[tuple[float, str], ...]:
-    return tuple((n / 4, f"{25 * n} %") for n in range(5))
-
-
-def _sizes(rounds: Sequence[RoundEvaluation]) -> list[int]:
-    curves = [one for found in rounds for one in found.best_of_n or ()]
-    return sorted({p.n for one in curves for p in one.balanced} | {p.n for one in curves for p in one.natural})
-
-
-def _over_n(rounds: Sequence[RoundEvaluation]) -> XAxis:
-    sizes = _sizes(rounds)
-    return XAxis(-0.25, max(0, len(sizes) - 1) + 0.25, "n", tuple((float(i), str(n)) for i, n in enumerate(sizes)))
-
-
-def _balanced_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
-    places = {n: float(place) for place, n in enumerate(_sizes(rounds))}
-    lines = [
-        _line(
-            f"round {found.round}", f"run-{found.round % SHADES}", [(places[p.n], p.accuracy) for p in curves.balanced]
-        )
-        for found in rounds
-        for curves in found.best_of_n or ()
-        if curves.source != "base"
-    ]
-    reference = [ReferenceLine(0.5, "chance")]
-    return line_chart(
-        "Balanced best of n",
-        lines,
-        _over_n(rounds),
-        "share",
-        references=reference,
-        unit="correct choices, own solutions",
-    )
-
-
-def _natural_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
-    places = {n: float(place) for place, n in enumerate(_sizes(rounds))}
-    last = next((found for found in reversed(rounds) if found.best_of_n), None)
-    own = next((curves for curves in (last.best_of_n or () if last else ()) if curves.source != "base"), None)
-    if last is None or own is None:
-        return Markup()
-    lines = [
-        _line("pass@n", "ink", [(places[p.n], p.pass_at_n) for p in own.natural], "dotted"),
-        _line("chosen by the verifier", "verifier", [(places[p.n], p.accuracy) for p in own.natural]),
-        _line("drawn at random", "ink", [(places[p.n], p.chance) for p in own.natural], "dashed"),
-    ]
-    return line_chart(
-        f"Best of n helpful solutions, round {last.round}", lines, _over_n(rounds), "share", unit="correct"
-    )
-
-
-def _reliability_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
-    last = next((found for found in reversed(rounds) if found.calibration is not None), None)
-    if last is None or last.calibration is None:
-        return Markup()
-
-    def line(name: str, style: str, found: CalibrationErrors | None) -> ChartLine:
-        return _line(name, style, [(b.predicted, b.correct) for b in found.bins] if found else [])
-
-    lines = [
-        ChartLine("calibrated", [[(0.0, 0.0), (1.0, 1.0)]], "ink", "dotted"),
-        line("sigmoid(score)", "verifier", last.calibration.raw),
-        line("Platt fit, held out", "run-1", last.calibration.fitted),
-    ]
-    x = XAxis(0.0, 1.0, "predicted", _shares())
-    return line_chart(f"Reliability, round {last.round}", lines, x, "share", unit="correct, by predicted probability")
-
-
-def _tax_chart(report: EvaluationReport) -> Markup:
-    """Accuracy over KL: the baseline's trajectory, and the rounds' provers."""
-    if report.baseline is None:
-        return Markup()
-    trajectory = sorted((p.kl.value, p.accuracy) for p in report.baseline.points if p.kl.value is not None)
-    provers = [(found.tax.policy, found.round) for found in report.rounds if found.tax]
-    kls = [kl for kl, _ in trajectory] + [p.kl.value for p, _ in provers if p.kl.value is not None]
-    high = max([*kls, 1e-9])
-    lines = [_line("correctness baseline", "ink", trajectory)]
-    lines += [
-        _line(f"round {round_}", f"run-{round_ % SHADES}", [(p.kl.value, p.accuracy)])
-        for p, round_ in provers
-        if p.kl.value is not None
-    ]
-    low = min([0.0, *kls])
-    ticks = tuple((low + (high - low) * i / 4, f"{low + (high - low) * i / 4:.3g}") for i in range(5))
-    x = XAxis(low, high, "KL to the start, nats per solution", ticks)
-    return line_chart("Accuracy at a KL", lines, x, "share", unit="helpful accuracy on test problems")

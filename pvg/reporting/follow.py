@@ -25,6 +25,7 @@ from pvg.reporting.formats import seconds_to_come
 from pvg.reporting.run_summary import RunRecords, RunSummary, Status, StepRecord, committed_state
 from pvg.store.lease import BEAT_S, WATCH_S, is_elsewhere, is_gone, newest_lease, read_driver, sees
 from pvg.store.run_directory import RunDirectory
+from pvg.store.run_folders import SAMPLING_PHASE, has_only_samples
 
 MOST_RECORDS = 20_000  # steps that are kept, and readings of each sampler: about 60 MB
 BLOCK = 1 << 22  # bytes of one read
@@ -58,9 +59,14 @@ SETTLED: dict[Status, RunState] = {
 }
 
 
-def state_word(state: RunState | None, status: Status) -> tuple[str, Literal["good", "warn", "bad"]]:
-    """The word of a run's state, and its colour. `state`: None for a run that this process has just ended."""
+def state_word(
+    state: RunState | None, status: Status, damaged: bool = False
+) -> tuple[str, Literal["good", "warn", "bad"]]:
+    """The word of a run's state, and its colour. `state`: None for a run that this process has just ended. `damaged`:
+    whether files are damaged that tell the state (pvg.reporting.run_summary.state_and_tags)."""
     known = SETTLED[status] if state is None else state
+    if damaged and known != "removed":
+        return "damaged", "bad"
     return ("samples", "good") if status == "samples" and known == "finished" else WORDS[known]
 
 
@@ -169,7 +175,9 @@ class FollowedRun:
             notes = list(self._notes)
             if self._damaged:
                 notes.append(f"{self._damaged} lines of {self.run.metrics.name} are damaged and were left out.")
-            self._summary = self._records.summary(self.run, self.experiment, self.state, notes)
+            self._summary = self._records.summary(
+                self.run, self.experiment, self.state, notes, damaged=bool(self._notes)
+            )
         return self._summary
 
     @property
@@ -234,7 +242,7 @@ def _situation(run: RunDirectory, state: Mapping[str, Any], newest: str) -> RunS
     except FileNotFoundError:
         return RunSituation("removed")
     driver, shards = read_driver(lease), state.get("shards")
-    phase, begun = state.get("phase", "init"), bool(newest or shards)
+    phase, begun = state.get("phase", SAMPLING_PHASE), bool(newest or shards)
     process, host = driver.get("process") or None, str(driver.get("host", ""))
     quiet_s = _age(lease) if lease is not None else None
     plays = bool(driver) and not driver.get("ended") and driver.get("work") != "evaluate"
@@ -243,8 +251,8 @@ def _situation(run: RunDirectory, state: Mapping[str, Any], newest: str) -> RunS
     if phase == "complete" and (gone or not plays or not beats):  # else it gets more rounds
         return RunSituation("finished", process, host, quiet_s)
     if not plays:
-        if phase == "init":  # `pvg rollout` leaves a run in this phase
-            return RunSituation("finished" if shards else "waiting", None, host, quiet_s)
+        if phase == SAMPLING_PHASE:
+            return RunSituation("finished" if has_only_samples(state) else "waiting", None, host, quiet_s)
         stopped = newest == "run" or not begun
         return RunSituation("stopped" if stopped else "failed", None, host, quiet_s)
     if quiet_s is None or quiet_s < MISSED_BEATS * BEAT_S:

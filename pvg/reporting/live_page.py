@@ -152,7 +152,8 @@ class LiveRun:
     def _title(self, situation: RunSituation, progress: RunProgress | None) -> str:
         name = self.followed.run.name
         if situation.state != "running" or progress is None:
-            return f"{name}: {state_word(situation.state, self.followed.summary.status)[0]}"
+            summary = self.followed.summary
+            return f"{name}: {state_word(situation.state, summary.status, summary.damaged)[0]}"
         return f"{name}: round {progress.round}, {phase_label(progress.phase)}"
 
     def data(self) -> RunData:

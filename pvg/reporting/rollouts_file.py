@@ -41,8 +41,8 @@ from pvg.records import Rollout
 from pvg.reporting.formats import phase_label
 from pvg.reporting.rollouts import ROLES, RolloutGrade, RolloutQuery, grade_word
 from pvg.reporting.rollouts_page import ROWS, markup, query_form
-from pvg.reporting.run_page import rollout_side, shortened
 from pvg.reporting.run_summary import RunSummary
+from pvg.reporting.shown_solutions import rollout_side, shortened
 from pvg.reporting.solutions import committed_shards, phase_of, threshold_of, verdict_word
 from pvg.reporting.table import PageKind, elements, page, showable
 from pvg.store.atomic import DamagedFileError

@@ -30,8 +30,8 @@ from pvg.reporting.rollouts import (
     RolloutQuery,
     RolloutRow,
 )
-from pvg.reporting.run_page import rollout_side
 from pvg.reporting.run_summary import RunSummary
+from pvg.reporting.shown_solutions import rollout_side
 from pvg.reporting.solutions import threshold_of, verdict_word
 from pvg.reporting.table import PageKind, PageSection, TemplateMacros, elements, page
 from pvg.store.run_players import base_source

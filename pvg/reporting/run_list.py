@@ -13,10 +13,10 @@ from typing import Any
 from pvg.errors import PvgError
 from pvg.reporting.follow import RunState, situation, state_word
 from pvg.reporting.formats import byte_size
-from pvg.reporting.run_summary import SAMPLING_PHASE, Status, committed_state, status_of
+from pvg.reporting.run_summary import Status, state_and_tags, status_of
 from pvg.reporting.table import Column, Table, TableCell
 from pvg.store.run_directory import RunDirectory, runs_in
-from pvg.store.run_folders import folder_bytes, read_tags
+from pvg.store.run_folders import SAMPLING_PHASE, folder_bytes
 
 PLAIN: dict[RunState, str] = {"waiting": "quiet", "finished": ""}  # the styles of states without a badge
 
@@ -57,12 +57,7 @@ def glance_at(run: RunDirectory) -> RunGlance:
         experiment, task, planned = settings.name, settings.task.kind, settings.game.rounds
     except PvgError as error:
         notes.append(str(error))
-    state = committed_state(run, notes)
-    tags: list[str] = []
-    try:
-        tags = read_tags(run)
-    except PvgError as error:
-        notes.append(str(error))
+    state, tags = state_and_tags(run, notes)
     now = situation(run, state)
     return RunGlance(
         name=run.name,
@@ -114,7 +109,7 @@ def runs_table(runs: list[RunGlance], now: float) -> Table:
             run.name,
             TableCell(run.experiment, below=task),
             "samples" if run.status == "samples" else f"{run.rounds_finished}/{run.rounds_planned}",
-            TableCell("damaged", "badge bad") if run.notes else _state_cell(run),
+            _state_cell(run),
             age(now - run.last_activity),
             byte_size(run.size_bytes),
             " ".join(run.tags),
@@ -123,8 +118,8 @@ def runs_table(runs: list[RunGlance], now: float) -> Table:
 
 
 def _state_cell(run: RunGlance) -> TableCell:
-    word, kind = state_word(run.state, run.status)
-    return TableCell(word, PLAIN.get(run.state, f"badge {kind}"))
+    word, kind = state_word(run.state, run.status, bool(run.notes))
+    return TableCell(word, f"badge {kind}" if run.notes else PLAIN.get(run.state, f"badge {kind}"))
 
 
 def age(seconds: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,6 @@ from pvg.config.experiment import Experiment
 from pvg.config.task import TASKS
 from pvg.errors import StateError
 from pvg.evaluation.report import EvaluationReport, report_of
-from pvg.records import Rollout
 from pvg.reporting.axes import PROVER
 from pvg.reporting.charts import spark
 from pvg.reporting.evaluation import evaluation_section
@@ -26,14 +24,12 @@ from pvg.reporting.formats import HOME_PHASES, duration, metric_display, metric_
 from pvg.reporting.learning import learning_section, rounds_section, scores_section
 from pvg.reporting.machine import machine_section, throughput_section
 from pvg.reporting.run_summary import RunSummary, base_metrics
+from pvg.reporting.shown_solutions import shown_solution
 from pvg.reporting.solutions import (
-    Example,
     RoundScores,
     SolutionPair,
-    example_of,
     round_scores,
     solution_pairs,
-    verdict_word,
 )
 from pvg.reporting.table import Column, PageKind, PageSection, Table, TableCell, TemplateMacros, elements, page
 from pvg.reporting.time_sections import StepWindow, choose_windows, overlap_section, read_windows, time_section
@@ -141,7 +137,7 @@ def run_page(data: RunData) -> str:
 def run_header(data: RunData) -> list[object]:
     """Title, state, facts, notes and key figures."""
     summary = data.summary
-    word, kind = state_word(data.state, summary.status)
+    word, kind = state_word(data.state, summary.status, summary.damaged)
     return [
         elements.title(
             summary.name,
@@ -273,9 +269,6 @@ def _onwards(summary: RunSummary, *, running: bool) -> PageSection:
 
 # Solutions of both roles side by side, with scores and grades.
 
-LONGEST = 4000  # characters of a solution; the rest can be read in the shard
-STEP = re.compile(r"\bstep (\d+)\b")
-
 
 def solutions_section(
     pairings: Sequence[SolutionPair], thresholds: dict[int, float], rollouts: str = ""
@@ -293,71 +286,10 @@ def solutions_section(
     return PageSection("solutions", "Solutions", body, lead)
 
 
-@dataclass(frozen=True, slots=True)
-class ShownSolution:
-    """A solution as the page shows it: `pieces` of its text, the number `wrong` of the marked piece (-1: none), and the
-    texts before and after it."""
-
-    example: Example
-    score: str
-    grade: str
-    pieces: list[str]
-    wrong: int
-    before: list[str]
-    after: list[str]
-
-
 def _pair(pairing: SolutionPair, thresholds: dict[int, float]) -> Markup:
     threshold = thresholds.get(pairing.round)
-    sides = [_side(example, threshold) for example in (pairing.helpful, pairing.sneaky) if example is not None]
+    sides = [shown_solution(example, threshold) for example in (pairing.helpful, pairing.sneaky) if example is not None]
     return markup.pairing(pairing.question, pairing.reference, sides)
-
-
-def rollout_side(rollout: Rollout, threshold: float | None, longest: int) -> ShownSolution:
-    """A stored solution as a page shows it, with at most `longest` characters of each text."""
-    return _side(example_of(rollout, ""), threshold, longest)
-
-
-def _side(example: Example, threshold: float | None, longest: int = LONGEST) -> ShownSolution:
-    score = ""
-    if example.score is not None:
-        score = ", ".join(filter(None, [f"score {example.score:+.3f}", verdict_word(example.score, threshold)]))
-    pieces, wrong = text_pieces(example.text, example.note, longest)
-    before = [] if example.solver_text is None else [f"solver: {shortened(example.solver_text, longest)}"]
-    after = [f"{role}: {shortened(text, longest)}" for role, text in example.dialogue]
-    return ShownSolution(example, score, _grade(example), pieces, wrong, before, after)
-
-
-def _grade(example: Example) -> str:
-    found = f"answer {example.answer}" if example.answer is not None else "no answer"
-    verdict = "correct" if example.correct else ("wrong" if example.well_formed else "malformed")
-    note = example.note.removeprefix("malformed: ")
-    return f"{verdict}: {found}" + (f", {note}" if note else "")
-
-
-def text_pieces(text: str, note: str, longest: int = LONGEST) -> tuple[list[str], int]:
-    """The steps of a text, and the number of the step that the grader's note names: the last step if the note names
-    the final answer, -1 if it names no step."""
-    pieces = _pieces(text[:longest])
-    match = STEP.search(note)
-    last = len(pieces) - 1 if "final answer" in note and "no final" not in note else -1
-    place = int(match[1]) - 1 if match else last
-    wrong = place if 0 <= place < len(pieces) else -1
-    rest = [shortened(text, longest)[longest:]] if len(text) > longest else []
-    return [*pieces, *rest], wrong
-
-
-def shortened(text: str, longest: int) -> str:
-    """The first `longest` characters, and how many more there are."""
-    return text if len(text) <= longest else f"{text[:longest]} … and {len(text) - longest} more characters"
-
-
-def _pieces(text: str) -> list[str]:
-    """The steps of a solution with their separators: lines, or parts between semicolons if there is one line."""
-    if "\n" in text.strip():
-        found = re.findall(r"[^\n]*\n*", text)
-        return [piece for piece in found if piece]
-    return [piece for piece in re.findall(r"[^;]*;?", text) if piece]
 
 
 # The configuration: changed settings first, then all settings folded.

@@ -20,6 +20,7 @@ from pvg.reporting.formats import total_budget
 from pvg.store.atomic import DamagedFileError
 from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory, runs_in
+from pvg.store.run_folders import SAMPLING_PHASE, has_only_samples, read_tags
 from pvg.telemetry.alerts import REMEDIES
 
 # "empty": nothing was committed; "samples": what `pvg rollout` makes, a run that is never played.
@@ -27,7 +28,6 @@ Status = Literal["empty", "samples", "unfinished", "complete"]
 
 NOTEWORTHY = 0.005  # share of all steps' time; less overlap than this is not reported as hidden
 SAMPLERS = ("device", "loop", "workers")  # kinds of records that are readings
-SAMPLING_PHASE = "init"  # the state a run stays in while `pvg rollout` fills it
 
 # The metrics of each phase in the phases table.
 HIGHLIGHTS: dict[str, tuple[str, ...]] = {
@@ -125,7 +125,7 @@ class RunSummary:
     (empty if the run did not record it). `notes` are remarks on incomplete or damaged files, `warnings` are
     about settings that are probably not intended. `machine` and `code_version` are those of the last commit, `began` is
     the time of the first record. `peak_memory` is the maximum over the processes of the run, in bytes, up to the last
-    commit.
+    commit. `damaged`: files of its state are damaged (`state_and_tags`).
     """
 
     name: str
@@ -152,6 +152,7 @@ class RunSummary:
     code_version: str = ""
     began: float | None = None
     peak_memory: dict[str, float] = field(default_factory=dict)
+    damaged: bool = False
 
     @property
     def hidden(self) -> dict[str, float]:
@@ -195,7 +196,8 @@ def read_run(run: RunDirectory) -> RunSummary:
     """Summarise a run, finished or not. Raises ConfigurationError when its experiment.toml was damaged."""
     experiment = run.experiment()
     notes: list[str] = []
-    state = committed_state(run, notes)
+    state, _ = state_and_tags(run, notes)
+    damaged = bool(notes)
     try:
         run.verify_journal(state, run.metrics)
     except DamagedFileError as error:
@@ -203,16 +205,16 @@ def read_run(run: RunDirectory) -> RunSummary:
     records = RunRecords()
     for record in _records(run, notes):
         records.add(record)
-    return records.summary(run, experiment, state, notes)
+    return records.summary(run, experiment, state, notes, damaged=damaged)
 
 
 def status_of(state: Mapping[str, Any]) -> Status:
     """How far a run is, from its committed state (empty: none)."""
     if state.get("phase") == "complete":
         return "complete"
-    if state.get("phase", SAMPLING_PHASE) == SAMPLING_PHASE:
-        return "samples" if state.get("shards") else "empty"
-    return "unfinished"
+    if has_only_samples(state):
+        return "samples"
+    return "empty" if state.get("phase", SAMPLING_PHASE) == SAMPLING_PHASE else "unfinished"
 
 
 def has_ended(state: Mapping[str, Any], experiment: Experiment) -> bool:
@@ -253,6 +255,17 @@ def committed_state(run: RunDirectory, notes: list[str]) -> dict[str, Any]:
     if loaded.notice:
         notes.append(loaded.notice)
     return loaded.state or {}
+
+
+def state_and_tags(run: RunDirectory, notes: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The last commit and the tags; empty if there are none. Adds remarks to `notes` if their files are damaged. Every
+    view of the run then shows "damaged" as its state."""
+    state, tags = committed_state(run, notes), list[str]()
+    try:
+        tags = read_tags(run)
+    except PvgError as error:
+        notes.append(str(error))
+    return state, tags
 
 
 def _records(run: RunDirectory, notes: list[str]) -> Iterable[dict[str, Any]]:
@@ -345,9 +358,15 @@ class RunRecords:
         del self._scaling[: max(0, len(self._scaling) - limit)]
 
     def summary(
-        self, run: RunDirectory, experiment: Experiment, state: Mapping[str, Any], notes: Sequence[str]
+        self,
+        run: RunDirectory,
+        experiment: Experiment,
+        state: Mapping[str, Any],
+        notes: Sequence[str],
+        *,
+        damaged: bool = False,
     ) -> RunSummary:
-        """The summary of the records so far. `state`: the last commit (empty: none)."""
+        """The summary of the records so far. `state`: the last commit (empty: none). `damaged`: as for RunSummary."""
         notes = list(notes)
         if self._foreign:
             of = run.metrics.name
@@ -382,6 +401,7 @@ class RunRecords:
             code_version=str(state.get("code_version", "")),
             peak_memory=_finite(state.get("peak_memory", {})),
             began=self._began,
+            damaged=damaged,
         )
 
 

@@ -108,7 +108,7 @@ def _runs_table(runs: Sequence[ComparedRun]) -> Table:
     table = Table([Column(title) for title in titles], look="runs")
     for run in runs:
         found = run.summary
-        word, kind = state_word(run.state, found.status)
+        word, kind = state_word(run.state, found.status, found.damaged)
         table.add(
             TableCell(run.name, "strong", key=run.key),
             TableCell(word, f"badge {kind}"),

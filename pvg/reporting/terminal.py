@@ -231,7 +231,7 @@ def section(title: str, body: RenderableType) -> list[RenderableType]:
 
 
 def headline(summary: RunSummary, state: RunState | None = None) -> Text:
-    word, kind = state_word(state, summary.status)
+    word, kind = state_word(state, summary.status, summary.damaged)
     planned = counted(summary.rounds_planned, "round")
     return Text.assemble(
         (summary.name, "bold"),

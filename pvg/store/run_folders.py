@@ -22,6 +22,7 @@ from pvg.errors import StateError, UsageError, path_error, user_paths
 from pvg.store.atomic import sync_directory, write_atomic
 from pvg.store.run_directory import RunDirectory, is_removed, removed_name
 
+SAMPLING_PHASE = "init"  # the state a run stays in while `pvg rollout` fills it
 TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 
 
@@ -52,9 +53,15 @@ def write_tags(run: RunDirectory, tags: Sequence[str]) -> list[str]:
     return wanted
 
 
+def has_only_samples(state: Mapping[str, Any]) -> bool:
+    """Whether a run with the committed `state` (empty: none) is of `pvg rollout`, which plays no game and leaves a run
+    in its first phase."""
+    return state.get("phase", SAMPLING_PHASE) == SAMPLING_PHASE and bool(state.get("shards"))
+
+
 def refuse_samples(run: RunDirectory, state: Mapping[str, Any]) -> None:
     """Raises UsageError if `run` with the committed `state` (empty: none) is of `pvg rollout`, which has no game."""
-    if state.get("phase") == "init" and state.get("shards"):
+    if has_only_samples(state):
         raise UsageError(
             f"The run {run.name!r} contains samples of `pvg rollout`, not a game.", "Start a game: pvg train"
         )

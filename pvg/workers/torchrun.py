@@ -172,8 +172,11 @@ class Meeting:
             return orjson.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _leave(self, key: str, value: Any) -> None:
+        """Write a note. It is in the store when this returns: `set` does not wait for the store, but the answer to
+        `check` comes after it on the same connection."""
         with self._reaching():
             self._store.set(key, orjson.dumps(value).decode())
+            self._store.check([key])
 
     # The driver's side.
 

@@ -18,7 +18,7 @@ from typer.main import get_command
 
 import pvg_cli.doctor
 from pvg.config.experiment import Experiment
-from pvg.config.load import build_experiment, load_experiment
+from pvg.config.load import build_experiment, find_experiment, load_experiment
 from pvg.installation import install_extra
 from pvg.sandbox import Isolation
 from pvg_cli.doctor import check_extras, check_models, check_runs_folder, check_sandbox, check_system
@@ -220,6 +220,19 @@ def test_the_kinds_of_a_table_hang_below_their_names(monkeypatch: pytest.MonkeyP
     assert "  decoupled: The prover translates a solver's solutions: faithful ones keep the\n    answer, s" in shown
 
 
+@pytest.mark.parametrize("columns", ["80", "100", "120"])
+def test_the_list_of_settings_cuts_no_type(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    for experiment in ((), ("modchain",)):
+        lines = pvg("config", "schema", *experiment).out.splitlines()
+        assert max(map(len, lines)) <= int(columns)
+        place = next(place for place, line in enumerate(lines) if line.startswith("task.kind "))
+        types = " ".join(lines[place : place + 12])
+        assert all(f'"{kind}"' in types for kind in ("reasoning_gym", "diplomacy_outcome", "openenv", "custom"))
+        three = lines[0].split()[:2] == ["key", "type"]
+        assert three == (columns != "80")
+
+
 def test_no_paragraph_of_a_help_text_has_a_line_break() -> None:
     def texts(command: Any) -> Iterator[str]:
         yield command.help or ""
@@ -236,3 +249,18 @@ def test_the_settings_of_a_resolved_experiment_of_self_play_are_accepted() -> No
     Path("resolved.toml").write_text(pvg("config", "show", "negotiation").out)
     called = pvg("config", "validate", "negotiation", "-s", "@resolved.toml")
     assert (called.code, called.err) == (0, "")
+    assert pvg("config", "validate", "resolved.toml").code == 0
+
+
+def test_a_start_that_self_play_ignores_is_refused_in_a_file_too() -> None:
+    shipped = find_experiment("negotiation").read_text()
+    assert shipped.count("[game]\n") == 1
+    Path("mine.toml").write_text(shipped.replace("[game]\n", '[game]\nstart = "base"\n'))
+    Path("more.toml").write_text('[game.start]\nkind = "base"\n')
+    for arguments in (("mine.toml",), ("negotiation", "-s", "@more.toml")):
+        called = pvg("config", "validate", *arguments)
+        assert called.code == 2
+        assert "game.start = 'base' has no effect with task.kind = 'play'" in called.err
+        assert "Leave out game.start." in called.err
+    assert pvg("config", "validate", "mine.toml", "-s", "game.start=previous").code == 0
+    assert pvg("config", "validate", "modchain", "-s", "@more.toml").code == 0

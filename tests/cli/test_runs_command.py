@@ -123,6 +123,22 @@ def test_damaged_runs_are_listed_and_can_be_removed() -> None:
     assert list(RUNS.iterdir()) == []
 
 
+@pytest.mark.parametrize("file", ["state.json", "tags.json"])
+def test_a_damaged_run_has_the_same_state_in_all_views(file: str) -> None:
+    run = begin(RUNS)
+    commit(run, state("complete", rounds=[{}]))
+    begin(RUNS, "whole")
+    assert pvg("report", "first", "--json").document["damaged"] is False
+    (RUNS / "first" / file).write_text("{broken")
+    assert re.search(r"^first .* damaged ", pvg("runs").out, re.MULTILINE)
+    assert re.search(r"^state +damaged", pvg("runs", "show", "first").out, re.MULTILINE)
+    assert re.search(r"^first  experiment .* damaged$", pvg("report", "first").out, re.MULTILINE)
+    assert 'badge bad">damaged<' in run.report.read_text()
+    assert pvg("report", "first", "--json").document["damaged"] is True
+    assert re.search(r"^first  experiment .* damaged$", pvg("report", "first", "whole").out, re.MULTILINE)
+    assert 'badge bad">damaged<' in Path("report.html").read_text()
+
+
 def test_show_names_the_state_the_sizes_and_the_next_command() -> None:
     run = begin(RUNS)
     commit(run, state("train_prover", rounds=[]))

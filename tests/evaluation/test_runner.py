@@ -186,6 +186,34 @@ def test_what_an_older_pvg_measured_is_shown_without_a_band_and_gets_one_where_d
     assert [path for path in kept if path.read_bytes() != kept[path]] == [path for path in kept if path in banded]
 
 
+def test_an_older_check_of_an_attack_is_shown_without_examples_and_gets_them_where_attacks_are_asked_for(
+    measured: RunDirectory, tmp_path: Path
+) -> None:
+    run = copy_of(measured, tmp_path)
+    paths = sorted((run.evaluation / "units").glob("check-*.json"))
+    for path in paths:
+        plain = orjson.loads(path.read_bytes())
+        for name in ("threshold", "kinds", "examples"):
+            del plain["result"][name]
+        path.write_bytes(orjson.dumps(plain))
+    outcome, _ = evaluated(run, evaluated_experiment(), parts=("calibration",))
+    before = report_of(measured).rounds[0]
+    older = outcome.report.rounds[0].exploit
+    assert [(attack.check.gap, attack.check.examples) for attack in older] == [
+        (attack.check.gap, []) for attack in before.exploit
+    ]
+    outcome, observer = evaluated(run, evaluated_experiment(), parts=("exploit",))
+    assert outcome.report.rounds[0].exploit == before.exploit
+    assert observer.phases == []  # no sampling, and no attack
+    for attack in before.exploit:
+        flaws = round(attack.check.error_rate.value * attack.check.error_rate.n)
+        assert attack.check.threshold == before.detection.threshold
+        assert sum(kind.accepted.n for kind in attack.check.kinds) == flaws > 0
+        assert all(kind.kind != "no note" for kind in attack.check.kinds)
+        assert 1 <= len(attack.check.examples) <= 3
+        assert all(e.accepted == (e.score >= attack.check.threshold) for e in attack.check.examples)
+
+
 def test_a_report_without_bands_is_read(measured: RunDirectory, tmp_path: Path) -> None:
     plain = orjson.loads((measured.evaluation / REPORT_FILE).read_bytes())
     for flaws in plain["rounds"][0]["detection"]["sources"]:

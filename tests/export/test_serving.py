@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,49 @@ def stopped(*arguments):
     os.kill(os.getpid(), signal.SIGINT)
     return scored(*arguments)
 rows._scored = stopped
+app(prog_name="pvg")
+"""
+
+
+def test_a_second_ctrl_c_ends_the_server_at_once(run: Run) -> None:
+    """While the event loop is busy, so that only the signal's handler can end the process."""
+    with subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED_SERVER, "serve", "mine", "--player", "verifier", "--port", "0", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        lines: list[str] = []
+        while not lines or not lines[-1].startswith("}"):
+            lines.append(process.stdout.readline())
+            assert lines[-1], process.communicate()
+        with pytest.raises((OSError, HTTPException)):
+            urllib.request.urlopen(json.loads("".join(lines))["url"] + "/health", timeout=120)
+        out, errors = process.communicate(timeout=120)
+    assert (process.returncode, out) == (130, ""), errors  # no second document
+    assert "Ctrl-C again quits at once." in errors
+    assert "Stopped." not in errors
+
+
+def test_a_second_ctrl_c_while_the_server_loads_prints_one_error(run: Run) -> None:
+    program = INTERRUPTED_SERVER.replace("RewardServer._health", "FinishedRound.scorer")
+    command = [sys.executable, "-c", program, "serve", "mine", "--player", "verifier", "--port", "0", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 130, done.stderr
+    assert json.loads(done.stdout)["error"]["type"] == "Killed"
+
+
+INTERRUPTED_SERVER = """
+import os, signal, time
+from pvg.export.finished import FinishedRound
+from pvg.export.reward_server import RewardServer
+from pvg_cli.main import app
+def interrupted(*arguments):
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(600)
+RewardServer._health = interrupted
 app(prog_name="pvg")
 """
 

@@ -11,7 +11,8 @@ from rich.console import Console
 from run_samples import begin, commit, played, rollout, state
 
 from pvg.records import Grade, Role, SolverSolution, Turn
-from pvg.reporting.run_page import _side, markup
+from pvg.reporting.run_page import markup
+from pvg.reporting.shown_solutions import shown_solution
 from pvg.reporting.solutions import choose_examples
 from pvg.reporting.terminal import examples_list
 from pvg.store import DamagedFileError
@@ -92,8 +93,8 @@ def test_a_dialogue_shows_its_turns_and_a_translation_what_it_was_made_of(tmp_pa
     first, second = choose_examples(run)
     assert (first.text, first.dialogue) == ("7+5=2;A2", (("verifier", "1?"), ("prover", "7+5=3;")))
     assert (second.solver_text, second.dialogue) == ("by the solver", ())
-    assert "verifier: 1?" in markup.solution(_side(first, None))
-    assert "by the solver" in markup.solution(_side(second, None))
+    assert "verifier: 1?" in markup.solution(shown_solution(first, None))
+    assert "by the solver" in markup.solution(shown_solution(second, None))
     console = Console(width=200, file=StringIO())
     console.print(examples_list([first, second]))
     shown = console.file.getvalue()  # type: ignore[attr-defined]

@@ -10,8 +10,9 @@ from page_checks import Page, check
 from run_samples import begin, commit, played, rollout, state, step, telemetered, tell
 
 from pvg.records import Grade, Role
-from pvg.reporting.run_page import collect, markup, run_page, text_pieces
+from pvg.reporting.run_page import collect, markup, run_page
 from pvg.reporting.run_summary import read_run
+from pvg.reporting.shown_solutions import text_pieces
 from pvg.store.run_directory import RunDirectory
 
 NASTY = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>&amp;\x00\u202e"

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from page_checks import Page
+from io import StringIO
 
-from pvg.evaluation.report import Detection, EvaluationReport, FlawDetection, NumberRecord, RoundEvaluation
-from pvg.reporting.evaluation import evaluation_section
+from page_checks import Page
+from rich.console import Console
+
+from pvg.evaluation.report import (
+    AttackCheck,
+    AttackRecord,
+    Detection,
+    EvaluationReport,
+    FlawDetection,
+    FlawExample,
+    KindOfFlaw,
+    NumberRecord,
+    RoundEvaluation,
+)
+from pvg.reporting.evaluation import evaluation_section, evaluation_tables
 from pvg.reporting.table import page
 
 NUMBER = NumberRecord(value=0.5, low=0.4, high=0.6, n=10, problems=5)
@@ -24,12 +37,39 @@ def page_of(*sources: FlawDetection) -> Page:
     detection = Detection(
         threshold=0.0, completeness=NUMBER, helpful_accuracy=NUMBER, accepted_correct=NUMBER, sources=list(sources)
     )
-    report = EvaluationReport(
+    return shown(report_of(RoundEvaluation(round=0, detection=detection)))
+
+
+def report_of(*rounds: RoundEvaluation) -> EvaluationReport:
+    return EvaluationReport(
         status="complete", run="r", experiment="e", config_hash="", code_version="", machine="", created="",
-        rounds_finished=1, rounds_planned=1, settings={"confidence": 0.95},
-        rounds=[RoundEvaluation(round=0, detection=detection)],
+        rounds_finished=1, rounds_planned=1, settings={"confidence": 0.95}, rounds=list(rounds),
     )  # fmt: skip
+
+
+def shown(report: EvaluationReport) -> Page:
     return Page(page("evaluation", [], [evaluation_section(report)]))
+
+
+def printed(report: EvaluationReport, width: int = 100) -> str:
+    out = StringIO()
+    Console(file=out, width=width).print(evaluation_tables(report))
+    return " ".join(out.getvalue().split())
+
+
+def attacked(round_: int, *kinds: str) -> RoundEvaluation:
+    """A round with one attacker, with an example of each kind; without kinds, one of a task without notes."""
+    examples = [
+        FlawExample(
+            id=f"id-{round_}-{note}", question=f"{round_}+1+2?", reference="3", solution="0+1=1;1+2=4;A4", answer="4",
+            note=note, score=1.5, accepted=True,
+        )
+        for note in (kinds or ("",))
+    ]  # fmt: skip
+    found = [KindOfFlaw(kind=kind.split(" in ")[0], share=NUMBER, accepted=NUMBER) for kind in kinds]
+    check = AttackCheck(error_rate=NUMBER, gap=NUMBER, accepted=NUMBER, threshold=0.25, kinds=found, examples=examples)
+    attack = AttackRecord(kind="cgc", status="found", limit=9, window=2, reference=NUMBER, steps=4, check=check)
+    return RoundEvaluation(round=round_, exploit=[attack])
 
 
 def areas(page: Page) -> list[tuple[str, str]]:
@@ -55,3 +95,35 @@ def test_without_intervals_there_is_no_area_and_no_word_of_one() -> None:
     assert areas(page) == []
     assert "Areas" not in page.text
     assert "ROC of round 0" in page.text
+
+
+# --- what the attackers write -----------------------------------------------------------------------------------------
+
+
+def test_the_page_shows_the_kinds_of_flaws_and_examples_of_all_rounds_with_the_wrong_step_marked() -> None:
+    page = shown(report_of(attacked(0, "extra step"), attacked(1, "wrong sum in step 2")))
+    assert "extra step" in page.text
+    for round_ in (0, 1):
+        assert f"cgc attacker of round {round_}, accepted at threshold +0.25, score +1.500" in page.text
+    assert "1+1+2?" in page.text
+    assert "wrong: answer 4, wrong sum in step 2" in page.text
+    assert [a["title"] for name, a in page.tags if name == "mark"] == ["wrong sum in step 2"]
+
+
+def test_the_terminal_shows_the_examples_of_the_newest_round() -> None:
+    text = printed(report_of(attacked(0, "extra step"), attacked(1, "wrong sum in step 2")))
+    assert "1 cgc wrong sum 0.50 [0.40,0.60] 0.50 [0.40,0.60]" in text
+    assert "0 cgc extra step" in text
+    assert "sneaky, cgc attacker of round 1, accepted at threshold +0.25 score +1.50" in text
+    assert "question 1+1+2? solution 0+1=1;1+2=4;A4 grade answer 4, wrong: the answer is 3, wrong sum in step 2" in text
+    assert "question 0+1+2?" not in text
+    assert "The page of pvg report has examples of all rounds." in text
+    assert "has examples of all rounds" not in printed(report_of(attacked(0, "extra step")))
+
+
+def test_a_task_without_notes_shows_its_examples_without_a_table_of_kinds() -> None:
+    report = report_of(attacked(0))
+    for text in (printed(report), shown(report).text):
+        assert "0+1=1;1+2=4;A4" in text
+        assert "as the task's grader names it" not in text
+    assert "What the attackers write" not in printed(report_of(RoundEvaluation(round=0)))

@@ -274,6 +274,13 @@ def failed(launch: Launch) -> None:
         raise RuntimeError
 
 
+def test_a_note_is_there_for_all_processes_when_it_was_left(pair: tuple[Launch, Launch]) -> None:
+    driver, process = Meeting(pair[0]), Meeting(pair[1])
+    for number in range(10_000):
+        driver._leave(str(number), number)
+        assert process._note(str(number)) == number
+
+
 def test_a_restarted_process_waits_for_the_next_driver_when_the_last_one_failed(pair: tuple[Launch, Launch]) -> None:
     failed(pair[0])
     process = Meeting(pair[1])

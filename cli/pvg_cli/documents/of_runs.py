@@ -256,8 +256,8 @@ class ValueRange(DocumentPart):
 
 
 class RunResults(DocumentPart):
-    """What the files of a run say. Times in seconds, `began` since 1970. `notes`: remarks on damaged files.
-    `warnings`: about settings that are probably not intended."""
+    """What the files of a run say. Times in seconds, `began` since 1970. `notes`: remarks on incomplete or damaged
+    files. `damaged`: files of its state are damaged. `warnings`: about settings that are probably not intended."""
 
     name: str
     path: str
@@ -284,6 +284,7 @@ class RunResults(DocumentPart):
     peak_memory: dict[str, float]
     seconds: float
     notes: list[str]
+    damaged: bool
     warnings: list[str]
 
 
