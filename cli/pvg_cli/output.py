@@ -97,8 +97,9 @@ def arithmetic_table(experiment: Experiment) -> RenderableType:
 
 def _arithmetic_rows(experiment: Experiment, numbers: BatchArithmetic) -> list[tuple[str, int, str]]:
     training, game, verifier = experiment.training, experiment.game, experiment.verifier
-    per_round = "in round 0" if game.growing else "per round"
-    grows = "; each later round adds as many" if game.growing else ""
+    grows = game.growing and numbers.mint_rollouts_per_round > 0  # self-play has no mint
+    per_round = "in round 0" if grows else "per round"
+    more = "; each later round adds as many" if grows else ""
     micro = f"at most {training.micro_batch_tokens:,} tokens each"
     if training.micro_batch_memory_mb:
         micro += f", fewer if these take over {training.micro_batch_memory_mb:,} MB"
@@ -122,9 +123,9 @@ def _arithmetic_rows(experiment: Experiment, numbers: BatchArithmetic) -> list[t
         (
             f"mint rollouts {per_round}",
             numbers.mint_rollouts_per_round,
-            f"{game.mint_problems:,} problems x {game.mint_samples}{grows}",
+            f"{game.mint_problems:,} problems x {game.mint_samples}{more}",
         ),
-        (f"verifier pairs {per_round}", numbers.verifier_pairs_per_round, pairs + grows),
+        (f"verifier pairs {per_round}", numbers.verifier_pairs_per_round, pairs + more),
         ("prover rollouts per round", numbers.prover_rollouts_per_round, prover),
         ("optimizer steps in total", numbers.optimizer_steps, f"{counted(game.rounds, 'round')} x (verifier + prover)"),
     ]

@@ -229,14 +229,13 @@ class PlayTask(Section):
 
 
 # Settings of other tables that self-play has with one value only.
-PLAY_ONLY: dict[str, str | int | bool] = {
+PLAY_ONLY: dict[str, str | int] = {
     "rollout.prefetch": "none",
     "rollout.deadline": "none",
     "training.curriculum": "none",
     "training.dynamic_sampling": 0,
     "training.overlong_buffer": 0,
     "game.protocol": "direct",
-    "game.growing": False,
     "game.schedule": "stackelberg",
     "game.stop": "steps",
 }

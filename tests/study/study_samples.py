@@ -23,6 +23,7 @@ threads = 1
 
 [common]
 game.rounds = 2
+game.growing = false
 verifier.steps = 3
 training.steps = 5
 

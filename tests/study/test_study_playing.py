@@ -308,7 +308,7 @@ def test_steps_done_are_optimizer_steps(state: dict[str, object], done: int) -> 
 
 
 def test_the_steps_of_a_growing_game_grow_with_its_rounds() -> None:
-    plan = small(SMALL.replace("game.rounds = 2", "game.rounds = 3\ngame.growing = true"))
+    plan = small(SMALL.replace("game.rounds = 2", "game.rounds = 3").replace("growing = false", "growing = true"))
     assert plan.cells[0].steps == 3 + 5 + 6 + 5 + 9 + 5
     assert steps_done(plan.cells[0], {"phase": "train_prover", "round": 1, "step": 4}) == 3 + 5 + 6 + 4
     assert steps_done(plan.cells[0], {"phase": "train_verifier", "round": 2, "step": 7}) == 3 + 5 + 6 + 5 + 7
