@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 
 from pvg.errors import TrainingDivergedError
+from pvg.evaluation.flaws_of_attackers import written_flaws
 from pvg.evaluation.intervals import CONFIDENCE, Estimate, Float64, Ints, mean_of, percentile, share_of
 from pvg.evaluation.opened_run import REFERENCE_RANGE, ROUND, EvaluationContext, digest, first_version
 from pvg.evaluation.opponents import KINDS, attacker_experiment
 from pvg.evaluation.samples import SampleSet, ScoredRollouts, sampled
 from pvg.evaluation.training import PolicyTraining, kept_policy, policy_name, train, training_session
-from pvg.evaluation.written_flaws import written_flaws
 from pvg.game.prover_phase import read_policy
 from pvg.records import Role, Rollout, source_of_round
 from pvg.verifier.backend import ScoringModel

@@ -49,8 +49,11 @@ from pvg.telemetry.waits import usable_cores
 OF_AN_EVALUATION = ("evaluate", "serving", "telemetry")  # sections that `pvg evaluate` may set for a complete run
 
 
-def as_evaluated(experiment: Experiment, changes: Mapping[str, Any], path: str) -> Experiment:
-    """The settings for evaluating an arm's games. Raises ConfigurationError."""
+def as_evaluated(
+    experiment: Experiment, changes: Mapping[str, Any], path: str, overrides: Sequence[str] = ()
+) -> Experiment:
+    """The settings for evaluating an arm's games; the command line wins over the study's file. Raises
+    ConfigurationError."""
     where, data = f"[evaluate] set of {path}", experiment.plain()
     flat = dict(leaves(dict(changes)))
     for key, value in flat.items():
@@ -61,7 +64,12 @@ def as_evaluated(experiment: Experiment, changes: Mapping[str, Any], path: str) 
                 "Set it in [common] or in an arm.",
             )
         assign(data, key, value)
-    return build_experiment(data, where, dict.fromkeys(flat, where))
+    origins = dict.fromkeys(flat, where)
+    for key, value, origin in override_settings(overrides):
+        if key.split(".")[0] in OF_AN_EVALUATION:
+            assign(data, key, value)
+            origins[key] = origin
+    return build_experiment(data, where, origins)
 
 
 def refuse_unmeasured(
@@ -423,7 +431,7 @@ def _resolve(
                 f"(arm {name!r} of {origin}).",
                 f"`pvg train {source} -s models.{player}.source={run_id} --dry-run` prints the source with its digest.",
             )
-    evaluated = None if file.evaluate is None else as_evaluated(experiment, file.evaluate.changes, origin)
+    evaluated = None if file.evaluate is None else as_evaluated(experiment, file.evaluate.changes, origin, overrides)
     return Arm(name, source, settings, experiment, evaluated, frozenset({*origins, *chosen_keys(overrides)}), note)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from pvg.evaluation.flaws_of_attackers import MOST_KINDS, written_flaws
 from pvg.evaluation.samples import ScoredRollouts
-from pvg.evaluation.written_flaws import MOST_KINDS, written_flaws
 from pvg.records import Grade, Problem, Role, Rollout, VersionSpan, flaw_kind
 
 IDS = np.zeros(1, dtype=np.int32)

@@ -56,6 +56,13 @@ APPLIES: list[tuple[str, str, tuple[str, ...], dict[str, Any], tuple[str, ...]]]
     ("larger-batches", "ahead", (), {}, ("training.groups=16",)),
     ("more-minibatches", "ahead", (), {}, ("training.minibatches=2",)),
     ("rarer-commits", "ahead", (), {}, ("store.commit_every=2",)),
+    (  # 8 verifier steps in round 0, 24 in round 2
+        "rarer-commits",
+        "ahead",
+        ("store.commit_every=12", "game.growing=true", "game.rounds=3"),
+        {},
+        ("store.commit_every=24",),
+    ),
     ("larger-chunks", "rows", (), {}, ("rollout.engine.max_rows=24",)),
     ("faster-disk", "rows", (), {}, ()),
     ("more-requests", "ahead", (*VLLM, "rollout.concurrency=32"), {}, ("rollout.concurrency=64",)),

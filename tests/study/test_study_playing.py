@@ -215,6 +215,13 @@ def test_a_game_is_evaluated_when_it_is_over_and_again_when_something_else_is_as
     assert "evaluate.samples=4" in said
 
 
+def test_the_command_line_wins_over_the_files_settings_of_evaluations() -> None:
+    text = EVALUATED.replace('evaluate = ["exploit", "tax"]', "evaluate = {set = {evaluate.samples = 4}}")
+    for cell in small(text, overrides=["evaluate.samples=6", "game.rounds=1"]).cells:
+        assert cell.evaluated is not None
+        assert (cell.evaluated.evaluate.samples, cell.evaluated.game.rounds) == (6, 1)
+
+
 def test_the_last_round_alone_is_evaluated_and_measured_where_the_study_says_so() -> None:
     measured = EVALUATED.replace('"seconds"', '"steps_to_exploit_src"')
     all_rounds = measured.replace('evaluate = ["exploit", "tax"]', 'evaluate = {parts = ["exploit"]}')
