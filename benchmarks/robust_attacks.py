@@ -1,12 +1,13 @@
 """Do robust losses or ensembles help a verifier that has learnt enough?
 
     python -m benchmarks.robust_attacks RUN... --out FILE
+    python -m benchmarks.robust_attacks --table FILE
 
 For each finished game, the program trains verifiers on the mint of one round again: plain, with each robust loss, and
 ensembles of three plain ones. All see the same mint, and the single ones draw the same pairs. Then fresh `cgc`
 attackers attack each verifier, each with another seed. The program appends one JSON line per game and verifier to FILE,
-and skips those that are there: use another FILE for another round, or other attackers. docs/results/robust.md has the
-results of two games.
+and skips those that are there: use another FILE for another round, or other attackers. With --table it prints the
+means, and the differences from `none`, paired by game. docs/results/robust.md has the results.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,6 +44,8 @@ from pvg.seeds import seed_for
 from pvg.store.pairs import PairView, is_held_out
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards
+from pvg.study.measures import MeasuredValue
+from pvg.study.statistics import compare, holm
 from pvg.telemetry.observer import SilentObserver
 from pvg.verifier.backend import ScoringModel
 from pvg.verifier.calibration import auc, common_scales, member_scores
@@ -193,16 +197,66 @@ async def game(run: Path, arguments: argparse.Namespace, done: set[tuple[str, st
                 member.close()
 
 
+# --- the table -------------------------------------------------------------------------------------------------------
+
+MEASURES: dict[str, Callable[[dict[str, Any]], float]] = {
+    "AUC, held-out mint": lambda row: row["auc_all"],
+    "AUC, worst source": lambda row: row["auc_worst"],
+    "AUC, next prover": lambda row: row["auc_next"],
+    "flaws accepted, next prover's": lambda row: row["fooled_next"],
+    "flaws accepted, attackers'": lambda row: statistics.fmean(a["accepted"] for a in row["attacks"]),
+    "attacks that succeed": lambda row: statistics.fmean(a["status"] == "found" for a in row["attacks"]),
+}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Markdown: per measure and verifier the mean, and the difference from `none` over the games that have both."""
+    lines = [
+        "| measure | verifier | n | mean | difference from none | 95 % interval | games | p | Holm's p |",
+        "| --- | --- | ---: | ---: | ---: | ---: | --- | ---: | ---: |",
+    ]
+    for measure, read in MEASURES.items():
+        values: dict[str, dict[int, MeasuredValue]] = {}
+        games = {run: number for number, run in enumerate(sorted({row["run"] for row in rows}))}
+        for row in rows:
+            values.setdefault(row["verifier"], {})[games[row["run"]]] = MeasuredValue(read(row))
+        compared = {kind: compare(values["none"], held) for kind, held in values.items() if kind != "none"}
+        adjusted = dict(zip(compared, holm([found.p or 1.0 for found in compared.values()]), strict=True))
+        for kind, held in values.items():
+            cells = [measure, kind, str(len(held)), f"{statistics.fmean(v.number for v in held.values()):.3f}"]
+            if (found := compared.get(kind)) is None:
+                cells += ["–"] * 5
+            else:
+                cells += [
+                    f"{found.difference:+.3f}",
+                    "–" if found.low is None else f"{found.low:+.3f} to {found.high:+.3f}",
+                    f"{found.up}↑ {found.down}↓",
+                    f"{found.p:.3f}",
+                    f"{adjusted[kind]:.3f}",
+                ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="+", help="folders of finished games")
-    parser.add_argument("--out", type=Path, required=True, help="the file of JSON lines")
+    parser.add_argument("runs", type=Path, nargs="*", help="folders of finished games")
+    parser.add_argument("--out", type=Path, help="the file of JSON lines")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of such a file, and end")
     parser.add_argument("--round", type=int, default=2)
     parser.add_argument("--attackers", type=int, default=2, help="per verifier")
     parser.add_argument("--steps", type=int, default=200, help="of each attacker")
     arguments = parser.parse_args()
-    rows = [json.loads(line) for line in arguments.out.read_text().splitlines()] if arguments.out.exists() else []
-    done = {(row["run"], row["verifier"]) for row in rows}
+    if arguments.table:
+        print("\n".join(table(read_rows(arguments.table))))
+        return
+    if not arguments.runs or arguments.out is None:
+        parser.error("name the folders of finished games, and --out FILE")
+    done = {(row["run"], row["verifier"]) for row in read_rows(arguments.out)}
     for run in arguments.runs:
         asyncio.run(game(run, arguments, done))
 
