@@ -4,6 +4,7 @@ Exit codes: 0 done; 1 a check failed; 2 wrong usage or configuration; 3 the envi
 pvg (the command prints the traceback and says how to report it); 130 stopped by Ctrl-C or SIGTERM.
 
 Invariant: with --json, stdout holds exactly one JSON document, on success and on error. All other text goes to stderr.
+If several processes of torchrun run `pvg train`, only the first of them prints the document.
 """
 
 from __future__ import annotations
@@ -54,9 +55,8 @@ MOST_NAMED = 5  # runs in the error of a command that lacks one
 SCHEMA_VERSION = 1  # of a document that names no other version
 EXIT_STOPPED = 130  # the code that shells report for a program ended by SIGINT
 
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document on stdout. All other text goes to stderr.")
-]
+JSON_HELP = "Print one JSON document on stdout. All other text goes to stderr."
+JsonOption = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 ClusterOption = Annotated[
     str | None,
     typer.Option(
@@ -141,6 +141,16 @@ def json_text(document: Mapping[str, Any]) -> bytes:
 def say(text: str, colour: str | None = None) -> None:
     """Print a line on stderr, with colour if stderr is a terminal. Control characters are escaped."""
     typer.secho(visible(text), err=True, fg=colour)
+
+
+def first_prints(as_json: bool) -> bool:
+    """`as_json` in the first process of torchrun, and without torchrun. False in another one: it prints no document of
+    `pvg train`, whatever happens to the first."""
+    if not as_json or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return as_json
+    from pvg.workers.torchrun import follows
+
+    return not follows(os.environ)
 
 
 def guarded(command: Command) -> Command:
@@ -305,6 +315,8 @@ class Commands(TyperGroup):
             raise SystemExit(0)
         forget_unreadable_sizes()
         as_json = "--json" in args
+        if args[:1] == ["train"]:
+            as_json = first_prints(as_json)
         with UsageDocument(as_json):
             context = super().make_context(info_name, args, parent, **extra)
         context.meta["pvg.as_json"] = as_json

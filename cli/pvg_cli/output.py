@@ -109,6 +109,13 @@ def _arithmetic_rows(experiment: Experiment, numbers: BatchArithmetic) -> list[t
     prover = counted(training.steps, "step")
     if training.dynamic_sampling:
         prover += f", up to {1 + training.dynamic_sampling} times as many to fill batches up"
+    players, schedule = "verifier + prover", game.schedule
+    updates: list[tuple[str, int, str]] = []
+    if schedule.kind == "simultaneous":
+        players += " + updates"
+        when = "each batch" if schedule.every == 1 else f"every {schedule.every:,} batches"
+        origin = f"{counted(schedule.updates, 'step')} after {when}"
+        updates = [("steps of verifier updates per round", numbers.verifier_update_steps_per_round, origin)]
     return [
         ("rollouts per batch", numbers.rollouts_per_batch, f"{numbers.groups} groups x {numbers.group_size}"),
         ("optimizer steps per batch", numbers.optimizer_steps_per_batch, "training.minibatches"),
@@ -127,7 +134,8 @@ def _arithmetic_rows(experiment: Experiment, numbers: BatchArithmetic) -> list[t
         ),
         (f"verifier pairs {per_round}", numbers.verifier_pairs_per_round, pairs + more),
         ("prover rollouts per round", numbers.prover_rollouts_per_round, prover),
-        ("optimizer steps in total", numbers.optimizer_steps, f"{counted(game.rounds, 'round')} x (verifier + prover)"),
+        *updates,
+        ("optimizer steps in total", numbers.optimizer_steps, f"{counted(game.rounds, 'round')} x ({players})"),
     ]
 
 

@@ -14,6 +14,7 @@ from pvg.errors import StoppedAtStart
 from pvg_cli import completion
 from pvg_cli.boundary import (
     EXIT_STOPPED,
+    JSON_HELP,
     SCHEMA_VERSION,
     ClusterOption,
     DebugOption,
@@ -25,6 +26,7 @@ from pvg_cli.boundary import (
     announce_loading,
     emit,
     error_document,
+    first_prints,
     guarded,
     json_text,
     metrics_port_override,
@@ -89,7 +91,7 @@ def train(
         bool,
         typer.Option("--dry-run", help="Print all settings, batch sizes, downloads, prompts and grades, and stop."),
     ] = False,
-    as_json: JsonOption = False,
+    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP, callback=first_prints)] = False,
     debug: DebugOption = False,
 ) -> None:
     """Play a prover-verifier game. Without arguments: the embedded game, on the CPU, in a few minutes.

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
 import orjson
@@ -319,21 +318,19 @@ def progress_of(summary: RunSummary, now: float, effort: Callable[[int], int]) -
 
 def _phase_left(summary: RunSummary, newest: StepRecord, now: float) -> float | None:
     timed = [
-        (step.time, step.step)
+        (step.time, step.step, sum(step.budget.values()))
         for step in summary.steps[-RATE_STEPS:]
         if (step.round, step.phase) == (newest.round, newest.phase) and step.time is not None
     ]
     timed.sort()
-    paces = [
-        (after - before) / (step - earlier)
-        for (before, earlier), (after, step) in pairwise(timed)
-        if after > before and step > earlier
-    ]
-    if not paces or newest.of is None:
+    # The seconds that the steps took, not those between their records: a run may pause between two processes. The mean,
+    # because regular steps take longer than others: the first of a batch, and an update of the verifier.
+    steps = [(step - earlier, seconds) for (_, earlier, _), (_, step, seconds) in pairwise(timed) if step > earlier]
+    units, seconds = sum(units for units, _ in steps), sum(seconds for _, seconds in steps)
+    if not seconds or newest.of is None:
         return None
-    end, last = timed[-1]
-    # The median, because a pause between two processes counts as one long step.
-    return max(0.0, (newest.of - last) * median(paces) - max(0.0, now - end))
+    end, last, _ = timed[-1]
+    return max(0.0, (newest.of - last) * seconds / units - max(0.0, now - end))
 
 
 def _run_left(

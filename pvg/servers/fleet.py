@@ -24,6 +24,7 @@ from pvg.servers.control import ControlClient, DeliveryTiming, ServerInfo
 from pvg.servers.pool import ConnectionBroken, ReplyTimeout, ServerFault, ServerUnreachable
 from pvg.servers.publishing import WeightLabel
 from pvg.telemetry.events import Events
+from pvg.telemetry.waits import LagWindow, LoopLagMonitor
 
 if TYPE_CHECKING:
     from pvg.servers.transports.transport import Transport
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 State = Literal["away", "stale", "up"]
 LONGEST_REST_S = 5.0
-STALL_S = 2.0  # normal delay of a timeout (aiohttp rounds up to seconds); beyond it, our own event loop stalled
+LAG_HZ = 20.0  # ticks per second that measure our own event loop during a probe
 
 
 class StaleWeights(ServerFault):
@@ -288,16 +289,16 @@ class Fleet:
             self.fail(error)
 
     async def _look(self, server: Server) -> None:
-        asked = time.monotonic()
+        asked, lag = time.monotonic(), LoopLagMonitor(LAG_HZ)
         try:
-            info = await server.control.info()
+            async with lag:
+                info = await server.control.info()
             self._check(info)
-        except ReplyTimeout:
+        except (ReplyTimeout, ServerUnreachable) as fault:
             # An engine that loads weights does not answer, and the update has its own timeout. A server that answered
-            # requests meanwhile is slow, but alive. And if more time has passed than the probe's timeout, our own event
-            # loop stalled.
-            loop_stalled = time.monotonic() - asked > self._section.probe_timeout_s + STALL_S
-            if server.loading or server.heard_at > asked or loop_stalled:
+            # requests meanwhile is slow, but alive.
+            excused = isinstance(fault, ReplyTimeout) and (server.loading or server.heard_at > asked)
+            if excused or _stalled(lag.take()):
                 return
             raise
         except PvgError as error:  # another program or key is there now: unusable, but other servers may be fine
@@ -342,3 +343,9 @@ class Fleet:
     def _unavailable(self, what: str) -> ServerUnavailableError:
         faults = "; ".join(f"{s.fault or s.url}" for s in self.servers)
         return ServerUnavailableError(f"{what}: {faults or 'there is none'}.", self._remedy)
+
+
+def _stalled(lags: LagWindow | None) -> bool:
+    """Whether our own event loop stood still for half of a probe: most ticks came later than the next one was due. Then
+    the request was perhaps not sent, or its reply not read, and the timeout says nothing about the server."""
+    return lags is not None and lags.p50_s > 1 / LAG_HZ

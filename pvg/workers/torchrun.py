@@ -96,6 +96,14 @@ def launched(environment: Mapping[str, str]) -> Launch | None:
     return launch
 
 
+def follows(environment: Mapping[str, str]) -> bool:
+    """Whether this process takes part in the `pvg train` of another process of torchrun, which prints the one JSON
+    document. Raises nothing: `launched` reports wrong variables."""
+    rank = environment.get("RANK", "")
+    several = "TORCHELASTIC_RUN_ID" in environment and environment.get("WORLD_SIZE") != "1"
+    return several and rank.isdecimal() and int(rank) > 0
+
+
 def refuse_other_counts(experiment: Experiment, launch: Launch) -> None:
     """Raises UsageError if the experiment does not have one trainer rank per process of torchrun."""
     cluster, ranks = experiment.cluster, ranks_of(experiment.cluster)
@@ -331,7 +339,13 @@ async def _serve(meeting: Meeting, say: Callable[[str], None]) -> int:
     tried: set[DriverAddress] = set()  # torchrun may start the driver again, and not this process
     patience_s = JOIN_S
     while patience_s > 0:
-        news = await _news(meeting, say)
+        try:
+            news = await _news(meeting, say)
+        except MissingRequirementError:
+            if not tried:
+                raise
+            # The first torchrun has ended, and its store with it, before this process could read the exit code.
+            break
         if news.exit_code is not None:
             # torchrun shows the first process that fails, and ends the others: this should be the driver.
             await asyncio.sleep(FIRST_S if news.exit_code else 0.0)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kill_drill import differences, fingerprint
+from kill_drill import differences, drill, fingerprint
 from test_configurations import changed, played, rows
+from test_stragglers import recorded
 
 from pvg.config.experiment import Experiment
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards
 from pvg.store.state import FileStateStore
+from pvg.verifier.robust import RobustObjective
 
 GROWING: dict[str, Any] = {"game.rounds": 3, "game.growing": True, "game.mint_problems": 8}
 
@@ -80,3 +83,55 @@ def test_a_growing_game_resumes_in_the_middle_of_a_verifier(
     outcome, stopped = played(experiment, tmp_path / "stopped", resume=True)
     assert outcome.status == "complete"
     assert not differences(fingerprint(whole.path.parent), fingerprint(stopped.path.parent))
+
+
+# --- with simultaneous play -------------------------------------------------------------------------------------------
+
+TURNS: dict[str, Any] = {
+    "game.rounds": 2,
+    "game.test.problems": 4,
+    "game.schedule": "simultaneous",
+    "game.schedule.every": 2,
+    "game.schedule.updates": 2,
+    "game.schedule.problems": 6,
+    "verifier.steps": 3,
+    "training.steps": 5,
+}
+
+
+def test_with_simultaneous_play_the_turns_are_those_of_the_first_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verifier phase of 3 steps, then one of 6; in both rounds, an update of 2 steps after batches 2 and 4."""
+    strengths: list[float] = []
+    asked = RobustObjective._strength
+
+    def watched(self: RobustObjective, batch: Any) -> float:
+        strengths.append(asked(self, batch))
+        return strengths[-1]
+
+    monkeypatch.setattr(RobustObjective, "_strength", watched)
+    experiment = growing(**TURNS, **{"verifier.robust": {"kind": "vrex", "warmup": 20}})
+    outcome, run = played(experiment, tmp_path)
+    assert outcome.status == "complete"
+    assert verifier_steps(run)[:2] == [3, 6]
+    assert [len(minted(run, round_)) for round_ in range(2)] == [8, 16]
+    updates = [(row["round"], row["step"]) for row in rows(run, "step") if "verifier_loss" in row["metrics"]]
+    assert updates == [(0, 2), (0, 4), (1, 2), (1, 4)]
+    # Each round's verifier starts again: the penalty grows from 0 through its phase and its updates.
+    assert strengths == [step / 20 for step in [*range(3 + 4), *range(6 + 4)]]
+    assert experiment.arithmetic().optimizer_steps == len(strengths) + 2 * 5
+    # 6 problems with 4 solutions each, after both turns of both rounds
+    fresh = [rollout.id.partition("/")[0] for rollout in recorded(run) if "/fresh/" in rollout.id]
+    assert Counter(fresh) == {"000": 2 * 6 * 4, "001": 2 * 6 * 4}
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(900)  # of a busy machine
+def test_killed_in_both_rounds_and_resumed_it_ends_like_the_uninterrupted_run() -> None:
+    """Two kills in each phase, one after the other. A kill in the verifier's phase that follows one in the prover's
+    comes in the second round."""
+    experiment = growing(**TURNS, **{"store.commit_every": 1})
+    result = drill(experiment, 4, 5, lambda line: None, phases=("train_verifier", "train_prover"))
+    assert result["problems"] == []
+    assert sum(result["kills"].values()) == 4

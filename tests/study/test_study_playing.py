@@ -321,6 +321,22 @@ def test_the_steps_of_a_growing_game_grow_with_its_rounds() -> None:
     assert steps_done(plan.cells[0], {"phase": "train_verifier", "round": 2, "step": 7}) == 3 + 5 + 6 + 5 + 7
 
 
+def test_the_steps_of_simultaneous_play_include_the_verifiers_updates() -> None:
+    """5 steps of the prover in each of 2 rounds: an update of 4 steps after the second and the fourth."""
+    turns = "game.schedule = {kind = 'simultaneous', every = 2, updates = 4}"
+    cell = small(SMALL.replace("verifier.steps = 3", f"verifier.steps = 3\n{turns}")).cells[0]
+    assert cell.steps == 2 * (3 + 5 + 8)
+    states = [
+        ("train_prover", 0, 1),
+        ("train_prover", 0, 2),
+        ("mint", 1, 0),
+        ("train_prover", 1, 5),
+        ("checkpoint", 1, 0),
+    ]
+    done = [steps_done(cell, {"phase": phase, "round": round_, "step": step}) for phase, round_, step in states]
+    assert done == [3 + 1, 3 + 2 + 4, 16, 32, 32]
+
+
 def test_an_ensemble_takes_the_steps_of_all_members() -> None:
     cell = small(SMALL.replace("verifier.steps = 3", "verifier.steps = 3\nverifier.ensemble = 'mean'")).cells[0]
     assert cell.steps == 2 * (3 * 3 + 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from pvg.errors import MissingRequirementError, StoppedAtStart, UsageError
 from pvg.workers import torchrun
 from pvg.workers.node_agent import DriverAddress
 from pvg.workers.torchrun import Launch, Meeting, News, driver_address, driving, launched, refuse_other_counts, serve
+from pvg.workers.torchrun_supply import TorchrunSupply
 from pvg_cli.main import app
 
 GAME = (
@@ -328,6 +330,45 @@ def test_the_exit_code_is_that_of_the_driver_that_follows_a_failed_one(pair: tup
     driver.join()
 
 
+@pytest.mark.parametrize("served", [False, True])
+def test_a_process_that_loses_the_store_prints_no_document(served: bool) -> None:
+    """The first torchrun takes the store with it, perhaps before the other processes have read the driver's end."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second = (Launch(n, 2, n, True, "127.0.0.1", store.port) for n in range(2))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pvg", "train", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **inherited(second), "OMP_NUM_THREADS": "1"},
+    )
+
+    async def serve_and_leave(meeting: Meeting) -> None:
+        supply = TorchrunSupply(meeting, lambda: None)
+        await supply.ready()
+        await supply.close()
+
+    try:
+        meeting = Meeting(first)
+        meeting.begin("driver")
+        if served:
+            asyncio.run(serve_and_leave(meeting))
+        else:
+            meeting.others()  # waits until the process has looked
+        del store, meeting  # ends the store, without a note of the end
+        document, told = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    assert (process.returncode, document) == (3, ""), told
+    if served:
+        assert "Process 1 of torchrun: the driver has ended without an exit code." in told
+        assert "error: " not in told
+    else:
+        assert re.search(r"error: torchrun's store at 127\.0\.0\.1:\d+ does not answer: ", told)
+
+
 # --- variables that a child of torchrun's process has inherited -------------------------------------------------------
 
 
@@ -357,6 +398,25 @@ def test_train_in_one_process_alone_ends_with_the_way_out(
     assert waiting.exit_code == 3
     assert "error: Process 1 of torchrun has not reached its store in 0.5 s." in waiting.stderr
     assert alone in waiting.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "--json", "--name", "a", "--resume", "b"],  # pvg refuses them together
+        ["train", "--json", "--no-such-option"],  # typer refuses it
+    ],
+)
+def test_of_several_processes_only_the_first_prints_the_document_of_an_error(words: list[str]) -> None:
+    launches = [Launch(number, 2, number, True, "127.0.0.1", 1) for number in range(2)]
+    first, second = (CliRunner().invoke(app, words, env=inherited(launch)) for launch in launches)
+    assert json.loads(first.stdout)["error"]["exit_code"] == first.exit_code == second.exit_code == 2
+    assert second.stdout == ""
+    assert second.stderr == first.stderr != ""
+    alone = CliRunner().invoke(app, words, env={**inherited(launches[1]), "WORLD_SIZE": "1"})
+    assert alone.stdout == first.stdout
+    other = CliRunner().invoke(app, ["report", "no-such-run", "--json"], env=inherited(launches[1]))
+    assert json.loads(other.stdout)["error"]["exit_code"] == other.exit_code == 2
 
 
 def test_a_dry_run_in_another_process_says_where_the_plan_is(pair: tuple[Launch, Launch]) -> None:

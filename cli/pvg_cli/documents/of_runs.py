@@ -62,6 +62,7 @@ class BatchNumbers(DocumentPart):
     mint_rollouts_per_round: int
     verifier_pairs_per_round: int
     prover_rollouts_per_round: int
+    verifier_update_steps_per_round: int
     optimizer_steps: int
 
 
