@@ -26,7 +26,7 @@ from pvg.store.run_directory import RunDirectory
 sys.path.insert(0, str(Path(__file__).parent.parent / "reporting"))
 from page_checks import Page
 
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 SHORT = ("cluster=none", "game.rounds=1", "training.steps=6", "verifier.steps=10", "game.mint_problems=32")
 
 
