@@ -30,6 +30,7 @@ from pvg.errors import (
     DISK_FULL,
     EXIT_ENVIRONMENT,
     EXIT_USAGE,
+    PATH_MISTAKES,
     MissingRequirementError,
     PvgError,
     StoppedAtStart,
@@ -40,8 +41,8 @@ from pvg.errors import (
 from pvg_cli import completion
 
 EXIT_DEFECT = 70  # EX_SOFTWARE of sysexits.h; no check and no user error uses this code
-# Errors of the machine, whatever path they concern: errno -> the remedy. Any other OSError is a mistake of the user in
-# a `user_paths` block (pvg.errors), and a defect elsewhere.
+# Errors of the machine, whatever path they concern: errno -> the remedy. So is a missing permission. Any other OSError
+# is a mistake of the user in a `user_paths` block (pvg.errors), and a defect elsewhere.
 MACHINE_ERRORS: dict[int, str] = {
     errno.EROFS: "Make the file system writable, or copy the folder to a writable disk and work there.",
     errno.EIO: "Check the disk, and restore damaged files from a copy.",
@@ -244,6 +245,8 @@ class ErrorHandler:
             self._no_room(error)
         elif isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
             self._mistake(path_error(error, MissingRequirementError, MACHINE_ERRORS[error.errno]))
+        elif isinstance(error, PermissionError) and error.filename:  # of another user, such as a colleague's run
+            self._mistake(path_error(error, *PATH_MISTAKES[error.errno or errno.EACCES]))
         elif isinstance(error, Exception) and not isinstance(
             error, (typer.Exit, typer.Abort, BrokenPipeError, CommandLineError)
         ):
