@@ -299,6 +299,16 @@ def forget_unreadable_sizes() -> None:
             os.environ.pop(name, None)
 
 
+def open_closed_streams() -> None:
+    """Open /dev/null for each standard stream that the caller has closed, as in `pvg runs >&-`. Otherwise the next file
+    gets its number, and a library that writes to stdout or stderr changes that file."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115 (gets the lowest free number, which is that of the stream)
+            os.set_inheritable(stream.fileno(), True)  # workers and servers need one too
+            setattr(sys, name, stream)
+
+
 class Commands(TyperGroup):
     """The group of all commands. With --json, a usage error is a JSON document too."""
 
@@ -307,6 +317,7 @@ class Commands(TyperGroup):
             typer.echo("\n".join(values))
             raise SystemExit(0)
         forget_unreadable_sizes()
+        open_closed_streams()
         as_json = "--json" in args
         with UsageDocument(as_json):
             context = super().make_context(info_name, args, parent, **extra)

@@ -127,6 +127,24 @@ def test_a_closed_pipe_is_success(arguments: str, reader: str) -> None:
     assert (done.stdout, done.stderr.replace(LOADING, "")) == ("0\n", "")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "closed", "code"),
+    [
+        ("runs", ">&-", 0),
+        ("config schema --json", "<&- >&-", 0),
+        ("--version", ">&- 2>&-", 0),
+        ("train nosuch --json", ">&-", 2),
+        ("train nosuch", "2>&-", 2),
+    ],
+)
+def test_a_closed_stream_is_dev_null(arguments: str, closed: str, code: int) -> None:
+    """As a service manager or a careless script starts a command."""
+    called = f"{shlex.join(ENTRY)} {arguments} {closed}; echo $?"
+    done = subprocess.run(["bash", "-c", called], capture_output=True, text=True, check=False)
+    assert done.stdout == f"{code}\n"
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 @pytest.mark.parametrize("module", ["typer", "pvg_cli.train", "typer._adapters", "pydantic", "pvg.config.load"])
 def test_an_early_interrupt_is_one_line(module: str, as_json: bool) -> None:
