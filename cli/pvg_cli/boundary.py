@@ -12,9 +12,11 @@ import contextlib
 import errno
 import functools
 import inspect
+import io
 import os
 import re
 import signal
+import stat
 import sys
 import threading
 import traceback
@@ -309,6 +311,28 @@ def open_closed_streams() -> None:
             setattr(sys, name, stream)
 
 
+class _ProgressPipe(io.FileIO):
+    """Stderr that goes to a pipe. If its reader ends, the text goes nowhere, and the work goes on."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return super().write(data)
+
+
+def outlive_readers_of_stderr() -> None:
+    """Let a command go on if the reader of its progress ends. Otherwise `pvg train 2>&1 | tee log` would stop, with
+    exit code 0, when `tee` does. The reader of stdout is another matter: without it, the command has nothing to do."""
+    stream = sys.__stderr__
+    if stream is not None and stream is sys.stderr and stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
+        raw = _ProgressPipe(stream.fileno(), "w", closefd=False)
+        sys.stderr = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=True)
+
+
 class Commands(TyperGroup):
     """The group of all commands. With --json, a usage error is a JSON document too."""
 
@@ -318,6 +342,7 @@ class Commands(TyperGroup):
             raise SystemExit(0)
         forget_unreadable_sizes()
         open_closed_streams()
+        outlive_readers_of_stderr()
         as_json = "--json" in args
         with UsageDocument(as_json):
             context = super().make_context(info_name, args, parent, **extra)
