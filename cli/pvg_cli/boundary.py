@@ -13,9 +13,11 @@ import contextlib
 import errno
 import functools
 import inspect
+import io
 import os
 import re
 import signal
+import stat
 import sys
 import threading
 import traceback
@@ -31,6 +33,7 @@ from pvg.errors import (
     DISK_FULL,
     EXIT_ENVIRONMENT,
     EXIT_USAGE,
+    PATH_MISTAKES,
     MissingRequirementError,
     PvgError,
     StoppedAtStart,
@@ -41,8 +44,8 @@ from pvg.errors import (
 from pvg_cli import completion
 
 EXIT_DEFECT = 70  # EX_SOFTWARE of sysexits.h; no check and no user error uses this code
-# Errors of the machine, whatever path they concern: errno -> the remedy. Any other OSError is a mistake of the user in
-# a `user_paths` block (pvg.errors), and a defect elsewhere.
+# Errors of the machine, whatever path they concern: errno -> the remedy. So is a missing permission. Any other OSError
+# is a mistake of the user in a `user_paths` block (pvg.errors), and a defect elsewhere.
 MACHINE_ERRORS: dict[int, str] = {
     errno.EROFS: "Make the file system writable, or copy the folder to a writable disk and work there.",
     errno.EIO: "Check the disk, and restore damaged files from a copy.",
@@ -254,6 +257,8 @@ class ErrorHandler:
             self._no_room(error)
         elif isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
             self._mistake(path_error(error, MissingRequirementError, MACHINE_ERRORS[error.errno]))
+        elif isinstance(error, PermissionError) and error.filename:  # of another user, such as a colleague's run
+            self._mistake(path_error(error, *PATH_MISTAKES[error.errno or errno.EACCES]))
         elif isinstance(error, Exception) and not isinstance(
             error, (typer.Exit, typer.Abort, BrokenPipeError, CommandLineError)
         ):
@@ -306,6 +311,38 @@ def forget_unreadable_sizes() -> None:
             os.environ.pop(name, None)
 
 
+def open_closed_streams() -> None:
+    """Open /dev/null for each standard stream that the caller has closed, as in `pvg runs >&-`. Otherwise the next file
+    gets its number, and a library that writes to stdout or stderr changes that file."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115 (gets the lowest free number, which is that of the stream)
+            os.set_inheritable(stream.fileno(), True)  # workers and servers need one too
+            setattr(sys, name, stream)
+
+
+class _ProgressPipe(io.FileIO):
+    """Stderr that goes to a pipe. If its reader ends, the text goes nowhere, and the work goes on."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return super().write(data)
+
+
+def outlive_readers_of_stderr() -> None:
+    """Let a command go on if the reader of its progress ends. Otherwise `pvg train 2>&1 | tee log` would stop, with
+    exit code 0, when `tee` does. The reader of stdout is another matter: without it, the command has nothing to do."""
+    stream = sys.__stderr__
+    if stream is not None and stream is sys.stderr and stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
+        raw = _ProgressPipe(stream.fileno(), "w", closefd=False)
+        sys.stderr = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=True)
+
+
 class Commands(TyperGroup):
     """The group of all commands. With --json, a usage error is a JSON document too."""
 
@@ -314,6 +351,8 @@ class Commands(TyperGroup):
             typer.echo("\n".join(values))
             raise SystemExit(0)
         forget_unreadable_sizes()
+        open_closed_streams()
+        outlive_readers_of_stderr()
         as_json = "--json" in args
         if args[:1] == ["train"]:
             as_json = first_prints(as_json)

@@ -31,7 +31,7 @@ from pvg.models import open_model
 from pvg.models.heads import ImplicitHead, ScalarHead, VerifierModel, YesTokenHead
 from pvg.models.language_model import LanguageModel, without_progress_bars
 from pvg.models.logprobs import finish_logits
-from pvg.store.atomic import disk_full_explained, make_directory, temporary_beside
+from pvg.store.atomic import disk_full_explained, make_directory, share_weights, temporary_beside
 from pvg.store.run_players import WARMED_PROVER, adapter_name
 from pvg.tasks import open_task
 from pvg.tasks.task import ConcealsText
@@ -77,6 +77,7 @@ def export_player(
             (temporary / MARK).write_bytes(orjson.dumps(facts, option=orjson.OPT_INDENT_2))
             card = model_card(finished, facts, out.name, repository)
             (temporary / "README.md").write_text(card, encoding="utf-8")
+            share_weights(temporary)
             put(temporary, out.absolute())
         finally:
             if temporary.exists():

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ROWS_AT_ONCE = 256  # scored together and then written
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors on Windows begin a file with it
+EXACT_FLOAT = 2.0**53  # from here on a float may have lost digits of the number in the file
 EXAMPLE = 'Write {"question": "...", "solution": "..."}'
 
 
@@ -86,7 +87,20 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
             raise UsageError(f"{place}: {wrong}.", EXAMPLE)
     if not row["question"].strip():
         raise UsageError(f"{place}: 'question' is empty.", "Write the question, or remove the line.")
+    if not _is_copied_exactly(row.get("id")):
+        raise UsageError(f"{place}: 'id' is no number of 64 bits, or nested deeply.", "Write it as a text.")
     return row
+
+
+def _is_copied_exactly(identity: object) -> bool:
+    """Whether the result can have the same "id". orjson reads an integer of more than 64 bits as a float, and cannot
+    write everything that it reads."""
+    if isinstance(identity, float):
+        return abs(identity) < EXACT_FLOAT
+    try:
+        return bool(orjson.dumps(identity))
+    except TypeError:
+        return False
 
 
 async def score_rows(

@@ -66,7 +66,8 @@ def read_demonstrations(section: DemonstrationWarmup) -> Demonstrations:
         raise MissingRequirementError(
             f"There is no file {file}.", "Check warmup.path. A relative path starts in the current folder."
         )
-    rows = [_demonstration(section, row, f"{file}, {where}") for where, row in rows_of(file)]
+    wanted = (section.question, section.solution, ROLE)
+    rows = [_demonstration(section, row, f"{file}, {where}") for where, row in rows_of(file, wanted)]
     if not rows:
         raise ConfigurationError(f"{file} has no rows.", 'Add lines like {"question": "...", "solution": "..."}')
     kept = [is_held_out(row.question, HELD_OUT) and len(rows) >= LEAST_TO_HOLD_OUT for row in rows]

@@ -270,7 +270,7 @@ def _newest_kind(journal: Path) -> str:
         with open(journal, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             lines = os.pread(file.fileno(), LAST_BLOCK, max(0, size - LAST_BLOCK)).splitlines()
-    except (FileNotFoundError, IsADirectoryError):
+    except OSError:  # missing, a folder, or another user's; `pvg runs` still lists the run
         return ""
     for line in reversed(lines):
         try:

@@ -32,7 +32,7 @@ from pvg.config.models import ModelSection
 from pvg.config.run_ids import is_run_id
 from pvg.errors import ConfigurationError, MissingRequirementError, PvgError
 from pvg.inputs import expanded
-from pvg.store.atomic import make_directory, sync_directory, temporary_beside
+from pvg.store.atomic import make_directory, share_weights, sync_directory, temporary_beside
 
 if TYPE_CHECKING:
     from pvg.models.language_model import LanguageModel
@@ -178,6 +178,7 @@ def _whole(folder: Path, write: Callable[[Path], None]) -> None:
     temporary.mkdir()
     try:
         write(temporary)
+        share_weights(temporary)
         for path in temporary.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())

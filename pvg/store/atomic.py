@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -151,6 +152,20 @@ def make_directory(path: Path) -> None:
     with disk_full_explained(path):
         path.mkdir(exist_ok=True)
         sync_directory(path.parent)
+
+
+def share_weights(folder: Path) -> None:
+    """Give the safetensors files below the new `folder` the permissions of any new file there.
+
+    safetensors lets only the owner read them, whatever the umask says.
+    """
+    probe = temporary_beside(folder / "permissions")
+    probe.touch()
+    usual = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for path in folder.rglob("*.safetensors"):
+        if stat.S_IMODE(path.stat().st_mode) != usual:
+            path.chmod(usual)
 
 
 def sync_directory(path: Path) -> None:

@@ -23,6 +23,7 @@ from pvg.store.atomic import (
     make_directory,
     remove_temporaries,
     remove_tree,
+    share_weights,
     sync_directory,
     temporary_beside,
     write_synced,
@@ -67,6 +68,7 @@ def write_checkpoint(
         with disk_full_explained(path):
             temporary.mkdir()
             size, digest = _write_tensors(temporary / TENSORS_FILE, tensors)
+            share_weights(temporary)
             body: dict[str, Any] = {"format": FORMAT, "tensors": {"bytes": size, "sha256": digest}, "meta": meta}
             if files:
                 body["files"] = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}

@@ -26,6 +26,7 @@ SAMPLING_PHASE = "init"  # the state a run stays in while `pvg rollout` fills it
 TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 
 
+@user_paths()
 def read_tags(run: RunDirectory) -> list[str]:
     """The tags of a run, in the order in which they were added. Raises StateError if the file is damaged."""
     try:
@@ -39,6 +40,7 @@ def read_tags(run: RunDirectory) -> list[str]:
     return found
 
 
+@user_paths()
 def write_tags(run: RunDirectory, tags: Sequence[str]) -> list[str]:
     """Replace the tags of a run, without repetitions. A process that plays the run is not affected. Raises UsageError
     for a text that cannot be a tag."""

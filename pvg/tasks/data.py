@@ -112,7 +112,7 @@ class Data:
         """Question -> (place, answer) of each row."""
         found: dict[str, tuple[str, str]] = {}
         for file in files:
-            for where, row in rows_of(file):
+            for where, row in rows_of(file, (self._section.question, self._section.answer)):
                 place = f"{file}, {where}"
                 question, answer = self._fields(row, place)
                 earlier = found.setdefault(question, (place, answer))

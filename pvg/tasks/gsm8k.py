@@ -21,9 +21,10 @@ from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.inputs import expanded
 from pvg.records import Grade, Problem, Split
 from pvg.tasks.answers import NO_MARKER, extract, parse_number, read
-from pvg.tasks.rows import files_of, json_rows, parquet_rows
+from pvg.tasks.rows import files_of, rows_of
 from pvg.tasks.wordings import NUMBER
 
+FIELDS = ("question", "answer")
 SHORT_ID = 8
 LONG_ID = 16  # hex digits of an id, if short digests of a file's questions collide
 REMEDY = (
@@ -101,7 +102,7 @@ def _problems(files: Sequence[Path]) -> Iterator[tuple[str, str, str]]:
     """Question, final answer and worked solution of each row, without repetitions."""
     first_seen: dict[str, tuple[str, str]] = {}
     for file in files:
-        for number, row in json_rows(file) if file.suffix == ".jsonl" else parquet_rows(file):
+        for number, row in rows_of(file, FIELDS):
             place = f"{file}, {number}"
             question, solution = _fields(row, place)
             found = extract(solution)
@@ -120,7 +121,7 @@ def _problems(files: Sequence[Path]) -> Iterator[tuple[str, str, str]]:
 def _fields(row: object, place: str) -> tuple[str, str]:
     if not isinstance(row, dict):
         raise ConfigurationError(f"{place}: not a JSON object.")
-    for field in ("question", "answer"):
+    for field in FIELDS:
         if not isinstance(row.get(field), str) or not row[field].strip():
             raise ConfigurationError(f"{place}: the field {field!r} is missing or not a text.")
     return row["question"], row["answer"]

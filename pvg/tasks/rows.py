@@ -1,6 +1,6 @@
 """Reads the rows of a task's data files: JSON lines, CSV or parquet.
 
-for place, row in rows_of(Path("train.csv")):  # ("line 2", {"question": ..., "answer": ...})
+for place, row in rows_of(Path("train.csv"), ("question", "answer")):  # ("line 2", {"question": ..., "answer": ...})
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import orjson
 
@@ -17,6 +18,10 @@ from pvg import hub
 from pvg.errors import ConfigurationError, MissingRequirementError, shortened
 from pvg.inputs import check_regular
 
+if TYPE_CHECKING:
+    from pyarrow import ChunkedArray
+
+KINDS = (".jsonl", ".csv", ".parquet")
 SHARD = re.compile(r"-(\d+)-of-(\d+)\.parquet")  # the end of a file's name; the second number is the count of files
 
 
@@ -33,12 +38,17 @@ def files_of(directory: Path, split: str) -> list[Path]:
     return []
 
 
-def rows_of(file: Path) -> Iterator[tuple[str, object]]:
-    """(place in the file, row) of each row. Raises ConfigurationError for invalid ones and other files."""
-    reader = READERS.get(file.suffix.lower())
-    if reader is None:
-        raise ConfigurationError(f"{file}: not a kind of file that pvg reads.", f"It reads {', '.join(READERS)}.")
-    return reader(file)
+def rows_of(file: Path, wanted: Collection[str]) -> Iterator[tuple[str, object]]:
+    """(place in the file, row) of each row. Of a parquet file, reads the `wanted` columns alone; the others are None.
+    Raises ConfigurationError for invalid rows and other files."""
+    match file.suffix.lower():
+        case ".jsonl":
+            return json_rows(file)
+        case ".csv":
+            return csv_rows(file)
+        case ".parquet":
+            return parquet_rows(file, wanted)
+    raise ConfigurationError(f"{file}: not a kind of file that pvg reads.", f"It reads {', '.join(KINDS)}.")
 
 
 def json_rows(file: Path) -> Iterator[tuple[str, object]]:
@@ -88,16 +98,33 @@ def csv_rows(file: Path) -> Iterator[tuple[str, object]]:
         raise ConfigurationError(f"{file}, line {line}: not valid CSV ({error}).", "Correct the line.") from None
 
 
-def parquet_rows(file: Path) -> Iterator[tuple[str, object]]:
-    """(place in the file, row) of each row."""
+def parquet_rows(file: Path, wanted: Collection[str]) -> Iterator[tuple[str, object]]:
+    """(place in the file, row) of each row, with None in columns that are not `wanted`: they may be large, or of a type
+    that Python lacks, such as times in nanoseconds."""
     import pyarrow
     from pyarrow import parquet
 
     try:
-        rows = parquet.read_table(file).to_pylist()
+        with parquet.ParquetFile(file) as opened:
+            names = opened.schema_arrow.names
+            table = opened.read([name for name in names if name in wanted])
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigurationError(f"{file}: not valid parquet ({error}).", "Download the file again.") from None
-    yield from ((f"row {number}", row) for number, row in enumerate(rows, start=1))
+    read = [name for name in names if name in wanted]
+    if len(set(read)) < len(read):
+        raise ConfigurationError(
+            f"{file}: two columns are called {max(read, key=read.count)!r}.", "Rename one of them."
+        )
+    columns = {name: _values(table.column(name), f"{file}: the column {name!r}") for name in read}
+    for number in range(table.num_rows):
+        yield f"row {number + 1}", {name: columns[name][number] if name in columns else None for name in names}
+
+
+def _values(column: ChunkedArray, place: str) -> list[object]:
+    try:
+        return list(column.to_pylist())
+    except (ValueError, OverflowError) as error:  # text that is not UTF-8, or a time that Python's types cannot hold
+        raise ConfigurationError(f"{place} cannot be read ({error}).", "Write the column as text in UTF-8.") from None
 
 
 def no_column(row: Mapping[str, object], column: str, key: str, place: str) -> ConfigurationError:
@@ -113,6 +140,3 @@ def _refuse_gaps(files: Sequence[Path]) -> None:
     wanted = max((int(found[2]) for file in files if (found := SHARD.search(file.name))), default=len(files))
     if len(files) != wanted:
         raise MissingRequirementError(f"{files[0].parent} has {len(files)} of {wanted} files like {files[0].name}.")
-
-
-READERS = {".jsonl": json_rows, ".csv": csv_rows, ".parquet": parquet_rows}

@@ -127,6 +127,47 @@ def test_a_closed_pipe_is_success(arguments: str, reader: str) -> None:
     assert (done.stdout, done.stderr.replace(LOADING, "")) == ("0\n", "")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "closed", "code"),
+    [
+        ("runs", ">&-", 0),
+        ("config schema --json", "<&- >&-", 0),
+        ("--version", ">&- 2>&-", 0),
+        ("train nosuch --json", ">&-", 2),
+        ("train nosuch", "2>&-", 2),
+    ],
+)
+def test_a_closed_stream_is_dev_null(arguments: str, closed: str, code: int) -> None:
+    """As a service manager or a careless script starts a command."""
+    called = f"{shlex.join(ENTRY)} {arguments} {closed}; echo $?"
+    done = subprocess.run(["bash", "-c", called], capture_output=True, text=True, check=False)
+    assert done.stdout == f"{code}\n"
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("progress", ["say", "stderr().print"], ids=["line", "display"])
+def test_the_work_goes_on_if_the_reader_of_its_progress_ends(progress: str) -> None:
+    """Its result is then complete. Before, it stopped with exit code 0 and without its document."""
+    work = f"""
+import sys
+from pvg_cli import config
+from pvg_cli.boundary import say
+from pvg_cli.main import app
+from pvg_cli.output import stderr
+plain = config.emit
+def emit(document):
+    for _ in range(1000):
+        {progress}("progress")
+    plain(document)
+config.emit = emit
+sys.exit(app(["config", "show", "--json"], prog_name="pvg"))
+"""
+    called = f"{shlex.join([sys.executable, '-c', work])} 2> >(head -n 1 > /dev/null)"
+    done = subprocess.run(["bash", "-c", called], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert orjson.loads(done.stdout)["schema_version"] == 1
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 @pytest.mark.parametrize("module", ["typer", "pvg_cli.train", "typer._adapters", "pydantic", "pvg.config.load"])
 def test_an_early_interrupt_is_one_line(module: str, as_json: bool) -> None:

@@ -189,7 +189,14 @@ def test_an_error_of_a_path_that_the_user_named_is_no_defect(
     assert_told(pvg("config", "show"), code, f"runs/secret: {os.strerror(number)}.")
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EEXIST])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
+def test_a_missing_permission_is_no_defect_whatever_the_path(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example the weights of a run of another user."""
+    monkeypatch.setattr("pvg_cli.runs.check_references", failing(number))
+    assert_told(pvg("config", "show"), 3, f"runs/secret: {os.strerror(number)}.", "Get the permission")
+
+
+@pytest.mark.parametrize("number", [errno.EISDIR, errno.ENOTDIR, errno.EEXIST])
 def test_the_same_error_of_any_other_path_is_a_defect(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pvg_cli.runs.check_references", failing(number))
     called = pvg("config", "show")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from calling import ENTRY, pvg, pvg_process
@@ -121,6 +124,29 @@ def test_damaged_runs_are_listed_and_can_be_removed() -> None:
     assert len(pvg("runs", "show", "first", "--json").document["notes"]) == 2
     assert pvg("runs", "remove", "first", "--yes").code == 0
     assert list(RUNS.iterdir()) == []
+
+
+def test_a_run_of_another_user_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may read everything, so the test refuses to open the files itself."""
+    played(RUNS)
+    begin(RUNS, "second")
+    opened = io.open
+
+    def refusing(file: Any, *arguments: Any, **options: Any) -> Any:
+        if str(file) in ("runs/first/metrics.jsonl", "runs/first/tags.json", "runs/first/state.json"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+        return opened(file, *arguments, **options)
+
+    monkeypatch.setattr("io.open", refusing)
+    monkeypatch.setattr("builtins.open", refusing)
+    called = pvg("runs")
+    assert called.code == 0, called.err
+    assert re.search(r"^first .* damaged ", called.out, re.MULTILINE)
+    assert re.search(r"^second ", called.out, re.MULTILINE)
+    assert "runs/first/tags.json: Permission denied" in called.err
+    for command in (("runs", "tag", "first", "good"), ("report", "first")):
+        refused = pvg(*command)
+        assert (refused.code, refused.err.count("Permission denied")) == (3, 1), refused.err
 
 
 @pytest.mark.parametrize("file", ["state.json", "tags.json"])

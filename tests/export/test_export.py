@@ -187,6 +187,8 @@ def test_the_card_of_a_prover_cuts_long_prompts_and_says_so(
 
 def test_an_implicit_verifier_scores_with_its_loader_as_pvg_does(implicit: FinishedRound, folder: Path) -> None:
     export_player(implicit, "verifier", folder / "implicit")
+    weights = list((folder / "implicit").rglob("*.safetensors"))  # two models
+    assert {path.stat().st_mode for path in weights} == {(folder / "implicit" / "config.json").stat().st_mode}
     exported = loader(folder / "implicit")
     wanted = pvg_scores(implicit)
     assert len({round(score, 3) for score in wanted}) == len(SOLUTIONS)

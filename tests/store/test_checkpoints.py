@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +81,18 @@ def test_bool_parameters_views_and_shared_memory(tmp_path: Path) -> None:
         assert torch.equal(found[name], tensor), name
     found["whole"].add_(1)  # what is read is the reader's own
     assert torch.equal(read_checkpoint(tmp_path, "c")[0]["whole"], base)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_weights_have_the_permissions_of_other_files(tmp_path: Path, umask: int) -> None:
+    """safetensors writes files that only their owner can read, so that colleagues could not open a run."""
+    before = os.umask(umask)
+    try:
+        folder = write_checkpoint(tmp_path, "first", {"a": torch.ones(2)}, {}, files={"config.json": b"{}"})
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o666 & ~umask}
+    assert len(names_below(folder)) == 3
 
 
 def test_no_tensors_at_all(tmp_path: Path) -> None:

@@ -329,6 +329,33 @@ def test_parquet_columns_of_other_types_are_refused(tmp_path: Path) -> None:
             read(file)
 
 
+def test_other_columns_of_a_parquet_file_may_have_values_that_python_cannot_hold(tmp_path: Path) -> None:
+    """Times in nanoseconds are what pandas writes."""
+    others = {
+        "when": pyarrow.array([1] * len(ROWS), pyarrow.timestamp("ns")),
+        "day": pyarrow.array([2**31 - 1] * len(ROWS), pyarrow.date32()),
+        "where": pyarrow.array([1] * len(ROWS), pyarrow.timestamp("s", tz="Mars/Phobos")),
+    }
+    file = write_parquet(tmp_path / "a.parquet", question=[row[0] for row in ROWS], answer=[1] * len(ROWS), **others)
+    assert len(read(file)) + len(list(open_task(section(path=file)).problems("test"))) == len(ROWS)
+
+
+def test_columns_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    latin = pyarrow.Array.from_buffers(
+        pyarrow.string(), 1, [None, pyarrow.py_buffer(bytes(4) + b"\1\0\0\0"), pyarrow.py_buffer(b"\xff")]
+    )
+    for question, answer, complaint in (
+        (latin, [1], "the column 'question' cannot be read .*utf-8"),
+        (["a?"], pyarrow.array([2**31 - 1], pyarrow.date32()), "the column 'answer' cannot be read"),
+    ):
+        with pytest.raises(ConfigurationError, match=complaint):
+            read(write_parquet(tmp_path / "a.parquet", question=question, answer=answer))
+    twice = pyarrow.table([["a?"], [1], [2]], names=["question", "answer", "answer"])
+    parquet.write_table(twice, tmp_path / "a.parquet")
+    with pytest.raises(ConfigurationError, match="two columns are called 'answer'"):
+        read(tmp_path / "a.parquet")
+
+
 def test_a_question_in_train_and_test_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(lines(*ROWS))
     (tmp_path / "test.jsonl").write_text(lines(("New?", 1), ROWS[3]))

@@ -1,5 +1,6 @@
 """The gsm8k task: the real files where they are, and every way in which a file can be missing or damaged."""
 
+import csv
 import hashlib
 import json
 import os
@@ -138,6 +139,15 @@ def test_parquet_gives_the_problems_of_json_lines(write, tmp_path, folder):
     (place / "train-00000-of-00002.parquet").unlink()
     with pytest.raises(MissingRequirementError, match=r"has 1 of 2 files like train-00001-of-00002\.parquet"):
         open_task(Gsm8kTask(path=tmp_path / "parquet"))
+
+
+def test_csv_gives_the_problems_of_json_lines(write, tmp_path):
+    expected = list(open_task(write(*(line(*row) for row in ROWS))).problems("train"))
+    (tmp_path / "csv").mkdir()
+    for split, rows in (("train", ROWS), ("test", [("Test?", "#### 1")])):
+        with open(tmp_path / "csv" / f"{split}.csv", "w", newline="") as file:
+            csv.writer(file).writerows([("question", "answer"), *rows])
+    assert list(open_task(Gsm8kTask(path=tmp_path / "csv")).problems("train")) == expected
 
 
 def test_damaged_parquet_is_named(tmp_path):
