@@ -239,7 +239,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def main() -> None:
@@ -256,7 +256,7 @@ def main() -> None:
         return
     if not arguments.runs or arguments.out is None:
         parser.error("name the folders of finished games, and --out FILE")
-    done = {(row["run"], row["verifier"]) for row in read_rows(arguments.out)}
+    done = {(row["run"], row["verifier"]) for row in (read_rows(arguments.out) if arguments.out.exists() else [])}
     for run in arguments.runs:
         asyncio.run(game(run, arguments, done))
 

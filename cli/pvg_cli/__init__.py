@@ -3,6 +3,7 @@
 Ctrl-C while the modules of a command load ends the process with one line and exit code 130, instead of a traceback.
 """
 
+import contextlib
 import os
 import sys
 from types import TracebackType
@@ -17,10 +18,15 @@ def _interrupted(kind: type[BaseException], error: BaseException, trace: Traceba
         return
     said = "Stopped before the work started."
     if "--json" in sys.argv:
-        document = f'{{"error": {{"type": "Stopped", "message": "{said}", "remedy": "", "exit_code": 130}}}}\n'
-        os.write(1, document.encode())
-    os.write(2, f"{said}\n".encode())
+        details = f'{{"type": "Stopped", "message": "{said}", "remedy": "", "exit_code": 130}}'
+        _write(1, f'{{"schema_version": 1, "error": {details}}}\n')
+    _write(2, f"{said}\n")
     os._exit(130)
+
+
+def _write(descriptor: int, text: str) -> None:
+    with contextlib.suppress(OSError):  # the caller has closed it, or its reader has ended
+        os.write(descriptor, text.encode())
 
 
 sys.excepthook = _interrupted

@@ -322,12 +322,12 @@ def open_closed_streams() -> None:
 
 
 class _ProgressPipe(io.FileIO):
-    """Stderr that goes to a pipe. If its reader ends, the text goes nowhere, and the work goes on."""
+    """Stderr that goes to a pipe or a socket. If its reader ends, the text goes nowhere, and the work goes on."""
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except (BrokenPipeError, ConnectionResetError):  # a reset: the reader of a socket left text unread
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
@@ -338,7 +338,10 @@ def outlive_readers_of_stderr() -> None:
     """Let a command go on if the reader of its progress ends. Otherwise `pvg train 2>&1 | tee log` would stop, with
     exit code 0, when `tee` does. The reader of stdout is another matter: without it, the command has nothing to do."""
     stream = sys.__stderr__
-    if stream is not None and stream is sys.stderr and stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
+    if stream is None or stream is not sys.stderr:
+        return
+    mode = os.fstat(stream.fileno()).st_mode
+    if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):  # Node.js, for example, gives its children sockets
         raw = _ProgressPipe(stream.fileno(), "w", closefd=False)
         sys.stderr = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=True)
 

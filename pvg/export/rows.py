@@ -88,19 +88,27 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
     if not row["question"].strip():
         raise UsageError(f"{place}: 'question' is empty.", "Write the question, or remove the line.")
     if not _is_copied_exactly(row.get("id")):
-        raise UsageError(f"{place}: 'id' is no number of 64 bits, or nested deeply.", "Write it as a text.")
+        raise UsageError(f"{place}: 'id' has a number that is too large, or too many levels.", "Write it as a text.")
     return row
 
 
 def _is_copied_exactly(identity: object) -> bool:
     """Whether the result can have the same "id". orjson reads an integer of more than 64 bits as a float, and cannot
     write everything that it reads."""
-    if isinstance(identity, float):
-        return abs(identity) < EXACT_FLOAT
     try:
-        return bool(orjson.dumps(identity))
+        orjson.dumps({"id": identity})
     except TypeError:
         return False
+    parts = [identity]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, float) and abs(part) >= EXACT_FLOAT:
+            return False
+        if isinstance(part, list):
+            parts += part
+        elif isinstance(part, dict):
+            parts += part.values()
+    return True
 
 
 async def score_rows(

@@ -324,7 +324,7 @@ def _phase_left(summary: RunSummary, newest: StepRecord, now: float) -> float | 
     ]
     timed.sort()
     # The seconds that the steps took, not those between their records: a run may pause between two processes. The mean,
-    # because regular steps take longer than others: the first of a batch, and an update of the verifier.
+    # because some steps regularly take longer: the first of a batch, and those with an update of the verifier.
     steps = [(step - earlier, seconds) for (_, earlier, _), (_, step, seconds) in pairwise(timed) if step > earlier]
     units, seconds = sum(units for units, _ in steps), sum(seconds for _, seconds in steps)
     if not seconds or newest.of is None:

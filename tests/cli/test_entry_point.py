@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -145,8 +146,22 @@ def test_a_closed_stream_is_dev_null(arguments: str, closed: str, code: int) -> 
     assert "Traceback" not in done.stderr
 
 
+def without_reader(kind: str) -> int:
+    """A descriptor to write to, whose reader has ended."""
+    if kind == "pipe":
+        reader, writer = os.pipe()
+        os.close(reader)
+        return writer
+    ours, theirs = socket.socketpair()
+    with theirs:
+        if kind == "socket with unread text":
+            ours.send(b"text")
+    return ours.detach()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "socket with unread text"])
 @pytest.mark.parametrize("progress", ["say", "stderr().print"], ids=["line", "display"])
-def test_the_work_goes_on_if_the_reader_of_its_progress_ends(progress: str) -> None:
+def test_the_work_goes_on_if_the_reader_of_its_progress_ends(progress: str, kind: str) -> None:
     """Its result is then complete. Before, it stopped with exit code 0 and without its document."""
     work = f"""
 import sys
@@ -156,15 +171,18 @@ from pvg_cli.main import app
 from pvg_cli.output import stderr
 plain = config.emit
 def emit(document):
-    for _ in range(1000):
+    for _ in range(2):
         {progress}("progress")
     plain(document)
 config.emit = emit
 sys.exit(app(["config", "show", "--json"], prog_name="pvg"))
 """
-    called = f"{shlex.join([sys.executable, '-c', work])} 2> >(head -n 1 > /dev/null)"
-    done = subprocess.run(["bash", "-c", called], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    writer = without_reader(kind)
+    try:
+        done = subprocess.run([sys.executable, "-c", work], stdout=subprocess.PIPE, stderr=writer, check=False)
+    finally:
+        os.close(writer)
+    assert done.returncode == 0
     assert orjson.loads(done.stdout)["schema_version"] == 1
 
 
@@ -177,7 +195,14 @@ def test_an_early_interrupt_is_one_line(module: str, as_json: bool) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (130, "Stopped before the work started.\n")
     if as_json:
-        assert orjson.loads(done.stdout)["error"]["exit_code"] == 130
+        document = orjson.loads(done.stdout)
+        assert (document["schema_version"], document["error"]["exit_code"]) == (1, 130)
+
+
+def test_an_early_interrupt_with_a_closed_stdout_is_one_line() -> None:
+    command = at_import("typer", "os.kill(os.getpid(), signal.SIGINT)", ["train", "--json"])
+    done = subprocess.run(["bash", "-c", f"{shlex.join(command)} >&-"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "Stopped before the work started.\n")
 
 
 @pytest.mark.parametrize(

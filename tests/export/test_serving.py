@@ -166,8 +166,9 @@ def test_a_file_is_scored_line_by_line(run: Run, wanted: list[float]) -> None:
         ('{"question": " ", "solution": "A2"}', "wrong.jsonl, line 2: 'question' is empty."),
         ('{"question": NaN, "solution": "A2"}', "expected a JSON value, at character 14 of the line)"),
         ('{"question": "7?", "solution": "x"}', "wrong.jsonl, line 2: The tokenizer"),
-        ('{"question": "7?", "solution": "A2", "id": 330512345678901234567}', "line 2: 'id' is no number of 64 bits"),
-        (f'{{"question": "7?", "solution": "A2", "id": {"[" * 300}{"]" * 300}}}', "line 2: 'id' is no number of 64"),
+        ('{"question": "7?", "solution": "A2", "id": 330512345678901234567}', "line 2: 'id' has a number that is too"),
+        ('{"question": "7?", "solution": "x", "id": {"a": [330512345678901234567]}}', "line 2: 'id' has a number that"),
+        (f'{{"question": "7?", "solution": "A2", "id": {"[" * 254}{"]" * 254}}}', "line 2: 'id' has a number that is"),
     ],
 )
 def test_a_wrong_line_is_named(run: Run, line: str, words: str) -> None:

@@ -15,7 +15,8 @@ from pvg.records import Problem
 from pvg.tasks.code.task import Code
 from pvg.tasks.code.templates import made_problems
 
-FILE = Path("examples/code/demonstrations.jsonl")
+ROOT = Path(__file__).parents[3]
+FILE = ROOT / "examples" / "code" / "demonstrations.jsonl"
 ALL = CodeTask(problems=344, sandbox="reduced", cpu_s=5.0)  # with the test problems, all that pvg can make
 
 
@@ -42,7 +43,7 @@ def test_the_grader_accepts_each_demonstration_in_its_role(
 
 
 def test_no_demonstration_is_a_problem_of_the_game(rows: list[dict[str, str]]) -> None:
-    section = load_experiment(Path("experiments/code.toml")).task
+    section = load_experiment(ROOT / "experiments" / "code.toml").task
     assert isinstance(section, CodeTask)
     game = {p.question for split in ("train", "test") for p in made_problems(section, split)}
     assert not game & {row["question"] for row in rows}
