@@ -321,13 +321,20 @@ def open_closed_streams() -> None:
             setattr(sys, name, stream)
 
 
+# A reset: the reader of a socket left text unread. EIO: the terminal is gone, as after `disown` and a logout.
+READER_ENDED = (errno.EPIPE, errno.ECONNRESET, errno.EIO)
+
+
 class _ProgressPipe(io.FileIO):
-    """Stderr that goes to a pipe or a socket. If its reader ends, the text goes nowhere, and the work goes on."""
+    """Stderr that goes to a pipe, a socket or a terminal. If its reader ends, the text goes nowhere, and the work goes
+    on."""
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
-        except (BrokenPipeError, ConnectionResetError):  # a reset: the reader of a socket left text unread
+        except OSError as error:
+            if error.errno not in READER_ENDED:
+                raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
@@ -341,7 +348,8 @@ def outlive_readers_of_stderr() -> None:
     if stream is None or stream is not sys.stderr:
         return
     mode = os.fstat(stream.fileno()).st_mode
-    if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):  # Node.js, for example, gives its children sockets
+    # Node.js, for example, gives its children sockets. EIO of a file is an error of the disk.
+    if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stream.isatty():
         raw = _ProgressPipe(stream.fileno(), "w", closefd=False)
         sys.stderr = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=True)
 

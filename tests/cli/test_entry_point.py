@@ -146,44 +146,45 @@ def test_a_closed_stream_is_dev_null(arguments: str, closed: str, code: int) -> 
     assert "Traceback" not in done.stderr
 
 
-def without_reader(kind: str) -> int:
-    """A descriptor to write to, whose reader has ended."""
+def reader_and_writer(kind: str) -> tuple[int, int]:
+    """The two ends of a stream."""
     if kind == "pipe":
-        reader, writer = os.pipe()
-        os.close(reader)
-        return writer
-    ours, theirs = socket.socketpair()
-    with theirs:
-        if kind == "socket with unread text":
-            ours.send(b"text")
-    return ours.detach()
+        return os.pipe()
+    if kind == "terminal":
+        return os.openpty()
+    reader, writer = socket.socketpair()
+    if kind == "socket with unread text":
+        writer.send(b"text")
+    return reader.detach(), writer.detach()
 
 
-@pytest.mark.parametrize("kind", ["pipe", "socket", "socket with unread text"])
+@pytest.mark.parametrize("kind", ["pipe", "terminal", "socket", "socket with unread text"])
 @pytest.mark.parametrize("progress", ["say", "stderr().print"], ids=["line", "display"])
 def test_the_work_goes_on_if_the_reader_of_its_progress_ends(progress: str, kind: str) -> None:
-    """Its result is then complete. Before, it stopped with exit code 0 and without its document."""
+    """Its result is then complete. Before, it stopped, at a pipe with exit code 0, and without its document."""
+    reader, writer = reader_and_writer(kind)
     work = f"""
-import sys
+import os, sys
 from pvg_cli import config
 from pvg_cli.boundary import say
 from pvg_cli.main import app
 from pvg_cli.output import stderr
 plain = config.emit
 def emit(document):
+    os.close({reader})  # the last copy: here the reader ends
     for _ in range(2):
         {progress}("progress")
     plain(document)
 config.emit = emit
 sys.exit(app(["config", "show", "--json"], prog_name="pvg"))
 """
-    writer = without_reader(kind)
-    try:
-        done = subprocess.run([sys.executable, "-c", work], stdout=subprocess.PIPE, stderr=writer, check=False)
-    finally:
+    command = [sys.executable, "-c", work]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=writer, pass_fds=(reader,)) as process:
+        os.close(reader)
         os.close(writer)
-    assert done.returncode == 0
-    assert orjson.loads(done.stdout)["schema_version"] == 1
+        out, _ = process.communicate()
+    assert process.returncode == 0
+    assert orjson.loads(out)["schema_version"] == 1
 
 
 @pytest.mark.parametrize("as_json", [False, True])
