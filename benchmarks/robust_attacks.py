@@ -17,7 +17,7 @@ import asyncio
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +32,7 @@ from pvg.config.experiment import Experiment
 from pvg.config.load import load_experiment
 from pvg.evaluation.attacks import AttackTarget, attack, sample_attacker
 from pvg.evaluation.opened_run import EvaluationContext, OpenedRun
+from pvg.evaluation.rounds import ATTACKED
 from pvg.evaluation.runner import open_study
 from pvg.game.ledger import shards_of
 from pvg.game.mixtures import source_weights, sources_for_round
@@ -149,14 +150,17 @@ async def measured(
 async def attacked(
     study: EvaluationContext, target: AttackTarget, verifier: ScoringModel, solved_N: Float32, attacker: int
 ) -> dict[str, Any]:
-    """The result of an attack, and of the trained attacker on test problems: the share of wrong solutions, the share of
-    them that the verifier accepts, and their AUC against the scores `solved_N` of correct helpful solutions."""
+    """The result of an attack, and of the trained attacker on test problems, if there is one: the share of wrong
+    solutions, the share of them that the verifier accepts, and their AUC against the scores `solved_N` of correct
+    helpful solutions."""
     reseeded = study.experiment.model_copy(update={"seed": 1000 + attacker})
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         opened = await open_study(reseeded, study.ledger, SilentObserver(), asyncio.Event(), stack)
         attacking = replace(opened, folder=folder)
         result = await attack(attacking, target, "cgc", verifier)
+        if result["status"] not in ATTACKED:  # such as a training that diverged
+            return {"attacker": attacker, **result}
         rollouts = await sample_attacker(attacking, target, "cgc")
         wrong = [rollout for rollout in rollouts if rollout.is_flaw]
         scores_N = await attacking.players.scorer(verifier).score(wrong)
@@ -199,14 +203,19 @@ async def game(run: Path, arguments: argparse.Namespace, done: set[tuple[str, st
 
 # --- the table -------------------------------------------------------------------------------------------------------
 
-MEASURES: dict[str, Callable[[dict[str, Any]], float]] = {
+MEASURES: dict[str, Callable[[dict[str, Any]], float | None]] = {
     "AUC, held-out mint": lambda row: row["auc_all"],
     "AUC, worst source": lambda row: row["auc_worst"],
     "AUC, next prover": lambda row: row["auc_next"],
     "flaws accepted, next prover's": lambda row: row["fooled_next"],
-    "flaws accepted, attackers'": lambda row: statistics.fmean(a["accepted"] for a in row["attacks"]),
-    "attacks that succeed": lambda row: statistics.fmean(a["status"] == "found" for a in row["attacks"]),
+    "flaws accepted, attackers'": lambda row: _mean(a["accepted"] for a in row["attacks"] if "accepted" in a),
+    "attacks that succeed": lambda row: _mean(a["status"] == "found" for a in row["attacks"] if "accepted" in a),
 }
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return statistics.fmean(found) if found else None
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -219,12 +228,13 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
         values: dict[str, dict[int, MeasuredValue]] = {}
         games = {run: number for number, run in enumerate(sorted({row["run"] for row in rows}))}
         for row in rows:
-            values.setdefault(row["verifier"], {})[games[row["run"]]] = MeasuredValue(read(row))
-        compared = {kind: compare(values["none"], held) for kind, held in values.items() if kind != "none"}
+            if (value := read(row)) is not None:
+                values.setdefault(row["verifier"], {})[games[row["run"]]] = MeasuredValue(value)
+        compared = {kind: compare(values.get("none", {}), held) for kind, held in values.items() if kind != "none"}
         adjusted = dict(zip(compared, holm([found.p or 1.0 for found in compared.values()]), strict=True))
         for kind, held in values.items():
             cells = [measure, kind, str(len(held)), f"{statistics.fmean(v.number for v in held.values()):.3f}"]
-            if (found := compared.get(kind)) is None:
+            if (found := compared.get(kind)) is None or found.difference is None:
                 cells += ["–"] * 5
             else:
                 cells += [
