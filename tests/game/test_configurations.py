@@ -17,6 +17,7 @@ from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
 from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
+from pvg.verifier.robust import RobustObjective
 
 PHASES = ["mint", "train_verifier", "train_prover", "checkpoint"]
 
@@ -56,6 +57,19 @@ def played(
     run = RunDirectory.open("drill", root) if resume else RunDirectory.create(root, "drill", experiment)
     with run.lock():
         return asyncio.run(work()), run
+
+
+def penalty_strengths(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The strength of the robust loss at each step of a verifier, from now on."""
+    strengths: list[float] = []
+    asked = RobustObjective._strength
+
+    def watched(self: RobustObjective, batch: Any) -> float:
+        strengths.append(asked(self, batch))
+        return strengths[-1]
+
+    monkeypatch.setattr(RobustObjective, "_strength", watched)
+    return strengths
 
 
 def rows(run: RunDirectory, kind: str) -> list[dict[str, Any]]:

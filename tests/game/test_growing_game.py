@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 from kill_drill import differences, drill, fingerprint
-from test_configurations import changed, played, rows
+from test_configurations import changed, penalty_strengths, played, rows
 from test_stragglers import recorded
 
 from pvg.config.experiment import Experiment
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards
 from pvg.store.state import FileStateStore
-from pvg.verifier.robust import RobustObjective
 
 GROWING: dict[str, Any] = {"game.rounds": 3, "game.growing": True, "game.mint_problems": 8}
 
@@ -103,14 +102,7 @@ def test_with_simultaneous_play_the_turns_are_those_of_the_first_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A verifier phase of 3 steps, then one of 6; in both rounds, an update of 2 steps after batches 2 and 4."""
-    strengths: list[float] = []
-    asked = RobustObjective._strength
-
-    def watched(self: RobustObjective, batch: Any) -> float:
-        strengths.append(asked(self, batch))
-        return strengths[-1]
-
-    monkeypatch.setattr(RobustObjective, "_strength", watched)
+    strengths = penalty_strengths(monkeypatch)
     experiment = growing(**TURNS, **{"verifier.robust": {"kind": "vrex", "warmup": 20}})
     outcome, run = played(experiment, tmp_path)
     assert outcome.status == "complete"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from kill_drill import drill
-from test_configurations import changed, played, rows
+from test_configurations import changed, penalty_strengths, played, rows
 from test_stragglers import recorded
 
 from pvg.errors import ConfigurationError
@@ -22,7 +22,6 @@ from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
 from pvg.tasks import open_task
 from pvg.tasks.task import problems_of_half
-from pvg.verifier.robust import RobustObjective
 from pvg.verifier.scorer import VerifierScorer
 
 TURNS = {
@@ -133,14 +132,7 @@ def test_a_penalty_goes_on_growing_from_update_to_update_and_lost_pairs_are_told
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Of 3 steps in the verifier's phase, and 2 in each of three updates."""
-    strengths: list[float] = []
-    asked = RobustObjective._strength
-
-    def watched(self: RobustObjective, batch: Any) -> float:
-        strengths.append(asked(self, batch))
-        return strengths[-1]
-
-    monkeypatch.setattr(RobustObjective, "_strength", watched)
+    strengths = penalty_strengths(monkeypatch)
     monkeypatch.setattr(VerifierUpdates, "_tell_excluded", lambda self: told.append(dict(self._excluded)))
     told: list[dict[str, str]] = []
     played(changed(TURNS | {"verifier.robust": {"kind": "vrex", "warmup": 9}, "game.schedule.problems": 1}), tmp_path)
