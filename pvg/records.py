@@ -6,6 +6,7 @@ twice, and no second forward pass is needed to learn what was sampled.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -106,8 +107,9 @@ class Grade:
 
 
 def flaw_kind(note: str) -> str:
-    """The kind of flaw that a grade's note names: "wrong sum in step 3" -> "wrong sum"."""
-    return note.split(" in step", maxsplit=1)[0].split(":", maxsplit=1)[0]
+    """The kind of flaw that a grade's note names: "wrong sum in step 3" -> "wrong sum", "refuted by ab;c+ab" ->
+    "refuted"."""
+    return re.split(" in step|:| by ", note, maxsplit=1)[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,13 @@ def written(flaws: Sequence[Written], others: Sequence[Grade] = ()) -> dict:
 
 
 def test_a_note_names_a_kind_of_flaw() -> None:
-    notes = ("wrong sum in step 3", "false claim in step 1: no such unit (sampled)", "extra step", "refuted: A", "")
+    notes = (
+        "wrong sum in step 3",
+        "false claim in step 1: no such unit (sampled)",
+        "extra step",
+        "refuted by ab;c+ab",
+        "",
+    )
     assert [flaw_kind(note) for note in notes] == ["wrong sum", "false claim", "extra step", "refuted", ""]
 
 
@@ -68,7 +74,7 @@ def test_a_task_without_notes_has_examples_only() -> None:
 
 
 def test_rare_kinds_count_together() -> None:
-    flaws = [("p0", "common", 1.0)] * 2 + [(f"p{n}", f"refuted by {n:02d}", 0.0) for n in range(MOST_KINDS + 2)]
+    flaws = [("p0", "common", 1.0)] * 2 + [(f"p{n}", f"rare {n:02d}", 0.0) for n in range(MOST_KINDS + 2)]
     kinds = written(flaws)["kinds"]
-    assert [kind["kind"] for kind in kinds[:2]] == ["common", "refuted by 00"]
+    assert [kind["kind"] for kind in kinds[:2]] == ["common", "rare 00"]
     assert (len(kinds), kinds[-1]["kind"], kinds[-1]["accepted"]["n"]) == (MOST_KINDS + 1, "other kinds", 3)
