@@ -146,7 +146,7 @@ def plan_of(
         [] if in_process else _table(world, bounds, seed),
         [] if in_process else list(_advice(experiment, world, outcome, seed)),
         [f"{note}." for note in (*warm_start(experiment, inputs), *not_modelled(experiment))],
-        memory,
+        list(memory),
         [],
         gpu_gb,
         lost_to_trainer_failures(inputs, outcome.batch_s, experiment.store.commit_every),
