@@ -23,7 +23,7 @@ from pvg.config.models import ModelSection
 from pvg.games.diplomacy.board import Board
 from pvg.games.diplomacy.position import Position
 from pvg.games.diplomacy.standard import standard_board
-from pvg.games.diplomacy.text import order_list, prompt_text, verbose_json
+from pvg.games.diplomacy.text import prompt_text, verbose_json
 from pvg.tasks.diplomacy.positions import played_positions
 
 POSITIONS, SEED, EVERY = 60, 0, 3
@@ -38,11 +38,17 @@ def board_and_ten_orders(board: Board, position: Position, power: int) -> str:
     return json.dumps(state, indent=2)
 
 
+def ten_orders(board: Board, position: Position, power: int) -> str:
+    """At most ten legal orders of each unit, one per line, without the board."""
+    orders = json.loads(verbose_json(board, position, power))["legal_orders"]
+    return "\n".join(order for listed in orders.values() for order in listed[:MOST_ORDERS])
+
+
 FORMS = {
     "compact": prompt_text,
     "json": verbose_json,
     "ten_orders_with_board": board_and_ten_orders,
-    "ten_orders": order_list,
+    "ten_orders": ten_orders,
 }
 
 

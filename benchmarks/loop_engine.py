@@ -129,7 +129,7 @@ class RecordedScores:
     def submit(self, inputs: Sequence[ScoreInput]) -> asyncio.Future[ScoredBatch]:
         numbers = np.array([int.from_bytes(entry.digest[:4], "little") for entry in inputs])
         done: asyncio.Future[ScoredBatch] = asyncio.get_running_loop().create_future()
-        done.set_result(ScoredBatch((numbers / 2**31 - 1).astype(np.float32), [time.perf_counter()] * len(inputs), 0.0))
+        done.set_result(ScoredBatch((numbers / 2**31 - 1).astype(np.float32)))
         return done
 
 

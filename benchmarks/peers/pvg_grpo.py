@@ -61,7 +61,7 @@ class Unscored:
     """There is no verifier in this comparison."""
 
     version = "none"
-    stats = ScorerStats(hits=0, misses=0, evictions=0, shared=0, forward_passes=0, queue_s=0.0, service_s=0.0)
+    stats = ScorerStats(hits=0, misses=0, evictions=0, shared=0, forward_passes=0)
 
     async def score(self, rollouts: Sequence[Rollout]) -> Float32:
         return np.zeros(len(rollouts), dtype=np.float32)

@@ -17,22 +17,28 @@ from pvg.extensions import Reference
 Rates = Annotated[tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...], Field(strict=False, min_length=1)]
 Shares = Annotated[tuple[Fraction, ...], Field(strict=False, min_length=2)]
 Clip = Annotated[float, Field(gt=0.0)] | None
+ClipLow = Annotated[
+    Clip,
+    Field(
+        description="The ratio is clipped below 1 - clip_low. Higher values allow larger updates. Unset: the loss's "
+        "own value."
+    ),
+]
+ClipHigh = Annotated[
+    Clip,
+    Field(
+        description="The ratio is clipped above 1 + clip_high. Higher values allow larger updates. Unset: the "
+        "loss's own value."
+    ),
+]
 
 
 class ClippedLoss(Section):
     """Policy losses that clip the probability ratio on both sides. `dapo` has no KL term."""
 
     kind: Literal["grpo", "dr_grpo", "dapo", "gspo", "reinforce_pp", "rae"] = "grpo"
-    clip_low: Clip = Field(
-        None,
-        description="The ratio is clipped below 1 - clip_low. Higher values allow larger updates. Unset: the loss's "
-        "own value.",
-    )
-    clip_high: Clip = Field(
-        None,
-        description="The ratio is clipped above 1 + clip_high. Higher values allow larger updates. Unset: the "
-        "loss's own value.",
-    )
+    clip_low: ClipLow = None
+    clip_high: ClipHigh = None
 
 
 class CappedLoss(Section):
@@ -55,32 +61,16 @@ class SpoLoss(Section):
     """SPO: the baseline is a tracked value of each problem and role, so it needs no groups."""
 
     kind: Literal["spo"] = "spo"
-    clip_low: Clip = Field(
-        None,
-        description="The ratio is clipped below 1 - clip_low. Higher values allow larger updates. Unset: the loss's "
-        "own value.",
-    )
-    clip_high: Clip = Field(
-        None,
-        description="The ratio is clipped above 1 + clip_high. Higher values allow larger updates. Unset: the "
-        "loss's own value.",
-    )
+    clip_low: ClipLow = None
+    clip_high: ClipHigh = None
 
 
 class OwnLoss(Section):
     """A `PolicyLoss` in a file of your own."""
 
     kind: Reference
-    clip_low: Clip = Field(
-        None,
-        description="The ratio is clipped below 1 - clip_low. Higher values allow larger updates. Unset: the loss's "
-        "own value.",
-    )
-    clip_high: Clip = Field(
-        None,
-        description="The ratio is clipped above 1 + clip_high. Higher values allow larger updates. Unset: the "
-        "loss's own value.",
-    )
+    clip_low: ClipLow = None
+    clip_high: ClipHigh = None
 
 
 Loss = Annotated[ClippedLoss | CappedLoss | UnclippedLoss | SpoLoss | OwnLoss, ByKind("grpo")]

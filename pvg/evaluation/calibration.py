@@ -133,14 +133,10 @@ def equal_mass(predicted_N: Float64, bins: int) -> Ints:
     return np.asarray(first_L[level_N])
 
 
-def calibration_error(
-    predicted_N: Float64, correct_N: NDArray[np.bool_], bin_N: Ints, weights_N: Float64 | None = None
-) -> float:
-    """ECE = sum_b (n_b / N) |mean prediction - share correct| over bins, in [0, 1]. `weights_N`: counts of
-    solutions."""
-    weights_N = np.ones(len(predicted_N)) if weights_N is None else weights_N
-    gaps_B = np.bincount(bin_N, weights=weights_N * (predicted_N - correct_N))
-    return float(np.abs(gaps_B).sum() / weights_N.sum())
+def calibration_error(predicted_N: Float64, correct_N: NDArray[np.bool_], bin_N: Ints) -> float:
+    """ECE = sum_b (n_b / N) |mean prediction - share correct| over bins, in [0, 1]."""
+    gaps_B = np.bincount(bin_N, weights=predicted_N - correct_N)
+    return float(np.abs(gaps_B).sum() / len(predicted_N))
 
 
 def ece(

@@ -33,14 +33,13 @@ class SimulatedWatch:
 @dataclass(slots=True, eq=False)
 class SimulatedGroup:
     """`admitted`: the trainer's version when its first request entered an engine. `versions` and `tokens`: of its
-    finished rollouts. `arrived`: the trainer's version when it came into the buffer."""
+    finished rollouts."""
 
     role: Role
     requests: list[SimulatedRequest] = field(default_factory=list)
     left: int = 0
     admitted: int | None = None
     hopeless: bool = False
-    arrived: int = 0
     versions: list[int] = field(default_factory=list)
     tokens: int = 0
     watch: SimulatedWatch | None = None
@@ -235,7 +234,6 @@ class SimulatedGroups:
         if not group.versions:  # a deadline of the whole batch may leave nothing of a group
             self._there[group.role] -= 1
         elif self._fresh_enough(group):
-            group.arrived = self.version
             self._buffer.append(group)
             self._waiting[group.role] += 1
         else:

@@ -194,10 +194,8 @@ def overlaps(experiment: Experiment) -> bool:
     return separate or not isinstance(experiment.rollout.engine, TorchSampling)
 
 
-def world_of(
-    experiment: Experiment, inputs: Inputs, *, workers: int | None = None, concurrency: int | None = None
-) -> World:
-    """The world of the experiment. `workers`, `concurrency`: replace those of the experiment."""
+def world_of(experiment: Experiment, inputs: Inputs, *, workers: int | None = None) -> World:
+    """The world of the experiment. `workers`: instead of the experiment's own."""
     rollout, training = experiment.rollout, experiment.training
     configured, slots = workers_of(experiment)
     lengths = {role: np.minimum(pool, rollout.max_tokens) for role, pool in inputs.lengths.items()}
@@ -216,7 +214,7 @@ def world_of(
         lengths=lengths,
         workers=workers or configured,
         slots=slots,
-        concurrency=concurrency or rollout.concurrency,
+        concurrency=rollout.concurrency,
         token_s=inputs["token_s"],
         row_s=inputs["row_s"],
         request_s=inputs["request_s"],

@@ -24,7 +24,6 @@ PHASE = "train_prover"
 SAMPLING_PARTS = ("rollout", "wait_for_rollouts", "prefill", "decode", "generate", "grade", "queue")
 DECODING_PARTS = ("prefill", "decode", "grade")
 LEAST_S = 1e-9
-WARM_UP = 1  # batches at the start that are not counted
 LEAST = 3  # batches
 MOST_ROLLOUTS = 20_000  # of the newest shards
 

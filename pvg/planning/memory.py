@@ -109,20 +109,9 @@ def memory_of(
     prompt_tokens: int,
     slots: int,
     gpu_bytes: float | None,
-) -> list[MemoryPlan]:
+) -> Iterator[MemoryPlan]:
     """The stages of a round, each with its peak. `slots`: rollouts that a server decodes at once. `gpu_bytes`: the
     memory of the GPU; then the plan counts what a process on a GPU takes besides. None: a CPU."""
-    return list(_stages(experiment, prover, verifier, prompt_tokens, slots, gpu_bytes))
-
-
-def _stages(
-    experiment: Experiment,
-    prover: ModelShape,
-    verifier: ModelShape,
-    prompt_tokens: int,
-    slots: int,
-    gpu_bytes: float | None,
-) -> Iterator[MemoryPlan]:
     models, rollout = experiment.models, experiment.rollout
     length = prompt_tokens + rollout.max_tokens
     base = prover.parameters * BYTES[models.prover.dtype]

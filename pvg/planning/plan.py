@@ -16,7 +16,7 @@ from pvg.planning.inputs import INPUTS, Inputs, lost_to_trainer_failures, not_mo
 from pvg.planning.measured import RunFigures
 from pvg.planning.memory import MemoryPlan, memory_of
 from pvg.planning.shapes import ModelShape
-from pvg.planning.simulation import BATCHES, Outcome, simulate
+from pvg.planning.simulation import Outcome, simulate
 from pvg.planning.world import AheadLimits, World
 from pvg.reporting.formats import sample_seconds
 
@@ -122,12 +122,11 @@ def plan_of(
     workers: int | None = None,
     gpu_gb: float | None = None,
     measured: RunFigures | None = None,
-    batches: int = BATCHES,
     seed: int = 0,
 ) -> ExperimentPlan:
     """`workers`: instead of the experiment's own. `gpu_gb`: memory of the GPU; None: no GPU."""
     world = world_of(experiment, inputs, workers=workers)
-    outcome, bounds = simulate(world, batches, seed), bounds_of(world)
+    outcome, bounds = simulate(world, seed=seed), bounds_of(world)
     memory = memory_of(
         experiment,
         prover,
@@ -144,10 +143,10 @@ def plan_of(
         outcome,
         bounds,
         measured,
-        [] if in_process else _table(world, bounds, batches, seed),
-        [] if in_process else list(_advice(experiment, world, outcome, batches, seed)),
+        [] if in_process else _table(world, bounds, seed),
+        [] if in_process else list(_advice(experiment, world, outcome, seed)),
         [f"{note}." for note in (*warm_start(experiment, inputs), *not_modelled(experiment))],
-        memory,
+        list(memory),
         [],
         gpu_gb,
         lost_to_trainer_failures(inputs, outcome.batch_s, experiment.store.commit_every),
@@ -160,7 +159,7 @@ def resized(world: World, workers: int) -> World:
     return replace(world, workers=workers, concurrency=workers * world.slots)
 
 
-def _table(world: World, bounds: StepBounds, batches: int, seed: int) -> list[PlannedWorkers]:
+def _table(world: World, bounds: StepBounds, seed: int) -> list[PlannedWorkers]:
     """1, 2, 4 ... workers, until more cannot help, and the given number."""
     enough = math.ceil(world.room / world.slots)  # all rollouts that may be in flight have a row
     last = max(world.workers, min(2 * enough, MOST_WORKERS))
@@ -169,7 +168,7 @@ def _table(world: World, bounds: StepBounds, batches: int, seed: int) -> list[Pl
     rows = []
     for number in sorted(numbers):
         other = resized(world, number)
-        rows.append(PlannedWorkers(number, other.rows, simulate(other, batches, seed)))
+        rows.append(PlannedWorkers(number, other.rows, simulate(other, seed=seed)))
     return rows
 
 
@@ -179,11 +178,11 @@ def _loads(experiment: Experiment, key: str, value: Any) -> bool:
     return other is not None and other != experiment
 
 
-def _advice(experiment: Experiment, world: World, outcome: Outcome, batches: int, seed: int) -> Iterator[str]:
+def _advice(experiment: Experiment, world: World, outcome: Outcome, seed: int) -> Iterator[str]:
     """What to change: only settings that load together with the others."""
 
     def tried(other: World) -> Outcome:
-        return simulate(other, batches, seed)
+        return simulate(other, seed=seed)
 
     def gain(found: Outcome) -> str:
         return f"{sample_seconds(found.batch_s)} per batch instead of {sample_seconds(outcome.batch_s)}"
@@ -208,9 +207,9 @@ def _advice(experiment: Experiment, world: World, outcome: Outcome, batches: int
             found = tried(replace(world, ahead=AheadLimits()))
             yield f"{waits}. Sampling ahead (rollout.prefetch = 'fresh') would take {gain(found)}."
         else:
-            yield f"{waits}{_balance(world, batches, seed)}"
+            yield f"{waits}{_balance(world, seed)}"
     elif world.workers > 1 and outcome.engine_busy < IDLE_ENGINE and outcome.waiting < BALANCED:
-        fewer = _smallest(world, world.workers, batches, seed)
+        fewer = _smallest(world, world.workers, seed)
         if fewer is not None and fewer < world.workers:
             busy = f"The workers decode {100 * outcome.engine_busy:.0f} % of their rows"
             yield f"{busy}: {counted(fewer, 'worker')} would do."
@@ -218,13 +217,13 @@ def _advice(experiment: Experiment, world: World, outcome: Outcome, batches: int
         yield from _about_drops(world, outcome, tried)
 
 
-def _balance(world: World, batches: int, seed: int) -> str:
+def _balance(world: World, seed: int) -> str:
     most = min(MOST_WORKERS, math.ceil(world.room / world.slots))
-    number = _smallest(world, most, batches, seed)
+    number = _smallest(world, most, seed)
     if number is not None and number > world.workers:
         return f": {counted(number, 'worker')} would balance it."
     if number is None and world.workers < most:
-        found = simulate(resized(world, most), batches, seed)
+        found = simulate(resized(world, most), seed=seed)
         return (
             f". {most} workers decode all rollouts that may be in flight, and it still waits "
             f"{100 * found.waiting:.0f} %: raise rollout.prefetch.batches too, or shorten the longest rollouts."
@@ -232,11 +231,11 @@ def _balance(world: World, batches: int, seed: int) -> str:
     return ". More workers do not help: raise rollout.prefetch.batches, or shorten the longest rollouts."
 
 
-def _smallest(world: World, most: int, batches: int, seed: int) -> int | None:
+def _smallest(world: World, most: int, seed: int) -> int | None:
     """The smallest number of workers, at most `most`, with which the trainer hardly waits; None if there is none."""
 
     def balanced(number: int) -> bool:
-        return simulate(resized(world, number), batches, seed).waiting <= BALANCED
+        return simulate(resized(world, number), seed=seed).waiting <= BALANCED
 
     if not balanced(most):
         return None

@@ -42,7 +42,7 @@ LONGEST_HEADER = 100 << 20  # bytes
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """`width`: of the hidden states. `queries` and `keys`: columns of the projections of queries, and of keys or
-    values. `tied`: whether the head is the embedding. `counted`: how `parameters` were found."""
+    values. `counted`: how `parameters` were found."""
 
     name: str
     layers: int
@@ -51,7 +51,6 @@ class ModelShape:
     queries: int
     keys: int
     vocabulary: int
-    tied: bool
     parameters: int
     counted: str
 
@@ -128,7 +127,7 @@ def shape_of(config: Mapping[str, Any], path: Path) -> ModelShape:
         counted = "its sizes"
     else:
         parameters, counted = _by_torch(path.parent), "transformers"
-    return ModelShape(path.parent.name, layers, width, inner, queries, keys, vocabulary, tied, parameters, counted)
+    return ModelShape(path.parent.name, layers, width, inner, queries, keys, vocabulary, parameters, counted)
 
 
 def _in_weights(folder: Path) -> int | None:
@@ -197,7 +196,6 @@ def _of_gguf(package: str) -> ModelShape:
         heads * head,
         field("attention.head_count_kv", heads) * head,
         prod(tensors["token_embd.weight"]) // width,
-        "output.weight" not in tensors,
         sum(prod(shape) for shape in tensors.values()),
         "its GGUF file",
     )

@@ -306,14 +306,14 @@ class StepAxis:
     def line(self, metric: str, name: str, style: str, dash: str = "", *, smooth: bool = True) -> ChartLine:
         return ChartLine(name, self.pieces(lambda step: step.metrics.get(metric)), style, dash, smooth=smooth)
 
-    def level(self, values: dict[int, float], name: str, style: str, dash: str = "dotted") -> ChartLine:
-        """One constant value per round."""
+    def level(self, values: dict[int, float], name: str, style: str) -> ChartLine:
+        """One constant value per round, dotted."""
         pieces = [
             [(float(at), values[round_]), (float(at + self.lengths[round_]), values[round_])]
             for round_, at in self.offsets.items()
             if round_ in values
         ]
-        return ChartLine(name, pieces, style, dash)
+        return ChartLine(name, pieces, style, "dotted")
 
     def columns(self) -> list[tuple[float, dict[str, float]]]:
         """Every step's budget at the middle of the step."""

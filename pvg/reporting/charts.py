@@ -234,9 +234,7 @@ def _path(xs: Sequence[float], ys: Sequence[float]) -> str:
 # --- stacked bars ------------------------------------------------------------------------------------------------
 
 
-def stacked_chart(
-    title: str, columns: Sequence[tuple[float, Mapping[str, float]]], x: XAxis, *, unit: str, height: int = 220
-) -> Markup:
+def stacked_chart(title: str, columns: Sequence[tuple[float, Mapping[str, float]]], x: XAxis, *, unit: str) -> Markup:
     """One stacked bar per step (place, seconds by part). In long runs a bar is the mean of neighbouring steps."""
     if not columns:
         return Markup()
@@ -266,7 +264,7 @@ def stacked_chart(
     note = f"Each bar is the mean of up to {most} steps." if most > 1 else ""
     return chart.figure(
         title,
-        plot(drawn, y, x, height=height, label=f"{title}: {value_text('seconds', sum(tops) / len(tops))} on average"),
+        plot(drawn, y, x, height=220, label=f"{title}: {value_text('seconds', sum(tops) / len(tops))} on average"),
         unit=unit,
         keys=keys,
         note=note,

@@ -208,8 +208,8 @@ class StepWindow:
     lanes: tuple[SpanLane, ...]
 
 
-def choose_windows(steps: Sequence[StepRecord], count: int = STEPS_SHOWN) -> list[ChosenSteps]:
-    """For every kind of phase `count` neighbouring steps from the middle of the middle one of its rounds."""
+def choose_windows(steps: Sequence[StepRecord]) -> list[ChosenSteps]:
+    """For every kind of phase STEPS_SHOWN neighbouring steps from the middle of the middle one of its rounds."""
     played: dict[str, dict[int, list[int]]] = {}
     for step in steps:
         played.setdefault(step.phase, {}).setdefault(step.round, []).append(step.step)
@@ -219,8 +219,8 @@ def choose_windows(steps: Sequence[StepRecord], count: int = STEPS_SHOWN) -> lis
         full = [round_ for round_, numbers in rounds.items() if len(numbers) * 2 >= most]
         round_ = full[len(full) // 2]
         numbers = rounds[round_]
-        first = max(0, (len(numbers) - count) // 2)
-        choices.append(ChosenSteps(round_, phase, tuple(numbers[first : first + count])))
+        first = max(0, (len(numbers) - STEPS_SHOWN) // 2)
+        choices.append(ChosenSteps(round_, phase, tuple(numbers[first : first + STEPS_SHOWN])))
     return choices
 
 

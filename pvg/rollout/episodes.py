@@ -73,7 +73,7 @@ class Transcript:
     observations.
 
     `prompt_ids` int32 [P]; `completion_ids` int32 [C] of all turns so far. `turn` is the number of the last turn, from
-    0, and `last_start` its first token. `stopped`: the turn ended with a stop token.
+    0. `stopped`: the turn ended with a stop token.
     """
 
     id: str
@@ -81,7 +81,6 @@ class Transcript:
     prompt_ids: Int32
     completion_ids: Int32
     turn: int
-    last_start: int
     stopped: bool
 
 
@@ -153,7 +152,6 @@ class _Episode:
             self.order.prompt_ids,
             completion_ids,
             len(self.completions) - 1,
-            len(completion_ids) - len(last.token_ids),
             last.finish_reason == "stop",
         )
 

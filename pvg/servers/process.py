@@ -112,7 +112,7 @@ class LogTail:
         in the log."""
         return [without_prefix(line) for line in self._new_lines() if ERROR.match(line)]
 
-    def last_lines(self, count: int = LAST_LINES) -> list[str]:
+    def last_lines(self) -> list[str]:
         """The last non-empty lines without colors. If there is a traceback, the lines up to the end of the first one,
         because later ones only report that a process failed."""
         with self.path.open("rb") as file:
@@ -121,8 +121,8 @@ class LogTail:
         nonempty = [line for line in lines if line.strip()]
         for place, line in enumerate(nonempty):
             if ROOT_CAUSE.search(PREFIX.sub("", line)):
-                return nonempty[max(0, place + 1 - count) : place + 1]
-        return list(deque(nonempty, maxlen=count))
+                return nonempty[max(0, place + 1 - LAST_LINES) : place + 1]
+        return list(deque(nonempty, maxlen=LAST_LINES))
 
     def _new_lines(self) -> list[str]:
         with self.path.open("rb") as file:

@@ -68,8 +68,8 @@ class PairView:
 
     Row numbers count the rows of `infos` and then of `more`, in their order, before any filter. So they mean the same
     under every filter. `keep` and `drop` select problems by id: a predicate or a collection of ids. Arrays over the R
-    selected rows: `rows_R` int64 row numbers, `correct_R` and `well_formed_R` bool, `problems_R` int32 and `sources_R`
-    int16 indices into `problem_ids` and `sources`. Raises DamagedFileError.
+    selected rows: `rows_R` int64 row numbers, `correct_R` bool, `problems_R` int32 and `sources_R` int16 indices into
+    `problem_ids` and `sources`. Raises DamagedFileError.
     """
 
     def __init__(
@@ -87,13 +87,12 @@ class PairView:
         self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)], dtype=np.int64)
         problems_R, self.problem_ids = _shared_codes(batches, "problem_id")
         sources_R, self.sources = _shared_codes(batches, "source")
-        correct_R, well_formed_R = (_flags(batches, name) for name in ("correct", "well_formed"))
         kept_R = _chosen(self.problem_ids, keep, drop)[problems_R]
         if not include_malformed:
-            kept_R &= well_formed_R
+            kept_R &= _flags(batches, "well_formed")
         self.rows_R = np.flatnonzero(kept_R).astype(np.int64)
         self.problems_R, self.sources_R = problems_R[kept_R], sources_R[kept_R].astype(np.int16)
-        self.correct_R, self.well_formed_R = correct_R[kept_R], well_formed_R[kept_R]
+        self.correct_R = _flags(batches, "correct")[kept_R]
 
     def rows(self, indices: Int64) -> list[SolutionRow]:
         """The solutions with these row numbers, in this order, read from the memory map.

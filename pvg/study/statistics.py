@@ -215,10 +215,9 @@ def least_p(n: int) -> float:
     return math.ldexp(1.0, 1 - n)
 
 
-def seeds_needed(comparisons: int, level: float = LEVEL) -> int:
-    """The smallest number of seeds with which one of that many comparisons can reach `level` after Holm's
-    adjustment."""
-    return math.ceil(math.log2(2 * max(1, comparisons) / level))
+def seeds_needed(comparisons: int) -> int:
+    """The smallest number of seeds with which one of that many comparisons can reach LEVEL after Holm's adjustment."""
+    return math.ceil(math.log2(2 * max(1, comparisons) / LEVEL))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Executor
@@ -161,12 +160,9 @@ class ScoreInput:
 
 @dataclass(frozen=True, slots=True)
 class ScoredBatch:
-    """The result of a batch: scores float32 [n], the start of the work on each (perf_counter), the batch's total
-    seconds, and its number of forward passes or server requests."""
+    """The result of a batch: scores float32 [n], and its number of forward passes or server requests."""
 
     scores: Float32
-    began: Sequence[float]
-    seconds: float
     passes: int = 1
 
 
@@ -221,7 +217,6 @@ class TorchBackend:
 
     def _forward(self, inputs: Sequence[ScoreInput]) -> ScoredBatch:
         """Runs in the executor's thread."""
-        began = time.perf_counter()
         precise = scoring_autocast(self._precision, self._model.device)
         with torch.inference_mode(), span("score_service", device=True), precise:
             packed = pad_batch(
@@ -234,7 +229,7 @@ class TorchBackend:
             )
             scores_B = self._model(*packed, self._reference(inputs, packed))
             scores: Float32 = scores_B[: len(inputs)].cpu().numpy()
-        return ScoredBatch(scores, [began] * len(inputs), time.perf_counter() - began)
+        return ScoredBatch(scores)
 
     def _reference(self, inputs: Sequence[ScoreInput], packed: PaddedBatch) -> Tensor | None:
         """The head's references [B]. Computes none if all rows are in the cache; their version does not matter."""

@@ -12,7 +12,6 @@ servers are requested again.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
@@ -44,18 +43,15 @@ TOLERANCE_REDUCED = 0.5  # bfloat16 has 8 bits of precision
 
 @dataclass(frozen=True, slots=True)
 class ServerScores:
-    """For each input: its float32 values and the time its request was sent (perf_counter). And the number of
-    requests."""
+    """For each input its float32 values, and the number of requests."""
 
     values: list[Float32]
-    began: list[float]
     requests: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
     values: list[Float32]
-    began: float
     server: Server
     boot: str
     label: str
@@ -87,7 +83,6 @@ class ScoreServers:
         size, attempts = self._head.inputs_per_request, self.served.connections.serving.retries + 1
         missing = [list(range(at, min(at + size, len(inputs)))) for at in range(0, len(inputs), size)]
         values: dict[int, Float32] = {}
-        began: dict[int, float] = {}
         requests = 0
         for attempt in range(1, attempts + 1):
             answers = await together([self._answer([inputs[row] for row in rows]) for rows in missing])
@@ -99,10 +94,9 @@ class ScoreServers:
                     again.append(rows)
                     continue
                 for row, value in zip(rows, answer.values, strict=True):
-                    values[row], began[row] = value, answer.began
+                    values[row] = value
             if not again:
-                numbers = range(len(inputs))
-                return ServerScores([values[n] for n in numbers], [began[n] for n in numbers], requests)
+                return ServerScores([values[row] for row in range(len(inputs))], requests)
             missing = again
             await pause_before_retry(attempt, jitter=0.5)
         raise self._gave_up(f"Servers were replaced {attempts} times while they scored")
@@ -126,8 +120,8 @@ class ScoreServers:
 
     async def _attempt(self, inputs: Sequence[ScoreInput], server: Server, label: str) -> _Answer:
         assert server.info is not None
-        boot, began = server.info.boot, time.perf_counter()
-        return _Answer(await self._exchange(server, inputs, label), began, server, boot, label)
+        boot = server.info.boot
+        return _Answer(await self._exchange(server, inputs, label), server, boot, label)
 
     async def _exchange(self, server: Server, inputs: Sequence[ScoreInput], label: str) -> list[Float32]:
         """One request. Raises a ServerFault, or StaleWeights if the reply's weights are not `label`."""

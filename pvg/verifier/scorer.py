@@ -15,7 +15,6 @@ start again. With torch on a CPU, a score's bits do not depend on its batch (see
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
@@ -49,17 +48,13 @@ from pvg.verifier.template import VerifierTemplate
 @dataclass(frozen=True, slots=True)
 class ScorerStats:
     """Counts since the scorer was created. A requested solution is a hit (cached), shared (in computation already, or
-    repeated in the call) or a miss (computed). `queue_s`: total wait of computed solutions for their forward pass.
-    `service_s`: total time of forward passes. With servers, `forward_passes` counts requests, and a solution's wait
-    ends when its request is sent."""
+    repeated in the call) or a miss (computed). With servers, `forward_passes` counts requests."""
 
     hits: int
     misses: int
     evictions: int
     shared: int
     forward_passes: int
-    queue_s: float
-    service_s: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +64,6 @@ class _Job:
     input: ScoreInput
     key: ScoreKey
     future: asyncio.Future[float]
-    submitted: float
 
 
 class FinishedRun(Protocol):
@@ -138,7 +132,6 @@ class VerifierScorer(Scorer):
         self._worker: asyncio.Task[None] | None = None
         self._batch: asyncio.Future[ScoredBatch] | None = None  # the batch in computation
         self._shared = self._forward_passes = 0
-        self._queue_s = self._service_s = 0.0
         self.threshold = threshold
         self._owned = owned
 
@@ -180,8 +173,6 @@ class VerifierScorer(Scorer):
             evictions=self._cache.evictions,
             shared=self._shared,
             forward_passes=self._forward_passes,
-            queue_s=self._queue_s,
-            service_s=self._service_s,
         )
 
     def set_version(self, version: str) -> None:
@@ -284,7 +275,7 @@ class VerifierScorer(Scorer):
         if score is not None:
             return score
         loop = asyncio.get_running_loop()
-        job = _Job(input_, key, loop.create_future(), time.perf_counter())
+        job = _Job(input_, key, loop.create_future())
         self._under_way[key] = job
         self._queue.append(job)
         if self._worker is None:
@@ -319,8 +310,6 @@ class VerifierScorer(Scorer):
         if error is None:
             done = work.result()
             self._forward_passes += done.passes
-            self._service_s += done.seconds
-            self._queue_s += sum(began - job.submitted for began, job in zip(done.began, jobs, strict=True))
         for number, job in enumerate(jobs):
             if job.future.done():
                 continue  # the version has changed, so the score is not valid

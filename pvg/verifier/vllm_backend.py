@@ -14,7 +14,6 @@ Invariant 2: servers hold one verifier at a time, and a scorer has them exclusiv
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
@@ -205,13 +204,11 @@ class VllmBackend:
             finally:
                 if generation != self._generation:  # the weights changed while they were read
                     serving.forget()
-            started = time.perf_counter()
             with span("score_service"):
                 found = await together([serving.verifiers.ask(inputs), self._references(inputs)])
             answers, (references_N, requests) = cast("tuple[ServerScores, tuple[Float32, int]]", tuple(found))
             scores_N = serving.head.scores(answers.values, references_N, bias)
-            seconds = time.perf_counter() - started
-        return ScoredBatch(scores_N, answers.began, seconds, answers.requests + requests)
+        return ScoredBatch(scores_N, answers.requests + requests)
 
     async def _references(self, inputs: Sequence[ScoreInput]) -> tuple[Float32, int]:
         """The head's references float32 [N] and the number of requests; computes only unknown references."""

@@ -7,7 +7,6 @@ have the same work.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -123,7 +122,6 @@ class WorkerBackend(ScoreBackend):
         return asyncio.create_task(self._scored(inputs))
 
     async def _scored(self, inputs: Sequence[ScoreInput]) -> ScoredBatch:
-        began = time.perf_counter()
         slot = await self._slot.ready()
         lengths = [len(entry.ids) for entry in inputs]
         known_N = self._known(inputs)
@@ -148,7 +146,7 @@ class WorkerBackend(ScoreBackend):
             scores_N[rows] = answer.arrays["scores"]
             if known_N is not None:
                 self._keep(inputs, rows, answer.arrays["references"])
-        return ScoredBatch(scores_N, [began] * len(inputs), time.perf_counter() - began, passes)
+        return ScoredBatch(scores_N, passes)
 
     def _parts(self, lengths: Sequence[int]) -> list[Int64]:
         """Row numbers for each worker that scores now, with the same total of padded tokens."""

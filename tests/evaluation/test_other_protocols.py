@@ -114,7 +114,7 @@ def _asked_as_by(players: Players, run: RunDirectory, round_: int, rollouts: lis
     problems = {problem.id: problem for split in ("train", "test") for problem in players.task.problems(split)}
     asked = [rollout for rollout in rollouts if rollout.turns]
     transcripts = [
-        Transcript(r.id, problems[r.problem_id], r.prompt_ids, r.completion_ids[: r.turns[1].start], 0, 0, True)
+        Transcript(r.id, problems[r.problem_id], r.prompt_ids, r.completion_ids[: r.turns[1].start], 0, True)
         for r in asked
     ]
     try:

@@ -74,7 +74,7 @@ def transcript(
     ids = tokenizer.encode(text)
     if stopped:
         ids = np.append(ids, np.int32(tokenizer.eos_id))
-    return Transcript(name, PROBLEM, tokenizer.encode("H7+5+8?"), ids, turn, 0, stopped)
+    return Transcript(name, PROBLEM, tokenizer.encode("H7+5+8?"), ids, turn, stopped)
 
 
 def asked(challenges: ChallengeEnvironment, *transcripts: Transcript) -> list[Observation | None]:
@@ -157,7 +157,7 @@ FLAWED = "ab;d.;e."  # only bd;g+bd refutes it
 def plan_transcript(text: str, name: str = "r/0") -> Transcript:
     plan_tokenizer = Tokenizer(diplomacy_tokenizer())
     ids = np.append(plan_tokenizer.encode(text), np.int32(plan_tokenizer.eos_id))
-    return Transcript(name, PLAN_PROBLEM, plan_tokenizer.encode(f"H{PLAN_PROBLEM.question}"), ids, 0, 0, True)
+    return Transcript(name, PLAN_PROBLEM, plan_tokenizer.encode(f"H{PLAN_PROBLEM.question}"), ids, 0, True)
 
 
 class Curious:

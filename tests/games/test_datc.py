@@ -111,7 +111,8 @@ def differences(case: dict[str, Any]) -> list[str]:
     wrong += compared(orders, success)
     if "civil_disorder" in case:
         gone = {
-            f"{BOARD.short(r.power).upper()}: {r.order.unit} {BOARD.places[r.order.place]}" for r in outcome.implied
+            f"{BOARD.short(unit.power).upper()}: {'AF'[unit.fleet]} {BOARD.places[unit.place]}"
+            for unit in set(position.unit_list()) - set(outcome.position.unit_list())
         }
         if gone != set(case["civil_disorder"]):
             wrong.append(f"civil disorder removes {gone}, expected {case['civil_disorder']}")

@@ -31,7 +31,7 @@ from pvg.store.state import FileStateStore
 sys.path.insert(0, str(Path(__file__).parent.parent / "rollout"))
 from made_groups import made_group
 
-BILLION = ModelShape("one", 10, 1000, 4000, 1000, 500, 1000, True, 10**9, "its sizes")
+BILLION = ModelShape("one", 10, 1000, 4000, 1000, 500, 1000, 10**9, "its sizes")
 SERVED = {"name": "served", "rollout": {"engine": "vllm", "concurrency": 512, "max_tokens": 1000}}
 
 

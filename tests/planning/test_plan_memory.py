@@ -96,7 +96,7 @@ def test_full_training_of_8b_takes_four_numbers_per_weight(tmp_path: Path) -> No
 def test_stages_of_an_experiment() -> None:
     experiment = load_experiment(find_experiment("modchain"))
     prover = read_shape("embedded:modchain-prover", print)
-    plans = memory_of(experiment, prover, prover, prompt_tokens=16, slots=256, gpu_bytes=None)
+    plans = list(memory_of(experiment, prover, prover, prompt_tokens=16, slots=256, gpu_bytes=None))
     assert [plan.stage for plan in plans] == ["train the prover", "train the verifier", "sample"]
     assert all(plan.place == "trainer" for plan in plans)
     cache = plans[2].parts["KV cache"]
@@ -114,7 +114,7 @@ def test_adapters_on_the_base_share_its_weights(tmp_path: Path) -> None:
         "training": {"adapters": lora},
         "rollout": {"engine": "vllm"},
     }
-    plans = memory_of(build_experiment(data), found, found, prompt_tokens=256, slots=64, gpu_bytes=80e9)
+    plans = list(memory_of(build_experiment(data), found, found, prompt_tokens=256, slots=64, gpu_bytes=80e9))
     assert plans[0].parts["base prover"] == 2 * found.parameters
     assert plans[0].parts["verifier"] == 4 * found.adapter_parameters(16)
     assert plans[1].parts["verifier's initial weights"] == 0

@@ -16,13 +16,12 @@ from control_server import ControlServer, with_servers
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from pvg.config.experiment import TABLES
 from pvg.config.servers import Weights
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.servers.control import ControlClient, DeliveryTiming
 from pvg.servers.pool import ConnectionBroken, RefusedRequest, ReplyTimeout, ServerUnreachable
 from pvg.servers.publishing import PublishingSession, WeightLabel, WeightUpdate
-from pvg.servers.transports import TRANSPORTS, Transport, open_transport
+from pvg.servers.transports import Transport, open_transport
 from pvg.servers.transports import transport as delivering
 from pvg.servers.transports.transport import UNKNOWN_PART
 from pvg.servers.transports.versions import write_tensors
@@ -306,10 +305,6 @@ def test_a_defect_is_no_outcome(tmp_path: Path) -> None:
 # --- opening ---------------------------------------------------------------------------------------------------------
 
 
-def test_every_transport_of_the_experiment_is_in_the_table() -> None:
-    assert set(TRANSPORTS) == set(TABLES["weights.transport"].kinds())
-
-
 @pytest.mark.parametrize("dtype", ["int32", "auto", "float", "", "nn"])
 def test_a_dtype_that_no_weights_have_is_refused(tmp_path: Path, dtype: str) -> None:
     with pytest.raises(ConfigurationError, match="dtype"):
@@ -338,6 +333,6 @@ def test_what_needs_a_gpu_says_so(tmp_path: Path, name: str) -> None:
     assert "filesystem" in caught.value.remedy
 
 
-def test_opening_the_table_loads_no_torch() -> None:
+def test_importing_the_transports_loads_no_torch() -> None:
     script = "import sys, pvg.servers.transports, pvg.servers.transports.files; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -189,7 +189,7 @@ def test_filters_keep_row_numbers(tmp_path: Path) -> None:
 def test_malformed_solutions_can_be_left_out(tmp_path: Path) -> None:
     rollouts = [rollout(i, correct=i < 2, well_formed=i != 2) for i in range(4)]
     shards, infos = write_shards(tmp_path, rollouts, 1)
-    assert PairView(shards, infos).well_formed_R.tolist() == [True, True, False, True]
+    assert PairView(shards, infos).rows_R.tolist() == [0, 1, 2, 3]
     view = PairView(shards, infos, include_malformed=False)
     assert set(PairStream(view, {"base": 1}, 0).draw(0, 50).incorrect_rows_M) == {3}
 

@@ -23,7 +23,7 @@ def everything(shards: RolloutShards, info: ShardInfo) -> tuple[object, ...]:
     """All that a view gives of a shard."""
     view = PairView(shards, [info])
     rows = [(q, t, ids.tobytes(), p) for q, t, ids, p, _ in view.rows(np.arange(info.rows))]
-    labels = [a.tolist() for a in (view.correct_R, view.well_formed_R, view.problems_R, view.sources_R)]
+    labels = [a.tolist() for a in (view.rows_R, view.correct_R, view.problems_R, view.sources_R)]
     return rows, labels, view.problem_ids, view.sources
 
 

@@ -39,21 +39,9 @@ def orders_of(board: Board, position: Position, power: int) -> dict[int, tuple[O
     return Legality(board, position).orders_of(power)
 
 
-def destinations(board: Board, position: Position, unit: Unit, convoys: bool = False) -> tuple[int, ...]:
-    """The places to which a unit can move directly, and with `convoys` also by convoy, in ascending order."""
-    legality = Legality(board, position)
-    direct = set(board.fleets[unit.place] if unit.fleet else board.armies[unit.place])
-    return tuple(sorted(direct | set(legality.crossings(unit)) if convoys else direct))
-
-
-def retreats(board: Board, position: Position, unit: Dislodged) -> tuple[int, ...]:
-    """The places to which a dislodged unit can retreat."""
-    return Legality(board, position).retreats(unit)
-
-
-def adjustment(board: Board, position: Position, power: int) -> int:
-    """In stage A: the number of builds of a power, negative for disbands. Free home centres limit the builds."""
-    return Legality(board, position).adjustment(power)
+def destinations(board: Board, unit: Unit) -> tuple[int, ...]:
+    """The places to which a unit can move without a convoy, in ascending order."""
+    return tuple(sorted(set(board.fleets[unit.place] if unit.fleet else board.armies[unit.place])))
 
 
 class Legality:

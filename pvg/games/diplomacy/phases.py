@@ -29,14 +29,12 @@ class PhaseOutcome(NamedTuple):
     """The result of a step.
 
     `position`: the next one in which somebody decides. `results`: one for each given order, by power and then as
-    listed. `dislodged`: the units that this movement phase dislodged. `implied`: what the rules ordered for units
-    without a legal order: holds, disbands after no retreat, and disbands in civil disorder.
+    listed. `dislodged`: the units that this movement phase dislodged.
     """
 
     position: Position
     results: tuple[Result, ...]
     dislodged: tuple[Dislodged, ...] = ()
-    implied: tuple[Result, ...] = ()
 
 
 def step(board: Board, position: Position, orders: Mapping[int, Sequence[Order]]) -> PhaseOutcome:
@@ -63,13 +61,8 @@ def _movement(board: Board, position: Position, orders: Mapping[int, Sequence[Or
     done = adjudicate(board, position, chosen)
     ends = dict(zip(legality.units, zip(done.success, done.why, strict=True), strict=True))
     results = _results(board, given, ends)
-    implied = tuple(
-        Result(unit.power, Order("hold", unit.place, unit="AF"[unit.fleet]), *ends[province])
-        for province, unit in legality.units.items()
-        if province not in chosen
-    )
     after = Position(position.year, position.season, "R", done.units, position.owners, done.dislodged, done.contested)
-    return PhaseOutcome(_with_retreats(board, after), results, dislodged_units(done.dislodged), implied)
+    return PhaseOutcome(_with_retreats(board, after), results, dislodged_units(done.dislodged))
 
 
 def _results(
@@ -112,14 +105,12 @@ def _retreats(board: Board, position: Position, orders: Mapping[int, Sequence[Or
         else:
             ends[province] = (True, "")
             units.append((order.target, 2 * gone.unit.power + gone.unit.fleet))
-    implied = tuple(_disband(gone.unit) for at, gone in legality.leaving.items() if at not in chosen)
-    return PhaseOutcome(_next_season(board, position, packed(units)), _results(board, given, ends), (), implied)
+    return PhaseOutcome(_next_season(board, position, packed(units)), _results(board, given, ends))
 
 
 def _adjustments(board: Board, position: Position, orders: Mapping[int, Sequence[Order]]) -> PhaseOutcome:
     legality = Legality(board, position)
     results: list[Result] = []
-    implied: list[Result] = []
     units = set(legality.units.values())
     for power in range(len(board.powers)):
         given, left = orders.get(power, ()), legality.adjustment(power)
@@ -132,12 +123,10 @@ def _adjustments(board: Board, position: Position, orders: Mapping[int, Sequence
             continue
         gone = {legality.units[province] for province in built}
         forced = _civil_disorder(board, position, [u for u in position.units_of(power) if u not in gone])
-        forced = forced[: -left - len(gone)]
-        implied += [_disband(unit) for unit in forced]
-        units -= gone | set(forced)
+        units -= gone | set(forced[: -left - len(gone)])
     after = packed([(unit.place, 2 * unit.power + unit.fleet) for unit in units])
     following = Position(position.year + 1, "S", "M", after, position.owners)
-    return PhaseOutcome(following, tuple(results), (), tuple(implied))
+    return PhaseOutcome(following, tuple(results))
 
 
 _STAGES = {"M": _movement, "R": _retreats, "A": _adjustments}
@@ -169,10 +158,6 @@ def accept(legality: Legality, chosen: dict[int, Order], power: int, order: Orde
         return "the unit has an order"
     chosen[province] = order
     return ""
-
-
-def _disband(unit: Unit) -> Result:
-    return Result(unit.power, Order("disband", unit.place, unit="AF"[unit.fleet]), True, "")
 
 
 def _next_season(board: Board, position: Position, units: bytes) -> Position:

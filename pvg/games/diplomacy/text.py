@@ -1,4 +1,4 @@
-"""A position as text for a model, short, and in two long forms with which a benchmark compares it.
+"""A position as text for a model, short, and in a long form with which a benchmark compares it.
 
     F1902M
     Aus: bud* vie* ser ~tri*        units; ~ is a fleet, * a unit on a centre of its own power
@@ -49,12 +49,6 @@ def verbose_json(board: Board, position: Position, power: int) -> str:
     return json.dumps(state, indent=2)
 
 
-def order_list(board: Board, position: Position, power: int, most: int = 10) -> str:
-    """At most `most` legal orders of each unit of the power in the long notation, one per line, without the board."""
-    orders = Legality(board, position).orders_of(power)
-    return "\n".join(long_order(board, position, order) for listed in orders.values() for order in listed[:most])
-
-
 def long_order(board: Board, position: Position, order: Order) -> str:
     """The order in the notation of most other programs: "A PAR - BUR", "F BRE S A PAR - PIC", "A PAR R BUR"."""
     names = [name.upper() for name in board.places]
@@ -98,7 +92,7 @@ def _choices(board: Board, position: Position, power: int) -> Iterator[str]:
     legality = Legality(board, position)
     if position.stage == "M":
         for unit in position.units_of(power):
-            yield f"{board.places[unit.place]}: {_names(board, destinations(board, position, unit))}"
+            yield f"{board.places[unit.place]}: {_names(board, destinations(board, unit))}"
     elif position.stage == "R":
         for gone in position.dislodged_list():
             if gone.unit.power == power:

@@ -1,13 +1,12 @@
-"""The table of weight transports (setting `weights.transport`), and how each is opened."""
+"""How each weight transport (setting `weights.transport`) is opened."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
-from pvg.config.servers import FileTransport, Weights
+from pvg.config.servers import DeviceTransport, LoraTransport, Weights
 from pvg.errors import MissingRequirementError
 from pvg.installation import install_extra
 from pvg.servers.publishing import PublishingSession
@@ -16,9 +15,7 @@ from pvg.servers.transports.transport import Transport
 if TYPE_CHECKING:
     import torch
 
-    from pvg.servers.transports.gpu import TransferBackend
-
-__all__ = ["TRANSPORTS", "Transport", "open_transport"]
+__all__ = ["Transport", "open_transport"]
 
 
 def open_transport(
@@ -36,76 +33,22 @@ def open_transport(
     Raises ConfigurationError for an invalid run name or dtype, MissingRequirementError without the GPU or the vLLM that
     `nccl` and `ipc` need.
     """
-    return TRANSPORTS[section.transport.kind](section, run, executor, dtype, session, device)
-
-
-def _open_filesystem(
-    section: Weights,
-    run: str,
-    executor: Executor | None,
-    dtype: str,
-    session: PublishingSession,
-    device: torch.device | None,
-) -> Transport:
-    from pvg.servers.transports.files import FilesystemTransport
+    if isinstance(section.transport, DeviceTransport):
+        return _open_transfer(section, executor, dtype, device)
+    from pvg.servers.transports.files import AdapterTransport, FilesystemTransport
     from pvg.servers.transports.versions import VersionFolders, torch_dtype
 
     kind = torch_dtype(dtype)
     folders = VersionFolders(section.root, run, session)
-    assert isinstance(section.transport, FileTransport)
+    if isinstance(section.transport, LoraTransport):
+        return AdapterTransport(folders, executor, kind)
     return FilesystemTransport(folders, executor, kind, keep_kv=section.transport.keep_kv)
 
 
-def _open_lora(
-    section: Weights,
-    run: str,
-    executor: Executor | None,
-    dtype: str,
-    session: PublishingSession,
-    device: torch.device | None,
-) -> Transport:
-    from pvg.servers.transports.files import AdapterTransport
-    from pvg.servers.transports.versions import VersionFolders, torch_dtype
-
-    kind = torch_dtype(dtype)
-    return AdapterTransport(VersionFolders(section.root, run, session), executor, kind)
-
-
-def _open_nccl(
-    section: Weights,
-    run: str,
-    executor: Executor | None,
-    dtype: str,
-    session: PublishingSession,
-    device: torch.device | None,
-) -> Transport:
-    from pvg.servers.transports.gpu import NcclBackend
-
-    return _open_transfer(section, executor, dtype, NcclBackend, device)
-
-
-def _open_ipc(
-    section: Weights,
-    run: str,
-    executor: Executor | None,
-    dtype: str,
-    session: PublishingSession,
-    device: torch.device | None,
-) -> Transport:
-    from pvg.servers.transports.gpu import IpcBackend
-
-    return _open_transfer(section, executor, dtype, IpcBackend, device)
-
-
-def _open_transfer(
-    section: Weights,
-    executor: Executor | None,
-    dtype: str,
-    backend: Callable[[], TransferBackend],
-    device: torch.device | None,
-) -> Transport:
+def _open_transfer(section: Weights, executor: Executor | None, dtype: str, device: torch.device | None) -> Transport:
     import torch
 
+    from pvg.servers.transports.gpu import IpcBackend, NcclBackend
     from pvg.servers.transports.transfer import TransferTransport
     from pvg.servers.transports.versions import torch_dtype
 
@@ -118,14 +61,5 @@ def _open_transfer(
         )
     if device is None or device.type != "cuda":
         device = torch.device("cuda", 0)
+    backend = NcclBackend if section.transport.kind == "nccl" else IpcBackend
     return TransferTransport(backend(), executor, device, torch_dtype(dtype), section.timeout_s)
-
-
-Opener = Callable[[Weights, str, Executor | None, str, PublishingSession, "torch.device | None"], Transport]
-# Kinds of `weights.transport`.
-TRANSPORTS: dict[str, Opener] = {
-    "filesystem": _open_filesystem,
-    "lora": _open_lora,
-    "nccl": _open_nccl,
-    "ipc": _open_ipc,
-}
