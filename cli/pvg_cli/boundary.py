@@ -41,7 +41,7 @@ from pvg.errors import (
     path_error,
     visible,
 )
-from pvg_cli import completion
+from pvg_cli import completion, follows
 
 EXIT_DEFECT = 70  # EX_SOFTWARE of sysexits.h; no check and no user error uses this code
 # Errors of the machine, whatever path they concern: errno -> the remedy. So is a missing permission. Any other OSError
@@ -149,11 +149,7 @@ def say(text: str, colour: str | None = None) -> None:
 def first_prints(as_json: bool) -> bool:
     """`as_json` in the first process of torchrun, and without torchrun. False in another one: it prints no document of
     `pvg train`, whatever happens to the first."""
-    if not as_json or "TORCHELASTIC_RUN_ID" not in os.environ:
-        return as_json
-    from pvg.workers.torchrun import follows
-
-    return not follows(os.environ)
+    return as_json and not follows()
 
 
 def guarded(command: Command) -> Command:

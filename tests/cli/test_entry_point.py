@@ -200,6 +200,18 @@ def test_an_early_interrupt_is_one_line(module: str, as_json: bool) -> None:
         assert (document["schema_version"], document["error"]["exit_code"]) == (1, 130)
 
 
+def test_an_early_interrupt_of_another_process_of_torchrun_prints_no_document() -> None:
+    command = at_import("typer", "os.kill(os.getpid(), signal.SIGINT)", ["train", "--json"])
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}
+    documents = []
+    for rank in ("0", "1"):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env={**environment, "RANK": rank})
+        assert (done.returncode, done.stderr) == (130, "Stopped before the work started.\n")
+        documents.append(done.stdout)
+    assert orjson.loads(documents[0])["error"]["exit_code"] == 130
+    assert documents[1] == ""
+
+
 def test_an_early_interrupt_with_a_closed_stdout_is_one_line() -> None:
     command = at_import("typer", "os.kill(os.getpid(), signal.SIGINT)", ["train", "--json"])
     done = subprocess.run(["bash", "-c", f"{shlex.join(command)} >&-"], capture_output=True, text=True, check=False)
