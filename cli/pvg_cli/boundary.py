@@ -16,6 +16,7 @@ import inspect
 import io
 import os
 import re
+import select
 import signal
 import stat
 import sys
@@ -321,13 +322,24 @@ def open_closed_streams() -> None:
 READER_ENDED = (errno.EPIPE, errno.ECONNRESET, errno.EIO)
 
 
+# How long a write waits for the reader of a full stream that does not block by itself (O_NONBLOCK).
+READER_S = 1.0
+
+
 class _ProgressPipe(io.FileIO):
-    """Stderr that goes to a pipe, a socket or a terminal. If its reader ends, the text goes nowhere, and the work goes
-    on."""
+    """Stderr that goes to a pipe, a socket or a terminal. If its reader ends or does not read, the text goes nowhere,
+    and the work goes on."""
+
+    _unread = False
 
     def write(self, data: Any, /) -> int:
         try:
-            return super().write(data)
+            written: int | None = super().write(data)  # None: the stream does not block, and is full
+            if written is None and not self._unread:
+                select.select((), (self,), (), READER_S)
+                written = super().write(data)
+            self._unread = written is None  # then further text does not wait again
+            return memoryview(data).nbytes if written is None else written
         except OSError as error:
             if error.errno not in READER_ENDED:
                 raise

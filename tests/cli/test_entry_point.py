@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 import pytest
 import typer
-from calling import ENTRY, LOADING, at_import, pvg_process
+from calling import ENTRY, LOADING, at_import, fill, pvg_process
 from in_terminal import in_terminal
 from run_samples import played
 
@@ -185,6 +185,32 @@ sys.exit(app(["config", "show", "--json"], prog_name="pvg"))
         out, _ = process.communicate()
     assert process.returncode == 0
     assert orjson.loads(out)["schema_version"] == 1
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket"])
+@pytest.mark.parametrize(("arguments", "code"), [(["config", "show", "--json"], 0), (["train", "nosuch", "--json"], 2)])
+def test_the_work_goes_on_if_a_full_stderr_is_not_read(arguments: list[str], code: int, kind: str) -> None:
+    """Of a stderr that does not block, as an event loop makes them. Before, the exit code was 120."""
+    reader, writer = reader_and_writer(kind)
+    fill(writer)
+    work = f"""
+import sys
+from pvg_cli import config
+from pvg_cli.boundary import say
+from pvg_cli.main import app
+plain = config.emit
+def emit(document):
+    for _ in range(2):
+        say("progress")
+    plain(document)
+config.emit = emit
+sys.exit(app({arguments!r}, prog_name="pvg"))
+"""
+    done = subprocess.run([sys.executable, "-c", work], stdout=subprocess.PIPE, stderr=writer, check=False)
+    os.close(reader)
+    os.close(writer)
+    assert done.returncode == code
+    assert orjson.loads(done.stdout)["schema_version"] == 1
 
 
 @pytest.mark.parametrize("as_json", [False, True])
