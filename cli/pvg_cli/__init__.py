@@ -17,11 +17,20 @@ def _interrupted(kind: type[BaseException], error: BaseException, trace: Traceba
         _otherwise(kind, error, trace)
         return
     said = "Stopped before the work started."
-    if "--json" in sys.argv:
+    if "--json" in sys.argv and not (sys.argv[1:2] == ["train"] and follows()):
         details = f'{{"type": "Stopped", "message": "{said}", "remedy": "", "exit_code": 130}}'
         _write(1, f'{{"schema_version": 1, "error": {details}}}\n')
     _write(2, f"{said}\n")
     os._exit(130)
+
+
+def follows() -> bool:
+    """Whether this process takes part in the `pvg train` of another process of torchrun, which prints the one JSON
+    document. Raises nothing: `launched` (pvg.workers.torchrun) reports wrong variables. It is here because it may be
+    needed before any other module is loaded."""
+    rank = os.environ.get("RANK", "")
+    several = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") != "1"
+    return several and rank.isdecimal() and int(rank) > 0
 
 
 def _write(descriptor: int, text: str) -> None:

@@ -16,6 +16,7 @@ import inspect
 import io
 import os
 import re
+import select
 import signal
 import stat
 import sys
@@ -41,7 +42,7 @@ from pvg.errors import (
     path_error,
     visible,
 )
-from pvg_cli import completion
+from pvg_cli import completion, follows
 
 EXIT_DEFECT = 70  # EX_SOFTWARE of sysexits.h; no check and no user error uses this code
 # Errors of the machine, whatever path they concern: errno -> the remedy. So is a missing permission. Any other OSError
@@ -149,11 +150,7 @@ def say(text: str, colour: str | None = None) -> None:
 def first_prints(as_json: bool) -> bool:
     """`as_json` in the first process of torchrun, and without torchrun. False in another one: it prints no document of
     `pvg train`, whatever happens to the first."""
-    if not as_json or "TORCHELASTIC_RUN_ID" not in os.environ:
-        return as_json
-    from pvg.workers.torchrun import follows
-
-    return not follows(os.environ)
+    return as_json and not follows()
 
 
 def guarded(command: Command) -> Command:
@@ -325,13 +322,24 @@ def open_closed_streams() -> None:
 READER_ENDED = (errno.EPIPE, errno.ECONNRESET, errno.EIO)
 
 
+# How long a write waits for the reader of a full stream that does not block by itself (O_NONBLOCK).
+READER_S = 1.0
+
+
 class _ProgressPipe(io.FileIO):
-    """Stderr that goes to a pipe, a socket or a terminal. If its reader ends, the text goes nowhere, and the work goes
-    on."""
+    """Stderr that goes to a pipe, a socket or a terminal. If its reader ends or does not read, the text goes nowhere,
+    and the work goes on."""
+
+    _unread = False
 
     def write(self, data: Any, /) -> int:
         try:
-            return super().write(data)
+            written: int | None = super().write(data)  # None: the stream does not block, and is full
+            if written is None and not self._unread:
+                select.select((), (self,), (), READER_S)
+                written = super().write(data)
+            self._unread = written is None  # then further text does not wait again
+            return memoryview(data).nbytes if written is None else written
         except OSError as error:
             if error.errno not in READER_ENDED:
                 raise

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -93,7 +93,7 @@ class StopSwitch:
         self.requested = self._watcher.stopping = True
         if self._watcher.starting:
             if not self._watcher.live:  # a panel draws it
-                os.write(2, STOPPING)
+                _say_stopping()
             if self._loop is not None and self._stop is not None:
                 # Python drops an exception that is raised inside `__del__`. Then the run stops at its first commit.
                 self._loop.call_soon_threadsafe(self._stop.set)
@@ -105,6 +105,11 @@ class StopSwitch:
         if self._stop is not None and not self._stop.is_set():
             self._stop.set()
             self._watcher.stop_requested()
+
+
+def _say_stopping() -> None:
+    with suppress(OSError):  # the reader of stderr has ended, or does not read
+        os.write(2, STOPPING)
 
 
 def _quit(killed_document: bytes) -> NoReturn:
@@ -142,7 +147,7 @@ def cancelled_at_signals(
         requested = True
         if task is None or loop is None or loop.is_closed():
             raise KeyboardInterrupt
-        os.write(2, STOPPING)
+        _say_stopping()
         loop.call_soon_threadsafe(task.cancel)
 
     # Signals that the shell made this process ignore stay ignored: SIGINT in the background, SIGHUP under nohup.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from pvg.config.experiment import Experiment
+from pvg.config.experiment import Experiment, without_memory_settings
 from pvg.config.game import Game
 from pvg.config.load import (
     chosen_keys,
@@ -133,8 +133,9 @@ def plan_resume(
     """The run to resume: `run_name`, or the newest unfinished run of the experiment if `run_name` is empty.
 
     Without an experiment's name, uses the settings of the run plus the overrides. The run may get more rounds; raises
-    StateError with the difference if another setting that affects the result differs from those of the run. `clean`: if
-    the run is complete, remove the unfinished files of a process that was killed after its last commit.
+    StateError with the difference if another setting that affects the result differs from those of the run, except
+    MEMORY_SETTINGS. `clean`: if the run is complete, remove the unfinished files of a process that was killed after its
+    last commit.
     """
     given = resolve(name, overrides, cluster) if name else None
     root = given.store.root if given else _root(overrides)
@@ -164,7 +165,7 @@ def plan_resume(
             f"The run {run.name!r} has {counted(own.game.rounds, 'round')}, and cannot get fewer.",
             f"Leave out game.rounds: {resume_command(run)}",
         )
-    changed = differences(own.hashed(), experiment.hashed())
+    changed = differences(without_memory_settings(own.hashed()), without_memory_settings(experiment.hashed()))
     if changed:
         raise StateError(
             f"The run {run.name!r} was started with other settings: {'; '.join(changed)}.",

@@ -10,7 +10,7 @@ cannot work is refused here, before any model loads.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,12 @@ from pvg.config.sections import AllSections
 
 # Sections that do not change results, so a resumed run may have other values.
 UNHASHED_SECTIONS = frozenset({"telemetry", "store", "serving", "weights", "evaluate", "cluster"})
+# Settings that bound memory. They change the last bits of results and nothing else, so a resumed run may have other
+# values, for example after it ran out of memory.
+MEMORY_SETTINGS = {
+    "training": ("micro_batch_tokens", "micro_batch_memory_mb", "micro_batch_rollouts", "gradient_checkpointing"),
+    "verifier": ("micro_batch_tokens", "score_tokens"),
+}
 
 
 class Experiment(AllSections):
@@ -103,8 +109,8 @@ class Experiment(AllSections):
         return hashlib.sha256(orjson.dumps(found, option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
 
     def hashed(self) -> dict[str, Any]:
-        """The settings that a resumed run must share with the original run, as plain data. Another run whose player is
-        a model may move: only the digest of its weights counts."""
+        """The settings that change results, as plain data. A resumed run must share them with the original run, except
+        MEMORY_SETTINGS. Another run whose player is a model may move: only the digest of its weights counts."""
         found = {key: value for key, value in self.plain().items() if key not in UNHASHED_SECTIONS}
         if self.warmup.kind == "none":  # as in runs that began before this section existed
             del found["warmup"]
@@ -119,6 +125,16 @@ class Experiment(AllSections):
 
     def to_toml(self) -> str:
         return tomli_w.dumps(self.plain())
+
+
+def without_memory_settings(hashed: Mapping[str, Any]) -> dict[str, Any]:
+    """What a resumed run must share with the original run, from the `hashed` settings of one of them."""
+    return {
+        key: {name: kept for name, kept in value.items() if name not in MEMORY_SETTINGS[key]}
+        if key in MEMORY_SETTINGS
+        else value
+        for key, value in hashed.items()
+    }
 
 
 # Assumed prompt length in tokens; pvg checks the true longest prompt when it renders the problems.

@@ -32,7 +32,14 @@ from pvg.records import Float32, Problem, Role, Rollout, source_of_round
 from pvg.rollout.dispatcher import GroupOrder
 from pvg.rollout.episodes import Environment
 from pvg.seeds import draw_cyclic, seed_for
-from pvg.store.atomic import DamagedFileError, make_directory, remove_temporaries, temporary_beside, write_atomic
+from pvg.store.atomic import (
+    DamagedFileError,
+    make_directory,
+    read_stored,
+    remove_temporaries,
+    temporary_beside,
+    write_atomic,
+)
 from pvg.store.checkpoints import META_FILE, check_size, read_checkpoint
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
@@ -120,7 +127,7 @@ class OpenedRun:
 
 def _sha256(path: Path) -> str:
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hashlib.sha256(read_stored(path)).hexdigest()
     except FileNotFoundError:
         raise StateError(f"{path} is missing.", "Restore the run from a copy.") from None
 
@@ -129,7 +136,7 @@ def read_json(path: Path, key: str) -> dict[str, Any] | None:
     """Content that an evaluation wrote to `path`, with a digest and `key`; None without a file. Raises
     DamagedFileError."""
     try:
-        found = orjson.loads(path.read_bytes())
+        found = orjson.loads(read_stored(path))
     except FileNotFoundError:
         return None
     except orjson.JSONDecodeError:

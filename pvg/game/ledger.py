@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from pydantic import ValidationError
 
-from pvg.config.experiment import Experiment
+from pvg.config.experiment import Experiment, without_memory_settings
 from pvg.config.load import differences, with_new_names
 from pvg.config.sections import AllSections
 from pvg.errors import StateError, counted, user_paths
@@ -279,7 +279,8 @@ class Ledger:
             self._copy_code(experiment)
         else:
             state = extended(GameState.from_plain(loaded.state), experiment)
-            check_same_configuration(state, experiment)
+            if limits := check_same_configuration(state, experiment):
+                self.notices.append(f"The last bits of the weights may change: {'; '.join(limits)}.")
             check_same_code(state, experiment)
             if state.code_version != code_version:
                 self.notices.append(
@@ -348,14 +349,17 @@ def check_same_code(state: GameState, experiment: Experiment) -> None:
             )
 
 
-def check_same_configuration(state: GameState, experiment: Experiment) -> None:
-    """Raises StateError, naming the changed settings, if a run is resumed with another configuration."""
-    changed = differences(_as_today(state.config), experiment.hashed())
+def check_same_configuration(state: GameState, experiment: Experiment) -> list[str]:
+    """The changes of MEMORY_SETTINGS, as text. Raises StateError, naming the changed settings, if a run is resumed with
+    another configuration."""
+    before, now = _as_today(state.config), experiment.hashed()
+    changed = differences(without_memory_settings(before), without_memory_settings(now))
     if changed:
         raise StateError(
             f"The configuration differs from the one this run started with: {'; '.join(changed)}.",
             "Resume without the change, or start a new run with --name.",
         )
+    return differences(before, now)
 
 
 def extended(state: GameState, experiment: Experiment) -> GameState:

@@ -312,7 +312,7 @@ def calibration_view(session: Session) -> tuple[PairView, str]:
         return held_out, ""
     reason = (
         f"{correct} of {count} held-out solutions are correct, so all minted solutions, including those used for "
-        "training, determine the threshold and the AUC. Raise game.mint_problems or verifier.held_out."
+        "training, determine the threshold and the AUC."
     )
     return PairView(shards, infos), reason
 

@@ -22,6 +22,7 @@ import orjson
 
 from pvg.reporting.formats import seconds_to_come
 from pvg.reporting.run_summary import RunRecords, RunSummary, Status, StepRecord, committed_state
+from pvg.store.atomic import DamagedFileError, open_stored
 from pvg.store.lease import BEAT_S, WATCH_S, is_elsewhere, is_gone, newest_lease, read_driver, sees
 from pvg.store.run_directory import RunDirectory
 from pvg.store.run_folders import SAMPLING_PHASE, has_only_samples
@@ -82,7 +83,7 @@ class JournalTail:
         """The complete lines since the last call, at most about BLOCK bytes, and whether the journal begins anew. Then
         all lines of earlier calls are void. An incomplete last line is left for a later call."""
         try:
-            file = open(self.path, "rb", buffering=0)  # noqa: SIM115 (closed by the with below)
+            file = open_stored(self.path)
         except FileNotFoundError:
             return self._begin_anew(None), []
         with file:
@@ -267,10 +268,10 @@ def _situation(run: RunDirectory, state: Mapping[str, Any], newest: str) -> RunS
 def _newest_kind(journal: Path) -> str:
     """The kind of the newest record in the last block of `journal` that no sampler wrote; "" if there is none."""
     try:
-        with open(journal, "rb", buffering=0) as file:
+        with open_stored(journal) as file:
             size = os.fstat(file.fileno()).st_size
             lines = os.pread(file.fileno(), LAST_BLOCK, max(0, size - LAST_BLOCK)).splitlines()
-    except OSError:  # missing, a folder, or another user's; `pvg runs` still lists the run
+    except (OSError, DamagedFileError):  # missing, no file, or another user's; `pvg runs` still lists the run
         return ""
     for line in reversed(lines):
         try:

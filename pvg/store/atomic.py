@@ -1,4 +1,4 @@
-"""Atomic writes: after a kill at any instant, a file has its old or its new content.
+"""Files of a run. Atomic writes: after a kill at any instant, a file has its old or its new content.
 
 Invariant: a path written here never has partial content. A writer that dies leaves a file in the same folder whose name
 begins with `.tmp-`. It is never read, and recovery of the folder removes it.
@@ -15,10 +15,12 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
 from pvg.errors import DISK_FULL, MissingRequirementError, StateError
+from pvg.inputs import open_input
 
 TEMPORARY_PREFIX = ".tmp-"
 TEMPORARY_NAME = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}(?P<of>.+)-[0-9a-f]{{8}}")  # names of temporary_beside
@@ -33,6 +35,24 @@ OLD_S = 3600.0  # longer than any process takes to write one file
 
 class DamagedFileError(StateError):
     """A stored file is missing, truncated, or differs from what was written. The message names the file."""
+
+
+def open_stored(path: Path) -> BufferedReader:
+    """A file of a run, opened for reading. Raises DamagedFileError for a FIFO, a socket or a device: to open a FIFO
+    would wait for its writer. Other errors are those of `open`."""
+    try:
+        return open_input(path)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENXIO):
+            raise
+        remedy = "Move it away, or restore the file from a copy."
+        raise DamagedFileError(f"{path} is not a regular file.", remedy) from None
+
+
+def read_stored(path: Path) -> bytes:
+    """The bytes of a file of a run. Raises what `open_stored` does."""
+    with open_stored(path) as file:
+        return file.read()
 
 
 def write_atomic(path: Path, data: bytes | memoryview, before: Callable[[], None] | None = None) -> None:

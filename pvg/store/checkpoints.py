@@ -21,6 +21,8 @@ from pvg.store.atomic import (
     DamagedFileError,
     disk_full_explained,
     make_directory,
+    open_stored,
+    read_stored,
     remove_temporaries,
     remove_tree,
     share_weights,
@@ -193,7 +195,7 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _measure(path: Path) -> tuple[int, str]:
     try:
-        with open(path, "rb") as file:
+        with open_stored(path) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             return file.tell(), digest
     except FileNotFoundError:
@@ -204,7 +206,7 @@ def _measure(path: Path) -> tuple[int, str]:
 
 def _read_meta(path: Path) -> dict[str, Any]:
     try:
-        body = orjson.loads(path.read_bytes())
+        body = orjson.loads(read_stored(path))
     except (FileNotFoundError, NotADirectoryError):
         raise _damaged(path, "the file is missing") from None
     except IsADirectoryError:

@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple
 
 import orjson
 
-from pvg.store.atomic import DamagedFileError, disk_full_explained, sync_directory
+from pvg.store.atomic import DamagedFileError, disk_full_explained, open_stored, sync_directory
 
 TAIL_BLOCK = 65_536  # bytes per read when searching backwards for the end of the last complete line
 READ_BLOCK = 1 << 20  # bytes per read for a digest
@@ -121,7 +121,7 @@ class JsonLinesReader:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Raises DamagedFileError with file and line for a complete line that is not a JSON object."""
         self.torn = 0
-        with open(self.path, "rb") as file:
+        with open_stored(self.path) as file:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
                     self.torn = 1
@@ -157,7 +157,7 @@ def verify(path: Path, marks: Sequence[JournalMark]) -> None:
     if not marks or not marks[-1].bytes:
         return
     try:
-        file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed by the with below)
+        file = open_stored(path)
     except FileNotFoundError:
         raise _not_committed(f"{path} is missing, but {marks[-1].bytes} bytes of it were committed.") from None
     except IsADirectoryError:

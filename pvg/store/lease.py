@@ -31,7 +31,7 @@ from typing import Any, Literal
 import orjson
 
 from pvg.errors import StateError, UsageError
-from pvg.store.atomic import disk_full_explained, sync_directory, temporary_beside
+from pvg.store.atomic import DamagedFileError, disk_full_explained, read_stored, sync_directory, temporary_beside
 
 BEAT_S = 5.0
 WATCH_S = 30.0  # six beats
@@ -109,8 +109,8 @@ def newest_lease(folder: Path) -> Path | None:
 def read_driver(lease: Path | None) -> Driver:
     """The driver that a lease names; empty if there is no lease, or if its driver died while it wrote it."""
     try:
-        driver = dict(orjson.loads(lease.read_bytes())) if lease is not None else {}
-    except (OSError, orjson.JSONDecodeError, TypeError, ValueError):
+        driver = dict(orjson.loads(read_stored(lease))) if lease is not None else {}
+    except (OSError, DamagedFileError, orjson.JSONDecodeError, TypeError, ValueError):
         return {}
     return driver if isinstance(driver.get("process", 0), int) else {}
 

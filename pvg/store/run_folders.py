@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from pvg.errors import StateError, UsageError, path_error, user_paths
-from pvg.store.atomic import sync_directory, write_atomic
+from pvg.store.atomic import read_stored, sync_directory, write_atomic
 from pvg.store.run_directory import RunDirectory, is_removed, removed_name
 
 SAMPLING_PHASE = "init"  # the state a run stays in while `pvg rollout` fills it
@@ -30,7 +30,7 @@ TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 def read_tags(run: RunDirectory) -> list[str]:
     """The tags of a run, in the order in which they were added. Raises StateError if the file is damaged."""
     try:
-        found = orjson.loads(run.tags.read_bytes())
+        found = orjson.loads(read_stored(run.tags))
     except FileNotFoundError:
         return []
     except orjson.JSONDecodeError:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pvg.errors import StateError
 from pvg.records import Grade, Role, Rollout, RoutedExperts, Timing, VersionSpan
 from pvg.store import check_columns, protocol_columns
-from pvg.store.atomic import is_temporary, make_directory, sync_directory, write_atomic
+from pvg.store.atomic import is_temporary, make_directory, open_stored, read_stored, sync_directory, write_atomic
 from pvg.store.samples import DIGESTS_SUFFIX, MappedSolutions, SampleColumns, damaged, digests_of
 
 SHARD_SCHEMA = b"1"  # of a shard without additional columns; see SCHEMAS
@@ -210,7 +210,7 @@ class RolloutShards:
         """Raises DamagedFileError if the file is missing, truncated, or differs from what was written."""
         path = self.path_of(info)
         try:
-            with open(path, "rb") as file:
+            with open_stored(path) as file:
                 size = file.seek(0, io.SEEK_END)
                 file.seek(0)
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -251,7 +251,7 @@ def solutions_in_memory(rollouts: Sequence[Rollout]) -> MappedSolutions:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_stored(path)
     except FileNotFoundError:
         raise damaged(path, "the file is missing") from None
 

@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from pvg.errors import StateError
-from pvg.store.atomic import DamagedFileError, remove_temporaries, write_atomic
+from pvg.store.atomic import DamagedFileError, read_stored, remove_temporaries, write_atomic
 
 STATE_SCHEMA = 1
 
@@ -79,7 +79,7 @@ class FileStateStore:
         for path in (self.path, self.previous_path):
             remove_temporaries(path.parent, path.name)
         if _is_valid(self.path):
-            write_atomic(self.previous_path, self.path.read_bytes(), self._unchanged)
+            write_atomic(self.previous_path, read_stored(self.path), self._unchanged)
         write_atomic(self.path, data, self._unchanged)
 
     def go_back(self) -> None:
@@ -89,7 +89,7 @@ class FileStateStore:
         would leave nothing to resume. Raises DamagedFileError if there is no previous commit.
         """
         _read(self.previous_path, None)
-        write_atomic(self.path, self.previous_path.read_bytes(), self._unchanged)
+        write_atomic(self.path, read_stored(self.previous_path), self._unchanged)
 
     def commits(self) -> list[dict[str, Any]]:
         """The valid states on disk, newest first. Nothing that one of them names may be pruned (invariant 2)."""
@@ -111,7 +111,7 @@ def _checksum(schema: int, state: State) -> str:
 
 def _read(path: Path, check: Callable[[State], None] | None) -> dict[str, Any]:
     try:
-        envelope = orjson.loads(path.read_bytes())
+        envelope = orjson.loads(read_stored(path))
     except FileNotFoundError:
         raise DamagedFileError(f"{path} is missing.") from None
     except IsADirectoryError:

@@ -42,7 +42,7 @@ REMEDIES: dict[AlertKind, str] = {
     "collapse": "Read its solutions. If they are malformed, lower training.learning_rate or raise "
     "training.kl.coefficient.",
     "goodharting": "Early in a round: raise verifier.steps or game.mint_problems. Late in a round it is expected.",
-    "loop_lag_max": "Move the named code into a thread, or make it faster.",
+    "loop_lag_max": "If the cores are shared, stop other programs. Otherwise move the named code into a thread.",
     "loop_lag_p90": "Stop other programs on the machine. pvg diagnose RUN shows the worst moments.",
     "loop_lag_p99": "Stop other programs on the machine. pvg diagnose RUN shows the worst moments.",
     "nan": "Start a new run with a lower training.learning_rate.",

@@ -366,7 +366,7 @@ def warnings(window: LagWindow, limits: LagLimits, cores: CoreTime | None = None
     if cores is not None and cores.shared:
         reason = (
             f"The cores are shared: pvg's threads together ran for {cores.ran_s:.3g} s and waited {cores.waited_s:.3g} "
-            "s for a core. Stop other programs on this machine, or reserve cores for pvg."
+            "s for a core."
         )
     else:
         reason = "Something computes on the event loop that should run in a thread."

@@ -96,14 +96,6 @@ def launched(environment: Mapping[str, str]) -> Launch | None:
     return launch
 
 
-def follows(environment: Mapping[str, str]) -> bool:
-    """Whether this process takes part in the `pvg train` of another process of torchrun, which prints the one JSON
-    document. Raises nothing: `launched` reports wrong variables."""
-    rank = environment.get("RANK", "")
-    several = "TORCHELASTIC_RUN_ID" in environment and environment.get("WORLD_SIZE") != "1"
-    return several and rank.isdecimal() and int(rank) > 0
-
-
 def refuse_other_counts(experiment: Experiment, launch: Launch) -> None:
     """Raises UsageError if the experiment does not have one trainer rank per process of torchrun."""
     cluster, ranks = experiment.cluster, ranks_of(experiment.cluster)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -45,6 +47,14 @@ def pvg(*arguments: str) -> Called:
 def pvg_process(*arguments: str, **options: Any) -> Called:
     done = subprocess.run([*ENTRY, *arguments], capture_output=True, text=True, check=False, timeout=600, **options)
     return Called(arguments, done.returncode, done.stdout, done.stderr)
+
+
+def fill(writer: int) -> None:
+    """Make a pipe or a socket one that does not block, and fill it."""
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x")
 
 
 # Runs `pvg` with `act()` at the moment when it imports a module: at the same place on a fast and on a busy machine.

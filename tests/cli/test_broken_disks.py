@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -215,6 +216,31 @@ def test_a_folder_in_the_place_of_a_file(monkeypatch: pytest.MonkeyPatch, name: 
     assert pvg("report", "modchain", "--no-html").code in (0, 2)
     (run.path / name / "inner").rmdir()
     assert_refused(pvg("train", "--resume", "modchain"), 2, "modchain")
+
+
+def with_a_fifo_for(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)  # to open it for reading waits for a writer
+
+
+@pytest.mark.parametrize("name", ["state.json", "metrics.jsonl", "tags.json", "lease-000001.json"])
+def test_no_command_waits_for_the_writer_of_a_fifo_in_a_run(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    run = unfinished(monkeypatch)
+    with_a_fifo_for(run.path / name)
+    listed, report = pvg("runs"), pvg("report", "modchain", "--no-html")
+    assert (listed.code, report.code) == (0, 0)
+    assert "modchain" in listed.out
+    says = f"runs/modchain/{name} is not a regular file."
+    assert (says in listed.err) is (name in ("state.json", "tags.json"))  # the list shows no content of the others
+    assert (says in " ".join(report.out.split())) is (name != "lease-000001.json")
+    resumed = pvg("train", "--resume", "modchain")
+    if name == "metrics.jsonl":
+        assert_refused(resumed, 2, says)
+    else:
+        assert resumed.code == 130
+    with_a_fifo_for(run.path / "state.json")
+    with_a_fifo_for(run.path / "state.previous.json")
+    assert_refused(pvg("train", "--resume", "modchain"), 2, "state.json is not a regular file", "state.previous.json")
 
 
 @pytest.mark.parametrize("name", ["manifest", "rollouts", "checkpoints", "weights"])

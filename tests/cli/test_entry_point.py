@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 import pytest
 import typer
-from calling import ENTRY, LOADING, at_import, pvg_process
+from calling import ENTRY, LOADING, at_import, fill, pvg_process
 from in_terminal import in_terminal
 from run_samples import played
 
@@ -187,6 +187,32 @@ sys.exit(app(["config", "show", "--json"], prog_name="pvg"))
     assert orjson.loads(out)["schema_version"] == 1
 
 
+@pytest.mark.parametrize("kind", ["pipe", "socket"])
+@pytest.mark.parametrize(("arguments", "code"), [(["config", "show", "--json"], 0), (["train", "nosuch", "--json"], 2)])
+def test_the_work_goes_on_if_a_full_stderr_is_not_read(arguments: list[str], code: int, kind: str) -> None:
+    """Of a stderr that does not block, as an event loop makes them. Before, the exit code was 120."""
+    reader, writer = reader_and_writer(kind)
+    fill(writer)
+    work = f"""
+import sys
+from pvg_cli import config
+from pvg_cli.boundary import say
+from pvg_cli.main import app
+plain = config.emit
+def emit(document):
+    for _ in range(2):
+        say("progress")
+    plain(document)
+config.emit = emit
+sys.exit(app({arguments!r}, prog_name="pvg"))
+"""
+    done = subprocess.run([sys.executable, "-c", work], stdout=subprocess.PIPE, stderr=writer, check=False)
+    os.close(reader)
+    os.close(writer)
+    assert done.returncode == code
+    assert orjson.loads(done.stdout)["schema_version"] == 1
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 @pytest.mark.parametrize("module", ["typer", "pvg_cli.train", "typer._adapters", "pydantic", "pvg.config.load"])
 def test_an_early_interrupt_is_one_line(module: str, as_json: bool) -> None:
@@ -198,6 +224,18 @@ def test_an_early_interrupt_is_one_line(module: str, as_json: bool) -> None:
     if as_json:
         document = orjson.loads(done.stdout)
         assert (document["schema_version"], document["error"]["exit_code"]) == (1, 130)
+
+
+def test_an_early_interrupt_of_another_process_of_torchrun_prints_no_document() -> None:
+    command = at_import("typer", "os.kill(os.getpid(), signal.SIGINT)", ["train", "--json"])
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}
+    documents = []
+    for rank in ("0", "1"):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env={**environment, "RANK": rank})
+        assert (done.returncode, done.stderr) == (130, "Stopped before the work started.\n")
+        documents.append(done.stdout)
+    assert orjson.loads(documents[0])["error"]["exit_code"] == 130
+    assert documents[1] == ""
 
 
 def test_an_early_interrupt_with_a_closed_stdout_is_one_line() -> None:

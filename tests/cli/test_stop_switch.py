@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import cast
 
 import orjson
 import pytest
-from calling import at_import
+from calling import at_import, fill
 from run_samples import begin
 
 from pvg_cli.driving import StopSwitch
@@ -92,6 +93,18 @@ def test_a_stop_during_the_start_waits_for_no_load_and_leaves_no_run(
     assert done.stderr.endswith(
         "Stopping. Ctrl-C again quits at once.\nStopped before 'new' began. pvg removed its empty folder.\n"
     )
+    assert list((empty_folder / "runs").iterdir()) == []
+
+
+def test_a_stop_during_the_start_works_if_a_full_stderr_is_not_read(empty_folder: Path) -> None:
+    reader, writer = os.pipe()
+    fill(writer)
+    command = at_import("torch", STOP_AND_HANG, ["train", "-s", "cluster=none", "--name", "new", "--json"])
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=writer, check=False, timeout=600)
+    os.close(reader)
+    os.close(writer)
+    assert done.returncode == 130
+    assert orjson.loads(done.stdout)["error"]["type"] == "Stopped"
     assert list((empty_folder / "runs").iterdir()) == []
 
 

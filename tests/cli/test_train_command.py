@@ -9,11 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from calling import pvg, pvg_process
 from run_samples import begin, commit, played, state, step, tell
 
 from pvg.config.experiment import Experiment
+from pvg.config.load import changed
 from pvg.errors import MissingRequirementError
 from pvg.game.run import GameOutcome
 from pvg.store import RunDirectory
@@ -198,6 +200,25 @@ def test_resume_may_change_what_does_not_change_the_outcome(calls: list[dict[str
     unfinished("here")
     assert pvg("train", "--resume", "-s", "store.commit_every=3").code == 0
     assert calls[0]["experiment"].store.commit_every == 3
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "training.micro_batch_tokens=1024",
+        "training.micro_batch_memory_mb=64",
+        "training.micro_batch_rollouts=4",
+        "training.gradient_checkpointing=true",
+        "verifier.micro_batch_tokens=1024",
+        "verifier.score_tokens=1024",
+    ],
+)
+def test_resume_may_change_what_bounds_memory(calls: list[dict[str, Any]], setting: str) -> None:
+    run = unfinished("here")
+    own = run.experiment()
+    assert pvg("train", "--resume", "here", "-s", setting).code == 0
+    assert calls[0]["experiment"] == changed(own, {setting.partition("=")[0]: orjson.loads(setting.partition("=")[2])})
+    assert run.experiment() == own
 
 
 def test_resume_refuses_other_settings_and_shows_them(calls: list[dict[str, Any]]) -> None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kill_drill import differences, fingerprint, read_manifests, small_experiment
+from rich.console import Console
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import assign, build_experiment
 from pvg.errors import ConfigurationError
 from pvg.game.run import GameOutcome, play
+from pvg.reporting.run_summary import read_run
+from pvg.reporting.terminal import closing
 from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
+from pvg.telemetry.alerts import REMEDIES
 from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
 from pvg.verifier.robust import RobustObjective
 
@@ -115,15 +120,18 @@ def test_settings_at_their_limits_play_to_the_end(settings: dict[str, Any], tmp_
 
 
 def test_batches_without_a_signal_and_problems_without_pairs_are_told_of(tmp_path: Path) -> None:
-    outcome, run = played(changed(NO_SIGNAL_AND_NO_PAIRS), tmp_path)
+    outcome, run = played(changed({**NO_SIGNAL_AND_NO_PAIRS, "verifier.held_out": 0.0}), tmp_path)
     assert (outcome.status, [m.phase for m in read_manifests(run)]) == ("complete", PHASES)
     prover = [row["metrics"] for row in rows(run, "step") if row["phase"] == "train_prover"]
     assert any(metrics.get("skipped") == 1.0 and "loss" not in metrics for metrics in prover)
     verifier = [row["metrics"] for row in rows(run, "step") if row["phase"] == "train_verifier"]
     assert len(verifier) == 7
     names = {row["name"] for row in rows(run, "alert")}
-    assert {"unpaired", "zero_signal"} <= names
+    assert {"calibration", "unpaired", "zero_signal"} <= names
     assert "source_excluded" not in names
+    shown = io.StringIO()
+    Console(file=shown, width=1000).print(closing(read_run(run), {"pvg report drill": "the same again"}))
+    assert [name for name in names if shown.getvalue().count(REMEDIES[name]) != 1] == []  # what to do is said once
 
 
 def first_kl(run: RunDirectory) -> list[float]:

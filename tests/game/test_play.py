@@ -8,14 +8,17 @@ from pathlib import Path
 
 import orjson
 import pytest
+import torch
 from full_disk import files_up_to
 from kill_drill import play_experiment, read_manifests, small_experiment
+from safetensors.torch import load
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.errors import MissingRequirementError, StateError
 from pvg.game.run import play
 from pvg.records import Role
+from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
@@ -167,6 +170,26 @@ def test_a_played_run_is_neither_played_again_nor_resumed_under_another_configur
     changed = build_experiment(data)
     with run.lock(), pytest.raises(StateError, match=r"training\.kl\.coefficient: .* -> 0\.5"):
         asyncio.run(play(changed, run, observer=SilentObserver(), stop=stop, resume=True))
+
+
+def test_a_run_goes_on_with_smaller_micro_batches_and_learns_the_same(stopped, one_round, tmp_path):
+    copied(stopped, tmp_path)
+    data = one_round_experiment().plain()
+    data["training"] |= {"micro_batch_tokens": 128, "gradient_checkpointing": True}
+    data["verifier"] |= {"micro_batch_tokens": 128, "score_tokens": 128}
+    run, outcome, observer = run_game(build_experiment(data), tmp_path, resume=True)
+    assert outcome.status == "complete"
+    (notice,) = (text for text in observer.notices if "The last bits of the weights may change" in text)
+    for key in ("training.micro_batch_tokens", "training.gradient_checkpointing", "verifier.score_tokens"):
+        assert key in notice
+    steps = [row for row in read_json_lines(run.metrics) if row["kind"] == "step" and row["phase"] == "train_prover"]
+    assert steps[-1]["metrics"]["micro_batches"] > steps[0]["metrics"]["micro_batches"]
+    assert state_of(run)["config"] == state_of(one_round)["config"]
+    undisturbed = weights_of(one_round)
+    for name, tensors in weights_of(run).items():
+        expected = load(undisturbed[name])
+        for key, tensor in load(tensors).items():
+            assert torch.allclose(tensor, expected[key], rtol=0, atol=1e-4), (name, key)
 
 
 @pytest.mark.parametrize("until", [("", -1), ("mint", 1), ("train_prover", 1)])

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pvg.telemetry.alerts import REMEDIES
 from pvg.telemetry.waits import (
     SHORTEST_LOOK_S,
     CalmCollector,
@@ -166,6 +167,9 @@ def test_a_warning_blames_the_program_only_where_its_threads_did_not_wait_for_co
         assert "shared" not in message(cores)
     assert "Something computes" not in message(CoreTime(1.0, 3.0, 2.5))
     assert "ran for 1 s and waited 3 s for a core" in message(CoreTime(1.0, 3.0, 2.5))
+    # The remedy, which a report shows below the message, says this.
+    assert "Stop other programs" not in message(CoreTime(1.0, 3.0, 2.5))
+    assert "stop other programs" in REMEDIES["loop_lag_max"]
 
 
 def test_warnings_name_the_thresholds_that_were_exceeded() -> None:
