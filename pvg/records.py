@@ -107,9 +107,9 @@ class Grade:
 
 
 def flaw_kind(note: str) -> str:
-    """The kind of flaw that a grade's note names: "wrong sum in step 3" -> "wrong sum", "refuted by ab;c+ab" ->
-    "refuted"."""
-    return re.split(" in step|:| by ", note, maxsplit=1)[0]
+    """The kind of flaw that a grade's note names: "wrong sum in step 3" -> "wrong sum". Of the plan game: "refuted by
+    ab;c+ab" -> "refuted"."""
+    return re.split(" in step|:|(?<=^refuted) by ", note, maxsplit=1)[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ class StopSwitch:
         self.requested = self._watcher.stopping = True
         if self._watcher.starting:
             if not self._watcher.live:  # a panel draws it
-                _say_stopping()
+                _write(2, STOPPING)
             if self._loop is not None and self._stop is not None:
                 # Python drops an exception that is raised inside `__del__`. Then the run stops at its first commit.
                 self._loop.call_soon_threadsafe(self._stop.set)
@@ -107,16 +107,16 @@ class StopSwitch:
             self._watcher.stop_requested()
 
 
-def _say_stopping() -> None:
-    with suppress(OSError):  # the reader of stderr has ended, or does not read
-        os.write(2, STOPPING)
+def _write(descriptor: int, text: bytes) -> None:
+    with suppress(OSError):  # the reader has ended, or does not read
+        os.write(descriptor, text)
 
 
 def _quit(killed_document: bytes) -> NoReturn:
     if killed_document:
-        os.write(1, killed_document)
+        _write(1, killed_document)
     if sys.stderr.isatty():
-        os.write(2, SHOW_CURSOR)
+        _write(2, SHOW_CURSOR)
     os._exit(EXIT_STOPPED)
 
 
@@ -147,7 +147,7 @@ def cancelled_at_signals(
         requested = True
         if task is None or loop is None or loop.is_closed():
             raise KeyboardInterrupt
-        _say_stopping()
+        _write(2, STOPPING)
         loop.call_soon_threadsafe(task.cancel)
 
     # Signals that the shell made this process ignore stay ignored: SIGINT in the background, SIGHUP under nohup.

@@ -101,12 +101,7 @@ class Experiment(AllSections):
 
     def hash(self) -> str:
         """A digest of all settings that change results."""
-        found = self.hashed()
-        if self.game.start.kind == "base":  # as in runs that began before this setting existed
-            del found["game"]["start"]
-        if not self.game.growing:
-            del found["game"]["growing"]
-        return hashlib.sha256(orjson.dumps(found, option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
+        return digest_of(self.hashed())
 
     def hashed(self) -> dict[str, Any]:
         """The settings that change results, as plain data. A resumed run must share them with the original run, except
@@ -125,6 +120,17 @@ class Experiment(AllSections):
 
     def to_toml(self) -> str:
         return tomli_w.dumps(self.plain())
+
+
+def digest_of(hashed: Mapping[str, Any]) -> str:
+    """`Experiment.hash`, from the `hashed` settings."""
+    game = dict(hashed["game"])
+    if game.get("start") == {"kind": "base"}:  # as in runs that began before this setting existed
+        del game["start"]
+    if not game.get("growing"):
+        game.pop("growing", None)
+    found = {**hashed, "game": game}
+    return hashlib.sha256(orjson.dumps(found, option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
 
 
 def without_memory_settings(hashed: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from pydantic import ValidationError
 
-from pvg.config.experiment import Experiment, without_memory_settings
+from pvg.config.experiment import Experiment, digest_of, without_memory_settings
 from pvg.config.load import differences, with_new_names
 from pvg.config.sections import AllSections
 from pvg.errors import StateError, counted, user_paths
@@ -281,6 +281,7 @@ class Ledger:
             state = extended(GameState.from_plain(loaded.state), experiment)
             if limits := check_same_configuration(state, experiment):
                 self.notices.append(f"The last bits of the weights may change: {'; '.join(limits)}.")
+                self.log.event("run", event="settings", changed="; ".join(limits))
             check_same_code(state, experiment)
             if state.code_version != code_version:
                 self.notices.append(
@@ -369,7 +370,8 @@ def extended(state: GameState, experiment: Experiment) -> GameState:
     if state.config.get("game", {}).get("rounds", wanted) >= wanted:
         return state
     longer = {**state.config, "game": {**state.config["game"], "rounds": wanted}}
-    state = replace(state, config=longer, config_hash=experiment.hash())
+    # Not that of `experiment`, which may have other MEMORY_SETTINGS.
+    state = replace(state, config=longer, config_hash=digest_of(_as_today(longer)))
     if state.phase is not Phase.COMPLETE:
         return state
     first = later_rounds_begin_with(self_play=experiment.task.kind == "play")

@@ -71,6 +71,19 @@ def test_the_second_signal_quits_at_once_with_the_last_words() -> None:
     assert out == "last words"
 
 
+def test_the_second_signal_quits_at_once_if_the_reader_of_stdout_has_ended() -> None:
+    process = started(stubborn=True)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "stubborn\n"
+    process.stdout.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    assert process.stderr is not None
+    assert "Traceback" not in process.stderr.read()
+    process.stderr.close()
+
+
 STOP_AND_HANG = "os.kill(os.getpid(), signal.SIGINT); time.sleep(3600)"
 
 

@@ -36,9 +36,11 @@ def test_a_note_names_a_kind_of_flaw() -> None:
         "false claim in step 1: no such unit (sampled)",
         "extra step",
         "refuted by ab;c+ab",
+        "off by one in step 2",
         "",
     )
-    assert [flaw_kind(note) for note in notes] == ["wrong sum", "false claim", "extra step", "refuted", ""]
+    kinds = ["wrong sum", "false claim", "extra step", "refuted", "off by one", ""]
+    assert [flaw_kind(note) for note in notes] == kinds
 
 
 def test_each_kind_has_its_share_and_the_share_that_the_verifier_accepts() -> None:

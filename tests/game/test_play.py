@@ -182,6 +182,8 @@ def test_a_run_goes_on_with_smaller_micro_batches_and_learns_the_same(stopped, o
     (notice,) = (text for text in observer.notices if "The last bits of the weights may change" in text)
     for key in ("training.micro_batch_tokens", "training.gradient_checkpointing", "verifier.score_tokens"):
         assert key in notice
+    (line,) = (line for line in run.events.read_text().splitlines() if "event=settings" in line)
+    assert "verifier.score_tokens" in line
     steps = [row for row in read_json_lines(run.metrics) if row["kind"] == "step" and row["phase"] == "train_prover"]
     assert steps[-1]["metrics"]["micro_batches"] > steps[0]["metrics"]["micro_batches"]
     assert state_of(run)["config"] == state_of(one_round)["config"]
@@ -201,6 +203,18 @@ def test_a_run_that_gets_another_round_ends_like_one_that_was_planned_with_it(un
         run, outcome, _ = run_game(small_experiment(), tmp_path, resume=True)
     assert (outcome.status, len(outcome.rounds)) == ("complete", 2)
     assert weights_of(run) == weights_of(finished)
+    state, planned = state_of(run), state_of(finished)
+    assert (state["config"], state["config_hash"]) == (planned["config"], planned["config_hash"])
+
+
+def test_a_run_that_gets_another_round_and_smaller_micro_batches_keeps_its_other_settings(
+    one_round, finished, tmp_path
+):
+    copied(one_round, tmp_path)
+    data = small_experiment().plain()
+    data["verifier"] |= {"score_tokens": 128}
+    run, outcome, _ = run_game(build_experiment(data), tmp_path, resume=True, until=("mint", 1))
+    assert outcome.status == "interrupted"
     state, planned = state_of(run), state_of(finished)
     assert (state["config"], state["config_hash"]) == (planned["config"], planned["config_hash"])
 
