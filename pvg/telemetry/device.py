@@ -47,7 +47,7 @@ class Gpu(Protocol):
 
 
 class DeviceSampler:
-    """Samples every `interval_s` seconds from `start` to `stop`; the first sample is immediate.
+    """Samples every `interval_s` seconds from `start` to `stop`, at least once; the first sample is immediate.
 
     The names are those of "device" records. Since the previous sample, hence not in the first: cpu (share of all cores
     of the machine), process_cpu (cores in use), and core_wait, if the kernel counts it (time that threads waited for a
@@ -86,12 +86,13 @@ class DeviceSampler:
         host, gpus = HostReader(), self._opened()
         try:
             due = time.monotonic()
-            while not self._stopping.is_set():
+            while True:
                 self._on_sample(time.time(), host.read() | self._read(gpus))
                 due += self._interval_s
                 now = time.monotonic()
                 due = max(due, now)  # after a suspend, do not catch up on missed samples
-                self._stopping.wait(min(due - now, threading.TIMEOUT_MAX))
+                if self._stopping.wait(min(due - now, threading.TIMEOUT_MAX)):
+                    break
         except (psutil.Error, OSError) as error:
             self._on_notice(f"The machine is no longer sampled: {error}.")
         finally:

@@ -260,6 +260,19 @@ def test_the_first_sample_comes_at_once_and_stop_does_not_wait_for_the_next() ->
     assert 0 < sample["rss_bytes"] < sample["memory_total_bytes"]
 
 
+def test_a_stop_before_the_first_sample_waits_for_it() -> None:
+    def slow() -> dict[int, Gpu]:
+        assert opening.wait(30)
+        return {}
+
+    kept, opening = Kept(), threading.Event()
+    sampler = kept.sampler(3600.0, slow)
+    sampler.start()
+    threading.Timer(0.2, opening.set).start()  # after stop began
+    sampler.stop()
+    assert len(kept.samples) == 1
+
+
 def test_later_samples_have_the_cpu_of_the_time_between() -> None:
     kept = Kept()
     sampler = kept.sampler(0.02, no_gpus)
