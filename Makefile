@@ -25,6 +25,8 @@ GAMES_PEER_STAMP := $(GAMES_PEER)/.installed
 TEST_PROCESSES := 3
 # Fast tests hardly wait, and each process takes 6 CPU seconds to load torch and to collect the tests.
 FAST_TEST_PROCESSES := 2
+# Files and folders of tests: `make drills` runs the drills in them. Empty: all.
+DRILLS :=
 # Python keeps its bytecode. Otherwise every process that a test starts would compile pvg again.
 unexport PYTHONDONTWRITEBYTECODE
 # With a cache of their own, because CI runs them beside the other tests.
@@ -73,8 +75,8 @@ test: $(STAMP) lint types  ## lint, type check and all tests but the drills (10 
 	  $(call again,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not drill")
 
 drills: $(STAMP)  ## the tests that kill processes, or play whole games again and again
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m drill \
-	  $(call again,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m drill)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m drill $(DRILLS) \
+	  $(call again,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m drill $(DRILLS))
 
 slow-tests: $(STAMP)  ## time all tests, and list the slow ones, which `make check` skips, in tests/slow_tests.txt (20 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not drill" --hypothesis-profile=ci --write-slow-tests

@@ -27,7 +27,7 @@ def bench(folder: Path, *arguments: str) -> Any:
 
 
 def test_updates_among_streams_by_each_client(tmp_path: Path) -> None:
-    settings = ["workload.streams=24", "workload.updates=4", "repeats=2"]
+    settings = ["workload.streams=12", "workload.updates=4", "repeats=1", "warmup=0"]
     with serving(tmp_path) as server:
         words = [word for setting in settings for word in ("-s", setting)]
         report = bench(tmp_path, "--profile", "sync", "--server", server.url, *words)
@@ -40,13 +40,13 @@ def test_updates_among_streams_by_each_client(tmp_path: Path) -> None:
     ]
     for variant in report["variants"]:
         derived = variant["derived"]
-        assert derived["updates"] == 8
-        assert derived["in_flight_min"] == 24
+        assert derived["updates"] == 4
+        assert derived["in_flight_min"] == 12
         assert derived["versions_served"] > 0.5  # the weights of most updates gave tokens
         assert derived["wall_p50_ms"] >= derived["rpc_p50_ms"] > derived["load_p50_ms"] > 0
         assert derived["queue_p99_ms"] >= derived["arrival_p50_ms"] >= 0
         assert derived["tokens_per_chunk"] < 2  # they came as they were sampled
-    assert report["variants"][0]["derived"]["connections"] == 24
+    assert report["variants"][0]["derived"]["connections"] == 12
 
 
 @pytest.mark.timeout(900)
