@@ -481,7 +481,9 @@ def test_of_a_synchronous_game_nothing_is_stale_and_nothing_new_is_told(tmp_path
         changed({**AHEAD, "rollout.prefetch": "none", "training.importance": "decoupled"}),
         tmp_path,
     )
-    for step in prover_steps(run):
+    told = prover_steps(run)
+    assert len(told) == STEPS
+    for step in told:
         assert step["metrics"]["staleness_max"] == 0.0
         assert not {name for name in step["metrics"] if name.startswith(("stale_", "start_", "dropped_"))}
 
