@@ -44,6 +44,7 @@ def test_a_game_is_played_with_it(settings: Any, tmp_path: Path, monkeypatch: py
     else:
         for setting in settings:
             assign(data, *parse_override(setting))
+    data["game"]["rounds"] = 1
     experiment = build_experiment(data)
     check_references(experiment)
     run = RunDirectory.create(tmp_path, "example", experiment)

@@ -210,8 +210,7 @@ def test_a_full_disk_is_known_before_the_work() -> None:
     assert reports() == []
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+@pytest.mark.parametrize(("how", "loop"), [(signal.SIGINT, "uvloop"), (signal.SIGTERM, "asyncio")])
 def test_ctrl_c_stops_at_once_and_leaves_no_half_report(how: signal.Signals, loop: str, tiny: Path) -> None:
     running = process("-s", "workload.fault=wait", "-s", f"telemetry.event_loop={loop}")
     assert running.stdout is not None

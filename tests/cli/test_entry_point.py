@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from importlib.metadata import entry_points
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +117,10 @@ def test_a_dry_run_opens_tokenizers_but_no_weights_and_writes_no_escape_codes() 
 @pytest.mark.parametrize(
     ("arguments", "reader"),
     [
-        *product(["--help", "config", "runs --help", "config schema", "config show --json"], ["head -n 1", "true"]),
+        ("--help", "head -n 1"),
+        ("config", "true"),
+        ("config schema", "head -n 1"),
+        ("config show --json", "true"),
         ("train --dry-run", "true"),  # once, because it loads torch
     ],
 )

@@ -277,9 +277,7 @@ def light() -> Iterator[BoundedPvg]:
         yield started
 
 
-@pytest.mark.parametrize(
-    "hostile", ["fifo", "fifo.toml", "deep.toml", "dotted.toml", "deep.json", "/dev/zero", "/dev/urandom"]
-)
+@pytest.mark.parametrize("hostile", ["fifo.toml", "deep.toml", "dotted.toml", "deep.json", "/dev/zero"])
 def test_a_process_stays_small_and_ends(light: BoundedPvg, hostile: str) -> None:
     """Below 300 MB of memory and 20 s of CPU time; the kernel ends a process that takes more."""
     for arguments_ in (

@@ -91,7 +91,6 @@ def test_the_installed_command_finds_its_data_and_says_how_to_install_more(envir
     assert hint.stdout == f"{python} -m pip install 'prover-verifier-games[lora]'\n"
 
 
-@pytest.mark.drill
 def test_the_installed_command_plays_a_game_outside_of_the_checkout(environment: Path) -> None:
     assert pvg(environment, "train", "--dry-run")["run"] == "runs/modchain"
     assert {"quick"} <= {study["name"] for study in pvg(environment, "study")["studies"]}

@@ -155,7 +155,6 @@ def _logprob(module: torch.nn.Module, rollout: Rollout, temperature: float) -> f
     return float(logps[torch.arange(start - 1, len(ids) - 1), ids[start:]].sum())
 
 
-@pytest.mark.drill
 def test_stopped_and_gone_on_with_it_ends_alike(challenged: RunDirectory, tmp_path: Path) -> None:
     run = copy_of(challenged, tmp_path)
     for path in sorted(run.evaluation.rglob("*"), reverse=True):

@@ -1,13 +1,13 @@
 """Kill a run with SIGKILL at random moments of every phase, resume it each time, compare it with an uninterrupted one.
 
-    python tests/game/kill_drill.py --kills 20            # what the test suite runs
+    python tests/game/kill_drill.py --kills 12            # what the test suite runs
     python tests/game/kill_drill.py --kills 500 --seed 7  # the soak
-    python tests/game/kill_drill.py --kills 6 --memory    # with training.micro_batch_memory_mb
+    python tests/game/kill_drill.py --kills 3 --memory    # with training.micro_batch_memory_mb
     python tests/game/kill_drill.py --kills 6 --partial   # unfinished rollouts continue: no two runs are alike
     python tests/game/kill_drill.py --kills 6 --learning  # with all that the prover's trainer tracks and adapts
-    python tests/game/kill_drill.py --kills 6 --play      # self-play with a cache of states
-    python tests/game/kill_drill.py --kills 6 --warm      # with a warm start
-    python tests/game/kill_drill.py --kills 12 --ranks 2  # kills the ranks of the prover's trainer, and the driver
+    python tests/game/kill_drill.py --kills 4 --play      # self-play with a cache of states
+    python tests/game/kill_drill.py --kills 4 --warm      # with a warm start
+    python tests/game/kill_drill.py --kills 8 --ranks 2  # kills the ranks of the prover's trainer, and the driver
 
 Prints one JSON document. Exit code 1 when anything differs: the final weights (bit by bit), the rollouts (ids and every
 field but their timing), the metrics of the finished rounds. With --partial: when a committed rollout is lost, or two
@@ -423,14 +423,13 @@ def main() -> None:
         result = partial_drill(options.kills, options.seed, log)
     elif options.warm:
         with tempfile.TemporaryDirectory() as folder:
-            phases = ("warmup", "mint", "train_prover")
-            result = drill(warm_experiment(Path(folder)), options.kills, options.seed, log, phases)
+            result = drill(warm_experiment(Path(folder)), options.kills, options.seed, log, ("warmup", "train_prover"))
     elif options.play:
         result = drill(play_experiment(), options.kills, options.seed, log, ("train_prover", "checkpoint"))
+    elif options.memory:
+        result = drill(memory_experiment(), options.kills, options.seed, log, ("train_prover",))
     else:
-        experiment = memory_experiment() if options.memory else small_experiment()
-        if options.learning:
-            experiment = learning_experiment()
+        experiment = learning_experiment() if options.learning else small_experiment()
         result = drill(experiment, options.kills, options.seed, log)
     sys.stdout.write(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode() + "\n")
     raise SystemExit(1 if result["problems"] else 0)

@@ -105,7 +105,6 @@ LIMITS: dict[str, dict[str, Any]] = {
     "score parity": {"game.stop": "score_parity", "training.steps": 12},
     "another head": {"verifier.head": "scalar", "verifier.loss": "cross_entropy"},
     "checkpointed layers": {"training.gradient_checkpointing": True},
-    "pairs by problem": {**BY_PROBLEM, "game.rounds": 2},
     "by problem, and no pairs": {"verifier.loss": "cross_entropy", **BY_PROBLEM, **ONE_ANSWER},
 }
 
@@ -156,28 +155,6 @@ def test_a_round_starts_from_the_base_prover_or_from_the_previous_one(tmp_path: 
 
 
 @pytest.mark.drill
-def test_resumed_in_a_round_that_goes_on_from_the_previous_one_a_run_ends_like_the_uninterrupted_one(
-    tmp_path: Path,
-) -> None:
-    experiment = changed({"game.start": "previous", "game.rounds": 2, "training.steps": 4})
-    played(experiment, tmp_path / "whole")
-    outcome, _ = played(experiment, tmp_path / "stopped", stop_at=("train_prover", 8))  # in the second round
-    assert (outcome.status, len(outcome.rounds)) == ("interrupted", 1)
-    played(experiment, tmp_path / "stopped", resume=True)
-    assert differences(fingerprint(tmp_path / "stopped"), fingerprint(tmp_path / "whole")) == []
-
-
-@pytest.mark.drill
-def test_resumed_within_batches_a_run_ends_like_the_uninterrupted_one(tmp_path: Path) -> None:
-    experiment = changed(LIMITS["the last step ends within a batch"])
-    played(experiment, tmp_path / "whole")
-    outcome, _ = played(experiment, tmp_path / "stopped", stop_at=("train_prover", 4))  # the third step
-    assert outcome.status == "interrupted"
-    played(experiment, tmp_path / "stopped", resume=True)
-    assert differences(fingerprint(tmp_path / "stopped"), fingerprint(tmp_path / "whole")) == []
-
-
-@pytest.mark.drill
 def test_resumed_among_pairs_by_problem_a_run_ends_like_the_uninterrupted_one(tmp_path: Path) -> None:
     experiment = changed({**BY_PROBLEM, "verifier.micro_batch_tokens": 512, "training.steps": 2, "game.rounds": 1})
     _, whole = played(experiment, tmp_path / "whole")
@@ -202,11 +179,12 @@ def test_commits_keep_their_distance_where_batches_end_elsewhere(tmp_path: Path)
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize(("phase", "count"), [("mint", 3), ("train_verifier", 8), ("train_prover", 8)])
-def test_a_phase_stopped_on_the_way_leaves_the_manifest_of_a_whole_one(phase: str, count: int, tmp_path: Path) -> None:
+def test_phases_stopped_on_the_way_leave_the_manifests_of_whole_ones(tmp_path: Path) -> None:
     experiment = changed({})
     _, whole = played(experiment, tmp_path / "whole")
-    played(experiment, tmp_path / "stopped", stop_at=(phase, count))
+    for number, (phase, count) in enumerate((("mint", 3), ("train_verifier", 8), ("train_prover", 8))):
+        outcome, _ = played(experiment, tmp_path / "stopped", stop_at=(phase, count), resume=number > 0)
+        assert outcome.status == "interrupted", phase
     _, stopped = played(experiment, tmp_path / "stopped", resume=True)
     # Shards are cut where commits are, which an interruption may move: what has to agree is which there are.
     for before, after in zip(read_manifests(whole), read_manifests(stopped), strict=True):

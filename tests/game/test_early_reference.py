@@ -18,6 +18,7 @@ from test_prefetch import AHEAD, made_group
 from pvg.game import batch_logprobs
 from pvg.game.batch_logprobs import EarlyReference
 from pvg.game.on_policy import OnPolicySource
+from pvg.game.players import Players
 from pvg.records import Float32, Rollout
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.training.batch import PolicyBatch
@@ -144,12 +145,11 @@ def test_what_is_sampled_ahead_is_given_up_also_where_the_wait_for_a_pass_is_can
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
         {"training.adapters": {"kind": "lora", "rank": 2}, "training.minibatches": 2, "training.steps": 6},
         AHEAD,
         {**AHEAD, "cluster": {"kind": "local", "workers": 2, "trainers": 1}},
     ],
-    ids=["synchronous", "adapters and minibatches", "ahead", "workers that only train"],
+    ids=["adapters and minibatches", "ahead", "workers that only train"],
 )
 def test_in_a_game_they_are_those_of_a_pass_over_the_whole_batch(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -193,18 +193,21 @@ def test_in_a_game_they_are_those_of_a_pass_over_the_whole_batch(
     assert busy > exposed
 
 
-@pytest.mark.parametrize(
-    "cluster",
-    [{"kind": "none"}, pytest.param({"kind": "local", "workers": 1}, marks=pytest.mark.drill)],
-    ids=["none", "workers"],
-)
-def test_an_engine_in_the_trainers_processes_needs_their_threads(
-    cluster: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_in_the_trainers_process_needs_its_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: EarlyReference, compute: object) -> None:
         raise AssertionError("nothing is early here")
 
     monkeypatch.setattr(EarlyReference, "__init__", refuse)
-    little = {"training.steps": 2, "verifier.steps": 2, "game.mint_problems": 12, "cluster": cluster}
+    little = {"training.steps": 2, "verifier.steps": 2, "game.mint_problems": 12}
     outcome, _ = played(changed(little), tmp_path)
     assert outcome.status == "complete"
+
+
+def test_workers_need_their_threads_unless_only_some_of_them_train() -> None:
+    def elsewhere(training: range) -> bool:
+        workers = SimpleNamespace(sampling=range(2), training=training)
+        players: Any = SimpleNamespace(engine=SimpleNamespace(remote=False), workers=workers)
+        return bool(Players.samples_elsewhere.fget(players))  # type: ignore[attr-defined]
+
+    assert not elsewhere(range(2))
+    assert elsewhere(range(1, 2))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from kill_drill import differences, fingerprint, read_manifests, small_experiment
+from test_configurations import played
 from test_stragglers import recorded
 
 from pvg.config.experiment import Experiment
@@ -22,7 +21,6 @@ from pvg.errors import ConfigurationError
 from pvg.game import verifier_phase
 from pvg.game.players import Players
 from pvg.game.round_verifier import read_verifier
-from pvg.game.run import GameOutcome, play
 from pvg.models.ensembles import VerifierEnsemble
 from pvg.records import Role
 from pvg.seeds import seed_for
@@ -33,32 +31,9 @@ from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
 from pvg.tasks import open_task
 from pvg.telemetry.catalogue import metric as catalogued
-from pvg.telemetry.observer import SilentObserver
 from pvg.verifier.calibration import auc
 
 MEMBERS = [f"round-000-verifier-member-{number}" for number in range(3)]
-
-# Two kills: the first after 8 steps, which is 3 into member 1, the second after 6 more, in member 2.
-KILL_AND_RESUME = """
-import sys, tomllib
-from pathlib import Path
-from kill_drill import finish, kill_somewhere, start
-from pvg.config.load import build_experiment
-from pvg.store.run_directory import RunDirectory
-from pvg.store.state import FileStateStore
-
-class Dice:
-    def __init__(self, events): self.events = events
-    def randint(self, low, high): return self.events
-    def random(self): return 0.0
-
-experiment, root = build_experiment(tomllib.loads(sys.stdin.read())), Path(sys.argv[1])
-for resume, events in ((False, 1 + 8), (True, 1 + 6)):
-    died = kill_somewhere(*start(experiment, root, resume=resume), "train_verifier", Dice(events))
-    state = FileStateStore(RunDirectory.open("drill", root).state).load().state
-    print(died, state["step"], len(state["progress"].get("weights", [])))
-finish(*start(experiment, root, resume=True))
-"""
 
 
 def ensemble_experiment(prover_steps: int = 2, **verifier: Any) -> Experiment:
@@ -69,15 +44,6 @@ def ensemble_experiment(prover_steps: int = 2, **verifier: Any) -> Experiment:
     plain["verifier"] |= {"ensemble": {"kind": "min", "size": 3}, "steps": 5, "held_out": 0.3, **verifier}
     plain["store"] = {**plain["store"], "commit_every": 2}
     return build_experiment(plain)
-
-
-def played(experiment: Experiment, root: Path) -> tuple[GameOutcome, RunDirectory]:
-    async def work() -> GameOutcome:
-        return await play(experiment, run, observer=SilentObserver(), stop=asyncio.Event(), resume=False)
-
-    run = RunDirectory.create(root, "drill", experiment)
-    with run.lock():
-        return asyncio.run(work()), run
 
 
 def state_of(run: RunDirectory) -> dict[str, Any]:
@@ -192,27 +158,19 @@ def test_members_learn_from_the_problems_in_their_bags(tmp_path: Path, monkeypat
     assert all(bag < trained for bag in expected)
 
 
-@pytest.mark.drill
-def test_killed_within_members_it_ends_like_the_uninterrupted_run(whole: RunDirectory, tmp_path: Path) -> None:
-    # In a separate process, which forks before any torch work: see kill_drill.
-    done = subprocess.run(
-        [sys.executable, "-c", KILL_AND_RESUME, str(tmp_path)],
-        cwd=Path(__file__).parent,
-        input=ensemble_experiment().to_toml(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    kills = [line.split() for line in done.stdout.splitlines()]
-    assert [phase for phase, _, _ in kills] == ["train_verifier"] * 2
-    assert any(int(members) > 0 and int(step) % 5 for _, step, members in kills), kills  # in the middle of a later one
+def test_stopped_within_members_it_ends_like_the_uninterrupted_run(whole: RunDirectory, tmp_path: Path) -> None:
+    # After 8 steps, which is 3 into member 1, and after 6 more, in member 2. The beginning of a phase is an event too.
+    for number, steps in enumerate((8, 6)):
+        played(ensemble_experiment(), tmp_path, stop_at=("train_verifier", 1 + steps), resume=number > 0)
+        state = state_of(RunDirectory.open("drill", tmp_path))
+        assert (state["step"], state["progress"]["weights"]) == (8 + 6 * number, MEMBERS[: 1 + number])
+    played(ensemble_experiment(), tmp_path, resume=True)
     assert differences(fingerprint(tmp_path), fingerprint(whole.path.parent)) == []
-    manifests = [
-        [m for m in read_manifests(run) if m.phase == "train_verifier"]
+    stopped, undisturbed = (
+        [m.outputs["weights"] for m in read_manifests(run) if m.phase == "train_verifier"]
         for run in (RunDirectory.open("drill", tmp_path), whole)
-    ]
-    assert manifests[0][0].outputs["weights"] == manifests[1][0].outputs["weights"]
+    )
+    assert stopped == undisturbed
 
 
 def test_bags_are_a_function_of_their_seed_and_of_their_share() -> None:

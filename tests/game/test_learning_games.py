@@ -220,7 +220,9 @@ def test_a_sampler_that_is_not_the_trainer_is_weighted_over_the_steps_of_a_batch
     weighted = {"training.importance": {"kind": "truncated", "level": "geometric"}}
     steps = {"training.minibatches": 2, "training.steps": 6, "rollout.dtype": "bfloat16"}
     _, run = played(changed({**SHORT, **weighted, **steps}), tmp_path)
-    for step in prover_steps(run):
+    told = prover_steps(run)
+    assert len(told) == 6
+    for step in told:
         assert step["start_ratio_mean"] == pytest.approx(1.0, abs=0.02)
         assert step["start_ratio_max"] != 1.0  # bfloat16 and float32 differ
         assert step["start_outside"] == 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,18 +25,6 @@ from pvg.store.state import FileStateStore
 from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
 
 RANK = 4
-
-
-KILL_AND_RESUME = """
-import random, sys, tomllib
-from pathlib import Path
-from kill_drill import finish, kill_somewhere, start
-from pvg.config.load import build_experiment
-
-experiment, root = build_experiment(tomllib.loads(sys.stdin.read())), Path(sys.argv[1])
-print(kill_somewhere(*start(experiment, root, resume=False), "train_prover", random.Random(1)))
-finish(*start(experiment, root, resume=True))
-"""
 
 
 def lora_experiment(rank: int = RANK, **training: Any) -> Experiment:
@@ -126,7 +113,6 @@ def first_kl(metrics: Path) -> list[float]:
     return [row["metrics"]["kl"] for row in steps if row["step"] == 1]
 
 
-@pytest.mark.drill
 def test_stopped_in_the_prover_phase_it_ends_like_the_uninterrupted_run(whole: Path, tmp_path: Path) -> None:
     assert played(lora_experiment(), tmp_path, stop_after=4).status == "interrupted"
     run = RunDirectory.open("drill", tmp_path)
@@ -136,21 +122,6 @@ def test_stopped_in_the_prover_phase_it_ends_like_the_uninterrupted_run(whole: P
     assert {name for name in tensors if name.startswith("model.") and ".lora_" not in name} == set()
     assert sum(name.startswith("model.") for name in tensors) > 0
     played(lora_experiment(), tmp_path, resume=True)
-    assert differences(fingerprint(tmp_path), fingerprint(whole)) == []
-
-
-@pytest.mark.drill
-def test_killed_in_the_prover_phase_it_ends_like_the_uninterrupted_run(whole: Path, tmp_path: Path) -> None:
-    # In a separate process, which forks before any torch work: see kill_drill.
-    done = subprocess.run(
-        [sys.executable, "-c", KILL_AND_RESUME, str(tmp_path)],
-        cwd=Path(__file__).parent,
-        input=lora_experiment().to_toml(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, "train_prover\n"), done.stderr[-3000:]
     assert differences(fingerprint(tmp_path), fingerprint(whole)) == []
 
 

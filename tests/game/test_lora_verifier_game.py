@@ -188,7 +188,6 @@ def test_verifiers_of_another_model_carry_adapters_too(tmp_path: Path) -> None:
         assert not any(torch.equal(tensor, prover[name]) for name, tensor in base.weights().items())
 
 
-@pytest.mark.drill
 def test_stopped_in_both_trainings_it_ends_like_the_uninterrupted_run(whole: Path, tmp_path: Path) -> None:
     experiment = changed(BOTH)
     played(experiment, tmp_path, stop_at=("train_verifier", 4))

@@ -97,7 +97,9 @@ def test_later_batches_start_at_states_that_the_policy_reached(finished: RunDire
 
 def test_every_metric_is_in_the_catalogue(finished: RunDirectory) -> None:
     for kind, place in (("step", "phase"), ("round", None)):
-        for row in records(finished, kind):
+        rows = records(finished, kind)
+        assert rows
+        for row in rows:
             where = row[place] if place else "round"
             assert [name for name in row["metrics"] if metric(f"{where}/{name}") is None] == []
 

@@ -255,16 +255,16 @@ def test_adapters_are_merged_into_the_base(folder: Path, warm: pvg.Run) -> None:
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("adapters", ["none", "lora"])
-def test_a_warm_start_that_is_killed_and_resumed_has_the_bits_of_an_undisturbed_one(
-    folder: Path, warm: pvg.Run, adapters: str
+def test_a_warm_start_of_adapters_that_is_killed_and_resumed_has_the_bits_of_an_undisturbed_one(
+    folder: Path, warm: pvg.Run
 ) -> None:
-    settings = ["-s", f"training.adapters.kind={adapters}", "-s", "warmup.steps=200"]
-    if adapters == "lora":
-        settings += ["-s", "training.adapters.rank=4", "-s", "models.prover.source=run:warm/warmup"]
-    whole = pvg_process("train", "warm.toml", "--name", f"whole-{adapters}", *settings)
+    """test_kill_and_resume.py has one that trains all weights."""
+    chosen = ("adapters.kind=lora", "adapters.rank=4")
+    settings = ["-s", "models.prover.source=run:warm/warmup", "-s", "warmup.steps=200"]
+    settings += [word for setting in chosen for word in ("-s", f"training.{setting}")]
+    whole = pvg_process("train", "warm.toml", "--name", "whole", *settings)
     assert whole.returncode == 0, whole.stderr
-    run, died = Path("runs", f"killed-{adapters}"), []
+    run, died = Path("runs", "killed"), []
     command = ["train", "warm.toml", "--name", run.name, *settings]
     for after in (8, 100):
         died.append(killed_after(command, run, after))
@@ -272,7 +272,7 @@ def test_a_warm_start_that_is_killed_and_resumed_has_the_bits_of_an_undisturbed_
     assert all(step >= after for step, after in zip(died, (8, 100), strict=True))
     rest = pvg_process(*command)
     assert rest.returncode == 0, rest.stderr
-    assert weights_of(run.name) == weights_of(f"whole-{adapters}")
+    assert weights_of(run.name) == weights_of("whole")
     records = [orjson.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
     steps = [record["step"] for record in records if record["kind"] == "step" and record["phase"] == "warmup"]
     assert steps == list(range(1, 201))

@@ -153,7 +153,6 @@ WIDE = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "n
     ("sizes", "rows", "precision", "checkpointing"),
     [
         (SMALL, 16, "float32", False),  # activations are most of it
-        (WIDE, 8, "float32", False),
         (WIDE, 2, "float32", False),  # weights, gradients and moments are most of it
         (WIDE, 8, "float32", True),
         (WIDE, 8, "bfloat16", False),

@@ -71,20 +71,19 @@ def test_a_driver_on_another_host_is_refused_while_the_first_one_lives(run: RunD
         commits(first, 3)
 
 
-@pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_driver_that_is_silent_loses_the_run(run: RunDirectory, signal_: signal.Signals) -> None:
+def test_a_driver_that_is_silent_loses_the_run(run: RunDirectory) -> None:
+    """It is stopped, and goes on later. One that was killed is as silent, and leaves less to go wrong."""
     with driving(run, "first") as first:
         last = commits(first, 2)[-1]
-        first.send_signal(signal_)
+        first.send_signal(signal.SIGSTOP)
         with driving(run, "second") as second:
             begun = commits(second, 3)[0]
             assert begun > last
-            if signal_ is signal.SIGSTOP:
-                first.send_signal(signal.SIGCONT)
-                _, message = first.communicate(timeout=60)
-                assert first.returncode == 2
-                assert "StateError Another driver (process" in message
-                assert "on second) has taken over the run" in message
+            first.send_signal(signal.SIGCONT)
+            _, message = first.communicate(timeout=60)
+            assert first.returncode == 2
+            assert "StateError Another driver (process" in message
+            assert "on second) has taken over the run" in message
             commits(second, 3)
     state, _ = recover(run)
     assert state["step"] >= begun + 5

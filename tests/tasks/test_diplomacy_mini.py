@@ -98,7 +98,7 @@ def test_arrays_and_the_engine_agree_on_who_stands_in_the_target() -> None:
 @pytest.mark.drill
 def test_arrays_and_the_engine_agree_in_all_of_some_positions() -> None:
     """Every plan against every reply, and every target."""
-    for own, enemy in random.Random(2).sample(list(positions()), 4):
+    for own, enemy in random.Random(2).sample(list(positions()), 2):
         problems = [plan_problem(f"{own}/{enemy}>{target}") for target in PROVINCES]
         tables = [replies_to(problem) for problem in problems]
         board, position = mini_board(), board_position(own, enemy)

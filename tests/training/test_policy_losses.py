@@ -266,7 +266,7 @@ def relative_difference(found, expected):
 
 
 @pytest.mark.parametrize("loss", NAMES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10_000), data=st.data())
 def test_any_split_adds_up_to_the_unsplit_batch(loss, seed, data):
     policy = random_policy(seed)

@@ -143,7 +143,10 @@ def test_a_state_is_a_snapshot(executor):
     tensors, _ = trainer.state()
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     play(trainer)
-    assert all(torch.equal(tensors[name], before[name]) for name in tensors)
+    later, _ = trainer.state()
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, before[name]), name
+        assert not torch.equal(tensor, later[name]), name
 
 
 def test_a_state_of_another_model_is_refused_and_changes_nothing(executor):

@@ -228,9 +228,7 @@ def test_a_killed_driver_ends_all_processes_and_the_run_continues_with_local_ran
 
 @pytest.mark.drill
 @pytest.mark.parametrize("agent_of", [0, 1])
-def test_ctrl_c_at_any_agent_stops_the_run_at_its_next_commit(
-    tmp_path: Path, expected: dict[str, str], agent_of: int
-) -> None:
+def test_ctrl_c_at_any_agent_stops_the_run_at_its_next_commit(tmp_path: Path, agent_of: int) -> None:
     run = tmp_path / "run"
     with running(train(tmp_path, "--name", "run", "--json"), *two_agents()) as started:
         trains(run)
@@ -241,9 +239,9 @@ def test_ctrl_c_at_any_agent_stops_the_run_at_its_next_commit(
         assert all(agent.returncode != 0 for agent in started.agents)
     (document,) = [json.loads(text) for text in documents if text]
     assert document["status"] == "interrupted"
-    with running(train(tmp_path, "--resume", "run"), ["--nproc-per-node", "2"]) as started:
-        assert started.ended()[0] == [0]
-    assert weights(run) == expected
+    state = json.loads((run / "state.json").read_text())["state"]
+    # A later commit than the one before the signal.
+    assert state["phase"] == "checkpoint" or (state["phase"] == "train_prover" and state["step"] > 2)
 
 
 def test_a_wrong_number_of_processes_ends_all_of_them_with_one_error(tmp_path: Path) -> None:

@@ -227,11 +227,10 @@ def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
     [
         pytest.param({}, id="packed"),
         pytest.param(
-            {"shared_prompts": False, "gradient_checkpointing": True},
-            id="padded and checkpointed",
+            {"shared_prompts": False, "gradient_checkpointing": True, "entropy": {"kind": "adaptive"}},
+            id="padded and checkpointed, with an entropy bonus",
             marks=pytest.mark.drill,
         ),
-        pytest.param({"entropy": {"kind": "adaptive"}}, id="entropy", marks=pytest.mark.drill),
     ],
 )
 def test_ranks_train_as_one_process_does_and_each_keeps_its_part(model_folder: Path, settings: dict[str, Any]) -> None:
@@ -261,36 +260,73 @@ def test_ranks_train_as_one_process_does_and_each_keeps_its_part(model_folder: P
     with_ranks(work)
 
 
-@pytest.mark.drill
-def test_a_batch_without_work_for_every_rank_and_one_without_signal(model_folder: Path) -> None:
-    async def work(group: RankGroup) -> None:
-        chosen = experiment(model_folder, loss="dapo", kl="none")
-        silent = batch(1)
-        silent.advantages_N[:] = 0.0
-        batches = [batch(0, groups=1), silent, batch(2, groups=2)]
-        async with training(group, chosen, 0, batches) as one, training(group, chosen, 3, batches) as three:
-            await one.play(3)
-            await three.play(3)
-            assert three.metrics[1] == one.metrics[1] == {"skipped": 1.0}
-            assert addresses([*three.group.pids, os.getpid()]) == {"127.0.0.1"}
-            assert_same_steps([three.metrics[0], three.metrics[2]], [one.metrics[0], one.metrics[2]])
-            assert_close(three.learner.weights(), one.learner.weights())
-
-    with_ranks(work)
+AUDITED = """
+import sys
+def seen(event, arguments):
+    if event == "pickle.find_class":
+        with open({log!r}, "a") as file:
+            file.write(f"{{arguments}}\\n")
+sys.addaudithook(seen)
+"""
 
 
 @pytest.mark.drill
-def test_bfloat16_is_as_exact_as_in_one_process(model_folder: Path) -> None:
+def test_unusual_batches_and_bfloat16_as_in_one_process_and_nothing_is_unpickled(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """torch.distributed has calls that exchange pickles. Ranks accept connections that prove nothing."""
+    log = tmp_path / "seen"
+    (tmp_path / "sitecustomize.py").write_text(AUDITED.format(log=str(log)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
     async def work(group: RankGroup) -> None:
-        chosen, batches = experiment(model_folder, precision="bfloat16"), [batch(seed) for seed in range(2)]
-        async with training(group, chosen, 0, batches) as one, training(group, chosen, 2, batches) as two:
-            await one.play(2)
-            await two.play(2)
-            for found, expected in zip(two.metrics, one.metrics, strict=True):
-                assert found["loss"] == pytest.approx(expected["loss"], abs=0.02)
-                assert found["entropy"] == pytest.approx(expected["entropy"], rel=0.01)
+        await without_work_or_signal(group, model_folder)
+        await in_bfloat16(group, model_folder)
+        await not_finite(group, model_folder)
 
     with_ranks(work)
+    assert not log.exists()
+    unpickles = "import pickle, pathlib; pickle.loads(pickle.dumps(pathlib.Path()))"
+    subprocess.run([sys.executable, "-c", unpickles], check=True)
+    assert "Path" in log.read_text()  # the hook is there
+
+
+async def without_work_or_signal(group: RankGroup, model: Path) -> None:
+    """A batch without work for every rank, and one without a signal."""
+    chosen = experiment(model, loss="dapo", kl="none")
+    silent = batch(1)
+    silent.advantages_N[:] = 0.0
+    batches = [batch(0, groups=1), silent, batch(2, groups=2)]
+    async with training(group, chosen, 0, batches) as one, training(group, chosen, 3, batches) as three:
+        await one.play(3)
+        await three.play(3)
+        await three.commit()
+        assert three.metrics[1] == one.metrics[1] == {"skipped": 1.0}
+        assert addresses([*three.group.pids, os.getpid()]) == {"127.0.0.1"}
+        assert_same_steps([three.metrics[0], three.metrics[2]], [one.metrics[0], one.metrics[2]])
+        assert_close(three.learner.weights(), one.learner.weights())
+
+
+async def in_bfloat16(group: RankGroup, model: Path) -> None:
+    chosen, batches = experiment(model, precision="bfloat16"), [batch(seed) for seed in range(2)]
+    async with training(group, chosen, 0, batches) as one, training(group, chosen, 2, batches) as two:
+        await one.play(2)
+        await two.play(2)
+        for found, expected in zip(two.metrics, one.metrics, strict=True):
+            assert found["loss"] == pytest.approx(expected["loss"], abs=0.02)
+            assert found["entropy"] == pytest.approx(expected["entropy"], rel=0.01)
+
+
+async def not_finite(group: RankGroup, model: Path) -> None:
+    """A gradient that is not finite changes no weight."""
+    good, bad = batch(0), batch(1)
+    bad.advantages_N[0] = 1e38
+    async with training(group, experiment(model, kl="none"), 2, [good, bad]) as found:
+        await found.play(1)
+        before = found.bits
+        with pytest.raises(TrainingDivergedError, match="step 1: the gradient's norm is"):
+            await found.play(1)
+        assert found.bits == before
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -328,14 +364,11 @@ def test_a_checkpoint_of_any_number_of_ranks_continues_with_any_other(model_fold
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("commits", [(), (2,), (2, 4)])
-def test_killed_and_hanging_ranks_change_no_bit(
-    model_folder: Path, commits: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_and_hanging_ranks_change_no_bit(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def played(group: RankGroup, kills: Mapping[int, signal.Signals]) -> Training:
         async with training(group, chosen, 2, batches) as found:
             for step in range(7):
-                if step in commits:
+                if step == 4:
                     await found.commit()
                 playing = asyncio.create_task(found.play(1))
                 if step in kills:
@@ -347,9 +380,9 @@ def test_killed_and_hanging_ranks_change_no_bit(
 
     async def work(group: RankGroup) -> None:
         undisturbed = await played(group, {})
-        # At the first step, right after a commit, steps after a commit, and at the last step.
+        # At the first step, steps after it without a commit, right after a commit, and at the last step.
         disturbed = await played(
-            group, {0: signal.SIGKILL, 2: signal.SIGKILL, 3: signal.SIGSTOP, 5: signal.SIGKILL, 6: signal.SIGKILL}
+            group, {0: signal.SIGKILL, 2: signal.SIGKILL, 3: signal.SIGSTOP, 4: signal.SIGKILL, 6: signal.SIGKILL}
         )
         assert disturbed.bits == undisturbed.bits
         assert [m["loss"] for m in disturbed.metrics] == [m["loss"] for m in undisturbed.metrics]
@@ -366,7 +399,9 @@ def test_killed_and_hanging_ranks_change_no_bit(
     with_ranks(work)
 
 
-def test_a_killed_rank_is_replaced_and_the_steps_since_the_commit_are_repeated(model_folder: Path) -> None:
+def test_a_killed_rank_is_replaced_and_an_error_in_a_rank_ends_the_others(model_folder: Path) -> None:
+    """The steps since the commit are repeated; the error keeps its type."""
+
     async def played(group: RankGroup, kill: bool) -> Training:
         async with training(group, chosen, 2, batches) as found:
             await found.play(1)
@@ -383,38 +418,22 @@ def test_a_killed_rank_is_replaced_and_the_steps_since_the_commit_are_repeated(m
         (lost,) = disturbed.events.of("rank lost")
         assert (lost["rank"], lost["why"]) == (1, "killed by SIGKILL")
         assert [event["repeated"] for event in disturbed.events.of("ranks up")] == [0, 1]
+        await refused(group)
+
+    async def refused(group: RankGroup) -> None:
+        fields = rank_fields(chosen)
+        fields["model"] = {**fields["model"], "source": str(model_folder / "missing")}
+        with open_model(chosen.models.prover, torch.device("cpu")) as learner:
+            learner.require_gradients()
+            parameters = trainable_parameters(learner.module)
+            model = ModelInRanks(group, fields, SETTINGS, parameters, lambda: None)
+            with pytest.raises(PvgError, match="missing"):
+                await model.prepare()
+            assert not group.running
+            await model.close()
 
     chosen, batches = experiment(model_folder), [batch(seed) for seed in range(3)]
     with_ranks(work)
-
-
-AUDITED = """
-import sys
-def seen(event, arguments):
-    if event == "pickle.find_class":
-        with open({log!r}, "a") as file:
-            file.write(f"{{arguments}}\\n")
-sys.addaudithook(seen)
-"""
-
-
-@pytest.mark.drill
-def test_nothing_is_unpickled_in_ranks(model_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """torch.distributed has calls that exchange pickles. Ranks accept connections that prove nothing."""
-    log = tmp_path / "seen"
-    (tmp_path / "sitecustomize.py").write_text(AUDITED.format(log=str(log)))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-    async def work(group: RankGroup) -> None:
-        async with training(group, experiment(model_folder), 2, [batch(0)]) as found:
-            await found.play(1)
-            await found.commit()
-
-    with_ranks(work)
-    assert not log.exists()
-    unpickles = "import pickle, pathlib; pickle.loads(pickle.dumps(pathlib.Path()))"
-    subprocess.run([sys.executable, "-c", unpickles], check=True)
-    assert "Path" in log.read_text()  # the hook is there
 
 
 class DyingGroup:
@@ -564,38 +583,6 @@ def test_steps_that_can_no_longer_be_repeated_are_an_error() -> None:
                 await asyncio.to_thread(model.gradients, [[part]], {})
 
     asyncio.run(asyncio.wait_for(work(), 30))
-
-
-@pytest.mark.drill
-def test_a_gradient_that_is_not_finite_changes_no_weight(model_folder: Path) -> None:
-    async def work(group: RankGroup) -> None:
-        good, bad = batch(0), batch(1)
-        bad.advantages_N[0] = 1e38
-        async with training(group, experiment(model_folder, kl="none"), 2, [good, bad]) as found:
-            await found.play(1)
-            before = found.bits
-            with pytest.raises(TrainingDivergedError, match="step 1: the gradient's norm is"):
-                await found.play(1)
-            assert found.bits == before
-
-    with_ranks(work)
-
-
-def test_an_error_in_a_rank_keeps_its_type_and_ends_the_others(model_folder: Path) -> None:
-    async def work(group: RankGroup) -> None:
-        chosen = experiment(model_folder)
-        fields = rank_fields(chosen)
-        fields["model"] = {**fields["model"], "source": str(model_folder / "missing")}
-        with open_model(chosen.models.prover, torch.device("cpu")) as learner:
-            learner.require_gradients()
-            parameters = trainable_parameters(learner.module)
-            model = ModelInRanks(group, fields, SETTINGS, parameters, lambda: None)
-            with pytest.raises(PvgError, match="missing"):
-                await model.prepare()
-            assert not group.running
-            await model.close()
-
-    with_ranks(work)
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------

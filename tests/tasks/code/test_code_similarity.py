@@ -65,7 +65,19 @@ def test_any_two_texts(left: str, right: str) -> None:
     assert similarity(left, left) == 1.0
 
 
-def test_long_texts_are_read_in_linear_time() -> None:
-    """Of what a model may write to stall a lexer; a quadratic one takes minutes."""
-    for piece in ('"', "'''", "\\", "#", "r'", "**", "((((", "'\\"):
-        normalised(piece * 50_000)
+@pytest.mark.timeout(60)  # a lexer of quadratic time would take minutes over these
+@pytest.mark.parametrize(
+    ("piece", "tokens"),
+    [
+        ('"', 8334),  # texts in three quotes each, and an empty one
+        ("'''", 25_000),
+        ("\\", 50_000),
+        ("#", 0),
+        ("r'", 25_000),
+        ("**", 50_000),
+        ("((((", 200_000),
+        ("'\\", 2),  # a text to the end, and its last backslash
+    ],
+)
+def test_long_texts_that_may_stall_a_lexer_are_read(piece: str, tokens: int) -> None:
+    assert len(normalised(piece * 50_000)) == tokens
