@@ -48,11 +48,11 @@ def open_input(path: str | Path) -> BufferedReader:
 
 
 def open_to_append(path: Path) -> int:
-    """A regular file, opened for appending and created if it is missing. Raises StateError for a FIFO, a socket or a
-    device: to open a FIFO would wait for its reader. Other errors are those of `open`."""
+    """A file, opened for appending and created if it is missing. Raises StateError for a FIFO or a socket: to open a
+    FIFO would wait for its reader. Other errors are those of `open`."""
     try:
         file = _without_waiting(str(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
-        if stat.S_ISREG(os.fstat(file).st_mode):
+        if not stat.S_ISFIFO(os.fstat(file).st_mode):
             return file
         os.close(file)
     except OSError as error:
