@@ -111,17 +111,15 @@ def evaluate(
     "correctness", for the legibility tax; None: pvg trains one. Finished parts are kept in the run's folder and are not
     computed again.
 
-    Raises UsageError for a part or a round that does not exist, StateError for settings that the run was played with.
+    Raises UsageError for a part or a round that does not exist, StateError for other settings than those
+    that the run was played with; `evaluate.*`, `serving.*`, `telemetry.*` and those that bound memory may differ.
     """
-    from pvg.config.load import differences
-    from pvg.errors import StateError
-    from pvg.evaluation.opponents import default_parts, parse_parts
+    from pvg.evaluation.opponents import check_settings_of_run, default_parts, parse_parts
     from pvg.evaluation.runner import EvaluationRequest
     from pvg.evaluation.runner import evaluate as measure
 
     experiment = read_experiment(run.directory.experiment_file, _overrides(settings or {}))
-    if changed := differences(run.experiment.hashed(), experiment.hashed()):
-        raise StateError(f"The run {run.name!r} was played with other settings: {'; '.join(changed)}.")
+    check_settings_of_run(run.name, run.experiment, experiment)
     wanted = default_parts(experiment) if parts is None else parse_parts(",".join(parts))
     request = EvaluationRequest(wanted, rounds, None if baseline is None else baseline.directory)
     watching = observer or SilentObserver()

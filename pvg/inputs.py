@@ -18,7 +18,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from pvg.errors import ConfigurationError, UsageError, shortened
+from pvg.errors import ConfigurationError, StateError, UsageError, shortened
 
 MIB = 1 << 20
 TEXT_BYTES = 4 * MIB  # experiments, profiles, studies, a user's Python
@@ -28,8 +28,8 @@ LARGEST = 2**63 - 1  # JSON libraries and manifests support 64-bit integers
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Open without blocking; otherwise opening a FIFO would wait for its writer."""
-    return os.open(path, flags | os.O_NONBLOCK)
+    """Open without blocking; otherwise opening a FIFO would wait for its other end."""
+    return os.open(path, flags | os.O_NONBLOCK, 0o644)
 
 
 def open_input(path: str | Path) -> BufferedReader:
@@ -45,6 +45,20 @@ def open_input(path: str | Path) -> BufferedReader:
         file.close()
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return file
+
+
+def open_to_append(path: Path) -> int:
+    """A file, opened for appending and created if it is missing. Raises StateError for a FIFO or a socket: to open a
+    FIFO would wait for its reader. Other errors are those of `open`."""
+    try:
+        file = _without_waiting(str(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
+        if not stat.S_ISFIFO(os.fstat(file).st_mode):
+            return file
+        os.close(file)
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # a FIFO without a reader, or a socket
+            raise
+    raise StateError(f"{path} is not a regular file.", "Move it away, or restore the file from a copy.")
 
 
 def read_input(path: str | Path, most: int = TEXT_BYTES) -> bytes:

@@ -15,7 +15,7 @@ from game.kill_drill import small_experiment
 
 import pvg
 from pvg.config.experiment import Experiment
-from pvg.errors import ConfigurationError, UsageError
+from pvg.errors import ConfigurationError, StateError, UsageError
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_players import verifier_weights_name
 from pvg.telemetry.observer import SilentObserver
@@ -112,6 +112,10 @@ def test_a_run_is_evaluated(played: pvg.Run) -> None:
     report = pvg.evaluate(played, parts=["detection"], settings={"evaluate.problems": 8, "evaluate.samples": 2})
     assert report.rounds[0].detection is not None
     assert (played.path / "evaluation" / "evaluation.json").is_file()
+    less_memory = {"evaluate.problems": 8, "evaluate.samples": 2, "verifier.score_tokens": 512}
+    assert pvg.evaluate(played, parts=["detection"], settings=less_memory).rounds == report.rounds
+    with pytest.raises(StateError, match=r"training\.steps"):
+        pvg.evaluate(played, parts=["detection"], settings={"training.steps": 9})
     with pytest.raises(UsageError, match="no part 'detect'"):
         pvg.evaluate(played, parts=["detect"])
 

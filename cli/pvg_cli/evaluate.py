@@ -90,17 +90,13 @@ def evaluate(
 
 
 def _experiment(run: RunDirectory, overrides: list[str]) -> Experiment:
-    """The settings of the run with the overrides. Raises StateError if an override changes the run itself."""
-    from pvg.config.load import differences, load_experiment
-    from pvg.errors import StateError
+    """The settings of the run with the overrides. Raises StateError if an override changes results of the run."""
+    from pvg.config.load import load_experiment
+    from pvg.evaluation.opponents import check_settings_of_run
     from pvg.store.run_players import pinned_players
 
     experiment = pinned_players(load_experiment(run.experiment_file, overrides))
-    if changed := differences(run.experiment().hashed(), experiment.hashed()):
-        raise StateError(
-            f"The run {run.name!r} was played with other settings: {'; '.join(changed)}.",
-            "Change evaluate.*, serving.* and telemetry.* only. The other settings belong to the run.",
-        )
+    check_settings_of_run(run.name, run.experiment(), experiment)
     return experiment
 
 

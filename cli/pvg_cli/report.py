@@ -74,13 +74,24 @@ def report(
             "Give either runs or reports.",
         )
     if reports:
-        _show_reports([Path(target) for target in reports], None if no_html else html or PAGE, as_json)
+        _show_reports([Path(target) for target in reports], None if no_html else html or _own(PAGE), as_json)
         return
     directories = _open(targets, runs)
     if len(directories) > 1:
-        _show_runs(directories, None if no_html else html or PAGE, as_json)
+        _show_runs(directories, None if no_html else html or _own(PAGE), as_json)
     else:
-        _show_run(directories[0], examples, None if no_html else html or directories[0].report, as_json)
+        _show_run(directories[0], examples, None if no_html else html or _own(directories[0].report), as_json)
+
+
+def _own(page: Path) -> Path:
+    """`page`, whose name pvg has chosen. Raises StateError for a FIFO, a socket or a device, to which `write_page`
+    writes if the user names it: to open a FIFO waits for its reader."""
+    if page.exists() and not page.is_file() and not page.is_dir():
+        raise StateError(
+            f"{page} is not a regular file.",
+            "Move it away, write the page elsewhere with --html FILE, or leave it out with --no-html.",
+        )
+    return page
 
 
 @user_paths()
@@ -155,7 +166,7 @@ def _rollouts_page(run: RunDirectory, summary: RunSummary, page: Path) -> tuple[
     file is up to date."""
     from pvg.reporting.rollouts_file import is_current, is_large, page_fingerprint, rollouts_file, stored_rollouts
 
-    beside = page.with_name("rollouts.html" if page.name == PAGE.name else f"{page.stem}-rollouts.html")
+    beside = _own(page.with_name("rollouts.html" if page.name == PAGE.name else f"{page.stem}-rollouts.html"))
     fingerprint = page_fingerprint(run, summary, report=page.name)
     with user_paths():
         if is_current(beside, fingerprint):

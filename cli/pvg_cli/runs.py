@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from pvg.config.experiment import Experiment, without_memory_settings
+from pvg.config.experiment import MEMORY_SETTINGS, UNHASHED_SECTIONS, Experiment, without_memory_settings
 from pvg.config.game import Game
 from pvg.config.load import (
     chosen_keys,
@@ -92,6 +93,7 @@ class RunPlan:
     name: str
     run: RunDirectory
     resume: bool
+    resume_command: str  # from the current folder
     notice: str = ""
     extended: bool = False  # a run that gets more rounds than it was planned with
 
@@ -111,7 +113,8 @@ def plan_new(
     refuse_name(wanted)
     free = free_name(root, wanted) if name is None else wanted
     notice = f"{root / wanted} exists already, so this run is {free}." if free != wanted else ""
-    return RunPlan(experiment, free, RunDirectory(root / free), resume=False, notice=notice)
+    run = RunDirectory(root / free)
+    return RunPlan(experiment, free, run, resume=False, resume_command=resume_command(run), notice=notice)
 
 
 def create(plan: RunPlan) -> RunDirectory:
@@ -138,6 +141,7 @@ def plan_resume(
     last commit.
     """
     given = resolve(name, overrides, cluster) if name else None
+    kept = _kept(overrides)
     root = given.store.root if given else _root(overrides)
     more_rounds = "game.rounds" in chosen_keys(overrides)
     if run_name:
@@ -163,24 +167,41 @@ def plan_resume(
     if more_rounds and experiment.game.rounds < own.game.rounds:
         raise StateError(
             f"The run {run.name!r} has {counted(own.game.rounds, 'round')}, and cannot get fewer.",
-            f"Leave out game.rounds: {resume_command(run)}",
+            f"Leave out game.rounds: {resume_command(run, kept)}",
         )
     changed = differences(without_memory_settings(own.hashed()), without_memory_settings(experiment.hashed()))
     if changed:
         raise StateError(
             f"The run {run.name!r} was started with other settings: {'; '.join(changed)}.",
-            f"Resume it with its own settings: {resume_command(run)}"
-            + (f" -s game.rounds={experiment.game.rounds}" if extended else ""),
+            "Resume it with its own settings: "
+            + resume_command(run, [*kept, *([f"game.rounds={experiment.game.rounds}"] if extended else [])]),
         )
     if not extended and has_ended(state, experiment):
         _refuse_complete(run, experiment.game.rounds, clean)
     more = f" It will have {experiment.game.rounds} rounds." if extended else ""
-    return RunPlan(experiment, run.name, run, resume=True, notice=f"Resuming {run.name}.{more}", extended=extended)
+    # The run does not record what a resumed run may change, such as the settings that bound memory.
+    again = resume_command(run, overrides, name, cluster)
+    return RunPlan(experiment, run.name, run, True, again, f"Resuming {run.name}.{more}", extended)
 
 
-def resume_command(run: RunDirectory) -> str:
-    """The command that resumes `run` from the current folder."""
-    return f"pvg train --resume {run.argument}"
+def resume_command(
+    run: RunDirectory, overrides: Sequence[str] = (), name: str | None = None, cluster: str | None = None
+) -> str:
+    """The command that resumes `run` from the current folder, with what `plan_resume` gets."""
+    words = [] if cluster is None else ["--cluster", cluster]
+    words += [word for override in overrides for word in ("-s", override)]
+    start = "pvg train --resume" if name is None else f"pvg train {shlex.quote(name)} --resume"
+    return " ".join([start, run.argument, *map(shlex.quote, words)])
+
+
+def _kept(overrides: Sequence[str]) -> list[str]:
+    """The overrides that any resumed run may have."""
+    found = []
+    for override in overrides:
+        keys = [key.split(".") for key in chosen_keys([override])]
+        if all(key[0] in UNHASHED_SECTIONS or key[-1] in MEMORY_SETTINGS.get(key[0], ()) for key in keys):
+            found.append(override)
+    return found
 
 
 def report_command(run: RunDirectory) -> str:

@@ -229,7 +229,7 @@ def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None) -> GameOutcome:
     from pvg_cli.driving import drive
     from pvg_cli.output import stderr
     from pvg_cli.run_display import RunBoard, RunWatcher
-    from pvg_cli.runs import create, resume_command
+    from pvg_cli.runs import create
 
     run = plan.run if plan.resume else create(plan)
     experiment = plan.experiment
@@ -258,7 +258,7 @@ def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None) -> GameOutcome:
     if plan.resume:
         board.recall(read_run(run))
     watcher = RunWatcher(board, stderr())
-    resuming = f"To resume it: {resume_command(run)}"
+    resuming = f"To resume it: {plan.resume_command}"
     try:
         with stack, run.lock(discard=lambda: not plan.resume and not run.has_state, waiting=say):
             if plan.extended:
@@ -296,11 +296,11 @@ def _print_result(outcome: GameOutcome, plan: RunPlan, as_json: bool) -> None:
     from pvg.reporting.run_summary import read_run
     from pvg.reporting.terminal import closing
     from pvg_cli.output import stdout
-    from pvg_cli.runs import report_command, resume_command
+    from pvg_cli.runs import report_command
 
     summary = read_run(plan.run)
     stopped = outcome.status == "interrupted"
-    resume = resume_command(plan.run)
+    resume = plan.resume_command
     if as_json:
         emit(
             {

@@ -190,23 +190,20 @@ class EvaluationContext:
     log: EventLog
     code_version: str
     computing: bool = True  # False: a result that is not on disk is MissingResult
+    config: str = field(init=False)  # the digest of the run's settings; MEMORY_SETTINGS of `experiment` may differ
     units: ResultFiles = field(init=False)
     shards: RolloutShards = field(init=False)
     verifiers: dict[int, FrozenVerifier] = field(default_factory=dict)  # the open ones, by round
     _problems: dict[str, list[Problem]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.config = self.ledger.directory.experiment().hash()
         self.units = ResultFiles(self.folder / "units")
         self.shards = RolloutShards(self.folder)
 
     @property
     def seed(self) -> int:
         return self.experiment.seed
-
-    @property
-    def config(self) -> str:
-        """A digest of the run's configuration."""
-        return self.experiment.hash()
 
     def begin(self, unit: str) -> None:
         """Call this before computing a unit. Raises MissingResult if computing is not allowed, InterruptedByUser if a

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pvg.config.experiment import Experiment
+from pvg.config.experiment import Experiment, without_memory_settings
 from pvg.config.game import CgcReward, PlainReward, SrcReward
-from pvg.config.load import build_experiment, did_you_mean
+from pvg.config.load import build_experiment, did_you_mean, differences
 from pvg.config.rules import TRANSLATORS_REWARDS, reward_conflicts
-from pvg.errors import ConfigurationError, UsageError
+from pvg.errors import ConfigurationError, StateError, UsageError
 from pvg.seeds import seed_for
 
 PARTS = ("exploit", "best-of-n", "detection", "separability", "calibration", "localisation", "tax")
@@ -45,6 +45,19 @@ def parse_rounds(text: str | None) -> Sequence[int] | None:
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
+
+
+def check_settings_of_run(name: str, own: Experiment, experiment: Experiment) -> None:
+    """Raises StateError if `experiment` differs from `own`, the settings of the run `name`, in a setting that changes
+    results. MEMORY_SETTINGS may differ."""
+    changed = differences(without_memory_settings(own.hashed()), without_memory_settings(experiment.hashed()))
+    if changed:
+        raise StateError(
+            f"The run {name!r} was played with other settings: {'; '.join(changed)}.",
+            "Change evaluate.*, serving.*, telemetry.* and the settings that bound memory only, such as "
+            "training.micro_batch_tokens. The other settings belong to the run.",
+        )
+
 
 KINDS = ("src", "cgc", "goodhart")
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pvg.config.experiment import Experiment
 from pvg.errors import StateError
 from pvg.evaluation.opponents import attack_kinds
-from pvg.store.atomic import write_atomic
+from pvg.store.atomic import read_stored, write_atomic
 from pvg.store.run_directory import RunDirectory
 
 REPORT_FILE = "evaluation.json"
@@ -256,7 +256,7 @@ def report_of(run: RunDirectory) -> EvaluationReport | None:
 def read_report(path: Path) -> EvaluationReport:
     """Raises StateError if the file is not an evaluation of this version."""
     try:
-        return EvaluationReport.model_validate_json(path.read_bytes())
+        return EvaluationReport.model_validate_json(read_stored(path))
     except ValidationError as error:
         first = error.errors()[0]
         wrong = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))  # invalid JSON has no place

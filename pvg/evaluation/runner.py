@@ -19,6 +19,7 @@ from itertools import count
 from typing import Any, Literal
 
 from pvg.config.experiment import Experiment
+from pvg.config.load import differences
 from pvg.errors import PvgError, TrainingDivergedError, UsageError, counted, user_paths
 from pvg.evaluation import baseline as baselines
 from pvg.evaluation.baseline import CorrectnessBaseline, baseline_of, distance
@@ -86,6 +87,9 @@ async def evaluate(
         study = await open_study(experiment, reading, observer, stop, stack)
         if request.baseline is not None:
             baselines.check_comparable(study, request.baseline)
+        if limits := differences(run.experiment().hashed(), experiment.hashed()):
+            observer.noticed(f"The last bits of the results may change: {'; '.join(limits)}.")
+            study.log.event("evaluation", event="settings", changed="; ".join(limits))
         if reading.notice:
             observer.noticed(reading.notice)
         if reading.rounds < experiment.game.rounds:

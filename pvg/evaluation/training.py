@@ -20,7 +20,7 @@ from pvg.game.prover_phase import ProverPhase, TrainingStop, save_policy
 from pvg.game.session import Session, finite
 from pvg.game.states import Phase
 from pvg.models.starts import open_learner
-from pvg.store.atomic import make_directory, write_atomic
+from pvg.store.atomic import make_directory, read_stored, write_atomic
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.observer import Observer, PhaseInfo, Progress
 from pvg.telemetry.spans import span
@@ -47,7 +47,7 @@ class PolicyTraining:
         """One folder per digest: training with other settings discards no results."""
         older = study.folder / self.place  # the folder in versions that did not have the digest in the name
         mark = older / DIGEST_FILE
-        if mark.exists() and mark.read_text() == self.digest:
+        if mark.exists() and read_stored(mark) == self.digest.encode():
             return older
         return older.with_name(f"{older.name}-{self.digest[:12]}")
 

@@ -33,7 +33,7 @@ from pvg.errors import StateError, counted, user_paths
 from pvg.extensions import digests, sources
 from pvg.game.states import GameState, Phase, later_rounds_begin_with
 from pvg.records import Rollout
-from pvg.store.atomic import make_directory, write_atomic
+from pvg.store.atomic import make_directory, open_stored, write_atomic
 from pvg.store.checkpoints import prune, read_checkpoint, verify_checkpoint, write_checkpoint
 from pvg.store.journal import JournalMark, JsonLines, read_json_lines
 from pvg.store.manifest import write_manifest
@@ -304,7 +304,7 @@ class Ledger:
 
     def _processes_after(self, offset: int) -> list[dict[str, Any]]:
         """Final records of earlier processes. They follow the last commit and stay true when work is repeated."""
-        with open(self.directory.metrics, "rb") as file:
+        with open_stored(self.directory.metrics) as file:
             file.seek(offset)
             lines = file.read().splitlines()
         found = []

@@ -16,6 +16,7 @@ from typing import IO, Any, NamedTuple
 
 import orjson
 
+from pvg.inputs import open_to_append
 from pvg.store.atomic import DamagedFileError, disk_full_explained, open_stored, sync_directory
 
 TAIL_BLOCK = 65_536  # bytes per read when searching backwards for the end of the last complete line
@@ -39,7 +40,7 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self.path = path
         existed = path.exists()
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+        self._file = open(open_to_append(path), "ab", buffering=0)  # noqa: SIM115 (closed by close)
         if not existed:
             sync_directory(path.parent)
         size = os.fstat(self._file.fileno()).st_size

@@ -135,7 +135,7 @@ class LeaseCheck:
             return
         try:
             # Opened, because a network file system may answer `stat` from a cache.
-            os.close(os.open(self._lease, os.O_RDONLY | os.O_CLOEXEC))
+            os.close(os.open(self._lease, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
         except FileNotFoundError:
             driver = name_of(read_driver(newest_lease(self._folder)))
             raise StateError(

@@ -18,6 +18,7 @@ import os
 import re
 import shlex
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,8 +69,10 @@ def exclusive(file: Path, refusal: Callable[[str], PvgError]) -> Iterator[None]:
         if not _lock_folder(folder):
             raise refusal(_owner(_read(file)))
         with user_paths(), disk_full_explained(file):
-            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
         try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise StateError(f"{file} is not a regular file.", "Move it away. pvg then makes a new one.")
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

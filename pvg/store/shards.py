@@ -216,6 +216,8 @@ class RolloutShards:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         except FileNotFoundError:
             raise damaged(path, "the file is missing") from None
+        except IsADirectoryError:
+            raise damaged(path, "a folder is in its place") from None
         _check(path, info, size, digest)
         if info.digests:
             self._digests(info)
@@ -254,6 +256,8 @@ def _read_bytes(path: Path) -> bytes:
         return read_stored(path)
     except FileNotFoundError:
         raise damaged(path, "the file is missing") from None
+    except IsADirectoryError:
+        raise damaged(path, "a folder is in its place") from None
 
 
 def _check(path: Path, info: ShardInfo, size: int, digest: str) -> None:

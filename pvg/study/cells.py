@@ -26,7 +26,7 @@ from pvg.config.load import differences
 from pvg.errors import PvgError, StateError, UsageError, user_paths
 from pvg.evaluation.opponents import default_parts
 from pvg.reporting.run_summary import status_of
-from pvg.store.atomic import make_directory, remove_temporaries, write_atomic
+from pvg.store.atomic import DamagedFileError, make_directory, read_stored, remove_temporaries, write_atomic
 from pvg.store.run_directory import RunDirectory, exclusive
 from pvg.study.measures import EVALUATION
 from pvg.study.plan import Cell, StudyEvaluation
@@ -39,10 +39,10 @@ def missing_results(run: RunDirectory, wanted: Experiment, parts: Sequence[str],
     """What the run's evaluation lacks of `parts` (empty: all) in these rounds with the settings of `wanted`, in one
     line; "" if it is complete."""
     try:
-        found = orjson.loads((run.path / EVALUATION).read_bytes())
+        found = orjson.loads(read_stored(run.path / EVALUATION))
     except FileNotFoundError:
         return "it is not evaluated"
-    except orjson.JSONDecodeError:
+    except (orjson.JSONDecodeError, DamagedFileError):
         return "its evaluation is damaged"
     if not isinstance(found, Mapping) or not isinstance(found.get("settings"), Mapping):
         return "its evaluation has no settings"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pvg.errors import counted
+from pvg.inputs import open_to_append
 
 
 class Events(Protocol):
@@ -45,7 +46,7 @@ class EventLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._file: int | None = open_to_append(path)
 
     def event(self, tag: str, **fields: object) -> None:
         self.line(format_event(tag, **fields))

@@ -47,9 +47,11 @@ MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
 # Remedies for a GPU out of memory, by the settings' section.
 OUT_OF_MEMORY = {
-    "training": "Set training.micro_batch_memory_mb, lower training.micro_batch_tokens, or set "
-    "training.gradient_checkpointing = true.",
-    "verifier": "Lower verifier.micro_batch_tokens.",
+    "training": "Lower training.micro_batch_tokens, set training.micro_batch_memory_mb, or set "
+    "training.gradient_checkpointing=true, and continue: pvg train --resume RUN -s training.micro_batch_tokens=N, or "
+    "pvg evaluate RUN -s training.micro_batch_tokens=N",
+    "verifier": "Lower verifier.micro_batch_tokens, and continue: "
+    "pvg train --resume RUN -s verifier.micro_batch_tokens=N",
 }
 
 BatchT = TypeVar("BatchT")

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
+from pvg.errors import ConfigurationError, MissingRequirementError, StateError, TrainingDivergedError, counted
 from pvg.models.packing import WIDTH, padded_width
 from pvg.records import Float32, Int32, Scorable
 from pvg.telemetry.spans import run_in, span
@@ -307,6 +307,12 @@ class VerifierScorer(Scorer):
         finally:
             self._batch = None
         error = asyncio.CancelledError() if work.cancelled() else work.exception()
+        if isinstance(error, torch.OutOfMemoryError):
+            error = MissingRequirementError(
+                f"The GPU has too little memory to score {counted(len(jobs), 'solution')} together.",
+                "Lower verifier.score_tokens, and continue: pvg train --resume RUN -s verifier.score_tokens=N, or "
+                "pvg evaluate RUN -s verifier.score_tokens=N",
+            )
         if error is None:
             done = work.result()
             self._forward_passes += done.passes

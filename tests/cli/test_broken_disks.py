@@ -243,6 +243,49 @@ def test_no_command_waits_for_the_writer_of_a_fifo_in_a_run(monkeypatch: pytest.
     assert_refused(pvg("train", "--resume", "modchain"), 2, "state.json is not a regular file", "state.previous.json")
 
 
+def with_a_device_for(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to("/dev/zero")  # to read it to its end fills the memory
+
+
+@pytest.mark.parametrize("name", ["events.log", "spans.jsonl", "lock"])
+def test_a_run_is_not_resumed_with_a_fifo_for_a_file_that_it_writes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    run = unfinished(monkeypatch)
+    with_a_fifo_for(run.path / name)
+    called = pvg("train", "--resume", "modchain")
+    assert_refused(called, 2, f"runs/modchain/{name} is not a regular file.")
+    assert "Move it away" in called.err
+    assert (pvg("runs").code, pvg("report", "modchain", "--no-html").code) == (0, 0)
+    (run.path / name).unlink()
+    assert pvg("train", "--resume", "modchain").code == 130
+
+
+@pytest.mark.parametrize("put", [with_a_fifo_for, with_a_device_for])
+@pytest.mark.parametrize("name", ["report.html", "rollouts.html"])
+def test_a_page_does_not_go_to_a_device_that_the_user_has_not_named(put: Callable[[Path], None], name: str) -> None:
+    run = played(Path("runs"))
+    put(run.path / name)
+    called = pvg("report", "first")
+    assert_refused(called, 2, f"runs/first/{name} is not a regular file.")
+    assert "--html FILE" in called.err
+    for words in (("--no-html",), ("--html", "mine.html"), ("--html", "/dev/null")):
+        assert pvg("report", "first", *words).code == 0
+
+
+def with_a_folder_for(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("put", [with_a_fifo_for, with_a_device_for, with_a_folder_for])
+def test_a_report_names_a_shard_that_is_no_file(put: Callable[[Path], None]) -> None:
+    run = played(Path("runs"))
+    shard = next(run.rollouts.rglob("*.arrow"))
+    put(shard)
+    assert_refused(pvg("report", "first"), 2, str(shard))
+    assert pvg("runs").code == 0
+
+
 @pytest.mark.parametrize("name", ["manifest", "rollouts", "checkpoints", "weights"])
 def test_a_file_in_the_place_of_a_folder(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     run = unfinished(monkeypatch)

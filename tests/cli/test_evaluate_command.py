@@ -11,6 +11,7 @@ from in_terminal import in_terminal
 from run_samples import begin, commit, state, tell
 from test_real_game import SMALL
 
+from pvg.config.experiment import Experiment
 from pvg.config.load import embedded_names
 from pvg.errors import UsageError
 from pvg.reporting.follow import state_of
@@ -43,6 +44,26 @@ def test_settings_that_the_run_was_played_with_cannot_be_changed() -> None:
     assert called.code == 2
     assert "training.steps" in called.err
     assert "evaluate.*" in called.err
+
+
+def test_settings_that_bound_memory_can_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = begin(Path("runs"), "first")
+    commit(run, state("complete", rounds=[{}]))
+    tell(run, {"kind": "round", "round": 0, "metrics": {"fooled_rate": 0.5}})
+    given: list[int] = []
+
+    async def look(experiment: Experiment, *_: object, **__: object) -> None:
+        given.append(experiment.training.micro_batch_tokens)
+        raise UsageError("It has looked.")
+
+    monkeypatch.setattr("pvg.evaluation.runner.evaluate", look)
+    setting = "training.micro_batch_tokens=512"
+    assert "It has looked." in pvg("evaluate", "first", "-s", setting).err
+    assert given == [512]
+    called = pvg("evaluate", "first", "-s", setting, "-s", "seed=9")
+    assert called.code == 2
+    assert "seed" in called.err
+    assert "512" not in called.err
 
 
 def test_an_unfinished_run_that_is_evaluated_is_not_running(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,6 +131,15 @@ def test_a_stopped_run_ends_with_130_and_the_exact_resume_command(monkeypatch: p
     called = pvg("train", "--json", "-s", "store.root=there")
     assert called.code == 130
     assert called.document["resume"] == "pvg train --resume there/modchain"
+    # A resumed run does not record these settings, so the command repeats them.
+    given = ["-s", "training.micro_batch_tokens=1024", "-s", "store.commit_every=3"]
+    again = "pvg train --resume modchain " + " ".join(given)
+    called = pvg("train", "--resume", "modchain", *given)
+    assert called.code == 130
+    assert again in " ".join(called.out.split())
+    assert pvg("train", "--resume", "modchain", *given, "--json").document["resume"] == again
+    called = pvg("train", "modchain", "--resume", "modchain", *given[:2], "--cluster", "none", "--json")
+    assert called.document["resume"] == f"pvg train modchain --resume modchain --cluster none {' '.join(given[:2])}"
 
 
 def test_a_run_that_fails_before_its_first_commit_leaves_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +236,10 @@ def test_resume_refuses_other_settings_and_shows_them(calls: list[dict[str, Any]
     assert called.code == 2
     assert "seed: 0 -> 1" in called.err
     assert "training.steps: 60 -> 9" in called.err
-    assert "pvg train --resume here" in called.err
+    assert called.err.rstrip().endswith("pvg train --resume here")
+    called = pvg("train", "--resume", "here", "-s", "training.steps=9", "-s", "verifier.score_tokens=1024")
+    assert "verifier.score_tokens:" not in called.err
+    assert called.err.rstrip().endswith("pvg train --resume here -s verifier.score_tokens=1024")
     assert calls == []
 
 

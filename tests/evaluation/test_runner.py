@@ -30,6 +30,7 @@ from pvg.game.run import play
 from pvg.reporting.run_page import collect, run_page
 from pvg.reporting.run_summary import read_run
 from pvg.store.atomic import DamagedFileError
+from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks.modchain import Modchain
 from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
@@ -42,11 +43,15 @@ class StopIn(SilentObserver):
         self._stop, self._wanted, self._now = stop, phase, ""
         self.phases: list[str] = []
         self.places: list[tuple[int, int, str]] = []
+        self.notices: list[str] = []
 
     def phase_started(self, info: PhaseInfo) -> None:
         self._now = f"{info.phase}, {info.unit}" if info.phase == "attack" else info.phase
         self.phases.append(self._now)
         self.places.append((info.part, info.parts, info.label))
+
+    def noticed(self, message: str) -> None:
+        self.notices.append(message)
 
     def progressed(self, progress: Progress) -> None:
         if self._now == self._wanted:
@@ -157,6 +162,31 @@ def test_a_shorter_attack_is_another_attack(measured: RunDirectory, tmp_path: Pa
     assert "attack, steps of cgc" not in observer.phases  # the longer one's policy was kept beside it
     assert outcome.report.rounds[0].exploit == report_of(measured).rounds[0].exploit
     assert outcome.report.rounds[0].detection == report_of(measured).rounds[0].detection
+
+
+def test_smaller_micro_batches_train_the_next_attack_and_keep_all_results(
+    measured: RunDirectory, tmp_path: Path
+) -> None:
+    run = copy_of(measured, tmp_path)
+    memory = {"training": {"micro_batch_tokens": 64, "gradient_checkpointing": True}, "verifier": {"score_tokens": 128}}
+    outcome, observer = evaluated(run, changed(evaluated_experiment(), **memory))
+    assert set(observer.phases) == {"measures"}
+    assert outcome.report.stale == []
+    assert outcome.report.rounds == report_of(measured).rounds
+    assert outcome.report.config_hash == report_of(measured).config_hash
+    (notice,) = (text for text in observer.notices if "The last bits of the results may change" in text)
+    (line,) = (line for line in (run.evaluation / "events.log").read_text().splitlines() if "event=settings" in line)
+    for text in (notice, line):
+        assert all(key in text for key in ("training.micro_batch_tokens", "verifier.score_tokens"))
+
+    less = {"attack_steps": 2, "attacks": ["cgc"]}
+    evaluated(run, changed(evaluated_experiment(), evaluate=less, **memory), parts=("exploit",))
+    attacks = (run.evaluation / "attacks").glob("round-000-cgc-*")
+    batches = []
+    for folder in sorted(attacks, key=lambda path: path.stat().st_mtime_ns):  # the last one is new
+        steps = [row["metrics"] for row in read_json_lines(folder / "metrics.jsonl") if row["kind"] == "step"]
+        batches.append(steps[0]["micro_batches"])
+    assert batches[0] < batches[1]
 
 
 def test_what_an_older_pvg_measured_is_shown_without_a_band_and_gets_one_where_detection_is_asked_for(

@@ -255,9 +255,9 @@ def test_a_batch_without_a_signal_is_not_measured(executor):
 
 
 @pytest.mark.parametrize(
-    ("section", "named"), [("training", "Set training.micro_batch_memory_mb"), ("verifier", "Lower verifier.micro_b")]
+    ("section", "more"), [("training", ["training.micro_batch_memory_mb", "pvg evaluate RUN"]), ("verifier", [])]
 )
-def test_a_gpu_without_memory_left_is_an_error_that_names_the_setting(executor, section, named):
+def test_a_gpu_without_memory_left_is_an_error_that_names_the_setting_and_how_to_continue(executor, section, more):
     def exhausted(_table):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
@@ -265,7 +265,10 @@ def test_a_gpu_without_memory_left_is_an_error_that_names_the_setting(executor, 
     module = scripted([], executor).module
     trained = make(module, [[exhausted], good], executor, objective=Scripted(), section=section)
     before = bits(module)
-    with pytest.raises(MissingRequirementError, match=f"for a micro-batch of step 0. {named}"):
+    with pytest.raises(MissingRequirementError, match=r"for a micro-batch of step 0\. Lower ") as failed:
         play(trained)
+    setting = f"{section}.micro_batch_tokens"
+    for text in (f"Lower {setting}", f"pvg train --resume RUN -s {setting}=N", *more):
+        assert text in failed.value.remedy
     assert bits(module) == before
     play(trained)

@@ -19,7 +19,7 @@ from tiny_verifiers import (
 )
 
 from benchmarks.loop_engine import CallingThreadExecutor
-from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
+from pvg.errors import ConfigurationError, MissingRequirementError, StateError, TrainingDivergedError
 from pvg.models.packing import pad_right
 from pvg.records import Role
 from pvg.verifier.backend import ScoreCache, TorchBackend
@@ -244,6 +244,19 @@ def alone_ungated(model, scorer, one):
     score = alone(model, scorer._template, one)
     model.began.acquire()
     return score
+
+
+def test_a_gpu_without_memory_left_is_an_error_that_says_how_to_continue(executor):
+    async def play():
+        model, scorer = gated(executor)
+        model.failure = torch.OutOfMemoryError("CUDA out of memory.")
+        model.gate.release()
+        with pytest.raises(MissingRequirementError, match="to score 1 solution together") as failed:
+            await scorer.score([rollout("A1")])
+        for command in ("pvg train --resume RUN", "pvg evaluate RUN"):
+            assert f"{command} -s verifier.score_tokens=N" in failed.value.remedy
+
+    asyncio.run(play())
 
 
 def test_a_failing_forward_pass_reaches_every_waiter_and_leaves_nothing_behind(executor):
