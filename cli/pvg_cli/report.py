@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pvg.evaluation.report import EvaluationReport
     from pvg.reporting.follow import RunState
     from pvg.reporting.run_summary import RunSummary
+    from pvg.reporting.solutions import Example
     from pvg.store.run_directory import RunDirectory
 
 PAGE = Path("report.html")  # in the current folder; for several runs and for benchmark reports
@@ -122,11 +123,10 @@ def _show_run(run: RunDirectory, examples: int, page: Path | None, as_json: bool
     from pvg.reporting.evaluation import evaluation_tables
     from pvg.reporting.follow import state_of
     from pvg.reporting.run_summary import read_run
-    from pvg.reporting.solutions import choose_examples
     from pvg_cli.output import stdout
 
     summary = read_run(run)
-    chosen = choose_examples(run, examples) if examples else []
+    chosen = _examples(run, examples)
     found = _evaluation(run)
     state = state_of(run)
     rollouts = None if page is None else _write_pages(run, summary, examples, page, state)
@@ -177,6 +177,18 @@ def _rollouts_page(run: RunDirectory, summary: RunSummary, page: Path) -> tuple[
     if not stored.count:
         return None, None
     return beside, rollouts_file(stored, run, summary, page.name, fingerprint)
+
+
+def _examples(run: RunDirectory, each: int) -> list[Example]:
+    """Solutions for the terminal. If a shard is damaged: warn, and show the rest of the run."""
+    from pvg.reporting.solutions import choose_examples
+    from pvg.store.atomic import DamagedFileError
+
+    try:
+        return choose_examples(run, each) if each else []
+    except DamagedFileError as error:
+        say(f"warning: {error}")
+        return []
 
 
 def _evaluation(run: RunDirectory) -> EvaluationReport | None:
