@@ -3,11 +3,11 @@
     python -m benchmarks.robust_attacks RUN... --out FILE
     python -m benchmarks.robust_attacks --table FILE
 
-For each finished game, the program trains verifiers on the mint of one round again: plain, with each robust loss, and
-ensembles of three plain ones. All see the same mint, and the single ones draw the same pairs. Then fresh `cgc`
-attackers attack each verifier, each with another seed. The program appends one JSON line per game and verifier to FILE,
-and skips those that are there: use another FILE for another round, or other attackers. With --table it prints the
-means, and the differences from `none`, paired by game. docs/results/robust.md has the results.
+For each finished game, the program trains verifiers on the mint of one round again: plain, three times as long, with
+each robust loss, and ensembles of three plain ones. All see the same mint, and the single ones draw the same pairs.
+Then fresh `cgc` attackers attack each verifier, each with another seed. The program appends one JSON line per game and
+verifier to FILE, and skips those that are there: use another FILE for another round, or other attackers. With --table
+it prints the means, and the differences from `none`, paired by game. docs/results/robust.md has the results.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ from pvg.verifier.calibration import auc, common_scales, member_scores
 # With the strengths that docs/results/robust.md chose. IRM and the mean were the weakest there.
 LOSSES: dict[str, tuple[str, ...]] = {
     "none": (),
+    "longer": (),
     "vrex": ("verifier.robust={kind='vrex', strength=10.0}",),
     "group_dro": ("verifier.robust={kind='group_dro', strength=1.0}",),
 }
@@ -85,8 +86,11 @@ def helpful_and_correct(rollouts: Sequence[Rollout]) -> NDArray[np.bool_]:
     return np.array([r.role is Role.HELPFUL and r.grade.correct for r in rollouts], dtype=bool)
 
 
-async def trained(study: EvaluationContext, experiment: Experiment, mint: Mint, draw: int) -> VerifierModel:
-    """A verifier after its training; `draw` selects its pairs, as the number of a member does in an ensemble."""
+async def trained(
+    study: EvaluationContext, experiment: Experiment, mint: Mint, draw: int, times: int = 1
+) -> VerifierModel:
+    """A verifier after its training of `times` as many steps as in the game. `draw` selects its pairs, as the number of
+    a member does in an ensemble."""
     players, sources = study.players, sources_for_round(mint.round)
     place = ("pairs", draw) if draw else ("pairs",)
     seed = seed_for(experiment.seed, mint.round, *place)
@@ -94,7 +98,7 @@ async def trained(study: EvaluationContext, experiment: Experiment, mint: Mint, 
     verifier = await players.compute(lambda: players.open_verifier(mint.round, draw))
     players.experiment = experiment
     try:
-        steps = experiment.verifier_steps(mint.round)
+        steps = times * experiment.verifier_steps(mint.round)
         trainer = verifier_trainer(players, verifier, stream, sources=len(sources), steps=steps)
         while trainer.steps_done < steps:
             await trainer.step()
@@ -179,26 +183,27 @@ async def game(run: Path, arguments: argparse.Namespace, done: set[tuple[str, st
     experiment = load_experiment(run / "experiment.toml", (*ATTACK, steps))
     mint = Mint.read(reading, arguments.round, experiment.verifier.held_out)
 
+    wanted = [name for name in arguments.verifiers if (run.name, name) not in done]
+
     async def store(name: str, verifier: ScoringModel, study: EvaluationContext) -> None:
-        if (run.name, name) not in done:
-            row = await measured(study, name, verifier, mint, arguments.attackers)
-            with arguments.out.open("a") as out:
-                out.write(json.dumps({"run": run.name, "round": mint.round, "verifier": name, **row}) + "\n")
+        row = await measured(study, name, verifier, mint, arguments.attackers)
+        with arguments.out.open("a") as out:
+            out.write(json.dumps({"run": run.name, "round": mint.round, "verifier": name, **row}) + "\n")
 
     async with AsyncExitStack() as stack:
         study = await open_study(experiment, reading, SilentObserver(), asyncio.Event(), stack)
-        for name, settings in LOSSES.items():
-            changed = load_experiment(run / "experiment.toml", (*ATTACK, steps, *settings))
-            if (run.name, name) not in done:
-                verifier = await trained(study, changed, mint, 0)
-                await store(name, verifier, study)
-                verifier.close()
-        if any((run.name, kind) not in done for kind in ENSEMBLES):
-            members = [await trained(study, experiment, mint, draw) for draw in range(MEMBERS)]
-            for kind in ENSEMBLES:
-                await store(kind, await ensemble_of(study, members, kind, mint), study)
-            for member in members:
-                member.close()
+        for name in filter(wanted.__contains__, LOSSES):
+            changed = load_experiment(run / "experiment.toml", (*ATTACK, steps, *LOSSES[name]))
+            # As many steps as all members of an ensemble together.
+            verifier = await trained(study, changed, mint, 0, times=MEMBERS if name == "longer" else 1)
+            await store(name, verifier, study)
+            verifier.close()
+        kinds = list(filter(wanted.__contains__, ENSEMBLES))
+        members = [await trained(study, experiment, mint, draw) for draw in range(MEMBERS)] if kinds else []
+        for kind in kinds:
+            await store(kind, await ensemble_of(study, members, kind, mint), study)
+        for member in members:
+            member.close()
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -258,6 +263,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the file of JSON lines")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of such a file, and end")
     parser.add_argument("--round", type=int, default=2)
+    names = (*LOSSES, *ENSEMBLES)
+    parser.add_argument("--verifiers", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--attackers", type=int, default=2, help="per verifier")
     parser.add_argument("--steps", type=int, default=200, help="of each attacker")
     arguments = parser.parse_args()
