@@ -66,6 +66,10 @@ def study(  # noqa: PLR0917  (each is an option)
             help="Write the tables as Markdown to FILE, or between the marks of the study in FILE.",
         ),
     ] = None,
+    csv: Annotated[
+        Path | None,
+        typer.Option("--csv", metavar="FILE", help="Write the values of all seeds to FILE, one per line, as CSV."),
+    ] = None,
     only_table: Annotated[
         bool,
         typer.Option("--only-table", help="Play no games. Show the tables and write the page from the results so far."),
@@ -83,6 +87,8 @@ def study(  # noqa: PLR0917  (each is an option)
     from pvg.study.cells import StudyFolder, progress_of, refuse_other_settings
     from pvg.study.plan import load_study
     from pvg.study.precision import with_precision
+    from pvg.study.results import csv_text
+    from pvg.study.text import markdown_text
 
     if only_table and dry_run:
         raise UsageError("--only-table and --dry-run cannot be used together.", "Use one of them.")
@@ -102,12 +108,19 @@ def study(  # noqa: PLR0917  (each is an option)
         return
     finished = True
     todo = [] if only_table else [cell for cell in plan.cells if now[cell.name].status != "complete"]
+    for option, path in (("--markdown", markdown), ("--csv", csv)):  # before hours of work
+        if path is not None:
+            _check_place(option, path)
     if markdown is not None:
-        _check_markdown(markdown, plan.name)  # before hours of work
+        _placed(markdown, plan.name, "")
     with folder.lock():
         if todo:
             finished = _play(plan, todo, now)
-        results = _write(plan, folder, command, markdown)
+        results = _write(plan, folder, command)
+    if markdown is not None:
+        _write_text(markdown, _placed(markdown, results.name, markdown_text(results)))
+    if csv is not None:
+        _write_text(csv, csv_text(results))
     _print_result(results, folder, command, as_json=as_json, finished=finished)
 
 
@@ -237,7 +250,7 @@ def _work(plan: StudyPlan, todo: list[Cell], now: dict[str, CellProgress]) -> st
     return f"{len(todo) - played} of {games} to play{others}, {counted(steps, 'optimizer step')}"
 
 
-def _write(plan: StudyPlan, folder: StudyFolder, command: str, markdown: Path | None) -> StudyResults:
+def _write(plan: StudyPlan, folder: StudyFolder, command: str) -> StudyResults:
     """Collect the results so far, and write them as JSON and as a page."""
     from pvg.reporting.table import write_page
     from pvg.study.page import study_page
@@ -246,30 +259,25 @@ def _write(plan: StudyPlan, folder: StudyFolder, command: str, markdown: Path | 
     results = collect(plan, command)
     write_results(folder.results, results)
     write_page(folder.page, study_page(results))
-    if markdown is not None:
-        _write_markdown(markdown, results)
     return results
 
 
-def _write_markdown(path: Path, results: StudyResults) -> None:
-    """Write the tables to a file, or between the marks of a document."""
+def _write_text(path: Path, text: str) -> None:
     from pvg.store.atomic import write_output
-    from pvg.study.text import markdown_text
 
     try:
-        write_output(path, _placed(path, results.name, markdown_text(results)).encode())
+        write_output(path, text.encode())
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}.", "Give another file.") from error
     say(f"Written to {path}.")
 
 
-def _check_markdown(path: Path, name: str) -> None:
-    """Raises UsageError for a place in which no file can be written, and as `_placed`."""
+def _check_place(option: str, path: Path) -> None:
+    """Raises UsageError for a place in which no file can be written."""
     if path.is_dir():
-        raise UsageError(f"--markdown {path} is a folder.", "Give a file: --markdown FILE")
+        raise UsageError(f"{option} {path} is a folder.", f"Give a file: {option} FILE")
     if not path.parent.is_dir():
         raise UsageError(f"The folder {path.parent} does not exist.", f"mkdir -p {shlex.quote(str(path.parent))}")
-    _placed(path, name, "")
 
 
 def _placed(path: Path, name: str, tables: str) -> str:

@@ -12,6 +12,8 @@ Invariant: only complete games count, and only evaluations that match the study.
 
 from __future__ import annotations
 
+import csv
+import io
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -288,6 +290,33 @@ def write_results(path: Path, results: StudyResults) -> None:
         write_output(path, data)
     except OSError as error:
         raise MissingRequirementError(f"Cannot write the results {path}: {error.strerror}.", "") from error
+
+
+def csv_text(results: StudyResults) -> str:
+    """Every value of every seed as CSV. `round` is empty for a measure of the whole run. `censored` is 1 if the value
+    is only known to be above the number."""
+    versions = {(cell.arm, cell.seed): cell.code_version for cell in results.cells}
+    by_round = {measure.name: measure.by_round for measure in results.measures}
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(("study", "arm", "seed", "measure", "round", "value", "censored", "pvg"))
+    for result in results.results:
+        for seed, series in result.series.items():
+            for round_, value in enumerate(series):
+                if value is not None:
+                    table.writerow(
+                        (
+                            results.name,
+                            result.arm,
+                            seed,
+                            result.measure,
+                            round_ if by_round[result.measure] else "",
+                            value.number,
+                            int(value.censored),
+                            versions[result.arm, seed],
+                        )
+                    )
+    return text.getvalue()
 
 
 def json_schema() -> bytes:

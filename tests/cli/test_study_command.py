@@ -3,6 +3,7 @@ tests play real ones, kill them and go on."""
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shutil
@@ -73,11 +74,12 @@ def test_a_document_without_a_place_for_the_tables_is_left_alone_before_anything
 
 
 def test_a_place_without_room_for_the_tables_is_refused_before_anything_is_played(small: str) -> None:
-    for place, says in (("studies", "--markdown studies is a folder."), ("no/paper.md", "mkdir -p no")):
-        refused = pvg("study", small, "--markdown", place)
-        assert refused.code == 2
-        assert says in refused.err
-        assert not Path("played.txt").exists()
+    for option in ("--markdown", "--csv"):
+        for place, says in (("studies", f"{option} studies is a folder."), ("no/paper.md", "mkdir -p no")):
+            refused = pvg("study", small, option, place)
+            assert refused.code == 2
+            assert says in refused.err
+            assert not Path("played.txt").exists()
 
 
 def test_a_study_is_played_told_and_not_played_again(small: str) -> None:
@@ -104,6 +106,24 @@ def test_a_study_is_played_told_and_not_played_again(small: str) -> None:
     assert Path("windows.md").read_bytes().startswith(b"Ours.\r\n<!-- study small -->\n\n## small\n")
     assert "to play" not in again.err
     assert len(Path("played.txt").read_text().splitlines()) == 4
+
+
+def test_csv_has_a_line_for_each_value_of_each_seed(small: str) -> None:
+    assert pvg("study", small, "--csv", "values.csv").code == 0
+    with Path("values.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    document = json.loads(Path("runs/small/study.json").read_bytes())
+    expected = [
+        (result["arm"], seed, result["measure"], round_, value["number"])
+        for result in document["results"]
+        for seed, series in result["series"].items()
+        for round_, value in enumerate(series)
+        if value is not None
+    ]
+    read = [(row["arm"], row["seed"], row["measure"], int(row["round"] or 0), float(row["value"])) for row in rows]
+    assert read == expected
+    assert {row["measure"] for row in rows if row["round"] == ""} == {"seconds"}
+    assert {row["censored"] for row in rows} == {"0"}
 
 
 def test_json_is_one_document_that_follows_the_schema(small: str) -> None:

@@ -15,7 +15,7 @@ from pvg.study.measures import EVALUATION, MeasuredValue
 from pvg.study.page import study_page
 from pvg.study.plan import StudyPlan
 from pvg.study.power import detectable
-from pvg.study.results import SCHEMA_FILE, StudyResults, collect, json_schema, write_results
+from pvg.study.results import SCHEMA_FILE, StudyResults, collect, csv_text, json_schema, write_results
 from pvg.study.statistics import summarise
 from pvg.study.text import cautions, change_text, markdown_text, means_table, placed, plan_cautions, rounds_text
 
@@ -197,6 +197,9 @@ def test_censored_values_reach_the_tables() -> None:
     assert "| steps to exploit, src | cgc | 3 of 3 | median 41 | 33 % not found | 40 to not found |" in text
     assert "| steps to exploit, src | src | 3 of 3 | median not found | 100 % not found | not found |" in text
     assert "no median is a number" not in text
+    lines = [line for line in csv_text(results).splitlines() if "exploit_src" in line]
+    assert lines[0].startswith("small,cgc,0,steps_to_exploit_src,0,40.0,0,")
+    assert lines[-1].startswith("small,src,2,steps_to_exploit_src,0,200.0,1,")
     page = check(study_page(results))
     assert "1 values were not found within their limit" not in page.text
     assert "count as larger than all others" in page.text
