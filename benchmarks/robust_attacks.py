@@ -1,13 +1,13 @@
 """Do robust losses or ensembles help a verifier that has learnt enough?
 
     python -m benchmarks.robust_attacks RUN... --out FILE
-    python -m benchmarks.robust_attacks --table FILE
+    python -m benchmarks.robust_attacks --table FILE [--against NAME]
 
 For each finished game, the program trains verifiers on the mint of one round again: plain, three times as long, with
 each robust loss, and ensembles of three plain ones. All see the same mint, and the single ones draw the same pairs.
 Then fresh `cgc` attackers attack each verifier, each with another seed. The program appends one JSON line per game and
 verifier to FILE, and skips those that are there: use another FILE for another round, or other attackers. With --table
-it prints the means, and the differences from `none`, paired by game. docs/results/robust.md has the results.
+it prints the means, and the differences from one verifier, paired by game. docs/results/robust.md has the results.
 """
 
 from __future__ import annotations
@@ -223,10 +223,11 @@ def _mean(values: Iterable[float]) -> float | None:
     return statistics.fmean(found) if found else None
 
 
-def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Markdown: per measure and verifier the mean, and the difference from `none` over the games that have both."""
+def table(rows: Sequence[dict[str, Any]], reference: str) -> list[str]:
+    """Markdown: per measure and verifier the mean, and the difference from the verifier `reference` over the games that
+    have both. Holm's p is corrected for the verifiers of one measure."""
     lines = [
-        "| measure | verifier | n | mean | difference from none | 95 % interval | games | p | Holm's p |",
+        f"| measure | verifier | n | mean | difference from {reference} | 95 % interval | games | p | Holm's p |",
         "| --- | --- | ---: | ---: | ---: | ---: | --- | ---: | ---: |",
     ]
     for measure, read in MEASURES.items():
@@ -235,7 +236,9 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
         for row in rows:
             if (value := read(row)) is not None:
                 values.setdefault(row["verifier"], {})[games[row["run"]]] = MeasuredValue(value)
-        compared = {kind: compare(values.get("none", {}), held) for kind, held in values.items() if kind != "none"}
+        compared = {
+            kind: compare(values.get(reference, {}), held) for kind, held in values.items() if kind != reference
+        }
         adjusted = dict(zip(compared, holm([found.p or 1.0 for found in compared.values()]), strict=True))
         for kind, held in values.items():
             cells = [measure, kind, str(len(held)), f"{statistics.fmean(v.number for v in held.values()):.3f}"]
@@ -258,18 +261,21 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    names = (*LOSSES, *ENSEMBLES)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="*", help="folders of finished games")
     parser.add_argument("--out", type=Path, help="the file of JSON lines")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of such a file, and end")
+    parser.add_argument(
+        "--against", default="none", choices=names, metavar="NAME", help="of the differences in a table"
+    )
     parser.add_argument("--round", type=int, default=2)
-    names = (*LOSSES, *ENSEMBLES)
     parser.add_argument("--verifiers", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--attackers", type=int, default=2, help="per verifier")
     parser.add_argument("--steps", type=int, default=200, help="of each attacker")
     arguments = parser.parse_args()
     if arguments.table:
-        print("\n".join(table(read_rows(arguments.table))))
+        print("\n".join(table(read_rows(arguments.table), arguments.against)))
         return
     if not arguments.runs or arguments.out is None:
         parser.error("name the folders of finished games, and --out FILE")
