@@ -4,7 +4,8 @@ The two are compared at the same KL to the start (Kirchner et al. 2024, arXiv 24
 is estimated on the policy's samples as the mean over completions of sum_t [log pi(z_t) - log start(z_t)]. This is
 unbiased if solutions are sampled from the whole distribution (rollout.top_p = 1, top_k = 0). Both log-probs are
 computed at the sampling temperature. The baseline's accuracy at the game prover's KL is interpolated between its
-probes, sorted by KL. Outside the probes' range there is no tax, and the report shows both sides.
+probes, sorted by KL. A game prover with a larger KL than all probes is compared with the probe of the largest KL. Then
+the tax is a lower bound, if the baseline's accuracy does not fall with more KL.
 
 The baseline comes from another run (`--baseline RUN`, a game with game.reward = "correctness": one probe per round), or
 is trained here: only the helpful role, with the run's training settings, `evaluate.baseline_probes` probes.
@@ -147,20 +148,20 @@ class PolicyTotals:
 
 
 def accuracy_at(kl: float, kls_K: Float64, accuracies_K: Float64) -> float:
-    """The accuracy at `kl`, interpolated between K points sorted by KL (points with equal KL are averaged). NaN if `kl`
-    is outside their range: there is no extrapolation."""
+    """The accuracy at `kl`, interpolated between K points sorted by KL (points with equal KL are averaged). Above their
+    range it is that of the largest KL, and below it NaN: there is no extrapolation."""
     levels, place_K = np.unique(kls_K, return_inverse=True)
     means = np.bincount(place_K, weights=accuracies_K) / np.bincount(place_K)
-    if not levels[0] <= kl <= levels[-1]:
+    if kl < levels[0]:
         return math.nan
     return float(np.interp(kl, levels, means))
 
 
 def tax(policy: PolicyTotals, baseline: list[PolicyTotals], weights_BP: Float64, confidence: float) -> Estimate:
-    """The baseline's accuracy at the policy's KL minus the policy's accuracy: positive if the game costs accuracy.
+    """The baseline's accuracy at the policy's KL (`accuracy_at`) minus the policy's. Positive: the game costs accuracy.
 
     The bootstrap resamples problems for all policies together, because they solved the same ones. A resample in which
-    the policy's KL is outside the baseline's range has no value; with many of those there is no interval."""
+    the policy's KL is below the baseline's range has no value; with many of those there is no interval."""
     problems = len(policy.kl_P)
 
     def once(weights_P: Float64) -> float:

@@ -192,7 +192,8 @@ class PolicyDistance(StrictRecord):
 
 
 class TaxRecord(StrictRecord):
-    """`tax` has no value if the prover's KL is outside the baseline's range (`in_range`)."""
+    """If the prover's KL is above the baseline's range (not `in_range`), `tax` is a lower bound. Below it, there is no
+    value."""
 
     policy: PolicyDistance
     tax: NumberRecord

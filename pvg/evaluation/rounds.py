@@ -340,7 +340,8 @@ class RoundParts:
                 "kl_range": [min(kls), max(kls)],
             }
 
-        return await self._unit("tax", [digest_of(study, wanted), baseline.digest], work)
+        inputs = [digest_of(study, wanted), baseline.digest, "a lower bound above the baseline's KLs"]
+        return await self._unit("tax", inputs, work)
 
     async def _compute(self, work: Callable[[], Any]) -> Any:
         """Run `work` in the compute thread, so that the event loop can update the display."""

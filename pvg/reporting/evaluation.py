@@ -192,8 +192,8 @@ def _tables(report: EvaluationReport) -> list[EvaluationTable]:
             "Legibility tax at the same KL",
             _tax(report),
             "tax: the accuracy of a prover that was trained for correctness only (baseline), minus that of the run's "
-            "prover at the same KL. Above 0, legibility costs accuracy. Outside of the baseline's KLs there is no "
-            "tax.",
+            "prover at the same KL. Above 0, legibility costs accuracy. ≥: the baseline has a smaller KL even at its "
+            "largest, and reaches this accuracy there.",
         ),
         EvaluationTable(
             "Calibration",
@@ -381,8 +381,9 @@ def _tax(report: EvaluationReport) -> Table:
         table.add(f"baseline {point.name}", *kls, interval(point.accuracy), "")
     for found in report.rounds:
         if found.tax is not None:
-            policy, low, high = found.tax.policy, *found.tax.kl_range
-            cost = interval(found.tax.tax) if found.tax.in_range else f"KL not in [{low:.2f}, {high:.2f}]"
+            policy, cost = found.tax.policy, interval(found.tax.tax)
+            if not found.tax.in_range and cost != ABSENT:
+                cost = f"≥ {cost}"
             kls = (interval(policy.kl), interval(policy.kl_per_token, digits=3))
             table.add(policy.name, *kls, interval(policy.accuracy), cost)
     return table

@@ -304,7 +304,7 @@ def _evaluated() -> list[StudyMeasure]:
          "calibration", "calibration.fitted.ece.value"),
         ("localisation_gain", "localisation gain", "share", True, "Accuracy of locating flaws, minus that of guessing.",
          "localisation", "localisation.gain.value"),
-        ("legibility_tax", "legibility tax", "share", False, "Accuracy lost against the baseline at the same KL.",
+        ("legibility_tax", "legibility tax", "share", False, "Accuracy lost against the baseline at no more KL.",
          "tax", "tax.tax.value"),
     ]  # fmt: skip
     attacks = [

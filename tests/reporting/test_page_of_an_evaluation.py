@@ -16,7 +16,9 @@ from pvg.evaluation.report import (
     FlawExample,
     KindOfFlaw,
     NumberRecord,
+    PolicyDistance,
     RoundEvaluation,
+    TaxRecord,
 )
 from pvg.reporting.evaluation import evaluation_section, evaluation_tables
 from pvg.reporting.table import page
@@ -88,6 +90,18 @@ def test_a_sentence_below_a_table_says_how_to_read_it() -> None:
     text = page_of(flaws("base", BAND)).text
     assert "soundness: wrong sneaky solutions (flaws) that are rejected." in text
     assert "tax: the accuracy" not in text  # there is no such table
+
+
+def test_a_tax_outside_of_the_baselines_kls_is_a_lower_bound_or_has_no_value() -> None:
+    policy = PolicyDistance(name="round-000", kl=NUMBER, kl_per_token=NUMBER, accuracy=NUMBER)
+    absent = NumberRecord(value=None, low=None, high=None, n=10, problems=5)
+    for tax, in_range, says in (
+        (NUMBER, True, " 0.50 [0.40,0.60] tax:"),
+        (NUMBER, False, " ≥ 0.50 [0.40,0.60] tax:"),
+        (absent, False, " – tax:"),
+    ):
+        found = TaxRecord(policy=policy, tax=tax, in_range=in_range, kl_range=(0.0, 1.0))
+        assert says in printed(report_of(RoundEvaluation(round=0, tax=found)))
 
 
 def test_without_intervals_there_is_no_area_and_no_word_of_one() -> None:
