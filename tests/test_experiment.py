@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pvg.config.experiment import Experiment
 from pvg.config.game import PreviousStart
 from pvg.config.load import (
+    NAMES_ELSEWHERE,
     assign,
     build_experiment,
     differences,
@@ -185,12 +186,30 @@ def test_an_unknown_name_gets_the_nearest_one(tmp_path: Path) -> None:
         ("kl", "training.kl"),
         ("task.min_term", "task.min_terms"),
         ("models.prover.sorce", "models.prover.source"),
+        ("lr", "training.learning_rate"),
+        ("learning_rate", "training.learning_rate"),
+        ("verifier.lr", "verifier.learning_rate"),
+        ("training.batch_size", "training.groups"),
+        ("training.num_generations", "rollout.group_size"),
+        ("training.beta", "training.kl.coefficient"),
     ],
 )
 def test_an_unknown_key_gets_the_nearest_valid_one_and_its_origin(tmp_path: Path, key: str, hint: str) -> None:
     error = complaint(tmp_path, f"{key}=3", text="[task]\nkind = 'modchain'")
     assert f"nearest valid key is '{hint}'." in error.message
     assert f"(--set {key}=3)" in error.message
+
+
+def test_the_names_of_other_libraries_lead_to_valid_keys() -> None:
+    leaves = {key.split(".", 1)[-1] for key in valid_keys()}
+    assert set(NAMES_ELSEWHERE.values()) <= leaves
+    assert not set(NAMES_ELSEWHERE) & leaves
+
+
+def test_a_number_in_place_of_a_table_is_explained(tmp_path: Path) -> None:
+    error = complaint(tmp_path, "seed=3", text="game = 3\n")
+    assert error.message.startswith("game: Input should be a table of settings, not 3 (")
+    assert error.remedy.endswith("pvg config explain game")
 
 
 def test_an_unknown_key_of_the_file_names_the_file(tmp_path: Path) -> None:

@@ -439,4 +439,5 @@ class RunWatcher:
 
 def _metric_texts(metrics: Mapping[str, float], names: tuple[str, ...]) -> list[str]:
     """`name=value` for each of the names that has a value; values without blanks."""
-    return [f"{name}={metric_text(name, metrics[name]).replace(' ', '')}" for name in names if name in metrics]
+    measured = [name for name in names if not math.isnan(metrics.get(name, math.nan))]
+    return [f"{name}={metric_text(name, metrics[name]).replace(' ', '')}" for name in measured]

@@ -113,6 +113,8 @@ def plan_new(
     refuse_name(wanted)
     free = free_name(root, wanted) if name is None else wanted
     notice = f"{root / wanted} exists already, so this run is {free}." if free != wanted else ""
+    if notice and wanted in (left.name for left in unfinished_runs(root)):
+        notice += f" To continue {wanted} instead: {resume_command(RunDirectory(root / wanted))}"
     run = RunDirectory(root / free)
     return RunPlan(experiment, free, run, resume=False, resume_command=resume_command(run), notice=notice)
 

@@ -309,8 +309,11 @@ def _explain(
     given = repr(first["input"])
     if first["type"] == "string_pattern_mismatch" and first["ctx"]["pattern"] == URL_PATTERN:
         return ConfigurationError(f"{key}: {given[:60]} is not a server address{suffix}.", URL_EXAMPLE)
-    remedy = f"To see what it means, and which values it takes: pvg config explain {key}" if key in valid_keys() else ""
-    return ConfigurationError(f"{key}: {first['msg']}, not {given[:60]}{suffix}.", remedy)
+    is_table = first["type"] == "model_type"
+    says = "Input should be a table of settings" if is_table else first["msg"]
+    explained = is_table or key in valid_keys()
+    remedy = f"To see what it means, and which values it takes: pvg config explain {key}" if explained else ""
+    return ConfigurationError(f"{key}: {says}, not {given[:60]}{suffix}.", remedy)
 
 
 def _first(error: ValidationError) -> Any:
@@ -349,9 +352,27 @@ def _of_another_kind(key: str, data: dict[str, Any]) -> str:
     return f"{key} belongs to {plural} {', '.join(kinds)}, not to {node.get('kind', table.default)!r}"
 
 
+# What other libraries call a setting, where no similar spelling leads to it.
+NAMES_ELSEWHERE = {
+    "lr": "learning_rate",
+    "batch_size": "groups",
+    "num_generations": "group_size",
+    "num_samples": "group_size",
+    "beta": "kl.coefficient",
+}
+
+
 def nearest_key(key: str) -> str | None:
-    """The valid key or section closest to `key`: by the whole key, or by its last part."""
+    """The valid key or section closest to `key`: by what other libraries call it, by the whole key, or by its last
+    part."""
     keys = valid_keys()
+    section, _, last = key.rpartition(".")
+    if name := NAMES_ELSEWHERE.get(last):
+        wanted = f"{section or 'training'}.{name}"
+        same = [k for k in keys if k.endswith(f".{name}")]
+        return max(same, key=lambda k: difflib.SequenceMatcher(None, wanted, k).ratio())
+    if (in_training := f"training.{key}") in keys:
+        return in_training
     sections = {".".join(parts[:end]) for parts in (k.split(".") for k in keys) for end in range(1, len(parts))}
     if hint := nearest(key, [*keys, *sorted(sections)]):
         return hint

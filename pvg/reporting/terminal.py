@@ -450,6 +450,8 @@ def several(
         for name in metrics:
             table.add(metric_display(name).label, *(metric_text(name, final.get(name)) for final in finals))
         parts += section("After the last finished round", table)
+        if len({max(summary.rounds, default=-1) for summary in summaries}) > 1:
+            parts += [Text("  The runs have finished different numbers of rounds.", style=QUIET)]
     table = Table(side_by_side("setting", names))
     for key, values in settings.items():
         table.add(key, *values)

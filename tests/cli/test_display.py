@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import threading
 from pathlib import Path
 
@@ -325,3 +326,12 @@ def test_the_last_unit_of_an_evaluation_leaves_no_time() -> None:
     assert "2/2" in last
     assert " left" not in last
     assert "in total" not in last
+
+
+def test_a_line_leaves_out_what_was_not_measured() -> None:
+    stream = io.StringIO()
+    watcher = RunWatcher(board()[0], Console(file=stream, width=200))
+    watcher.phase_started(info("train_prover", 10))
+    watcher.phase_finished(info("train_prover", 10), {"helpful_accuracy": 0.5, "fooled_rate": math.nan})
+    assert "helpful_accuracy=50.0%" in stream.getvalue()
+    assert "fooled_rate" not in stream.getvalue()

@@ -208,6 +208,17 @@ def test_several_runs_share_a_page_in_the_current_folder() -> None:
     assert document["runs"][0]["final"]["helpful_accuracy"] == 0.875
 
 
+@pytest.mark.parametrize("others", ["same", "fewer"])
+def test_a_comparison_says_if_the_runs_have_finished_different_numbers_of_rounds(others: str) -> None:
+    played(Path("runs"))
+    if others == "same":
+        played(Path("runs"), "second")
+    else:
+        begin(Path("runs"), "second")
+    said = "The runs have finished different numbers of rounds." in pvg("report", "first", "second").out
+    assert said == (others == "fewer")
+
+
 def test_benchmark_reports_have_a_page() -> None:
     write_report(Path("a.json"), one())
     write_report(Path("b.json"), ladder())

@@ -88,6 +88,13 @@ def test_the_next_run_gets_the_next_free_number_and_says_so(calls: list[dict[str
     assert "this run is modchain-3" in called.err
 
 
+def test_the_next_run_says_how_to_continue_an_unfinished_one(calls: list[dict[str, Any]]) -> None:
+    unfinished("modchain")
+    assert "To continue modchain instead: pvg train --resume modchain" in pvg("train").err
+    played(Path("runs"), "complete")
+    assert "instead" not in pvg("train", "--name", "other").err
+
+
 def test_a_named_run_is_not_renumbered(calls: list[dict[str, Any]]) -> None:
     assert pvg("train", "--name", "mine").code == 0
     called = pvg("train", "--name", "mine")
