@@ -48,10 +48,14 @@ NUMBERS = (
     ("fooled_rate", SNEAKY, "score_gap", VERIFIER),
     ("malformed", QUIET, "tokens_per_s", "blue"),
 )
+PLAY_NUMBERS = (  # self-play has one role and no verifier
+    ("reward_mean", HELPFUL, "entropy", QUIET),
+    ("legal", HELPFUL, "tokens_per_s", "blue"),
+)
 WARMUP_NUMBERS = (("loss", HELPFUL, "grad_norm", QUIET),)  # in the warm start there are no solutions yet
 LINE_METRICS = (
     *("held_out_loss_before", "held_out_loss_after", "helpful_accuracy", "sneaky_error_rate", "fooled_rate"),
-    *("verifier_auc", "pair_accuracy", "tokens_per_s"),
+    *("verifier_auc", "pair_accuracy", "legal", "tokens_per_s"),
 )
 ROUND_METRICS = (
     "helpful_accuracy",
@@ -303,7 +307,8 @@ def _numbers(board: RunBoard, width: int) -> Table:
         table.add_column(no_wrap=True, justify="right", width=8)
         table.add_column(no_wrap=True, ratio=1)
     warming = board.info is not None and board.info.phase == "warmup"
-    for left, left_style, right, right_style in WARMUP_NUMBERS if warming else NUMBERS:
+    numbers = WARMUP_NUMBERS if warming else PLAY_NUMBERS if "legal" in board.series else NUMBERS
+    for left, left_style, right, right_style in numbers:
         table.add_row(*_number(board, left, left_style, spark), *_number(board, right, right_style, spark))
     return table
 
@@ -439,5 +444,7 @@ class RunWatcher:
 
 def _metric_texts(metrics: Mapping[str, float], names: tuple[str, ...]) -> list[str]:
     """`name=value` for each of the names that has a value; values without blanks."""
+    if "legal" in metrics:  # of self-play, where the reward says what the policy learns
+        names = ("reward_mean", *names)
     measured = [name for name in names if not math.isnan(metrics.get(name, math.nan))]
     return [f"{name}={metric_text(name, metrics[name]).replace(' ', '')}" for name in measured]

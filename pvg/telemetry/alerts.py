@@ -17,7 +17,7 @@ GOODHART_RISE = 0.15  # rise of the fooled rate over its lowest EMA, while the s
 OF_ROLES = ("helpful_accuracy", "sneaky_error_rate", "faithful", "led_astray")
 # Alerts about a metric that some steps do not have. Such a step does not end the alert.
 OF_ONE_METRIC = {"weights_queue": "weights_queue_s", "verifier_at_chance": "verifier_auc"}
-AVERAGED = (*OF_ROLES, "fooled_rate", "score_gap", "zero_signal", "truncated")
+AVERAGED = (*OF_ROLES, "fooled_rate", "score_gap", "zero_signal", "truncated", "legal")
 
 
 AlertKind = Literal[
@@ -129,10 +129,10 @@ class Alerts:
             found["zero_signal"] = Alert(
                 "zero_signal", f"{share:.0%} of the groups have equal rewards, so they give no gradient."
             )
-        if mean.get("truncated", 0.0) > TRUNCATION:
-            share = mean["truncated"]
-            message = f"{share:.0%} of the rollouts hit the length limit."
-            found["truncation"] = Alert("truncation", message)
+        # In self-play, a text at the length limit can be a legal decision: no more are lost than are illegal.
+        share = mean.get("truncated", 0.0)
+        if min(share, 1.0 - mean.get("legal", 0.0)) > TRUNCATION:
+            found["truncation"] = Alert("truncation", f"{share:.0%} of the rollouts hit the length limit.")
         rise = mean.get("fooled_rate", 0.0) - self.lowest_fooled
         if mean.get("score_gap", 1.0) <= 0.0 and rise > GOODHART_RISE:
             message = f"The score gap closed while the fooled rate rose by {rise:.2f}: the prover beats the verifier."

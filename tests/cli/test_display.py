@@ -335,3 +335,18 @@ def test_a_line_leaves_out_what_was_not_measured() -> None:
     watcher.phase_finished(info("train_prover", 10), {"helpful_accuracy": 0.5, "fooled_rate": math.nan})
     assert "helpful_accuracy=50.0%" in stream.getvalue()
     assert "fooled_rate" not in stream.getvalue()
+
+
+def test_lines_of_self_play_have_the_reward_and_the_share_of_legal_decisions() -> None:
+    stream = io.StringIO()
+    shown, _ = board()
+    watcher = RunWatcher(shown, Console(file=stream, width=200))
+    watcher.phase_started(info("train_prover", 10))
+    watcher.phase_finished(info("train_prover", 10), {"reward_mean": 1.25, "legal": 1.0})
+    assert "reward_mean=1.25" in stream.getvalue()
+    assert "legal=100%" in stream.getvalue()
+    drawn = Console(width=100)
+    with drawn.capture() as captured:
+        drawn.print(watcher.render())
+    assert "mean reward" in captured.get()
+    assert "fooled" not in captured.get()

@@ -46,6 +46,8 @@ def test_one_odd_step_is_no_collapse_and_one_role_has_no_sneaky_collapse():
 def test_zero_signal_truncation_infinity_and_goodharting():
     assert names(Alerts(True), HEALTHY | {"zero_signal": 1.0}) == ["zero_signal"]
     assert names(Alerts(True), HEALTHY | {"truncated": 0.9}) == ["truncation"]
+    assert names(Alerts(False), HEALTHY | {"truncated": 0.9, "legal": 1.0}) == []
+    assert names(Alerts(False), HEALTHY | {"truncated": 0.9, "legal": 0.3}) == ["truncation"]
     assert names(Alerts(True), HEALTHY | {"kl": math.inf}) == ["nan"]
     alerts = Alerts(two_roles=True)
     assert names(alerts, HEALTHY) == []
