@@ -192,6 +192,16 @@ class Mine(VerifierModel):
 """
 
 
+def test_a_head_without_scores_is_refused_before_it_scores() -> None:
+    written(HEAD[: HEAD.index("    def _scores")])
+    plain = small_experiment().plain()
+    experiment = build_experiment({**plain, "verifier": {**plain["verifier"], "head": "mine.py:Mine"}})
+    players = Players(experiment, open_task(experiment.task))
+    with pytest.raises(ConfigurationError, match=r"verifier\.head.*abstract method.*_scores"):
+        players.open_verifier()
+    asyncio.run(players.close())
+
+
 def test_a_head_that_draws_its_start_is_the_same_whenever_a_run_opens_it() -> None:
     """A version knows what is trained alone: a buffer that differed would be another verifier under the same name."""
     written(HEAD)

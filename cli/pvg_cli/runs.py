@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from pvg.config.experiment import MEMORY_SETTINGS, UNHASHED_SECTIONS, Experiment, without_memory_settings
+from pvg.config.experiment import (
+    CHUNK_SETTING,
+    MEMORY_SETTINGS,
+    UNHASHED_SECTIONS,
+    Experiment,
+    why_kept,
+    without_memory_settings,
+)
 from pvg.config.game import Game
 from pvg.config.load import (
     chosen_keys,
@@ -173,9 +180,12 @@ def plan_resume(
         )
     changed = differences(without_memory_settings(own.hashed()), without_memory_settings(experiment.hashed()))
     if changed:
+        why = why_kept(changed)
+        again = f"pvg train {shlex.quote(str(run.experiment_file))} -s {CHUNK_SETTING}={experiment.rollout.chunk}"
         raise StateError(
-            f"The run {run.name!r} was started with other settings: {'; '.join(changed)}.",
-            "Resume it with its own settings: "
+            f"The run {run.name!r} was started with other settings: {'; '.join(changed)}.{why}",
+            (f"A new run can have it: {again}. " if why else "")
+            + "Resume it with its own settings: "
             + resume_command(run, [*kept, *([f"game.rounds={experiment.game.rounds}"] if extended else [])]),
         )
     if not extended and has_ended(state, experiment):

@@ -84,7 +84,7 @@ def study(  # noqa: PLR0917  (each is an option)
 
     Ctrl-C stops the games at commit points. The same command resumes the study, and keeps complete games.
     """
-    from pvg.study.cells import StudyFolder, progress_of, refuse_other_settings
+    from pvg.study.cells import StudyFolder, progress_of, refuse_irregular_files, refuse_other_settings
     from pvg.study.plan import load_study
     from pvg.study.precision import with_precision
     from pvg.study.results import csv_text
@@ -100,8 +100,9 @@ def study(  # noqa: PLR0917  (each is an option)
     plan, notes = with_precision(given, playing=not only_table)
     for note in (*given.notes, *notes):
         say(note)
-    refuse_other_settings(plan.cells)
     folder = StudyFolder(plan.folder)
+    refuse_irregular_files(folder, plan.cells)
+    refuse_other_settings(plan.cells)
     now = {cell.name: progress_of(cell, folder, plan.evaluate) for cell in plan.cells}
     if dry_run:
         _show_plan(plan, now, as_json)

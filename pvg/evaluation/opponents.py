@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pvg.config.experiment import Experiment, without_memory_settings
+from pvg.config.experiment import Experiment, why_kept, without_memory_settings
 from pvg.config.game import CgcReward, PlainReward, SrcReward
 from pvg.config.load import build_experiment, did_you_mean, differences
 from pvg.config.rules import TRANSLATORS_REWARDS, reward_conflicts
@@ -45,18 +45,6 @@ def parse_rounds(text: str | None) -> Sequence[int] | None:
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
-
-
-def check_settings_of_run(name: str, own: Experiment, experiment: Experiment) -> None:
-    """Raises StateError if `experiment` differs from `own`, the settings of the run `name`, in a setting that changes
-    results. MEMORY_SETTINGS may differ."""
-    changed = differences(without_memory_settings(own.hashed()), without_memory_settings(experiment.hashed()))
-    if changed:
-        raise StateError(
-            f"The run {name!r} was played with other settings: {'; '.join(changed)}.",
-            "Change evaluate.*, serving.*, telemetry.* and the settings that bound memory only, such as "
-            "training.micro_batch_tokens. The other settings belong to the run.",
-        )
 
 
 KINDS = ("src", "cgc", "goodhart")
@@ -122,6 +110,18 @@ def attack_kinds(experiment: Experiment) -> list[str]:
     cannot earn (the report's notes name them)."""
     usable = TRANSLATORS_REWARDS if experiment.game.protocol.kind == "decoupled" else KINDS
     return [kind for kind in KINDS if kind in experiment.evaluate.attacks and kind in usable]
+
+
+def check_settings_of_run(name: str, own: Experiment, experiment: Experiment) -> None:
+    """Raises StateError if `experiment` differs from `own`, the settings of the run `name`, in a setting that changes
+    results. MEMORY_SETTINGS may differ."""
+    changed = differences(without_memory_settings(own.hashed()), without_memory_settings(experiment.hashed()))
+    if changed:
+        raise StateError(
+            f"The run {name!r} was played with other settings: {'; '.join(changed)}.{why_kept(changed)}",
+            "Change evaluate.*, serving.*, telemetry.* and the settings that bound memory only, such as "
+            "training.micro_batch_tokens. The other settings belong to the run.",
+        )
 
 
 def check_protocol(experiment: Experiment, parts: Sequence[str]) -> None:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from pydantic import ValidationError
 
-from pvg.config.experiment import Experiment, digest_of, without_memory_settings
+from pvg.config.experiment import Experiment, digest_of, why_kept, without_memory_settings
 from pvg.config.load import differences, with_new_names
 from pvg.config.sections import AllSections
 from pvg.errors import StateError, counted, user_paths
@@ -357,7 +357,7 @@ def check_same_configuration(state: GameState, experiment: Experiment) -> list[s
     changed = differences(without_memory_settings(before), without_memory_settings(now))
     if changed:
         raise StateError(
-            f"The configuration differs from the one this run started with: {'; '.join(changed)}.",
+            f"The configuration differs from the one this run started with: {'; '.join(changed)}.{why_kept(changed)}",
             "Resume without the change, or start a new run with --name.",
         )
     return differences(before, now)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
@@ -31,7 +32,7 @@ from pvg.models.tokenizer import Tokenizer
 ANSWERS = (("yes", "no"), ("Yes", "No"), (" yes", " no"), (" Yes", " No"))
 
 
-class VerifierModel(nn.Module):
+class VerifierModel(nn.Module, ABC):
     """A backbone and a head. Owns the language model it was built from; `close` frees it.
 
     `needs_reference`: scores need the `reference` of a row. It never changes while the verifier is open, so it can be
@@ -146,10 +147,11 @@ class VerifierModel(nn.Module):
         self.backbone = None
         self._language_model.close()
 
+    @abstractmethod
     def _scores(
         self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, reference_B: Tensor | None
     ) -> Tensor:
-        raise NotImplementedError  # a head defines this
+        """What `forward` returns, without its checks."""
 
     def _open_backbone(self) -> Any:
         if self.backbone is None:

@@ -248,7 +248,8 @@ class DeviceRows:
         except torch.OutOfMemoryError:
             raise MissingRequirementError(
                 f"The GPU has too little memory for the keys and values of {self._max_rows} rows of {columns} tokens.",
-                "Lower rollout.engine.max_rows or rollout.max_tokens.",
+                "Start a new run with a lower rollout.engine.max_rows or rollout.max_tokens. Both change what is "
+                "sampled, so a resumed run keeps them.",
             ) from None
 
     def _write(self, state: _State, places: list[int], requests: Sequence[GenerationRequest]) -> None:

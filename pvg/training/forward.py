@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pvg.config.training import Training
+from pvg.errors import MissingRequirementError, counted
 from pvg.models.blocked_layers import in_blocks
 from pvg.models.logprobs import (
     CompletionOutputs,
@@ -238,17 +239,24 @@ def _experts_by_position(batch: PolicyBatch, shared_prompts: bool) -> Tensor:
 
 def recompute_logprobs(module: nn.Module, batch: PolicyBatch, settings: ForwardSettings) -> list[Float32]:
     """float32 [C] per row, in batch order: log-probs in nats of the completion tokens under `module`. For the KL's
-    reference policy, and for `rollout.logprobs = "recomputed"`.
+    reference policy, for `rollout.logprobs = "recomputed"`, and for the KL of the legibility tax.
 
     No gradients. Blocks, so call it in the trainer's executor. Raises ConfigurationError if a row exceeds the token
-    budget.
+    budget, and MissingRequirementError if the GPU has too little memory.
     """
     device = next(module.parameters()).device
     found: list[Float32] = [np.zeros(0, dtype=np.float32)] * len(batch)
     with torch.no_grad(), autocast(settings.precision, device):
         for rows in forward_batches(batch, np.arange(len(batch)), settings):
             part = batch.select(rows)
-            flat = batch_logprobs(module, part, settings).cpu().numpy()[part.completion_mask()]
+            try:
+                flat = batch_logprobs(module, part, settings).cpu().numpy()[part.completion_mask()]
+            except torch.OutOfMemoryError:
+                raise MissingRequirementError(
+                    f"The GPU has too little memory for the log-probs of {counted(len(rows), 'solution')} together.",
+                    "Lower training.micro_batch_tokens, and continue: pvg train --resume RUN -s "
+                    "training.micro_batch_tokens=N, or pvg evaluate RUN -s training.micro_batch_tokens=N",
+                ) from None
             for row, values in zip(rows, np.split(flat, np.cumsum(part.completion_lengths_N)[:-1]), strict=True):
                 found[row] = values
     return found

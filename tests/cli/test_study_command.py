@@ -82,6 +82,46 @@ def test_a_place_without_room_for_the_tables_is_refused_before_anything_is_playe
             assert not Path("played.txt").exists()
 
 
+@pytest.mark.timeout(120)  # instead of a wait for the other end of a FIFO
+@pytest.mark.parametrize("kind", ["fifo", "link", "folder"])
+@pytest.mark.parametrize(
+    ("place", "remedy"),
+    [
+        ("study.json", "pvg then makes a new one"),
+        ("study.html", "pvg then makes a new one"),
+        ("cells/cgc-seed-000.toml", "pvg then makes a new one"),
+        ("cells/cgc-seed-000.log", "pvg then makes a new one"),
+        ("cells/cgc-seed-000.json", "pvg then makes a new one"),
+        ("cells/cgc-seed-000.failed", "pvg then makes a new one"),
+        ("cgc-seed-000/evaluation/evaluation.json", "pvg then makes a new one"),
+        ("cgc-seed-000/experiment.toml", "move runs/small/cgc-seed-000 away"),
+        ("cells", "pvg then makes a new one"),
+        ("cgc-seed-000", "pvg then makes a new one"),
+    ],
+)
+def test_what_is_no_file_of_the_study_blocks_nothing_and_has_a_remedy(
+    small: str, place: str, remedy: str, kind: str
+) -> None:
+    path = Path("runs/small", place)
+    is_folder = not path.suffix
+    if is_folder and kind == "folder":
+        return
+    path.parent.mkdir(parents=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to("nowhere")
+    else:
+        path.mkdir()
+    for more in (["--only-table"], []):
+        called = pvg("study", small, *more)
+        assert called.code == 2
+        error, *rest = called.err.strip().splitlines()
+        assert error == f"error: {path} is not a {'folder' if is_folder else 'regular file'}."
+        assert remedy in " ".join(rest)
+    assert not Path("played.txt").exists()
+
+
 def test_a_study_is_played_told_and_not_played_again(small: str) -> None:
     called = pvg("study", small, "--markdown", "table.md")
     assert called.code == 0, called.err

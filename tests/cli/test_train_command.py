@@ -250,6 +250,22 @@ def test_resume_refuses_other_settings_and_shows_them(calls: list[dict[str, Any]
     assert calls == []
 
 
+def test_resume_says_why_a_run_keeps_the_number_of_rows_decoded_together(calls: list[dict[str, Any]]) -> None:
+    run = unfinished("here")
+    called = pvg("train", "--resume", "here", "-s", "rollout.engine.max_rows=64")
+    assert called.code == 2
+    said = " ".join(called.err.split())
+    assert "Another rollout.engine.max_rows changes the sampled solutions" in said
+    again = f"pvg train {run.experiment_file} -s rollout.engine.max_rows=64"
+    assert f"A new run can have it: {again}. Resume it with its own settings: pvg train --resume here" in said
+    assert calls == []
+    assert pvg(*again.split()[1:]).code == 0
+    assert calls[0]["experiment"].rollout.chunk == 64
+    called = pvg("train", "--resume", "here", "-s", "rollout.engine=vllm", "-s", "serving.servers=http://127.0.0.1:1")
+    assert "rollout.engine.max_rows: 256 -> unset" in called.err
+    assert "changes the sampled solutions" not in called.err
+
+
 @pytest.mark.parametrize("complete", [False, True])
 @pytest.mark.parametrize(
     ("setting", "said"),

@@ -170,6 +170,10 @@ def test_a_played_run_is_neither_played_again_nor_resumed_under_another_configur
     changed = build_experiment(data)
     with run.lock(), pytest.raises(StateError, match=r"training\.kl\.coefficient: .* -> 0\.5"):
         asyncio.run(play(changed, run, observer=SilentObserver(), stop=stop, resume=True))
+    data = small_experiment().plain()
+    data["rollout"]["engine"]["max_rows"] //= 2
+    with run.lock(), pytest.raises(StateError, match=r"max_rows: .* changes the sampled solutions"):
+        asyncio.run(play(build_experiment(data), run, observer=SilentObserver(), stop=stop, resume=True))
 
 
 def test_a_run_goes_on_with_smaller_micro_batches_and_learns_the_same(stopped, one_round, tmp_path):

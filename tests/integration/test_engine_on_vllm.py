@@ -358,6 +358,7 @@ def test_a_frozen_server_is_given_up_and_taken_back_when_it_thaws(folder: Path, 
 async def running_requests(pool: HttpPool, url: str) -> float:
     text = (await pool.request("GET", f"{url}/metrics", timeout_s=30.0)).body.decode()
     lines = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running")]
+    assert lines, "without this metric a test that waits for 0 could not fail"
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 

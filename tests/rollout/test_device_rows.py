@@ -170,7 +170,7 @@ def test_too_little_memory_names_the_setting(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(LeanDecoder, "new_cache", full)
     with pytest.raises(MissingRequirementError, match="keys and values of 4 rows of 128 tokens") as error:
         generate(requests(prompts(3), Sampling(5, ())), max_rows=4)
-    assert "rollout.engine.max_rows" in str(error.value.remedy)
+    assert "Start a new run with a lower rollout.engine.max_rows" in str(error.value.remedy)
 
 
 def test_a_step_reads_nothing_from_the_device() -> None:

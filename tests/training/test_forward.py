@@ -12,6 +12,7 @@ from test_policy_losses import llama
 
 from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
+from pvg.errors import MissingRequirementError
 from pvg.models.packing import distinct_rows
 from pvg.training.batch import PolicyBatch
 from pvg.training.forward import ForwardSettings, batch_positions, forward_batches, recompute_logprobs
@@ -73,6 +74,20 @@ def test_the_reference_computes_them_once_too_and_gives_each_row_its_own(llama):
     assert seen[-1] == COMPUTED
     for row, logprobs in zip(found, expected, strict=True):
         np.testing.assert_allclose(row, logprobs, rtol=1e-4, atol=1e-5)
+
+
+def test_log_probs_without_memory_left_are_an_error_that_names_the_setting_and_how_to_continue(llama):
+    """For the KL of the tax (pvg.evaluation.baseline) and for the references of training."""
+
+    def exhausted(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    hook = llama.get_input_embeddings().register_forward_hook(exhausted)
+    with pytest.raises(MissingRequirementError, match="too little memory for the log-probs of 6 solutions") as failed:
+        recompute_logprobs(llama, repeated_batch(), ForwardSettings(1.0, 100, 0, shared_prompts=False))
+    hook.remove()
+    for command in ("pvg train --resume RUN", "pvg evaluate RUN"):
+        assert f"{command} -s training.micro_batch_tokens=N" in failed.value.remedy
 
 
 def test_a_budget_counts_them_once_and_they_stay_together():
