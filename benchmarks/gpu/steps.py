@@ -96,7 +96,7 @@ def measure_adapters(
     with (
         ThreadPoolExecutor(1) as executor,
         random_model(sizes.whole, device, torch.bfloat16) as model,
-        attach_adapters(model, RANK, float(RANK), seed=0, shared=True) as learner,
+        attach_adapters(model, RANK, float(RANK), seed=0) as learner,
     ):
         trainer = Trainer(
             learner.module,

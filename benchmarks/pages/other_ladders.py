@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pvg.bench.profile import Profile, known_profiles, read_profile
+from pvg.bench.profile import Profile, read_profile
 from pvg.bench.report import BenchReport
+from pvg.config.load import known_files
 
 # Switches that were removed with their slow side, because no report showed a significant difference end to end.
 REMOVED = frozenset(
@@ -95,7 +96,7 @@ def spelled_out(label: str, *, value_only: bool = False) -> str:
 def outdated(reports: Mapping[str, BenchReport]) -> Iterator[str]:
     """A line for each of them, `reports` by the name of their file. Profiles that are not pvg's are skipped: their
     files may be anywhere."""
-    shipped = known_profiles() | {path.stem: path for path in DEVELOPERS.glob("*.toml")}
+    shipped = known_files("profiles") | {path.stem: path for path in DEVELOPERS.glob("*.toml")}
     for file, report in reports.items():
         if report.name not in shipped:
             continue

@@ -179,10 +179,11 @@ def _say_precision(settings: BenchSettings) -> None:
 
 
 def _list_profiles(as_json: bool) -> None:
-    from pvg.bench.profile import known_profiles, read_profile
+    from pvg.bench.profile import read_profile
+    from pvg.config.load import known_files
     from pvg_cli.output import names_table, stdout
 
-    paths = known_profiles()
+    paths = known_files("profiles")
     profiles = {name: read_profile(path) for name, path in paths.items()}
     if as_json:
         emit(

@@ -79,6 +79,14 @@ ExperimentArgument = Annotated[
         autocompletion=completion.experiments,
     ),
 ]
+ExperimentOrDefault = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="NAME|FILE",
+        help="An experiment in ./experiments or of pvg, or a TOML file. Default: modchain.",
+        autocompletion=completion.experiments,
+    ),
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -104,6 +112,10 @@ RunNameOption = Annotated[
 RunsOption = Annotated[Path, typer.Option("--runs", metavar="FOLDER", help="The folder that contains the runs.")]
 RoundOption = Annotated[
     int, typer.Option("--round", metavar="N", help="A finished round, counted from 0. -1: the last.")
+]
+HostOption = Annotated[
+    str,
+    typer.Option("--host", metavar="ADDRESS", help="The address to bind to. 0.0.0.0 opens the server to the network."),
 ]
 MetricsPortOption = Annotated[
     int | None,

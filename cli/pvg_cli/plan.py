@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pvg_cli import completion
-from pvg_cli.boundary import DebugOption, JsonOption, RunsOption, SetOption, emit, guarded, say
+from pvg_cli.boundary import DebugOption, ExperimentOrDefault, JsonOption, RunsOption, SetOption, emit, guarded, say
 
 if TYPE_CHECKING:
     from pvg.planning.plan import ExperimentPlan
@@ -22,14 +22,7 @@ def register(app: typer.Typer) -> None:
 @guarded
 def plan(
     *,
-    experiment: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="NAME|FILE",
-            help="An experiment in ./experiments or of pvg, or a TOML file. Default: modchain.",
-            autocompletion=completion.experiments,
-        ),
-    ] = None,
+    experiment: ExperimentOrDefault = None,
     overrides: SetOption = None,
     workers: Annotated[
         int | None,

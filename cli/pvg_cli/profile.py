@@ -12,6 +12,7 @@ from pvg_cli import completion
 from pvg_cli.boundary import (
     EXIT_STOPPED,
     DebugOption,
+    ExperimentOrDefault,
     JsonOption,
     RunsOption,
     SetOption,
@@ -37,14 +38,7 @@ def register(app: typer.Typer) -> None:
 @guarded
 def profile(
     *,
-    experiment: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="NAME|FILE",
-            help="An experiment in ./experiments or of pvg, or a TOML file. Default: modchain.",
-            autocompletion=completion.experiments,
-        ),
-    ] = None,
+    experiment: ExperimentOrDefault = None,
     stage: Annotated[
         str | None,
         typer.Option("--stage", metavar="STAGE", help="rollout, trainer, or e2e (whole steps). Default: e2e."),

@@ -13,6 +13,7 @@ from pvg_cli import completion
 from pvg_cli.boundary import (
     EXIT_STOPPED,
     DebugOption,
+    HostOption,
     JsonOption,
     RoundOption,
     RunsOption,
@@ -72,12 +73,7 @@ def serve(
     port: Annotated[
         int, typer.Option("--port", min=0, max=65535, help="The port of the server. With --player, 0: any free one.")
     ] = 8000,
-    host: Annotated[
-        str,
-        typer.Option(
-            "--host", metavar="ADDRESS", help="The address to bind to. 0.0.0.0 opens the server to the network."
-        ),
-    ] = "127.0.0.1",
+    host: HostOption = "127.0.0.1",
     log: Annotated[
         Path | None,
         typer.Option(

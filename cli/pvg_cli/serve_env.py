@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pvg_cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, SetOption, emit, emit_error, guarded, say
+from pvg_cli.boundary import (
+    EXIT_STOPPED,
+    DebugOption,
+    HostOption,
+    JsonOption,
+    SetOption,
+    emit,
+    emit_error,
+    guarded,
+    say,
+)
 from pvg_cli.serve import stop_serving_at_signals
 
 if TYPE_CHECKING:
@@ -32,12 +42,7 @@ def serve_env(
     ],
     overrides: SetOption = None,
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="The port of the server.")] = 8010,
-    host: Annotated[
-        str,
-        typer.Option(
-            "--host", metavar="ADDRESS", help="The address to bind to. 0.0.0.0 opens the server to the network."
-        ),
-    ] = "127.0.0.1",
+    host: HostOption = "127.0.0.1",
     sessions: Annotated[
         int, typer.Option("--sessions", min=1, max=10_000, help="The most sessions at once. More are refused.")
     ] = 64,

@@ -139,10 +139,11 @@ def _command(
 
 
 def _list(as_json: bool) -> None:
-    from pvg.study.plan import known_studies, read_study
+    from pvg.config.load import known_files
+    from pvg.study.plan import read_study
     from pvg_cli.output import names_table, stdout
 
-    paths = known_studies()
+    paths = known_files("studies")
     if as_json:
         emit({"studies": [{"name": name, "path": str(path), **_about(path)} for name, path in paths.items()]})
     else:

@@ -19,6 +19,7 @@ from pvg_cli.boundary import (
     ClusterOption,
     DebugOption,
     ExperimentArgument,
+    ExperimentOrDefault,
     JsonOption,
     MetricsPortOption,
     RunNameOption,
@@ -65,15 +66,7 @@ def register(app: typer.Typer) -> None:
 
 @guarded
 def train(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="NAME|FILE",
-            help="An experiment in ./experiments or of pvg, or a TOML file. Default: modchain.",
-            show_default=False,
-            autocompletion=completion.experiments,
-        ),
-    ] = None,
+    name: ExperimentOrDefault = None,
     overrides: SetOption = None,
     run_name: RunNameOption = None,
     resume: Annotated[

@@ -141,18 +141,9 @@ class BenchSettings:
         )
 
 
-def find_profile(name: str, directory: Path = Path("profiles")) -> Path:
+def find_profile(name: str) -> Path:
     """The file of a profile: `name` is a path, a name in ./profiles, or the name of a profile that comes with pvg."""
-    return find_named("profile", name, [directory, *shipped_directories("profiles")])
-
-
-def known_profiles(directory: Path = Path("profiles")) -> dict[str, Path]:
-    """All profiles by name. A file in ./profiles replaces pvg's profile of the same name."""
-    found: dict[str, Path] = {}
-    for place in [directory, *shipped_directories("profiles")]:
-        for path in sorted(place.glob("*.toml")):
-            found.setdefault(path.stem, path)
-    return found
+    return find_named("profile", name, [Path("profiles"), *shipped_directories("profiles")])
 
 
 def read_profile(path: Path) -> Profile:

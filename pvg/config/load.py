@@ -68,6 +68,15 @@ def shipped_directories(kind: str = "experiments") -> list[Path]:
     return [place for place in (package / f"_{kind}", package.parent / kind) if place.is_dir()]
 
 
+def known_files(kind: str) -> dict[str, Path]:
+    """The TOML files in ./KIND, then those shipped with pvg, by name. The first file of a name hides the others."""
+    found: dict[str, Path] = {}
+    for place in [Path(kind), *shipped_directories(kind)]:
+        for path in sorted(place.glob("*.toml")):
+            found.setdefault(path.stem, path)
+    return found
+
+
 def embedded_names() -> list[str]:
     """The names of the models that come with pvg."""
     return sorted(path.parent.name for path in EMBEDDED.glob("*/model.safetensors"))

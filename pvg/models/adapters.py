@@ -5,8 +5,6 @@
     learner.weights()            # the whole model's tensors with adapters merged in: W + (alpha / rank) B A
     learner.adapter()            # only the adapters, as peft saves them and vLLM loads them
 
-    shared = attach_adapters(base, rank=16, alpha=16.0, seed=7, shared=True)   # uses base's weights without a copy
-
 Adapters are never switched on and off. A model with adapters is a separate tree of modules over the frozen weights, and
 the model without them is another tree over the same weights, which are in memory once. Each forward pass goes through
 one tree, so threads do not affect each other. With adapters for prover and verifier there are three trees.
@@ -45,21 +43,19 @@ def attach_adapters(
     alpha: float,
     seed: int,
     *,
-    shared: bool = False,
     section: Literal["training", "verifier"] = "training",
 ) -> AdaptedModel:
     """Attach adapters to all linear layers of `model` except the output head. The caller closes the result.
 
-    By default it copies the weights and leaves `model` unchanged. With `shared` it uses the weights of `model`, which
-    then require no gradient and must not change while the result is open. Error messages name the settings of
-    `section`. Raises MissingRequirementError without peft. Raises ConfigurationError if the rank is above the smallest
-    side of a layer, the model has no such layers, or one of them is tied to another weight.
+    The result uses the weights of `model`, which then require no gradient and must not change while it is open. Error
+    messages name the settings of `section`. Raises MissingRequirementError without peft. Raises ConfigurationError if
+    the rank is above the smallest side of a layer, the model has no such layers, or one of them is tied to another
+    weight.
     """
     peft = _peft(section)
     layers = tuple(_linear_layers(model.module))
     _check(model, rank, section)
-    frozen = model.module if shared else copy.deepcopy(model.module)
-    module = _on_the_same_weights(frozen)
+    module = _on_the_same_weights(model.module)
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=alpha,
@@ -72,7 +68,7 @@ def attach_adapters(
     )
     with torch.random.fork_rng(devices=[]):  # peft draws random weights, which are replaced below
         module = peft.inject_adapter_in_model(config, module, KEY)
-    return AdaptedModel(module, frozen, model, layers, _plain_config(config), seed, shared=shared)
+    return AdaptedModel(module, model, layers, _plain_config(config), seed)
 
 
 def _on_the_same_weights(module: PreTrainedModel) -> PreTrainedModel:
@@ -88,18 +84,14 @@ class AdaptedModel(LanguageModel):
     def __init__(
         self,
         module: PreTrainedModel,
-        frozen: PreTrainedModel,
         model: LanguageModel,
         layers: tuple[str, ...],
         config: Mapping[str, object],
         seed: int,
-        *,
-        shared: bool,
     ) -> None:
-        """`module` has adapters on the weights of `frozen`, which come from `model`."""
+        """`module` has adapters on the weights of `model`."""
         super().__init__(module, model.tokenizer, model.name)
-        self._frozen: PreTrainedModel | None = frozen
-        self._shared = shared
+        self._frozen: PreTrainedModel | None = model.module
         self._layers = layers
         self._config = config
         self._seed = seed
@@ -132,12 +124,13 @@ class AdaptedModel(LanguageModel):
         return LowRankAdapter(tensors, self._config)
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy `tensors` into the frozen model and reset the adapters. Shared weights accept only equal tensors;
-        otherwise raises ConfigurationError."""
-        if self._shared:
-            self._check_unchanged(tensors)
-        else:
-            super().load_weights(tensors)
+        """Reset the adapters. Raises ConfigurationError if `tensors` differ from the weights of the model, which it
+        shares."""
+        weights, first_names = self._named_weights()
+        for name, tensor in tensors.items():
+            first = first_names.get(name)
+            if first is None or tensor.shape != weights[first].shape or not torch.equal(weights[first], tensor):
+                raise self._misfit(f"shares its weights with another model, and {name!r} would change them")
         self._start_over()
 
     def load_adapter(self, adapter: LowRankAdapter) -> None:
@@ -167,13 +160,6 @@ class AdaptedModel(LanguageModel):
         del module.peft_config
         module.requires_grad_(True)
         return LanguageModel(module if dtype is None else module.to(dtype), self.tokenizer, self.name)
-
-    def _check_unchanged(self, tensors: Mapping[str, Tensor]) -> None:
-        weights, first_names = self._named_weights()
-        for name, tensor in tensors.items():
-            first = first_names.get(name)
-            if first is None or tensor.shape != weights[first].shape or not torch.equal(weights[first], tensor):
-                raise self._misfit(f"shares its weights with another model, and {name!r} would change them")
 
     def _save_module(self, directory: Path) -> None:
         with self.copy() as merged:

@@ -67,7 +67,7 @@ def _prover(base: LanguageModel, tensors: Mapping[str, Tensor]) -> LanguageModel
 def _verifier(saved: SavedPlayer, base: LanguageModel, tensors: Mapping[str, Tensor]) -> LanguageModel:
     adapters, start = saved.experiment.verifier.adapters, base
     if adapters.kind != "none":
-        start = attach_adapters(base, adapters.rank, adapters.alpha, seed=0, shared=True, section="verifier")
+        start = attach_adapters(base, adapters.rank, adapters.alpha, seed=0, section="verifier")
     weights = dict(start.module.named_parameters())
     own = {name.removeprefix(BACKBONE): tensor for name, tensor in tensors.items() if name.startswith(BACKBONE)}
     if not own or any(name not in weights or weights[name].shape != tensor.shape for name, tensor in own.items()):

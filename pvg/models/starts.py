@@ -35,7 +35,7 @@ def open_learner(players: BaseProver, round_: int) -> LanguageModel:
     if adapters.kind == "none":
         return players.base.copy()
     seed = seed_for(experiment.seed, round_, "adapters")
-    return attach_adapters(players.base, adapters.rank, adapters.alpha, seed, shared=True)
+    return attach_adapters(players.base, adapters.rank, adapters.alpha, seed)
 
 
 def open_verifier(
@@ -75,4 +75,4 @@ def verifier_is_on_base(experiment: Experiment) -> bool:
 
 def _with_adapters(section: Verifier, start: LanguageModel, seed: int) -> LanguageModel:
     adapters = section.adapters
-    return attach_adapters(start, adapters.rank, adapters.alpha, seed, shared=True, section="verifier")
+    return attach_adapters(start, adapters.rank, adapters.alpha, seed, section="verifier")

@@ -57,10 +57,6 @@ class LostWork:
     waiting: int = 0
     cancelled: int = 0
 
-    @property
-    def rollouts(self) -> int:
-        return self.on_arrival + self.waiting + self.cancelled
-
 
 class SimulatedGroups:
     """Begins groups and hands out batches. `at` schedules a call; `came` is called when a group arrives."""

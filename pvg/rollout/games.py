@@ -121,7 +121,6 @@ class _Hall(Generic[S]):
     policy: Dispatcher
     call: SampleCall
     encode: Callable[[str], Int32]
-    role: Role
     seats: Sequence[str]
     bounds: dict[int, asyncio.Semaphore] = field(default_factory=dict)
 
@@ -154,9 +153,9 @@ class _Hall(Generic[S]):
         self, table: _Table[S], seat: str, dispatcher: Dispatcher, bound: asyncio.Semaphore, batch: int
     ) -> SeatDecision[S]:
         game, call, state = self.game, self.call, table.states[-1]
-        prompt = game.prompt(state, seat, self.role)
+        prompt = game.prompt(state, seat, Role.HELPFUL)
         problem = replace(table.start.problem, question=prompt)
-        order = GroupOrder(problem, self.role, self.encode(prompt), table.number, 1)
+        order = GroupOrder(problem, Role.HELPFUL, self.encode(prompt), table.number, 1)
         rollout_id = f"{call.rollout_id(order, table.sample)}/{table.phase:03d}-{seat}"
         seed = request_seed(call.seed, table.number, table.sample, 1 + self._turn(table, seat))
         request = GenerationRequest(rollout_id, order.prompt_ids, dispatcher.sampling, seed, group=table.number)
@@ -242,7 +241,6 @@ async def play_games(
     encode: Callable[[str], Int32],
     forks: Fork | Sequence[Fork] = WHOLE_GAME,
     opponents: Sequence[Mapping[str, Opponent]] | None = None,
-    role: Role = Role.HELPFUL,
     in_step: bool = True,
 ) -> list[list[PlayedGame[S]]]:
     """Play the continuations of each start: `forks[n].samples` games for `starts[n]`.
@@ -259,7 +257,7 @@ async def play_games(
         raise ValueError("play_games needs one fork and one mapping of opponents for each start")
     _check_scripts(game, against)
     seats = list(game.values(starts[0].state)) if starts else []
-    hall = _Hall(game, dispatcher, call, encode, role, seats)
+    hall = _Hall(game, dispatcher, call, encode, seats)
     tables = [
         _Table(start, number, against[number], [start.state], until=each[number].warmup, waits_for=each[number].seat)
         for number, start in enumerate(starts)

@@ -1,6 +1,6 @@
 """Preference pairs as views: two row numbers of one problem, drawn on demand and never stored.
 
-    view = PairView(shards, infos, drop=functools.partial(is_held_out, share=0.1))
+    view = PairView(shards, infos, keep=lambda problem_id: not is_held_out(problem_id, 0.1))
     stream = PairStream(view, {"base": 0.5, "round-000": 0.5}, seed=7)
     pairs = stream.draw(step=12, n=64)
     rows = view.rows(pairs.correct_rows_M)
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,8 +31,6 @@ from pvg.store.shards import RolloutShards, ShardInfo
 Int64 = NDArray[np.int64]
 Int16 = NDArray[np.int16]
 Bool = NDArray[np.bool_]
-
-ProblemFilter = Callable[[str], bool] | Collection[str]
 
 # Part of the random seeds, so that pairs, single rows and problems of one step are drawn independently.
 PAIR_DRAWS, SINGLE_DRAWS, PROBLEM_DRAWS = 0, 1, 2
@@ -67,9 +65,9 @@ class PairView:
     row, opening verifies its labels and the first reading of a row its solution.
 
     Row numbers count the rows of `infos` and then of `more`, in their order, before any filter. So they mean the same
-    under every filter. `keep` and `drop` select problems by id: a predicate or a collection of ids. Arrays over the R
-    selected rows: `rows_R` int64 row numbers, `correct_R` bool, `problems_R` int32 and `sources_R` int16 indices into
-    `problem_ids` and `sources`. Raises DamagedFileError.
+    under every filter. `keep` selects problems by id. Arrays over the R selected rows: `rows_R` int64 row numbers,
+    `correct_R` bool, `problems_R` int32 and `sources_R` int16 indices into `problem_ids` and `sources`. Raises
+    DamagedFileError.
     """
 
     def __init__(
@@ -77,9 +75,7 @@ class PairView:
         shards: RolloutShards,
         infos: Sequence[ShardInfo],
         *,
-        keep: ProblemFilter | None = None,
-        drop: ProblemFilter | None = None,
-        include_malformed: bool = True,
+        keep: Callable[[str], bool] = lambda _: True,
         more: Sequence[MappedSolutions] = (),
     ) -> None:
         self._shards: list[MappedSolutions] = [*(shards.solutions(info) for info in infos), *more]
@@ -87,9 +83,7 @@ class PairView:
         self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)], dtype=np.int64)
         problems_R, self.problem_ids = _shared_codes(batches, "problem_id")
         sources_R, self.sources = _shared_codes(batches, "source")
-        kept_R = _chosen(self.problem_ids, keep, drop)[problems_R]
-        if not include_malformed:
-            kept_R &= _flags(batches, "well_formed")
+        kept_R = np.array([keep(name) for name in self.problem_ids], np.bool_)[problems_R]
         self.rows_R = np.flatnonzero(kept_R).astype(np.int64)
         self.problems_R, self.sources_R = problems_R[kept_R], sources_R[kept_R].astype(np.int16)
         self.correct_R = _flags(batches, "correct")[kept_R]
@@ -373,17 +367,3 @@ def _flags(batches: Sequence[pa.RecordBatch], name: str) -> Bool:
     return np.concatenate(
         [np.empty(0, np.bool_), *(batch.column(name).to_numpy(zero_copy_only=False) for batch in batches)]
     )
-
-
-def _chosen(problem_ids: Sequence[str], keep: ProblemFilter | None, drop: ProblemFilter | None) -> Bool:
-    """Whether the filters select each problem, by problem index."""
-    kept, dropped = _predicate(keep, when_absent=True), _predicate(drop, when_absent=False)
-    return np.array([kept(name) and not dropped(name) for name in problem_ids], np.bool_)
-
-
-def _predicate(chosen: ProblemFilter | None, *, when_absent: bool) -> Callable[[str], bool]:
-    if chosen is None:
-        return lambda _: when_absent
-    if callable(chosen):
-        return chosen
-    return frozenset(chosen).__contains__

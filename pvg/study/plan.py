@@ -299,18 +299,9 @@ class StudyPlan:
 # --- reading -----------------------------------------------------------------------------------------------------
 
 
-def known_studies(directory: Path = Path("studies")) -> dict[str, Path]:
-    """All studies by name. A file in ./studies replaces pvg's study of the same name."""
-    found: dict[str, Path] = {}
-    for place in [directory, *shipped_directories("studies")]:
-        for path in sorted(place.glob("*.toml")):
-            found.setdefault(path.stem, path)
-    return found
-
-
-def find_study(name: str, directory: Path = Path("studies")) -> Path:
+def find_study(name: str) -> Path:
     """The file of a study: `name` is a path, a name in ./studies, or the name of a study that comes with pvg."""
-    return find_named("study", name, [directory, *shipped_directories("studies")])
+    return find_named("study", name, [Path("studies"), *shipped_directories("studies")])
 
 
 def load_study(

@@ -129,9 +129,9 @@ def corrected_mean(total: float, weight: float) -> float:
     return total / weight if weight > 0.0 else float("nan")
 
 
-def updated(total: float, weight: float, value: float, decay: float = DECAY) -> tuple[float, float]:
+def updated(total: float, weight: float, value: float) -> tuple[float, float]:
     """total <- d total + (1 - d) value, weight <- d weight + (1 - d), which is 1 - d^n after n values from (0, 0)."""
-    return decay * total + (1.0 - decay) * value, decay * weight + (1.0 - decay)
+    return DECAY * total + (1.0 - DECAY) * value, DECAY * weight + (1.0 - DECAY)
 
 
 def means_of_others(rewards_N: Float64) -> Float64:
@@ -163,8 +163,7 @@ class RoleBaseline:
       not depend on the row's own reward, so it adds no bias. A single row has an advantage of 0.
     """
 
-    def __init__(self, decay: float = DECAY) -> None:
-        self._decay = decay
+    def __init__(self) -> None:
         self._averages: dict[Role, tuple[float, float]] = {}  # total, weight
 
     def value(self, role: Role) -> float:
@@ -183,7 +182,7 @@ class RoleBaseline:
             known = role in self._averages
             baselines_N[rows_N] = self.value(role) if known else means_of_others(paid_N[rows_N])
             before = self._averages.get(role, (0.0, 0.0))
-            self._averages[role] = updated(*before, float(paid_N[rows_N].mean()), self._decay)
+            self._averages[role] = updated(*before, float(paid_N[rows_N].mean()))
         return baselines_N
 
     # --- resuming ----------------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ import pytest
 from bench_runs import load_profile
 from tiny_workload import PROFILE, Settings, write_profile
 
-from pvg.bench.profile import known_profiles, workload_settings
+from pvg.bench.profile import workload_settings
 from pvg.bench.workloads import WORKLOADS, make_workload
-from pvg.config.load import find_experiment, load_experiment, shipped_directories
+from pvg.config.load import find_experiment, known_files, load_experiment, shipped_directories
 from pvg.errors import ConfigurationError, PvgError, UsageError
 
 
@@ -117,7 +117,7 @@ def test_a_file_may_lie_anywhere(folder: Path) -> None:
 
 
 def test_a_profile_of_this_folder_hides_the_shipped_one_of_its_name(folder: Path) -> None:
-    shipped = known_profiles()
+    shipped = known_files("profiles")
     assert shipped["tiny"] == Path("profiles/tiny.toml")
     other = next(name for name in shipped if name != "tiny")
     write_profile(folder, name=other)

@@ -53,7 +53,6 @@ def test_fresh_adapters_change_nothing(model: LanguageModel) -> None:
     assert list(adapted.weights()) == list(model.weights())
     assert torch.equal(logits(adapted.module), logits(model.module))
     assert model.fingerprint() == before
-    assert all(parameter.requires_grad for parameter in model.module.parameters())
 
 
 def test_merged_weights_are_what_the_forward_pass_computes(model: LanguageModel) -> None:
@@ -171,8 +170,6 @@ def test_loading_weights_starts_the_adapters_over(model: LanguageModel) -> None:
     assert adapted.fingerprint() == model.fingerprint()
     for name, tensor in adapted.adapter().tensors.items():
         assert torch.equal(tensor, fresh.adapter().tensors[name])
-    with pytest.raises(ConfigurationError, match="has no weight 'nonsense'"):
-        adapted.load_weights({**model.weights(), "nonsense": torch.zeros(1)})
 
 
 def test_closing_frees_the_weights() -> None:

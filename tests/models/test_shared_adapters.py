@@ -36,13 +36,13 @@ def moved(parameters: Iterable[Tensor], seed: int) -> None:
 
 def adapters(model: LanguageModel, seed: int) -> AdaptedModel:
     """On the weights of `model`, as after some training."""
-    found = attach_adapters(model, RANK, ALPHA, seed, shared=True)
+    found = attach_adapters(model, RANK, ALPHA, seed)
     moved((p for p in found.module.parameters() if p.requires_grad), seed)
     return found
 
 
-def judge(head: str, base: LanguageModel, seed: int, *, shared: bool = True) -> VerifierModel:
-    adapted = attach_adapters(base, RANK, ALPHA, seed, shared=shared, section="verifier")
+def judge(head: str, base: LanguageModel, seed: int) -> VerifierModel:
+    adapted = attach_adapters(base, RANK, ALPHA, seed, section="verifier")
     verifier = build_verifier(Verifier(head=head), adapted)  # type: ignore[arg-type]
     moved(verifier.trainable_state().values(), seed)
     return verifier
@@ -79,7 +79,7 @@ def test_no_forward_pass_sees_anothers_adapters() -> None:
     plain = logits(isolated.module)
     prover, verifier = adapters(base, 1), judge("implicit", base, 2)
     prover_alone = adapters(isolated.copy(), 1)
-    verifier_alone = judge("implicit", isolated, 2, shared=False)
+    verifier_alone = judge("implicit", isolated, 2)
     expected = logits(prover_alone.module)
     assert (expected - plain).abs().max() > 0.1
     rows = inputs(6)
@@ -128,7 +128,7 @@ def test_what_is_saved_of_a_verifier_is_its_adapters_and_its_head(head: str) -> 
     assert {name for name in state if ".lora_" not in name} == heads_own[head]
     assert sum(".lora_" in name for name in state) == 2 * 2 * 7  # A and B of seven layers in two blocks
     again = build_verifier(  # type: ignore[arg-type]
-        Verifier(head=head), attach_adapters(base, RANK, ALPHA, 77, shared=True)
+        Verifier(head=head), attach_adapters(base, RANK, ALPHA, 77)
     )
     again.load_trainable_state(state)
     assert again.version() == verifier.version()
@@ -140,7 +140,7 @@ def test_what_is_saved_of_a_verifier_is_its_adapters_and_its_head(head: str) -> 
 def test_fresh_adapters_of_a_verifier_score_every_solution_zero(head: str) -> None:
     base = language(head)
     verifier = build_verifier(  # type: ignore[arg-type]
-        Verifier(head=head), attach_adapters(base, RANK, ALPHA, 0, shared=True)
+        Verifier(head=head), attach_adapters(base, RANK, ALPHA, 0)
     )
     with torch.no_grad():
         assert verifier(*inputs(4)).abs().max() < 1e-5

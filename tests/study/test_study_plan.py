@@ -9,10 +9,10 @@ import pytest
 from study_samples import SMALL, finish, small
 
 from pvg.bench.profile import find_profile, read_profile
-from pvg.config.load import find_experiment
+from pvg.config.load import find_experiment, known_files
 from pvg.errors import ConfigurationError, UsageError
 from pvg.study.measures import MEASURES
-from pvg.study.plan import find_study, known_studies, load_study
+from pvg.study.plan import find_study, load_study
 
 
 def test_a_study_is_arms_times_seeds_seed_by_seed() -> None:
@@ -95,7 +95,7 @@ def test_a_study_goes_on_with_the_threads_it_began_with(monkeypatch: pytest.Monk
 
 
 def test_shipped_studies_are_valid_and_named_after_their_file() -> None:
-    found = known_studies()
+    found = known_files("studies")
     assert {"quick", "published-shape", "robust"} <= found.keys()
     for name, path in found.items():
         plan = load_study(str(path))

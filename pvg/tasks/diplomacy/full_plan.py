@@ -90,12 +90,6 @@ class DiplomacyPlan:
         note = f"false claim in step {judgement.false.step + 1}: {judgement.reason}"
         return Grade(False, True, answer, f"{note} (sampled)" if judgement.sampled else note)
 
-    def refutation(self, problem: Problem, completion: str) -> Mapping[int, Order] | None:
-        """The reply that refutes the first false claim: province of a unit -> its order; other units hold. None if no
-        reply is needed or none was found."""
-        judgement = self._read_and_judged(problem, completion)[1]
-        return judgement.reply if judgement is not None else None
-
     def steps(self, completion: str) -> list[tuple[int, int]]:
         """The claims; a text without one has no steps."""
         return [

@@ -52,13 +52,11 @@ class ClaimedPlan:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """`false`: the first claim that is false, None if no reply refutes a claim. `reply`: the orders that refute it,
-    None if the plan's own orders do; `reason` says how. `tried`: the number of replies that were tried. `sampled`:
-    these were not all that can matter, so the plan is not proven."""
+    """`false`: the first claim that is false, None if no reply refutes a claim; `reason` says why it is. `tried`: the
+    number of replies that were tried. `sampled`: these were not all that can matter, so the plan is not proven."""
 
     false: Claim | None
     reason: str
-    reply: Mapping[int, Order] | None
     tried: int
     sampled: bool
 
@@ -159,11 +157,11 @@ def judge(
                 first, reply = number, orders
                 break
     if first == len(plan.claims):
-        return Judgement(None, "", None, tried, sampled)
+        return Judgement(None, "", tried, sampled)
     if reply is not None:
         written = "; ".join(write(board, order) for order in reply.values())
         reason = f"refuted by {written}" if written else "refuted even if the others hold"
-    return Judgement(plan.claims[first], reason, reply, tried, sampled)
+    return Judgement(plan.claims[first], reason, tried, sampled)
 
 
 def _own_fault(board: Board, claim: Claim, strength: int, moves: bool) -> str:
