@@ -214,6 +214,7 @@ MEASURES: dict[str, Callable[[dict[str, Any]], float | None]] = {
     "AUC, next prover": lambda row: row["auc_next"],
     "flaws accepted, next prover's": lambda row: row["fooled_next"],
     "flaws accepted, attackers'": lambda row: _mean(a["accepted"] for a in row["attacks"] if "accepted" in a),
+    "AUC, attackers' flaws": lambda row: _mean(a["auc_attacker"] for a in row["attacks"] if "accepted" in a),
     "attacks that succeed": lambda row: _mean(a["status"] == "found" for a in row["attacks"] if "accepted" in a),
 }
 
