@@ -20,6 +20,7 @@ from pvg.config.load import (
     differences,
     find_experiment,
     load_experiment,
+    nearest_key,
     parse_override,
     shipped_directories,
     valid_keys,
@@ -200,10 +201,27 @@ def test_an_unknown_key_gets_the_nearest_valid_one_and_its_origin(tmp_path: Path
     assert f"(--set {key}=3)" in error.message
 
 
-def test_the_names_of_other_libraries_lead_to_valid_keys() -> None:
-    leaves = {key.split(".", 1)[-1] for key in valid_keys()}
-    assert set(NAMES_ELSEWHERE.values()) <= leaves
-    assert not set(NAMES_ELSEWHERE) & leaves
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("lr", "training.learning_rate"),
+        ("optimizer.lr", "training.learning_rate"),
+        ("verifier.lr", "verifier.learning_rate"),
+        ("training.batch_size", "training.groups"),
+        ("rollout.batch_size", "training.groups"),
+        ("num_generations", "rollout.group_size"),
+        ("beta", "training.kl.coefficient"),
+        ("verifier.beta", "verifier.head.beta"),
+    ],
+)
+def test_the_names_of_other_libraries_lead_to_pvgs(typed: str, hint: str) -> None:
+    assert nearest_key(typed) == hint
+
+
+@pytest.mark.parametrize("name", NAMES_ELSEWHERE)
+def test_a_name_of_another_library_has_a_hint_in_every_section(name: str) -> None:
+    for section in ("", "game.", "rollout.", "a.b."):
+        assert nearest_key(section + name) in valid_keys()
 
 
 def test_a_number_in_place_of_a_table_is_explained(tmp_path: Path) -> None:

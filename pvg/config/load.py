@@ -375,11 +375,11 @@ def nearest_key(key: str) -> str | None:
     """The valid key or section closest to `key`: by what other libraries call it, by the whole key, or by its last
     part."""
     keys = valid_keys()
-    section, _, last = key.rpartition(".")
+    last = key.rpartition(".")[2]
     if name := NAMES_ELSEWHERE.get(last):
-        wanted = f"{section or 'training'}.{name}"
-        same = [k for k in keys if k.endswith(f".{name}")]
-        return max(same, key=lambda k: difflib.SequenceMatcher(None, wanted, k).ratio())
+        same = [k for k in keys if k.endswith((f".{last}", f".{name}"))]
+        places = (f"{key.partition('.')[0]}.", "training.", "")
+        return next(k for place in places for k in same if k.startswith(place))
     if (in_training := f"training.{key}") in keys:
         return in_training
     sections = {".".join(parts[:end]) for parts in (k.split(".") for k in keys) for end in range(1, len(parts))}

@@ -294,7 +294,7 @@ def write_results(path: Path, results: StudyResults) -> None:
 
 def csv_text(results: StudyResults) -> str:
     """Every value of every seed as CSV. `round` is empty for a measure of the whole run. `censored` is 1 if the value
-    is only known to be above the number."""
+    was not found within its limit."""
     versions = {(cell.arm, cell.seed): cell.code_version for cell in results.cells}
     by_round = {measure.name: measure.by_round for measure in results.measures}
     text = io.StringIO()
