@@ -95,6 +95,10 @@ def bench(
     warmup: Annotated[
         int | None, typer.Option("--warmup", min=0, help="Samples per variant that are taken first and not kept.")
     ] = None,
+    beside: Annotated[
+        int | None,
+        typer.Option("--beside", metavar="N", min=0, help="Keep cores busy with N other processes during the samples."),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", metavar="FILE", help="The file of the report. Default: bench/NAME-TIME.json."),
@@ -124,11 +128,12 @@ def bench(
         _list_profiles(as_json)
         return
     given = list(overrides or [])
-    given += [f"{key}={value}" for key, value in (("repeats", repeats), ("warmup", warmup)) if value is not None]
+    own = {"repeats": repeats, "warmup": warmup, "beside": beside}
+    given += [f"{key}={value}" for key, value in own.items() if value is not None]
     if tune:
         if sweep or ablate or replay or server or serve or interleave is not None:
             raise UsageError(
-                "--tune chooses its own variants.", "Use it with --set, --repeats, --warmup and --out only."
+                "--tune chooses its own variants.", "Use it with --set, --repeats, --warmup, --beside and --out only."
             )
         run_tune(profile, given, out, as_json)
         return

@@ -47,9 +47,11 @@ def headline_text(report: BenchReport) -> Text:
     seconds = sum(variant.budget.wall_s for variant in report.variants if variant.budget is not None)
     variants = "" if report.kind == "bench" else f"  {counted(len(report.variants), 'variant')}"
     interleaved = "  samples taken in turn" if report.config.get("interleave") else ""
+    busy = report.config["profile"].get("beside", 0)
+    beside = f"  beside {busy} busy process{'' if busy == 1 else 'es'}" if busy else ""
     return Text.assemble(
         (report.name, "bold"),
-        (f"  {report.kind}{variants}  {report.warmup} + {report.repeats} samples{interleaved}", QUIET),
+        (f"  {report.kind}{variants}  {report.warmup} + {report.repeats} samples{interleaved}{beside}", QUIET),
         (f"  {duration(seconds)} measured  " if seconds else "  ", QUIET),
         (report.status, "green" if report.status == "ok" else "red"),
     )

@@ -6,7 +6,7 @@
     mine = workload_settings(Settings, settings)        # inside a workload: the validated [workload] table
 
 pvg looks up a name in ./profiles first, then among its own profiles. A `key=value` override names a setting of the
-experiment, `workload.X`, `warmup` or `repeats`.
+experiment, `workload.X`, `warmup`, `repeats` or `beside`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from pvg.extensions import is_reference, split_reference
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.cpu import without_slow_bfloat16
 
-OWN_KEYS = ("warmup", "repeats")  # keys of a profile that --set may change
+OWN_KEYS = ("warmup", "repeats", "beside")  # keys of a profile that --set may change
+ABSENT_IF_EMPTY = ("sweep", "tune", "on_servers", "beside")  # keys that a report has only with a value
 WORKLOAD = "workload."
 
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
@@ -85,8 +86,8 @@ class Profile(Section):
     """A validated profile file. `headline` is the measure that tables compare. `profile` is the workload: one of pvg's
     by name, or `FILE.py:NAME`, a function in a user's file (pvg.bench.workloads).
 
-    `sweep` is measured by default. `interleave`: variants take turns by default. `on_servers`: the profile that
-    replaces this one if the engine is vLLM.
+    `beside`: the number of other processes that keep cores busy during all samples. `sweep` is measured by default.
+    `interleave`: variants take turns by default. `on_servers`: the profile that replaces this one for the vLLM engine.
     """
 
     profile: str
@@ -96,6 +97,7 @@ class Profile(Section):
     headline: str = "wall_s"
     warmup: Annotated[int, Field(ge=0)] = 1
     repeats: Count = 5
+    beside: Annotated[int, Field(ge=0)] = 0
     changes: dict[str, Any] = Field(default_factory=dict, alias="set")
     workload: dict[str, Any] = Field(default_factory=dict)
     ladder: tuple[Rung, ...] = Field(default=(), strict=False)
@@ -135,7 +137,7 @@ class BenchSettings:
     def plain(self) -> dict[str, Any]:
         """The resolved configuration of the profile and of the experiment, as JSON data."""
         profile = self.profile.model_dump(mode="json", by_alias=True) | {"workload": dict(self.workload)}
-        profile = {key: value for key, value in profile.items() if key not in ("sweep", "tune", "on_servers") or value}
+        profile = {key: value for key, value in profile.items() if key not in ABSENT_IF_EMPTY or value}
         return {"profile": profile, "experiment": self.experiment.plain()} | (
             {"replay": self.replay.name} if self.replay else {}
         )
@@ -216,7 +218,7 @@ def _refuse_unknown_section(change: SettingChange, profile: Profile) -> None:
     hint = nearest(change.key, [*OWN_KEYS, *(f"{WORKLOAD}{key}" for key in profile.workload), *valid_keys()])
     raise ConfigurationError(
         f"Unknown key {change.key!r} ({change.origin})." + (f" The nearest valid key is {hint!r}." if hint else ""),
-        f"Known: keys of the experiment, {WORKLOAD}X, {' and '.join(OWN_KEYS)}.",
+        f"Known: keys of the experiment, {WORKLOAD}X, {', '.join(OWN_KEYS)}.",
     )
 
 

@@ -33,6 +33,7 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from pvg.bench import servers
+from pvg.bench.busy import busy_processes
 from pvg.bench.planning import BenchPlan, Kind, PlannedVariant, is_served
 from pvg.bench.profile import BenchSettings
 from pvg.bench.report import BenchReport, Samples, TimeBudget, Variant, read_environment, torch_threads
@@ -258,11 +259,13 @@ def run_plan(
     environment = read_environment(experiment.telemetry.event_loop)
     trial = partial(_trial, plan, on_sample, _device_clock(plan.base, environment.gpu))
     infos: list[ServerInfo] = []
-    if plan.serve:
-        trials = _run_on_own_servers(plan, trial, infos, on_server)
-    else:
+    if not plan.serve:
         infos = _look_at_servers(plan)
-        trials = _run_interleaved(plan, trial) if plan.interleave else _run_one_by_one(plan, trial)
+    with busy_processes(profile.beside, limit_s=math.inf):
+        if plan.serve:
+            trials = _run_on_own_servers(plan, trial, infos, on_server)
+        else:
+            trials = _run_interleaved(plan, trial) if plan.interleave else _run_one_by_one(plan, trial)
     variants, works = _results(trials, plan.kind)
     reason = next(
         (f"{variant.label}: {variant.reason}".removeprefix(": ") for variant in variants if variant.reason), ""

@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import orjson
+import psutil
 import pytest
 from calling import pvg
 from tiny_workload import PROFILE, TinyWorkload, write_profile
@@ -95,6 +97,29 @@ def test_out_names_the_file_and_replaces_what_was_there(tiny: Path) -> None:
     assert read_report(tiny / "my report.json").repeats == 2
     assert reports() == []
     assert sorted(path.name for path in tiny.iterdir()) == ["my report.json", "profiles"]
+
+
+def test_beside_keeps_other_processes_busy_during_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+
+    def busy() -> list[psutil.Process]:
+        return [child for child in psutil.Process().children() if any("busy.py" in word for word in child.cmdline())]
+
+    class Counting(TinyWorkload):
+        async def sample(self, index: int) -> Mapping[str, float]:
+            found.append(len(busy()))
+            return await super().sample(index)
+
+    monkeypatch.setitem(WORKLOADS, "tiny", Counting)  # type: ignore[arg-type]
+    called = pvg("bench", "-p", "tiny", "--ablate", "--beside", "2")
+    assert called.code == 0, called.err
+    assert found == [2] * 12  # three variants, four samples each
+    assert "beside 2 busy processes" in called.out
+    assert not busy()
+    (path,) = reports()
+    assert read_report(path).config["profile"]["beside"] == 2
+    assert read_report(path).command.endswith("--set beside=2 --ablate")
+    assert "beside" not in pvg("bench", "-p", "tiny", "--json", "--repeats", "1").document["config"]["profile"]
 
 
 def test_a_sweep_prints_a_line_for_each_value() -> None:
