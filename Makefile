@@ -150,6 +150,7 @@ bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (20 minutes
 	  $(BIN)/pvg bench --profile benchmarks/$$profile.toml --out $(REPORTS)/$$profile.json || exit 1; done
 	for profile in data credit loop telemetry; do \
 	  $(BIN)/pvg bench --profile benchmarks/$$profile.toml --ablate --out $(REPORTS)/$$profile-ablation.json || exit 1; done
+	$(BIN)/pvg bench --profile e2e --ablate --beside 1 --out $(REPORTS)/e2e-busy-ablation.json
 	$(BIN)/pvg bench --profile benchmarks/cluster.toml --out $(REPORTS)/cluster.json
 	$(BIN)/pvg bench --profile rollout-stream --sweep rollout.engine.batching=continuous,whole --interleave \
 	  -s models.threads=1 --out $(REPORTS)/rollout-stream-one-thread.json

@@ -36,7 +36,7 @@ from benchmarks.pages.reference_figures import reference_lines
 from benchmarks.pages.scaling_tables import PROFILE as SCALING
 from benchmarks.pages.scaling_tables import scaling_lines
 from benchmarks.pages.targets import target_lines
-from pvg.bench.compare import VariantGain, gains, headline_of
+from pvg.bench.compare import VariantGain, beside_text, gains, headline_of
 from pvg.bench.report import BenchReport, MachineInfo, Samples, Variant, read_report
 from pvg.bench.statistics import median
 from pvg.errors import PvgError, UsageError
@@ -115,10 +115,12 @@ def servers_text(servers: dict[str, Any]) -> str:
 
 def title(report: BenchReport) -> str:
     if report.kind == "bench":
-        return "Measures"
-    if report.kind == "ablation":
-        return "Gain of each switch"
-    return f"By {report.variants[0].label.partition('=')[0]}"
+        what = "Measures"
+    elif report.kind == "ablation":
+        what = "Gain of each switch"
+    else:
+        what = f"By {report.variants[0].label.partition('=')[0]}"
+    return ", ".join(part for part in (what, beside_text(report)) if part)
 
 
 def measure_lines(variant: Variant) -> Iterator[str]:

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from pvg.bench.compare import VariantGain, gains, headline_of
+from pvg.bench.compare import VariantGain, beside_text, gains, headline_of
 from pvg.bench.report import BenchReport, Samples, Variant
 from pvg.bench.statistics import RatioInterval, median
 from pvg.bench.workloads import WALL
@@ -47,8 +47,7 @@ def headline_text(report: BenchReport) -> Text:
     seconds = sum(variant.budget.wall_s for variant in report.variants if variant.budget is not None)
     variants = "" if report.kind == "bench" else f"  {counted(len(report.variants), 'variant')}"
     interleaved = "  samples taken in turn" if report.config.get("interleave") else ""
-    busy = report.config["profile"].get("beside", 0)
-    beside = f"  beside {busy} busy process{'' if busy == 1 else 'es'}" if busy else ""
+    beside = f"  {beside_text(report)}" if beside_text(report) else ""
     return Text.assemble(
         (report.name, "bold"),
         (f"  {report.kind}{variants}  {report.warmup} + {report.repeats} samples{interleaved}{beside}", QUIET),

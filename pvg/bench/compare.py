@@ -51,6 +51,12 @@ def interleaved(report: BenchReport) -> bool:
     return bool(report.config.get("interleave"))
 
 
+def beside_text(report: BenchReport) -> str:
+    """What else the machine did: "beside 1 busy process"; "" if the report's profile asked for nothing."""
+    busy = report.config["profile"].get("beside", 0)
+    return f"beside {busy} busy process{'' if busy == 1 else 'es'}" if busy else ""
+
+
 def headline_of(report: BenchReport) -> str:
     return str(report.config["profile"]["headline"])
 
