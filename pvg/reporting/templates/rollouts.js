@@ -235,8 +235,7 @@
   const draw = async () => {
     const mine = ++asked, current = () => mine === asked;
     at("browser").setAttribute("aria-busy", "true");
-    opening.hidden = true;
-    try { await show(current); } catch (error) { if (current()) failed(error); }
+    try { await show(current); if (current()) opening.hidden = true; } catch (error) { if (current()) failed(error); }
     if (current()) at("browser").setAttribute("aria-busy", "false");
   };
   let waiting = 0;
