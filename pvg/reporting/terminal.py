@@ -5,6 +5,7 @@ The live display uses the same rounds table and budget bar, so a run looks the s
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -39,6 +40,7 @@ from pvg.reporting.solutions import Example
 from pvg.reporting.table import Column, Table, TableCell, side_by_side
 from pvg.telemetry.spans import UNACCOUNTED
 
+NO_BREAK = "\u00a0"  # a space at which no line may end
 HELPFUL, SNEAKY, VERIFIER, QUIET, HEADING = "green", "magenta", "cyan", "bright_black", "bold"
 
 # Of the rounds table: metric, title, short title, style, and where the column is shown. Short titles have two lines, so
@@ -122,7 +124,18 @@ def rounds_table(rounds: Mapping[int, Mapping[str, float]]) -> Table:
 def rounds_with_outcome(rounds: Mapping[int, Mapping[str, float]]) -> Group:
     """The table, and below it what it says, one line per sentence."""
     says = outcome(rounds)
-    return Group(rounds_table(rounds), *([Text()] if says else []), *map(Text, says))
+    return Group(rounds_table(rounds), *([Text()] if says else []), *map(Sentence, says))
+
+
+class Sentence:
+    """A sentence whose lines never begin with "%". Rich also breaks a line at a no-break space, textwrap does not."""
+
+    def __init__(self, says: str) -> None:
+        self.says = says
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in textwrap.wrap(self.says.replace(" %", NO_BREAK + "%"), options.max_width):
+            yield Text(line.replace(NO_BREAK, " "))
 
 
 class BudgetBar:

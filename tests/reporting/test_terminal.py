@@ -26,6 +26,7 @@ from pvg.reporting.terminal import (
     merge_small,
     report,
     rounds_table,
+    rounds_with_outcome,
 )
 from pvg.telemetry.alerts import REMEDIES
 
@@ -114,6 +115,14 @@ def test_the_rounds_table_fits_80_columns_unshortened() -> None:
     assert "…" not in text
     assert text.count("100 %") == 6
     assert text.splitlines()[-1].split()[0] == "1"
+
+
+@pytest.mark.parametrize("width", range(66, 121))
+def test_no_line_of_the_outcome_begins_with_a_percent_sign(width: int) -> None:
+    metrics = {"base_helpful_accuracy": 0.613, "helpful_accuracy": 0.887, "fooled_rate": 0.11}
+    lines = printed(rounds_with_outcome({0: metrics, 1: metrics | {"fooled_rate_previous": 0.004}}), width).splitlines()
+    assert not [line for line in lines if line.strip().startswith("%") or len(line) > width]
+    assert "61.3 % of the helpful role's solutions" in " ".join(" ".join(lines).split())
 
 
 def test_the_closing_tells_the_exact_commands(tmp_path: Path) -> None:
