@@ -41,6 +41,7 @@ HISTORY = 600  # points kept per metric; a sparkline shows fewer
 RATE_WINDOW = 20  # reports that the rate is averaged over, so that one slow step does not change the estimate much
 BUDGET_WINDOW = 10  # steps that the time budget is averaged over
 PHASES = ("mint", "train_verifier", "train_prover", "checkpoint")
+PLAY_PHASES = ("train_prover", "checkpoint")  # of self-play
 # The most important numbers, in two columns: a metric and its colour, on the left and on the right.
 NUMBERS = (
     ("helpful_accuracy", HELPFUL, "verifier_auc", VERIFIER),
@@ -307,7 +308,7 @@ def _numbers(board: RunBoard, width: int) -> Table:
         table.add_column(no_wrap=True, justify="right", width=8)
         table.add_column(no_wrap=True, ratio=1)
     warming = board.info is not None and board.info.phase == "warmup"
-    numbers = WARMUP_NUMBERS if warming else PLAY_NUMBERS if "legal" in board.series else NUMBERS
+    numbers = WARMUP_NUMBERS if warming else PLAY_NUMBERS if board.phases == PLAY_PHASES else NUMBERS
     for left, left_style, right, right_style in numbers:
         table.add_row(*_number(board, left, left_style, spark), *_number(board, right, right_style, spark))
     return table

@@ -221,7 +221,7 @@ def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None) -> GameOutcome:
     from pvg.workers.choice import open_supply
     from pvg_cli.driving import drive
     from pvg_cli.output import stderr
-    from pvg_cli.run_display import RunBoard, RunWatcher
+    from pvg_cli.run_display import PHASES, PLAY_PHASES, RunBoard, RunWatcher
     from pvg_cli.runs import create
 
     run = plan.run if plan.resume else create(plan)
@@ -247,7 +247,8 @@ def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None) -> GameOutcome:
             experiment, run, observer=observer, stop=stop, resume=plan.resume, supply=supply, rank_supply=ranks
         )
 
-    board = RunBoard(experiment.name, run.name, experiment.game.rounds, effort=experiment.game.effort)
+    phases = PLAY_PHASES if experiment.task.kind == "play" else PHASES
+    board = RunBoard(experiment.name, run.name, experiment.game.rounds, effort=experiment.game.effort, phases=phases)
     if plan.resume:
         board.recall(read_run(run))
     watcher = RunWatcher(board, stderr())
