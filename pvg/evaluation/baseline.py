@@ -24,7 +24,7 @@ import numpy as np
 from pvg.config.experiment import Experiment
 from pvg.config.game import PlainReward
 from pvg.config.run_ids import without_folder
-from pvg.errors import UsageError
+from pvg.errors import TrainingDivergedError, UsageError
 from pvg.evaluation.intervals import Estimate, Float64, percentile, ratio
 from pvg.evaluation.opened_run import (
     BASELINE_RANGE,
@@ -177,6 +177,7 @@ def tax(policy: PolicyTotals, baseline: list[PolicyTotals], weights_BP: Float64,
 
 UNIT = "baseline"
 TRAINED = "trained"
+DIVERGED = "diverged"  # in the stored result of a training: why it diverged
 CHOICE = "baseline-choice"
 
 
@@ -226,7 +227,8 @@ async def baseline_of(
     of_start: Callable[[], Awaitable[list[Rollout]]],
 ) -> CorrectnessBaseline:
     """The baseline's probes. Samples and measures what is missing. `start`: the untrained prover's samples, which
-    `of_start` returns."""
+    `of_start` returns. Raises TrainingDivergedError if the training of the baseline diverges, or has diverged in an
+    earlier call."""
     base_digest = digest_of(study, start)
     helpful = [r for r in await of_start() if r.role is Role.HELPFUL]
     origin = await reach(study, BASE_SOURCE, base_digest, helpful, study.test_problems(), None)
@@ -244,8 +246,8 @@ async def baseline_of(
 def planned(study: EvaluationContext, run: RunDirectory | None) -> PlannedPart:
     """The baseline as a part of the evaluation, with the work that is not stored."""
     probes, steps = (_trained_probes(study), _steps(study.experiment)) if run is None else (_of_run(study, run), 0)
-    if run is None and study.units.read(UNIT, _baseline_training(study).digest) is not None:
-        steps = 0
+    if run is None and (stored := study.units.read(UNIT, _baseline_training(study).digest)) is not None:
+        probes, steps = ([] if DIVERGED in stored else probes), 0
     todo = [probe for probe in probes if not has_reach(study, probe.samples.name, digest_of(study, probe.samples))]
     work = {
         "baseline": steps,
@@ -324,14 +326,26 @@ def _baseline_training(study: EvaluationContext) -> PolicyTraining:
 
 async def _trained(study: EvaluationContext) -> list[BaselinePolicy]:
     training = _baseline_training(study)
-    if study.units.read(UNIT, training.digest) is None:
+    stored: Any = study.units.read(UNIT, training.digest)
+    if stored is None:
         study.begin(UNIT)
-        with open_frozen_verifier(study, 0) as frozen:  # scores are stored, but the reward ignores them
-            verifier = await frozen.verifier()
-            with training_session(study, training) as session:
-                await train(session, training, verifier, (await frozen.facts())["threshold"])
-        study.units.write(UNIT, training.digest, list(training.saved_steps))
+        stored = await _train_baseline(study, training)
+        study.units.write(UNIT, training.digest, stored)
+    if DIVERGED in stored:
+        raise TrainingDivergedError(stored[DIVERGED])
     return _trained_probes(study)
+
+
+async def _train_baseline(study: EvaluationContext, training: PolicyTraining) -> list[int] | dict[str, str]:
+    """The result to store: the steps of the saved policies, or why the training diverged. It would diverge again."""
+    with open_frozen_verifier(study, 0) as frozen:  # scores are stored, but the reward ignores them
+        verifier = await frozen.verifier()
+        with training_session(study, training) as session:
+            try:
+                await train(session, training, verifier, (await frozen.facts())["threshold"])
+            except TrainingDivergedError as error:
+                return {DIVERGED: str(error)}
+    return list(training.saved_steps)
 
 
 def _trained_probes(study: EvaluationContext) -> list[BaselinePolicy]:

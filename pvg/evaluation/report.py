@@ -202,7 +202,8 @@ class TaxRecord(StrictRecord):
 
 
 class BaselineRecord(StrictRecord):
-    """The correctness baseline's trajectory. `source`: "trained", or the run that it comes from."""
+    """The correctness baseline's trajectory. `source`: "trained", or the run that it comes from. `points`: empty if its
+    training diverged. Then no round has a tax."""
 
     source: str
     points: list[PolicyDistance]

@@ -266,11 +266,15 @@ async def assemble(study: EvaluationContext, rounds: Sequence[int], wanted: Sequ
     found: list[dict[str, Any]] = []
     remarks = notes(study.experiment)
     study.computing = False
+    diverged = False
     try:
         try:
             baseline = await _baseline(study, baselines.chosen_baseline(study))
         except MissingResult:
             baseline = None
+        except TrainingDivergedError as error:
+            baseline, diverged = None, True
+            remarks.append(f"There is no tax, because the training of the correctness baseline diverged: {error}")
         except PvgError as error:  # the run of the baseline is gone or no longer suitable
             baseline = None
             remarks.append(
@@ -282,8 +286,12 @@ async def assemble(study: EvaluationContext, rounds: Sequence[int], wanted: Sequ
     finally:
         study.computing = True
     remarks += notes_of_results(found, study.experiment.evaluate.attack_error_rate)
-    complete = all(found[round_].get(part.replace("-", "_")) is not None for round_ in rounds for part in wanted)
+    required = [part for part in wanted if not (part == "tax" and diverged)]
+    complete = all(found[round_].get(part.replace("-", "_")) is not None for round_ in rounds for part in required)
     there = [entry for entry in found if len(entry) > 2]
+    record = _baseline_record(study, baseline) if any("tax" in entry for entry in there) else None
+    if diverged:
+        record = {"source": baselines.TRAINED, "points": []}
     return EvaluationReport.model_validate(
         {
             "status": "complete" if complete else "partial",
@@ -297,7 +305,7 @@ async def assemble(study: EvaluationContext, rounds: Sequence[int], wanted: Sequ
             "rounds_planned": study.experiment.game.rounds,
             "settings": study.experiment.evaluate.model_dump(mode="json"),
             "rounds": there,
-            "baseline": _baseline_record(study, baseline) if any("tax" in entry for entry in there) else None,
+            "baseline": record,
             "stale": stale,
             "notes": remarks,
         }

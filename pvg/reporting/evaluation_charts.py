@@ -167,7 +167,7 @@ def _reliability_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
 
 def _tax_chart(report: EvaluationReport) -> Markup:
     """Accuracy over KL: the baseline's trajectory, and the rounds' provers."""
-    if report.baseline is None:
+    if report.baseline is None or not report.baseline.points:
         return Markup()
     trajectory = sorted((p.kl.value, p.accuracy) for p in report.baseline.points if p.kl.value is not None)
     provers = [(found.tax.policy, found.round) for found in report.rounds if found.tax]

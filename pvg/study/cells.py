@@ -61,13 +61,17 @@ def _setting_difference(found: Mapping[str, Any], wanted: Experiment) -> str:
 
 def _missing(found: Mapping[str, Any], requested: Sequence[str], rounds: Sequence[int]) -> str:
     by_number = {row.get("round"): row for row in found.get("rounds", ())}
+    baseline = found.get("baseline") or {}
+    # The training of the baseline has diverged. It would diverge again, so the cell is complete without a tax.
+    diverged = baseline.get("source") == TRAINED and baseline.get("points") == []
+    required = [part for part in requested if not (part == "tax" and diverged)]
     for number in rounds:
         row = by_number.get(number, {})
-        if part := next((part for part in requested if row.get(part.replace("-", "_")) is None), None):
+        if part := next((part for part in required if row.get(part.replace("-", "_")) is None), None):
             return f"its evaluation has no {part} of round {number}"
         if {"exploit", "detection"} <= set(requested) and (kind := _undetected(row)):
             return f"its evaluation has no detection of the {kind} attacker of round {number}"
-    if "tax" in requested and (found.get("baseline") or {}).get("source") != TRAINED:
+    if "tax" in requested and baseline.get("source") != TRAINED:
         return "its tax is measured against another baseline"
     return ""
 

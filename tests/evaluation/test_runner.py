@@ -32,6 +32,7 @@ from pvg.reporting.run_summary import read_run
 from pvg.store.atomic import DamagedFileError
 from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory
+from pvg.study.cells import missing_results
 from pvg.tasks.modchain import Modchain
 from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
 
@@ -278,16 +279,28 @@ def test_the_baseline_of_another_run(measured: RunDirectory, tmp_path: Path) -> 
 def test_a_baseline_that_diverges_costs_the_tax_alone(
     measured: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It is trained once: later calls, and a study, find its result."""
+    trained = []
+
     async def diverging(*_: object) -> None:
+        trained.append(1)
         raise TrainingDivergedError("a number that is not finite", "")
 
     monkeypatch.setattr("pvg.evaluation.baseline.train", diverging)
     run = copy_of(measured, tmp_path)
     other = changed(evaluated_experiment(), evaluate={"baseline_probes": 3})
-    outcome, _ = evaluated(run, other, parts=("tax", "calibration"))
-    assert (outcome.status, outcome.report.status) == ("complete", "partial")
-    assert outcome.report.rounds[0].tax is None
-    assert outcome.report.rounds[0].calibration is not None
+    for parts in (("tax", "calibration"), ("tax", "calibration"), ("calibration",)):
+        outcome, _ = evaluated(run, other, parts=parts)
+        assert (outcome.status, outcome.report.status) == ("complete", "complete")
+        assert outcome.report.rounds[0].tax is None
+        assert outcome.report.rounds[0].calibration is not None
+        assert outcome.report.baseline is not None
+        assert outcome.report.baseline.points == []
+        assert any("diverged: a number that is not finite" in note for note in outcome.report.notes)
+        assert len(trained) == 1
+        assert missing_results(run, other, ("tax", "calibration"), [0]) == ""
+    page = check(run_page(collect(run, read_run(run), 0)))
+    assert "the training of the correctness baseline diverged" in page.text
 
 
 def test_rounds_that_are_not_finished_are_refused(measured: RunDirectory) -> None:

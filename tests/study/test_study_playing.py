@@ -262,6 +262,15 @@ def test_an_evaluation_that_was_not_asked_for_counts_for_nothing(change: dict[st
     assert reason in unevaluated(cell, plan.evaluate, 2)
 
 
+def test_an_evaluation_whose_baseline_diverged_is_complete_without_a_tax() -> None:
+    plan = small(EVALUATED.replace('"seconds"', '"legibility_tax"'))
+    for cell in plan.cells:
+        finish(cell, {"helpful_accuracy": 0.5})
+        evaluate(cell, {"tax": None}, baseline={"source": "trained", "points": []})
+    assert {progress.status for progress in now(plan).values()} == {"complete"}
+    assert collect(plan, "").result("cgc", "legibility_tax").series[0] == [None]
+
+
 def test_detection_must_have_met_the_attackers_that_the_study_asks_for() -> None:
     plan = small(EVALUATED.replace('"tax"', '"detection"'))
     cell = plan.cells[0]
