@@ -33,6 +33,7 @@ from pvg.errors import MissingRequirementError, StateError, UsageError, counted,
 from pvg.extensions import check_references
 from pvg.hub import pinned, pinned_as
 from pvg.inputs import expanded
+from pvg.reporting.follow import situation
 from pvg.reporting.run_summary import has_ended, unfinished_runs
 from pvg.store.run_directory import RunDirectory, free_name, refuse_name
 from pvg.store.run_folders import refuse_samples
@@ -121,9 +122,17 @@ def plan_new(
     free = free_name(root, wanted) if name is None else wanted
     notice = f"{root / wanted} exists already, so this run is {free}." if free != wanted else ""
     if notice and wanted in (left.name for left in unfinished_runs(root)):
-        notice += f" To continue {wanted} instead: {resume_command(RunDirectory(root / wanted))}"
+        notice += f" {_how_to_go_on(RunDirectory(root / wanted))}"
     run = RunDirectory(root / free)
     return RunPlan(experiment, free, run, resume=False, resume_command=resume_command(run), notice=notice)
+
+
+def _how_to_go_on(run: RunDirectory) -> str:
+    """How to go on with an unfinished run: to follow it if a process plays it, otherwise to resume it."""
+    now = situation(run, run.load_state().state or {})
+    if now.state in ("running", "silent"):  # the states in which resuming is refused
+        return f"Process {now.process} on {now.host} plays {run.name}. To follow it: pvg watch {run.argument}"
+    return f"To continue {run.name} instead: {resume_command(run)}"
 
 
 def create(plan: RunPlan) -> RunDirectory:

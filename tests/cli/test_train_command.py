@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -93,6 +95,15 @@ def test_the_next_run_says_how_to_continue_an_unfinished_one(calls: list[dict[st
     assert "To continue modchain instead: pvg train --resume modchain" in pvg("train").err
     played(Path("runs"), "complete")
     assert "instead" not in pvg("train", "--name", "other").err
+
+
+def test_the_next_run_says_how_to_follow_an_unfinished_one_that_a_process_plays(calls: list[dict[str, Any]]) -> None:
+    """Resuming it would be refused."""
+    with unfinished("modchain").lock():
+        said = " ".join(pvg("train").err.split())
+    assert f"Process {os.getpid()} on {socket.gethostname()} plays modchain." in said
+    assert "To follow it: pvg watch modchain" in said
+    assert "--resume" not in said
 
 
 def test_a_named_run_is_not_renumbered(calls: list[dict[str, Any]]) -> None:
