@@ -440,8 +440,13 @@ def _known_runs(error: Any) -> str:
     if type(error).__name__ != "MissingParameter" or "RUN" not in metavar.split("|"):
         return ""
     from pvg.reporting.run_list import newest_runs
+    from pvg.store.run_directory import refuse_no_folder
 
     root = Path(error.ctx.params.get("runs") or "runs") if error.ctx is not None else Path("runs")
+    try:
+        refuse_no_folder(root)
+    except PvgError as mistake:
+        return mistake.message
     known = newest_runs(root, MOST_NAMED)
     return f"The newest runs in {root}: {', '.join(known)}." if known else f"There is no run in {root} yet."
 

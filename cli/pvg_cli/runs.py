@@ -35,7 +35,7 @@ from pvg.hub import pinned, pinned_as
 from pvg.inputs import expanded
 from pvg.reporting.follow import situation
 from pvg.reporting.run_summary import has_ended, unfinished_runs
-from pvg.store.run_directory import RunDirectory, free_name, refuse_name
+from pvg.store.run_directory import RunDirectory, free_name, refuse_name, refuse_no_folder
 from pvg.store.run_folders import refuse_samples
 from pvg.store.run_players import pinned_players, pinned_players_as
 from pvg.telemetry.cpu import as_the_run_computes, without_slow_bfloat16
@@ -43,6 +43,7 @@ from pvg.workers.choice import cluster_settings, with_workers
 from pvg_cli.boundary import say
 
 DEFAULT_EXPERIMENT = "modchain"
+OTHER_FOLDER = "--set store.root=FOLDER"
 
 
 def resolve(name: str | None, overrides: Sequence[str], cluster: str | None = None) -> Experiment:
@@ -117,6 +118,7 @@ def plan_new(
         say(note)
     experiment = with_workers(pinned_players(pinned(experiment, say)))
     root = experiment.store.root
+    refuse_no_folder(root, OTHER_FOLDER)
     wanted = f"{experiment.name}{suffix}" if name is None else name
     refuse_name(wanted)
     free = free_name(root, wanted) if name is None else wanted
@@ -143,7 +145,7 @@ def create(plan: RunPlan) -> RunDirectory:
     except OSError as error:
         raise MissingRequirementError(
             f"pvg cannot create the run folder {plan.run.path}: {error.strerror}.",
-            "Choose another folder: --set store.root=FOLDER",
+            f"Choose another folder: {OTHER_FOLDER}",
         ) from error
 
 
@@ -161,6 +163,7 @@ def plan_resume(
     given = resolve(name, overrides, cluster) if name else None
     kept = _kept(overrides)
     root = given.store.root if given else _root(overrides)
+    refuse_no_folder(root, OTHER_FOLDER)
     more_rounds = "game.rounds" in chosen_keys(overrides)
     if run_name:
         run = RunDirectory.open(run_name, root)

@@ -186,6 +186,17 @@ def refuse_name(name: str) -> None:
 
 
 @user_paths()
+def refuse_no_folder(root: Path, option: str = "--runs FOLDER") -> None:
+    """Raises UsageError if `root` cannot contain runs, because something else than a folder is in its place, or in that
+    of a folder above it. A missing folder is fine. `option`: how a user chooses another folder."""
+    for place in (root, *root.parents):
+        if os.path.lexists(place) and not place.is_dir():
+            raise UsageError(
+                f"{place} is not a folder, so it cannot contain runs.", f"Move it away, or choose a folder: {option}"
+            )
+
+
+@user_paths()
 def free_name(root: Path, name: str) -> str:
     """`name`, or `name-2`, `name-3` and so on: the first one that does not exist in `root`."""
     free, number = name, 1
@@ -285,6 +296,7 @@ class RunDirectory:
         the name cannot be a folder's, or if the folder has content that is not a run.
         """
         refuse_name(name)
+        refuse_no_folder(root, "--set store.root=FOLDER")
         run = cls(root / name)
         run._refuse_existing()
         made = not run.path.exists()
@@ -309,10 +321,18 @@ class RunDirectory:
 
         Raises UsageError, with the nearest run of `root`, if there is none.
         """
-        for candidate in (root / path_or_name, Path(path_or_name)):
+        candidates = (root / path_or_name, Path(path_or_name))
+        for candidate in candidates:
             run = cls(candidate)
             if run.experiment_file.is_file():
                 return run
+        refuse_no_folder(root)
+        for candidate in candidates:
+            if inside := runs_in(candidate):
+                raise UsageError(
+                    f"{candidate} is a folder of runs, not a run.",
+                    f"Name a run in it, such as {cls(candidate / inside[0]).argument}",
+                )
         name = Path(path_or_name).name
         known = runs_in(root)
         raise UsageError(

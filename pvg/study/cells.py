@@ -28,7 +28,7 @@ from pvg.errors import PvgError, StateError, UsageError, user_paths
 from pvg.evaluation.opponents import default_parts
 from pvg.reporting.run_summary import status_of
 from pvg.store.atomic import DamagedFileError, make_directory, read_stored, remove_temporaries, write_atomic
-from pvg.store.run_directory import RunDirectory, exclusive
+from pvg.store.run_directory import RunDirectory, exclusive, refuse_no_folder
 from pvg.study.measures import EVALUATION
 from pvg.study.plan import Cell, StudyEvaluation
 
@@ -196,8 +196,10 @@ def steps_done(cell: Cell, state: dict[str, Any]) -> int:
 
 @user_paths()
 def refuse_irregular_files(folder: StudyFolder, cells: Sequence[Cell]) -> None:
-    """Raises StateError with the first path of the study that is not the file or folder that pvg makes there. A FIFO
-    would block pvg, and a game with a dangling link for its settings would count as new."""
+    """Raises StateError with the first path of the study that is not the file or folder that pvg makes there, and
+    UsageError if its parent is no folder. A FIFO would block pvg, and a game with a dangling link for its settings
+    would count as new."""
+    refuse_no_folder(folder.path.parent)
     made_again = "Move it away. pvg then makes a new one."
     for path in (folder.path, folder.cells, *(cell.run.path for cell in cells)):
         if os.path.lexists(path) and not path.is_dir():

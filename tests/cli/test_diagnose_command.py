@@ -106,7 +106,7 @@ def test_mistakes() -> None:
         (("nothing",), "There is no run 'nothing'"),
         (("fresh",), "has no events.log"),
         (("x.log", "x.log"), "given twice"),
-        (("runs",), "There is no run 'runs'"),
+        (("runs",), "runs is a folder of runs, not a run.\nName a run in it, such as fresh"),
     ):
         called = pvg("diagnose", *arguments)
         assert called.code == 2

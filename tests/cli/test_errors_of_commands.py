@@ -150,9 +150,36 @@ def test_ctrl_c_before_anything_is_exit_code_130(monkeypatch: pytest.MonkeyPatch
     assert called.document["error"]["exit_code"] == 130
 
 
-def test_a_runs_folder_that_cannot_be_made_is_not_a_defect(empty_folder: Path) -> None:
-    (empty_folder / "runs").write_text("a file in the way")
+def test_a_runs_folder_that_cannot_be_made_is_not_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(path: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr("pvg.store.run_directory.make_directory", read_only)
     assert_told(pvg("train"), 3, "pvg cannot create the run folder", "store.root")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (("train",), "--set store.root=FOLDER"),
+        (("train", "--dry-run", "--name", "mine"), "--set store.root=FOLDER"),
+        (("train", "--resume"), "--set store.root=FOLDER"),
+        (("report", "first"), "--runs FOLDER"),
+        (("runs", "show", "first"), "--runs FOLDER"),
+        (("study", "quick", "--dry-run"), "--runs FOLDER"),
+    ],
+)
+def test_a_file_in_place_of_the_folder_of_runs_is_named(arguments: tuple[str, ...], option: str) -> None:
+    Path("runs").touch()
+    message = f"error: runs is not a folder, so it cannot contain runs.\nMove it away, or choose a folder: {option}"
+    assert_told(pvg(*arguments), 2, message)
+
+
+def test_a_file_in_place_of_the_folder_of_runs_is_named_where_the_run_is_missing() -> None:
+    Path("runs").touch()
+    called = pvg("report", "--json")
+    assert called.code == 2
+    assert "runs is not a folder, so it cannot contain runs." in called.document["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,21 @@ def test_a_missing_run_is_answered_with_the_nearest_one(tmp_path: Path) -> None:
         RunDirectory.open("first", tmp_path / "absent")
 
 
+def test_a_folder_of_runs_is_no_run_and_names_one(tmp_path: Path) -> None:
+    RunDirectory.create(tmp_path / "mine", "first", EXPERIMENT)
+    for given in (tmp_path / "mine", "mine"):
+        with pytest.raises(UsageError, match="mine is a folder of runs, not a run") as caught:
+            RunDirectory.open(given, tmp_path)
+        assert caught.value.remedy == f"Name a run in it, such as {tmp_path / 'mine' / 'first'}"
+
+
+def test_a_file_in_place_of_the_folder_of_runs_is_named(tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    for call in (RunDirectory.create, lambda root, name, _: RunDirectory.open(name, root)):
+        with pytest.raises(UsageError, match="runs is not a folder"):
+            call(tmp_path / "runs" / "deep", "first", EXPERIMENT)
+
+
 HOLDER = """
 import sys, time
 from pathlib import Path
