@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -95,19 +96,36 @@ def test_an_override_cannot_reach_into_a_setting(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["seed = ", "[training\n", "seed = 1\nseed = 2"])
 def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
     error = complaint(tmp_path, text=text)
-    assert "mine.toml is not valid TOML" in error.message
+    assert re.search(r"mine\.toml is not valid TOML: .* \(at (line|end)", error.message)
+    assert 'settings as rounds = 2 or reward = "cgc"' in error.remedy
 
 
 def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigurationError, match=r"mine\.toml is not valid TOML"):
+    with pytest.raises(ConfigurationError, match=r"mine\.toml is not valid TOML.* UTF-8"):
         load_experiment(path)
 
 
 def test_a_folder_in_place_of_the_file_is_a_mistake_of_the_user(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         load_experiment(tmp_path)
+
+
+def test_a_folder_in_place_of_an_experiment_is_named_with_a_file_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "mine.toml", "modchain"):
+        Path(name).mkdir()
+    for name in ("mine", "mine.toml", "."):
+        with pytest.raises(UsageError, match=f"The experiment '{name}' is a folder. Give a path to a TOML file"):
+            find_experiment(name)
+    Path("mine/experiment.toml").touch()
+    with pytest.raises(UsageError) as caught:
+        find_experiment("mine")
+    assert caught.value.remedy == "Name a TOML file, such as mine/experiment.toml"
+    assert find_experiment("modchain").is_file()  # a folder does not hide what ships
 
 
 settings = st.fixed_dictionaries(

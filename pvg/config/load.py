@@ -28,6 +28,10 @@ from pvg.inputs import DEEPEST, check_settings, expanded, read_input
 EMBEDDED = Path(pvg.__file__).parent / "models" / "embedded"
 # Settings with a new name. pvg still reads the old one, so earlier files and runs keep working.
 RENAMED = {"rollout.prompts": "prompts.kind"}
+TOML_SYNTAX = (
+    'Write tables as [game], and settings as rounds = 2 or reward = "cgc". Write each key once. '
+    "To see a valid file: pvg config show"
+)
 
 
 def find_experiment(name: str, directory: Path = Path("experiments")) -> Path:
@@ -48,6 +52,7 @@ def find_named(kind: str, name: str, places: Sequence[Path]) -> Path:
     if candidate.suffix == ".toml":
         if candidate.is_file():
             return candidate
+        _refuse_folder(kind, name)
         raise UsageError(f"There is no {kind} file {candidate}.", "Give a path to a TOML file, or a name.")
     for place in places:
         if (place / f"{name}.toml").is_file():
@@ -55,10 +60,21 @@ def find_named(kind: str, name: str, places: Sequence[Path]) -> Path:
     file = candidate.with_name(f"{candidate.name}.toml") if candidate.name else candidate
     if file.is_file():
         raise UsageError(f"There is no {kind} {name!r}, but a file {file}.", f"Name the file: {file}")
+    _refuse_folder(kind, name)
     known = sorted({path.stem for place in places for path in place.glob("*.toml")})
     raise UsageError(
         f"There is no {kind} {name!r}.{did_you_mean(name, known)}", f"Known: {', '.join(known) or 'none'}."
     )
+
+
+def _refuse_folder(kind: str, name: str) -> None:
+    """Raises UsageError if `name` is a folder, with a TOML file in it if there is one."""
+    if name and Path(name).is_dir():
+        first = min((path for path in Path(name).glob("*.toml") if path.is_file()), default=None)
+        raise UsageError(
+            f"The {kind} {name!r} is a folder.",
+            f"Name a TOML file, such as {first}" if first else "Give a path to a TOML file, or a name.",
+        )
 
 
 def shipped_directories(kind: str = "experiments") -> list[Path]:
@@ -138,7 +154,7 @@ def read_toml(path: Path, kind: str) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"The {kind} file {path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
-        raise ConfigurationError(f"{path} is not valid TOML: {error}.") from None
+        raise ConfigurationError(f"{path} is not valid TOML: {error}.", "Save it as a text in UTF-8.") from None
     return with_new_names(data, str(path)) if kind == "experiment" else data
 
 
@@ -149,7 +165,9 @@ def parse_toml(text: str, origin: str) -> dict[str, Any]:
     except RecursionError:
         raise ConfigurationError(f"{origin}: the values are nested more than {DEEPEST} levels deep.") from None
     except ValueError as error:  # TOMLDecodeError, or Python's limit on the digits of an integer
-        raise ConfigurationError(f"{origin} is not valid TOML: {str(error).partition(';')[0].rstrip('.')}.") from None
+        said = str(error).partition(";")[0].rstrip(".")
+        remedy = TOML_SYNTAX if isinstance(error, tomllib.TOMLDecodeError) else ""
+        raise ConfigurationError(f"{origin} is not valid TOML: {said}.", remedy) from None
     check_settings(data, origin)
     return data
 
