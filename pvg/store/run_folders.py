@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from pvg.errors import StateError, UsageError, path_error, user_paths
-from pvg.store.atomic import read_stored, sync_directory, write_atomic
+from pvg.store.atomic import is_temporary, read_stored, sync_directory, write_atomic
 from pvg.store.run_directory import RunDirectory, is_removed, removed_name
 
 SAMPLING_PHASE = "init"  # the state a run stays in while `pvg rollout` fills it
@@ -48,10 +48,15 @@ def write_tags(run: RunDirectory, tags: Sequence[str]) -> list[str]:
         if not TAG.fullmatch(tag):
             raise UsageError(f"{tag!r} cannot be a tag.", "Use at most 40 letters, digits, dots, dashes, underscores.")
     wanted = list(dict.fromkeys(tags))
-    if wanted:
-        write_atomic(run.tags, orjson.dumps(wanted, option=orjson.OPT_APPEND_NEWLINE))
-    else:
+    if not wanted:
         run.tags.unlink(missing_ok=True)
+        return wanted
+    try:
+        write_atomic(run.tags, orjson.dumps(wanted, option=orjson.OPT_APPEND_NEWLINE))
+    except OSError as error:
+        if error.filename and is_temporary(Path(error.filename)):
+            error.filename = str(run.path)  # a folder that cannot be written; its user does not know the temporary file
+        raise
     return wanted
 
 

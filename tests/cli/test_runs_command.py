@@ -103,6 +103,19 @@ def test_tags_are_removed_and_mistakes_are_named() -> None:
     assert not (RUNS / "first/tags.json").exists()
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_a_run_that_cannot_get_tags_is_named_by_its_folder(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path, data: object) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    played(RUNS)
+    monkeypatch.setattr("pvg.store.atomic.write_synced", refused)
+    called = pvg("runs", "tag", "first", "good")
+    assert called.code == 3
+    assert called.err.startswith(f"error: {RUNS / 'first'}: {os.strerror(number)}.\n")
+    assert "tags.json" not in called.err
+
+
 def test_a_long_list_fits_into_80_columns_without_cuts() -> None:
     name = "an-experiment-with-a-long-name-and-a-number-" + "7" * 40
     played(RUNS, name)
