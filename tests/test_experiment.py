@@ -97,7 +97,7 @@ def test_an_override_cannot_reach_into_a_setting(tmp_path: Path) -> None:
 def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
     error = complaint(tmp_path, text=text)
     assert re.search(r"mine\.toml is not valid TOML: .* \(at (line|end)", error.message)
-    assert 'settings as rounds = 2 or reward = "cgc"' in error.remedy
+    assert "Write tables as [name]" in error.remedy
 
 
 def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:

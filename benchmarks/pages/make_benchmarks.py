@@ -119,8 +119,13 @@ def title(report: BenchReport) -> str:
     elif report.kind == "ablation":
         what = "Gain of each switch"
     else:
-        what = f"By {report.variants[0].label.partition('=')[0]}"
+        what = f"By {swept(report)}"
     return ", ".join(part for part in (what, beside_text(report)) if part)
+
+
+def swept(report: BenchReport) -> str:
+    """The first setting in which the variants of a sweep differ."""
+    return report.variants[0].label.partition("=")[0]
 
 
 def measure_lines(variant: Variant) -> Iterator[str]:
@@ -192,7 +197,7 @@ def sweep_lines(report: BenchReport) -> Iterator[str]:
         )
         for gain in gains(report)
     ]
-    header = (title(report).removeprefix("By "), headline, "against the first", *others)
+    header = (swept(report), headline, "against the first", *others)
     yield from markdown_lines(header, "l" + "r" * (len(header) - 1), rows)
     yield from later_lines(report)
 

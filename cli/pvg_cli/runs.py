@@ -163,7 +163,8 @@ def plan_resume(
     given = resolve(name, overrides, cluster) if name else None
     kept = _kept(overrides)
     root = given.store.root if given else _root(overrides)
-    refuse_no_folder(root, OTHER_FOLDER)
+    if not run_name:
+        refuse_no_folder(root, OTHER_FOLDER)
     more_rounds = "game.rounds" in chosen_keys(overrides)
     if run_name:
         run = RunDirectory.open(run_name, root)

@@ -5,7 +5,7 @@
 
 Each process has its own session, because Linux divides the cores between sessions first (autogroup), and a program in
 another terminal has its own session too. A process ends when its standard input ends, so it also ends when its owner is
-killed. It ends after LIMIT_S in any case.
+killed. It ends after `limit_s` in any case (without one in a benchmark, which may take longer).
 """
 
 from __future__ import annotations

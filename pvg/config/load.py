@@ -28,10 +28,7 @@ from pvg.inputs import DEEPEST, check_settings, expanded, read_input
 EMBEDDED = Path(pvg.__file__).parent / "models" / "embedded"
 # Settings with a new name. pvg still reads the old one, so earlier files and runs keep working.
 RENAMED = {"rollout.prompts": "prompts.kind"}
-TOML_SYNTAX = (
-    'Write tables as [game], and settings as rounds = 2 or reward = "cgc". Write each key once. '
-    "To see a valid file: pvg config show"
-)
+TOML_SYNTAX = 'Write tables as [name], and settings as number = 2 or text = "words". Write each key once.'
 
 
 def find_experiment(name: str, directory: Path = Path("experiments")) -> Path:

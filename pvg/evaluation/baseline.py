@@ -337,7 +337,7 @@ async def _trained(study: EvaluationContext) -> list[BaselinePolicy]:
 
 
 async def _train_baseline(study: EvaluationContext, training: PolicyTraining) -> list[int] | dict[str, str]:
-    """The result to store: the steps of the saved policies, or why the training diverged. It would diverge again."""
+    """The result to store: the steps of the saved policies, or why the training diverged."""
     with open_frozen_verifier(study, 0) as frozen:  # scores are stored, but the reward ignores them
         verifier = await frozen.verifier()
         with training_session(study, training) as session:

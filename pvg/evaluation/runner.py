@@ -274,7 +274,10 @@ async def assemble(study: EvaluationContext, rounds: Sequence[int], wanted: Sequ
             baseline = None
         except TrainingDivergedError as error:
             baseline, diverged = None, True
-            remarks.append(f"There is no tax, because the training of the correctness baseline diverged: {error}")
+            remarks.append(
+                f"There is no tax, because the training of the correctness baseline diverged: {error} To "
+                "measure the tax against another run: --baseline RUN."
+            )
         except PvgError as error:  # the run of the baseline is gone or no longer suitable
             baseline = None
             remarks.append(

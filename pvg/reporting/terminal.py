@@ -134,7 +134,8 @@ class Sentence:
         self.says = says
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for line in textwrap.wrap(self.says.replace(" %", NO_BREAK + "%"), options.max_width):
+        text = self.says.replace(" %", f"{NO_BREAK}%")
+        for line in textwrap.wrap(text, max(1, options.max_width), break_on_hyphens=False):
             yield Text(line.replace(NO_BREAK, " "))
 
 

@@ -187,8 +187,8 @@ def refuse_name(name: str) -> None:
 
 @user_paths()
 def refuse_no_folder(root: Path, option: str = "--runs FOLDER") -> None:
-    """Raises UsageError if `root` cannot contain runs, because something else than a folder is in its place, or in that
-    of a folder above it. A missing folder is fine. `option`: how a user chooses another folder."""
+    """Raises UsageError if `root` cannot contain runs, because something other than a folder is in its place, or in
+    that of a folder above it. A missing folder is fine. `option`: how a user chooses another folder."""
     for place in (root, *root.parents):
         if os.path.lexists(place) and not place.is_dir():
             raise UsageError(

@@ -62,7 +62,7 @@ def _setting_difference(found: Mapping[str, Any], wanted: Experiment) -> str:
 def _missing(found: Mapping[str, Any], requested: Sequence[str], rounds: Sequence[int]) -> str:
     by_number = {row.get("round"): row for row in found.get("rounds", ())}
     baseline = found.get("baseline") or {}
-    # The training of the baseline has diverged. It would diverge again, so the cell is complete without a tax.
+    # The training of the baseline has diverged. The evaluation has stored this, so the cell is complete without a tax.
     diverged = baseline.get("source") == TRAINED and baseline.get("points") == []
     required = [part for part in requested if not (part == "tax" and diverged)]
     for number in rounds:
