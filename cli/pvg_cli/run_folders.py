@@ -66,13 +66,12 @@ def list_(
 
 def _refuse_no_folder(runs: Path) -> None:
     """Raises UsageError if --runs names no folder. The default folder appears with the first run."""
-    from pvg.errors import UsageError, user_paths
+    from pvg.errors import UsageError
+    from pvg.store.run_directory import refuse_no_folder
 
-    with user_paths():
-        if runs.is_dir() or (runs == Path("runs") and not runs.exists()):
-            return
-        what = f"{runs} is a file" if runs.exists() else f"There is no folder {runs}"
-    raise UsageError(f"{what}.", "Give the folder that contains the runs: --runs FOLDER")
+    refuse_no_folder(runs)
+    if runs != Path("runs") and not runs.exists():
+        raise UsageError(f"There is no folder {runs}.", "Give the folder that contains the runs: --runs FOLDER")
 
 
 @app.command()

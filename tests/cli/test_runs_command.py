@@ -50,10 +50,14 @@ def test_without_runs_it_says_how_to_start_one() -> None:
 
 def test_a_folder_of_runs_that_is_not_there_is_a_mistake() -> None:
     Path("file").touch()
-    for name, says in (("gone", "There is no folder gone."), ("file", "file is a file.")):
+    for name, says in (
+        ("gone", "There is no folder gone."),
+        ("file", "file is not a folder, so it cannot contain runs."),
+    ):
         called = pvg("runs", "list", "--runs", name)
         assert (called.code, called.out) == (2, "")
-        assert f"error: {says}\nGive the folder that contains the runs: --runs FOLDER" in called.err
+        assert f"error: {says}\n" in called.err
+        assert "--runs FOLDER" in called.err
     Path("empty").mkdir()
     assert pvg("runs", "list", "--runs", "empty").code == 0
 
