@@ -26,6 +26,7 @@ from torch.nn.functional import linear
 
 from pvg.errors import ConfigurationError
 from pvg.models.packing import pack_rows
+from pvg.models.precision import product_tolerance
 from pvg.models.shared_prompts import packed_hidden
 from pvg.records import Int32
 
@@ -327,8 +328,7 @@ def check_logits(module: nn.Module) -> None:
         found_V = _logits(module, hidden_D)[0]
     for part, training in modes:
         part.training = training
-    exact = head.weight.dtype == torch.float32 and not torch.is_autocast_enabled(head.weight.device.type)
-    tolerance = _TOLERANCE_FLOAT32 if exact else _TOLERANCE_BFLOAT16
+    tolerance = product_tolerance(head.weight, _TOLERANCE_FLOAT32, _TOLERANCE_BFLOAT16)
     same_shape = found_V.shape == expected_V.shape
     if not same_shape or not bool((found_V - expected_V).abs().max() <= tolerance * expected_V.abs().max()):
         raise ConfigurationError(

@@ -11,11 +11,14 @@ from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 
 from pvg.errors import ConfigurationError
 
 # See `rounding_tolerance`.
 SHALLOW, LARGEST_TOLERANCE = 4, 0.25
+# TF32 keeps 10 bits of a number after the point, bfloat16 keeps 7.
+TF32_ERROR = 2.0**-3
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
@@ -37,6 +40,18 @@ def rounding_tolerance(shallow: float, layers: int) -> float:
     layers differ by up to 0.08, and a wrong position or mask makes a difference of at least 0.35.
     """
     return min(LARGEST_TOLERANCE, shallow * math.sqrt(max(1.0, layers / SHALLOW)))
+
+
+def product_tolerance(weight: Tensor, exact: float, reduced: float, layers: int = SHALLOW) -> float:
+    """The largest relative difference of two correct ways to compute products with `weight` here: `exact` if they are
+    computed in float32. `reduced` is for 16 bits and SHALLOW layers (see `rounding_tolerance`), and TF32 has an eighth
+    of its error."""
+    kind = weight.device.type
+    if weight.dtype != torch.float32 or torch.is_autocast_enabled(kind):
+        return rounding_tolerance(reduced, layers)
+    if kind == "cuda" and torch.get_float32_matmul_precision() != "highest":
+        return max(exact, TF32_ERROR * rounding_tolerance(reduced, layers))
+    return exact
 
 
 def scoring_autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:

@@ -25,13 +25,13 @@ from transformers import AttentionInterface
 from pvg.errors import ConfigurationError
 from pvg.models.fused_layers import fused_hidden, knows
 from pvg.models.packing import PackedRows, pack_rows, packed_attention
-from pvg.models.precision import rounding_tolerance
+from pvg.models.precision import product_tolerance
 
 # The name under which transformers finds the attention of packed rows.
 ATTENTION = "pvg_shared_prompts"
 REMEDY = "Set training.shared_prompts = false."
 # Largest difference between a packed row and the same row alone, relative to the largest hidden state. In 16 bits, of
-# a shallow model (pvg.models.precision.rounding_tolerance).
+# a shallow model (pvg.models.precision.product_tolerance).
 _TOLERANCE_FLOAT32 = 1e-4
 _TOLERANCE_BFLOAT16 = 5e-2
 # The check takes tokens from all over the vocabulary (the stride is prime). A vocabulary often begins with special
@@ -128,9 +128,8 @@ def check_packing(module: nn.Module, fused_layers: bool, blocked_layers: bool) -
         part.training = training
     hidden = [output.last_hidden_state[0] for output in alone]
     expected_TD = torch.cat([hidden[0][:3], hidden[2][:2], hidden[0][3:-1], hidden[1][3:-1], hidden[2][2:-1]]).float()
-    exact = weight.dtype == torch.float32 and not torch.is_autocast_enabled(weight.device.type)
     layers = model.config.get_text_config().num_hidden_layers
-    tolerance = _TOLERANCE_FLOAT32 if exact else rounding_tolerance(_TOLERANCE_BFLOAT16, layers)
+    tolerance = product_tolerance(weight, _TOLERANCE_FLOAT32, _TOLERANCE_BFLOAT16, layers)
     if not bool((found_TD.float() - expected_TD).abs().max() <= tolerance * expected_TD.abs().max()):
         raise ConfigurationError(f"{name} cannot compute rows that share a prompt.", REMEDY)
     module.__dict__.setdefault(_CHECKED, set()).add(way)

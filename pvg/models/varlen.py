@@ -80,11 +80,14 @@ def varlen_attention(
 ) -> Tensor:
     """[T, E] for all query heads; keys and values may have fewer heads. Call it only if `why_not_varlen` is None, or
     with a `kernel` that computes elsewhere."""
+    kernel = kernel or _kernel()
     dtype, size = product_dtype(query_TE), query_TE.shape[1] // heads
     query_THD, key_THD, value_THD = (
         flat_TE.to(dtype).view(len(flat_TE), -1, size) for flat_TE in (query_TE, key_TE, value_TE)
     )
-    mixed_THD = (kernel or _kernel())(
+    # torch 2.13 asks for this word. 2.11 does not know it, and takes grouped queries without it.
+    grouped = {"enable_gqa": key_THD.shape[1] != heads} if "enable_gqa" in _words(kernel) else {}
+    mixed_THD = kernel(
         query_THD,
         key_THD.index_select(0, layout.tokens_K),
         value_THD.index_select(0, layout.tokens_K),
@@ -94,7 +97,7 @@ def varlen_attention(
         layout.longest_key,
         scale=scaling,
         window_size=(-1, 0),  # causal, from the end of queries and keys
-        enable_gqa=key_THD.shape[1] != heads,
+        **grouped,
     )
     return mixed_THD.flatten(1)
 
@@ -133,7 +136,13 @@ def _is_known() -> bool:
         kernel = _kernel()
     except ImportError:
         return False
-    return {"scale", "window_size", "enable_gqa"} <= inspect.signature(kernel).parameters.keys()
+    return {"scale", "window_size"} <= _words(kernel)
+
+
+@cache
+def _words(kernel: Kernel) -> frozenset[str]:
+    """The names of its arguments."""
+    return frozenset(inspect.signature(kernel).parameters)
 
 
 def _kernel() -> Kernel:

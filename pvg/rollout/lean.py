@@ -44,7 +44,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pvg.models.precision import rounding_tolerance
+from pvg.models.precision import product_tolerance
 
 Zeros = Callable[[tuple[int, ...]], Tensor]
 
@@ -172,8 +172,9 @@ LEAN_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 # Their frequencies depend on the text's length, so they cannot be tabulated.
 CHANGING_ROTARY = frozenset({"dynamic", "longrope"})
 # Largest difference from the module's logits relative to their norm: covers rounding in another order only. In 16 bits,
-# of a shallow model (pvg.models.precision.rounding_tolerance).
-PARITY = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+# of a shallow model (pvg.models.precision.product_tolerance).
+PARITY_FLOAT32 = 1e-4
+PARITY_REDUCED = {torch.float32: 5e-2, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 PARITY_ROWS, PARITY_TOKENS = 3, 7
 HUGE_PAGE = 1 << 21
 
@@ -402,9 +403,8 @@ class LeanDecoder:
             found_BV = self.step(ids_BL[rows_B, position_B], position_B, cache, PARITY_TOKENS).float()
         wanted_BV = expected_BLV[rows_B, position_B]
         gap = float((found_BV - wanted_BV).norm() / (wanted_BV.norm() + 1e-30))
-        tolerance = PARITY[self._embedding.dtype]
-        if self._embedding.dtype != torch.float32:
-            tolerance = rounding_tolerance(tolerance, len(self._layers))
+        reduced = PARITY_REDUCED[self._embedding.dtype]
+        tolerance = product_tolerance(self._embedding, PARITY_FLOAT32, reduced, len(self._layers))
         if not gap <= tolerance:
             raise NotLeanError(f"its logits differ from the module's by {gap:.2g} of their norm")
 
@@ -433,7 +433,7 @@ def _complaints(module: Any) -> Iterator[str]:
         yield f"its positions are of the type {config.rope_parameters['rope_type']!r}"
     if module.lm_head.bias is not None:
         yield "its output layer has a bias"
-    if module.lm_head.weight.dtype not in PARITY:
+    if module.lm_head.weight.dtype not in PARITY_REDUCED:
         yield f"it computes in {module.lm_head.weight.dtype}"
     for layer in module.model.layers:
         yield from (

@@ -12,15 +12,18 @@ import torch
 
 from benchmarks.gpu.parity import check_attention, check_chunks, check_training
 from benchmarks.gpu.results import Results
-from benchmarks.gpu.sizes import SMALL, random_model, random_rows
+from benchmarks.gpu.sizes import SMALL, Shape, random_model, random_rows
 from pvg.models.heads import ScalarHead
-from pvg.models.logprobs import shared_prompt_outputs
+from pvg.models.logprobs import check_logits, shared_prompt_outputs
 from pvg.models.packing import pack_rows
 from pvg.models.precision import allow_tf32, scoring_autocast
+from pvg.models.shared_prompts import check_packing
 from pvg.models.varlen import why_not_varlen
+from pvg.rollout.lean import LeanDecoder
 from pvg.verifier.backend import ScoreCache, ScoreInput, TorchBackend, digest_of
 
 CPU = torch.device("cpu")
+DEEP = Shape(28, 128, 4, 2, 256, 2000)
 
 
 @pytest.mark.parametrize("check", [check_training, check_attention, check_chunks])
@@ -91,6 +94,14 @@ def test_scoring_computes_in_the_precision_of_the_training(cuda: torch.device) -
         assert (left @ left).dtype == torch.bfloat16
     with scoring_autocast("float32", cuda):
         assert (left @ left).dtype == torch.float32
+
+
+def test_the_checks_of_fast_code_allow_tf32(cuda: torch.device) -> None:
+    allow_tf32(cuda, ["bfloat16"])
+    with random_model(DEEP, cuda, torch.float32) as model:
+        LeanDecoder.over(model.module)
+        check_packing(model.module, True, False)
+        check_logits(model.module)
 
 
 def test_tf32_only_where_all_precisions_are_reduced(cuda: torch.device) -> None:

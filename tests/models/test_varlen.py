@@ -3,6 +3,8 @@ is written out here. The real kernel needs a GPU (tests/gpu/test_cuda_models.py)
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -77,6 +79,19 @@ def test_values_and_gradients_are_those_of_the_masks(kv_heads: int, scaling: flo
     torch.testing.assert_close(found[1], found[0])
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_an_older_kernel_is_not_given_a_word_that_it_does_not_know() -> None:
+    def older(*arguments: Any, scale: float | None, window_size: tuple[int, int]) -> Tensor:
+        query_THD, key_KHD = arguments[:2]
+        grouped = query_THD.shape[1] != key_KHD.shape[1]
+        return by_sequence(*arguments, scale=scale, window_size=window_size, enable_gqa=grouped)
+
+    torch.manual_seed(0)
+    packed = packed_rows()
+    inputs = [torch.randn(packed.ids_1T.shape[1], heads * SIZE) for heads in (HEADS, 2, 2)]
+    found_TE = varlen_attention(*inputs, HEADS, None, packed.sequences, older)
+    torch.testing.assert_close(found_TE, packed_attention(*inputs, HEADS, None, packed))
 
 
 def test_the_kernel_takes_these_arguments_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
