@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from pvg import hub
 from pvg.config.hub_ids import is_hub_id, parse
@@ -168,8 +175,17 @@ def _from_gguf(package: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Token
     module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     module.load_state_dict(packed.state_dict())
     module.generation_config = packed.generation_config
+    fast = AutoTokenizer.from_pretrained(file.parent, **arguments)
+    end_as_configured(fast, packed.config)
     name = file.stem
-    return module, Tokenizer(AutoTokenizer.from_pretrained(file.parent, **arguments), name), name
+    return module, Tokenizer(fast, name), name
+
+
+def end_as_configured(fast: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
+    """Let the tokenizer of a GGUF file end a text as the file's configuration says. transformers 5.17 takes the token
+    that begins a text instead, 5.23 does not."""
+    if isinstance(config.eos_token_id, int):
+        fast.eos_token = fast.convert_ids_to_tokens(config.eos_token_id)
 
 
 def how_to_install(package: str) -> str:

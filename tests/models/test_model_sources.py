@@ -6,10 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_llama import tiny_llama
+from transformers import LlamaConfig
 
 from pvg.config.models import ModelSection
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
 from pvg.models import open_model, pick_device, sources
+from pvg.models.characters import modchain_tokenizer
 
 CPU = torch.device("cpu")
 
@@ -118,6 +120,16 @@ def test_the_gguf_model_writes_fluent_text_and_can_be_saved(tmp_path):
         with open_model(ModelSection(source=str(tmp_path / "copy"), dtype="bfloat16"), CPU) as reopened:
             assert reopened.fingerprint() == model.fingerprint()
             assert reopened.tokenizer.fingerprint == model.tokenizer.fingerprint
+
+
+def test_a_gguf_tokenizer_ends_as_its_file_says():
+    fast = modchain_tokenizer()
+    end = fast.eos_token_id
+    fast.eos_token = fast.convert_ids_to_tokens(end + 3)  # as transformers 5.17 reads SmolLM2's file
+    sources.end_as_configured(fast, LlamaConfig(eos_token_id=end))
+    assert fast.eos_token_id == end
+    sources.end_as_configured(fast, LlamaConfig(eos_token_id=[end + 3, end + 4]))  # several: the tokenizer's own stays
+    assert fast.eos_token_id == end
 
 
 def test_pick_device():
