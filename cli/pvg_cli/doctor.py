@@ -355,7 +355,7 @@ def check_gpu(runs: Path) -> Iterator[CheckResult]:
         yield CheckResult(
             "gpu support",
             "notice",
-            "models.device = 'cuda', 'mps' and serving.tensor_parallel above 1 are experimental: no GPU has run them",
+            "pvg has run on one GPU, with the torch engine; vLLM and several GPUs are untested (docs/gpu.md)",
             "Test them in a checkout: make gpu. Or compare a short run with one on the CPU: -s models.device=cpu",
         )
     else:

@@ -59,7 +59,7 @@ class Models(Section):
 
     prover: ProverModel = ModelSection()
     verifier: VerifierSource = ModelSection(source="embedded:modchain-verifier")
-    device: Device = Field("auto", description='"auto", "cpu", "mps", "cuda" or "cuda:N". Only "cpu" has been tested.')
+    device: Device = Field("auto", description='"auto", "cpu", "mps", "cuda" or "cuda:N". "mps" is untested.')
     threads: Annotated[int, Field(ge=0, le=1024)] = Field(
         0, description="Compute threads. 0: one for models narrower than 512, else one per core."
     )

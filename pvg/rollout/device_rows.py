@@ -12,7 +12,7 @@ A step computes the first rows of the state, rounded up to a power of two, and t
 up to COLUMN_STEP. So there are few shapes, each with a graph. A row that has ended, or was never used, computes its
 last token again, in its own columns. Nothing reads the result.
 
-It runs on a CPU too, without graphs, which is how most of its tests run. No GPU has run it yet: see `make gpu`.
+It runs on a CPU too, without graphs, which is how most of its tests run. `make gpu` tests it on a GPU.
 
 Invariant: as in LeanRows, the rows of a step depend only on the requests, their order of admission and the sampled
 tokens. The only exception: rows whose callers have left (`dropped_N`).
