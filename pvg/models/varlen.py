@@ -6,9 +6,9 @@ takes 100 MB. Here each prompt is a sequence of queries and keys, and each compl
 of its prompt and its own. Causal attention counts from the end of both, so no mask is needed. One kernel computes all
 of them.
 
-It needs a GPU of compute capability 8.0 or newer, a dtype of 16 bits (the weights', or that of autocast) and a
-torch whose `varlen_attn` knows `window_size`, such as 2.11. `why_not_varlen` says what is missing; then the other way computes. pvg.models.shared_prompts compares the result
-with the model's own attention before the first use.
+It needs a GPU of compute capability 8.0 or newer, a dtype of 16 bits (the weights', or that of autocast) and a torch
+whose `varlen_attn` knows `window_size`, such as 2.11. `why_not_varlen` says what is missing; then the other way
+computes. pvg.models.shared_prompts compares the result with the model's own attention before the first use.
 """
 
 from __future__ import annotations
