@@ -52,6 +52,8 @@ class Sizes:
 LARGE = Sizes(
     Shape(28, 1536, 12, 2, 8960, 151_936), Shape(4, 1536, 12, 2, 8960, 151_936), 8, 8, 256, 256, (32, 128, 256), 5
 )
+# As many layers, but narrow: rounding adds up over them.
+DEEP = Shape(28, 128, 4, 2, 256, 2000)
 SMALL = Sizes(Shape(2, 64, 4, 2, 96, 640), Shape(2, 64, 4, 2, 96, 640), 3, 4, 40, 24, (4, 12), 2)
 
 

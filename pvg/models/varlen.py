@@ -85,8 +85,8 @@ def varlen_attention(
     query_THD, key_THD, value_THD = (
         flat_TE.to(dtype).view(len(flat_TE), -1, size) for flat_TE in (query_TE, key_TE, value_TE)
     )
-    # torch 2.13 asks for this word. 2.11 does not know it, and takes grouped queries without it.
-    grouped = {"enable_gqa": key_THD.shape[1] != heads} if "enable_gqa" in _words(kernel) else {}
+    # torch 2.13 asks for this argument. 2.11 does not know it, and takes grouped queries without it.
+    grouped = {"enable_gqa": key_THD.shape[1] != heads} if "enable_gqa" in _arguments(kernel) else {}
     mixed_THD = kernel(
         query_THD,
         key_THD.index_select(0, layout.tokens_K),
@@ -136,11 +136,11 @@ def _is_known() -> bool:
         kernel = _kernel()
     except ImportError:
         return False
-    return {"scale", "window_size"} <= _words(kernel)
+    return {"scale", "window_size"} <= _arguments(kernel)
 
 
 @cache
-def _words(kernel: Kernel) -> frozenset[str]:
+def _arguments(kernel: Kernel) -> frozenset[str]:
     """The names of its arguments."""
     return frozenset(inspect.signature(kernel).parameters)
 

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.gpu.parity import check_attention, check_chunks, check_training
 from benchmarks.gpu.results import Results
-from benchmarks.gpu.sizes import SMALL, Shape, random_model, random_rows
+from benchmarks.gpu.sizes import DEEP, SMALL, random_model, random_rows
 from pvg.models.heads import ScalarHead
 from pvg.models.logprobs import check_logits, shared_prompt_outputs
 from pvg.models.packing import pack_rows
@@ -23,7 +23,6 @@ from pvg.rollout.lean import LeanDecoder
 from pvg.verifier.backend import ScoreCache, ScoreInput, TorchBackend, digest_of
 
 CPU = torch.device("cpu")
-DEEP = Shape(28, 128, 4, 2, 256, 2000)
 
 
 @pytest.mark.parametrize("check", [check_training, check_attention, check_chunks])

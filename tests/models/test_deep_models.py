@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu.sizes import Shape, random_model
+from benchmarks.gpu.sizes import DEEP, random_model
 from pvg.errors import ConfigurationError
 from pvg.models import shared_prompts
 from pvg.models.packing import PackedRows, pack_rows
@@ -19,7 +19,6 @@ from pvg.models.shared_prompts import check_packing
 from pvg.rollout.lean import LeanDecoder, NotLeanError
 
 CPU = torch.device("cpu")
-DEEP = Shape(28, 128, 4, 2, 256, 2000)
 
 
 def test_deep_models_pass() -> None:

@@ -81,7 +81,7 @@ def test_values_and_gradients_are_those_of_the_masks(kv_heads: int, scaling: flo
         torch.testing.assert_close(one, other)
 
 
-def test_an_older_kernel_is_not_given_a_word_that_it_does_not_know() -> None:
+def test_an_older_kernel_is_not_given_an_argument_that_it_does_not_know() -> None:
     def older(*arguments: Any, scale: float | None, window_size: tuple[int, int]) -> Tensor:
         query_THD, key_KHD = arguments[:2]
         grouped = query_THD.shape[1] != key_KHD.shape[1]
