@@ -141,7 +141,7 @@ images:  ## build the container images for CPU and CUDA (needs docker)
 models: $(STAMP)  ## train the embedded models again (minutes; the results are committed)
 	$(BIN)/python -m pvg.models.embedded_training all
 
-bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (20 minutes; nothing else should run)
+bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (1 hour; nothing else should run)
 	for profile in rollout trainer e2e contention verifier sync pipeline; do \
 	  $(BIN)/pvg bench --profile $$profile --out $(REPORTS)/$$profile.json || exit 1; done
 	for profile in rollout rollout-peer rollout-stream trainer e2e verifier games; do \
@@ -150,7 +150,8 @@ bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (20 minutes
 	  $(BIN)/pvg bench --profile benchmarks/$$profile.toml --out $(REPORTS)/$$profile.json || exit 1; done
 	for profile in data credit loop telemetry; do \
 	  $(BIN)/pvg bench --profile benchmarks/$$profile.toml --ablate --out $(REPORTS)/$$profile-ablation.json || exit 1; done
-	$(BIN)/pvg bench --profile e2e --ablate --beside 1 --out $(REPORTS)/e2e-busy-ablation.json
+	for profile in rollout trainer e2e verifier; do \
+	  $(BIN)/pvg bench --profile $$profile --ablate --beside 1 --out $(REPORTS)/$$profile-busy-ablation.json || exit 1; done
 	$(BIN)/pvg bench --profile benchmarks/cluster.toml --out $(REPORTS)/cluster.json
 	$(BIN)/pvg bench --profile rollout-stream --sweep rollout.engine.batching=continuous,whole --interleave \
 	  -s models.threads=1 --out $(REPORTS)/rollout-stream-one-thread.json
