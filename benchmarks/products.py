@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pvg.models import blocked_layers as products
+from pvg.telemetry.processor import processor
 
 WIDTHS = [(128, 128), (128, 384), (192, 128), (512, 512), (512, 1536)]  # (into, out of) a linear layer
 ROUNDS, CALLS = 15, 40
@@ -68,7 +69,7 @@ def main() -> None:
             f"{row['ratio']:.2f}x ({row['ratio_lowest']:.2f}-{row['ratio_highest']:.2f})"
         )
     if asked.out:
-        report = {"processor": products.vendor(), "torch": torch.__version__, "threads": asked.threads, "rows": rows}
+        report = {"processor": processor(), "torch": torch.__version__, "threads": asked.threads, "rows": rows}
         asked.out.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
 
 

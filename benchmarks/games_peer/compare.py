@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from benchmarks.games_peer.variants import RULES, variants
 from pvg.bench.busy import busy_processes
-from pvg.bench.report import cpu_model, git_state
+from pvg.bench.report import git_state
 from pvg.games.diplomacy.legal import Legality
 from pvg.games.diplomacy.movement import Movement, adjudicate
 from pvg.games.diplomacy.orders import Order, write
@@ -37,6 +37,7 @@ from pvg.games.diplomacy.phases import deciders, step
 from pvg.games.diplomacy.position import NOBODY, Position, Unit
 from pvg.games.diplomacy.standard import standard_board
 from pvg.games.diplomacy.text import long_order
+from pvg.telemetry.processor import processor
 
 BOARD = standard_board()
 ROOT = Path(__file__).parents[2]
@@ -320,7 +321,7 @@ def report(
     return {
         "commit": commit,
         "uncommitted_changes": changes,
-        "processor": cpu_model(),
+        "processor": processor(),
         "package": "diplomacy 1.1.2",
         "games": games,
         "phases": dict(tally.phases),

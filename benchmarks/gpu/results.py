@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pvg.bench.report import cpu_model
+from pvg.telemetry.processor import processor
 from pvg.version import code_version
 
 SCHEMA_VERSION = 1
@@ -85,7 +85,7 @@ class Results:
 def machine_facts(device: torch.device) -> dict[str, Any]:
     facts: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "device": str(device)}
     if device.type != "cuda":
-        return facts | {"name": cpu_model(), "threads": torch.get_num_threads()}
+        return facts | {"name": processor(), "threads": torch.get_num_threads()}
     properties = torch.cuda.get_device_properties(device)
     return facts | {
         "name": properties.name,

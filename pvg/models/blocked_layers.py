@@ -40,6 +40,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from pvg.telemetry.processor import vendor
+
 ROWS = 512  # small enough for a cache, large enough that the cost of a call is small
 
 
@@ -48,15 +50,6 @@ def _is_wider() -> bool:
     built: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     wide = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     return built and wide and hasattr(torch.ops.mkldnn, "_linear_pointwise") and vendor() == "AuthenticAMD"
-
-
-def vendor() -> str:
-    """The processor's vendor according to Linux; empty if unknown."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), "")
-    except FileNotFoundError:  # not Linux
-        return ""
 
 
 BY_ONEDNN = _is_wider()

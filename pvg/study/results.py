@@ -23,7 +23,7 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict
 
-from pvg.bench.report import cpu_model, schema_of
+from pvg.bench.report import schema_of
 from pvg.errors import MissingRequirementError, PvgError
 from pvg.store.atomic import write_output
 from pvg.study.cells import CellProgress, StudyFolder, progress_of
@@ -31,6 +31,7 @@ from pvg.study.measures import MeasuredValue, RunFacts, StudyMeasure, read_facts
 from pvg.study.plan import Cell, StudyPlan
 from pvg.study.power import detectable
 from pvg.study.statistics import PairedComparison, SeedSummary, Trend, compare, holm, summarise, trend
+from pvg.telemetry.processor import processor
 from pvg.telemetry.waits import usable_cores
 from pvg.version import code_version
 
@@ -166,7 +167,7 @@ def collect(plan: StudyPlan, command: str) -> StudyResults:
         toml=plan.text,
         overrides=list(plan.overrides),
         pvg=code_version(),
-        cpu=cpu_model(),
+        cpu=processor(),
         cores=usable_cores(),
         threads=plan.threads,
         seeds=list(plan.seeds),

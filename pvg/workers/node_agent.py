@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -19,6 +18,7 @@ from typing import Any
 
 import pvg
 from pvg.errors import PvgError
+from pvg.telemetry.processor import processor
 from pvg.workers.frames import Frame, receive, send
 from pvg.workers.links import connect, notice_broken
 from pvg.workers.local import LocalSupply, cpu_s, kill
@@ -148,15 +148,6 @@ def versions() -> dict[str, str]:
         "processor": processor(),
         "auth": os.environ.get("RAY_AUTH_MODE", ""),
     }
-
-
-def processor() -> str:
-    """The model of this machine's processor, because the last bits of results depend on it."""
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def ray_node() -> str:

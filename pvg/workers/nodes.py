@@ -19,10 +19,10 @@ from typing import Any
 import pvg
 from pvg.errors import MissingRequirementError
 from pvg.telemetry.events import Events
+from pvg.telemetry.processor import processor
 from pvg.workers.frames import Frame, receive, send
 from pvg.workers.links import SECRET_BYTES, admitted
 from pvg.workers.local import Member
-from pvg.workers.node_agent import processor
 
 PROCESS_S = 60.0  # for a forked process to connect
 # An agent is lost after so many of the driver's probes without a report. Agents report twice as often as it probes.

@@ -22,7 +22,6 @@ from pvg.bench.planning import plan_bench
 from pvg.bench.report import (
     SCHEMA_FILE,
     BenchReport,
-    cpu_model,
     git_state,
     json_schema,
     read_environment,
@@ -194,15 +193,6 @@ def test_cores_are_those_this_process_may_use() -> None:
         assert usable_cores() == 1
     finally:
         os.sched_setaffinity(0, cores)
-
-
-def test_the_cpu_is_named_where_linux_names_it(folder: Path) -> None:
-    cpuinfo = folder / "cpuinfo"
-    cpuinfo.write_text("processor\t: 0\nmodel name\t: Fast CPU @ 3 GHz\n\nprocessor\t: 1\nmodel name\t: Other\n")
-    assert cpu_model(cpuinfo) == "Fast CPU @ 3 GHz"
-    cpuinfo.write_text("processor\t: 0\nBogoMIPS\t: 50\n")  # as on ARM
-    assert cpu_model(cpuinfo)
-    assert cpu_model(folder / "absent")
 
 
 def test_a_checkout_is_dirty_when_its_code_is_and_not_for_a_new_report(folder: Path) -> None:

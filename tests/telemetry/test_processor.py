@@ -1,0 +1,40 @@
+"""The name of the processor, and its vendor, from files as Linux writes them."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import pytest
+
+from pvg.telemetry.processor import processor, vendor
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ("fpu sse2 avx avx2 fma", "AMD EPYC (AVX2)"),
+        ("fpu sse2 avx avx2 avx512f avx512bw", "AMD EPYC (AVX-512)"),
+        ("fpu sse2 avx", "AMD EPYC"),
+    ],
+)
+def test_processors_of_one_name_are_told_apart_by_their_vectors(tmp_path: Path, flags: str, name: str) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    first = f"processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel name\t: AMD EPYC\nflags\t\t: {flags}\n"
+    cpuinfo.write_text(f"{first}\nprocessor\t: 1\nvendor_id\t: Other\nmodel name\t: Other\nflags\t\t: avx512f\n")
+    assert (processor(cpuinfo), vendor(cpuinfo)) == (name, "AuthenticAMD")
+
+
+def test_other_systems_name_at_least_the_architecture(tmp_path: Path) -> None:
+    known = platform.processor() or platform.machine()
+    cpuinfo = tmp_path / "cpuinfo"
+    assert (processor(cpuinfo), vendor(cpuinfo)) == (known, "")
+    cpuinfo.write_text("processor\t: 0\nBogoMIPS\t: 50\nFeatures\t: fp asimd\n")  # as on ARM
+    assert (processor(cpuinfo), vendor(cpuinfo)) == (known, "")
+
+
+def test_this_machine_has_one_name_in_all_places() -> None:
+    from pvg.bench.report import read_environment
+    from pvg.workers.node_agent import versions
+
+    assert processor() == versions()["processor"] == read_environment("asyncio").cpu != ""
