@@ -305,7 +305,7 @@ class Training(Section):
     )
     blocked_layers: bool | None = Field(
         None,
-        description="Whether a layer runs on blocks that fit a CPU cache. Unset: with one thread on AMD.",
+        description="Whether a layer runs on blocks that fit a CPU cache. Unset: on AMD processors with AVX-512.",
     )
     gradient_checkpointing: bool = Field(
         False, description="Whether the backward pass computes activations again, to save memory."

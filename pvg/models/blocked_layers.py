@@ -19,11 +19,12 @@ the query and key matrices are sorted by pairs, which changes no product of a qu
 `why_not` gives the limits: plain float32 linear layers on the CPU up to a width of 256. pvg.models.fused_layers
 computes other models.
 
-Matrix products: torch uses MKL, which is slower on AMD processors. On an EPYC with AVX-512, oneDNN computes a linear
-layer forward and backward 1.5 to 1.9 times as fast in one thread and 0.9 to 1.7 times in two, with the smallest gain
-for the smallest sizes (`python benchmarks/products.py`, docs/products-threads-*.json). On Intel processors MKL is used.
-`BY_ONEDNN` depends only on the processor, so runs repeat bit by bit. The `trainer` benchmark profile measures blocks
-and oneDNN together.
+Matrix products: torch uses MKL, which is slower on AMD processors with AVX-512. On such an EPYC, oneDNN computes a
+linear layer forward and backward 1.5 to 1.9 times as fast in one thread and 0.9 to 1.7 times in two, with the smallest
+gain for the smallest sizes (`python benchmarks/products.py`, docs/products-threads-*.json). On an EPYC that has AVX2
+alone, it is 0.7 to 0.8 times as fast as MKL in one thread and 0.6 to 0.8 times in two
+(docs/products-avx2-threads-*.json). There, and on Intel processors, MKL is used. `BY_ONEDNN` depends only on the
+processor, so runs repeat bit by bit. The `trainer` benchmark profile measures blocks and oneDNN together.
 
 oneDNN compiles a kernel for each shape and keeps some megabytes for it. So it only gets blocks of exactly ROWS rows,
 and MKL gets the rest. A model then has a dozen shapes, not one for every number of tokens. The oneDNN operator is the
@@ -48,7 +49,7 @@ ROWS = 512  # small enough for a cache, large enough that the cost of a call is 
 def _is_wider() -> bool:
     """Whether oneDNN is available and the processor is one on which MKL is slower."""
     built: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    wide = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
     return built and wide and hasattr(torch.ops.mkldnn, "_linear_pointwise") and vendor() == "AuthenticAMD"
 
 

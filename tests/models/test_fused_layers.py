@@ -164,6 +164,22 @@ def test_under_autocast_the_gradients_are_near_those_of_float32():
         assert float((gradient - expected[name]).norm()) < 0.05 * float(expected[name].norm()), name
 
 
+@pytest.mark.parametrize(
+    ("capability", "vendor", "wider"),
+    [
+        ("AVX512", "AuthenticAMD", True),
+        ("AVX2", "AuthenticAMD", False),  # there MKL is faster: docs/products-avx2-threads-1.json
+        ("AVX512", "GenuineIntel", False),
+    ],
+)
+def test_onednn_computes_products_where_it_is_faster(monkeypatch, capability, vendor, wider):
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        pytest.skip("this torch was built without oneDNN")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(products, "vendor", lambda: vendor)
+    assert products._is_wider() is wider
+
+
 def test_a_batch_of_a_block_and_one_token_has_the_gradients_of_one_block(monkeypatch):
     model = build("qwen2")
     expected = gradients(model, shared_prompt_logprobs(model, *rows(), blocked_layers=True))
