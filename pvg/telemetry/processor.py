@@ -32,8 +32,9 @@ def vendor(cpuinfo: Path = CPUINFO) -> str:
 
 def _facts(cpuinfo: Path) -> dict[str, str]:
     """What Linux tells of the first processor; empty on other systems."""
-    if not cpuinfo.is_file():
+    try:
+        first = cpuinfo.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
+    except OSError:
         return {}
-    first = cpuinfo.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
     pairs = (line.partition(":") for line in first.splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}

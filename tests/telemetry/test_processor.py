@@ -27,6 +27,7 @@ def test_processors_of_one_name_are_told_apart_by_their_vectors(tmp_path: Path, 
 
 def test_other_systems_name_at_least_the_architecture(tmp_path: Path) -> None:
     known = platform.processor() or platform.machine()
+    assert known
     cpuinfo = tmp_path / "cpuinfo"
     assert (processor(cpuinfo), vendor(cpuinfo)) == (known, "")
     cpuinfo.write_text("processor\t: 0\nBogoMIPS\t: 50\nFeatures\t: fp asimd\n")  # as on ARM
