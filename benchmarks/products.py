@@ -1,6 +1,6 @@
 """Float32 matrix products as torch does them (MKL) against oneDNN, the two sides of pvg/models/blocked_layers.py.
 
-    python benchmarks/products.py [--threads 1] [--out docs/products-threads-1.json]
+    python benchmarks/products.py [--threads 1] [--out FILE.json]
 
 Blocks of products.ROWS tokens through linear layers of the embedded prover's sizes and larger ones: forward, gradient
 of the input, gradient of the weights, with the copies that the buffers cost. Rounds take turns; prints Gflop/s (median

@@ -21,8 +21,8 @@ computes other models.
 
 Matrix products: torch uses MKL, which is slower on AMD processors with AVX-512. On such an EPYC, oneDNN computes a
 linear layer forward and backward 1.5 to 1.9 times as fast in one thread and 0.9 to 1.7 times in two, with the smallest
-gain for the smallest sizes (`python benchmarks/products.py`, docs/products-threads-*.json). On an EPYC that has AVX2
-alone, it is 0.7 to 0.8 times as fast as MKL in one thread and 0.6 to 0.8 times in two
+gain for the smallest sizes (`python benchmarks/products.py`, docs/products-avx512-threads-*.json). On an EPYC that has
+AVX2 alone, it is 0.7 to 0.8 times as fast as MKL in one thread and 0.6 to 0.8 times in two
 (docs/products-avx2-threads-*.json). There, and on Intel processors, MKL is used. `BY_ONEDNN` depends only on the
 processor, so runs repeat bit by bit. The `trainer` benchmark profile measures blocks and oneDNN together.
 
