@@ -33,7 +33,7 @@ from pvg.config.load import load_experiment
 from pvg.evaluation.attacks import AttackTarget, attack, sample_attacker
 from pvg.evaluation.opened_run import EvaluationContext, OpenedRun
 from pvg.evaluation.rounds import ATTACKED
-from pvg.evaluation.runner import open_study
+from pvg.evaluation.runner import open_evaluation
 from pvg.game.ledger import shards_of
 from pvg.game.mixtures import source_weights, sources_for_round
 from pvg.game.states import Phase
@@ -87,11 +87,11 @@ def helpful_and_correct(rollouts: Sequence[Rollout]) -> NDArray[np.bool_]:
 
 
 async def trained(
-    study: EvaluationContext, experiment: Experiment, mint: Mint, draw: int, times: int = 1
+    context: EvaluationContext, experiment: Experiment, mint: Mint, draw: int, times: int = 1
 ) -> VerifierModel:
     """A verifier after its training of `times` as many steps as in the game. `draw` selects its pairs, as the number of
     a member does in an ensemble."""
-    players, sources = study.players, sources_for_round(mint.round)
+    players, sources = context.players, sources_for_round(mint.round)
     place = ("pairs", draw) if draw else ("pairs",)
     seed = seed_for(experiment.seed, mint.round, *place)
     stream = pair_stream(experiment.verifier, mint.view, source_weights(experiment.game, sources), seed)
@@ -103,29 +103,29 @@ async def trained(
         while trainer.steps_done < steps:
             await trainer.step()
     finally:
-        players.experiment = study.experiment
+        players.experiment = context.experiment
     return verifier
 
 
-async def ensemble_of(study: EvaluationContext, members: Sequence[VerifierModel], kind: str, mint: Mint) -> Any:
+async def ensemble_of(context: EvaluationContext, members: Sequence[VerifierModel], kind: str, mint: Mint) -> Any:
     ensemble = VerifierEnsemble(members, kind, ScoreScales.none(len(members)))
     scored = partial(
         member_scores,
         ensemble,
-        study.players.template(ensemble),
-        token_budget=study.experiment.verifier.score_tokens,
-        executor=study.players.executor,
-        prover_fingerprint=study.players.base.tokenizer.fingerprint,
+        context.players.template(ensemble),
+        token_budget=context.experiment.verifier.score_tokens,
+        executor=context.players.executor,
+        prover_fingerprint=context.players.base.tokenizer.fingerprint,
     )
     ensemble.scales = common_scales(await scored(mint.held_out))
     return ensemble
 
 
 async def measured(
-    study: EvaluationContext, name: str, verifier: ScoringModel, mint: Mint, attackers: int
+    context: EvaluationContext, name: str, verifier: ScoringModel, mint: Mint, attackers: int
 ) -> dict[str, Any]:
     """AUCs on held-out solutions, in all and of the worst source; on the next prover's; and the attackers' results."""
-    scorer = study.players.scorer(verifier)
+    scorer = context.players.scorer(verifier)
     held_N, fresh_N = await scorer.score(mint.held_out), await scorer.score(mint.fresh)
     correct_N = np.array([rollout.grade.correct for rollout in mint.held_out], dtype=bool)
     threshold = calibration(
@@ -140,7 +140,7 @@ async def measured(
     reference = {"value": float(fresh_N[solved_N].mean())}
     lowest, highest = float(min(held_N.min(), fresh_N.min())), float(max(held_N.max(), fresh_N.max()))
     target = AttackTarget(mint.round, name, threshold, reference, lowest, highest)
-    found = [await attacked(study, target, verifier, fresh_N[solved_N], attacker) for attacker in range(attackers)]
+    found = [await attacked(context, target, verifier, fresh_N[solved_N], attacker) for attacker in range(attackers)]
     flaws_N = np.array([rollout.is_flaw for rollout in mint.fresh], dtype=bool)
     return {
         "auc_all": auc_of(mint.held_out, held_N),
@@ -152,15 +152,15 @@ async def measured(
 
 
 async def attacked(
-    study: EvaluationContext, target: AttackTarget, verifier: ScoringModel, solved_N: Float32, attacker: int
+    context: EvaluationContext, target: AttackTarget, verifier: ScoringModel, solved_N: Float32, attacker: int
 ) -> dict[str, Any]:
     """The result of an attack, and of the trained attacker on test problems, if there is one: the share of wrong
     solutions, the share of them that the verifier accepts, and their AUC against the scores `solved_N` of correct
     helpful solutions."""
-    reseeded = study.experiment.model_copy(update={"seed": 1000 + attacker})
+    reseeded = context.experiment.model_copy(update={"seed": 1000 + attacker})
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        opened = await open_study(reseeded, study.ledger, SilentObserver(), asyncio.Event(), stack)
+        opened = await open_evaluation(reseeded, context.ledger, SilentObserver(), asyncio.Event(), stack)
         attacking = replace(opened, folder=folder)
         result = await attack(attacking, target, "cgc", verifier)
         if result["status"] not in ATTACKED:  # such as a training that diverged
@@ -185,23 +185,23 @@ async def game(run: Path, arguments: argparse.Namespace, done: set[tuple[str, st
 
     wanted = [name for name in arguments.verifiers if (run.name, name) not in done]
 
-    async def store(name: str, verifier: ScoringModel, study: EvaluationContext) -> None:
-        row = await measured(study, name, verifier, mint, arguments.attackers)
+    async def store(name: str, verifier: ScoringModel, context: EvaluationContext) -> None:
+        row = await measured(context, name, verifier, mint, arguments.attackers)
         with arguments.out.open("a") as out:
             out.write(json.dumps({"run": run.name, "round": mint.round, "verifier": name, **row}) + "\n")
 
     async with AsyncExitStack() as stack:
-        study = await open_study(experiment, reading, SilentObserver(), asyncio.Event(), stack)
+        context = await open_evaluation(experiment, reading, SilentObserver(), asyncio.Event(), stack)
         for name in filter(wanted.__contains__, LOSSES):
             changed = load_experiment(run / "experiment.toml", (*ATTACK, steps, *LOSSES[name]))
             # As many steps as all members of an ensemble together.
-            verifier = await trained(study, changed, mint, 0, times=MEMBERS if name == "longer" else 1)
-            await store(name, verifier, study)
+            verifier = await trained(context, changed, mint, 0, times=MEMBERS if name == "longer" else 1)
+            await store(name, verifier, context)
             verifier.close()
         kinds = list(filter(wanted.__contains__, ENSEMBLES))
-        members = [await trained(study, experiment, mint, draw) for draw in range(MEMBERS)] if kinds else []
+        members = [await trained(context, experiment, mint, draw) for draw in range(MEMBERS)] if kinds else []
         for kind in kinds:
-            await store(kind, await ensemble_of(study, members, kind, mint), study)
+            await store(kind, await ensemble_of(context, members, kind, mint), context)
         for member in members:
             member.close()
 

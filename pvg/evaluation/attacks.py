@@ -142,24 +142,24 @@ class AttackTarget:
         return self.lowest - (self.highest - self.lowest) - 1.0
 
 
-def attack_digest(study: EvaluationContext, target: AttackTarget, kind: str) -> str:
-    section = study.experiment.evaluate
+def attack_digest(context: EvaluationContext, target: AttackTarget, kind: str) -> str:
+    section = context.experiment.evaluate
     settings = [section.attack_steps, section.attack_window, section.attack_error_rate]
-    floor = _floor(study, target) if kind == "cgc" else None
-    return digest("attack", study.config, target.players, kind, settings, section.attack_groups, floor, target.level)
+    floor = _floor(context, target) if kind == "cgc" else None
+    return digest("attack", context.config, target.players, kind, settings, section.attack_groups, floor, target.level)
 
 
-def _floor(study: EvaluationContext, target: AttackTarget) -> float:
-    given = study.experiment.evaluate.attack_cgc_floor
+def _floor(context: EvaluationContext, target: AttackTarget) -> float:
+    given = context.experiment.evaluate.attack_cgc_floor
     return target.cgc_floor if given is None else given
 
 
-def attack_training(study: EvaluationContext, target: AttackTarget, kind: str) -> PolicyTraining:
-    section, place = study.experiment.evaluate, f"attacks/{source_of_round(target.round)}-{kind}"
+def attack_training(context: EvaluationContext, target: AttackTarget, kind: str) -> PolicyTraining:
+    section, place = context.experiment.evaluate, f"attacks/{source_of_round(target.round)}-{kind}"
     return PolicyTraining(
         place=place,
-        digest=attack_digest(study, target, kind),
-        experiment=attacker_experiment(study.experiment, kind, place, _floor(study, target)),
+        digest=attack_digest(context, target, kind),
+        experiment=attacker_experiment(context.experiment, kind, place, _floor(context, target)),
         round=target.round,
         phase="attack",
         unit=f"steps of {kind}",
@@ -168,9 +168,9 @@ def attack_training(study: EvaluationContext, target: AttackTarget, kind: str) -
     )
 
 
-async def attack(study: EvaluationContext, target: AttackTarget, kind: str, verifier: ScoringModel) -> dict[str, Any]:
+async def attack(context: EvaluationContext, target: AttackTarget, kind: str, verifier: ScoringModel) -> dict[str, Any]:
     """Train the attacker to its aim or its limit; returns the result. Raises InterruptedByUser."""
-    section = study.experiment.evaluate
+    section = context.experiment.evaluate
     result: dict[str, Any] = {
         "kind": kind,
         "limit": section.attack_steps,
@@ -178,14 +178,14 @@ async def attack(study: EvaluationContext, target: AttackTarget, kind: str, veri
     }
     if target.level is None:
         return {**result, "status": "no_reference", "reason": "The helpful prover solved none of the problems."}
-    training = attack_training(study, target, kind)
+    training = attack_training(context, target, kind)
     aim = AttackStop(
         target.level,
         section.attack_error_rate,
         section.attack_window,
         training.experiment.training.minibatches,
     )
-    with training_session(study, training) as session:
+    with training_session(context, training) as session:
         try:
             await train(session, training, verifier, target.threshold, aim)
         except TrainingDivergedError as error:
@@ -211,27 +211,27 @@ def ended(aim: AttackStop, steps: int) -> dict[str, Any]:
     }
 
 
-def final_samples(study: EvaluationContext, target: AttackTarget, kind: str) -> SampleSet:
+def final_samples(context: EvaluationContext, target: AttackTarget, kind: str) -> SampleSet:
     return SampleSet(
         name=attack_name(target.round, kind),
         round=target.round,
-        problems=study.test_problems(),
+        problems=context.test_problems(),
         roles=(Role.SNEAKY,),
-        size=study.experiment.evaluate.samples,
-        policy=attack_digest(study, target, kind),
+        size=context.experiment.evaluate.samples,
+        policy=attack_digest(context, target, kind),
         asking=target.round,
     )
 
 
-async def sample_attacker(study: EvaluationContext, target: AttackTarget, kind: str) -> list[Rollout]:
-    training = attack_training(study, target, kind)
+async def sample_attacker(context: EvaluationContext, target: AttackTarget, kind: str) -> list[Rollout]:
+    training = attack_training(context, target, kind)
 
     async def load() -> None:
-        read = partial(read_policy, training.opened_run(study), policy_name(study.experiment.evaluate.attack_steps))
-        tensors, adapter = await study.players.compute(read)
-        await study.players.publish(tensors, first_version(training.versions + 1), adapter)
+        read = partial(read_policy, training.opened_run(context), policy_name(context.experiment.evaluate.attack_steps))
+        tensors, adapter = await context.players.compute(read)
+        await context.players.publish(tensors, first_version(training.versions + 1), adapter)
 
-    return await sampled(study, final_samples(study, target, kind), load)
+    return await sampled(context, final_samples(context, target, kind), load)
 
 
 def check(fresh: ScoredRollouts, helpful: ScoredRollouts, threshold: float, weights_BP: Float64) -> dict[str, Any]:

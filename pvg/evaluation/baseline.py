@@ -53,40 +53,42 @@ if TYPE_CHECKING:
     from pvg.models.low_rank import LowRankAdapter
 
 
-def has_reach(study: EvaluationContext, name: str, of: str) -> bool:
-    """Whether `reach` has a stored result."""
-    return study.units.read(f"reach-{name}", digest("reach", of)) is not None
+def has_totals(context: EvaluationContext, name: str, of: str) -> bool:
+    """Whether `policy_totals` has a stored result."""
+    return context.units.read(f"reach-{name}", digest("reach", of)) is not None
 
 
-async def reach(
-    study: EvaluationContext,
+async def policy_totals(
+    context: EvaluationContext,
     name: str,
     of: str,
     helpful: Sequence[Rollout],
     pool: Sequence[Problem],
     read: Callable[[], Mapping[str, Tensor]] | None,
 ) -> PolicyTotals:
-    """The reach of a policy from its `helpful` samples, whose digest is `of`. `read` returns the policy's weights; None
-    is the start itself, with KL 0. Log-probs are computed once."""
+    """The accuracy of a policy and its KL to the base prover, from its `helpful` samples, whose digest is `of`.
+    Computed once and stored. `read` returns the policy's weights; None is the base prover itself, with KL 0."""
     for_ = digest("reach", of)
-    found = study.units.read(f"reach-{name}", for_)
+    found = context.units.read(f"reach-{name}", for_)
     if found is None:
-        study.begin(f"reach-{name}")
+        context.begin(f"reach-{name}")
         kl_N = (
-            np.zeros(len(helpful)) if read is None else await study.players.compute(lambda: _kl(study, helpful, read()))
+            np.zeros(len(helpful))
+            if read is None
+            else await context.players.compute(lambda: _kl(context, helpful, read()))
         )
         found = _by_problem(helpful, kl_N, pool)
-        study.units.write(f"reach-{name}", for_, found)
+        context.units.write(f"reach-{name}", for_, found)
     return PolicyTotals(*(np.array(found[key], dtype=np.float64) for key in ("kl", "correct", "tokens", "solutions")))
 
 
-def _kl(study: EvaluationContext, rollouts: Sequence[Rollout], tensors: Mapping[str, Tensor]) -> Any:
+def _kl(context: EvaluationContext, rollouts: Sequence[Rollout], tensors: Mapping[str, Tensor]) -> Any:
     """float64 [N]: sum over a solution's tokens of log pi - log start, in nats. Runs in the compute thread.
 
     In a dialogue only the tokens of the solution count. This is the KL between the distributions of solutions: it does
     not depend on the questions, and a change of the answers adds nothing. Correctness refers to the solution too.
     """
-    experiment, base = study.experiment, study.players.base
+    experiment, base = context.experiment, context.players.base
     settings = ForwardSettings.of(experiment.training, experiment.rollout.temperature, base.tokenizer.pad_id)
     settings = replace(settings, precision="float32", router_replay=False)
     batch = _batch(rollouts)
@@ -201,61 +203,63 @@ def distance(name: str, found: PolicyTotals, weights_BP: Float64, confidence: fl
     }
 
 
-def store_choice(study: EvaluationContext, run: RunDirectory | None) -> None:
+def store_choice(context: EvaluationContext, run: RunDirectory | None) -> None:
     """Store which baseline was requested, so that a later call without the tax finds it."""
     path = None if run is None else str(run.path.resolve())
-    if not study.units.exists(CHOICE) or study.units.read(CHOICE, digest(CHOICE)) != path:
-        study.units.write(CHOICE, digest(CHOICE), path)
+    if not context.units.exists(CHOICE) or context.units.read(CHOICE, digest(CHOICE)) != path:
+        context.units.write(CHOICE, digest(CHOICE), path)
 
 
-def chosen_path(study: EvaluationContext) -> str | None:
+def chosen_path(context: EvaluationContext) -> str | None:
     """The path of the requested run; None if there is none, or if the baseline was trained here."""
-    path: str | None = study.units.read(CHOICE, digest(CHOICE))
+    path: str | None = context.units.read(CHOICE, digest(CHOICE))
     return path
 
 
-def chosen_baseline(study: EvaluationContext) -> RunDirectory | None:
+def chosen_baseline(context: EvaluationContext) -> RunDirectory | None:
     """The run of `choice`. Raises UsageError if it no longer exists."""
-    path = chosen_path(study)
-    return None if path is None else RunDirectory.open(path, study.folder)
+    path = chosen_path(context)
+    return None if path is None else RunDirectory.open(path, context.folder)
 
 
 async def baseline_of(
-    study: EvaluationContext,
+    context: EvaluationContext,
     start: SampleSet,
     run: RunDirectory | None,
     of_start: Callable[[], Awaitable[list[Rollout]]],
 ) -> CorrectnessBaseline:
-    """The baseline's probes. Samples and measures what is missing. `start`: the untrained prover's samples, which
+    """The baseline's probes. Samples and measures what is missing. `start`: the base prover's samples, which
     `of_start` returns. Raises TrainingDivergedError if the training of the baseline diverges, or has diverged in an
     earlier call."""
-    base_digest = digest_of(study, start)
+    base_digest = digest_of(context, start)
     helpful = [r for r in await of_start() if r.role is Role.HELPFUL]
-    origin = await reach(study, BASE_SOURCE, base_digest, helpful, study.test_problems(), None)
+    origin = await policy_totals(context, BASE_SOURCE, base_digest, helpful, context.test_problems(), None)
     points = [(BASE_SOURCE, origin)]
-    probes = await _trained(study) if run is None else _of_run(study, run)
+    probes = await _trained(context) if run is None else _of_run(context, run)
     for place, probe in enumerate(probes):
         rollouts = await sampled(
-            study, probe.samples, partial(_load, study, probe, first_version(BASELINE_RANGE + 1 + place))
+            context, probe.samples, partial(_load, context, probe, first_version(BASELINE_RANGE + 1 + place))
         )
-        points.append((probe.label, await _reach(study, probe, rollouts)))
-    marks = [base_digest, *(digest_of(study, probe.samples) for probe in probes)]
+        points.append((probe.label, await _probe_totals(context, probe, rollouts)))
+    marks = [base_digest, *(digest_of(context, probe.samples) for probe in probes)]
     return CorrectnessBaseline(TRAINED if run is None else run.name, points, digest("baseline", marks))
 
 
-def planned(study: EvaluationContext, run: RunDirectory | None) -> PlannedPart:
+def planned(context: EvaluationContext, run: RunDirectory | None) -> PlannedPart:
     """The baseline as a part of the evaluation, with the work that is not stored."""
-    probes, steps = (_trained_probes(study), _steps(study.experiment)) if run is None else (_of_run(study, run), 0)
-    if run is None and (stored := study.units.read(UNIT, _baseline_training(study).digest)) is not None:
+    probes, steps = (
+        (_trained_probes(context), _steps(context.experiment)) if run is None else (_of_run(context, run), 0)
+    )
+    if run is None and (stored := context.units.read(UNIT, _baseline_training(context).digest)) is not None:
         probes, steps = ([] if DIVERGED in stored else probes), 0
-    todo = [probe for probe in probes if not has_reach(study, probe.samples.name, digest_of(study, probe.samples))]
+    todo = [probe for probe in probes if not has_totals(context, probe.samples.name, digest_of(context, probe.samples))]
     work = {
         "baseline": steps,
-        "samples": sum(missing(study, probe.samples) for probe in probes),
+        "samples": sum(missing(context, probe.samples) for probe in probes),
         "kl": sum(probe.samples.rollouts for probe in todo),
     }
-    training = study.experiment.training
-    per_step = training.groups * study.experiment.rollout.group_size / training.minibatches
+    training = context.experiment.training
+    per_step = training.groups * context.experiment.rollout.group_size / training.minibatches
     return PlannedPart("correctness baseline", work, {"baseline": per_step})
 
 
@@ -271,26 +275,26 @@ class BaselinePolicy:
         return self.read()[0]
 
 
-async def _reach(study: EvaluationContext, probe: BaselinePolicy, rollouts: list[Rollout]) -> PolicyTotals:
+async def _probe_totals(context: EvaluationContext, probe: BaselinePolicy, rollouts: list[Rollout]) -> PolicyTotals:
     """Two forward passes over all rollouts. With a larger model this takes minutes, so it gives a notice."""
-    of = digest_of(study, probe.samples)
-    info = PhaseInfo(0, study.experiment.game.rounds, "kl", "solutions", len(rollouts))
-    if computed := not has_reach(study, probe.samples.name, of):
-        study.begin(f"reach-{probe.samples.name}")
-        study.observer.phase_started(info)
-    found = await reach(study, probe.samples.name, of, rollouts, study.test_problems(), probe.tensors)
+    of = digest_of(context, probe.samples)
+    info = PhaseInfo(0, context.experiment.game.rounds, "kl", "solutions", len(rollouts))
+    if computed := not has_totals(context, probe.samples.name, of):
+        context.begin(f"reach-{probe.samples.name}")
+        context.observer.phase_started(info)
+    found = await policy_totals(context, probe.samples.name, of, rollouts, context.test_problems(), probe.tensors)
     if computed:
-        study.observer.phase_finished(info, {})
+        context.observer.phase_finished(info, {})
     return found
 
 
-async def _load(study: EvaluationContext, probe: BaselinePolicy, version: int) -> None:
-    tensors, adapter = await study.players.compute(probe.read)
-    await study.players.publish(tensors, version, adapter)
+async def _load(context: EvaluationContext, probe: BaselinePolicy, version: int) -> None:
+    tensors, adapter = await context.players.compute(probe.read)
+    await context.players.publish(tensors, version, adapter)
 
 
-def _samples(study: EvaluationContext, name: str, policy: str) -> SampleSet:
-    return SampleSet(name, 0, study.test_problems(), (Role.HELPFUL,), study.experiment.evaluate.samples, policy)
+def _samples(context: EvaluationContext, name: str, policy: str) -> SampleSet:
+    return SampleSet(name, 0, context.test_problems(), (Role.HELPFUL,), context.experiment.evaluate.samples, policy)
 
 
 # --- trained here ------------------------------------------------------------------------------------------------
@@ -309,13 +313,13 @@ def baseline_experiment(experiment: Experiment) -> Experiment:
     )
 
 
-def _baseline_training(study: EvaluationContext) -> PolicyTraining:
-    section, steps = study.experiment.evaluate, _steps(study.experiment)
-    saved_steps = probe_steps(steps, section.baseline_probes, study.experiment.training.minibatches)
+def _baseline_training(context: EvaluationContext) -> PolicyTraining:
+    section, steps = context.experiment.evaluate, _steps(context.experiment)
+    saved_steps = probe_steps(steps, section.baseline_probes, context.experiment.training.minibatches)
     return PolicyTraining(
         place=UNIT,
-        digest=digest(UNIT, study.config, steps, saved_steps, study.ledger.players_of(0)),
-        experiment=baseline_experiment(study.experiment),
+        digest=digest(UNIT, context.config, steps, saved_steps, context.ledger.players_of(0)),
+        experiment=baseline_experiment(context.experiment),
         round=0,
         phase=UNIT,
         unit="steps",
@@ -324,23 +328,23 @@ def _baseline_training(study: EvaluationContext) -> PolicyTraining:
     )
 
 
-async def _trained(study: EvaluationContext) -> list[BaselinePolicy]:
-    training = _baseline_training(study)
-    stored: Any = study.units.read(UNIT, training.digest)
+async def _trained(context: EvaluationContext) -> list[BaselinePolicy]:
+    training = _baseline_training(context)
+    stored: Any = context.units.read(UNIT, training.digest)
     if stored is None:
-        study.begin(UNIT)
-        stored = await _train_baseline(study, training)
-        study.units.write(UNIT, training.digest, stored)
+        context.begin(UNIT)
+        stored = await _train_baseline(context, training)
+        context.units.write(UNIT, training.digest, stored)
     if DIVERGED in stored:
         raise TrainingDivergedError(stored[DIVERGED])
-    return _trained_probes(study)
+    return _trained_probes(context)
 
 
-async def _train_baseline(study: EvaluationContext, training: PolicyTraining) -> list[int] | dict[str, str]:
+async def _train_baseline(context: EvaluationContext, training: PolicyTraining) -> list[int] | dict[str, str]:
     """The result to store: the steps of the saved policies, or why the training diverged."""
-    with open_frozen_verifier(study, 0) as frozen:  # scores are stored, but the reward ignores them
+    with open_frozen_verifier(context, 0) as frozen:  # scores are stored, but the reward ignores them
         verifier = await frozen.verifier()
-        with training_session(study, training) as session:
+        with training_session(context, training) as session:
             try:
                 await train(session, training, verifier, (await frozen.facts())["threshold"])
             except TrainingDivergedError as error:
@@ -348,16 +352,16 @@ async def _train_baseline(study: EvaluationContext, training: PolicyTraining) ->
     return list(training.saved_steps)
 
 
-def _trained_probes(study: EvaluationContext) -> list[BaselinePolicy]:
-    training = _baseline_training(study)
+def _trained_probes(context: EvaluationContext) -> list[BaselinePolicy]:
+    training = _baseline_training(context)
 
     def read(steps: int) -> tuple[Mapping[str, Tensor], LowRankAdapter | None]:
-        return read_policy(training.opened_run(study), policy_name(steps))
+        return read_policy(training.opened_run(context), policy_name(steps))
 
     return [
         BaselinePolicy(
             f"step {steps}",
-            _samples(study, f"{UNIT}-{steps:06d}", digest(training.digest, steps)),
+            _samples(context, f"{UNIT}-{steps:06d}", digest(training.digest, steps)),
             partial(read, steps),
         )
         for steps in training.saved_steps
@@ -370,9 +374,9 @@ def _trained_probes(study: EvaluationContext) -> list[BaselinePolicy]:
 SHARED = ("task", "models.prover", "prompts", "rollout.temperature", "rollout.top_p", "rollout.top_k")
 
 
-def check_comparable(study: EvaluationContext, run: RunDirectory) -> OpenedRun:
+def check_comparable(context: EvaluationContext, run: RunDirectory) -> OpenedRun:
     """Raises UsageError if the run is not a correctness baseline for this one."""
-    mine, theirs = study.experiment, run.experiment()
+    mine, theirs = context.experiment, run.experiment()
     if theirs.game.reward.kind != "correctness":
         raise UsageError(
             f"{run.name!r} is not a baseline: its game.reward is {theirs.game.reward.kind!r}, not 'correctness'.",
@@ -387,7 +391,7 @@ def check_comparable(study: EvaluationContext, run: RunDirectory) -> OpenedRun:
     reading = OpenedRun.open(run)
     if not reading.rounds:
         raise UsageError(f"The baseline {run.name!r} has no finished round.", "Continue it, or leave --baseline out.")
-    if _base_prover(theirs, reading) != _base_prover(mine, study.ledger):
+    if _base_prover(theirs, reading) != _base_prover(mine, context.ledger):
         raise UsageError(
             f"{run.name!r} is not a baseline for this run: their warm starts (warmup) end with different provers.",
             "Use a run with the same base prover, or leave --baseline out to train one.",
@@ -406,12 +410,12 @@ def _value(experiment: Any, key: str) -> Any:
     return experiment
 
 
-def _of_run(study: EvaluationContext, run: RunDirectory) -> list[BaselinePolicy]:
-    reading: WeightsReader = (found := check_comparable(study, run))
+def _of_run(context: EvaluationContext, run: RunDirectory) -> list[BaselinePolicy]:
+    reading: WeightsReader = (found := check_comparable(context, run))
     return [
         BaselinePolicy(
             f"{run.name} {source_of_round(round_)}",
-            _samples(study, f"{UNIT}-{run.name}-{source_of_round(round_)}", found.players_of(round_)),
+            _samples(context, f"{UNIT}-{run.name}-{source_of_round(round_)}", found.players_of(round_)),
             partial(read_policy, reading, f"{source_of_round(round_)}-prover"),
         )
         for round_ in range(found.rounds)[-MOST_PROBES:]

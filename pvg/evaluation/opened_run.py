@@ -59,7 +59,7 @@ DEFINITIONS = 1
 # Weight versions that a unit may publish, with one range per unit. Versions only increase in an engine, and must not
 # depend on which process computes a unit. So units are computed in the order of their ranges.
 VERSIONS = 110_000  # above the maximum of evaluate.attack_steps
-BASE_RANGE = 0  # the untrained prover's samples
+BASE_RANGE = 0  # the base prover's samples
 SAMPLES_RANGE = 1  # samples of the provers of rounds 0, 1, ...
 MOST_ROUNDS = 499
 BASELINE_RANGE = 500  # the baseline's training, followed by its probes
@@ -176,7 +176,8 @@ class MissingResult(Exception):
 
 @dataclass
 class EvaluationContext:
-    """Everything that one call of `evaluate` shares. A pvg.game.prover_phase.RunWithPlayers."""
+    """Everything that one call of `evaluate` shares. It has the attributes of
+    pvg.game.prover_phase.RunWithPlayers, so the functions of the game accept it."""
 
     experiment: Experiment
     ledger: OpenedRun
@@ -259,18 +260,18 @@ class FrozenVerifier:
     """Scores whole sets of samples with one round's verifier, which it opens for the first score. `digest` identifies
     the verifier without opening it."""
 
-    def __init__(self, study: EvaluationContext, round_: int) -> None:
-        self._study = study
+    def __init__(self, context: EvaluationContext, round_: int) -> None:
+        self._context = context
         self.round = round_
-        self.digest = study.ledger.players_of(round_)
+        self.digest = context.ledger.players_of(round_)
         self._verifier: ScoringModel | None = None
         self._scorer: VerifierScorer | None = None
         self._threshold = float("nan")
 
     async def verifier(self) -> ScoringModel:
         if self._verifier is None:
-            self._verifier, self._threshold = await open_round_verifier(self._study, self.round)
-            self._scorer = self._study.players.scorer(self._verifier)
+            self._verifier, self._threshold = await open_round_verifier(self._context, self.round)
+            self._scorer = self._context.players.scorer(self._verifier)
         return self._verifier
 
     async def scorer(self) -> VerifierScorer:
@@ -282,22 +283,22 @@ class FrozenVerifier:
         """The verifier's version and its acceptance threshold."""
         name = f"verifier-{source_of_round(self.round)}"
         for_ = digest("verifier", self.digest)
-        found = self._study.units.read(name, for_)
+        found = self._context.units.read(name, for_)
         if found is None:
-            self._study.begin(name)
+            self._context.begin(name)
             found = {"version": (await self.verifier()).version(), "threshold": self._threshold}
-            self._study.units.write(name, for_, found)
+            self._context.units.write(name, for_, found)
         return dict(found)
 
     async def scores(self, name: str, rollouts: Sequence[Rollout], of: str) -> Float32:
         """float32 [N]: the scores of the set `name` with digest `of`, computed once."""
-        study, unit = self._study, f"scores-{source_of_round(self.round)}-{name}"
+        context, unit = self._context, f"scores-{source_of_round(self.round)}-{name}"
         for_ = digest("scores", self.digest, of)
-        found = study.units.read(unit, for_)
+        found = context.units.read(unit, for_)
         if found is None:
-            study.begin(unit)
+            context.begin(unit)
             scores_N = await (await self.scorer()).score(rollouts)
-            study.units.write(unit, for_, [float(score) for score in scores_N])
+            context.units.write(unit, for_, [float(score) for score in scores_N])
             return scores_N
         return np.array(found, dtype=np.float32)
 
@@ -308,16 +309,16 @@ class FrozenVerifier:
 
 
 @contextmanager
-def open_frozen_verifier(study: EvaluationContext, round_: int) -> Iterator[FrozenVerifier]:
+def open_frozen_verifier(context: EvaluationContext, round_: int) -> Iterator[FrozenVerifier]:
     """A round's verifier: the open one if there is one, otherwise one that is closed at the end."""
-    if (frozen := study.verifiers.get(round_)) is not None:
+    if (frozen := context.verifiers.get(round_)) is not None:
         yield frozen
         return
-    frozen = study.verifiers[round_] = FrozenVerifier(study, round_)
+    frozen = context.verifiers[round_] = FrozenVerifier(context, round_)
     try:
         yield frozen
     finally:
-        del study.verifiers[round_]
+        del context.verifiers[round_]
         frozen.close()
 
 
@@ -327,7 +328,7 @@ def verifier_asks(experiment: Experiment) -> bool:
     return isinstance(protocol, ChallengeProtocol) and protocol.step == "weakest"
 
 
-async def questions(study: EvaluationContext, asking: FrozenVerifier) -> Environment | None:
+async def questions(context: EvaluationContext, asking: FrozenVerifier) -> Environment | None:
     """The environment that asks about steps of the next samples; None outside challenge games."""
-    scorer = await asking.scorer() if verifier_asks(study.experiment) else None
-    return environment_of(study, scorer)
+    scorer = await asking.scorer() if verifier_asks(context.experiment) else None
+    return environment_of(context, scorer)

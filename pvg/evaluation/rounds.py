@@ -22,7 +22,7 @@ from pvg.evaluation.attacks import (
     reference_of,
     sample_attacker,
 )
-from pvg.evaluation.baseline import CorrectnessBaseline, distance, reach, tax
+from pvg.evaluation.baseline import CorrectnessBaseline, distance, policy_totals, tax
 from pvg.evaluation.intervals import CONFIDENCE, RESAMPLES, Float64, draws
 from pvg.evaluation.opened_run import (
     BASE_RANGE,
@@ -54,103 +54,109 @@ LOCALISED = 256  # most flawed solutions of a round that are scored step by step
 MEASURED = 2
 
 
-def bootstrap(study: EvaluationContext, problems: int) -> Float64:
+def bootstrap(context: EvaluationContext, problems: int) -> Float64:
     """The resamples of `problems` problems, equal for every part, so that differences between parts are real."""
-    return draws(problems, RESAMPLES, seed_for(study.seed, "evaluate", "bootstrap"))
+    return draws(problems, RESAMPLES, seed_for(context.seed, "evaluate", "bootstrap"))
 
 
-def base_set(study: EvaluationContext) -> SampleSet:
-    return SampleSet(BASE_SOURCE, 0, study.test_problems(), BOTH, study.experiment.evaluate.samples, BASE_SOURCE)
+def base_set(context: EvaluationContext) -> SampleSet:
+    return SampleSet(BASE_SOURCE, 0, context.test_problems(), BOTH, context.experiment.evaluate.samples, BASE_SOURCE)
 
 
-async def base_samples(study: EvaluationContext) -> list[Rollout]:
-    return await sampled(study, base_set(study), lambda: load_source(study, BASE_SOURCE, first_version(BASE_RANGE)))
+async def base_samples(context: EvaluationContext) -> list[Rollout]:
+    return await sampled(
+        context, base_set(context), lambda: load_source(context, BASE_SOURCE, first_version(BASE_RANGE))
+    )
 
 
-def round_set(study: EvaluationContext, round_: int) -> SampleSet:
+def round_set(context: EvaluationContext, round_: int) -> SampleSet:
     """Both roles of a round's prover on the test problems."""
-    name, size = source_of_round(round_), study.experiment.evaluate.samples
-    return SampleSet(name, round_, study.test_problems(), BOTH, size, study.ledger.players_of(round_), round_)
+    name, size = source_of_round(round_), context.experiment.evaluate.samples
+    return SampleSet(name, round_, context.test_problems(), BOTH, size, context.ledger.players_of(round_), round_)
 
 
-async def round_samples(study: EvaluationContext, round_: int) -> list[Rollout]:
+async def round_samples(context: EvaluationContext, round_: int) -> list[Rollout]:
     version = first_version(SAMPLES_RANGE + round_)
-    return await sampled(study, round_set(study, round_), lambda: load_source(study, source_of_round(round_), version))
+    return await sampled(
+        context, round_set(context, round_), lambda: load_source(context, source_of_round(round_), version)
+    )
 
 
 class RoundParts:
     """The parts of one round. Each returns plain data in the report's form. Raises MissingResult if something is not
     stored and computing is not allowed, InterruptedByUser if a stop was requested."""
 
-    def __init__(self, study: EvaluationContext, frozen: FrozenVerifier) -> None:
-        self.study = study
+    def __init__(self, context: EvaluationContext, frozen: FrozenVerifier) -> None:
+        self.context = context
         self.frozen = frozen
         self.round = frozen.round
         self.source = source_of_round(frozen.round)
-        self.section = study.experiment.evaluate
+        self.section = context.experiment.evaluate
         self._statistics = [CONFIDENCE, RESAMPLES]
 
     @cached_property
     def _draws(self) -> Float64:
-        return bootstrap(self.study, len(self.study.test_problems()))
+        return bootstrap(self.context, len(self.context.test_problems()))
 
     @property
     def _kinds(self) -> list[str]:
-        return attack_kinds(self.study.experiment)
+        return attack_kinds(self.context.experiment)
 
     # --- samples ---------------------------------------------------------------------------------------------------
 
     async def _scored(self, wanted: SampleSet, rollouts: Sequence[Rollout], pool: Sequence[Problem]) -> ScoredRollouts:
-        scores_N = await self.frozen.scores(wanted.name, rollouts, digest_of(self.study, wanted))
+        scores_N = await self.frozen.scores(wanted.name, rollouts, digest_of(self.context, wanted))
         return ScoredRollouts(rollouts, scores_N, pool)
 
     async def base(self) -> ScoredRollouts:
-        return await self._scored(base_set(self.study), await base_samples(self.study), self.study.test_problems())
+        return await self._scored(
+            base_set(self.context), await base_samples(self.context), self.context.test_problems()
+        )
 
     async def of_round(self, round_: int) -> ScoredRollouts:
         """The samples of this or an earlier round's prover, scored by this round's verifier."""
-        rollouts = await round_samples(self.study, round_)
-        return await self._scored(round_set(self.study, round_), rollouts, self.study.test_problems())
+        rollouts = await round_samples(self.context, round_)
+        return await self._scored(round_set(self.context, round_), rollouts, self.context.test_problems())
 
     async def own(self) -> ScoredRollouts:
         return await self.of_round(self.round)
 
     def _reference_set(self) -> SampleSet:
-        pool, size = self.study.prover_problems(), self.section.samples
+        pool, size = self.context.prover_problems(), self.section.samples
         name, round_ = f"reference-{self.source}", self.round
         return SampleSet(name, round_, pool, (Role.HELPFUL,), size, self.frozen.digest, round_)
 
     async def _reference(self) -> ScoredRollouts:
         wanted = self._reference_set()
         version = first_version(REFERENCE_RANGE + ROUND * self.round)
-        rollouts = await sampled(self.study, wanted, lambda: load_source(self.study, self.source, version))
+        rollouts = await sampled(self.context, wanted, lambda: load_source(self.context, self.source, version))
         return await self._scored(wanted, rollouts, wanted.problems)
 
     async def _of_attacker(self, target: AttackTarget, kind: str) -> ScoredRollouts:
-        rollouts = await sample_attacker(self.study, target, kind)
-        return await self._scored(final_samples(self.study, target, kind), rollouts, self.study.test_problems())
+        rollouts = await sample_attacker(self.context, target, kind)
+        return await self._scored(final_samples(self.context, target, kind), rollouts, self.context.test_problems())
 
     def _of(self, *sets: SampleSet) -> list[str]:
         """The digests on which a part depends that reads these sets with this round's verifier."""
-        return [self.frozen.digest, *(digest_of(self.study, wanted) for wanted in sets)]
+        return [self.frozen.digest, *(digest_of(self.context, wanted) for wanted in sets)]
 
     async def _unit(
         self, name: str, inputs: Sequence[Any], work: Callable[[], Awaitable[Any]], newest: str | None = None
     ) -> Any:
         """The result of a part of this round, from disk or computed by `work`. A result of an older version, without
         the key `newest`, is still valid: it is shown, and computed again if its part is requested."""
-        study, unit = self.study, f"{name}-{self.source}"
+        context, unit = self.context, f"{name}-{self.source}"
         for_ = digest(name, MEASURED, inputs, self._statistics)
-        found = study.units.read(unit, for_)
-        if found is None or (study.computing and newest is not None and newest not in found):
-            study.begin(unit)
+        found = context.units.read(unit, for_)
+        if found is None or (context.computing and newest is not None and newest not in found):
+            context.begin(unit)
             found = await work()
-            study.units.write(unit, for_, found)
+            context.units.write(unit, for_, found)
         return found
 
     def has_any(self, part: str) -> bool:
         """Whether a result of `part` exists, for any settings."""
-        exists = self.study.units.exists
+        exists = self.context.units.exists
         if part == "exploit":
             return any(exists(attack_name(self.round, kind)) for kind in KINDS)
         return exists(f"{part}-{self.source}")
@@ -163,7 +169,7 @@ class RoundParts:
         for kind in self._kinds:
             result = {**await self._attack(target, kind), "reference": target.reference}
             if result["status"] in ATTACKED:
-                inputs = [attack_digest(self.study, target, kind), *self._of(round_set(self.study, self.round))]
+                inputs = [attack_digest(self.context, target, kind), *self._of(round_set(self.context, self.round))]
                 work = partial(self._check, target, kind)
                 result["check"] = await self._unit(f"check-{kind}", inputs, work, newest="examples")
             found.append(result)
@@ -172,10 +178,10 @@ class RoundParts:
     async def planned_attacks(self) -> PlannedPart:
         """The attacks of this round, with the work that is not stored. What is stored can be told only with the stored
         target of the attacks; without it, all of them are to be done."""
-        study, section = self.study, self.section
-        work = {"samples": missing(study, self._reference_set()), "attack": 0}
-        final = len(study.test_problems()) * section.samples
-        computing, study.computing = study.computing, False
+        context, section = self.context, self.section
+        work = {"samples": missing(context, self._reference_set()), "attack": 0}
+        final = len(context.test_problems()) * section.samples
+        computing, context.computing = context.computing, False
         try:
             target = await self.target()
         except MissingResult:
@@ -183,23 +189,23 @@ class RoundParts:
             work["samples"] += len(self._kinds) * final
         else:
             for kind in self._kinds:
-                if study.units.read(attack_name(self.round, kind), attack_digest(study, target, kind)) is None:
+                if context.units.read(attack_name(self.round, kind), attack_digest(context, target, kind)) is None:
                     work["attack"] += section.attack_steps
                     work["samples"] += final
         finally:
-            study.computing = computing
-        training = study.experiment.training
+            context.computing = computing
+        training = context.experiment.training
         groups = section.attack_groups or training.groups
-        per_step = groups * study.experiment.rollout.group_size / training.minibatches
+        per_step = groups * context.experiment.rollout.group_size / training.minibatches
         return PlannedPart(f"attacks on round {self.round}", work, {"attack": per_step})
 
     async def _attack(self, target: AttackTarget, kind: str) -> dict[str, Any]:
-        name, for_ = attack_name(self.round, kind), attack_digest(self.study, target, kind)
-        found = self.study.units.read(name, for_)
+        name, for_ = attack_name(self.round, kind), attack_digest(self.context, target, kind)
+        found = self.context.units.read(name, for_)
         if found is None:
-            self.study.begin(name)
-            found = await attack(self.study, target, kind, await self.frozen.verifier())
-            self.study.units.write(name, for_, found)
+            self.context.begin(name)
+            found = await attack(self.context, target, kind, await self.frozen.verifier())
+            self.context.units.write(name, for_, found)
         return dict(found)
 
     async def _check(self, target: AttackTarget, kind: str) -> Any:
@@ -208,15 +214,15 @@ class RoundParts:
 
     async def target(self) -> AttackTarget:
         """The target of this round's attacks, from samples of the round itself."""
-        study = self.study
+        context = self.context
         facts = await self.frozen.facts()
-        inputs = self._of(round_set(study, self.round), base_set(study), self._reference_set())
+        inputs = self._of(round_set(context, self.round), base_set(context), self._reference_set())
         found = await self._unit("reference", inputs, self._read_target)
         return AttackTarget(self.round, self.frozen.digest, facts["threshold"], **found)
 
     async def _read_target(self) -> dict[str, Any]:
         own, base, reference = await self.own(), await self.base(), await self._reference()
-        weights_BP = bootstrap(self.study, len(reference.pool))
+        weights_BP = bootstrap(self.context, len(reference.pool))
         scores_N = np.concatenate([own.scores_N, base.scores_N, reference.scores_N])
         return {
             "reference": reference_of(reference, weights_BP, CONFIDENCE).plain(),
@@ -229,12 +235,14 @@ class RoundParts:
             sources = {self.source: await self.own(), BASE_SOURCE: await self.base()}
             return await self._compute(lambda: measures.best_of_n(sources, self.section, self._draws))
 
-        return await self._unit("best-of-n", self._of(round_set(self.study, self.round), base_set(self.study)), work)
+        return await self._unit(
+            "best-of-n", self._of(round_set(self.context, self.round), base_set(self.context)), work
+        )
 
     async def detection(self) -> Any:
         """Each source of flaws is a separate unit, so a new attacker does not make other results stale. Attackers that
         were trained after the last request for detection are left out until the next request."""
-        study, own = self.study, round_set(self.study, self.round)
+        context, own = self.context, round_set(self.context, self.round)
         threshold = (await self.frozen.facts())["threshold"]
 
         async def work() -> Any:
@@ -242,12 +250,12 @@ class RoundParts:
             return await self._compute(lambda: measures.completeness(samples, threshold))
 
         found = await self._unit("detection", self._of(own), work)
-        sources = [await self._flaws(BASE_SOURCE, base_set(study), self.base, threshold)]
+        sources = [await self._flaws(BASE_SOURCE, base_set(context), self.base, threshold)]
         for number in range(self.round + 1):
-            earlier = round_set(study, number)
+            earlier = round_set(context, number)
             sources.append(await self._flaws(earlier.name, earlier, partial(self.of_round, number), threshold))
         for kind, target in (await self._attackers()).items():
-            fresh, read = final_samples(study, target, kind), partial(self._of_attacker, target, kind)
+            fresh, read = final_samples(context, target, kind), partial(self._of_attacker, target, kind)
             with suppress(MissingResult):
                 sources.append(await self._flaws(f"attack-{kind}", fresh, read, threshold))
         return {**found, "sources": sources}
@@ -260,61 +268,61 @@ class RoundParts:
             own, flaws = await self.own(), await samples()
             return await self._compute(lambda: measures.detection(name, own, flaws, threshold, self._draws))
 
-        inputs = self._of(round_set(self.study, self.round), wanted)
+        inputs = self._of(round_set(self.context, self.round), wanted)
         return await self._unit(f"detection-{name}", inputs, work, newest="band")
 
     async def _attackers(self) -> Mapping[str, AttackTarget]:
         """The attackers of this round with stored samples, whether or not attacks are requested now."""
-        computing, self.study.computing = self.study.computing, False
+        computing, self.context.computing = self.context.computing, False
         try:
             target = await self.target()
         except MissingResult:
             return {}
         finally:
-            self.study.computing = computing
+            self.context.computing = computing
         return {
-            kind: target for kind in self._kinds if is_complete(self.study, final_samples(self.study, target, kind))
+            kind: target for kind in self._kinds if is_complete(self.context, final_samples(self.context, target, kind))
         }
 
     async def separability(self) -> Any:
         async def work() -> Any:
-            own, tokenizer = await self.own(), self.study.players.base.tokenizer
-            read = solutions_read(own.rollouts, self.study.task, tokenizer.encode, tokenizer.eos_id)
+            own, tokenizer = await self.own(), self.context.players.base.tokenizer
+            read = solutions_read(own.rollouts, self.context.task, tokenizer.encode, tokenizer.eos_id)
             return await self._compute(lambda: measures.separability(own, read, self._draws))
 
         settings = [measures.NGRAMS, measures.FOLDS]
         return await self._unit(
-            "separability", [digest_of(self.study, round_set(self.study, self.round)), settings], work
+            "separability", [digest_of(self.context, round_set(self.context, self.round)), settings], work
         )
 
     async def calibration(self) -> Any:
         async def work() -> Any:
-            own, verifier = await self.own(), self.study.experiment.verifier
+            own, verifier = await self.own(), self.context.experiment.verifier
             return await self._compute(lambda: measures.calibration(own, verifier, self._draws))
 
         settings = [measures.BINS, measures.FOLDS]
-        return await self._unit("calibration", [*self._of(round_set(self.study, self.round)), settings], work)
+        return await self._unit("calibration", [*self._of(round_set(self.context, self.round)), settings], work)
 
     async def localisation(self) -> Any:
         async def work() -> Any:
-            if not isinstance(self.study.task, LocatesFlaws):
+            if not isinstance(self.context.task, LocatesFlaws):
                 return {"known": False}
-            return await self._localisation(self.study.task)
+            return await self._localisation(self.context.task)
 
         settings = [LOCALISED]
-        return await self._unit("localisation", [*self._of(round_set(self.study, self.round)), settings], work)
+        return await self._unit("localisation", [*self._of(round_set(self.context, self.round)), settings], work)
 
     async def _localisation(self, task: LocatesFlaws) -> Any:
-        rollouts = await round_samples(self.study, self.round)
-        chosen = flawed(task, rollouts, self.study.test_problems(), LOCALISED)
-        encode = self.study.players.base.tokenizer.encode
+        rollouts = await round_samples(self.context, self.round)
+        chosen = flawed(task, rollouts, self.context.test_problems(), LOCALISED)
+        encode = self.context.players.base.tokenizer.encode
         prefixes = [
             replace(rollout, id=f"{rollout.id}/{end}", text=text[:end], completion_ids=encode(text[:end]), turns=())
             for rollout, _, _ in chosen
             for text in (rollout.solution,)
             for end in (0, *task.cuts(text))
         ]
-        limits = digest(digest_of(self.study, round_set(self.study, self.round)), len(chosen))
+        limits = digest(digest_of(self.context, round_set(self.context, self.round)), len(chosen))
         scores_N = await self.frozen.scores(f"prefixes-{self.source}", prefixes, limits)
         lengths = [1 + len(task.cuts(rollout.solution)) for rollout, _, _ in chosen]
         split = [part.tolist() for part in np.split(scores_N, np.cumsum(lengths)[:-1])] if chosen else []
@@ -322,17 +330,19 @@ class RoundParts:
         return await self._compute(lambda: measures.localisation(split, flaws, places, self._draws))
 
     async def tax(self, baseline: CorrectnessBaseline) -> Any:
-        study, wanted = self.study, round_set(self.study, self.round)
+        context, wanted = self.context, round_set(self.context, self.round)
 
         async def work() -> Any:
-            rollouts = [r for r in await round_samples(study, self.round) if r.role is Role.HELPFUL]
-            pool = study.test_problems()
-            read = partial(read_prover, study, self.source)
-            policy = await reach(study, self.source, digest_of(study, wanted), rollouts, pool, lambda: read()[0])
-            reaches = [found for _, found in baseline.points]
-            estimate = await self._compute(lambda: tax(policy, reaches, self._draws, CONFIDENCE))
+            rollouts = [r for r in await round_samples(context, self.round) if r.role is Role.HELPFUL]
+            pool = context.test_problems()
+            read = partial(read_prover, context, self.source)
+            policy = await policy_totals(
+                context, self.source, digest_of(context, wanted), rollouts, pool, lambda: read()[0]
+            )
+            totals = [found for _, found in baseline.points]
+            estimate = await self._compute(lambda: tax(policy, totals, self._draws, CONFIDENCE))
             ones = np.ones(len(pool))
-            kls = [found.kl(ones) for found in reaches]
+            kls = [found.kl(ones) for found in totals]
             return {
                 "policy": distance(self.source, policy, self._draws, CONFIDENCE),
                 "tax": estimate.plain(),
@@ -340,12 +350,12 @@ class RoundParts:
                 "kl_range": [min(kls), max(kls)],
             }
 
-        inputs = [digest_of(study, wanted), baseline.digest, "a lower bound above the baseline's KLs"]
+        inputs = [digest_of(context, wanted), baseline.digest, "a lower bound above the baseline's KLs"]
         return await self._unit("tax", inputs, work)
 
     async def _compute(self, work: Callable[[], Any]) -> Any:
         """Run `work` in the compute thread, so that the event loop can update the display."""
-        return await self.study.players.compute(work)
+        return await self.context.players.compute(work)
 
 
 def solutions_read(

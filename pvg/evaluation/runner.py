@@ -84,12 +84,12 @@ async def evaluate(
     if "tax" in request.parts and request.baseline is None:
         baselines.baseline_experiment(experiment)
     async with AsyncExitStack() as stack:
-        study = await open_study(experiment, reading, observer, stop, stack)
+        context = await open_evaluation(experiment, reading, observer, stop, stack)
         if request.baseline is not None:
-            baselines.check_comparable(study, request.baseline)
+            baselines.check_comparable(context, request.baseline)
         if limits := differences(run.experiment().hashed(), experiment.hashed()):
             observer.noticed(f"The last bits of the results may change: {'; '.join(limits)}.")
-            study.log.event("evaluation", event="settings", changed="; ".join(limits))
+            context.log.event("evaluation", event="settings", changed="; ".join(limits))
         if reading.notice:
             observer.noticed(reading.notice)
         if reading.rounds < experiment.game.rounds:
@@ -97,12 +97,12 @@ async def evaluate(
             observer.noticed(f"The run is not finished. pvg evaluates {reading.rounds} of {planned}.")
         status: Literal["complete", "interrupted"] = "complete"
         try:
-            await _compute(study, rounds, request)
+            await _compute(context, rounds, request)
         except InterruptedByUser:
             status = "interrupted"
             observer.noticed("All results so far are kept.")
-        report = await assemble(study, rounds, request.parts)
-        write_report(study.folder / REPORT_FILE, report)
+        report = await assemble(context, rounds, request.parts)
+        write_report(context.folder / REPORT_FILE, report)
         return EvaluationOutcome(status, report, time.perf_counter() - started)
 
 
@@ -125,10 +125,10 @@ def chosen_rounds(reading: OpenedRun, run: RunDirectory, wanted: Sequence[int] |
     return sorted(set(wanted))
 
 
-async def open_study(
+async def open_evaluation(
     experiment: Experiment, reading: OpenedRun, observer: Observer, stop: asyncio.Event, stack: AsyncExitStack
 ) -> EvaluationContext:
-    """The study of a run, open until `stack` is left. After this call, the caller's task drives the tracer."""
+    """The evaluation of a run, open until `stack` is left. After this call, the caller's task drives the tracer."""
     tracer, folder = Tracer(), reading.directory.evaluation
     stack.enter_context(tracer.drive())
     serving = experiment.serving
@@ -150,46 +150,46 @@ async def open_study(
     prompts = prompt_builder(experiment, players.base.tokenizer)
     if prompts.translate is not None:
         prompts.solutions = solutions_of(reading.read_rollouts(0, Phase.SOLVE.value))
-    study = EvaluationContext(
+    context = EvaluationContext(
         experiment, reading, players, task, prompts, observer, stop, tracer, folder, log, code_version()
     )
-    if removed := recover(study):
+    if removed := recover(context):
         observer.noticed(f"Removed {counted(removed, 'unfinished or outdated file')} of an earlier evaluation.")
     with user_paths(), span("sync"):
         await players.ready()
-    return study
+    return context
 
 
 # --- computing ---------------------------------------------------------------------------------------------------
 
 
-async def _compute(study: EvaluationContext, rounds: Sequence[int], request: EvaluationRequest) -> None:
+async def _compute(context: EvaluationContext, rounds: Sequence[int], request: EvaluationRequest) -> None:
     baseline: CorrectnessBaseline | None = None
     # In the order of their versions (pvg.evaluation.opened_run): samples, baseline, then the attacks round by round.
-    watched = PartsObserver(study.observer, await _planned(study, rounds, request))
-    study.observer, place = watched, count()
+    watched = PartsObserver(context.observer, await _planned(context, rounds, request))
+    context.observer, place = watched, count()
     with watched.part(next(place)):
-        await base_samples(study)
+        await base_samples(context)
     for round_ in _sampled_rounds(rounds, request):
         with watched.part(next(place)):
-            await round_samples(study, round_)
+            await round_samples(context, round_)
     if "tax" in request.parts:
-        baselines.store_choice(study, request.baseline)
+        baselines.store_choice(context, request.baseline)
         try:
             with watched.part(next(place)):
-                baseline = await _baseline(study, request.baseline)
+                baseline = await _baseline(context, request.baseline)
         except TrainingDivergedError as error:  # the other parts do not need the baseline
-            study.observer.noticed(f"The training of the baseline diverged, so there is no tax: {error}")
+            context.observer.noticed(f"The training of the baseline diverged, so there is no tax: {error}")
     measured = _measured(request)
     for round_ in rounds:
-        with _judged(study, round_) as parts:
+        with _judged(context, round_) as parts:
             if "exploit" in request.parts:
                 with watched.part(next(place)):
                     await parts.exploit()
             if measured or "tax" in request.parts:
                 with watched.part(next(place)):
-                    await _measure(study, parts, measured, baseline)
-        write_report(study.folder / REPORT_FILE, await assemble(study, rounds, request.parts))
+                    await _measure(context, parts, measured, baseline)
+        write_report(context.folder / REPORT_FILE, await assemble(context, rounds, request.parts))
 
 
 def _sampled_rounds(rounds: Sequence[int], request: EvaluationRequest) -> Sequence[int]:
@@ -201,18 +201,18 @@ def _measured(request: EvaluationRequest) -> list[str]:
     return [part for part in MEASURES if part in request.parts]
 
 
-async def _planned(study: EvaluationContext, rounds: Sequence[int], request: EvaluationRequest) -> list[PlannedPart]:
+async def _planned(context: EvaluationContext, rounds: Sequence[int], request: EvaluationRequest) -> list[PlannedPart]:
     """The parts of the call in their order, with the work that is not stored."""
-    found = [PlannedPart("samples of the base prover", {"samples": missing(study, base_set(study))})]
+    found = [PlannedPart("samples of the base prover", {"samples": missing(context, base_set(context))})]
     found += [
-        PlannedPart(f"samples of round {round_}", {"samples": missing(study, round_set(study, round_))})
+        PlannedPart(f"samples of round {round_}", {"samples": missing(context, round_set(context, round_))})
         for round_ in _sampled_rounds(rounds, request)
     ]
     if "tax" in request.parts:
-        found.append(baselines.planned(study, request.baseline))
+        found.append(baselines.planned(context, request.baseline))
     measures = len(_measured(request)) + ("tax" in request.parts)
     for round_ in rounds:
-        with _judged(study, round_) as parts:
+        with _judged(context, round_) as parts:
             if "exploit" in request.parts:
                 found.append(await parts.planned_attacks())
         if measures:
@@ -221,19 +221,19 @@ async def _planned(study: EvaluationContext, rounds: Sequence[int], request: Eva
 
 
 async def _measure(
-    study: EvaluationContext, parts: RoundParts, wanted: Sequence[str], baseline: CorrectnessBaseline | None
+    context: EvaluationContext, parts: RoundParts, wanted: Sequence[str], baseline: CorrectnessBaseline | None
 ) -> None:
     works = {part: _work(parts, part) for part in wanted}
     if baseline is not None:
         works["tax"] = lambda: parts.tax(baseline)
     if not works:
         return
-    info = PhaseInfo(parts.round, study.experiment.game.rounds, "measures", "measures", len(works))
-    study.observer.phase_started(info)
+    info = PhaseInfo(parts.round, context.experiment.game.rounds, "measures", "measures", len(works))
+    context.observer.phase_started(info)
     for number, work in enumerate(works.values()):
         await work()
-        study.observer.progressed(Progress(number + 1))
-    study.observer.phase_finished(info, {})
+        context.observer.progressed(Progress(number + 1))
+    context.observer.phase_finished(info, {})
 
 
 def _work(parts: RoundParts, part: str) -> Callable[[], Awaitable[Any]]:
@@ -248,28 +248,28 @@ def _work(parts: RoundParts, part: str) -> Callable[[], Awaitable[Any]]:
 
 
 @contextmanager
-def _judged(study: EvaluationContext, round_: int) -> Iterator[RoundParts]:
-    with open_frozen_verifier(study, round_) as frozen:
-        yield RoundParts(study, frozen)
+def _judged(context: EvaluationContext, round_: int) -> Iterator[RoundParts]:
+    with open_frozen_verifier(context, round_) as frozen:
+        yield RoundParts(context, frozen)
 
 
-async def _baseline(study: EvaluationContext, run: RunDirectory | None) -> CorrectnessBaseline:
-    return await baseline_of(study, base_set(study), run, lambda: base_samples(study))
+async def _baseline(context: EvaluationContext, run: RunDirectory | None) -> CorrectnessBaseline:
+    return await baseline_of(context, base_set(context), run, lambda: base_samples(context))
 
 
 # --- the report --------------------------------------------------------------------------------------------------
 
 
-async def assemble(study: EvaluationContext, rounds: Sequence[int], wanted: Sequence[str]) -> EvaluationReport:
+async def assemble(context: EvaluationContext, rounds: Sequence[int], wanted: Sequence[str]) -> EvaluationReport:
     """The report of all stored results that fit the present settings; computes nothing."""
     stale: list[str] = []
     found: list[dict[str, Any]] = []
-    remarks = notes(study.experiment)
-    study.computing = False
+    remarks = notes(context.experiment)
+    context.computing = False
     diverged = False
     try:
         try:
-            baseline = await _baseline(study, baselines.chosen_baseline(study))
+            baseline = await _baseline(context, baselines.chosen_baseline(context))
         except MissingResult:
             baseline = None
         except TrainingDivergedError as error:
@@ -281,32 +281,32 @@ async def assemble(study: EvaluationContext, rounds: Sequence[int], wanted: Sequ
         except PvgError as error:  # the run of the baseline is gone or no longer suitable
             baseline = None
             remarks.append(
-                f"The tax is left out: it was measured against the baseline {baselines.chosen_path(study)}, which "
+                f"The tax is left out: it was measured against the baseline {baselines.chosen_path(context)}, which "
                 f"cannot be read: {error.message} Request it again: --parts tax, with or without --baseline RUN."
             )
-        for round_ in range(study.ledger.rounds):
-            found.append(await _assemble_round(study, round_, baseline, stale))
+        for round_ in range(context.ledger.rounds):
+            found.append(await _assemble_round(context, round_, baseline, stale))
     finally:
-        study.computing = True
-    remarks += notes_of_results(found, study.experiment.evaluate.attack_error_rate)
+        context.computing = True
+    remarks += notes_of_results(found, context.experiment.evaluate.attack_error_rate)
     required = [part for part in wanted if not (part == "tax" and diverged)]
     complete = all(found[round_].get(part.replace("-", "_")) is not None for round_ in rounds for part in required)
     there = [entry for entry in found if len(entry) > 2]
-    record = _baseline_record(study, baseline) if any("tax" in entry for entry in there) else None
+    record = _baseline_record(context, baseline) if any("tax" in entry for entry in there) else None
     if diverged:
         record = {"source": baselines.TRAINED, "points": []}
     return EvaluationReport.model_validate(
         {
             "status": "complete" if complete else "partial",
-            "run": study.ledger.directory.name,
-            "experiment": study.experiment.name,
-            "config_hash": study.config,
-            "code_version": study.code_version,
-            "machine": study.players.machine,
+            "run": context.ledger.directory.name,
+            "experiment": context.experiment.name,
+            "config_hash": context.config,
+            "code_version": context.code_version,
+            "machine": context.players.machine,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "rounds_finished": study.ledger.rounds,
-            "rounds_planned": study.experiment.game.rounds,
-            "settings": study.experiment.evaluate.model_dump(mode="json"),
+            "rounds_finished": context.ledger.rounds,
+            "rounds_planned": context.experiment.game.rounds,
+            "settings": context.experiment.evaluate.model_dump(mode="json"),
             "rounds": there,
             "baseline": record,
             "stale": stale,
@@ -316,10 +316,10 @@ async def assemble(study: EvaluationContext, rounds: Sequence[int], wanted: Sequ
 
 
 async def _assemble_round(
-    study: EvaluationContext, round_: int, baseline: CorrectnessBaseline | None, stale: list[str]
+    context: EvaluationContext, round_: int, baseline: CorrectnessBaseline | None, stale: list[str]
 ) -> dict[str, Any]:
     found: dict[str, Any] = {"round": round_}
-    with _judged(study, round_) as parts:
+    with _judged(context, round_) as parts:
         try:
             found["verifier_version"] = (await parts.frozen.facts())["version"]
         except MissingResult:
@@ -338,9 +338,9 @@ async def _assemble_round(
     return found
 
 
-def _baseline_record(study: EvaluationContext, baseline: CorrectnessBaseline | None) -> dict[str, Any] | None:
+def _baseline_record(context: EvaluationContext, baseline: CorrectnessBaseline | None) -> dict[str, Any] | None:
     if baseline is None:
         return None
-    weights_BP = bootstrap(study, len(study.test_problems()))
-    points = [distance(name, reach, weights_BP, CONFIDENCE) for name, reach in baseline.points]
+    weights_BP = bootstrap(context, len(context.test_problems()))
+    points = [distance(name, totals, weights_BP, CONFIDENCE) for name, totals in baseline.points]
     return {"source": baseline.source, "points": points}

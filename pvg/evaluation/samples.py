@@ -55,48 +55,48 @@ class SampleSet:
         return len(self.problems) * len(self.roles) * self.size
 
 
-def digest_of(study: EvaluationContext, wanted: SampleSet) -> str:
+def digest_of(context: EvaluationContext, wanted: SampleSet) -> str:
     ids = [problem.id for problem in wanted.problems]
     roles = [role.value for role in wanted.roles]
-    asking = [study.ledger.players_of(wanted.asking)] if verifier_asks(study.experiment) else []
-    return digest("samples", study.config, wanted.name, wanted.policy, ids, roles, wanted.size, *asking)
+    asking = [context.ledger.players_of(wanted.asking)] if verifier_asks(context.experiment) else []
+    return digest("samples", context.config, wanted.name, wanted.policy, ids, roles, wanted.size, *asking)
 
 
-async def sampled(study: EvaluationContext, wanted: SampleSet, load: Callable[[], Awaitable[None]]) -> list[Rollout]:
+async def sampled(context: EvaluationContext, wanted: SampleSet, load: Callable[[], Awaitable[None]]) -> list[Rollout]:
     """The set's rollouts in order of problems and roles, read from disk or sampled.
 
     `load` publishes the policy; it is called only if something must be sampled. Raises InterruptedByUser after a chunk
     if a stop was requested."""
-    for_ = digest_of(study, wanted)
-    shards = _committed(study, wanted.name, for_)
-    chunks = _chunks(study, wanted)
+    for_ = digest_of(context, wanted)
+    shards = _committed(context, wanted.name, for_)
+    chunks = _chunks(context, wanted)
     if len(shards) < len(chunks):
-        study.begin(wanted.name)
+        context.begin(wanted.name)
         done = sum(shard.rows for shard in shards)
-        info = PhaseInfo(wanted.round, study.experiment.game.rounds, "samples", "rollouts", wanted.rollouts, done)
-        study.observer.phase_started(info)
+        info = PhaseInfo(wanted.round, context.experiment.game.rounds, "samples", "rollouts", wanted.rollouts, done)
+        context.observer.phase_started(info)
         await load()
-        with open_frozen_verifier(study, wanted.asking) as asking:
-            environment = await questions(study, asking)
+        with open_frozen_verifier(context, wanted.asking) as asking:
+            environment = await questions(context, asking)
             for number in range(len(shards), len(chunks)):
-                rollouts = await _sample(study, wanted, number, chunks[number], environment)
+                rollouts = await _sample(context, wanted, number, chunks[number], environment)
                 label = f"{wanted.name}-{for_[:8]}-{number:05d}"
-                shards.append(study.shards.write(wanted.round, label, rollouts))
-                _write_manifest(study, wanted.name, for_, shards)
+                shards.append(context.shards.write(wanted.round, label, rollouts))
+                _write_manifest(context, wanted.name, for_, shards)
                 done += len(rollouts)
-                study.observer.progressed(Progress(done, _shown_metrics(rollouts)))
-                study.check_stop()
-        study.observer.phase_finished(info, {})
-    return [rollout for shard in shards for rollout in study.shards.read(shard)]
+                context.observer.progressed(Progress(done, _shown_metrics(rollouts)))
+                context.check_stop()
+        context.observer.phase_finished(info, {})
+    return [rollout for shard in shards for rollout in context.shards.read(shard)]
 
 
-def is_complete(study: EvaluationContext, wanted: SampleSet) -> bool:
-    return sum(shard.rows for shard in _committed(study, wanted.name, digest_of(study, wanted))) == wanted.rollouts
+def is_complete(context: EvaluationContext, wanted: SampleSet) -> bool:
+    return sum(shard.rows for shard in _committed(context, wanted.name, digest_of(context, wanted))) == wanted.rollouts
 
 
-def missing(study: EvaluationContext, wanted: SampleSet) -> int:
+def missing(context: EvaluationContext, wanted: SampleSet) -> int:
     """The rollouts of a set that has to be sampled; 0 if it is stored. A set that was begun counts as a whole."""
-    return 0 if is_complete(study, wanted) else wanted.rollouts
+    return 0 if is_complete(context, wanted) else wanted.rollouts
 
 
 def _shown_metrics(rollouts: list[Rollout]) -> dict[str, float]:
@@ -105,30 +105,30 @@ def _shown_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     return metrics
 
 
-def _chunks(study: EvaluationContext, wanted: SampleSet) -> list[Sequence[Problem]]:
-    per_chunk = max(1, study.experiment.rollout.chunk // (wanted.size * len(wanted.roles)))
+def _chunks(context: EvaluationContext, wanted: SampleSet) -> list[Sequence[Problem]]:
+    per_chunk = max(1, context.experiment.rollout.chunk // (wanted.size * len(wanted.roles)))
     return [wanted.problems[first : first + per_chunk] for first in range(0, len(wanted.problems), per_chunk)]
 
 
 async def _sample(
-    study: EvaluationContext,
+    context: EvaluationContext,
     wanted: SampleSet,
     number: int,
     problems: Sequence[Problem],
     environment: Environment | None,
 ) -> list[Rollout]:
-    first = sum(len(chunk) for chunk in _chunks(study, wanted)[:number])
+    first = sum(len(chunk) for chunk in _chunks(context, wanted)[:number])
     orders = [
-        study.order(problem, role, len(wanted.roles) * (first + position) + rank, wanted.size)
+        context.order(problem, role, len(wanted.roles) * (first + position) + rank, wanted.size)
         for position, problem in enumerate(problems)
         for rank, role in enumerate(wanted.roles)
     ]
-    groups = await study.players.dispatcher.sample(
+    groups = await context.players.dispatcher.sample(
         orders,
         round_=wanted.round,
         source=wanted.name,
         step=number,
-        seed=seed_for(study.seed, "evaluate", wanted.name, number),
+        seed=seed_for(context.seed, "evaluate", wanted.name, number),
         prefix=f"evaluate/{wanted.name}/{number:05d}",
         environment=environment,
     )
@@ -138,24 +138,24 @@ async def _sample(
 # --- what is committed -------------------------------------------------------------------------------------------
 
 
-def _write_manifest(study: EvaluationContext, name: str, for_: str, shards: list[ShardInfo]) -> None:
+def _write_manifest(context: EvaluationContext, name: str, for_: str, shards: list[ShardInfo]) -> None:
     plain = {"digest": for_, "shards": [shard.plain() for shard in shards]}
-    make_directory(study.folder / MANIFESTS)
-    write_atomic(study.folder / MANIFESTS / f"{name}.json", orjson.dumps(plain, option=orjson.OPT_INDENT_2))
+    make_directory(context.folder / MANIFESTS)
+    write_atomic(context.folder / MANIFESTS / f"{name}.json", orjson.dumps(plain, option=orjson.OPT_INDENT_2))
 
 
-def _committed(study: EvaluationContext, name: str, for_: str) -> list[ShardInfo]:
-    path = study.folder / MANIFESTS / f"{name}.json"
+def _committed(context: EvaluationContext, name: str, for_: str) -> list[ShardInfo]:
+    path = context.folder / MANIFESTS / f"{name}.json"
     manifest = read_json(path, "shards")
     return [] if manifest is None or manifest["digest"] != for_ else committed_shards([manifest])
 
 
-def recover(study: EvaluationContext) -> int:
+def recover(context: EvaluationContext) -> int:
     """Remove files of killed processes and of stale sets; returns their number."""
-    folder = study.folder / MANIFESTS
+    folder = context.folder / MANIFESTS
     remove_temporaries(folder)
     found = (read_json(path, "shards") for path in sorted(folder.glob("*.json")))
-    return len(study.shards.recover(committed_shards([manifest for manifest in found if manifest is not None])))
+    return len(context.shards.recover(committed_shards([manifest for manifest in found if manifest is not None])))
 
 
 # --- samples as arrays -------------------------------------------------------------------------------------------

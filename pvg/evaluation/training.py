@@ -43,16 +43,16 @@ class PolicyTraining:
     versions: int  # the range of its versions (pvg.evaluation.opened_run)
     saved_steps: tuple[int, ...]
 
-    def folder(self, study: EvaluationContext) -> Path:
+    def folder(self, context: EvaluationContext) -> Path:
         """One folder per digest: training with other settings discards no results."""
-        older = study.folder / self.place  # the folder in versions that did not have the digest in the name
+        older = context.folder / self.place  # the folder in versions that did not have the digest in the name
         mark = older / DIGEST_FILE
         if mark.exists() and read_stored(mark) == self.digest.encode():
             return older
         return older.with_name(f"{older.name}-{self.digest[:12]}")
 
-    def opened_run(self, study: EvaluationContext) -> OpenedRun:
-        return OpenedRun.open(RunDirectory(self.folder(study)))
+    def opened_run(self, context: EvaluationContext) -> OpenedRun:
+        return OpenedRun.open(RunDirectory(self.folder(context)))
 
 
 def policy_name(steps: int) -> str:
@@ -60,9 +60,9 @@ def policy_name(steps: int) -> str:
 
 
 @contextmanager
-def training_session(study: EvaluationContext, training: PolicyTraining) -> Iterator[Session]:
+def training_session(context: EvaluationContext, training: PolicyTraining) -> Iterator[Session]:
     """The session of a policy's training, with its existing ledger, or with a new one if it never began."""
-    folder = training.folder(study)
+    folder = training.folder(context)
     mark = folder / DIGEST_FILE
     if not mark.exists():  # new, or killed before its first commit
         remove_folder(folder)
@@ -71,15 +71,22 @@ def training_session(study: EvaluationContext, training: PolicyTraining) -> Iter
     directory = RunDirectory(folder)
     for part in (directory.manifest, directory.rollouts, directory.checkpoints, directory.weights):
         make_directory(part)
-    ledger = Ledger(directory, training.experiment, study.code_version)
+    ledger = Ledger(directory, training.experiment, context.code_version)
     try:
         for notice in ledger.notices:
-            study.observer.noticed(notice)
-        if elsewhere := ledger.record_machine(study.players.machine):
-            study.observer.noticed(elsewhere)
-        watcher = RenamingObserver(study.observer, training.phase, training.unit)
+            context.observer.noticed(notice)
+        if elsewhere := ledger.record_machine(context.players.machine):
+            context.observer.noticed(elsewhere)
+        watcher = RenamingObserver(context.observer, training.phase, training.unit)
         yield Session(
-            training.experiment, study.task, ledger, study.players, study.prompts, watcher, study.stop, study.tracer
+            training.experiment,
+            context.task,
+            ledger,
+            context.players,
+            context.prompts,
+            watcher,
+            context.stop,
+            context.tracer,
         )
     finally:
         ledger.close()

@@ -16,7 +16,7 @@ from test_runner import changed, evaluated, played
 from pvg.config.experiment import Experiment
 from pvg.evaluation.opened_run import OpenedRun, open_frozen_verifier
 from pvg.evaluation.opponents import PARTS
-from pvg.evaluation.runner import open_study
+from pvg.evaluation.runner import open_evaluation
 from pvg.game.states import Phase
 from pvg.records import Rollout
 from pvg.store.run_directory import RunDirectory
@@ -63,8 +63,8 @@ async def scores_of(run: RunDirectory, experiment: Experiment, rollouts: list[Ro
     """By the verifier of round 0, as an evaluation opens it."""
     async with AsyncExitStack() as stack:
         reading = OpenedRun.open(run)
-        study = await open_study(experiment, reading, SilentObserver(), asyncio.Event(), stack)
-        with open_frozen_verifier(study, 0) as frozen:
+        context = await open_evaluation(experiment, reading, SilentObserver(), asyncio.Event(), stack)
+        with open_frozen_verifier(context, 0) as frozen:
             return await frozen.scores("again", rollouts, "these")
 
 
