@@ -40,7 +40,7 @@ from pvg.bench.profile import (
 )
 from pvg.bench.py_spy import SHOWN_FRAMES, CostlyFrame, Format, PySpyError, find_py_spy, read_speedscope, sampling
 from pvg.bench.report import TimeBudget
-from pvg.bench.runner import on_loop, total
+from pvg.bench.runner import cuda_clock, on_loop, total
 from pvg.bench.workloads import WORKLOADS, Workload, WorkloadTable, make_workload
 from pvg.config.load import did_you_mean
 from pvg.errors import MissingRequirementError, UsageError, counted
@@ -363,9 +363,7 @@ async def _passes(
             await workload.sample(index)
         on_pass(f"spans, {counted(steps, 'step')}")
         timeline = folder / "timeline.json.gz"
-        timed, made.budget = await spans_pass(
-            workload, steps, timeline, stage=stage, device_clock=_device_clock(settings)
-        )
+        timed, made.budget = await spans_pass(workload, steps, timeline, stage=stage, device_clock=cuda_clock(settings))
         made.passes.append(timed)
         made.files.append(ProfileFile(timeline.name, "pvg's spans by thread and task, with CPU and memory.", PERFETTO))
         on_pass(f"torch profiler, {counted(steps, 'step')}")
@@ -407,14 +405,6 @@ async def _sampled(workload: Any, made: ProfileResult, steps: int, spy: Path, de
         ),
         ProfileFile(stacks.name, "The stacks by thread, in order of time.", "Drop it on https://www.speedscope.app."),
     ]
-
-
-def _device_clock(settings: BenchSettings) -> DeviceClock | None:
-    from pvg.models import pick_device
-    from pvg.telemetry.spans import CudaClock
-
-    device = pick_device(settings.experiment.models.device)
-    return CudaClock(device) if device.type == "cuda" else None
 
 
 def _write_index(made: ProfileResult) -> None:

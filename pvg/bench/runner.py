@@ -257,7 +257,8 @@ def run_plan(
     profile, experiment = plan.base.profile, plan.base.experiment
     created = datetime.now(UTC).isoformat(timespec="seconds")
     environment = read_environment(experiment.telemetry.event_loop)
-    trial = partial(_trial, plan, on_sample, _device_clock(plan.base, environment.gpu))
+    clock = None if environment.gpu is None else cuda_clock(plan.base)  # not every workload needs torch
+    trial = partial(_trial, plan, on_sample, clock)
     infos: list[ServerInfo] = []
     if not plan.serve:
         infos = _look_at_servers(plan)
@@ -431,10 +432,8 @@ def _loop_factory(event_loop: str) -> Callable[[], asyncio.AbstractEventLoop]:
     return asyncio.new_event_loop
 
 
-def _device_clock(settings: BenchSettings, gpu: str | None) -> DeviceClock | None:
-    """A clock for CUDA if the models run there. Without a GPU it does not import torch: not every workload needs it."""
-    if gpu is None:
-        return None
+def cuda_clock(settings: BenchSettings) -> DeviceClock | None:
+    """A clock for CUDA if the models run there. Imports torch."""
     from pvg.models import pick_device
     from pvg.telemetry.spans import CudaClock
 

@@ -130,7 +130,7 @@ def _reasons(decoder: Any) -> Iterator[str]:
     if torch.is_autocast_enabled("cpu"):
         yield "it computes under autocast"
     for layer in decoder.layers:
-        for part in _linears(layer):
+        for part in linears_of(layer):
             if type(part) is not nn.Linear:
                 yield f"its layers hold a {type(part).__name__} of {type(part).__module__.split('.')[0]}"
             elif part.weight.dtype != torch.float32:
@@ -306,7 +306,8 @@ class _Finish(torch.autograd.Function):
 # --- shared parts ----------------------------------------------------------------------------------------------------
 
 
-def _linears(layer: Any) -> list[nn.Module]:
+def linears_of(layer: Any) -> list[nn.Module]:
+    """The linear parts of a transformer layer: queries, keys, values, output, gate, up, down."""
     attention, mlp = layer.self_attn, layer.mlp
     parts = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     return [*parts, mlp.gate_proj, mlp.up_proj, mlp.down_proj]

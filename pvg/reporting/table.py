@@ -344,9 +344,9 @@ class Table:
 
     def to_markdown(self) -> str:
         columns = [column for column in self.columns if column.on != "terminal"]
-        titles = [_escaped(f"{column.title} {column.unit}".strip()) for column in columns]
+        titles = [escaped(f"{column.title} {column.unit}".strip()) for column in columns]
         rules = ["---:" if column.align == "right" else "---" for column in columns]
-        rows = [[_escaped(cell.plain) for column, cell in row if column.on != "terminal"] for row in self._cells()]
+        rows = [[escaped(cell.plain) for column, cell in row if column.on != "terminal"] for row in self._cells()]
         return "\n".join(f"| {' | '.join(line)} |" for line in (titles, rules, *rows))
 
     def to_html(self) -> Markup:
@@ -382,5 +382,6 @@ def _rich_cell(cell: TableCell) -> Text:
     return text
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """`text` for a cell of a Markdown table."""
     return text.replace("|", "\\|").replace("\n", " ")

@@ -44,6 +44,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pvg.models.blocked_layers import linears_of
 from pvg.models.precision import product_tolerance
 
 Zeros = Callable[[tuple[int, ...]], Tensor]
@@ -437,14 +438,8 @@ def _complaints(module: Any) -> Iterator[str]:
         yield f"it computes in {module.lm_head.weight.dtype}"
     for layer in module.model.layers:
         yield from (
-            f"its layers hold a {type(part).__name__}" for part in _projections(layer) if type(part) is not nn.Linear
+            f"its layers hold a {type(part).__name__}" for part in linears_of(layer) if type(part) is not nn.Linear
         )
-
-
-def _projections(layer: Any) -> list[nn.Module]:
-    attention, mlp = layer.self_attn, layer.mlp
-    attention_parts = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-    return [*attention_parts, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
 
 
 def _fused(layer: Any) -> _Layer:

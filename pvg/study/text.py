@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 from pvg.errors import counted
 from pvg.reporting.formats import ABSENT, NumberStyle, value_text
-from pvg.reporting.table import Column, Table, TableCell
+from pvg.reporting.table import Column, Table, TableCell, escaped
 from pvg.study.plan import StudyPlan
 from pvg.study.power import shortfall
 from pvg.study.results import CellRecord, MeasureRecord, StudyResults
@@ -241,7 +241,7 @@ def markdown_text(results: StudyResults) -> str:
     """Means, comparisons, trends, cautions, and the games that they are from."""
     parts = [f"## {results.name}"]
     if results.about:
-        parts.append(_escaped(results.about))
+        parts.append(escaped(results.about))
     parts += ["### Measures after the last round", means_table(results).to_markdown()]
     if rounds := rounds_table(results):
         parts += [
@@ -255,7 +255,7 @@ def markdown_text(results: StudyResults) -> str:
     if trends := trends_table(results):
         parts += ["### Over the rounds", HOLM, trends.to_markdown()]
     if warnings := cautions(results):
-        parts.append("\n".join(f"- {_escaped(sentence)}" for sentence in warnings))
+        parts.append("\n".join(f"- {escaped(sentence)}" for sentence in warnings))
     played = sorted({cell.code_version for cell in results.cells if cell.status == "complete"})
     parts.append(
         f"`{results.command}`, seeds {', '.join(map(str, results.seeds))}, played by pvg "
@@ -344,7 +344,3 @@ def trends_table(results: StudyResults, keys: Mapping[str, LegendKey] | None = N
                 name = TableCell(arm.name, key=(keys or {}).get(arm.name))
                 table.add(measure.label, name, *trend_cells(measure, found))
     return table
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")

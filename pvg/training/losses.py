@@ -52,7 +52,7 @@ from pvg.training.penalties import PenaltyControl, k3, kl_penalty
 Kind = Literal["none", "truncated", "masked"]
 # How each kind of training.importance weights the rows that it weights.
 WEIGHTS: dict[str, Kind] = {
-    "none": "truncated",
+    "none": "none",
     "decoupled": "truncated",
     "unweighted": "none",
     "truncated": "truncated",

@@ -65,7 +65,7 @@ class Supply(Protocol):
     events: Events
 
     async def ready(self) -> None:
-        """Wait until it has room for the processes. Raises MissingRequirementError if it cannot start them."""
+        """Wait until this supply has room for the processes. Raises MissingRequirementError if it cannot start them."""
         ...
 
     async def start(self) -> Member: ...

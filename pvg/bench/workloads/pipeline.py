@@ -7,7 +7,7 @@ With `cluster.kind = "local"`, workers score and train; the engine is the child 
 
 The prover phase, its trainer, the verifier's scorer, the dispatcher and the pipeline are pvg's. The engine
 (`ChildEngine`) is a child process (pvg.bench.workloads.pipeline_child) that returns real completions after artificial
-delays. The untrained prover samples these completions when the workload opens; they serve all versions. So the
+delays. The base prover samples these completions when the workload opens; they serve all versions. So the
 trainer's work and its waits are real.
 
 Useful work is the time that the training of the same steps takes synchronously, in the same number of processes that
@@ -281,7 +281,7 @@ class PipelinedSteps:
             self._stack = stack.pop_all()
 
     async def _completions(self, batches: int) -> list[Rollout]:
-        """The untrained prover's answers to the orders of the first batches."""
+        """The base prover's answers to the orders of the first batches."""
         session, players, rollout = self._session, self._session.players, self._experiment.rollout
         rows = self._experiment.training.groups * rollout.group_size
         engine = TorchEngine(players.base.copy(), max_rows=rows, max_in_flight=rows, executor=players.executor)
