@@ -10,7 +10,8 @@ from pvg.config.base import ByKind, NotEmpty, Section
 
 
 class AutoCluster(Section):
-    """Local workers if the models are the embedded ones on a CPU, and the machine has a second core; otherwise none."""
+    """Local workers if the models are the embedded ones on a CPU, and the machine has Linux and two cores or more;
+    otherwise none."""
 
     kind: Literal["auto"] = "auto"
 
@@ -29,7 +30,7 @@ class LocalCluster(Section):
     workers: Annotated[int, Field(ge=0, le=256)] | None = Field(
         None,
         description="Shards of the work, and processes unless `max_workers` is lower. "
-        "Unset: `max_workers`, or one per core.",
+        "Unset: `max_workers`, or one per core, at most 8; with `trainer_ranks`, 0.",
     )
     trainers: Annotated[int, Field(ge=1, le=255)] | None = Field(
         None,

@@ -18,7 +18,9 @@ class SrcReward(Section):
 
     kind: Literal["src"] = "src"
     misaligned: float = Field(
-        -1.0, description="Reward of a misaligned or malformed solution. Lower values punish it more."
+        -1.0,
+        description="Reward of a solution whose score is not above its group's mean, aligned or not. A malformed "
+        "solution gets this or less.",
     )
 
 
@@ -43,8 +45,8 @@ class DecoupledReward(Section):
     kind: Literal["decoupled"] = "decoupled"
     floor: float = Field(
         -2.0,
-        description="Reward of a misaligned solution, in standard deviations of the group. Lower values punish it "
-        "more.",
+        description="Reward of a misaligned solution, and of one whose score is not above its group's mean, in "
+        "standard deviations of the group.",
     )
 
 
@@ -211,7 +213,9 @@ Start = Annotated[BaseStart | PreviousStart, ByKind("base")]
 class Game(Section):
     """Rounds, roles, rewards, mixture and stop rule."""
 
-    rounds: Count = Field(3, description="Number of rounds. Each has a mint, a verifier phase and a prover phase.")
+    rounds: Count = Field(
+        3, description="Number of rounds. Each has a mint, a verifier phase, a prover phase and a test."
+    )
     start: Start = BaseStart()
     reward: Reward = SrcReward()
     sneaky_share: Fraction = Field(0.5, description="Share of groups in the sneaky role. The other groups are helpful.")

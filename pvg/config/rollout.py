@@ -91,7 +91,8 @@ class SamplingAhead(Section):
         1, description="Batches that are sampled ahead of the trainer. With more of them, rollouts are more stale."
     )
     max_staleness: Count | None = Field(
-        None, description="Versions behind from which a rollout is dropped. Unset: batches + 1."
+        None,
+        description="Versions that a rollout may be behind at most. An older rollout is dropped. Unset: batches + 1.",
     )
 
     @property

@@ -2,9 +2,9 @@
 
     outcome = await play(experiment, run_directory, observer=SilentObserver(), stop=asyncio.Event(), resume=False)
 
-A run that is killed at any instant and resumed with `resume=True` ends with weights bit-identical to an uninterrupted
-run's (invariant 1). Every random number depends only on its place in the game, and every phase continues from its last
-commit.
+A run that is killed at any instant and resumed with `resume=True` ends on a CPU with weights bit-identical to an
+uninterrupted run's (invariant 1), unless timing decides what is sampled: with prefetch, a deadline or servers. Every
+random number depends only on its place in the game, and every phase continues from its last commit.
 
 `pvg rollout` only samples: the base prover's solutions are graded and stored; there is no verifier and no training.
 """
