@@ -15,6 +15,7 @@ import os
 import stat
 from collections.abc import Iterator
 from io import BufferedReader
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,15 @@ TEXT_BYTES = 4 * MIB  # experiments, profiles, studies, a user's Python
 REPORT_BYTES = 256 * MIB  # a benchmark report has raw samples
 DEEPEST = 16  # levels of nested tables and lists; pvg's settings have 3
 LARGEST = 2**63 - 1  # JSON libraries and manifests support 64-bit integers
+
+
+def not_json(line: bytes, error: JSONDecodeError) -> str:
+    """Why a line is not JSON, as a part of an error message."""
+    try:
+        line.decode()
+    except UnicodeDecodeError as wrong:
+        return f"not UTF-8 (byte {wrong.start + 1} of the line); save the file with the encoding UTF-8"
+    return f"not valid JSON ({error.msg}, at character {error.pos + 1} of the line)"
 
 
 def _without_waiting(path: str, flags: int) -> int:

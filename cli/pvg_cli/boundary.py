@@ -38,6 +38,7 @@ from pvg.errors import (
     MissingRequirementError,
     PvgError,
     StoppedAtStart,
+    UsageError,
     one_line,
     path_error,
     visible,
@@ -172,6 +173,7 @@ def guarded(command: Command) -> Command:
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
         with terminated_as_interrupted(), ErrorHandler(as_json=kwargs["as_json"], debug=kwargs["debug"]):
+            _refuse_deleted_folder()
             result = command(*args, **kwargs)
             sys.stdout.flush()  # here, so that ErrorHandler reports a full disk
             return result
@@ -240,6 +242,13 @@ def terminated_as_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _refuse_deleted_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("The current folder no longer exists.", "Go to another one with cd.") from None
 
 
 class ErrorHandler:

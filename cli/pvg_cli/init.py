@@ -46,7 +46,7 @@ def init(
 
 def write_scaffold(folder: Path) -> list[Path]:
     """Write the files and return their paths. Raises UsageError if one of them exists, and writes none then."""
-    from pvg.errors import UsageError, user_paths
+    from pvg.errors import UsageError, path_error, user_paths
 
     texts = {path.name.removesuffix(".template"): path.read_text(encoding="utf-8") for path in SCAFFOLD.iterdir()}
     with user_paths():
@@ -57,7 +57,10 @@ def write_scaffold(folder: Path) -> list[Path]:
                 f"{where} already has {', '.join(there)}, and pvg init replaces no file.",
                 "Name a new folder: pvg init DIR",
             )
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except FileNotFoundError as error:  # a file system that refuses new folders, such as /proc
+            raise path_error(error, UsageError, "Name another folder: pvg init DIR") from error
         for name, text in sorted(texts.items()):
             with (folder / name).open("x", encoding="utf-8") as file:
                 file.write(text.replace("@NAME@", experiment_name(folder)))
@@ -65,9 +68,12 @@ def write_scaffold(folder: Path) -> list[Path]:
 
 
 def experiment_name(folder: Path) -> str:
-    """The name of the folder, with the characters that a run's name may have."""
+    """The name of the folder, with the characters that a run's name may have. Not a name of a part of a run."""
+    from pvg.store.run_directory import PARTS_OF_A_RUN
+
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).lstrip("._-")
-    return name[:50] or "experiment"
+    name = name[:50] or "experiment"
+    return f"my-{name}" if PARTS_OF_A_RUN.fullmatch(name) else name
 
 
 def next_steps(folder: Path) -> dict[str, str]:

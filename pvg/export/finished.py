@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pvg.config.experiment import Experiment
-from pvg.errors import UsageError
+from pvg.errors import StateError, UsageError
 from pvg.store.atomic import DamagedFileError
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_directory import RunDirectory
@@ -56,15 +56,21 @@ class FinishedRound:
     @classmethod
     def open(cls, run: RunDirectory, round_: int = -1) -> FinishedRound:
         """Rounds count from 0; -1 is the last. Raises UsageError for a round that is not finished."""
-        state = run.load_state().state or {}
+        loaded = run.load_state()
+        state = loaded.state or {}
         rounds = state.get("rounds", ())
         refuse_samples(run, state)
+        number = len(rounds) + round_ if round_ < 0 else round_
+        if loaded.notice and not 0 <= number < len(rounds):
+            raise StateError(
+                f"The last valid commit of {run.name} does not have this round. {loaded.notice}",
+                f"Play it again: pvg train --resume {run.argument}",
+            )
         if not rounds:
             raise UsageError(
                 f"No round of {run.name} is finished yet.",
                 f"Wait for the end of its first round. If it has stopped: pvg train --resume {run.argument}",
             )
-        number = len(rounds) + round_ if round_ < 0 else round_
         if not 0 <= number < len(rounds):
             raise UsageError(
                 f"Round {round_} of the run {run.name!r} is not finished.",

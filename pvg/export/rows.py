@@ -16,7 +16,7 @@ import orjson
 
 from pvg.errors import ConfigurationError, UsageError, shortened, user_paths
 from pvg.export.finished import Platt
-from pvg.inputs import open_input
+from pvg.inputs import not_json, open_input
 
 if TYPE_CHECKING:
     from pvg.verifier.scorer import VerifierScorer
@@ -77,8 +77,7 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        where = f"{error.msg}, at character {error.pos + 1} of the line"  # orjson counts lines from this one
-        raise UsageError(f"{place}: this is not valid JSON ({where}).", "Write one JSON object per line.") from None
+        raise UsageError(f"{place}: this is {not_json(line, error)}.", "Write one JSON object per line.") from None
     if not isinstance(row, dict):
         raise UsageError(f"{place}: this is not a JSON object.", EXAMPLE)
     for key in ("question", "solution"):

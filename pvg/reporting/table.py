@@ -34,6 +34,9 @@ from typing import Any, Literal
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -206,6 +209,7 @@ STYLES = {
     "badge bad": "red",
 }
 BAR = 8  # cells of a bar on the terminal
+NARROW = 60  # characters: below this width a table whose words would break is written as blocks of lines
 
 
 Where = Literal["everywhere", "pages", "terminal"]
@@ -339,8 +343,36 @@ class Table:
         ends = {place for place, (head, after) in enumerate(pairwise(heads)) if head != after}
         return ends if len(ends) + 1 < len(heads) else set()
 
-    def __rich__(self) -> RichTable:
-        return self.to_rich()
+    def _least_width(self) -> int:
+        """The width on the terminal below which words, or cells that do not wrap, would break."""
+        widths: dict[int, int] = {}
+        for row in self.shown("terminal"):
+            for place, (column, cell) in enumerate(row):
+                text, title = _rich_cell(cell).plain, column.title if column.short is None else column.short
+                parts = [*title.split(), *(text.split() if column.wrap else text.splitlines())]
+                widths[place] = max(widths.get(place, column.min_width or 0), *map(cell_len, parts or [""]))
+        return sum(widths.values()) + len(widths) * (1 if self.narrow else 2)
+
+    def _blocks(self) -> RichTable:
+        """A block of lines for each row, for terminals that are too narrow for columns."""
+        table = RichTable.grid(padding=(0, 2, 0, 0))
+        table.add_column(style=QUIET)
+        table.add_column(overflow="fold")
+        for number, row in enumerate(self.shown("terminal")):
+            if number:
+                table.add_row()
+            for column, cell in row:
+                if (value := _rich_cell(cell)).plain.strip():
+                    value.style = value.style or STYLES[column.style]
+                    table.add_row(column.title or (column.short or "").strip(), value)
+        return table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        narrow = options.max_width < NARROW and self._least_width() > options.max_width
+        yield self._blocks() if narrow else self.to_rich()
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, self.to_rich())
 
     def to_markdown(self) -> str:
         columns = [column for column in self.columns if column.on != "terminal"]

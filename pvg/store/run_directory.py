@@ -25,9 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pvg.config.experiment import Experiment
-from pvg.config.load import did_you_mean, load_experiment
+from pvg.config.load import did_you_mean, load_experiment, read_toml
 from pvg.config.operation import Store
 from pvg.errors import (
+    ConfigurationError,
     MissingRequirementError,
     PvgError,
     StateError,
@@ -319,7 +320,8 @@ class RunDirectory:
     def open(cls, path_or_name: str | Path, root: Path) -> RunDirectory:
         """The existing run with that name in `root`, or at that path.
 
-        Raises UsageError, with the nearest run of `root`, if there is none.
+        Raises UsageError, with the nearest run of `root`, if there is none, and StateError if it has lost its
+        experiment.toml.
         """
         candidates = (root / path_or_name, Path(path_or_name))
         for candidate in candidates:
@@ -327,6 +329,10 @@ class RunDirectory:
             if run.experiment_file.is_file():
                 return run
         refuse_no_folder(root)
+        for run in map(cls, candidates):
+            if os.path.lexists(run.experiment_file) or (run.path.is_dir() and run.has_state):
+                found = "is not a file" if os.path.lexists(run.experiment_file) else "is missing"
+                raise StateError(f"{run.experiment_file} {found}.", "Restore it from a copy.")
         for candidate in candidates:
             if inside := runs_in(candidate):
                 raise UsageError(
@@ -343,7 +349,12 @@ class RunDirectory:
     def experiment(self) -> Experiment:
         """The configuration with which the run was created, with its present number of rounds. Raises
         ConfigurationError if the file is damaged."""
-        return load_experiment(self.experiment_file)
+        experiment = load_experiment(self.experiment_file)
+        if "store" not in read_toml(self.experiment_file, "experiment"):  # the last section of all that pvg has written
+            raise ConfigurationError(
+                f"{self.experiment_file} is damaged: it ends before [store].", "Restore it from a copy."
+            )
+        return experiment
 
     def set_rounds(self, rounds: int) -> None:
         """Give the run more rounds than it was created with. Call this under the lock; fewer rounds change nothing."""

@@ -16,7 +16,7 @@ import orjson
 
 from pvg import hub
 from pvg.errors import ConfigurationError, MissingRequirementError, shortened
-from pvg.inputs import check_regular
+from pvg.inputs import check_regular, not_json
 
 if TYPE_CHECKING:
     from pyarrow import ChunkedArray
@@ -59,10 +59,8 @@ def json_rows(file: Path) -> Iterator[tuple[str, object]]:
         try:
             yield f"line {number}", orjson.loads(line)
         except orjson.JSONDecodeError as error:
-            raise ConfigurationError(
-                f"{file}, line {number}: not valid JSON ({error.msg}, at character {error.pos + 1} of the line).",
-                "Correct the line; each line is one JSON object. If you downloaded the file, download it again.",
-            ) from None
+            remedy = "Correct the line; each line is one JSON object. If you downloaded the file, download it again."
+            raise ConfigurationError(f"{file}, line {number}: {not_json(line, error)}.", remedy) from None
 
 
 def csv_rows(file: Path) -> Iterator[tuple[str, object]]:

@@ -38,6 +38,16 @@ def ascii_start(text: str) -> str:
     return ascii(text[:10])
 
 
+@pytest.mark.parametrize("words", [("init",), ("train",), ("doctor",), ("task", "check")])
+def test_a_deleted_current_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert_told(pvg(*words), 2, "The current folder no longer exists.")
+
+
 MISTAKES = [
     (("train", "modchian"), "Did you mean 'modchain'?"),
     (("train", "nowhere.toml"), "nowhere.toml"),

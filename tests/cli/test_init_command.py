@@ -30,6 +30,20 @@ def test_the_scaffold_is_written_and_its_next_steps_are_told(tmp_path: Path, mon
     assert load_experiment(tmp_path / "my game!" / "experiment.toml").name == "my-game-"
 
 
+@pytest.mark.parametrize(
+    ("folder", "name"), [("round-1", "my-round-1"), ("verifier", "my-verifier"), ("rounds", "rounds")]
+)
+def test_the_name_is_one_that_a_run_may_have(tmp_path: Path, folder: str, name: str) -> None:
+    assert pvg("init", str(tmp_path / folder)).code == 0
+    assert load_experiment(tmp_path / folder / "experiment.toml").name == name
+
+
+def test_a_folder_that_cannot_be_made_is_named() -> None:
+    called = pvg("init", "/proc/x", "--json")
+    assert called.code == 2
+    assert "/proc/x" in called.document["error"]["message"]
+
+
 def test_nothing_is_replaced_or_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "task.py").write_text("mine")

@@ -161,6 +161,7 @@ def test_a_file_is_scored_line_by_line(run: Run, wanted: list[float]) -> None:
     [
         ('{"question": "7?"', "wrong.jsonl, line 2: this is not valid JSON"),
         ("[1]", "wrong.jsonl, line 2: this is not a JSON object."),
+        ('{"question": "7+\udcff"}', "wrong.jsonl, line 2: this is not UTF-8 (byte 17 of the line)"),
         ('{"question": "7?"}', "wrong.jsonl, line 2: 'solution' is missing."),
         ('{"question": "7?", "solution": 3}', "wrong.jsonl, line 2: 'solution' is 3, not a text."),
         ('{"question": " ", "solution": "A2"}', "wrong.jsonl, line 2: 'question' is empty."),
@@ -172,7 +173,8 @@ def test_a_file_is_scored_line_by_line(run: Run, wanted: list[float]) -> None:
     ],
 )
 def test_a_wrong_line_is_named(run: Run, line: str, words: str) -> None:
-    Path("wrong.jsonl").write_text('{"question": "7+5?", "solution": "A2"}\n' + line + "\n")
+    text = '{"question": "7+5?", "solution": "A2"}\n' + line + "\n"
+    Path("wrong.jsonl").write_text(text, errors="surrogateescape")
     called = pvg("score", "mine", "wrong.jsonl", "--out", "none.jsonl")
     assert called.code == 2
     assert words in called.err
@@ -224,6 +226,17 @@ def test_a_run_in_its_first_round_has_nothing_to_score_with(run: Run) -> None:
         assert called.code == 2
         assert "No round of young is finished yet." in called.err
         assert "pvg train --resume young" in called.err
+
+
+def test_a_round_that_only_the_lost_commit_had_is_said_to_be_lost(run: Run) -> None:
+    shutil.copytree(run.directory.path, "lost")
+    (Path("lost") / "state.json").write_bytes(b"{")
+    for words in (("score", "lost", "rows.jsonl"), ("export", "lost", "--player", "prover", "--out", "no")):
+        called = pvg(*words)
+        assert called.code == 2
+        assert "state.json" in called.err
+        assert "pvg train --resume lost" in called.err
+        assert "No round of" not in called.err
 
 
 def test_samples_are_no_game(run: Run) -> None:

@@ -51,6 +51,22 @@ def test_the_terminal_shows_its_columns_and_a_repeated_value_once() -> None:
     assert "down" in text
 
 
+def test_a_terminal_that_would_break_words_shows_a_block_for_each_row() -> None:
+    table = Table([Column("run", style="strong"), Column("state", wrap=False), Column("helpful accuracy", "right")])
+    table.add("modchain-seed-12", "complete", "93.6 %")
+    table.add("diplomacy-mini", "stopped 5 min ago", "")
+    assert ["modchain-seed-12", "complete", "93.6", "%"] in [line.split() for line in printed(table, 58).splitlines()]
+    lines = [line.split() for line in printed(table, 36).splitlines()]
+    assert lines == [
+        ["run", "modchain-seed-12"],
+        ["state", "complete"],
+        ["helpful", "accuracy", "93.6", "%"],
+        [],
+        ["run", "diplomacy-mini"],
+        ["state", "stopped", "5", "min", "ago"],
+    ]
+
+
 def test_the_terminal_has_a_blank_line_between_groups_of_rows_and_holds_to_widths() -> None:
     table = Table([Column("measure", once=True), Column("arm", min_width=8), Column("why", max_width=6)])
     for measure, arm in (("a", "x"), ("a", "y"), ("b", "x")):

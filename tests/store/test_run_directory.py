@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pvg.config.experiment import Experiment
-from pvg.errors import StateError, UsageError
+from pvg.errors import ConfigurationError, StateError, UsageError
 from pvg.store import FileStateStore, RunDirectory, runs_in
 
 EXPERIMENT = Experiment(name="tiny", seed=3)
@@ -86,6 +86,28 @@ def test_a_missing_run_is_answered_with_the_nearest_one(tmp_path: Path) -> None:
     assert "gsm8k, modchain-7" in caught.value.remedy
     with pytest.raises(UsageError, match="pvg train"):
         RunDirectory.open("first", tmp_path / "absent")
+
+
+def test_a_run_without_its_experiment_file_is_not_called_missing(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "first", EXPERIMENT)
+    FileStateStore(run.state).save({"phase": "init"})
+    run.experiment_file.unlink()
+    with pytest.raises(StateError, match=r"first.experiment\.toml is missing") as caught:
+        RunDirectory.open("first", tmp_path)
+    assert "copy" in caught.value.remedy
+    run.experiment_file.mkdir()
+    with pytest.raises(StateError, match=r"first.experiment\.toml is not a file"):
+        RunDirectory.open(run.path, tmp_path)
+
+
+def test_an_experiment_file_that_ends_early_is_damaged(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "first", EXPERIMENT)
+    whole = run.experiment_file.read_text()
+    sections = [place for place in range(len(whole)) if whole.startswith("\n[", place)]
+    for end in (0, *sections):
+        run.experiment_file.write_text(whole[:end])
+        with pytest.raises(ConfigurationError, match=r"experiment\.toml is damaged"):
+            run.experiment()
 
 
 def test_a_folder_of_runs_is_no_run_and_names_one(tmp_path: Path) -> None:

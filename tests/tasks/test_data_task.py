@@ -282,7 +282,7 @@ HUGE = json.dumps({"question": "x" * 200_000, "answer": "1"})
         ("a.csv", b"question,answer\n", "has no rows"),
         ("a.jsonl", b"not json\n", "line 1: not valid JSON"),
         ("a.jsonl", b"[1]\n", "line 1: not a JSON object"),
-        ("a.jsonl", b'{"question": "\xff", "answer": "1"}\n', "line 1: not valid JSON"),
+        ("a.jsonl", b'{"question": "\xff", "answer": "1"}\n', "line 1: not UTF-8 \\(byte 15 of the line\\)"),
         ("a.csv", b"question,answer\nok?,1\n\xff,1\n", "line 3: not UTF-8"),
         ("a.csv", "question,answer\na?,1\n".encode("utf-16"), "line 1: not UTF-8"),
         ("a.csv", b"question,answer\na?,1,2\n", "line 2: 3 fields, and line 1 names 2 columns"),
