@@ -175,7 +175,7 @@ PUBLISHED = [
 
 PIPELINE = Path("docs") / "benchmarks" / "pipeline.json"
 MODES = (None, AheadLimits(1, 2), AheadLimits(2, 3), AheadLimits(1, 2, "old"))  # of its variants without workers
-OTHER_S = 0.1  # of a step that is neither training nor waiting: 8 to 11 % in its pipelined variants
+OTHER_S = 0.05  # of a step that is neither training nor waiting: 7 to 10 % in its pipelined variants
 
 
 def committed(path: Path = PIPELINE) -> list[dict[str, Any]]:

@@ -28,13 +28,13 @@ DEEPEST = 16  # levels of nested tables and lists; pvg's settings have 3
 LARGEST = 2**63 - 1  # JSON libraries and manifests support 64-bit integers
 
 
-def not_json(line: bytes, error: JSONDecodeError) -> str:
-    """Why a line is not JSON, as a part of an error message."""
+def not_json(line: bytes, error: JSONDecodeError) -> tuple[str, str | None]:
+    """Why a line is not JSON, as a part of an error message, and the remedy if it is not to correct the line."""
     try:
         line.decode()
     except UnicodeDecodeError as wrong:
-        return f"not UTF-8 (byte {wrong.start + 1} of the line); save the file with the encoding UTF-8"
-    return f"not valid JSON ({error.msg}, at character {error.pos + 1} of the line)"
+        return f"not UTF-8 (byte {wrong.start + 1} of the line)", "Save the file with the encoding UTF-8."
+    return f"not valid JSON ({error.msg}, at character {error.pos + 1} of the line)", None
 
 
 def _without_waiting(path: str, flags: int) -> int:

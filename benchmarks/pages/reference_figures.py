@@ -206,7 +206,8 @@ REFERENCES = (
         (Quantity("in all", 195, "GFLOP/s", "matmul_gflops", "higher"),),
         "trainer",
         (cores(2),),
-        differs="It shows the speed of the machine, not of pvg. The trainer's MFU is relative to our machine's.",
+        differs="It shows the speed of the machine, not of pvg. Ours is measured with one thread, and the MFU "
+        "is relative to it.",
     ),
     Reference(
         "a weight update while rollouts stream",

@@ -317,7 +317,7 @@ TARGETS = (
                 "on an idle machine",
                 1.5,
                 "Two workers can at best halve the step of one thread (`threads=default` in the report). Two threads "
-                "take 0.74 to 0.86 of it in our reports, so no more than 1.5x to 1.7x is possible.",
+                "take 0.74 to 0.88 of it in our reports, so no more than 1.5x to 1.8x is possible.",
             ),
             ("step_1_s", "beside one busy process", 4.0, _WORKERS_BOUND),
             (

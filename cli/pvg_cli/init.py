@@ -46,7 +46,7 @@ def init(
 
 def write_scaffold(folder: Path) -> list[Path]:
     """Write the files and return their paths. Raises UsageError if one of them exists, and writes none then."""
-    from pvg.errors import UsageError, path_error, user_paths
+    from pvg.errors import UsageError, user_paths
 
     texts = {path.name.removesuffix(".template"): path.read_text(encoding="utf-8") for path in SCAFFOLD.iterdir()}
     with user_paths():
@@ -60,7 +60,7 @@ def write_scaffold(folder: Path) -> list[Path]:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except FileNotFoundError as error:  # a file system that refuses new folders, such as /proc
-            raise path_error(error, UsageError, "Name another folder: pvg init DIR") from error
+            raise UsageError(f"{folder} cannot be created.", "Name another folder: pvg init DIR") from error
         for name, text in sorted(texts.items()):
             with (folder / name).open("x", encoding="utf-8") as file:
                 file.write(text.replace("@NAME@", experiment_name(folder)))

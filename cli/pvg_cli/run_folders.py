@@ -230,7 +230,7 @@ def _facts_table(facts: RunGlance, sizes: dict[str, int]) -> Table:
         "task": facts.task,
         "state": f"{state_word(facts.state, facts.status, bool(facts.notes))[0]}{player}",
         "phase": facts.phase,
-        "rounds": f"{facts.rounds_finished} of {facts.rounds_planned} finished",
+        "rounds": f"{facts.rounds_finished} of {facts.rounds_planned or '?'} finished",
         "last activity": f"{moment} ({age(time.time() - facts.last_activity)})",
         "size": f"{byte_size(facts.size_bytes)}: "
         + ", ".join(f"{name} {byte_size(size)}" for name, size in sorted(sizes.items(), key=lambda item: -item[1])),
@@ -246,6 +246,8 @@ def _commands(run: RunDirectory, facts: RunGlance) -> dict[str, str]:
     """Commands to go on with, and what each is for."""
     from pvg_cli.runs import report_command, resume_command
 
+    if not facts.experiment:  # its experiment.toml is damaged
+        return {}
     commands = {report_command(run): "results", f"pvg config show {shlex.quote(str(run.experiment_file))}": "settings"}
     if facts.process:
         commands[f"pvg watch {run.argument}"] = "follow"

@@ -61,10 +61,11 @@ class FinishedRound:
         rounds = state.get("rounds", ())
         refuse_samples(run, state)
         number = len(rounds) + round_ if round_ < 0 else round_
-        if loaded.notice and not 0 <= number < len(rounds):
+        if loaded.notice and (not rounds or len(rounds) <= round_ < run.experiment().game.rounds):
+            lost = f"does not have round {round_}" if rounds else "has no finished round"
             raise StateError(
-                f"The last valid commit of {run.name} does not have this round. {loaded.notice}",
-                f"Play it again: pvg train --resume {run.argument}",
+                f"The last valid commit of {run.name} {lost}. {loaded.notice}",
+                f"To play on from it: pvg train --resume {run.argument}",
             )
         if not rounds:
             raise UsageError(

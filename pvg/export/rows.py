@@ -77,7 +77,8 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise UsageError(f"{place}: this is {not_json(line, error)}.", "Write one JSON object per line.") from None
+        problem, remedy = not_json(line, error)
+        raise UsageError(f"{place}: this is {problem}.", remedy or "Write one JSON object per line.") from None
     if not isinstance(row, dict):
         raise UsageError(f"{place}: this is not a JSON object.", EXAMPLE)
     for key in ("question", "solution"):

@@ -6,7 +6,7 @@
 The default comes from `default_threads`, not from the number of cores. Each operation ends in a barrier where every
 thread waits for all others. On a busy machine the kernel often suspends one of them, and the barrier takes
 milliseconds. An operation of a small model takes 0.01 to 0.5 ms. On two cores, a step of the embedded game with two
-threads takes about ten times as long beside one busy process as on an idle machine; with one thread, hardly longer
+threads takes ten to twelve times as long beside one busy process as on an idle machine; with one thread, hardly longer
 (docs/benchmarks/contention.json). One thread has no barriers and computes the same bits on any number of cores.
 Operations of a wide model take milliseconds and gain from every core.
 

@@ -108,7 +108,7 @@ def runs_table(runs: list[RunGlance], now: float) -> Table:
         table.add(
             run.name,
             TableCell(run.experiment, below=task),
-            "samples" if run.status == "samples" else f"{run.rounds_finished}/{run.rounds_planned}",
+            "samples" if run.status == "samples" else f"{run.rounds_finished}/{run.rounds_planned or '?'}",
             _state_cell(run),
             age(now - run.last_activity),
             byte_size(run.size_bytes),

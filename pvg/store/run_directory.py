@@ -332,7 +332,7 @@ class RunDirectory:
         for run in map(cls, candidates):
             if os.path.lexists(run.experiment_file) or (run.path.is_dir() and run.has_state):
                 found = "is not a file" if os.path.lexists(run.experiment_file) else "is missing"
-                raise StateError(f"{run.experiment_file} {found}.", "Restore it from a copy.")
+                raise StateError(f"{run.experiment_file} {found}.", "Restore it from a copy, or delete the folder.")
         for candidate in candidates:
             if inside := runs_in(candidate):
                 raise UsageError(

@@ -59,8 +59,9 @@ def json_rows(file: Path) -> Iterator[tuple[str, object]]:
         try:
             yield f"line {number}", orjson.loads(line)
         except orjson.JSONDecodeError as error:
-            remedy = "Correct the line; each line is one JSON object. If you downloaded the file, download it again."
-            raise ConfigurationError(f"{file}, line {number}: {not_json(line, error)}.", remedy) from None
+            problem, remedy = not_json(line, error)
+            correct = "Correct the line; each line is one JSON object. If you downloaded the file, download it again."
+            raise ConfigurationError(f"{file}, line {number}: {problem}.", remedy or correct) from None
 
 
 def csv_rows(file: Path) -> Iterator[tuple[str, object]]:
