@@ -93,7 +93,7 @@ def test_a_damaged_line_is_named(write, damaged, complaint):
 def test_a_byte_that_is_no_utf8_is_a_damaged_line(write):
     section = write(line(*ROWS[0]))
     (section.path / "train.jsonl").write_bytes(b'{"question": "\xff", "answer": "#### 1"}\n')
-    with pytest.raises(ConfigurationError, match="line 1: not valid JSON"):
+    with pytest.raises(ConfigurationError, match="line 1: not UTF-8"):
         list(open_task(section).problems("train"))
 
 
