@@ -21,7 +21,7 @@ from pvg.config.experiment import Experiment
 from pvg.game.ledger import Ledger
 from pvg.game.run import GameOutcome
 from pvg.game.states import Phase
-from pvg.store import RunDirectory
+from pvg.store import RunDirectory, lease
 
 
 def assert_refused(called: Called, code: int, *parts: str) -> None:
@@ -226,6 +226,7 @@ def with_a_fifo_for(path: Path) -> None:
 @pytest.mark.parametrize("name", ["state.json", "metrics.jsonl", "tags.json", "lease-000001.json"])
 def test_no_command_waits_for_the_writer_of_a_fifo_in_a_run(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     run = unfinished(monkeypatch)
+    monkeypatch.setattr(lease, "WATCH_S", 0.1)  # a lease that nobody can read looks like that of another host
     with_a_fifo_for(run.path / name)
     listed, report = pvg("runs"), pvg("report", "modchain", "--no-html")
     assert (listed.code, report.code) == (0, 0)

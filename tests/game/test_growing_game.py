@@ -16,7 +16,14 @@ from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards
 from pvg.store.state import FileStateStore
 
-GROWING: dict[str, Any] = {"game.rounds": 3, "game.growing": True, "game.mint_problems": 8}
+GROWING: dict[str, Any] = {
+    "game.rounds": 3,
+    "game.growing": True,
+    "game.mint_problems": 8,
+    "game.test.problems": 4,
+    "verifier.steps": 3,
+    "training.steps": 2,
+}
 
 
 def growing(**settings: Any) -> Experiment:
@@ -41,7 +48,7 @@ def verifier_steps(run: RunDirectory) -> list[int]:
 def test_each_round_adds_the_problems_and_steps_of_the_first(tmp_path: Path) -> None:
     outcome, run = played(growing(), tmp_path)
     assert outcome.status == "complete"
-    assert verifier_steps(run) == [7, 14, 21]
+    assert verifier_steps(run) == [3, 6, 9]
     mints = [minted(run, round_) for round_ in range(3)]
     assert [len(mint) for mint in mints] == [8, 16, 24]
     # As many problems of each prover as the first mint has of the base prover, and no problem twice.
@@ -66,7 +73,7 @@ def test_the_base_mixture_has_solutions_of_the_base_prover_only(tmp_path: Path) 
 
 def test_a_growing_game_resumes_in_the_middle_of_a_verifier(tmp_path: Path) -> None:
     """The drill below has the same without an ensemble."""
-    first, step = 14, 20  # steps of round 0; a step of round 1, in the last member
+    first, step = 6, 9  # steps of round 0; a step of round 1, in the last member
     experiment = growing(**{"game.rounds": 2, "verifier.ensemble": {"kind": "mean", "size": 2}})
     _, whole = played(experiment, tmp_path / "whole")
     # The beginnings of both phases are events too.
@@ -84,12 +91,10 @@ def test_a_growing_game_resumes_in_the_middle_of_a_verifier(tmp_path: Path) -> N
 
 TURNS: dict[str, Any] = {
     "game.rounds": 2,
-    "game.test.problems": 4,
     "game.schedule": "simultaneous",
     "game.schedule.every": 2,
     "game.schedule.updates": 2,
     "game.schedule.problems": 6,
-    "verifier.steps": 3,
     "training.steps": 5,
 }
 
