@@ -55,7 +55,8 @@ class FinishedRound:
 
     @classmethod
     def open(cls, run: RunDirectory, round_: int = -1) -> FinishedRound:
-        """Rounds count from 0; -1 is the last. Raises UsageError for a round that is not finished."""
+        """Rounds count from 0; -1 is the last. Raises UsageError for a round that is not finished, and StateError for
+        one that a lost commit may have had."""
         loaded = run.load_state()
         state = loaded.state or {}
         rounds = state.get("rounds", ())

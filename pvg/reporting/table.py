@@ -209,7 +209,9 @@ STYLES = {
     "badge bad": "red",
 }
 BAR = 8  # cells of a bar on the terminal
-NARROW = 76  # characters: below this width no word of a table breaks; if columns are too wide, rows become blocks
+# Characters. Below this width no word of a table breaks: if columns are too wide, each row becomes a block of lines. On
+# wider terminals only very long words break, such as names of 80 characters, and a list stays a list.
+NARROW = 76
 
 
 Where = Literal["everywhere", "pages", "terminal"]

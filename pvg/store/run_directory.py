@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pvg.config.experiment import Experiment
-from pvg.config.load import did_you_mean, load_experiment, read_toml
+from pvg.config.load import build_experiment, did_you_mean, overridden
 from pvg.config.operation import Store
 from pvg.errors import (
     ConfigurationError,
@@ -349,12 +349,12 @@ class RunDirectory:
     def experiment(self) -> Experiment:
         """The configuration with which the run was created, with its present number of rounds. Raises
         ConfigurationError if the file is damaged."""
-        experiment = load_experiment(self.experiment_file)
-        if "store" not in read_toml(self.experiment_file, "experiment"):  # the last section of all that pvg has written
+        data, origins = overridden(self.experiment_file, ())
+        if "store" not in data:  # the last section of all that pvg has written
             raise ConfigurationError(
                 f"{self.experiment_file} is damaged: it ends before [store].", "Restore it from a copy."
             )
-        return experiment
+        return build_experiment(data, str(self.experiment_file), origins)
 
     def set_rounds(self, rounds: int) -> None:
         """Give the run more rounds than it was created with. Call this under the lock; fewer rounds change nothing."""

@@ -226,7 +226,9 @@ def with_a_fifo_for(path: Path) -> None:
 @pytest.mark.parametrize("name", ["state.json", "metrics.jsonl", "tags.json", "lease-000001.json"])
 def test_no_command_waits_for_the_writer_of_a_fifo_in_a_run(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     run = unfinished(monkeypatch)
-    monkeypatch.setattr(lease, "WATCH_S", 0.1)  # a lease that nobody can read looks like that of another host
+    monkeypatch.setattr(
+        lease, "WATCH_S", 0.1
+    )  # pvg cannot read this lease, so it waits as for a driver on another host
     with_a_fifo_for(run.path / name)
     listed, report = pvg("runs"), pvg("report", "modchain", "--no-html")
     assert (listed.code, report.code) == (0, 0)

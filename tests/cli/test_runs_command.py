@@ -182,6 +182,18 @@ def test_a_damaged_run_has_the_same_state_in_all_views(file: str) -> None:
     assert 'badge bad">damaged<' in Path("report.html").read_text()
 
 
+def test_a_run_with_a_damaged_experiment_file_gets_no_commands_that_would_fail() -> None:
+    run = begin(RUNS)
+    commit(run, state("complete", rounds=[{}]))
+    assert "pvg report first" in pvg("runs", "show", "first").out
+    run.experiment_file.write_text("")
+    shown = pvg("runs", "show", "first")
+    assert re.search(r"^rounds +1 of \? finished", shown.out, re.MULTILINE)
+    assert "experiment.toml is damaged" in shown.err
+    assert "pvg report" not in shown.out
+    assert re.search(r"^first .* 1/\? ", pvg("runs").out, re.MULTILINE)
+
+
 def test_show_names_the_state_the_sizes_and_the_next_command() -> None:
     run = begin(RUNS)
     commit(run, state("train_prover", rounds=[]))

@@ -237,6 +237,12 @@ def test_a_round_that_only_the_lost_commit_had_is_said_to_be_lost(run: Run) -> N
         assert "state.json" in called.err
         assert "pvg train --resume lost" in called.err
         assert "No round of" not in called.err
+    (Path("lost") / "state.json").unlink()
+    FileStateStore(Path("lost") / "state.json").save({"phase": "complete", "rounds": [{}]})
+    FileStateStore(Path("lost") / "state.json").save({"phase": "complete", "rounds": [{}]})
+    (Path("lost") / "state.json").unlink()  # the previous commit has round 0 of the one that was planned
+    called = pvg("score", "lost", "rows.jsonl", "--round", "7")
+    assert (called.code, "Round 7 of the run 'lost' is not finished" in called.err) == (2, True)
 
 
 def test_samples_are_no_game(run: Run) -> None:
