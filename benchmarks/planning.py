@@ -136,8 +136,8 @@ def llama_3_effective() -> float:
 
 VERL_SOURCE = "verl"
 VERL_INPUTS = (
-    "from the page: gen of the synchronous step, update_actor and the rest of this step; assumed: lengths (mean 3,000, "
-    "sigma 0.9), 256 rows per GPU"
+    "verl's page: sampling time (gen) of the synchronous step, training time (update_actor) and remaining time of this "
+    "step; assumed: lengths (mean 3,000, sigma 0.9), 256 rows per GPU"
 )
 PUBLISHED = [
     *(

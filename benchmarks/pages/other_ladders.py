@@ -85,6 +85,12 @@ REWORDED = {
         "(since this report only on those with AVX-512)"
     ),
 }
+# Labels of profiles/pipeline.toml from before the setting became a choice, and what the setting is called now.
+PREFETCH = {
+    "rollout.prefetch=0": "rollout.prefetch=none",
+    "rollout.prefetch=1": "rollout.prefetch.batches=1",
+    "rollout.prefetch=2": "rollout.prefetch.batches=2",
+}
 DEVELOPERS = Path(__file__).parents[1]
 
 
@@ -95,6 +101,7 @@ def reworded(text: str) -> str:
 def spelled_out(label: str, *, value_only: bool = False) -> str:
     """A variant's label for the page, without abbreviations. `value_only`: without the key of its setting."""
     setting, *rest = label.split(", ")
+    setting = PREFETCH.get(setting, setting)
     if value_only:
         setting = setting.partition("=")[2] or setting
     elif "=" in setting:

@@ -107,7 +107,7 @@ def test_the_least_idle_pipeline_stands_beside_the_synchronous_one() -> None:
         target_lines({"pipeline.json": report}),
         "trainer's idle share (1 - useful work / wall time) with prefetch, compared with the synchronous share",
     )
-    assert "| 10 % (9.8 – 10.2), `rollout.prefetch=1`; synchronous 50 % (49 – 51) | reached |" in row
+    assert "| 10 % (9.8 – 10.2), `rollout.prefetch.batches=1`; synchronous 50 % (49 – 51) | reached |" in row
 
 
 def stragglers_report(deadline: float, partial: float) -> BenchReport:
