@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from pvg.errors import TrainingDivergedError
+from pvg.evaluation.detection import ROUNDING
 from pvg.evaluation.flaws_of_attackers import written_flaws
 from pvg.evaluation.intervals import CONFIDENCE, Estimate, Float64, Ints, mean_of, percentile, share_of
 from pvg.evaluation.opened_run import REFERENCE_RANGE, ROUND, EvaluationContext, digest, first_version
@@ -60,7 +61,7 @@ class AttackStop:
         self.rates = [*self.rates, metrics["sneaky_error_rate"]][-self.window :]
         self.scores = [*self.scores, score if math.isfinite(score) else None][-self.window :]
         gap = self.gap
-        if len(self.rates) < self.window or gap is None or self.pooled_rate < self.error_rate:
+        if len(self.rates) < self.window or gap is None or self.pooled_rate < self.error_rate - ROUNDING:
             return False
         if self.closest is None or gap < self.closest:
             self.closest, self.closest_step = gap, self.steps

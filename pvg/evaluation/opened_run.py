@@ -171,7 +171,12 @@ class ResultFiles:
 
 
 class MissingResult(Exception):
-    """A unit is not stored, and computing is not allowed because its part was not requested."""
+    """A unit is not stored, and computing is not allowed because its part was not requested. `stale`: a result of the
+    unit is stored, but for other settings or samples."""
+
+    def __init__(self, unit: str, *, stale: bool) -> None:
+        super().__init__(unit)
+        self.stale = stale
 
 
 @dataclass
@@ -210,7 +215,7 @@ class EvaluationContext:
         """Call this before computing a unit. Raises MissingResult if computing is not allowed, InterruptedByUser if a
         stop was requested: between two units everything is on disk."""
         if not self.computing:
-            raise MissingResult(unit)
+            raise MissingResult(unit, stale=self.units.exists(unit))
         self.check_stop()
 
     def check_stop(self) -> None:

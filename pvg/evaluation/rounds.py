@@ -35,7 +35,7 @@ from pvg.evaluation.opened_run import (
     digest,
     first_version,
 )
-from pvg.evaluation.opponents import KINDS, attack_kinds
+from pvg.evaluation.opponents import attack_kinds
 from pvg.evaluation.progress import PlannedPart
 from pvg.evaluation.samples import SampleSet, ScoredRollouts, digest_of, is_complete, missing, sampled
 from pvg.game.mint import load_source
@@ -154,26 +154,29 @@ class RoundParts:
             context.units.write(unit, for_, found)
         return found
 
-    def has_any(self, part: str) -> bool:
-        """Whether a result of `part` exists, for any settings."""
-        exists = self.context.units.exists
-        if part == "exploit":
-            return any(exists(attack_name(self.round, kind)) for kind in KINDS)
-        return exists(f"{part}-{self.source}")
-
     # --- the parts -------------------------------------------------------------------------------------------------
 
     async def exploit(self) -> list[dict[str, Any]]:
-        target = await self.target()
-        found = []
+        """Where computing is not allowed: the attacks that are stored, if there are any and none is stale."""
+        target, found, missing = await self.target(), [], None
         for kind in self._kinds:
-            result = {**await self._attack(target, kind), "reference": target.reference}
-            if result["status"] in ATTACKED:
-                inputs = [attack_digest(self.context, target, kind), *self._of(round_set(self.context, self.round))]
-                work = partial(self._check, target, kind)
-                result["check"] = await self._unit(f"check-{kind}", inputs, work, newest="examples")
-            found.append(result)
+            try:
+                found.append(await self._exploit(target, kind))
+            except MissingResult as error:
+                missing = error
+                if error.stale:
+                    break
+        if missing is not None and (missing.stale or not found):
+            raise missing
         return found
+
+    async def _exploit(self, target: AttackTarget, kind: str) -> dict[str, Any]:
+        result = {**await self._attack(target, kind), "reference": target.reference}
+        if result["status"] in ATTACKED:
+            inputs = [attack_digest(self.context, target, kind), *self._of(round_set(self.context, self.round))]
+            work = partial(self._check, target, kind)
+            result["check"] = await self._unit(f"check-{kind}", inputs, work, newest="examples")
+        return result
 
     async def planned_attacks(self) -> PlannedPart:
         """The attacks of this round, with the work that is not stored. What is stored can be told only with the stored

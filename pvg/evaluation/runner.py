@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -25,7 +25,7 @@ from pvg.evaluation import baseline as baselines
 from pvg.evaluation.baseline import CorrectnessBaseline, baseline_of, distance
 from pvg.evaluation.intervals import CONFIDENCE
 from pvg.evaluation.opened_run import MOST_ROUNDS, EvaluationContext, MissingResult, OpenedRun, open_frozen_verifier
-from pvg.evaluation.opponents import PARTS, check_attacks, check_protocol
+from pvg.evaluation.opponents import PARTS, attack_kinds, check_attacks, check_protocol
 from pvg.evaluation.progress import PartsObserver, PlannedPart
 from pvg.evaluation.report import REPORT_FILE, EvaluationReport, notes, notes_of_results, write_report
 from pvg.evaluation.rounds import RoundParts, base_samples, base_set, bootstrap, round_samples, round_set
@@ -290,7 +290,7 @@ async def assemble(context: EvaluationContext, rounds: Sequence[int], wanted: Se
         context.computing = True
     remarks += notes_of_results(found, context.experiment.evaluate.attack_error_rate)
     required = [part for part in wanted if not (part == "tax" and diverged)]
-    complete = all(found[round_].get(part.replace("-", "_")) is not None for round_ in rounds for part in required)
+    complete = all(_is_complete(context, found[round_], part) for round_ in rounds for part in required)
     there = [entry for entry in found if len(entry) > 2]
     record = _baseline_record(context, baseline) if any("tax" in entry for entry in there) else None
     if diverged:
@@ -315,6 +315,12 @@ async def assemble(context: EvaluationContext, rounds: Sequence[int], wanted: Se
     )
 
 
+def _is_complete(context: EvaluationContext, found: Mapping[str, Any], part: str) -> bool:
+    if part == "exploit":  # an interrupted evaluation may have some of the attacks
+        return len(found.get("exploit", ())) == len(attack_kinds(context.experiment))
+    return found.get(part.replace("-", "_")) is not None
+
+
 async def _assemble_round(
     context: EvaluationContext, round_: int, baseline: CorrectnessBaseline | None, stale: list[str]
 ) -> dict[str, Any]:
@@ -328,12 +334,12 @@ async def _assemble_round(
             try:
                 if part == "tax":
                     if baseline is None:
-                        raise MissingResult(part)
+                        raise MissingResult(part, stale=context.units.exists(f"{part}-{parts.source}"))
                     found["tax"] = await parts.tax(baseline)
                 else:
                     found[part.replace("-", "_")] = await _work(parts, part)()
-            except MissingResult:
-                if parts.has_any(part):
+            except MissingResult as missing:
+                if missing.stale:
                     stale.append(f"{part} of round {round_}")
     return found
 

@@ -53,7 +53,8 @@ class ExportedVerifier:
         fit = self.facts["calibration"]
         if fit is None:
             raise ValueError("this verifier has no calibration: run `pvg evaluate` before `pvg export`")
-        return 1.0 / (1.0 + math.exp(-(fit["slope"] * self.score(question, solution) + fit["offset"])))
+        logit = fit["slope"] * self.score(question, solution) + fit["offset"]
+        return 0.5 + 0.5 * math.tanh(0.5 * logit)  # the logistic function, without an overflow
 
     def tokens(self, question: str, solution: str) -> tuple[list[int], list[int]]:
         """The verifier's input in two parts. The implicit head reads its score from the second part."""

@@ -174,8 +174,10 @@ def progress_of(cell: Cell, folder: StudyFolder, evaluate: StudyEvaluation | Non
     }
     if status_of(state) != "complete":
         return CellProgress("unfinished", done=steps_done(cell, state), **fields)
-    over = evaluate is None or not unevaluated(cell, evaluate, len(rounds))
-    return CellProgress("complete" if over else "played", done=cell.steps, **fields)
+    if evaluate is not None and unevaluated(cell, evaluate, len(rounds)):
+        return CellProgress("played", done=cell.steps, **fields)
+    # A failed game may have been completed by hand.
+    return CellProgress("complete", done=cell.steps, **fields | {"reason": ""})
 
 
 def steps_done(cell: Cell, state: dict[str, Any]) -> int:

@@ -150,7 +150,8 @@ def evaluate_command(cell: Cell, evaluate: StudyEvaluation) -> list[str]:
     if evaluate.rounds != "all":
         numbers = evaluate.numbers(cell.experiment.game.rounds)
         what += ["--rounds", ",".join(map(str, numbers))]
-    settings_by_key = dict(leaves(evaluate.changes))
+    final = dict(leaves(cell.evaluated.plain()))  # with --set of the command line, which wins over the study's file
+    settings_by_key = {key: final.get(key, value) for key, value in leaves(evaluate.changes)}
     settings_by_key |= dict(leaves({"evaluate": cell.evaluated.evaluate.model_dump(mode="json", exclude_none=True)}))
     settings = [word for key, value in settings_by_key.items() for word in ("--set", f"{key}={_toml(value)}")]
     return ["evaluate", str(cell.run.path), *what, *settings, "--json"]

@@ -227,8 +227,13 @@ def _result(
         values=values,
         summary=summarise(list(values.values())),
         rounds=[summarise(column) for column in rounds],
-        trend=trend([_known(found) for found in series.values()]) if measure.by_round else None,
+        trend=trend([_known(found) for found in series.values() if _has_ends(found)]) if measure.by_round else None,
     )
+
+
+def _has_ends(values: Sequence[MeasuredValue | None]) -> bool:
+    """Whether the first and the last round have a value. Otherwise last minus first would compare other rounds."""
+    return bool(values) and values[0] is not None and values[-1] is not None
 
 
 def _known(values: Sequence[MeasuredValue | None]) -> list[MeasuredValue]:

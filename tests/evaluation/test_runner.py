@@ -93,6 +93,8 @@ def measured(finished: RunDirectory) -> RunDirectory:
     for phase in ("baseline", "attack, steps of cgc"):
         outcome, _ = evaluated(finished, evaluated_experiment(), until=phase)
         assert (outcome.status, outcome.report.status) == ("interrupted", "partial")
+        assert outcome.report.stale == []
+    assert [attack.kind for attack in outcome.report.rounds[0].exploit] == ["src"]  # finished before the second stop
     outcome, observer = evaluated(finished, evaluated_experiment())
     assert (outcome.status, outcome.report.status) == ("complete", "complete")
     assert "baseline" not in observer.phases  # it was done when the second call was stopped

@@ -196,6 +196,8 @@ def test_an_implicit_verifier_scores_with_its_loader_as_pvg_does(implicit: Finis
     assert exported.threshold == pytest.approx(implicit.metrics["threshold"])
     with pytest.raises(ValueError, match="calibration"):
         exported.probability(QUESTION_OF_TEST, "A9")
+    exported.facts["calibration"] = {"slope": 1e6, "offset": 0.5}
+    assert exported.probability(QUESTION_OF_TEST, "A9") in (0.0, 1.0)
 
 
 def test_a_scalar_verifier_with_adapters_is_a_classifier(scalar: FinishedRound, folder: Path) -> None:

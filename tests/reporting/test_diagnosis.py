@@ -62,6 +62,20 @@ def test_a_slow_engine_reload(tmp_path: Path) -> None:
     assert found.findings[0].cost_s == pytest.approx(32.0)
 
 
+def test_updates_of_other_runs_in_the_servers_log_are_not_part_of_this_runs_wall_time(tmp_path: Path) -> None:
+    client, server = Log(), Log(now=1.0)
+    for number in range(200):  # earlier runs used the same server
+        server.update(f"old-{number}", 0.0, 10.0, client=False)
+    server.now = client.now
+    for number in range(20):
+        client.update(f"own-{number}", 90.0, 10.0, server=server)
+    found = diagnose([client.write(tmp_path / "events.log"), server.write(tmp_path / "server.log")])
+    assert "engine-reload" not in seen(found)
+    (queue,) = (finding for finding in found.findings if finding.signature == "front-end-queue")
+    assert queue.measured == pytest.approx(0.9)
+    assert queue.cost_s == pytest.approx(1.8)
+
+
 def test_slow_checkpoints_by_their_writes_where_no_step_waits(tmp_path: Path) -> None:
     log = steps(write_ms=400.0)
     assert seen(of(log, tmp_path)) == ["checkpoint"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -19,7 +20,7 @@ from pvg.store import FileStateStore
 from pvg.study.cells import CellProgress, StudyFolder, progress_of, refuse_other_settings, steps_done, unevaluated
 from pvg.study.measures import MeasuredValue
 from pvg.study.plan import Cell, StudyPlan
-from pvg.study.playing import Ended, Job, _environment, play_cells
+from pvg.study.playing import Ended, Job, _environment, evaluate_command, play_cells
 from pvg.study.results import collect
 
 
@@ -132,6 +133,18 @@ def test_a_failed_cell_says_why_and_stops_nobody(how: str, reason: str) -> None:
     assert now(plan)["cgc-seed-000"] == replace(found["src-seed-000"], rounds=now(plan)["cgc-seed-000"].rounds)
 
 
+def test_a_failed_game_that_was_completed_by_hand_has_failed_no_more() -> None:
+    plan, told = small(), Told()
+    behave(cgc_seed_000="crash")
+    assert play(plan, told)
+    behave()
+    cell = plan.cells[0]
+    settings = str(StudyFolder(plan.folder).settings(cell))
+    how = ["--resume", str(cell.run.path)] if cell.run.experiment_file.is_file() else ["--name", cell.name]
+    subprocess.run([*PVG, "train", settings, *how], check=True, stdout=subprocess.DEVNULL)
+    assert (now(plan)[cell.name].status, now(plan)[cell.name].reason) == ("complete", "")
+
+
 @pytest.mark.drill
 def test_a_stop_reaches_every_cell_which_commits_and_is_resumed_later() -> None:
     plan, told = replace(small(), processes=2), Told(stop_when="src-seed-000 at 13")
@@ -220,6 +233,16 @@ def test_the_command_line_wins_over_the_files_settings_of_evaluations() -> None:
     for cell in small(text, overrides=["evaluate.samples=6", "game.rounds=1"]).cells:
         assert cell.evaluated is not None
         assert (cell.evaluated.evaluate.samples, cell.evaluated.game.rounds) == (6, 1)
+
+
+def test_an_evaluation_gets_the_settings_with_which_it_was_checked() -> None:
+    changes = "evaluate = {set = {evaluate.samples = 4, serving.max_num_seqs = 16, telemetry.metrics_port = 9100}}"
+    text = EVALUATED.replace('evaluate = ["exploit", "tax"]', changes)
+    plan = small(text, overrides=["serving.max_num_seqs=64"])
+    assert plan.evaluate is not None
+    called = evaluate_command(plan.cells[0], plan.evaluate)
+    assert {"serving.max_num_seqs=64", "telemetry.metrics_port=9100", "evaluate.samples=4"} <= set(called)
+    assert "serving.max_num_seqs=16" not in called
 
 
 def test_the_last_round_alone_is_evaluated_and_measured_where_the_study_says_so() -> None:

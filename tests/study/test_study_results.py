@@ -59,6 +59,17 @@ def test_means_comparisons_and_trends_come_from_the_runs() -> None:
     assert (results.family, results.complete, results.failed) == (1, 14, [])
 
 
+def test_a_seed_without_a_value_in_the_first_or_the_last_round_has_no_trend() -> None:
+    plan = small(SMALL.replace("seeds = 2", "seeds = 7"))
+    folder_of(plan)
+    for cell in plan.cells:
+        last = 0.1 if cell.seed < 5 else None  # a verifier whose flaws have vanished
+        finish(cell, *({"fooled_rate": rate} for rate in (0.3, 0.6, last)))
+    trend = results_of(plan).result("src", "fooled_rate").trend
+    assert trend is not None
+    assert (trend.n, trend.up, trend.down, trend.change) == (5, 0, 5, pytest.approx(-0.2))
+
+
 def test_the_document_follows_its_schema_and_comes_back_alike(tmp_path: Path) -> None:
     results = results_of(played(leave_out=1))
     write_results(tmp_path / "study.json", results)

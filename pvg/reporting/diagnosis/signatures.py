@@ -75,10 +75,10 @@ class _Remedies(TypedDict):
 
 def front_end_queue(tally: LogTally, limits: LagLimits) -> Looked:
     """Weight updates wait before the engine loads them, longer under higher load."""
-    queue, wall = tally.sketch("queue_ms"), tally.sketch("wall_ms")
+    queue = tally.sketch("queue_ms")
     if queue.n < LEAST_EVENTS:
         return f"{queue.n} weight updates with wall and rpc times ([weights] client.done); {LEAST_EVENTS} are needed"
-    share = queue.total / wall.total if wall.total else 0.0
+    _, share = tally.part_of_wall("queue_ms") or (0.0, 0.0)
     if share < DOMINATES or not costs(tally, queue.total):
         return None
     own_engine = tally.kinds["gen", "decoder"] > 0  # only the torch engine writes this line
@@ -98,7 +98,7 @@ def front_end_queue(tally: LogTally, limits: LagLimits) -> Looked:
     return Finding(
         signature="front-end-queue",
         says=says,
-        criterion="queue / wall time of all updates",
+        criterion="queue / wall time of the updates with both",
         measured=share,
         threshold=DOMINATES,
         cost_s=queue.total / 1e3,
@@ -113,11 +113,12 @@ RELATED = ("queue_ms", "rpc_ms")
 
 def engine_reload(tally: LogTally, limits: LagLimits) -> Looked:
     """The engine itself takes long to load the weights."""
-    rpc, wall = tally.sketch("rpc_ms"), tally.sketch("wall_ms")
+    rpc = tally.sketch("rpc_ms")
     if rpc.n < LEAST_EVENTS:
         return f"{rpc.n} weight updates with an rpc time ([weights] client.done or rpc.done); {LEAST_EVENTS} are needed"
-    share = min(1.0, rpc.total / wall.total) if wall.total else 1.0  # or the server's log alone
-    if share < DOMINATES or not costs(tally, rpc.total):
+    cost_ms, share = tally.part_of_wall("rpc_ms") or (rpc.total, 1.0)  # or the server's log alone
+    share = min(1.0, share)  # the clocks of two processes
+    if share < DOMINATES or not costs(tally, cost_ms):
         return None
     says = (
         f"Loading weights takes the engine {milliseconds(rpc.quantile(0.5))} (median), {percent(share)} of an "
@@ -129,11 +130,11 @@ def engine_reload(tally: LogTally, limits: LagLimits) -> Looked:
     return Finding(
         signature="engine-reload",
         says=f"{says}.",
-        criterion="rpc / wall time of all updates",
+        criterion="rpc / wall time of the updates with both",
         measured=share,
         threshold=DOMINATES,
-        cost_s=rpc.total / 1e3,
-        share=_share(tally, rpc.total),
+        cost_s=cost_ms / 1e3,
+        share=_share(tally, cost_ms),
         **_remedies(
             tally, "adapters-only", "smaller-weights", "weights-in-memory", "larger-batches", "more-minibatches"
         ),

@@ -94,6 +94,7 @@ class LogTally:
     relations: dict[str, LoadRelation] = field(default_factory=lambda: defaultdict(LoadRelation))
     worst: dict[str, WorstEvents] = field(default_factory=lambda: defaultdict(WorstEvents))
     phases: dict[str, dict[str, float]] = field(default_factory=dict)  # phase -> steps, wall_ms, train_ms, idle_ms
+    of_wall: dict[str, tuple[float, float]] = field(default_factory=dict)  # total and wall time of such updates, in ms
     lagged_ms: float = 0.0  # a lower bound of the time in which the event loop was blocked
     lagged_shared_ms: float = 0.0  # the part in windows in which threads waited for cores
     # Of the driver, and of its workers: sums over the windows that have it; `longest_s` sums the longest wait of each.
@@ -259,6 +260,16 @@ class LogTally:
             ("in_server_ms", update.in_server_ms),
         ):
             self._note(name, value, update.event, update.load)
+        for name, value in (("rpc_ms", update.rpc_ms), ("queue_ms", update.queue_ms)):
+            if value is not None and update.wall_ms is not None:
+                part, wall = self.of_wall.get(name, (0.0, 0.0))
+                self.of_wall[name] = part + value, wall + update.wall_ms
+
+    def part_of_wall(self, name: str) -> tuple[float, float] | None:
+        """The total of `name` (ms) and its share of the wall time, over the updates that have both; None without such
+        updates. The logs of two processes need not have the same updates."""
+        part, wall = self.of_wall.get(name, (0.0, 0.0))
+        return (part, part / wall) if wall else None
 
     def _note(self, name: str, value: float | None, event: Event, load: float | None = None) -> None:
         if value is None:
