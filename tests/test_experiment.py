@@ -593,26 +593,6 @@ def test_a_setting_that_works_but_is_odd_is_warned_of(overrides, key):
     assert build_experiment({"game": {"reward": "cgc"}}).warnings() == []
 
 
-@pytest.mark.parametrize(
-    ("settings", "missing"),
-    [
-        ({"fused_layers": False}, "training.fused_layers = true"),
-        ({"shared_prompts": False}, "training.shared_prompts = true"),
-        ({"precision": "bfloat16"}, "training.precision = 'float32'"),
-        (
-            {"fused_layers": False, "precision": "bfloat16"},
-            "training.fused_layers = true and training.precision = 'float32'",
-        ),
-    ],
-)
-def test_blocked_layers_that_nothing_computes_are_told(settings: dict[str, Any], missing: str) -> None:
-    def warned(**training: Any) -> list[str]:
-        return build_experiment({"game": {"reward": "cgc"}, "training": training}).warnings()
-
-    assert warned(**settings, blocked_layers=True) == [f"training.blocked_layers has no effect without {missing}"]
-    assert warned(**settings) == warned(blocked_layers=True) == []
-
-
 def test_partial_rollouts_grow_stale_and_may_be_decoupled() -> None:
     partial = {"deadline": "continue"}
     for training in ({"importance": "decoupled"}, {"loss": "rloo", "importance": "decoupled"}):

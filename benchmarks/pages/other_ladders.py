@@ -75,15 +75,6 @@ REWORDED = {
     "step time with workers on two simulated Ray nodes, against as many local workers": (
         "step time with workers on two simulated Ray nodes, compared with the same number of local workers"
     ),
-    "norms and rotary embeddings in few passes with a gradient in closed form; on AMD's processors with "
-    "training.blocked_layers and oneDNN": (
-        "norms and rotary embeddings in few passes with a gradient in closed form; on AMD processors also "
-        "training.blocked_layers with oneDNN (since this report only on those with AVX-512)"
-    ),
-    "a layer as two functions on blocks of tokens; on AMD's processors its products by oneDNN instead of MKL": (
-        "a layer as two functions on blocks of tokens; on AMD processors with oneDNN's products instead of MKL's "
-        "(since this report only on those with AVX-512)"
-    ),
 }
 # Labels of profiles/pipeline.toml from before the setting became a choice, and what the setting is called now.
 PREFETCH = {

@@ -161,9 +161,8 @@ _WORKERS_BOUND = "Each part of a step waits for the slower worker, and the drive
 _GRPO_BOUND = (
     "In a profile on one thread of a machine with AVX-512, matrix products take 39 % of a training step, attention "
     "12 %, and the rest is elementwise operators of torch, which both sides use. pvg computes prompts once, and "
-    "log-probs never twice. On AMD processors with AVX-512 training uses oneDNN. These gained nothing: micro-batches "
-    "of other sizes, attention by batched products, a transposed key cache, oneDNN in decoding, and torch.compile of "
-    "the decoding step (a fifth slower)."
+    "log-probs never twice. These gained nothing: micro-batches of other sizes, attention by batched products, a "
+    "transposed key cache, oneDNN in training and decoding, and torch.compile of the decoding step (a fifth slower)."
 )
 
 TARGETS = (

@@ -46,14 +46,6 @@ def _switch_warnings(experiment: AllSections) -> Iterator[str]:
         yield (
             "rollout.engine.batching has no effect with rollout.engine.decoding = 'module', which decodes whole batches"
         )
-    needed = {
-        "training.fused_layers = true": training.fused_layers,
-        "training.shared_prompts = true": training.shared_prompts,
-        "training.precision = 'float32'": training.precision == "float32",
-    }
-    missing = [setting for setting, there in needed.items() if not there]
-    if training.blocked_layers and missing:
-        yield f"training.blocked_layers has no effect without {' and '.join(missing)}"
     if training.loss.kind == "dapo" and isinstance(training.kl, FixedKl) and training.kl != FixedKl():
         yield "training.kl has no effect with training.loss = 'dapo'; set it to 'none'"
     if experiment.task.kind == "code" and experiment.task.sandbox == "reduced":

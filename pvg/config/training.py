@@ -303,10 +303,6 @@ class Training(Section):
     fused_layers: bool = Field(
         True, description="Whether norms and rotary embeddings of Llama and Qwen2 use pvg's fused code."
     )
-    blocked_layers: bool | None = Field(
-        None,
-        description="Whether a layer runs on blocks that fit a CPU cache. Unset: on AMD processors with AVX-512.",
-    )
     gradient_checkpointing: bool = Field(
         False, description="Whether the backward pass computes activations again, to save memory."
     )

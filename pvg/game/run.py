@@ -40,7 +40,6 @@ from pvg.game.statistics import sample_metrics
 from pvg.game.tested_problems import about_test_problems
 from pvg.game.verifier_phase import train_verifier
 from pvg.game.warm_start import alone, check_demonstrations, first_phase, is_cold, warm_up, warmed
-from pvg.models.blocked_layers import in_blocks
 from pvg.models.shared_prompts import check_packing
 from pvg.models.starts import open_learner
 from pvg.records import BASE_SOURCE, Problem, Role, Split
@@ -292,8 +291,7 @@ def check_players_can_train(session: Session) -> None:
     if experiment.task.kind != "play":
         _check_verifier(session)
     if experiment.training.shared_prompts:
-        training = experiment.training
-        check_packing(players.base.module, training.fused_layers, in_blocks(training.blocked_layers))
+        check_packing(players.base.module, experiment.training.fused_layers)
     if experiment.training.adapters.kind != "none" or experiment.training.gradient_checkpointing:
         with open_learner(players, round_=0) as learner:
             if experiment.training.gradient_checkpointing:

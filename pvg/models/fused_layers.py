@@ -2,8 +2,7 @@
 
 On small models these elementwise steps take longer than the matrix products: transformers computes the rotary embedding
 in six passes over the queries and six over the keys, and autograd doubles them. Here each is one function with a
-gradient in closed form. Linear layers and MLP are the model's own modules (including adapters), unless
-pvg.models.blocked_layers can compute the layers.
+gradient in closed form. Linear layers and MLP are the model's own modules (including adapters).
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
-from pvg.models.blocked_layers import blocked_layer, turns_of, why_not
 from pvg.models.packing import PackedRows, last_attention, last_tokens, pack_rows, packed_attention
 
 # Exactly these types: a subclass may compute something else.
 DECODERS = (LlamaModel, Qwen2Model)
+Attend = Callable[[Tensor, Tensor, Tensor, int, float | None], Tensor]
 
 
 def knows(decoder: nn.Module) -> bool:
@@ -31,18 +30,14 @@ def knows(decoder: nn.Module) -> bool:
     return type(decoder) in DECODERS
 
 
-def fused_hidden(decoder: nn.Module, packed: PackedRows, blocked: bool) -> Tensor:
+def fused_hidden(decoder: nn.Module, packed: PackedRows) -> Tensor:
     """The last hidden states [T, D] of one of DECODERS. Differentiable. Respects
-    pvg.training.trainer.checkpoint_layers. `blocked`: use pvg.models.blocked_layers if it supports the layers."""
+    pvg.training.trainer.checkpoint_layers."""
     model = cast(Any, decoder)
     hidden_TD = model.embed_tokens(packed.ids_1T)[0]
     cos_1TE, sin_1TE = model.rotary_emb(hidden_TD, packed.positions_1T)
-    compute: Callable[[Any, Tensor], Tensor]
-    if blocked and why_not(decoder) is None:
-        attend = partial(packed_attention, packed=packed)
-        compute = partial(blocked_layer, turns_TP=turns_of(cos_1TE[0], sin_1TE[0]), attend=attend)
-    else:
-        compute = partial(_layer, cos_TE=cos_1TE[0], sin_TE=sin_1TE[0], packed=packed)
+    attend = partial(packed_attention, packed=packed)
+    compute = partial(_layer, cos_TE=cos_1TE[0], sin_TE=sin_1TE[0], attend=attend)
     for layer in model.layers:
         if layer.training and layer.gradient_checkpointing and torch.is_grad_enabled():
             hidden_TD = checkpoint(compute, layer, hidden_TD, use_reentrant=False)
@@ -52,8 +47,8 @@ def fused_hidden(decoder: nn.Module, packed: PackedRows, blocked: bool) -> Tenso
 
 
 def last_hidden(decoder: nn.Module, ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor:
-    """The last hidden state of each row's last token, [B, D], by pvg.models.blocked_layers. See `why_not_last` for
-    supported decoders. Rows are padded on the right; equal prompts are computed once. Differentiable.
+    """The last hidden state of each row's last token, [B, D], of a decoder that `why_not_last` accepts. Rows are padded
+    on the right; equal prompts are computed once. Differentiable.
 
     The last layer needs only keys and values of all tokens; the rest of it is computed for B tokens.
     """
@@ -67,12 +62,12 @@ def last_hidden(decoder: nn.Module, ids_BL: Tensor, lengths_B: Tensor, prompt_le
     packed = pack_rows(rows, starts_B, ids_BL.device)
     hidden_TD = model.embed_tokens(packed.ids_1T)[0]
     cos_1TE, sin_1TE = model.rotary_emb(hidden_TD, packed.positions_1T)
-    turns_TP = turns_of(cos_1TE[0], sin_1TE[0])
+    turns = cos_1TE[0], sin_1TE[0]
     *layers, top = model.layers
     for layer in layers:
-        hidden_TD = blocked_layer(layer, hidden_TD, turns_TP, partial(packed_attention, packed=packed))
+        hidden_TD = _layer(layer, hidden_TD, *turns, partial(packed_attention, packed=packed))
     attend = partial(last_attention, packed=packed)
-    return _norm(model.norm, blocked_layer(top, hidden_TD, turns_TP, attend, last_tokens(packed)))
+    return _norm(model.norm, _layer(top, hidden_TD, *turns, attend, last_tokens(packed)))
 
 
 def why_not_last(decoder: nn.Module, tokens: int) -> str | None:
@@ -84,10 +79,15 @@ def why_not_last(decoder: nn.Module, tokens: int) -> str | None:
         return f"its layers see {window} tokens, not {tokens}"
     if any(layer.training and layer.gradient_checkpointing for layer in cast(Any, decoder).layers):
         return "its layers are checkpointed"
-    return why_not(decoder)
+    device = next(decoder.parameters()).device.type
+    return None if device == "cpu" else f"its weights are on {device}, where this way was not measured"
 
 
-def _layer(layer: Any, hidden_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, packed: PackedRows) -> Tensor:
+def _layer(
+    layer: Any, hidden_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, attend: Attend, wanted_N: Tensor | None = None
+) -> Tensor:
+    """One layer: [T, D] -> [T, D]. `attend` maps queries, keys and values [T, E], the number of heads and the scaling
+    to [T, E]. With `wanted_N`, only these tokens are computed: [N, D]. `attend` then returns [N, E]."""
     attention = layer.self_attn
     normal_TD = _norm(layer.input_layernorm, hidden_TD)
     query_TE, key_TE = (
@@ -95,7 +95,9 @@ def _layer(layer: Any, hidden_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, packed
         for projection in (attention.q_proj, attention.k_proj)
     )
     heads = query_TE.shape[1] // attention.head_dim
-    mixed_TE = packed_attention(query_TE, key_TE, attention.v_proj(normal_TD), heads, attention.scaling, packed)
+    mixed_TE = attend(query_TE, key_TE, attention.v_proj(normal_TD), heads, attention.scaling)
+    if wanted_N is not None:
+        hidden_TD = hidden_TD.index_select(0, wanted_N)
     hidden_TD = hidden_TD + attention.o_proj(mixed_TE)
     return cast(Tensor, hidden_TD + layer.mlp(_norm(layer.post_attention_layernorm, hidden_TD)))
 

@@ -277,7 +277,6 @@ def shared_prompt_outputs(
     temperature: float = 1.0,
     logits_chunk: int | None = None,
     fused_layers: bool = True,
-    blocked_layers: bool = False,
     entropies: bool = False,
 ) -> CompletionOutputs:
     """The result of `completion_logprobs` on the padded rows, with each distinct prompt computed once; with `entropies`
@@ -288,7 +287,7 @@ def shared_prompt_outputs(
     check_logits(module)
     device = next(module.parameters()).device
     packed = pack_rows(sequences, prompt_lengths, device)
-    hidden_TD = packed_hidden(module, packed, fused_layers, blocked_layers)
+    hidden_TD = packed_hidden(module, packed, fused_layers)
     after_TD = hidden_TD[len(hidden_TD) - packed.completion_tokens :]
     hidden_MD = torch.cat([hidden_TD.index_select(0, packed.lasts_R), after_TD])
     found = _chunked_outputs(module, hidden_MD, packed.targets_M, temperature, logits_chunk, entropies)

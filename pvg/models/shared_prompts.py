@@ -5,7 +5,7 @@ attention work on single tokens, so packing does not affect them. In attention, 
 completion attends to its prompt and itself, with gradients.
 
     packed = pack_rows(sequences, prompt_lengths, device)
-    hidden_TD = packed_hidden(module, packed, fused_layers, blocked_layers)
+    hidden_TD = packed_hidden(module, packed, fused_layers)
 
 Invariant: the hidden states equal those of the same rows in a padded batch. A model for which they differ (tokens that
 interact outside of attention, a custom attention) is refused, never computed wrongly.
@@ -37,25 +37,25 @@ _TOLERANCE_BFLOAT16 = 5e-2
 # The check takes tokens from all over the vocabulary (the stride is prime). A vocabulary often begins with special
 # tokens that are hardly trained; after them, rounding to bfloat16 alone moved SmolLM2's hidden states by a fifth.
 PLACES_APART = 7919
-# Set on a module after the check, with the ways (fused, blocked) that passed. So each is checked only once.
+# Set on a module after the check, with the ways (fused or not) that passed. So each is checked only once.
 _CHECKED = "_pvg_shared_prompts_checked"
 
 
-def packed_hidden(module: nn.Module, packed: PackedRows, fused_layers: bool, blocked_layers: bool) -> Tensor:
+def packed_hidden(module: nn.Module, packed: PackedRows, fused_layers: bool) -> Tensor:
     """The decoder's last hidden states [T, D], one per token of `packed`. Differentiable.
 
-    `fused_layers`: use pvg.models.fused_layers if it knows the model; with `blocked_layers`, also
-    pvg.models.blocked_layers. Raises ConfigurationError for a model that cannot compute packed rows.
+    `fused_layers`: use pvg.models.fused_layers if it knows the model. Raises ConfigurationError for a model that cannot
+    compute packed rows.
     """
-    check_packing(module, fused_layers, blocked_layers)
+    check_packing(module, fused_layers)
     _check_window(module, int(packed.lengths_N.max()))
-    return _hidden(module, packed, fused_layers, blocked_layers)
+    return _hidden(module, packed, fused_layers)
 
 
-def _hidden(module: nn.Module, packed: PackedRows, fused_layers: bool, blocked_layers: bool) -> Tensor:
+def _hidden(module: nn.Module, packed: PackedRows, fused_layers: bool) -> Tensor:
     model = cast(Any, module)
     if fused_layers and knows(model.get_decoder()):
-        return fused_hidden(model.get_decoder(), packed, blocked_layers)
+        return fused_hidden(model.get_decoder(), packed)
     with _attention(model.config.get_text_config(), ATTENTION):
         output = model.get_decoder()(
             input_ids=packed.ids_1T, position_ids=packed.positions_1T, use_cache=False, packed_rows=packed
@@ -102,11 +102,10 @@ def _attention_of_packed(
 AttentionInterface.register(ATTENTION, _attention_of_packed)
 
 
-def check_packing(module: nn.Module, fused_layers: bool, blocked_layers: bool) -> None:
+def check_packing(module: nn.Module, fused_layers: bool) -> None:
     """Check once per `module` and way whether packed rows get the hidden states that they have alone. Raises
     ConfigurationError if not."""
-    way = (fused_layers, blocked_layers)
-    if way in module.__dict__.get(_CHECKED, ()):
+    if fused_layers in module.__dict__.get(_CHECKED, ()):
         return
     model = cast(Any, module)
     name = type(module).__name__
@@ -119,7 +118,7 @@ def check_packing(module: nn.Module, fused_layers: bool, blocked_layers: bool) -
     module.eval()  # with dropout the two forward passes would differ
     with torch.no_grad():
         packed = pack_rows(rows, np.array([3, 3, 2]), weight.device)
-        found_TD = _hidden(module, packed, *way)
+        found_TD = _hidden(module, packed, fused_layers)
         alone = [
             model.get_decoder()(input_ids=torch.from_numpy(row[None]).long().to(weight.device), use_cache=False)
             for row in rows
@@ -132,7 +131,7 @@ def check_packing(module: nn.Module, fused_layers: bool, blocked_layers: bool) -
     tolerance = product_tolerance(weight, _TOLERANCE_FLOAT32, _TOLERANCE_BFLOAT16, layers)
     if not bool((found_TD.float() - expected_TD).abs().max() <= tolerance * expected_TD.abs().max()):
         raise ConfigurationError(f"{name} cannot compute rows that share a prompt.", REMEDY)
-    module.__dict__.setdefault(_CHECKED, set()).add(way)
+    module.__dict__.setdefault(_CHECKED, set()).add(fused_layers)
 
 
 def _check_window(module: nn.Module, longest: int) -> None:

@@ -44,7 +44,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pvg.models.blocked_layers import linears_of
 from pvg.models.precision import product_tolerance
 
 Zeros = Callable[[tuple[int, ...]], Tensor]
@@ -437,9 +436,10 @@ def _complaints(module: Any) -> Iterator[str]:
     if module.lm_head.weight.dtype not in PARITY_REDUCED:
         yield f"it computes in {module.lm_head.weight.dtype}"
     for layer in module.model.layers:
-        yield from (
-            f"its layers hold a {type(part).__name__}" for part in linears_of(layer) if type(part) is not nn.Linear
-        )
+        attention, mlp = layer.self_attn, layer.mlp
+        linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+        linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        yield from (f"its layers hold a {type(part).__name__}" for part in linears if type(part) is not nn.Linear)
 
 
 def _fused(layer: Any) -> _Layer:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from pvg.config.training import Training
 from pvg.errors import MissingRequirementError, counted
-from pvg.models.blocked_layers import in_blocks
 from pvg.models.logprobs import (
     CompletionOutputs,
     check_logits,
@@ -78,7 +77,6 @@ class ForwardSettings:
     logits_chunk: int | None = None  # None: as many as suit the device
     shared_prompts: bool = True
     fused_layers: bool = True
-    blocked_layers: bool = False
     precision: str = "float32"
     router_replay: bool = False
 
@@ -96,7 +94,6 @@ class ForwardSettings:
             None,
             section.shared_prompts,
             section.fused_layers,
-            in_blocks(section.blocked_layers),
             section.precision,
             section.router_replay,
         )
@@ -179,7 +176,7 @@ def batch_outputs(
     if settings.router_replay:
         check_logits(module)  # runs own forward passes, which must not happen during a replay
         if settings.shared_prompts:
-            check_packing(module, settings.fused_layers, settings.blocked_layers)
+            check_packing(module, settings.fused_layers)
         experts_TMK = _experts_by_position(batch, settings.shared_prompts).to(next(module.parameters()).device)
         with replayed_experts(module, experts_TMK):
             return _outputs(module, batch, settings, entropies)
@@ -200,7 +197,6 @@ def _outputs(module: nn.Module, batch: PolicyBatch, settings: ForwardSettings, e
             temperature=settings.temperature,
             logits_chunk=settings.logits_chunk,
             fused_layers=settings.fused_layers,
-            blocked_layers=settings.blocked_layers,
             entropies=entropies,
         )
     device = next(module.parameters()).device

@@ -144,9 +144,8 @@ class Rank:
         the memory holds the whole model."""
         fields = frame.fields
         # pvg's own layers use weights outside of the layers' forward passes, where they are not gathered.
-        training = Training.model_validate_json(orjson.dumps(fields["training"])).model_copy(
-            update={"fused_layers": False, "blocked_layers": False}
-        )
+        training = Training.model_validate_json(orjson.dumps(fields["training"]))
+        training = training.model_copy(update={"fused_layers": False})
         rollout = Rollouts.model_validate_json(orjson.dumps(fields["rollout"]))
         self._precision = training.precision
         with open_model(ModelSection.model_validate_json(orjson.dumps(fields["model"])), torch.device("cpu")) as model:
@@ -158,7 +157,7 @@ class Rank:
         with autocast(self._precision, torch.device("cpu")):  # now, while the model is whole
             check_logits(module)
             if training.shared_prompts:
-                check_packing(module, False, False)
+                check_packing(module, fused_layers=False)
         self._root = sharded(module, objective, self._mesh)
         self._parameters = trainable_parameters(module)
         self._optimizer = build_optimizer(self._parameters, OptimizerSettings(**fields["optimizer"]))

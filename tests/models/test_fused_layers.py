@@ -5,10 +5,8 @@ import pytest
 import torch
 import transformers
 
-from pvg.models import blocked_layers, fused_layers
-from pvg.models import blocked_layers as products
+from pvg.models import fused_layers
 from pvg.models.adapters import attach_adapters
-from pvg.models.blocked_layers import why_not
 from pvg.models.fused_layers import fused_hidden, knows, why_not_last
 from pvg.models.heads import ScalarHead
 from pvg.models.language_model import LanguageModel
@@ -76,26 +74,8 @@ def padded(model):
     return completion_logprobs(model, ids_BL, lengths_B, torch.from_numpy(prompt_lengths.astype(np.int64)))
 
 
-@pytest.fixture(params=["fused", "blocked", "by oneDNN"])
-def blocked(request, monkeypatch):
-    """Each way; the blocked ones with several blocks of tokens, the last of them a shorter one."""
-    monkeypatch.setattr(blocked_layers, "LEAST_BLOCK", 7)
-    monkeypatch.setattr(blocked_layers, "BLOCK_BYTES", 1)
-    by_onednn(monkeypatch, rows=7 if request.param == "by oneDNN" else None)
-    return request.param != "fused"
-
-
-def by_onednn(monkeypatch, rows):
-    """Products by oneDNN in blocks of `rows`, whatever the processor; None: by MKL."""
-    if rows is not None and not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        pytest.skip("this torch was built without oneDNN")
-    monkeypatch.setattr(products, "BY_ONEDNN", rows is not None)
-    if rows is not None:
-        monkeypatch.setattr(products, "ROWS", rows)
-
-
-def assert_same(model, blocked=True):
-    found, expected = shared_prompt_logprobs(model, *rows(), blocked_layers=blocked), padded(model)
+def assert_same(model):
+    found, expected = shared_prompt_logprobs(model, *rows()), padded(model)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=5e-6)
     found_gradients, expected_gradients = gradients(model, found), gradients(model, expected)
     assert found_gradients.keys() == expected_gradients.keys()
@@ -104,14 +84,10 @@ def assert_same(model, blocked=True):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "scaled", "biased"])
-def test_values_and_all_gradients_are_transformers_own(kind, blocked):
+def test_values_and_all_gradients_are_transformers_own(kind):
     model = build(kind)
     assert knows(model.model)
-    assert why_not(model.model) is None
-    assert_same(model, blocked)
-    with torch.no_grad():  # a block's memory is then used again
-        found = shared_prompt_logprobs(model, *rows(), blocked_layers=blocked)
-    torch.testing.assert_close(found, padded(model).detach(), rtol=1e-4, atol=2e-5)
+    assert_same(model)
 
 
 def test_adapters_are_trained_alone_and_alike():
@@ -121,14 +97,13 @@ def test_adapters_are_trained_alone_and_alike():
             for name, weight in learner.module.named_parameters():
                 if "lora_B" in name:
                     weight.normal_(std=0.1)
-        assert why_not(learner.module.get_decoder()) == "its layers hold a Linear of peft"
         assert_same(learner.module)
-        logprobs_BL = shared_prompt_logprobs(learner.module, *rows(), blocked_layers=True)
+        logprobs_BL = shared_prompt_logprobs(learner.module, *rows())
         assert all("lora" in n for n in gradients(learner.module, logprobs_BL))
 
 
-def test_checkpointed_layers_are_computed_twice_to_the_same_bits(blocked, monkeypatch):
-    expected = gradients(plain := build(), shared_prompt_logprobs(plain, *rows(), blocked_layers=blocked))
+def test_checkpointed_layers_are_computed_twice_to_the_same_bits(monkeypatch):
+    expected = gradients(plain := build(), shared_prompt_logprobs(plain, *rows()))
     model, calls = build(), []
     checkpoint_layers(model)
 
@@ -137,7 +112,7 @@ def test_checkpointed_layers_are_computed_twice_to_the_same_bits(blocked, monkey
         return packed_attention(*arguments, **others)
 
     monkeypatch.setattr(fused_layers, "packed_attention", counted)
-    logprobs_BL = shared_prompt_logprobs(model, *rows(), blocked_layers=blocked)
+    logprobs_BL = shared_prompt_logprobs(model, *rows())
     before = len(calls)
     found = gradients(model, logprobs_BL)
     assert len(calls) == before + len(model.model.layers)
@@ -148,8 +123,8 @@ def test_in_bfloat16_the_norms_are_computed_in_float32():
     model = build().to(torch.bfloat16)
     packed = pack_rows(*rows(), "cpu")
     with torch.no_grad():
-        fused_TD = fused_hidden(model.model, packed, blocked=True)
-        plain_TD = packed_hidden(model, packed, fused_layers=False, blocked_layers=False)
+        fused_TD = fused_hidden(model.model, packed)
+        plain_TD = packed_hidden(model, packed, fused_layers=False)
     assert fused_TD.dtype == torch.bfloat16
     torch.testing.assert_close(fused_TD, plain_TD, rtol=0.05, atol=0.05)
 
@@ -158,42 +133,15 @@ def test_under_autocast_the_gradients_are_near_those_of_float32():
     model = build()
     expected = gradients(model, padded(model))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        logprobs_BL = shared_prompt_logprobs(model, *rows(), blocked_layers=True)
+        logprobs_BL = shared_prompt_logprobs(model, *rows())
     for name, gradient in gradients(model, logprobs_BL).items():
         assert gradient.dtype == torch.float32
         assert float((gradient - expected[name]).norm()) < 0.05 * float(expected[name].norm()), name
 
 
-@pytest.mark.parametrize(
-    ("capability", "vendor", "wider"),
-    [
-        ("AVX512", "AuthenticAMD", True),
-        ("AVX2", "AuthenticAMD", False),  # there MKL is faster: docs/products-avx2-threads-1.json
-        ("AVX512", "GenuineIntel", False),
-    ],
-)
-def test_onednn_computes_products_where_it_is_faster(monkeypatch, capability, vendor, wider):
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        pytest.skip("this torch was built without oneDNN")
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr(products, "vendor", lambda: vendor)
-    assert products._is_wider() is wider
-
-
-def test_a_batch_of_a_block_and_one_token_has_the_gradients_of_one_block(monkeypatch):
-    model = build("qwen2")
-    expected = gradients(model, shared_prompt_logprobs(model, *rows(), blocked_layers=True))
-    monkeypatch.setattr(products, "BY_ONEDNN", False)
-    monkeypatch.setattr(blocked_layers, "BLOCK_BYTES", 1)
-    tokens = pack_rows(*rows(), "cpu").ids_1T.shape[1]
-    monkeypatch.setattr(blocked_layers, "LEAST_BLOCK", tokens - 1)
-    for name, gradient in gradients(model, shared_prompt_logprobs(model, *rows(), blocked_layers=True)).items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5, msg=name)
-
-
 @pytest.mark.parametrize("whole", [False, True])  # the prompts of rows(), or the whole row
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "scaled", "biased"])
-def test_a_score_of_the_last_token_has_the_gradients_of_all_layers_on_all_tokens(kind, whole, blocked):
+def test_a_score_of_the_last_token_has_the_gradients_of_all_layers_on_all_tokens(kind, whole):
     ids_BL, lengths_B = pad_right(rows()[0], 0)
     starts_B = lengths_B if whole else torch.from_numpy(rows()[1]).long()
 
@@ -216,20 +164,48 @@ def test_a_score_of_the_last_token_has_the_gradients_of_all_layers_on_all_tokens
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=2e-5, msg=name)
 
 
-def test_what_blocks_cannot_compute_says_why():
+def test_scores_of_adapters_and_under_autocast_have_the_gradients_of_all_layers_on_all_tokens():
+    pytest.importorskip("peft")
+    ids_BL, lengths_B = pad_right(rows()[0], 0)
+
+    def scored(fused, precision):
+        with LanguageModel(build("qwen2"), None, "tiny") as base, attach_adapters(base, 2, 4.0, seed=0) as learner:
+            verifier = ScalarHead(learner)
+            torch.manual_seed(3)
+            with torch.no_grad():
+                for weight in verifier.trainable_state().values():
+                    weight.add_(0.1 * torch.randn(weight.shape))
+            verifier.fused_layers = fused
+            assert why_not_last(verifier.backbone.get_decoder(), ids_BL.shape[1]) is None
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bfloat16"):
+                scores_B = verifier(ids_BL, lengths_B, torch.from_numpy(rows()[1]).long())
+            return gradients(verifier, scores_B)
+
+    expected = scored(False, "float32")
+    assert expected
+    assert all("lora" in name or name in ("weight_D", "bias") for name in expected)
+    for name, gradient in scored(True, "float32").items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=2e-5, msg=name)
+    fused, plain = scored(True, "bfloat16"), scored(False, "bfloat16")
+    for name, gradient in expected.items():  # as near as transformers' own layers under autocast
+        errors = [float((found[name] - gradient).norm()) for found in (fused, plain)]
+        assert errors[0] <= 2 * errors[1] + 1e-6, name
+
+
+def test_decoders_without_a_fused_score_say_why():
     model = build("qwen2")
     model.config.sliding_window = 8
     assert why_not_last(model.model, 8) is None
     assert why_not_last(model.model, 9) == "its layers see 8 tokens, not 9"
-    assert "bfloat16" in why_not(build().to(torch.bfloat16).model)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert why_not(build().model) == "it computes under autocast"
-    wide = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"hidden_size": 512}))
-    assert why_not(wide.model) == "its width of 512 is above 256"
+    assert "meta" in why_not_last(build().to("meta").model, 8)
+    checkpointed = build()
+    checkpoint_layers(checkpointed)
+    assert why_not_last(checkpointed.model, 8) == "its layers are checkpointed"
+
+
+def test_another_activation_keeps_its_values():
     config = transformers.LlamaConfig(**SIZES, hidden_act="gelu")
-    gelu = transformers.LlamaForCausalLM(config).eval()
-    assert why_not(gelu.model) == "its activation is not silu"
-    assert_same(gelu)
+    assert_same(transformers.LlamaForCausalLM(config).eval())
 
 
 def test_other_decoders_keep_their_own_layers():

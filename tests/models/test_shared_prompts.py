@@ -174,7 +174,7 @@ def test_models_whose_tokens_meet_outside_of_attention_are_refused():
     model = Mixing(transformers.LlamaConfig(**SIZES)).eval()
     for _ in range(2):  # refused every time, not only the first
         with pytest.raises(ConfigurationError, match=r"Mixing cannot compute rows.*shared_prompts = false"):
-            check_packing(model, fused_layers=True, blocked_layers=False)
+            check_packing(model, fused_layers=True)
 
 
 def test_models_with_another_attention_are_refused():

@@ -130,7 +130,7 @@ def test_what_autograd_saves_for_a_layer(fused: bool) -> None:
     for layers in (1, 3):
         module = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=50, eos_token_id=1))
         module.requires_grad_(True)
-        objective = PolicyObjective(Training(fused_layers=fused, blocked_layers=False), Rollouts(max_tokens=length), 0)
+        objective = PolicyObjective(Training(fused_layers=fused), Rollouts(max_tokens=length), 0)
         (part,) = objective.split(objective.prepare(batch_of(rows, length, 50)))
         meter = SavedTensors(module, 0)
         with meter.forward():

@@ -61,7 +61,7 @@ def train(shape: dict[str, Any], rows: int, length: int, precision: str, checkpo
     config = LlamaConfig(**shape, attn_implementation="sdpa")
     module = LlamaForCausalLM(config)
     module.requires_grad_(True)
-    section = Training(micro_batch_tokens=rows * length, precision=precision, blocked_layers=False)
+    section = Training(micro_batch_tokens=rows * length, precision=precision)
     with ThreadPoolExecutor(1) as executor:
         trainer: Trainer[PolicyBatch] = Trainer(
             module,

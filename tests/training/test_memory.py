@@ -119,7 +119,7 @@ def test_saved_tensors_are_counted_once_and_weights_not_at_all():
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_measuring_changes_no_bit_and_sees_the_layer_that_is_computed_again(shared):
-    policy, found = objective(micro_batch_memory_mb=1, shared_prompts=shared, blocked_layers=False), {}
+    policy, found = objective(micro_batch_memory_mb=1, shared_prompts=shared), {}
     for checkpointed in (False, True):
         gradients = []
         for measured in (False, True):

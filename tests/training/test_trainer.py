@@ -380,7 +380,7 @@ def test_checkpointed_layers_run_twice_and_give_the_same_weights(executor):
     for switch in (False, True):
         module, calls = llama(), []
         module.model.layers[0].self_attn.o_proj.register_forward_hook(lambda *_args, calls=calls: calls.append(1))
-        objective = policy_objective(blocked_layers=False)  # one micro-batch, by the modules that the hook counts
+        objective = policy_objective()  # one micro-batch
         trainer = make(module, [random_batch(0)], executor, objective=objective, gradient_checkpointing=switch)
         from_checks = 2 + 3 + 1  # forwards of a few tokens by which the head and the shared prompts are checked
         play(trainer)
