@@ -21,7 +21,7 @@ from pvg.config.load import known_files
 REMOVED = frozenset(
     (
         *("rollout.shared_prefill", "rollout.compaction", "rollout.shared_attention"),
-        *("training.bucketing", "training.fused_logprobs", "workload.row_digests"),
+        *("training.bucketing", "training.fused_logprobs", "training.blocked_layers", "workload.row_digests"),
     )
 )
 # Settings that were renamed. `_renamed` also converts the values of choices that became a table with a kind.
