@@ -99,7 +99,7 @@ def test_the_checks_of_fast_code_allow_tf32(cuda: torch.device) -> None:
     allow_tf32(cuda, ["bfloat16"])
     with random_model(DEEP, cuda, torch.float32) as model:
         LeanDecoder.over(model.module)
-        check_packing(model.module, True, False)
+        check_packing(model.module, fused_layers=True)
         check_logits(model.module)
 
 

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 def test_deep_models_pass() -> None:
     with random_model(DEEP, CPU, torch.bfloat16) as model:
         LeanDecoder.over(model.module)
-        check_packing(model.module, True, False)
+        check_packing(model.module, fused_layers=True)
 
 
 def test_a_wrong_position_of_one_token_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +35,7 @@ def test_a_wrong_position_of_one_token_does_not_pass(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(shared_prompts, "pack_rows", spoiled)
     with random_model(DEEP, CPU, torch.bfloat16) as model, pytest.raises(ConfigurationError, match="share a prompt"):
-        check_packing(model.module, True, False)
+        check_packing(model.module, fused_layers=True)
 
 
 def test_a_wrong_step_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
