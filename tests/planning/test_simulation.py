@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -109,6 +110,17 @@ def test_failures_cost_the_work_of_their_workers() -> None:
 def test_a_world_whose_rollouts_never_end_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="mtbf_s"):
         simulate(world(mtbf_s=0.5, restart_s=0.1))
+
+
+@pytest.mark.parametrize("change", [{}, {"whole_batch": True}, {"ahead": AheadLimits(1, 2)}])
+def test_cancelled_requests_give_their_places_back_while_no_worker_is_up(change: dict[str, Any]) -> None:
+    """A batch has 16 rollouts, so more places than that change nothing. Lost places would."""
+    ahead, cut = change.get("ahead"), Cut(3.0, 1, change.get("whole_batch", False))
+    lengths = {role: lognormal_lengths(100, 0.6, 400) for role in Role}
+    made = world(groups=4, group_size=4, slots=16, lengths=lengths, token_s=0.01, train_token_s=1e-4, cut=cut)
+    failing = replace(made, mtbf_s=20.0, restart_s=10.0, ahead=ahead)
+    enough = replace(failing, concurrency=failing.room)
+    assert simulate(enough, batches=200) == simulate(replace(enough, concurrency=10**6), batches=200)
 
 
 @pytest.mark.parametrize(
