@@ -261,7 +261,8 @@ def warm_start(experiment: Experiment, inputs: Inputs) -> list[str]:
     ]
 
 
-def lost_to_trainer_failures(inputs: Inputs, step_s: float, commit_every: int) -> float:
-    """Share of the time that failures of the trainer cost: the restart, and half of the steps between two commits."""
-    each_s = inputs["trainer_restart_s"] + step_s * commit_every / 2
+def lost_to_trainer_failures(inputs: Inputs, batch_s: float, batches: int) -> float:
+    """Share of the time that failures of the trainer cost: the restart, and half of the `batches` from one commit to
+    the next. A batch takes `batch_s` seconds."""
+    each_s = inputs["trainer_restart_s"] + batch_s * batches / 2
     return each_s / (3600 * inputs["trainer_mtbf_h"] + each_s)

@@ -136,6 +136,8 @@ def plan_of(
         gpu_bytes=None if gpu_gb is None else gpu_gb * 1e9,
     )
     in_process = isinstance(experiment.rollout.engine, TorchSampling)
+    # store.commit_every counts optimizer steps, and a commit waits for the end of a batch.
+    batches = math.ceil(experiment.store.commit_every / experiment.training.minibatches)
     found = ExperimentPlan(
         experiment,
         inputs,
@@ -149,7 +151,7 @@ def plan_of(
         list(memory),
         [],
         gpu_gb,
-        lost_to_trainer_failures(inputs, outcome.batch_s, experiment.store.commit_every),
+        lost_to_trainer_failures(inputs, outcome.batch_s, batches),
     )
     return replace(found, memory_advice=list(_memory_advice(found)))
 

@@ -22,6 +22,7 @@ from pvg.planning.inputs import (
     world_of,
 )
 from pvg.planning.measured import measured_in
+from pvg.planning.plan import plan_of
 from pvg.planning.shapes import ModelShape
 from pvg.records import Role, Timing
 from pvg.store.run_directory import RunDirectory
@@ -126,6 +127,16 @@ def test_failures_of_the_trainer() -> None:
     found.assign(["trainer_mtbf_h=1", "trainer_restart_s=300"])
     # Every 3,600 s of work: 300 s for the restart, and half of 10 steps of 60 s again.
     assert lost_to_trainer_failures(found, 60.0, 10) == pytest.approx(600 / 4200)
+
+
+def test_a_commit_comes_after_whole_batches() -> None:
+    """10 optimizer steps with 4 per batch: the first whole batch after them is the third."""
+    data: dict[str, object] = {**SERVED, "training": {"minibatches": 4}, "store": {"commit_every": 10}}
+    found = assumed(data)
+    found.assign(["trainer_mtbf_h=1", "trainer_restart_s=0"])
+    plan = plan_of(build_experiment(data), found, BILLION, BILLION)
+    again_s = 3 * plan.outcome.batch_s / 2
+    assert plan.trainer_loss == pytest.approx(again_s / (3600 + again_s))
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------
