@@ -269,15 +269,19 @@ def _memory_advice(plan: ExperimentPlan) -> Iterator[str]:
         available = plan.available_gb(stage) * GB
         parts = sorted(stage.parts, key=lambda name: -stage.parts[name])
         over = (stage.total - available) / GB
-        says = f"'{stage.stage}' needs {over:.3g} GB more than the GPU has; the largest part is {parts[0]}"
+        served = stage.place == "server"
+        limit = "a server may take of its GPU (serving.gpu_memory_utilization)" if served else "the GPU has"
+        says = f"'{stage.stage}' needs {over:.3g} GB more than {limit}; the largest part is {parts[0]}"
         if stage.stage == "sample":
             room = available - (stage.total - stage.parts["KV cache"])
             rows = int(room // stage.kv_row_bytes)
-            key = "serving.max_num_seqs" if stage.place == "server" else "rollout.engine.max_rows"
+            key = "serving.max_num_seqs" if served else "rollout.engine.max_rows"
             if rows > 0:
                 yield f"{says}. {rows} rows fit: set {key} = {rows}."
+            elif served:
+                yield f"{says}. Raise serving.tensor_parallel, or choose a smaller model (models.prover.source)."
             else:
-                yield f"{says}. Raise serving.tensor_parallel, or choose a smaller model."
+                yield f"{says}. Choose smaller models (models.*.source)."
             continue
         section = "training" if stage.stage == "train the prover" else "verifier"
         remedies = []
