@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
@@ -114,6 +115,28 @@ def test_the_torch_engine_overlaps_nothing_and_a_note_says_so() -> None:
     experiment = build_experiment(data)
     assert world_of(experiment, assumed(data)).ahead is None
     assert any("overlaps nothing" in note for note in not_modelled(experiment))
+
+
+def test_the_gpus_of_a_server_divide_its_work() -> None:
+    one, four = assumed(), assumed({**SERVED, "serving": {"tensor_parallel": 4}})
+    for name in ("token_s", "row_s", "request_s", "mtbf_h"):
+        assert four[name] == pytest.approx(one[name] / 4)
+    assert four["train_token_s"] == one["train_token_s"]
+    assert "4 GPUs without their exchange" in four.values["token_s"].source
+
+
+@pytest.mark.parametrize(
+    ("cluster", "beginnings"),
+    [
+        ({"kind": "none"}, []),
+        ({"kind": "local", "workers": 4}, ["workers of the cluster also train"]),
+        ({"kind": "local", "trainer_ranks": 8}, ["cluster.trainer_ranks = 8 is not modelled"]),
+    ],
+)
+def test_a_note_says_that_the_plan_is_for_one_training_process(cluster: dict[str, Any], beginnings: list[str]) -> None:
+    notes = not_modelled(build_experiment({"cluster": cluster}))
+    assert len(notes) == len(beginnings)
+    assert all(note.startswith(beginning) for note, beginning in zip(notes, beginnings, strict=True))
 
 
 def test_measured_lengths_are_cut_at_the_experiments_limit() -> None:
