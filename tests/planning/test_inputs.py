@@ -165,11 +165,12 @@ def test_a_commit_comes_after_whole_batches() -> None:
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
-def run_with(steps: list[dict[str, float]], folder: Path) -> RunDirectory:
-    experiment = build_experiment({"name": "made", "rollout": {"engine": "vllm"}})
+def run_with(steps: list[dict[str, float]], folder: Path, **sections: Any) -> RunDirectory:
+    experiment = build_experiment({"name": "made", "rollout": {"engine": "vllm"}, **sections})
     run = RunDirectory.create(folder, "made", experiment)
     FileStateStore(run.state).save({"shards": []})
     metrics = {"rollouts": 256.0, "completion_tokens": 50.0, "staleness": 1.0, "dropped_stale": 64.0}
+    metrics |= {"weights_wall_s": 0.4, "weights_queue_s": 0.1}
     with open(run.metrics, "wb") as file:
         for number, budget in enumerate(steps, 1):
             record = {"kind": "step", "time": 1.0, "round": 0, "phase": "train_prover", "step": number, "of": 9}
@@ -185,11 +186,19 @@ def test_what_a_run_measured(tmp_path: Path) -> None:
     inputs, seen = measured_in(run_with([slow, STEP, STEP, STEP], tmp_path))
     assert inputs["train_token_s"] == pytest.approx(4.0 / (256 * 50))
     assert inputs["update_s"] == pytest.approx(0.5)
+    assert inputs["pause_s"] == pytest.approx(0.3)  # without the update's wait
     assert inputs["other_s"] == pytest.approx(0.5)
     assert inputs.values["other_s"].source == "measured in made"
     assert seen.batch_s == pytest.approx(7.0)
     assert seen.idle == pytest.approx(3 / 7)
     assert seen.dropped == pytest.approx(64 / 320)
+
+
+def test_adapters_pause_nothing_in_a_measured_run(tmp_path: Path) -> None:
+    lora = {"training": {"adapters": "lora"}, "weights": {"transport": "lora"}}
+    inputs, _ = measured_in(run_with([STEP, STEP, STEP, STEP], tmp_path, **lora))
+    assert inputs["update_s"] == pytest.approx(0.5)
+    assert (inputs["pause_s"], inputs.values["pause_s"].source) == (0.0, "adapters pause nothing")
 
 
 def test_lengths_and_the_time_of_a_token_come_from_the_stored_rollouts(tmp_path: Path) -> None:
