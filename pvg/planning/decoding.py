@@ -21,9 +21,9 @@ from pvg.planning.world import World
 
 class SimulatedRequest:
     """A rollout on its way. `group` is its group, `work` its length in decoding steps. `version`: that of the weights
-    when its first token is decoded; None before."""
+    when its first token is decoded; None before. `admitted`: it has one of the `World.concurrency` places."""
 
-    __slots__ = ("cancelled", "ends", "group", "length", "version", "work", "worker")
+    __slots__ = ("admitted", "cancelled", "ends", "group", "length", "version", "work", "worker")
 
     def __init__(self, group: Any, length: int, work: float) -> None:
         self.group, self.length, self.work = group, length, work
@@ -31,6 +31,7 @@ class SimulatedRequest:
         self.worker: SimulatedWorker | None = None
         self.ends = -1.0  # in its worker's steps; below 0: it waits for a row
         self.cancelled = False
+        self.admitted = False
 
 
 @dataclass(slots=True, eq=False)

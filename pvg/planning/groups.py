@@ -193,6 +193,7 @@ class SimulatedGroups:
             if request.cancelled:
                 continue
             self._in_flight += 1
+            request.admitted = True
             group: SimulatedGroup = request.group
             if group.admitted is None:
                 group.admitted = self.version
@@ -205,7 +206,7 @@ class SimulatedGroups:
     def _finished(self, request: SimulatedRequest) -> None:
         group: SimulatedGroup = request.group
         assert request.version is not None
-        self._in_flight -= 1
+        self._give_place_back(request)
         group.versions.append(request.version)
         group.tokens += request.length
         self.sampled_tokens += request.length
@@ -251,11 +252,13 @@ class SimulatedGroups:
         """Cancel the group's unfinished requests."""
         for request in group.requests:
             if request.worker is not None or request.ends < 0:
-                self._in_flight -= self._holds_place(request)
+                self._give_place_back(request)
                 self.workers.cancel(request)
 
-    def _holds_place(self, request: SimulatedRequest) -> bool:
-        return request.worker is not None and not request.cancelled
+    def _give_place_back(self, request: SimulatedRequest) -> None:
+        """A request also holds a place while no worker is up and it waits for one."""
+        self._in_flight -= request.admitted
+        request.admitted = False
 
     # --- deadlines ---------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pvg.config.cluster import LocalCluster, RayCluster, processes_of, shards_of
+from pvg.config.cluster import LocalCluster, RayCluster, has_workers, processes_of, ranks_of, shards_of
 from pvg.config.experiment import Experiment
 from pvg.config.load import nearest
 from pvg.config.rollout import CuttingDeadline, SamplingAhead, TorchSampling
@@ -138,7 +138,9 @@ class Inputs:
         rollout, training = experiment.rollout, experiment.training
         number = BYTES[experiment.models.prover.dtype if rollout.dtype == "model" else rollout.dtype]
         mean, prompt = max(1.0, rollout.max_tokens / 2), max(1.0, min(256.0, rollout.max_tokens))
-        per_s = machine.bytes_per_s * DECODING_SHARE
+        served = not isinstance(rollout.engine, TorchSampling)
+        gpus = experiment.serving.tensor_parallel if served else 1  # each has a part of the weights and of the keys
+        per_s = gpus * machine.bytes_per_s * DECODING_SHARE
         # A multiply and an add per weight: forward 2, backward 4, recomputed activations 2, the reference 2.
         operations = 6.0 + 2.0 * training.gradient_checkpointing + 2.0 * (training.kl.kind != "none")
         flops = machine.flops * TRAINING_SHARE
@@ -149,23 +151,23 @@ class Inputs:
             scores = rollouts * 2.0 * verifier.parameters * (prompt + mean) / flops
         lora = experiment.weights.transport.kind == "lora"
         sent = (prover.adapter_parameters(training.adapters.rank) * 4 if lora else prover.parameters * number) * 2
-        update = 0.0 if isinstance(rollout.engine, TorchSampling) else 0.5 + sent / UPDATE_BYTES_PER_S
+        update = 0.5 + sent / UPDATE_BYTES_PER_S if served else 0.0
         place = f"estimate: {compact(prover.parameters)} parameters, {machine.source}"
-        hours = GPU_HOURS_BETWEEN_FAILURES / experiment.serving.tensor_parallel
+        on_worker = place if gpus == 1 else f"{place}, {gpus} GPUs without their exchange"
         failures = "assumed: Llama 3's rate per GPU"
         found = {
             "mean_tokens": (mean, "assumed: half of rollout.max_tokens"),
             "sigma": (0.6, "assumed"),
             "prompt_tokens": (prompt, "assumed"),
-            "token_s": (prover.parameters * number / per_s, place),
-            "row_s": (prover.kv_bytes(number) * (prompt + mean / 2) / per_s, place),
-            "request_s": (2.0 * prover.parameters * prompt / flops, place),
+            "token_s": (prover.parameters * number / per_s, on_worker),
+            "row_s": (prover.kv_bytes(number) * (prompt + mean / 2) / per_s, on_worker),
+            "request_s": (2.0 * prover.parameters * prompt / (gpus * flops), on_worker),
             "train_token_s": (operations * prover.parameters * tokens / flops, place),
             "other_s": (scores, f"estimate: {compact(verifier.parameters)} parameters, {machine.source}"),
             "update_s": (update, "estimate: 1 GB/s"),
             "pause_s": (0.0 if lora else update / 2, "assumed: adapters pause nothing" if lora else "assumed: half"),
             "score_s": (0.0, "assumed"),
-            "mtbf_h": (hours, failures),
+            "mtbf_h": (GPU_HOURS_BETWEEN_FAILURES / gpus, failures),
             "restart_s": (300.0, "assumed"),
             "trainer_mtbf_h": (GPU_HOURS_BETWEEN_FAILURES, failures),
             "trainer_restart_s": (300.0, "assumed"),
@@ -232,8 +234,19 @@ def world_of(experiment: Experiment, inputs: Inputs, *, workers: int | None = No
 
 
 def not_modelled(experiment: Experiment) -> list[str]:
-    """Settings that change a step's time and are not part of the model: one sentence each."""
-    found = []
+    """Settings that change a step's time or its memory and are not part of the model: one sentence each."""
+    found, ranks = [], ranks_of(experiment.cluster)
+    if experiment.server_cluster is None and has_workers(experiment.cluster):
+        found.append(
+            "workers of the cluster also train, and have copies of the models: the memory, and an estimated "
+            "train_token_s, are those of one process"
+        )
+    if ranks is not None:
+        found.append(
+            f"cluster.trainer_ranks = {ranks} is not modelled: the trainer's memory, and an estimated "
+            f"train_token_s, are those of one process. A rank keeps 1/{ranks} of the trained weights, gradients and "
+            "optimizer, and has all weights of a layer for a moment"
+        )
     if experiment.rollout.deadline.kind == "continue":
         found.append("rollout.deadline = 'continue' is not modelled: the plan waits for all rollouts of a batch")
     if experiment.training.dynamic_sampling:
@@ -261,7 +274,8 @@ def warm_start(experiment: Experiment, inputs: Inputs) -> list[str]:
     ]
 
 
-def lost_to_trainer_failures(inputs: Inputs, step_s: float, commit_every: int) -> float:
-    """Share of the time that failures of the trainer cost: the restart, and half of the steps between two commits."""
-    each_s = inputs["trainer_restart_s"] + step_s * commit_every / 2
+def lost_to_trainer_failures(inputs: Inputs, batch_s: float, batches: int) -> float:
+    """Share of the time that failures of the trainer cost: the restart, and half of the `batches` from one commit to
+    the next. A batch takes `batch_s` seconds."""
+    each_s = inputs["trainer_restart_s"] + batch_s * batches / 2
     return each_s / (3600 * inputs["trainer_mtbf_h"] + each_s)

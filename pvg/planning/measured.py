@@ -48,7 +48,7 @@ def measured_in(run: RunDirectory) -> tuple[Inputs, RunFigures]:
             f"The run {run.name!r} has {len(batches)} batches of prover training after the first; {LEAST} are needed.",
             "Let it train longer, or plan without --from.",
         )
-    source = f"measured in {run.name}"
+    experiment, source = run.experiment(), f"measured in {run.name}"
     inputs = Inputs()
     tokens = sum(b[0].metrics["rollouts"] * b[0].metrics["completion_tokens"] for b in batches)
     trained = [sum(trained_seconds(step.budget) for step in batch) for batch in batches]
@@ -57,12 +57,11 @@ def measured_in(run: RunDirectory) -> tuple[Inputs, RunFigures]:
     walls = [sum(sum(step.budget.values()) for step in batch) for batch in batches]
     inputs.values["train_token_s"] = PlanInput(sum(trained) / tokens, source)
     inputs.values["update_s"] = PlanInput(float(np.mean(sync)), source)
-    inputs.values["pause_s"] = PlanInput(float(np.mean(sync)), source)
+    inputs.values["pause_s"] = _pause(experiment, batches, float(np.mean(sync)), run.name)
     inputs.values["other_s"] = PlanInput(
         max(0.0, sum(walls) - sum(trained) - sum(sync) - sum(sampling)) / len(batches), source
     )
     _sampling_inputs(run, inputs, source)
-    experiment = run.experiment()
     if isinstance(experiment.rollout.engine, TorchSampling) and inputs.lengths:
         # The engine shares its thread with the trainer, so the seconds of a request include other work.
         decoding = [sum(step.busy.get(part, 0.0) for step in batch for part in DECODING_PARTS) for batch in batches]
@@ -78,6 +77,17 @@ def measured_in(run: RunDirectory) -> tuple[Inputs, RunFigures]:
         lost / (lost + kept),
     )
     return inputs, measured
+
+
+def _pause(experiment: Experiment, batches: list[list[StepRecord]], update_s: float, run: str) -> PlanInput:
+    """The mean time in which the slowest engine works on an update. The rest of an update writes, sends and waits."""
+    if experiment.weights.transport.kind == "lora":
+        return PlanInput(0.0, "adapters pause nothing")
+    metrics = [step.metrics for batch in batches for step in batch if "weights_wall_s" in step.metrics]
+    if not metrics:
+        return PlanInput(update_s, f"at most: the update in {run}")
+    worked_s = float(np.mean([found["weights_wall_s"] - found["weights_queue_s"] for found in metrics]))
+    return PlanInput(min(worked_s, update_s), f"measured in {run}")
 
 
 def _decoding_s(experiment: Experiment, inputs: Inputs, batch_s: float) -> float:

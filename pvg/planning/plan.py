@@ -136,6 +136,8 @@ def plan_of(
         gpu_bytes=None if gpu_gb is None else gpu_gb * 1e9,
     )
     in_process = isinstance(experiment.rollout.engine, TorchSampling)
+    # store.commit_every counts optimizer steps, and a commit waits for the end of a batch.
+    batches = math.ceil(experiment.store.commit_every / experiment.training.minibatches)
     found = ExperimentPlan(
         experiment,
         inputs,
@@ -149,7 +151,7 @@ def plan_of(
         list(memory),
         [],
         gpu_gb,
-        lost_to_trainer_failures(inputs, outcome.batch_s, experiment.store.commit_every),
+        lost_to_trainer_failures(inputs, outcome.batch_s, batches),
     )
     return replace(found, memory_advice=list(_memory_advice(found)))
 
@@ -267,15 +269,19 @@ def _memory_advice(plan: ExperimentPlan) -> Iterator[str]:
         available = plan.available_gb(stage) * GB
         parts = sorted(stage.parts, key=lambda name: -stage.parts[name])
         over = (stage.total - available) / GB
-        says = f"'{stage.stage}' needs {over:.3g} GB more than the GPU has; the largest part is {parts[0]}"
+        served = stage.place == "server"
+        limit = "a server may take of its GPU (serving.gpu_memory_utilization)" if served else "the GPU has"
+        says = f"'{stage.stage}' needs {over:.3g} GB more than {limit}; the largest part is {parts[0]}"
         if stage.stage == "sample":
             room = available - (stage.total - stage.parts["KV cache"])
             rows = int(room // stage.kv_row_bytes)
-            key = "serving.max_num_seqs" if stage.place == "server" else "rollout.engine.max_rows"
+            key = "serving.max_num_seqs" if served else "rollout.engine.max_rows"
             if rows > 0:
                 yield f"{says}. {rows} rows fit: set {key} = {rows}."
+            elif served:
+                yield f"{says}. Raise serving.tensor_parallel, or choose a smaller model (models.prover.source)."
             else:
-                yield f"{says}. Raise serving.tensor_parallel, or choose a smaller model."
+                yield f"{says}. Choose smaller models (models.*.source)."
             continue
         section = "training" if stage.stage == "train the prover" else "verifier"
         remedies = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
@@ -22,6 +23,7 @@ from pvg.planning.inputs import (
     world_of,
 )
 from pvg.planning.measured import measured_in
+from pvg.planning.plan import plan_of
 from pvg.planning.shapes import ModelShape
 from pvg.records import Role, Timing
 from pvg.store.run_directory import RunDirectory
@@ -115,6 +117,28 @@ def test_the_torch_engine_overlaps_nothing_and_a_note_says_so() -> None:
     assert any("overlaps nothing" in note for note in not_modelled(experiment))
 
 
+def test_the_gpus_of_a_server_divide_its_work() -> None:
+    one, four = assumed(), assumed({**SERVED, "serving": {"tensor_parallel": 4}})
+    for name in ("token_s", "row_s", "request_s", "mtbf_h"):
+        assert four[name] == pytest.approx(one[name] / 4)
+    assert four["train_token_s"] == one["train_token_s"]
+    assert "4 GPUs without their exchange" in four.values["token_s"].source
+
+
+@pytest.mark.parametrize(
+    ("cluster", "beginnings"),
+    [
+        ({"kind": "none"}, []),
+        ({"kind": "local", "workers": 4}, ["workers of the cluster also train"]),
+        ({"kind": "local", "trainer_ranks": 8}, ["cluster.trainer_ranks = 8 is not modelled"]),
+    ],
+)
+def test_a_note_says_that_the_plan_is_for_one_training_process(cluster: dict[str, Any], beginnings: list[str]) -> None:
+    notes = not_modelled(build_experiment({"cluster": cluster}))
+    assert len(notes) == len(beginnings)
+    assert all(note.startswith(beginning) for note, beginning in zip(notes, beginnings, strict=True))
+
+
 def test_measured_lengths_are_cut_at_the_experiments_limit() -> None:
     found = assumed()
     found.lengths = {role: np.array([700, 1500]) for role in Role}
@@ -128,14 +152,25 @@ def test_failures_of_the_trainer() -> None:
     assert lost_to_trainer_failures(found, 60.0, 10) == pytest.approx(600 / 4200)
 
 
+def test_a_commit_comes_after_whole_batches() -> None:
+    """10 optimizer steps with 4 per batch: the first whole batch after them is the third."""
+    data: dict[str, object] = {**SERVED, "training": {"minibatches": 4}, "store": {"commit_every": 10}}
+    found = assumed(data)
+    found.assign(["trainer_mtbf_h=1", "trainer_restart_s=0"])
+    plan = plan_of(build_experiment(data), found, BILLION, BILLION)
+    again_s = 3 * plan.outcome.batch_s / 2
+    assert plan.trainer_loss == pytest.approx(again_s / (3600 + again_s))
+
+
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
-def run_with(steps: list[dict[str, float]], folder: Path) -> RunDirectory:
-    experiment = build_experiment({"name": "made", "rollout": {"engine": "vllm"}})
+def run_with(steps: list[dict[str, float]], folder: Path, **sections: Any) -> RunDirectory:
+    experiment = build_experiment({"name": "made", "rollout": {"engine": "vllm"}, **sections})
     run = RunDirectory.create(folder, "made", experiment)
     FileStateStore(run.state).save({"shards": []})
     metrics = {"rollouts": 256.0, "completion_tokens": 50.0, "staleness": 1.0, "dropped_stale": 64.0}
+    metrics |= {"weights_wall_s": 0.4, "weights_queue_s": 0.1}
     with open(run.metrics, "wb") as file:
         for number, budget in enumerate(steps, 1):
             record = {"kind": "step", "time": 1.0, "round": 0, "phase": "train_prover", "step": number, "of": 9}
@@ -151,11 +186,19 @@ def test_what_a_run_measured(tmp_path: Path) -> None:
     inputs, seen = measured_in(run_with([slow, STEP, STEP, STEP], tmp_path))
     assert inputs["train_token_s"] == pytest.approx(4.0 / (256 * 50))
     assert inputs["update_s"] == pytest.approx(0.5)
+    assert inputs["pause_s"] == pytest.approx(0.3)  # without the update's wait
     assert inputs["other_s"] == pytest.approx(0.5)
     assert inputs.values["other_s"].source == "measured in made"
     assert seen.batch_s == pytest.approx(7.0)
     assert seen.idle == pytest.approx(3 / 7)
     assert seen.dropped == pytest.approx(64 / 320)
+
+
+def test_adapters_pause_nothing_in_a_measured_run(tmp_path: Path) -> None:
+    lora = {"training": {"adapters": "lora"}, "weights": {"transport": "lora"}}
+    inputs, _ = measured_in(run_with([STEP, STEP, STEP, STEP], tmp_path, **lora))
+    assert inputs["update_s"] == pytest.approx(0.5)
+    assert (inputs["pause_s"], inputs.values["pause_s"].source) == (0.0, "adapters pause nothing")
 
 
 def test_lengths_and_the_time_of_a_token_come_from_the_stored_rollouts(tmp_path: Path) -> None:

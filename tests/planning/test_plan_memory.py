@@ -16,7 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pvg.config.load import build_experiment, find_experiment, load_experiment
 from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
+from pvg.planning.inputs import MACHINES, Inputs
 from pvg.planning.memory import ModelInTraining, layer_bytes, memory_of, training_parts
+from pvg.planning.plan import plan_of
 from pvg.planning.shapes import ModelShape, read_shape, shape_of
 from pvg.training.losses import PolicyObjective
 from pvg.training.memory import SavedTensors
@@ -119,6 +121,20 @@ def test_adapters_on_the_base_share_its_weights(tmp_path: Path) -> None:
     assert plans[0].parts["verifier"] == 4 * found.adapter_parameters(16)
     assert plans[1].parts["verifier's initial weights"] == 0
     assert (plans[2].place, plans[2].rows) == ("server", 64)
+
+
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+def test_advice_for_sampling_is_about_the_place_where_it_runs(engine: str, tmp_path: Path) -> None:
+    found = shape(QWEN_7B, tmp_path)
+    experiment = build_experiment({"name": "large", "rollout": {"engine": engine}})
+    plan = plan_of(experiment, Inputs.assumed(experiment, found, found, MACHINES["h100"]), found, found, gpu_gb=24)
+    (advice,) = [line for line in plan.memory_advice if line.startswith("'sample' needs")]
+    if engine == "vllm":
+        assert "than a server may take of its GPU (serving.gpu_memory_utilization)" in advice
+        assert "Raise serving.tensor_parallel" in advice
+    else:
+        assert "than the GPU has" in advice
+        assert "serving." not in advice
 
 
 @pytest.mark.parametrize("fused", [True, False])

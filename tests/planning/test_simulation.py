@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -111,6 +112,17 @@ def test_a_world_whose_rollouts_never_end_is_refused() -> None:
         simulate(world(mtbf_s=0.5, restart_s=0.1))
 
 
+@pytest.mark.parametrize("change", [{}, {"whole_batch": True}, {"ahead": AheadLimits(1, 2)}])
+def test_cancelled_requests_give_their_places_back_while_no_worker_is_up(change: dict[str, Any]) -> None:
+    """A batch has 16 rollouts, so more places than that change nothing. Lost places would."""
+    ahead, cut = change.get("ahead"), Cut(3.0, 1, change.get("whole_batch", False))
+    lengths = {role: lognormal_lengths(100, 0.6, 400) for role in Role}
+    made = world(groups=4, group_size=4, slots=16, lengths=lengths, token_s=0.01, train_token_s=1e-4, cut=cut)
+    failing = replace(made, mtbf_s=20.0, restart_s=10.0, ahead=ahead)
+    enough = replace(failing, concurrency=failing.room)
+    assert simulate(enough, batches=200) == simulate(replace(enough, concurrency=10**6), batches=200)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -152,13 +164,14 @@ def worlds(draw: st.DrawFn) -> World:
         lengths={role: lognormal_lengths(draw(st.floats(5, 40)), draw(st.floats(0, 1.2)), 100) for role in Role},
         workers=workers,
         slots=slots,
-        concurrency=draw(st.integers(1, workers * slots + 3)),
-        row_s=draw(st.sampled_from((0.0, 0.1))),
+        concurrency=draw(st.integers(1, 3 * workers * slots)),
+        row_s=draw(st.sampled_from((0.0, 0.1, 1.0))),
+        request_s=draw(st.sampled_from((0.0, 50.0))),
         train_token_s=draw(st.floats(0.0, 1.0)),
         sneaky_share=draw(st.floats(0.0, 1.0)),
         update_s=update_s,
         pause_s=draw(st.sampled_from((0.0, update_s))),
-        score_s=draw(st.sampled_from((0.0, 3.0))),
+        score_s=draw(st.sampled_from((0.0, 3.0, 300.0))),
         mtbf_s=draw(st.sampled_from((float("inf"), 2000.0))),
         restart_s=50.0,
         ahead=draw(aheads),
@@ -231,3 +244,21 @@ def test_the_closed_form_bounds_hold_on_average(made: World, seed: int) -> None:
     assert bounds.least_s <= found.batch_s * noise
     assert bounds.most_s is not None
     assert found.batch_s <= bounds.most_s * noise
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"score_s": 30.0},  # longer than sampling
+        {"request_s": 20.0, "row_s": 1.0, "slots": 4, "concurrency": 4, "group_size": 7},
+        # Five rows in four workers: at most one worker has two.
+        {"workers": 4, "slots": 2, "concurrency": 5, "row_s": 10.0, "group_size": 50},
+        # 27 requests in flight for 15 rows: one worker gets seven of the 28, so its three rows have three turns.
+        {"workers": 5, "slots": 3, "concurrency": 27, "groups": 7, "group_size": 4},
+    ],
+)
+def test_the_closed_form_bounds_hold_for_rollouts_of_one_length(change: dict[str, Any]) -> None:
+    made = world(train_token_s=0.0, **change)
+    bounds = bounds_of(made)
+    assert bounds.most_s is not None
+    assert bounds.least_s * (1 - 1e-9) <= simulate(made).batch_s <= bounds.most_s * (1 + 1e-9)
