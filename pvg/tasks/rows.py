@@ -134,6 +134,16 @@ def no_column(row: Mapping[str, object], column: str, key: str, place: str) -> C
     )
 
 
+def refuse_shared(train: Mapping[str, str], test: Mapping[str, str], what: str = "question") -> None:
+    """Raises ConfigurationError for a key in both splits. `train`, `test`: question, or what else `what` names -> its
+    place in the file."""
+    for key, place in test.items():
+        if key in train:
+            raise ConfigurationError(
+                f"{place}: this test {what} is also a training {what} ({train[key]}).", "Remove one of the two rows."
+            )
+
+
 def _refuse_gaps(files: Sequence[Path]) -> None:
     """Raises MissingRequirementError if a split has several parquet files and one is missing."""
     wanted = max((int(found[2]) for file in files if (found := SHARD.search(file.name))), default=len(files))
