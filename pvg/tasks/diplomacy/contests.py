@@ -121,9 +121,12 @@ def own_strength(board: Board, orders: UnitOrders, own: Mapping[int, Unit], prov
     for at in own:
         if goals.get(at, at) != province:
             continue
-        wanted = (at, goals.get(at, -1))
+        wanted, coasts = (at, goals.get(at, -1)), {-1, goals.get(at, -1)}
+        coasts |= {orders[at].target} if at in goals else set()  # a support may name the coast of the move
         helpers = [
-            o for other, o in orders.items() if other in own and o.act == "support" and helped_by(board, o) == wanted
+            o
+            for other, o in orders.items()
+            if other in own and o.act == "support" and helped_by(board, o) == wanted and o.target in coasts
         ]
         if 1 + len(helpers) > best:
             best, moves = 1 + len(helpers), at in goals
