@@ -106,9 +106,9 @@ def test_the_replies_that_can_matter_judge_a_plan_like_all_replies(board: Board,
             "F nth C yor-bre",
         ),
         (  # the army goes by its own convoy, because it changes places with the unit in hol
-            {"England": ["A bel", "A ruh", "F nth"], "Germany": ["A hol", "F hel", "F nwg"]},
+            {"England": ["A bel", "A ruh", "F nth"], "Germany": ["A hol", "F ska", "F nwg"]},
             "A bel-hol\nA ruh S bel-hol\nF nth C bel-hol\nhol 2>1",
-            "A hol-bel; F hel-nth; F nwg S hel-nth",
+            "A hol-bel; F ska-nth; F nwg S ska-nth",
         ),
     ],
 )
