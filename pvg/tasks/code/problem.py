@@ -155,11 +155,11 @@ def case_of(code: CodeProblem, value: Any) -> str | None:
     return repr(value)
 
 
-def check_program(code: CodeProblem, case: str) -> Program | None:
-    """The program that returns True if `case` is an input; None if the problem has no check."""
+def check_program(code: CodeProblem, *cases: str) -> Program | None:
+    """The program that returns True for each of `cases` that is an input; None if the problem has no check."""
     if not code.check:
         return None
-    return Program(code.check, VALID, (repr([case]) if code.entry is None else case,))
+    return Program(code.check, VALID, tuple(repr([case]) if code.entry is None else case for case in cases))
 
 
 def fits(value: Any, samples: Sequence[Any]) -> bool:
