@@ -89,7 +89,10 @@ class Data:
         train = self._rows(self._train)
         if self._test:
             test = self._rows(self._test)
-            refuse_shared(*({question: place for question, (place, _) in rows.items()} for rows in (train, test)))
+            refuse_shared(
+                ((question, place) for question, (place, _) in train.items()),
+                ((question, place) for question, (place, _) in test.items()),
+            )
         else:
             test = {question: row for question, row in train.items() if _held_out(question)}
             train = {question: row for question, row in train.items() if question not in test}

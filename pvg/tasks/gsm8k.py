@@ -65,7 +65,10 @@ class Gsm8k:
         """
         if not self._rows:
             train, test = _rows(self._files["train"]), _rows(self._files["test"])
-            refuse_shared(*({question: row.place for question, row in rows.items()} for rows in (train, test)))
+            refuse_shared(
+                ((question, row.place) for question, row in train.items()),
+                ((question, row.place) for question, row in test.items()),
+            )
             self._rows = {"train": train, "test": test}
         rows = self._rows[split]
         short = Counter(_digest(question)[:SHORT_ID] for question in rows)

@@ -98,8 +98,8 @@ class Code:
         """The first `limit` usable problems: their references pass their tests, and their checks accept these."""
         if not self._entries:
             train, test = self._usable(self._file(path, "train")), self._usable(self._file(path, "test"))
-            refuse_shared(*({entry.prompt: entry.place for entry in entries} for entries in (train, test)))
-            refuse_shared(*({entry.id: entry.place for entry in entries} for entries in (train, test)), what="id")
+            refuse_shared(((e.prompt, e.place) for e in train), ((e.prompt, e.place) for e in test))
+            refuse_shared(((e.id, e.place) for e in train), ((e.id, e.place) for e in test), "id")
             self._entries = {"train": train, "test": test}
         found: list[Problem] = []
         entries, limit = self._entries[split], self._section.limit
