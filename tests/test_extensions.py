@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from pvg.extensions import check_references, digests, resolve
 from pvg.game.players import Players
 from pvg.game.rewards import BatchOutcomes, rewards
 from pvg.game.run import play
+from pvg.records import Problem
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
+from pvg.tasks.task import ConcealsText, GradesInBatches, SplitsSteps, WritesSolutions
 from pvg.telemetry.observer import SilentObserver
 from pvg.training.losses import PolicyObjective
 from pvg.verifier.losses import bradley_terry, cross_entropy, pair_loss
@@ -247,6 +250,23 @@ class Mine:
 """
 
 
+OPTIONAL_PARTS = """
+    def written(self, problem, correct):
+        return problem.answer if correct else "0"
+    def steps(self, completion):
+        return [(0, len(completion))] if completion else []
+    def shown(self, completion):
+        return completion * (1 // 0)
+"""
+RESOURCE = """
+    def __enter__(self):
+        open("log", "w").write("entered ")
+        return self
+    def __exit__(self, *error):
+        open("log", "a").write("left")
+"""
+
+
 def open_mine(**settings: Any) -> Any:
     return open_task(CustomTask(source="mine.py:Mine", settings=settings))
 
@@ -264,6 +284,32 @@ def test_a_task_of_ones_own_is_made_with_its_settings_and_held_to_the_protocol()
         list(open_mine(size=0).problems("train"))
     with pytest.raises(ConfigurationError, match="unexpected keyword argument 'length'"):
         open_mine(length=2)
+
+
+def test_the_optional_parts_of_a_task_of_ones_own_are_found() -> None:
+    """`isinstance` with a protocol uses `getattr_static` since Python 3.12, which does not call `__getattr__`."""
+    written(TASK + OPTIONAL_PARTS)
+    task = open_mine(size=4)
+    assert all(isinstance(task, protocol) for protocol in (WritesSolutions, SplitsSteps, ConcealsText))
+    assert not isinstance(task, GradesInBatches)
+    for name in ("written", "steps", "shown"):
+        inspect.getattr_static(task, name)
+    assert task.written(Problem("0", "1+1?", "2"), True) == "2"
+    assert task.steps("2") == [(0, 1)]
+    with pytest.raises(ConfigurationError, match="failed: ZeroDivisionError"):
+        task.shown("2")
+
+
+def test_a_task_of_ones_own_that_holds_a_resource_is_entered_and_left() -> None:
+    written(TASK)
+    assert not isinstance(open_mine(size=4), contextlib.AbstractContextManager)
+    written(TASK + RESOURCE)
+    task = open_mine(size=4)
+    assert isinstance(task, contextlib.AbstractContextManager)
+    with task as opened:
+        assert opened is task
+        assert Path("log").read_text() == "entered "
+    assert Path("log").read_text() == "entered left"
 
 
 # --- a run and its code ---------------------------------------------------------------------------------------------

@@ -159,7 +159,8 @@ class CodeTask(Section):
     )
     limit: Count | None = Field(None, description="Maximum number of problems that pvg reads per split. Unset: all.")
     unusable: Literal["refuse", "skip"] = Field(
-        "refuse", description="What pvg does with a problem that has no test, or whose reference fails a test."
+        "refuse",
+        description="What pvg does with an unusable problem, for example one whose reference fails a test.",
     )
     problems: Count = Field(
         320, description="Number of training problems that pvg makes. With more of them, each repeats less often."

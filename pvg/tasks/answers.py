@@ -200,7 +200,7 @@ SENTENCE_END = re.compile(r"[.!?](?=[\s*_`$)]|$)|\n")
 # Digits that belong to a unit.
 UNIT = re.compile(
     r"(?<![A-Za-z0-9])(?:(?:[kcmd]?m|in|ft|yd|mi|inch(?:es)?|feet|foot|yards?|miles?|(?:kilo|centi)?met(?:er|re)s?|units?)"
-    r" ?(?:\^ ?\{?|\*\*)?[23]\}?|CO2|H2O)(?![A-Za-z0-9])"
+    r"(?: ?\}? ?\^ ?\{?| ?\*\*| ?)[23]\}?|CO2|H2O)(?![A-Za-z0-9])"
 )
 DIGIT = re.compile(r"[0-9]")
 # Without "one": "5 for each one" has no second number.
@@ -307,7 +307,7 @@ def _decimal(text: str) -> Fraction | None:
 # --- spelling ----------------------------------------------------------------------------------------------------
 
 ANNOTATION = re.compile(r"<<[^<>\n]{0,200}>>")  # GSM8K's calculator annotations: <<48/2=24>>
-FRACTION = re.compile(r"\\[dt]?frac ?\{([^{}]{1,60})\}\{([^{}]{1,60})\}")
+FRACTION = re.compile(r"\\[dt]?frac ?(?:\{([^{}]{1,60})\}|([0-9])) ?(?:\{([^{}]{1,60})\}|([0-9]))")  # also \frac12
 LATEX_SPACE = re.compile(r"\\[,;: ]|\\!|\{,\}|(?<=[0-9])~(?=[0-9])")
 FOREIGN = re.compile(r"[^\x00-\x7f]")
 SPELLED = {
@@ -322,7 +322,7 @@ def _plain(text: str) -> str:
     """The same text with other scripts' digits, spaces and signs in ASCII, LaTeX fractions as a/b, marks removed."""
     text = FOREIGN.sub(lambda match: _ascii(match[0]), text)
     text = ANNOTATION.sub("", text)
-    text = FRACTION.sub(r" \1/\2", text)
+    text = FRACTION.sub(lambda match: f" {match[1] or match[2]}/{match[3] or match[4]}", text)
     return LATEX_SPACE.sub(lambda match: {"{,}": ",", "\\!": ""}.get(match[0], " "), text)
 
 

@@ -153,19 +153,28 @@ class Number:
         return Grade(found.value == parse_number(reference), True, found.text, note)
 
 
-LETTER = r"(?P<open>[(\[]?)(?P<letter>[A-Ja-j])"
-LETTERS_ALONE = re.compile(rf"[\s*_`$\"']*(?:\\boxed\{{)?{LETTER}[)\].:}}*_`$\"'\s]*")
-# After "answer", a letter; the text of the choice may follow a bracket, a dot or a colon.
-MARKED = re.compile(r"\banswer[*_`]{0,3}\s?(?:is\b\s?:?|[:=])[ \t*_`$\"']{0,8}(?P<rest>[^\n]{0,200})", re.IGNORECASE)
-CHOSEN = re.compile(
-    rf"(?:the )?(?:(?:option|choice) )?(?:\\boxed\{{)?{LETTER}(?P<after>[)\].:}}*_`$\"' ]{{0,8}})(?P<text>.*)"
+LETTER = r"(?:\\(?:boxed|text|textbf|mathbf|mathrm)\{|\\\(){0,3}(?P<open>[(\[]?)(?P<letter>[A-Ja-j])"
+LETTERS_ALONE = re.compile(rf"[\s*_`$\"']*{LETTER}[)\].:}}*_`$\"'\\\s]*")
+# After "answer", a letter, on the same line or below it.
+MARKED = re.compile(
+    r"\banswer[*_`]{0,3}\s?(?:is\b\s?:?|[:=])[ \t\r*_`$\"']{0,8}+"
+    r"(?:\n[\s*_`$\"']{0,8}(?=(?P<below>[^\n]{0,200}))|(?P<rest>[^\n]{0,200}))",
+    re.IGNORECASE,
 )
-OTHERS = re.compile(r"(?:\b(?:or|and)\b|[,/&])\s*[(\[]?[A-J](?![A-Za-z])")
+# The text of the choice may follow a bracket, a dot, a colon or a dash, or be in brackets.
+CHOSEN = re.compile(rf"(?i:(?:the )?(?:(?:option|choice) )?){LETTER}(?P<after>[)\].:}}*_`$\"'\\ ]{{0,8}})(?P<text>.*)")
+SEPARATED = re.compile("[(\u2013\u2014-]")
+# A second letter that is offered: directly after the first one, and later in the text. A text such as "Both A and B"
+# names other choices and offers none.
+OTHERS = re.compile(r"[)\].:*_ ]*(?:\b(?:or|and)\b|[,/&(\u2013\u2014-])\s*[(\[]?[A-J](?![A-Za-z])")
+LATER = re.compile(r"(?:\bor\b|,)\s*[(\[]?[A-J](?![A-Za-z]|\.[A-Za-z])")
+NAMES = re.compile(r"(?:both|neither|either|all|none)\b", re.IGNORECASE)
+NEXT = re.compile(r"\s*[(\[]?[A-J][)\].:]")
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Letters A to J, in either case, with or without brackets. A line that names two letters has no answer."""
+    """Letters A to J, in either case, with or without brackets. A line that offers two letters has no answer."""
 
     @property
     def wording(self) -> Wording:
@@ -194,7 +203,9 @@ class Choice:
         note = ""
         marks = list(MARKED.finditer(completion))
         if marks:
-            letter = _chosen(marks[-1]["rest"])
+            letter = _chosen(marks[-1]["rest"] or marks[-1]["below"] or "")
+            if marks[-1]["below"] and NEXT.match(completion, marks[-1].end("below")):
+                letter = None  # a list of the choices
         else:
             last = completion.strip().rpartition("\n")[2]
             found = LETTERS_ALONE.fullmatch(last) if len(last) <= 40 else None
@@ -210,16 +221,22 @@ class Choice:
 def _chosen(rest: str) -> str | None:
     """The letter at the start of what follows "Answer:"; None for an article ("A dog"), and for several letters."""
     found = CHOSEN.fullmatch(rest.strip())
-    if found is None or OTHERS.search(found["after"] + found["text"]):
+    if found is None or OTHERS.match(found["after"] + found["text"]):
         return None
-    if found["text"] and not set(found["after"]) & set(")].:"):
+    text, letter = found["text"], found["letter"].upper()
+    mark = next((mark for mark in found["after"] if mark in ")].:"), "")
+    if text and not mark and not SEPARATED.match(text):
         return None
-    return found["letter"].upper()
+    # The next choice of a list, as in "A) 9 B) 11". In "P(B)" it is none.
+    following = rf"(?<![A-Za-z.])(?<![A-Za-z0-9]\(){chr(ord(letter) + 1)}{re.escape(mark)}"
+    listed = LATER.search(text) or (mark and re.search(following, text))
+    return None if listed and not NAMES.match(text) else letter
 
 
 # --- a pattern of the user --------------------------------------------------------------------------------------------
 
-# Python's patterns may take time that grows fast with the length of a line.
+# Python's patterns may take time that grows fast with the length of a line. So only the last lines that are not blank
+# are searched, and the last characters of each.
 REGEX_LINES, REGEX_LINE = 10, 200
 
 
@@ -241,12 +258,12 @@ class Regex:
         return first == second
 
     def grade(self, reference: str, completion: str) -> Grade:
-        lines = [line.strip() for line in completion[-REGEX_LINES * REGEX_LINE :].splitlines()]
+        lines = [found for line in completion.splitlines() if (found := line.strip())]
         for line in reversed(lines[-REGEX_LINES:]):
-            if len(line) <= REGEX_LINE and (matches := list(self.pattern.finditer(line))):
+            if matches := list(self.pattern.finditer(line, max(0, len(line) - REGEX_LINE))):
                 answer = matches[-1][1 if self.pattern.groups else 0] or ""
                 return Grade(normal(answer) == reference, True, answer)
-        return Grade(False, False, note="no line fits task.pattern")
+        return Grade(False, False, note=f"none of the last {REGEX_LINES} lines fits task.pattern")
 
 
 def _short(answer: str) -> str:

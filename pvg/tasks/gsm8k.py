@@ -13,6 +13,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from pvg import hub
 from pvg.config.hub_ids import is_hub_id
@@ -21,7 +22,7 @@ from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.inputs import expanded
 from pvg.records import Grade, Problem, Split
 from pvg.tasks.answers import NO_MARKER, extract, parse_number, read
-from pvg.tasks.rows import files_of, rows_of
+from pvg.tasks.rows import files_of, refuse_shared, rows_of
 from pvg.tasks.wordings import NUMBER
 
 FIELDS = ("question", "answer")
@@ -31,10 +32,17 @@ REMEDY = (
     "Set it with -s task.path=hf:openai/gsm8k, or task.path=DIRECTORY. The directory needs train and test in the "
     "published form, as .jsonl or .parquet."
 )
+CORRECT = 'Correct the row: {"question": ..., "answer": "... #### NUMBER"}.'
+
+
+class Row(NamedTuple):
+    place: str
+    answer: str
+    solution: str
 
 
 class Gsm8k:
-    """The GSM8K task of one section. Each call of `problems` reads the file again."""
+    """The GSM8K task of one section. Reads the files once, when problems are first needed."""
 
     def __init__(self, section: Gsm8kTask) -> None:
         """Raises MissingRequirementError if `task.path` is not set or a file is missing, and errors of
@@ -45,24 +53,32 @@ class Gsm8k:
         self._directory = hub.fetch(source, "dataset") if is_hub_id(source) else expanded(section.path, "task.path")
         self._limit = section.limit
         self._max_steps = section.max_steps
-        for split in ("train", "test"):
-            self._files(split)
+        self._files: dict[Split, list[Path]] = {"train": self._files_of("train"), "test": self._files_of("test")}
+        self._rows: dict[Split, dict[str, Row]] = {}
 
     def problems(self, split: Split) -> Iterator[Problem]:
         """The first `limit` problems of the split with at most `max_steps` calculations, in row order, without repeated
         questions.
 
-        Raises ConfigurationError with file and line for an invalid row. All rows are checked, also those beyond the
-        limit.
+        Raises ConfigurationError with file and line for an invalid row, and for a question in train and in test. All
+        rows of both splits are checked, also those beyond the limit.
         """
-        rows = list(_problems(self._files(split)))
-        short = Counter(_digest(question)[:SHORT_ID] for question, _, _ in rows)
-        wanted = [row for row in rows if self._max_steps is None or calculations(row[2]) <= self._max_steps]
-        for question, answer, solution in wanted[: self._limit]:
+        if not self._rows:
+            train, test = _rows(self._files["train"]), _rows(self._files["test"])
+            refuse_shared(
+                ((question, row.place) for question, row in train.items()),
+                ((question, row.place) for question, row in test.items()),
+            )
+            self._rows = {"train": train, "test": test}
+        rows = self._rows[split]
+        short = Counter(_digest(question)[:SHORT_ID] for question in rows)
+        most = self._max_steps
+        wanted = [item for item in rows.items() if most is None or calculations(item[1].solution) <= most]
+        for question, row in wanted[: self._limit]:
             digest = _digest(question)
             length = SHORT_ID if short[digest[:SHORT_ID]] == 1 else LONG_ID
             yield Problem(
-                f"gsm8k-{split}-{digest[:length]}", question, answer, {"solution": solution, "wording": NUMBER}
+                f"gsm8k-{split}-{digest[:length]}", question, row.answer, {"solution": row.solution, "wording": NUMBER}
             )
 
     def grade(self, problem: Problem, completion: str) -> Grade:
@@ -78,7 +94,7 @@ class Gsm8k:
         note = NO_MARKER.format("the last number") if found.marker == "last number" else ""
         return Grade(found.value == parse_number(problem.answer), well_formed=True, answer=found.text, note=note)
 
-    def _files(self, split: str) -> list[Path]:
+    def _files_of(self, split: str) -> list[Path]:
         found = files_of(self._directory, split)
         if not found:
             raise MissingRequirementError(
@@ -98,30 +114,32 @@ def _digest(question: str) -> str:
     return hashlib.sha256(question.encode()).hexdigest()
 
 
-def _problems(files: Sequence[Path]) -> Iterator[tuple[str, str, str]]:
-    """Question, final answer and worked solution of each row, without repetitions."""
-    first_seen: dict[str, tuple[str, str]] = {}
+def _rows(files: Sequence[Path]) -> dict[str, Row]:
+    """Question -> row, without repetitions."""
+    found: dict[str, Row] = {}
     for file in files:
         for number, row in rows_of(file, FIELDS):
             place = f"{file}, {number}"
             question, solution = _fields(row, place)
-            found = extract(solution)
-            if found is None or found.marker != "####":
-                raise ConfigurationError(f"{place}: the answer does not end in '#### NUMBER'.")
-            if question not in first_seen:
-                first_seen[question] = (number, found.text)
-                yield question, found.text, solution
-            elif parse_number(first_seen[question][1]) != found.value:
+            answer = extract(solution)
+            if answer is None or answer.marker != "####":
+                raise ConfigurationError(f"{place}: the answer does not end in '#### NUMBER'.", CORRECT)
+            earlier = found.setdefault(question, Row(place, answer.text, solution))
+            if parse_number(earlier.answer) != answer.value:
                 raise ConfigurationError(
-                    f"{place}: repeats the question of {first_seen[question][0]} with another answer "
-                    f"({found.text} instead of {first_seen[question][1]})."
+                    f"{place}: repeats the question of {earlier.place} with another answer "
+                    f"({answer.text} instead of {earlier.answer}).",
+                    "Remove one of the rows.",
                 )
+    if not found:
+        raise ConfigurationError(f"{files[0]} has no rows.", "Add problems to it.")
+    return found
 
 
 def _fields(row: object, place: str) -> tuple[str, str]:
     if not isinstance(row, dict):
-        raise ConfigurationError(f"{place}: not a JSON object.")
+        raise ConfigurationError(f"{place}: not a JSON object.", CORRECT)
     for field in FIELDS:
         if not isinstance(row.get(field), str) or not row[field].strip():
-            raise ConfigurationError(f"{place}: the field {field!r} is missing or not a text.")
+            raise ConfigurationError(f"{place}: the field {field!r} is missing or not a text.", CORRECT)
     return row["question"], row["answer"]

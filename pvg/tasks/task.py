@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
+from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 from pvg.config.task import CustomTask
@@ -106,6 +108,12 @@ class AnswersQuestions(Protocol):
         ...
 
 
+OPTIONAL: tuple[type, ...] = (
+    *(LocatesFlaws, GradesInBatches, ConcealsText, ComparesPrograms, WritesSolutions, SplitsSteps),
+    AnswersQuestions,
+)
+
+
 # --- the halves of the training problems: one for the prover's RL, one for the verifier's data ------------------------
 #
 # Invariant: no problem is in both. The half depends only on the id, so it does not change when problems are added or
@@ -130,6 +138,12 @@ class CheckedTask:
 
     def __init__(self, source: str, task: Task) -> None:
         self._source, self._task = source, task
+        # Attributes, because `isinstance` with a protocol does not call __getattr__ since Python 3.12.
+        for protocol in OPTIONAL:
+            if isinstance(task, protocol):
+                for name in vars(protocol):
+                    if not name.startswith("_"):
+                        setattr(self, name, partial(called, KEY, source, getattr(task, name)))
 
     def problems(self, split: Split) -> Iterator[Problem]:
         """The task's problems. Raises ConfigurationError for an object that is not a Problem, and for a repeated id."""
@@ -150,16 +164,27 @@ class CheckedTask:
             raise self._wrong(f"grade must return pvg's Grade, not {type(grade).__name__}")
         return grade
 
-    def __getattr__(self, name: str) -> Any:
-        """The task's optional methods (the optional protocols of pvg.tasks.task)."""
-        found = getattr(self._task, name)
-        return partial(called, KEY, self._source, found) if callable(found) else found
-
     def _wrong(self, what: str) -> ConfigurationError:
         return ConfigurationError(f"{KEY} = {self._source!r}: {what}.", "See docs/research.md for an example.")
+
+
+class CheckedResource(CheckedTask):
+    """A user's task that is a context manager. `with` looks its methods up on the class."""
+
+    _task: Any
+
+    def __enter__(self) -> CheckedResource:
+        called(KEY, self._source, self._task.__enter__)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        called(KEY, self._source, self._task.__exit__, kind, error, trace)
 
 
 def open_custom(section: CustomTask) -> CheckedTask:
     """Raises ConfigurationError if the file, the class or its settings are wrong."""
     kind = load(KEY, section.source)
-    return CheckedTask(section.source, called(KEY, section.source, lambda: kind(**section.settings)))
+    task = called(KEY, section.source, lambda: kind(**section.settings))
+    return (CheckedResource if isinstance(task, AbstractContextManager) else CheckedTask)(section.source, task)

@@ -263,6 +263,13 @@ def test_written_orders_are_read_back(board: Board) -> None:
         ("build f stp/nc", None),
         ("F stp/nc B", "F stp/nc B"),
         ("WAIVE", "waive"),
+        ("- A par-bur", "A par-bur"),
+        ("\u2022 A par-bur", "A par-bur"),
+        ("12. A par-bur.", "A par-bur"),
+        ("A par \u2192 bur", "A par-bur"),
+        ("A par \u2013 bur", "A par-bur"),
+        ("-A par-bur", None),
+        ("123. A par-bur", None),
         ("par", None),
         ("par-", None),
         ("par-bur-mun", None),
@@ -380,6 +387,42 @@ def test_winter_orders_that_do_not_fit_the_number_of_centres(
     outcome = step(BOARD, state, {2: completed(state, text)})
     assert [write(BOARD, result.order) for result in outcome.results if result.success] == [kept]
     assert outcome.position == game.step(state, {"France": action}, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "kept", "note"),
+    [
+        ("stp/nc B", "F stp/nc B", ""),
+        ("war B", "A war B", ""),
+        ("A stp B", "A stp B", ""),
+        ("sev B", "", "sev B: name the unit, A or F; no legal order"),
+        ("F stp B", "", "F stp B: name the coast; no legal order"),
+        ("F war B", "", "F war B: this unit cannot be built there; no legal order"),
+        ("A stp/nc B", "", "A stp/nc B: this unit cannot be built there; no legal order"),
+    ],
+)
+def test_builds_without_their_unit_or_coast(text: str, kept: str, note: str) -> None:
+    state = place(BOARD, {"Russia": ["A mos"]}, "W1901A", {"Russia": ["mos", "stp", "war", "sev"]})
+    action = Diplomacy().parse(state, "Russia", text)
+    assert (action.text, action.note) == (kept, note)
+
+
+def test_the_orders_of_the_instructions_are_legal() -> None:
+    game = Diplomacy()
+    winter_orders = ("A par B", "F stp/nc B", "par D", "waive")
+    assert all(order in game.instructions for order in winter_orders)
+    for power, held, centres, orders in (
+        ("France", ["A bur"], ["par", "mar"], ("A par B", "waive")),
+        ("Russia", ["A mos"], ["stp", "mos"], ("F stp/nc B",)),
+        ("France", ["A par", "A bur"], ["par"], ("par D",)),
+    ):
+        state = place(BOARD, {power: held}, "W1901A", {power: centres})
+        assert all(game.parse(state, power, order).note == "" for order in orders)
+
+
+def test_a_code_fence_does_not_make_a_decision_illegal() -> None:
+    action = Diplomacy().parse(BOARD.start, "France", "```text\n- A par-bur.\n- A mar S par-bur.\n```")
+    assert (action.text, action.legal) == ("A par-bur\nA mar S par-bur", True)
 
 
 def completed(state: Position, text: str) -> list[Order]:

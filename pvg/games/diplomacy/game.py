@@ -1,7 +1,8 @@
 """Diplomacy as a game of pvg (pvg.games.game.GameRules): a seat for each power, one completion for all its units.
 
-A completion has one order per line: `par-bur`, `mar S par-bur`, `eng C lon-bre`, `par H`. A unit whose order is missing
-or illegal holds, or is disbanded where it must retreat. The action's note says what was illegal.
+A completion has one order per line: `par-bur`, `mar S par-bur`, `eng C lon-bre`, `par H`, and in winter `A par B`,
+`par D` or `waive`. A unit whose order is missing or illegal holds, or is disbanded where it must retreat. The action's
+note says what was illegal.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class Diplomacy:
         "You play Diplomacy and want to own many supply centres. The message has the phase and your power, a line per "
         "power with its units (~ is a fleet, * stands on a centre of its own, after / are its other centres), and a "
         "line for each of your units with the places it can move to. Answer with one order per line and nothing else, "
-        "for example: par-bur, mar S par-bur, eng C lon-bre, bre H."
+        "for example: par-bur, mar S par-bur, eng C lon-bre, bre H. A unit that retreats moves in the same way. In "
+        "winter the message says how many units you build or disband: A par B and F stp/nc B build, par D disbands, "
+        "and waive builds nothing."
     )
 
     def opening(self, split: Split, number: int) -> Problem:

@@ -78,7 +78,9 @@ class Legality:
     def complete(self, order: Order) -> Order:
         board, province = self.board, self.board.province_of[order.place]
         if order.act == "build":
-            return order if order.unit or board.kinds[province] == "coast" else order._replace(unit="A")
+            if order.unit or (order.place == province and board.kinds[province] == "coast"):
+                return order
+            return order._replace(unit="A" if order.place == province else "F")
         unit = self._ordered(order.place)
         if unit is None:
             return order
@@ -255,7 +257,12 @@ class Legality:
         site = self.board.province_of[order.place]
         if site not in self.sites(power):
             return "not a free home centre that you own"
-        return "" if order in self._builds(power)[site] else "this unit cannot be built there"
+        if order in self._builds(power)[site]:
+            return ""
+        if not order.unit:
+            return "name the unit, A or F"
+        unnamed = order.unit == "F" and order.place == site and self.board.coasts[site]
+        return "name the coast" if unnamed else "this unit cannot be built there"
 
     def _builds(self, power: int) -> dict[int, tuple[Order, ...]]:
         board = self.board

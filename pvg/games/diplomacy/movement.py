@@ -25,7 +25,8 @@ class Movement(NamedTuple):
 
     `units`, `dislodged` and `contested` as in Position. For each of the units before, in their order: `success` (a move
     arrives; a support fits an order and is not cut; a convoy fits an order and its fleet is not dislodged; a hold is
-    not dislodged) and `why` ("" or "bounced", "no convoy", "cut", "dislodged", "unmatched").
+    not dislodged) and `why` ("" or "bounced", "no convoy", "cut", "dislodged", "unmatched"). `routes`: province of each
+    army that goes by convoy -> whether a complete chain of fleets carries it to its destination.
     """
 
     units: bytes
@@ -33,6 +34,7 @@ class Movement(NamedTuple):
     contested: bytes
     success: tuple[bool, ...]
     why: tuple[str, ...]
+    routes: Mapping[int, bool]
 
 
 def adjudicate(board: Board, position: Position, orders: Mapping[int, Order]) -> Movement:
@@ -315,7 +317,8 @@ class _Phase:
         moved.sort()
         after = struct.pack(f">{len(moved)}H", *moved)
         success = tuple([not failure for failure in why])
-        return Movement(after, bytes(gone), self.contested(attackers), success, tuple(why))
+        routes = {army: self.route(army) for army in self.convoyed}
+        return Movement(after, bytes(gone), self.contested(attackers), success, tuple(why), routes)
 
     def winners(self) -> dict[int, int]:
         """Decide all moves: destination -> the unit that arrives there."""

@@ -1,8 +1,8 @@
 """Orders as values, and their notation: `A par-bur`, `par S mar-bur`, `eng C lon-bre`, `par H`, `stp/nc B`, `par D`.
 
 Reading is tolerant: case and spaces do not matter, the unit's letter may be missing, and the longer forms of other
-programs are read too (`F spa(nc) supports A mar -> bur`, `A LON - BRE VIA`). Whether an order is legal is another
-question (pvg.games.diplomacy.legal).
+programs are read too (`F spa(nc) supports A mar -> bur`, `A LON - BRE VIA`). A bullet or a number before the order and
+a dot after it are left out. Whether an order is legal is another question (pvg.games.diplomacy.legal).
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ class ParsedOrders(NamedTuple):
 
 _TOKENS = re.compile(r"[a-z]+|[^a-z\s]")
 _SEPARATORS = re.compile(r"[\n;,]")
+_BULLET = re.compile(r"\s*(?:[-*\u2022]|[0-9]{1,2}[.)])\s+")
+_FENCE = re.compile(r"(?:`{3,}|~{3,})\w*")  # around a block of code
+# Other dashes, a minus sign and arrows.
+_DASHES = str.maketrans(dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212\u2192\u27a1\u21d2", "-"))
 _ARROWS = frozenset({"-", "->", "to"})
 _UNITS = {"a": "A", "army": "A", "f": "F", "fleet": "F"}
 _ACTS: dict[str, Act] = {
@@ -59,19 +63,21 @@ def parse(board: Board, text: str) -> Order | None:
     """The order that the text says, None if it says none. Reads any text, in linear time."""
     if len(text) > LONGEST_ORDER:
         return None
-    tokens = _joined(_TOKENS.findall(text.lower()))
+    if bullet := _BULLET.match(text):
+        text = text[bullet.end() :]
+    tokens = _joined(_TOKENS.findall(text.rstrip().removesuffix(".").lower().translate(_DASHES)))
     if tokens == ["waive"]:
         return Order("waive")
     return _Reader(board, tokens).order(letter=True) or _Reader(board, tokens).order(letter=False)
 
 
 def parse_orders(board: Board, text: str) -> ParsedOrders:
-    """The orders of a text that separates them by line ends, semicolons or commas."""
+    """The orders of a text that separates them by line ends, semicolons or commas. A code fence is left out."""
     orders, unread = [], []
     for part in _SEPARATORS.split(text):
         if order := parse(board, part):
             orders.append(order)
-        elif part.strip():
+        elif part.strip() and not _FENCE.fullmatch(part.strip()):
             unread.append(part.strip())
     return ParsedOrders(tuple(orders), tuple(unread))
 

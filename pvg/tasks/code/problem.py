@@ -155,11 +155,11 @@ def case_of(code: CodeProblem, value: Any) -> str | None:
     return repr(value)
 
 
-def check_program(code: CodeProblem, case: str) -> Program | None:
-    """The program that returns True if `case` is an input; None if the problem has no check."""
+def check_program(code: CodeProblem, *cases: str) -> Program | None:
+    """The program that returns True for each of `cases` that is an input; None if the problem has no check."""
     if not code.check:
         return None
-    return Program(code.check, VALID, (repr([case]) if code.entry is None else case,))
+    return Program(code.check, VALID, tuple(repr([case]) if code.entry is None else case for case in cases))
 
 
 def fits(value: Any, samples: Sequence[Any]) -> bool:
@@ -306,7 +306,8 @@ WORD = "certificate"
 # The word, with bullets, comment signs or stars before it on its line.
 MENTION = re.compile(rf"(?:^[ \t>*_#`~-]{{0,12}})?{WORD}", re.IGNORECASE | re.MULTILINE)
 COLON = re.compile(r"[ \t*_`]{0,6}:[*_`]{0,3}")
-FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([A-Za-z0-9_+-]*)[^\n]*$", re.MULTILINE)
+FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})[ \t]*([A-Za-z0-9_+-]*)[^\n]*$", re.MULTILINE)
+FIRST = re.compile(r"(?:[ \t]*+\n)*+([ \t]*+)\S")  # the indentation of the first line that is not blank
 PYTHON = frozenset({"", "python", "python3", "py"})
 
 
@@ -326,23 +327,29 @@ def shown(completion: str) -> str:
 
 def extract_code(completion: str) -> str:
     """The last fenced Python block of the shown part, or all of it without a fence; "" without code. An unclosed fence
-    extends to the end."""
+    extends to the end. The indentation of a fence, for example in a list, is removed from its lines."""
     text = shown(completion)
     blocks: list[str] = []
-    opened: tuple[str, str, int] | None = None  # fence, language, start of its text
+    opened: tuple[str, str, str, int] | None = None  # indentation, fence, language, start of its text
     for mark in FENCE.finditer(text):
-        fence, language = mark.group(1), mark.group(2).lower()
+        indent, fence, language = mark.group(1), mark.group(2), mark.group(3).lower()
         if opened is None:
-            opened = (fence, language, mark.end() + 1)
-        elif fence[0] == opened[0][0] and len(fence) >= len(opened[0]) and not language:
-            if opened[1] in PYTHON:
-                blocks.append(text[opened[2] : mark.start()])
+            opened = (indent, fence, language, mark.end() + 1)
+        elif fence[0] == opened[1][0] and len(fence) >= len(opened[1]) and not language:
+            if opened[2] in PYTHON:
+                blocks.append(_dedented(text[opened[3] : mark.start()], len(opened[0])))
             opened = None
-    if opened is not None and opened[1] in PYTHON:
-        blocks.append(text[opened[2] :])
+    if opened is not None and opened[2] in PYTHON:
+        blocks.append(_dedented(text[opened[3] :], len(opened[0])))
     if blocks or FENCE.search(text):
         return next((block for block in reversed(blocks) if block.strip()), "").rstrip()
     return text
+
+
+def _dedented(block: str, most: int) -> str:
+    """The lines without the indentation of the first one that is not blank, at most `most` characters of it."""
+    first = FIRST.match(block) if most else None
+    return re.sub(rf"^[ \t]{{1,{min(most, len(first[1]))}}}", "", block, flags=re.M) if first and first[1] else block
 
 
 def read_certificate(completion: str) -> Certificate | None:

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ import orjson
 from pvg.errors import ConfigurationError
 from pvg.inputs import check_regular
 from pvg.sandbox import plain
-from pvg.tasks.code.problem import WORD, CodeProblem, CodeTest
+from pvg.tasks.code.problem import WORD, CodeProblem, CodeTest, make_problem
+
+CORRECT = "Correct the line, or download the file again."
 
 
 class UnusableError(ValueError):
@@ -42,7 +45,8 @@ class UnusableError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class CodeEntry:
-    """A problem as read. `inputs`: cases whose outputs the reference computes. `place`: file and line."""
+    """A problem as read. `inputs`: cases whose outputs the reference computes. `place`: file and line. `prompt`: the
+    question as a model reads it."""
 
     id: str
     question: str
@@ -50,38 +54,62 @@ class CodeEntry:
     code: CodeProblem
     inputs: tuple[str, ...]
     place: str
+    prompt: str
 
 
 def read_entries(file: Path, visible_tests: int) -> Iterator[CodeEntry | UnusableError]:
-    """The file's problems in order. For a problem that pvg cannot use, the error that says why.
+    """The file's problems in order, without repetitions. For a problem that pvg cannot use, the error that says why.
 
     Raises ConfigurationError with file and line for a line in none of the three forms.
     """
     check_regular(file)
-    seen: dict[str, int] = {}
+    ids: dict[str, CodeEntry] = {}
+    asked: dict[str, CodeEntry] = {}
     for number, line in enumerate(file.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if not line.strip():
             continue
         place = f"{file}, line {number}"
         try:
-            row = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            raise ConfigurationError(f"{place}: not valid JSON ({error}).", "Download the file again.") from None
-        form = _form(row)
-        if form is None:
-            raise ConfigurationError(
-                f"{place}: neither pvg's form (question, reference, visible, hidden) nor that of APPS (question, "
-                "solutions, input_output) or HumanEval (prompt, canonical_solution, test, entry_point)."
-            )
-        try:
+            row, form = _read(line, place)
             entry = form(row, visible_tests, place)
-        except UnusableError as why:
+        except (UnusableError, RecursionError) as error:
+            why = error if isinstance(error, UnusableError) else "its data is nested too deeply"
             yield UnusableError(f"{place}: {why}")
             continue
-        if entry.id in seen:
-            raise ConfigurationError(f"{place}: repeats the id {entry.id!r} of line {seen[entry.id]}.")
-        seen[entry.id] = number
+        if form is _apps and file.stem == "test":  # the published splits both count from 0
+            entry = replace(entry, id=entry.id.replace("apps-", "apps-test-", 1))
+        earlier = asked.setdefault(entry.prompt, entry)
+        if earlier is not entry:
+            if (earlier.code, earlier.inputs) != (entry.code, entry.inputs):
+                yield UnusableError(
+                    f"{place}: it repeats the question of {earlier.place} with another reference or tests"
+                )
+            continue
+        if (other := ids.setdefault(entry.id, entry)) is not entry:
+            raise ConfigurationError(f"{place}: repeats the id {entry.id!r} of {other.place}.", CORRECT)
         yield entry
+
+
+def _read(line: bytes, place: str) -> tuple[dict[str, Any], Any]:
+    """The row of a line, and the function that reads its form."""
+    try:
+        row = _read_json(line)
+    except ValueError as error:
+        raise ConfigurationError(f"{place}: not valid JSON ({error}).", CORRECT) from None
+    form = _form(row)
+    if form is None:
+        raise ConfigurationError(
+            f"{place}: neither pvg's form (question, reference, visible, hidden) nor that of APPS (question, "
+            "solutions, input_output) or HumanEval (prompt, canonical_solution, test, entry_point).",
+            CORRECT,
+        )
+    return row, form
+
+
+def _read_json(text: str | bytes) -> Any:
+    """The data, with exact integers. Raises ValueError, and RecursionError for deep nesting."""
+    orjson.loads(text)  # it is stricter: no NaN, and only UTF-8
+    return json.loads(text)  # it does not turn large integers into floats
 
 
 def _form(row: Any) -> Any:
@@ -135,7 +163,7 @@ def _apps(row: dict[str, Any], visible_tests: int, place: str) -> CodeEntry:
         raise UnusableError("it has no solution to be the reference")
     if not isinstance(given, dict):
         raise UnusableError("its input_output is not an object")
-    entry, inputs, outputs = given.get("fn_name") or None, given.get("inputs"), given.get("outputs")
+    entry, inputs, outputs = _text(given, "fn_name", "") or None, given.get("inputs"), given.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise UnusableError("its inputs and outputs are not two lists of equal length")
     # Most published calls have their output in a list of one element, some directly.
@@ -200,7 +228,7 @@ def _assertions(source: str) -> tuple[CodeTest, ...]:
                     found.append(CodeTest(repr(arguments), plain(ast.literal_eval(expected))))
                 case _:
                     raise ValueError
-        except ValueError:
+        except (ValueError, TypeError):  # TypeError: a set of lists
             shown = ast.unparse(statement).partition("\n")[0][:80]
             raise UnusableError(f"its test {shown!r} does not compare a call with a literal") from None
     return tuple(found)
@@ -226,7 +254,8 @@ def _entry(
     if not code.hidden and not inputs:
         raise UnusableError("it has no hidden test")
     name = id_ or f"code-{hashlib.sha256(question.encode(errors='surrogatepass')).hexdigest()[:16]}"
-    return CodeEntry(name, question, signature, code, inputs, place)
+    prompt = make_problem(name, question, signature, code).question
+    return CodeEntry(name, question, signature, code, inputs, place, prompt)
 
 
 def _text(row: dict[str, Any], field: str, default: str | None = None) -> str:
@@ -250,8 +279,8 @@ def _unpacked(row: dict[str, Any], field: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return orjson.loads(value)
-    except orjson.JSONDecodeError:
+        return _read_json(value)
+    except ValueError:
         raise UnusableError(f"the field {field!r} is not valid JSON") from None
 
 

@@ -12,14 +12,15 @@ from pathlib import Path
 from types import TracebackType
 
 from pvg.config.task import CodeTask
-from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.errors import ConfigurationError, MissingRequirementError, shortened
 from pvg.inputs import expanded
 from pvg.records import Grade, Problem, Split
 from pvg.sandbox import Limits, Sandbox
 from pvg.tasks.code.grading import grade_solutions, passed
-from pvg.tasks.code.problem import CodeTest, code_of, extract_code, make_problem, shown
-from pvg.tasks.code.reading import CodeEntry, UnusableError, read_entries
+from pvg.tasks.code.problem import CodeTest, check_program, code_of, extract_code, make_problem, shown
+from pvg.tasks.code.reading import CodeEntry, read_entries
 from pvg.tasks.code.templates import made_problems
+from pvg.tasks.rows import refuse_shared
 
 REMEDY = "Set task.path to a directory with train.jsonl and test.jsonl, or leave it out for generated problems."
 WALL_PER_CPU, LEAST_WALL_S = 10.0, 20.0  # so that a machine with ten times the load changes no verdict
@@ -43,13 +44,14 @@ class Code:
             output_kb=section.output_kb,
         )
         self._sandbox = Sandbox(section.sandbox, limits, workers=section.workers)
+        self._entries: dict[Split, list[CodeEntry]] = {}
         self._read: dict[Split, list[Problem]] = {}
 
     def problems(self, split: Split) -> Iterator[Problem]:
         """The problems of the split, equal in every process.
 
-        Raises ConfigurationError for a file that is not readable as problems, and for unusable problems unless
-        `task.unusable` is 'skip'.
+        Raises ConfigurationError for a file that is not readable as problems, for a question or an id in train and in
+        test, and for unusable problems unless `task.unusable` is 'skip'.
         """
         if split not in self._read:
             path = self._section.path
@@ -93,39 +95,66 @@ class Code:
         return expanded(path, "task.path") / f"{split}.jsonl"
 
     def _from_file(self, path: Path, split: Split) -> list[Problem]:
-        """The first `limit` usable problems: their references run and pass their tests."""
+        """The first `limit` usable problems: their references pass their tests, and their checks accept these."""
+        if not self._entries:
+            train, test = self._usable(self._file(path, "train")), self._usable(self._file(path, "test"))
+            refuse_shared(((e.prompt, e.place) for e in train), ((e.prompt, e.place) for e in test))
+            refuse_shared(((e.id, e.place) for e in train), ((e.id, e.place) for e in test), "id")
+            self._entries = {"train": train, "test": test}
         found: list[Problem] = []
-        file, limit = self._file(path, split), self._section.limit
-        entries: list[CodeEntry] = []
-        for entry in read_entries(file, self._section.visible_tests):
-            if isinstance(entry, CodeEntry):
-                entries.append(entry)
-            elif self._section.unusable == "refuse":
-                raise ConfigurationError(f"{entry}.", "Fix it, or set task.unusable to 'skip'.")
+        entries, limit = self._entries[split], self._section.limit
         start = 0
         while start < len(entries) and (limit is None or len(found) < limit):
             part = entries[start : start + (limit or len(entries))]
             start += len(part)
             found += self._tried(part)
+        if not found:
+            raise ConfigurationError(f"{self._file(path, split)} has no usable problem.", "Add problems to it.")
         return found[:limit]
+
+    def _usable(self, file: Path) -> list[CodeEntry]:
+        """The problems of a file that can be tried."""
+        found = []
+        for entry in read_entries(file, self._section.visible_tests):
+            if isinstance(entry, CodeEntry):
+                found.append(entry)
+            else:
+                self._refuse(str(entry))
+        return found
+
+    def _refuse(self, why: str) -> None:
+        if self._section.unusable == "refuse":
+            raise ConfigurationError(f"{why}.", "Fix it, or set task.unusable to 'skip'.")
 
     def _tried(self, entries: list[CodeEntry]) -> list[Problem]:
         programs = [
             e.code.program(e.code.reference, [*(test.case for test in e.code.tests), *e.inputs]) for e in entries
         ]
+        checks = [
+            program for e, p in zip(entries, programs, strict=True) if (program := check_program(e.code, *p.cases))
+        ]
+        executions = self._sandbox.run_many(programs)
+        checked = dict(zip(checks, self._sandbox.run_many(checks), strict=True))
         found = []
-        for entry, execution in zip(entries, self._sandbox.run_many(programs), strict=True):
+        for entry, program, execution in zip(entries, programs, executions, strict=True):
             results = execution.cases[len(entry.code.tests) :]
             added = tuple(CodeTest(case, result.value) for case, result in zip(entry.inputs, results, strict=True))
             right = passed(entry.code, replace(execution, cases=execution.cases[: len(entry.code.tests)]))
             failures = [result.error for result in execution.cases if result.error]
             if failures or not all(right):
-                why = UnusableError(
+                self._refuse(
                     f"{entry.place}: the reference of {entry.id!r} fails its tests "
                     f"({failures[0] if failures else f'test {right.index(False) + 1}: another output'})"
                 )
-                if self._section.unusable == "refuse":
-                    raise ConfigurationError(f"{why}.", "Fix it, or set task.unusable to 'skip'.")
+                continue
+            check = check_program(entry.code, *program.cases)
+            accepted = checked[check].cases if check else []
+            if wrong := [(n, case) for n, case in enumerate(accepted, 1) if case.error or case.value is not True]:
+                number, case = wrong[0]
+                said = case.error or f"valid returns {shortened(repr(case.value))}"
+                self._refuse(
+                    f"{entry.place}: the check of {entry.id!r} does not accept the input of test {number} ({said})"
+                )
                 continue
             code = replace(entry.code, hidden=entry.code.hidden + added)
             found.append(make_problem(entry.id, entry.question, entry.signature, code))

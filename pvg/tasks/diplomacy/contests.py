@@ -2,7 +2,9 @@
 
 The strength of a unit is 1 for itself and 1 for each support that it gets. A support counts if it is not cut and if it
 matches the order of the supported unit. A unit that tries to leave and fails has the strength 1 in its province, since
-nobody can support it to hold. An army that needs a convoy and does not get one has the strength 0 in its goal.
+nobody can support it to hold. An army that needs a convoy and does not get one has the strength 0 in its goal. A power
+does not drive out its own unit: its move against a unit of its own that stays has the strength 0, and its support of
+another power's move against such a unit does not count.
 """
 
 from __future__ import annotations
@@ -45,12 +47,11 @@ class Contest:
         results = zip(self._units, self.movement.success, self.movement.why, strict=True)
         self._results = {at: (success, why) for at, success, why in results}
         self._goals = goals_of(board, orders)
-        self._crossing = {at for at in self._goals if needs_convoy(board, self._units[at], orders[at])}
-        self._supports: dict[int, int] = {}
+        self._supports: dict[int, list[int]] = {}  # unit -> the powers that support it
         for at, order in orders.items():
             if order.act == "support" and self._results[at][0]:
                 origin, _ = helped_by(board, order)
-                self._supports[origin] = self._supports.get(origin, 0) + 1
+                self._supports.setdefault(origin, []).append(self._units[at].power)
 
     def stands(self, province: int) -> int:
         """The power whose unit stands in the province after the movement; -1 without one."""
@@ -67,33 +68,47 @@ class Contest:
 
     def attack(self, at: int) -> tuple[int, int]:
         """(strength of the unit in `at`, which moves; the largest strength that opposes it). Any other unit that stays
-        in the goal or moves to it opposes it, except one that the unit from the goal drives back."""
+        in the goal or moves to it opposes it, except one that the unit from the goal drives back. The move succeeds if
+        the first number is larger."""
         goal, most = self._goals[at], 0
         for other in self._units:
             if other == at or self._driven_back(goal, other):
                 continue
             strength = self._strength(other, goal)
             if other == goal and self._head_to_head(at, goal):
-                strength = 1 + self._supports.get(goal, 0)
+                strength = self._supported(goal)
             most = max(most, strength)
-        return self._strength(at, goal), most
+        return self._attacking(at, goal), most
+
+    def _attacking(self, at: int, goal: int) -> int:
+        """The strength of the unit from `at` against the unit in its goal, if that stays: a power does not drive out
+        its own units, and its supports do not help others to do so."""
+        strength, defender = self._strength(at, goal), self._units.get(goal)
+        leaves = goal in self._goals and self._results[goal][0] and not self._head_to_head(at, goal)
+        if not strength or defender is None or leaves:
+            return strength
+        if defender.power == self._units[at].power:
+            return 0
+        return strength - self._supports.get(at, []).count(defender.power)
+
+    def _supported(self, at: int) -> int:
+        return 1 + len(self._supports.get(at, ()))
 
     def _strength(self, at: int, province: int) -> int:
         """Of the unit from `at`, in the province that it stays in or moves to. 0 in any other province."""
-        goal, (success, why) = self._goals.get(at), self._results[at]
+        goal = self._goals.get(at)
         if goal == province:
-            arrives = at not in self._crossing or success or why == "bounced"
-            return 1 + self._supports.get(at, 0) if arrives else 0
+            return self._supported(at) if self.movement.routes.get(at, True) else 0
         if at != province:
             return 0
         if goal is None:
-            return 1 + self._supports.get(at, 0)
-        return 0 if success else 1
+            return self._supported(at)
+        return 0 if self._results[at][0] else 1
 
     def _head_to_head(self, at: int, other: int) -> bool:
         """Whether the two units move to each other's province, without a convoy."""
         opposite = self._goals.get(at) == other and self._goals.get(other) == at
-        return opposite and not {at, other} & self._crossing
+        return opposite and not {at, other} & self.movement.routes.keys()
 
     def _driven_back(self, goal: int, at: int) -> bool:
         return self._head_to_head(goal, at) and self._results[goal][0]
@@ -106,9 +121,12 @@ def own_strength(board: Board, orders: UnitOrders, own: Mapping[int, Unit], prov
     for at in own:
         if goals.get(at, at) != province:
             continue
-        wanted = (at, goals.get(at, -1))
+        wanted, coasts = (at, goals.get(at, -1)), {-1, goals.get(at, -1)}
+        coasts |= {orders[at].target} if at in goals else set()  # a support may name the coast of the move
         helpers = [
-            o for other, o in orders.items() if other in own and o.act == "support" and helped_by(board, o) == wanted
+            o
+            for other, o in orders.items()
+            if other in own and o.act == "support" and helped_by(board, o) == wanted and o.target in coasts
         ]
         if 1 + len(helpers) > best:
             best, moves = 1 + len(helpers), at in goals

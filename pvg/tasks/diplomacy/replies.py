@@ -6,7 +6,8 @@ change what a claim says, so `reply_space` keeps only the units and the orders t
 - A province *matters* if a claim names it, if the plan moves a unit of such a province there, if a fleet of the plan
   convoys there, or if a unit of the plan in it supports an attack on a unit that could drive it out.
 - A reply can move a unit to a province that matters, or to the province of a supporting unit, which cuts the support.
-- A reply can support a move to a province that matters or a unit in it, and convoy an army to it.
+- A reply can support a move to a province that matters or a unit in it, and convoy an army to it. It can do so for the
+  plan's own units, also for one that leaves a province that matters.
 - A unit that the plan attacks can attack back.
 
 All other orders have the effect of a hold. Leaving an attacked province also only helps the plan, unless the attacker
@@ -152,8 +153,10 @@ class _Relevance:
         if order.act not in ("support", "convoy"):
             return False
         origin, target = helped_by(self._board, order)
-        if self._units[origin].power == self._power:  # it can hurt to help a unit out of a province that matters
-            return origin in self.matter and target >= 0 and self._goals.get(origin) == target
+        if self._units[origin].power == self._power:
+            # Help can hurt: it helps a unit out of a province that matters, or replaces a convoy by the plan's fleets.
+            matters = origin in self.matter or target in self.matter
+            return matters and target >= 0 and self._goals.get(origin) == target
         if target < 0:
             return origin in self.matter
         return self._concerns(origin, target) or (order.act == "convoy" and target in self.cut)
@@ -164,12 +167,15 @@ class _Relevance:
     def _convoyed(self) -> Iterator[int]:
         """The goals of the plan's convoyed armies, and the provinces of the fleets that convoy them."""
         for at, goal in self._goals.items():
-            if not needs_convoy(self._board, self._units[at], self._plan[at]):
-                continue
-            yield goal
-            for fleet, order in self._plan.items():
-                if order.act == "convoy" and helped_by(self._board, order) == (at, goal):
-                    yield fleet
+            fleets = [
+                fleet
+                for fleet, order in self._plan.items()
+                if order.act == "convoy" and helped_by(self._board, order) == (at, goal)
+            ]
+            # An army that could go by land goes by convoy if it changes places with another unit.
+            if fleets or needs_convoy(self._board, self._units[at], self._plan[at]):
+                yield goal
+                yield from fleets
 
     def _by_moves(self) -> Iterator[int]:
         """The provinces that matter because of the plan's moves. Updates `back` and `loose`."""

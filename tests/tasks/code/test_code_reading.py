@@ -41,6 +41,10 @@ HUMAN_EVAL: dict[str, Any] = {
 }
 
 
+HIDDEN = [{"input": [[1]], "output": "DEEP"}]
+DEEP = json.dumps({**OWN, "id": "b", "hidden": HIDDEN}).replace('"DEEP"', "[" * 1000 + "]" * 1000)
+
+
 def opened(folder: Path, **settings: Any) -> Code:
     return Code(CodeTask(path=folder, sandbox="reduced", workers=1, visible_tests=2, **settings))
 
@@ -75,7 +79,7 @@ def test_a_question_without_an_id_gets_a_stable_one(tmp_path: Path) -> None:
         (problem,) = task.problems("train")
     assert problem.id.startswith("code-")
     with opened(write_rows(tmp_path, {**OWN, "question": "Another."}, row)) as task:
-        assert problem.id in [p.id for p in task.problems("test")]
+        assert problem.id in [p.id for p in task.problems("train")]
 
 
 @pytest.mark.parametrize(
@@ -103,6 +107,17 @@ def test_a_question_without_an_id_gets_a_stable_one(tmp_path: Path) -> None:
             "line 2: its test \"for _ in 'ab':\" does not compare",
         ),
         ({**OWN, "id": "b", "question": "Read the Certificate."}, "line 2: it contains the word certificate"),
+        (
+            {**HUMAN_EVAL, "test": "def check(candidate):\n    assert candidate({[1]}) == 1"},
+            "line 2: its test 'assert candidate({[1]}) == 1' does not compare",
+        ),
+        (
+            {**APPS_CALL, "input_output": {"fn_name": ["double"], "inputs": [[1]], "outputs": [2]}},
+            "line 2: the field 'fn_name' is missing or not a text",
+        ),
+        (DEEP, "line 2: its data is nested too deeply"),
+        ({**OWN, "id": "b", "hidden": []}, "line 2: it repeats the question of "),
+        ('{"a": NaN}', "line 2: not valid JSON"),
         ({**HUMAN_EVAL, "entry_point": "other"}, "line 2: its prompt defines no function 'other'"),
     ],
 )
@@ -123,7 +138,19 @@ def test_lines_that_cannot_be_used(tmp_path: Path, row: Any, said: str) -> None:
     ("row", "said"),
     [
         ({**OWN, "id": "b", "visible": []}, "line 2: it has no visible test."),
-        ({**OWN, "id": "b", "inputs": [["text"]]}, "line 2: the reference of 'b' fails its tests (TypeError"),
+        (
+            {**OWN, "id": "b", "question": "Another.", "inputs": [["text"]]},
+            "line 2: the reference of 'b' fails its tests (TypeError",
+        ),
+        (
+            {**OWN, "id": "b", "question": "Another.", "check": "def valid(:"},
+            "line 2: the check of 'b' does not accept the input of test 1 (SyntaxError",
+        ),
+        (
+            {**OWN, "id": "b", "question": "Another.", "check": "def valid(numbers):\n    return len(numbers) < 3"},
+            "line 2: the check of 'b' does not accept the input of test 3 (valid returns False)",
+        ),
+        (DEEP, "line 2: its data is nested too deeply."),
     ],
 )
 def test_unusable_problems_are_refused_or_left_out(tmp_path: Path, row: Any, said: str) -> None:
@@ -136,8 +163,48 @@ def test_unusable_problems_are_refused_or_left_out(tmp_path: Path, row: Any, sai
         assert [problem.id for problem in task.problems("train")] == ["add-up"]
 
 
+def test_a_repeated_problem_is_left_out(tmp_path: Path) -> None:
+    with opened(write_rows(tmp_path, OWN, {**OWN, "id": "again"}, OWN)) as task:
+        assert [problem.id for problem in task.problems("train")] == ["add-up"]
+
+
+@pytest.mark.parametrize(("row", "what"), [({**OWN, "id": "b"}, "question"), ({**OWN, "question": "Another."}, "id")])
+def test_a_problem_in_train_and_test_is_refused(tmp_path: Path, row: dict[str, Any], what: str) -> None:
+    folder = write_rows(tmp_path, OWN)
+    (folder / "test.jsonl").write_text(json.dumps(row))
+    for split in ("train", "test"):
+        with (
+            opened(folder) as task,
+            pytest.raises(ConfigurationError, match=rf"test\.jsonl, line 1: this test {what} is"),
+        ):
+            list(task.problems(split))  # type: ignore[arg-type]
+
+
+def test_the_numbers_of_apps_count_from_0_in_both_splits(tmp_path: Path) -> None:
+    folder = write_rows(tmp_path, APPS_CALL)
+    (folder / "test.jsonl").write_text(json.dumps({**APPS_CALL, "question": "Double the number."}))
+    with opened(folder) as task:
+        assert [p.id for split in ("train", "test") for p in task.problems(split)] == ["apps-7", "apps-test-7"]  # type: ignore[arg-type]
+
+
+def test_a_file_without_problems_is_refused(tmp_path: Path) -> None:
+    wanted = pytest.raises(ConfigurationError, match=r"train\.jsonl has no usable problem\. Add problems")
+    with opened(write_rows(tmp_path, "")) as task, wanted:
+        list(task.problems("train"))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_large_integers_stay_exact(tmp_path: Path, packed: bool) -> None:
+    large: Any = {"fn_name": "double", "inputs": [[1], [2**70]], "outputs": [[2], [2**71]]}
+    row = {**APPS_CALL, "input_output": json.dumps(large) if packed else large}
+    (entry,) = read_entries(write_rows(tmp_path, row) / "train.jsonl", 1)
+    assert isinstance(entry, CodeEntry)
+    assert [(test.case, test.output) for test in entry.code.hidden] == [(f"[{2**70}]", 2**71)]
+
+
 def test_an_id_that_comes_twice(tmp_path: Path) -> None:
-    with opened(write_rows(tmp_path, OWN, OWN)) as task, pytest.raises(ConfigurationError, match="of line 1"):
+    rows = OWN, {**OWN, "question": "Another."}
+    with opened(write_rows(tmp_path, *rows)) as task, pytest.raises(ConfigurationError, match=r"of .*, line 1\."):
         list(task.problems("train"))
 
 

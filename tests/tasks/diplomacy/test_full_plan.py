@@ -227,3 +227,11 @@ def test_translations_are_refused_because_their_prompt_asks_for_a_number(kind: s
     changes = [f"task={kind}", "game.protocol=decoupled", "game.reward=decoupled", "prompts=chat"]
     with pytest.raises(ConfigurationError, match=f"decoupled.*{kind}"):
         load_experiment(Path("experiments/diplomacy-plan.toml"), changes)
+
+
+def test_a_support_that_names_the_other_coast_gives_no_strength(task: DiplomacyPlan) -> None:
+    problem = problem_of(place(BOARD, {"France": ["F mao", "F wes"], "Italy": ["A rom"]}), "France", "spa")
+    other = task.grade(problem, "F mao-spa/nc\nF wes S mao-spa/sc\nspa 2>0")
+    assert (other.correct, other.note) == (False, "false claim in step 3: the orders give spa the strength 1")
+    for named in ("spa", "spa/nc"):
+        assert task.grade(problem, f"F mao-spa/nc\nF wes S mao-{named}\nspa 2>0").correct

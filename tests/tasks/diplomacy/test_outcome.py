@@ -81,6 +81,36 @@ SOLUTION = "A gas-bur 2>1 ok\nA mar S gas-bur ok\nA mun-bur 1<2 bounced\nAnswer:
         ({"England": ["A lon", "F nth"]}, ["A lon-nwy", "F nth C lon-nwy"], "nwy", "1>0 ok;ok;Eng"),
         ({"England": ["A lon", "F nth"]}, ["A lon-nwy"], "nwy", "0=0 no convoy;ok;nobody"),
         ({"France": ["A par", "A gas"]}, ["A par S gas-bur"], "bur", "ok;unmatched;nobody"),
+        (  # a power's support does not help to drive out its own unit
+            {"France": ["A bur", "A mar"], "Germany": ["A mun"]},
+            ["A mar S mun-bur", "A mun-bur"],
+            "bur",
+            "ok;ok;1=1 bounced;Fra",
+        ),
+        (  # if that unit leaves, the support counts
+            {"France": ["A bur", "A mar"], "Germany": ["A mun"]},
+            ["A bur-par", "A mar S mun-bur", "A mun-bur"],
+            "bur",
+            "1>0 ok;ok;2>0 ok;Ger",
+        ),
+        (  # nor does it drive out its own unit itself
+            {"France": ["A bur", "A mar", "A gas"]},
+            ["A mar-bur", "A gas S mar-bur"],
+            "bur",
+            "ok;ok;0<1 bounced;Fra",
+        ),
+        (  # a convoyed army that bounces has its strength in its goal, also if it is driven out
+            {"England": ["A lon", "F eng"], "France": ["A par"], "Germany": ["A wal", "F nth"]},
+            ["A lon-bre", "F eng C lon-bre", "A par-bre", "A wal-lon", "F nth S wal-lon"],
+            "bre",
+            "ok;1=1 dislodged;1=1 bounced;ok;2>1 ok;nobody",
+        ),
+        (  # an army changes places by its own power's convoy, also without "via"
+            {"England": ["A bel", "F nth"], "Germany": ["A hol"]},
+            ["A bel-hol", "F nth C bel-hol", "A hol-bel"],
+            "bel",
+            "1>0 ok;ok;1>0 ok;Ger",
+        ),
     ],
 )
 def test_known_phases_have_known_results(
@@ -186,9 +216,9 @@ def test_the_exact_solution_of_every_problem_is_flawless(board: str) -> None:
         grade = task.grade(problem, solution.text)
         assert (grade.correct, grade.note) == (True, "")
         assert len(solution.orders) <= 6
-        for line in solution.lines:  # the numbers decide a move, except between units of one power
-            if line.endswith(" ok") and ">" not in line:
-                assert " S " in line or " C " in line or line.endswith(" H ok")
+        for order, line in zip(solution.orders, solution.lines, strict=True):  # the numbers decide a move
+            if order.act == "move":
+                assert (">" in line) == line.endswith(" ok"), problem.question
     again = open_task(DiplomacyOutcomeTask(board=board, problems=3, test_problems=10, most_units=6))
     assert [p.id for p in again.problems("train")] == [p.id for p in problems[10:13]]
 

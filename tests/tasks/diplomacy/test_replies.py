@@ -11,11 +11,12 @@ import pytest
 from pvg.games.diplomacy.board import Board
 from pvg.games.diplomacy.legal import orders_of
 from pvg.games.diplomacy.mini import mini_board
-from pvg.games.diplomacy.orders import Order
+from pvg.games.diplomacy.orders import Order, parse
 from pvg.games.diplomacy.position import Position
 from pvg.games.diplomacy.setup import place
 from pvg.games.diplomacy.standard import standard_board
 from pvg.tasks.diplomacy.contests import Contest
+from pvg.tasks.diplomacy.plans import ClaimedPlan, judge, read_plan
 from pvg.tasks.diplomacy.replies import reply_space
 
 MOST_REPLIES = 4000
@@ -94,3 +95,33 @@ def test_the_replies_that_can_matter_judge_a_plan_like_all_replies(board: Board,
         sound += expected[0][0]
     assert compared > 10
     assert 0 < sound < compared
+
+
+@pytest.mark.parametrize(
+    ("units", "plan", "reply"),
+    [
+        (  # a second fleet replaces the convoy that the army needs to bounce
+            {"England": ["A yor", "A par", "F eng"], "Germany": ["F nth"]},
+            "A yor-bre\nA par-bre\nF eng C yor-bre\nbre 1>0",
+            "F nth C yor-bre",
+        ),
+        (  # the army goes by its own convoy, because it changes places with the unit in hol
+            {"England": ["A bel", "A ruh", "F nth"], "Germany": ["A hol", "F ska", "F nwg"]},
+            "A bel-hol\nA ruh S bel-hol\nF nth C bel-hol\nhol 2>1",
+            "A hol-bel; F ska-nth; F nwg S ska-nth",
+        ),
+    ],
+)
+def test_replies_about_the_plans_own_convoys_matter(units: dict[str, list[str]], plan: str, reply: str) -> None:
+    board = standard_board()
+    position, power = place(board, units), board.power("England")
+    assert power is not None
+    claimed = board.provinces.index(plan.rpartition("\n")[2][:3])
+    read = read_plan(board, position, power, plan, claimed)
+    assert isinstance(read, ClaimedPlan)
+    orders = [order for text in reply.split("; ") if (order := parse(board, text)) is not None]
+    refuting = {board.province_of[order.place]: order for order in orders}
+    assert Contest(board, position, {**read.orders, **refuting}).stands(claimed) != power
+    judgement = judge(board, position, power, read, 10_000, np.random.default_rng(0))
+    assert judgement.false is not None
+    assert not judgement.sampled
