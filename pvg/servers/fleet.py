@@ -56,6 +56,7 @@ class Server:
     loading: bool = False  # weights were sent, and it has not answered yet
     settled: bool = False  # its weights are certainly those of its label
     leaving: bool = False  # it is being removed
+    interruptions: int = 0  # times that newer weights stopped it from catching up, since it last had the newest
     heard_at: float = 0.0  # when its last answer to a request came, by `time.monotonic`
     attempts: set[asyncio.Task[Any]] = field(default_factory=set)
     probe_now: asyncio.Event = field(default_factory=asyncio.Event)
@@ -109,7 +110,7 @@ class Fleet:
         self._failure: BaseException | None = None
         self._watching = False
         self._watchers: dict[Server, asyncio.Task[None]] = {}
-        self._catching_up: asyncio.Task[None] | None = None
+        self._catching_up: tuple[Server, asyncio.Task[None]] | None = None
 
     @property
     def up(self) -> list[Server]:
@@ -250,7 +251,7 @@ class Fleet:
 
     def arrived(self, server: Server, label: str) -> None:
         """Record that the server has the newest weights."""
-        server.label, server.settled = label, True
+        server.label, server.settled, server.interruptions = label, True, 0
         server.faults_in_a_row, server.rests_until = 0, 0.0
         self._set(server, "up")
 
@@ -308,23 +309,35 @@ class Fleet:
             restarted = server.info is not None and info.boot != server.info.boot
             server.info = info
             if restarted:
+                server.interruptions = 0
                 self._cut_off(server)
                 self._set(server, "stale")
             if server.leaving or (server.state == "up" and not restarted):
                 return  # its tokens show whether its label is right; `info` may be older than the last update
-            self._catching_up = asyncio.ensure_future(self._catch_up(server))
+            task = asyncio.ensure_future(self._catch_up(server))
+            self._catching_up = server, task
             try:
-                await asyncio.wait([self._catching_up])
+                await asyncio.wait([task])
             finally:
-                self._catching_up.cancel()
-            if not self._catching_up.cancelled():
-                self._catching_up.result()
+                self._catching_up = None
+                task.cancel()
+            if not task.cancelled():
+                task.result()
 
     def interrupt_catching_up(self) -> None:
-        """Stop catching up a server, because newer weights wait for `updating`. The server gets those afterwards. So
-        one server that hangs while catching up does not delay the others."""
-        if self._catching_up is not None:
-            self._catching_up.cancel()
+        """Stop catching up a server, because newer weights wait for `updating`. So one server that hangs while catching
+        up does not delay the others. The server gets the newer weights afterwards.
+
+        A server that loads for longer than a training step would be interrupted forever. So the second interruption
+        makes it stale, and it gets the newer weights together with the others. It gets only one such chance: if it
+        hangs, it delays one update."""
+        if self._catching_up is None:
+            return
+        server, task = self._catching_up
+        task.cancel()
+        server.interruptions += 1
+        if server.interruptions == 2:
+            self._set(server, "stale")
 
     def _set(self, server: Server, state: State) -> None:
         if server.state != state:
