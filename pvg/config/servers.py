@@ -59,7 +59,8 @@ class Serving(Section):
     seeded: bool = Field(True, description="Whether each request has a seed. false: faster on a GPU, not repeatable.")
     probe_timeout_s: Positive = Field(
         15.0,
-        description="Seconds without an answer, to a health check or a request, after which a server counts as down.",
+        description="Seconds without an answer to a health check after which a server counts as down. "
+        "rollout.engine.timeout_s limits requests.",
     )
     unavailable_s: Positive = Field(120.0, description="Seconds that a request waits for any server.")
     max_num_seqs: Count = Field(

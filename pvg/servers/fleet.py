@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 State = Literal["away", "stale", "up"]
 LONGEST_REST_S = 5.0
+SILENCE_S = 300.0  # longer than most requests take
 LAG_HZ = 20.0  # ticks per second that measure our own event loop during a probe
 
 
@@ -58,19 +59,25 @@ class Server:
     leaving: bool = False  # it is being removed
     interruptions: int = 0  # times that newer weights stopped it from catching up, since it last had the newest
     heard_at: float = 0.0  # when its last answer to a request came, by `time.monotonic`
-    attempts: set[asyncio.Task[Any]] = field(default_factory=set)
+    told_silence_of: float = 0.0  # the `silent_since` of the last server.silent event
+    attempts: dict[asyncio.Task[Any], float] = field(default_factory=dict)  # oldest first, with their starts
     probe_now: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def silent_since(self) -> float:
+        """When its last answer came, or when its oldest request in flight was sent, if that is later."""
+        return max(self.heard_at, next(iter(self.attempts.values()), 0.0))
 
     async def attempt(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work`, a request to this server. Raises ConnectionBroken if the server goes away first."""
         task = asyncio.ensure_future(work)
-        self.attempts.add(task)
+        self.attempts[task] = time.monotonic()
         self.outstanding += 1
         try:
             await asyncio.wait([task])
         finally:
             self.outstanding -= 1
-            self.attempts.discard(task)
+            del self.attempts[task]
             if not task.done():  # our caller was cancelled: closing the connection tells the server
                 task.cancel()
                 await asyncio.wait([task])
@@ -277,6 +284,7 @@ class Fleet:
             server.probe_now.clear()
             try:
                 await self._look(server)
+                self._tell_silence(server)
             except ServerFault as fault:
                 if server.state != "away":
                     self.lose(server, fault)
@@ -323,6 +331,15 @@ class Fleet:
                 task.cancel()
             if not task.cancelled():
                 task.result()
+
+    def _tell_silence(self, server: Server) -> None:
+        """Report once that a server that answers probes has not answered its requests for SILENCE_S. They have no
+        timeout by default, because a long completion may take that long."""
+        since = server.silent_since
+        if server.attempts and time.monotonic() - since > SILENCE_S and since != server.told_silence_of:
+            server.told_silence_of = since
+            requests = len(server.attempts)
+            self._events.event("gen", event="server.silent", server=server.url, requests=requests, silent_s=SILENCE_S)
 
     def interrupt_catching_up(self) -> None:
         """Stop catching up a server, because newer weights wait for `updating`. So one server that hangs while catching

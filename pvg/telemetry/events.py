@@ -70,8 +70,8 @@ class EventLog:
 
 
 class ServerNotices(Events):
-    """Passes every event to `log`, and calls `notice` when a server becomes unavailable or available again, and when a
-    worker process ends, hangs, is added or is removed."""
+    """Passes every event to `log`, and calls `notice` when a server becomes unavailable or available again or does not
+    answer its requests, and when a worker process ends, hangs, is added or is removed."""
 
     def __init__(self, log: Events, notice: Callable[[str], None], groups: Sequence[Sequence[str]]) -> None:
         """`groups`: addresses of servers that can replace each other."""
@@ -94,6 +94,11 @@ class ServerNotices(Events):
         elif fields.get("event") == "server.up" and server in self._away:
             self._away.discard(server)
             self._notice(f"{server} is back, with the newest weights.")
+        elif fields.get("event") == "server.silent":
+            self._notice(
+                f"{server} has answered no request for {fields['silent_s']:g} s; {fields['requests']} are in flight. "
+                "If they hang, restart it: pvg repeats them."
+            )
 
     def _workers(self, fields: dict[str, object]) -> None:
         """Notices about worker processes and the nodes of a cluster. `why` of a node's event is a whole sentence."""
