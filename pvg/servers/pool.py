@@ -82,6 +82,9 @@ LONGEST_EVENT = 64 << 20  # bytes of one stream event
 KEEP_ALIVE_S = 4.0  # below vLLM's 5 s, so that no connection is reused at the moment the server closes it
 
 
+TEMPORARY = (408, 425, 429)  # request timeout, too early, too many requests: proxies send them under load
+
+
 class ServerFault(Exception):
     """A request that a server did not serve. `sent`: the server may have started to serve it."""
 
@@ -124,7 +127,7 @@ class RefusedRequest(ServerFault):
     @property
     def final(self) -> bool:
         """Whether the server would refuse the same request again."""
-        return self.status < 500
+        return self.status < 500 and self.status not in TEMPORARY
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from pvg.servers.publishing import WeightUpdate
         Fault("reset", after=600),
         Fault("cut", after=600),
         Fault("error"),
+        Fault("busy"),
         Fault("malformed"),
         Fault("short_json"),
         Fault("truncated"),
