@@ -42,7 +42,9 @@ class Serving(Section):
     change results, so you can resume a run with other servers."""
 
     probe_every_s: ClassVar[float] = 2.0  # between two health checks: a fraction of the time that a restart takes
-    retries: ClassVar[int] = 5  # of a request after server failures, with growing pauses: about half a minute
+    # Retries of a request after server failures, with growing pauses: about half a minute. That is longer than
+    # `probe_timeout_s`, after which a server counts as down, and requests wait for another one instead.
+    retries: ClassVar[int] = 10
 
     servers: Urls = Field(("http://127.0.0.1:8000",), description="Addresses of the prover's servers.")
     verifier_servers: Urls = Field(
@@ -59,7 +61,8 @@ class Serving(Section):
     seeded: bool = Field(True, description="Whether each request has a seed. false: faster on a GPU, not repeatable.")
     probe_timeout_s: Positive = Field(
         15.0,
-        description="Seconds without an answer, to a health check or a request, after which a server counts as down.",
+        description="Seconds without an answer to a health check after which a server counts as down. "
+        "rollout.engine.timeout_s limits requests.",
     )
     unavailable_s: Positive = Field(120.0, description="Seconds that a request waits for any server.")
     max_num_seqs: Count = Field(

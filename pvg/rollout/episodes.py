@@ -274,6 +274,9 @@ async def _take_turn(
 
     live = [[episode for episode in group.episodes if episode in waiting] for group in groups]
     gatherings: list[GroupSampling[Completion]] = gatherings_of([group.order for group in groups], deadline)
+    for group, episodes, gathering in zip(groups, live, gatherings, strict=True):
+        if gathering.watch is not None:
+            gathering.watch.count(len(group.episodes) - len(episodes))
     try:
         await all_or_none(
             gathering.start([one(gathering, place, episode) for place, episode in enumerate(episodes)])

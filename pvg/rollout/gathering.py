@@ -74,6 +74,10 @@ class DeadlineWatch:
         self._tasks.append(task)
         task.add_done_callback(self._ended)
 
+    def count(self, finished: int) -> None:
+        """Count rollouts of the set that finished without a task: episodes that ended in an earlier turn."""
+        self._finished += finished
+
     def begin(self) -> None:
         """Start the clock before the set's first request. Later calls do nothing."""
         if self._timer is None:

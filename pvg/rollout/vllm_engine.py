@@ -305,14 +305,19 @@ class VllmEngine(Engine):
             else None
         )
         whole = joined(request, sampled)
-        if generated.finish_reason == "abort" or whole is None:
+        reason = generated.finish_reason
+        if reason == "abort" and whole is not None:  # the abort may come after the last token
+            last, sampling = int(whole.token_ids[-1]), request.sampling
+            full = len(whole.token_ids) == sampling.max_tokens
+            reason = "stop" if last in sampling.stop_ids else "length" if full else "abort"
+        if reason == "abort" or whole is None:
             raise CutShort(whole)
         return Completion(
             request_id=request.id,
             token_ids=whole.token_ids,
             logprobs=whole.logprobs,
             spans=whole.spans,
-            finish_reason=generated.finish_reason,
+            finish_reason=reason,
             timing=whole.timing,
             routed_experts=generated.routed_experts if self._routed_experts else None,
         )

@@ -187,14 +187,19 @@ class InFlightRequests:
 
 
 async def _abort_until_ended(cut: Sequence[InFlightRequest]) -> None:
-    """Tell the servers to abort these requests, until all of them have ended."""
-    while cut := [tracked for tracked in cut if not tracked.ended and tracked.failure is None]:
-        by_server: dict[Server, list[InFlightRequest]] = {}
-        for tracked in cut:
-            if tracked.server is not None:
-                by_server.setdefault(tracked.server, []).append(tracked)
-        await asyncio.gather(*(_abort(server, running) for server, running in by_server.items()))
-        await asyncio.sleep(AGAIN_S)
+    """Tell the servers to abort these requests, until all of them have ended. A server that is slow to answer does not
+    delay the others."""
+    telling: dict[Server, asyncio.Task[None]] = {}
+    async with asyncio.TaskGroup() as aborts:
+        while cut := [tracked for tracked in cut if not tracked.ended and tracked.failure is None]:
+            by_server: dict[Server, list[InFlightRequest]] = {}
+            for tracked in cut:
+                if tracked.server is not None:
+                    by_server.setdefault(tracked.server, []).append(tracked)
+            for server, running in by_server.items():
+                if server not in telling or telling[server].done():
+                    telling[server] = aborts.create_task(_abort(server, running))
+            await asyncio.sleep(AGAIN_S)
 
 
 async def _abort(server: Server, running: Sequence[InFlightRequest]) -> None:

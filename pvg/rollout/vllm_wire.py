@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import io
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -24,6 +23,8 @@ from pvg.servers.pool import ConnectionBroken, MalformedReply
 GENERATE = "/inference/v1/generate"
 SEED_BITS = (1 << 63) - 1  # vLLM's seeds are signed
 UNSAMPLABLE = -9000.0  # vLLM writes -9999 for a log-prob of minus infinity or NaN
+ROUNDING = 1e-3  # nats by which a log-prob may be above 0
+UNREADABLE = (AttributeError, LookupError, OverflowError, TypeError, ValueError)  # from JSON of another form
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +113,19 @@ class StreamedCompletion:
         return len(self.token_ids)
 
     def take(self, choice: dict[str, Any]) -> None:
-        ids = choice.get("token_ids") or []
-        content = (choice.get("logprobs") or {}).get("content") or []
-        if len(content) != len(ids):
-            raise MalformedReply(self.url, f"{len(ids)} tokens with {len(content)} log-probs")
         try:
+            ids = list(choice.get("token_ids") or [])
+            content = (choice.get("logprobs") or {}).get("content") or []
             found = [float(entry["logprob"]) for entry in content]
             labels = [(int(span["start"]), str(span["version"])) for span in choice.get("weight_versions") or []]
-        except (KeyError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise MalformedReply(self.url, f"a choice that cannot be read: {error!r}") from None
-        if not all(isinstance(token, int) and 0 <= token < 2**31 for token in ids):
+        if len(found) != len(ids):
+            raise MalformedReply(self.url, f"{len(ids)} tokens with {len(found)} log-probs")
+        if not all(type(token) is int and 0 <= token < 2**31 for token in ids):  # `true` is an int too
             raise MalformedReply(self.url, "invalid token ids")
         for logprob in found:
-            if not math.isfinite(logprob) or logprob < UNSAMPLABLE:
+            if not UNSAMPLABLE <= logprob <= ROUNDING:  # also true for NaN
                 raise MalformedReply(self.url, f"a sampled token with log-prob {logprob:g}")
         self.token_ids += ids
         self.logprobs += found
@@ -141,8 +142,11 @@ class StreamedCompletion:
             raise MalformedReply(self.url, f"a completion that ended by {self.finish_reason!r}")
         if usage is None or not (self.token_ids or aborted):
             raise MalformedReply(self.url, "a completion without tokens" if usage else "a completion without usage")
-        if self.token_ids and (not self.labels or self.labels[0][0] != 0):
+        starts = [start for start, _ in self.labels]
+        if self.token_ids and (not starts or starts[0] != 0):
             raise MalformedReply(self.url, "a completion without the versions of its weights (vLLM below 0.32?)")
+        if self.token_ids and (starts != sorted(set(starts)) or starts[-1] >= len(self.token_ids)):
+            raise MalformedReply(self.url, f"{len(self.token_ids)} tokens with versions that start at {starts}")
         return ServedCompletion(
             token_ids=np.asarray(self.token_ids, dtype=np.int32),
             logprobs=np.asarray(self.logprobs, dtype=np.float32),
@@ -186,10 +190,11 @@ def read_prompt_logprobs(found: Any, ids: Int32, url: str) -> tuple[Float32, str
         raise MalformedReply(url, "no log-probs of the prompt")
     try:
         values = [float(row[str(token)]["logprob"]) for row, token in zip(rows[1:], ids[1:].tolist(), strict=True)]
-    except (KeyError, TypeError, ValueError) as error:
+        spans = _only_choice(found, url).get("weight_versions") or [{}]
+        label = str(spans[0].get("version", ""))
+    except UNREADABLE as error:
         raise MalformedReply(url, f"log-probs of the prompt that cannot be read: {error!r}") from None
-    spans = _only_choice(found, url).get("weight_versions") or [{}]
-    return np.asarray(values, dtype=np.float32), str(spans[0].get("version", ""))
+    return np.asarray(values, dtype=np.float32), label
 
 
 def _only_choice(found: Any, url: str) -> dict[str, Any]:
@@ -201,8 +206,8 @@ def _only_choice(found: Any, url: str) -> dict[str, Any]:
 
 def _usage(found: Any, url: str) -> tuple[int, int]:
     """(Prompt tokens, those of them that came from the prefix cache)."""
-    usage = found.get("usage")
-    if not isinstance(usage, dict) or not isinstance(usage.get("prompt_tokens"), int):
-        raise MalformedReply(url, "no usage")
-    details = usage.get("prompt_tokens_details") or {}
-    return usage["prompt_tokens"], int(details.get("cached_tokens") or 0)
+    try:
+        usage = found["usage"]
+        return int(usage["prompt_tokens"]), int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+    except UNREADABLE as error:
+        raise MalformedReply(url, f"usage that cannot be read: {error!r}") from None

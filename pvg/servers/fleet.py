@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 State = Literal["away", "stale", "up"]
 LONGEST_REST_S = 5.0
+SILENCE_S = 300.0  # longer than most requests take
 LAG_HZ = 20.0  # ticks per second that measure our own event loop during a probe
 
 
@@ -56,20 +57,27 @@ class Server:
     loading: bool = False  # weights were sent, and it has not answered yet
     settled: bool = False  # its weights are certainly those of its label
     leaving: bool = False  # it is being removed
+    interruptions: int = 0  # times that newer weights stopped it from catching up, since it last had the newest
     heard_at: float = 0.0  # when its last answer to a request came, by `time.monotonic`
-    attempts: set[asyncio.Task[Any]] = field(default_factory=set)
+    told_silence_of: float = 0.0  # the `silent_since` of the last server.silent event
+    attempts: dict[asyncio.Task[Any], float] = field(default_factory=dict)  # oldest first, with their starts
     probe_now: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def silent_since(self) -> float:
+        """When its last answer came, or when its oldest request in flight was sent, if that is later."""
+        return max(self.heard_at, next(iter(self.attempts.values()), 0.0))
 
     async def attempt(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work`, a request to this server. Raises ConnectionBroken if the server goes away first."""
         task = asyncio.ensure_future(work)
-        self.attempts.add(task)
+        self.attempts[task] = time.monotonic()
         self.outstanding += 1
         try:
             await asyncio.wait([task])
         finally:
             self.outstanding -= 1
-            self.attempts.discard(task)
+            del self.attempts[task]
             if not task.done():  # our caller was cancelled: closing the connection tells the server
                 task.cancel()
                 await asyncio.wait([task])
@@ -109,7 +117,7 @@ class Fleet:
         self._failure: BaseException | None = None
         self._watching = False
         self._watchers: dict[Server, asyncio.Task[None]] = {}
-        self._catching_up: asyncio.Task[None] | None = None
+        self._catching_up: tuple[Server, asyncio.Task[None]] | None = None
 
     @property
     def up(self) -> list[Server]:
@@ -250,7 +258,7 @@ class Fleet:
 
     def arrived(self, server: Server, label: str) -> None:
         """Record that the server has the newest weights."""
-        server.label, server.settled = label, True
+        server.label, server.settled, server.interruptions = label, True, 0
         server.faults_in_a_row, server.rests_until = 0, 0.0
         self._set(server, "up")
 
@@ -276,6 +284,7 @@ class Fleet:
             server.probe_now.clear()
             try:
                 await self._look(server)
+                self._tell_silence(server)
             except ServerFault as fault:
                 if server.state != "away":
                     self.lose(server, fault)
@@ -308,23 +317,44 @@ class Fleet:
             restarted = server.info is not None and info.boot != server.info.boot
             server.info = info
             if restarted:
+                server.interruptions = 0
                 self._cut_off(server)
                 self._set(server, "stale")
             if server.leaving or (server.state == "up" and not restarted):
                 return  # its tokens show whether its label is right; `info` may be older than the last update
-            self._catching_up = asyncio.ensure_future(self._catch_up(server))
+            task = asyncio.ensure_future(self._catch_up(server))
+            self._catching_up = server, task
             try:
-                await asyncio.wait([self._catching_up])
+                await asyncio.wait([task])
             finally:
-                self._catching_up.cancel()
-            if not self._catching_up.cancelled():
-                self._catching_up.result()
+                self._catching_up = None
+                task.cancel()
+            if not task.cancelled():
+                task.result()
+
+    def _tell_silence(self, server: Server) -> None:
+        """Report once that a server that answers probes has not answered its requests for SILENCE_S. They have no
+        timeout by default, because a long completion may take that long."""
+        since = server.silent_since
+        if server.attempts and time.monotonic() - since > SILENCE_S and since != server.told_silence_of:
+            server.told_silence_of = since
+            requests = len(server.attempts)
+            self._events.event("gen", event="server.silent", server=server.url, requests=requests, silent_s=SILENCE_S)
 
     def interrupt_catching_up(self) -> None:
-        """Stop catching up a server, because newer weights wait for `updating`. The server gets those afterwards. So
-        one server that hangs while catching up does not delay the others."""
-        if self._catching_up is not None:
-            self._catching_up.cancel()
+        """Stop catching up a server, because newer weights wait for `updating`. So one server that hangs while catching
+        up does not delay the others. The server gets the newer weights afterwards.
+
+        A server that loads for longer than a training step would be interrupted forever. So the second interruption
+        makes it stale, and it gets the newer weights together with the others. It gets only one such chance: if it
+        hangs, it delays one update."""
+        if self._catching_up is None:
+            return
+        server, task = self._catching_up
+        task.cancel()
+        server.interruptions += 1
+        if server.interruptions == 2:
+            self._set(server, "stale")
 
     def _set(self, server: Server, state: State) -> None:
         if server.state != state:

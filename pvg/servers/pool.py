@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -78,8 +78,12 @@ def _check_positive(concurrency: int, hosts: int) -> None:
 # --- the pool --------------------------------------------------------------------------------------------------------
 
 
+END_S = 1.0  # from a stream's last event to the end of the reply; after that, the connection is closed
 LONGEST_EVENT = 64 << 20  # bytes of one stream event
 KEEP_ALIVE_S = 4.0  # below vLLM's 5 s, so that no connection is reused at the moment the server closes it
+
+
+TEMPORARY = (408, 425, 429)  # request timeout, too early, too many requests: proxies send them under load
 
 
 class ServerFault(Exception):
@@ -124,7 +128,7 @@ class RefusedRequest(ServerFault):
     @property
     def final(self) -> bool:
         """Whether the server would refuse the same request again."""
-        return self.status < 500
+        return self.status < 500 and self.status not in TEMPORARY
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,10 +217,10 @@ class HttpPool:
             async with self._opened().request(
                 method, url, data=data, timeout=timeout, headers={**content, **(headers or {})}, allow_redirects=False
             ) as response:
-                if response.status >= 300:
-                    raise _refusal(url, response.status, await response.read())
                 self._open.add(response)
                 try:
+                    if response.status >= 300:
+                        raise _refusal(url, response.status, await response.read())
                     yield response
                 finally:
                     self._open.discard(response)
@@ -276,7 +280,9 @@ async def _events(url: str, response: aiohttp.ClientResponse) -> AsyncIterator[A
             continue
         data = line[5:].strip()
         if data == b"[DONE]":
-            await response.read()  # read to the end of the reply, so that the connection can be reused
+            with suppress(TimeoutError):  # read to the end of the reply, so that the connection can be reused
+                async with asyncio.timeout(END_S):
+                    await response.read()
             return
         try:
             yield orjson.loads(data)

@@ -418,7 +418,10 @@ class ServedModel:
 
     def _after_refusal(self, codes: Collection[str], version: int) -> str:
         if "older_session" in codes:
-            return "Another run publishes to it. Give each run separate servers, then continue with --resume."
+            return (
+                "Another run publishes to it, or this machine's clock was set back. Give each run separate servers; "
+                "after a change of the clock, restart the server. Then continue with --resume."
+            )
         if "load_failed" in codes and version == 0:  # the initial weights, so probably another model
             model = self.needs.model
             return f"Does it serve this experiment's {model}? Restart it: `pvg serve` with this experiment's settings."

@@ -137,8 +137,12 @@ def remove_temporaries(directory: Path, name: str = "") -> list[Path]:
 def remove_old_temporaries(directory: Path, name: str) -> list[Path]:
     """As `remove_temporaries`, but only files last written more than OLD_S ago: for a `name` that any process may
     write."""
-    now = time.time()
-    return _remove([path for path in _temporaries(directory, name) if now - path.lstat().st_mtime > OLD_S])
+    old = []
+    for path in _temporaries(directory, name):
+        with suppress(FileNotFoundError):  # its writer has renamed it in the meantime
+            if time.time() - path.lstat().st_mtime > OLD_S:
+                old.append(path)
+    return _remove(old)
 
 
 def _temporaries(directory: Path, name: str) -> list[Path]:

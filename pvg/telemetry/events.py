@@ -1,6 +1,7 @@
 """The event log: one line per event, `[tag] key=value ...`, with monotonic time. `pvg diagnose` reads it.
 
-A line is one `write` in append mode, so lines of several threads never interleave.
+A line is one `write` in append mode, so lines of several threads never interleave. If a full disk or a kill cuts a line
+short, the next event begins a new line.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pvg.errors import counted
-from pvg.inputs import open_to_append
+from pvg.inputs import open_input, open_to_append
 
 
 class Events(Protocol):
@@ -37,7 +38,7 @@ def format_event(tag: str, **fields: object) -> str:
 def _value(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
-    text = str(value).replace("\n", "\\n").replace('"', "'")
+    text = str(value).replace("\n", "\\n").replace("\r", "\\r").replace('"', "'")
     return f'"{text}"' if (" " in text or not text) else text
 
 
@@ -47,6 +48,7 @@ class EventLog:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: int | None = open_to_append(path)
+        self._torn = _ends_within_a_line(path)  # a full disk or a kill can end a write early
 
     def event(self, tag: str, **fields: object) -> None:
         self.line(format_event(tag, **fields))
@@ -54,8 +56,11 @@ class EventLog:
     def line(self, text: str) -> None:
         if self._file is None:
             raise RuntimeError("The event log is closed.")
+        data = (("\n" if self._torn else "") + text + "\n").encode()
         try:
-            os.write(self._file, (text + "\n").encode())
+            while data:  # a write to a full disk may write a part; the next one raises
+                data = data[os.write(self._file, data) :]
+                self._torn = bool(data)
         except OSError as error:  # it has no file name yet
             error.filename = str(self._path)
             raise
@@ -66,12 +71,20 @@ class EventLog:
             self._file = None
 
 
+def _ends_within_a_line(path: Path) -> bool:
+    with open_input(path) as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
 # --- notices about servers --------------------------------------------------------------------------------------------
 
 
 class ServerNotices(Events):
-    """Passes every event to `log`, and calls `notice` when a server becomes unavailable or available again, and when a
-    worker process ends, hangs, is added or is removed."""
+    """Passes every event to `log`, and calls `notice` when a server becomes unavailable or available again or does not
+    answer its requests, and when a worker process ends, hangs, is added or is removed."""
 
     def __init__(self, log: Events, notice: Callable[[str], None], groups: Sequence[Sequence[str]]) -> None:
         """`groups`: addresses of servers that can replace each other."""
@@ -94,6 +107,11 @@ class ServerNotices(Events):
         elif fields.get("event") == "server.up" and server in self._away:
             self._away.discard(server)
             self._notice(f"{server} is back, with the newest weights.")
+        elif fields.get("event") == "server.silent":
+            self._notice(
+                f"{server} has answered no request for {fields['silent_s']:g} s; {fields['requests']} are in flight. "
+                "If they hang, restart it: pvg repeats them."
+            )
 
     def _workers(self, fields: dict[str, object]) -> None:
         """Notices about worker processes and the nodes of a cluster. `why` of a node's event is a whole sentence."""

@@ -28,6 +28,15 @@ def test_a_server_that_goes_and_comes_back_is_told_once_each_and_everything_is_l
     assert [name for _, name in log.kept] == ["server.up", "server.away", "server.stale", "server.up", "client.send"]
 
 
+def test_a_server_that_answers_no_request_is_told() -> None:
+    told: list[str] = []
+    events = ServerNotices(Kept(), told.append, [["http://a"]])
+    events.event("gen", event="server.silent", server="http://a", requests=3, silent_s=300.0)
+    assert told == [
+        "http://a has answered no request for 300 s; 3 are in flight. If they hang, restart it: pvg repeats them."
+    ]
+
+
 def test_the_last_server_of_its_kind_has_nobody_to_stand_in() -> None:
     told: list[str] = []
     events = ServerNotices(Kept(), told.append, [["http://a", "http://b"], ["http://verifier"]])

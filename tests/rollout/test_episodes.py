@@ -168,6 +168,16 @@ def test_a_deadline_gives_up_an_episode_whole_in_whatever_turn_it_is():
     assert groups[0].lost_tokens == 0
 
 
+def test_episodes_that_ended_in_an_earlier_turn_count_for_the_deadline():
+    """Otherwise the last episode, which hangs, would be waited for forever."""
+    engine = Talking(frozenset({"e/00000/02/1"}))
+    script = Script(["1?"], silent=frozenset({"e/00000/00", "e/00000/01"}))
+    for over in ("group", "batch"):
+        (group,) = play(engine, script, orders(groups=1, size=3), deadline=Deadline(0.01, 2, over))
+        assert [rollout.id for rollout in group.rollouts] == ["e/00000/00", "e/00000/01"]
+        assert group.cancelled == 1
+
+
 def test_what_an_environment_raises_surfaces_and_nothing_is_left_running():
     class Failing(Script):
         async def observe(self, transcripts: Sequence[Transcript]) -> list[Observation | None]:

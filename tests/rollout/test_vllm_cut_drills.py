@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm_drills import Drill, check, fingerprint, request, run, sampled, until
+from vllm_drills import Drill, FakeVllm, Fault, check, fingerprint, request, run, sampled, until
 
 from pvg.errors import ConfigurationError
 from pvg.records import VersionSpan
@@ -143,6 +143,49 @@ def test_tokens_that_a_fault_takes_away_are_not_asked_for_again(tmp_path: Path) 
         assert sum(sum(server.received.values()) for server in d.servers) == 1
 
     run(use, tmp_path, token_ms=400.0)
+
+
+def test_a_server_that_answers_no_abort_does_not_delay_the_others(tmp_path: Path) -> None:
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        d.proxies[0].only = "/inference/v1/abort_requests"
+        d.proxies[0].default = Fault("hang")
+        asked = [request(i, 90, stops=False) for i in range(4)]
+        tasks = [asyncio.create_task(d.engine.generate(one)) for one in asked]
+        await until(lambda: d.running() == 4)
+        ignored, abort = [], d.servers[1]._abort
+
+        def not_the_first(names: list[str]) -> None:  # vLLM ignores aborts of requests that have not reached it
+            ignored.append(names) if not ignored else abort(names)
+
+        d.servers[1]._abort = not_the_first  # type: ignore[method-assign]
+        d.engine.cut([one.id for one in asked])
+        await until(lambda: d.servers[1].running == 0, 10.0)
+        assert d.servers[0].running == 2
+        for task in tasks:
+            task.cancel()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert sum(isinstance(short, CutShort) for short in found) == 2
+
+    run(use, tmp_path, token_ms=300.0, probe_timeout_s=60.0)
+
+
+def test_a_reply_to_a_late_abort_that_has_all_tokens_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def choice(self: FakeVllm, body: dict[str, Any], made: Any, first: int) -> dict[str, Any]:
+        return {**made.choice(first, made.finish_reason), "finish_reason": "abort"}
+
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        monkeypatch.setattr(FakeVllm, "_choice", choice)
+        monkeypatch.setattr(FakeVllm, "_abort", lambda *_: None)
+        asked = [request(number, 20) for number in range(16)]
+        tasks = [asyncio.create_task(d.engine.generate(one)) for one in asked]
+        await until(lambda: d.running() == len(asked))
+        d.engine.cut([one.id for one in asked])
+        ends = {check(await task, one).finish_reason for task, one in zip(tasks, asked, strict=True)}
+        assert ends == {"stop", "length"}
+
+    run(use, tmp_path, servers=1, token_ms=50.0)
 
 
 def test_a_server_that_refuses_to_cut_is_named(tmp_path: Path) -> None:

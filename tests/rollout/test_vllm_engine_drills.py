@@ -15,6 +15,7 @@ from vllm_drills import Drill, Fault, check, engine_over, process_drill, request
 
 from pvg.errors import ConfigurationError, RolloutFailedError, ServerUnavailableError, StateError
 from pvg.records import VersionSpan
+from pvg.servers import fleet
 from pvg.servers.publishing import WeightUpdate
 
 # --- the network -----------------------------------------------------------------------------------------------------
@@ -28,6 +29,7 @@ from pvg.servers.publishing import WeightUpdate
         Fault("reset", after=600),
         Fault("cut", after=600),
         Fault("error"),
+        Fault("busy"),
         Fault("malformed"),
         Fault("short_json"),
         Fault("truncated"),
@@ -142,6 +144,27 @@ def test_a_proxy_that_accepts_and_never_answers_is_a_server_that_hangs(tmp_path:
         await until(lambda: len(d.up()) == 2)
 
     run(use, tmp_path, probe_timeout_s=1.0)
+
+
+def test_requests_without_an_answer_are_told_once_and_go_elsewhere_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "SILENCE_S", 0.3)
+
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        await d.break_generation(default=Fault("hang"), only=0)
+        asked = [asyncio.create_task(d.ask(request(i))) for i in range(8)]
+        await until(lambda: bool(d.events.named("server.silent")))
+        probes = d.servers[0].calls["/pvg/info"]
+        await until(lambda: d.servers[0].calls["/pvg/info"] > probes + 3)
+        (silent,) = d.events.named("server.silent")
+        assert (silent["server"], silent["requests"]) == (d.proxies[0].url, 4)
+        d.proxies[0].default = Fault()
+        d.proxies[0].reset_all()
+        await asyncio.gather(*asked)
+
+    run(use, tmp_path)
 
 
 def test_a_server_that_answers_requests_but_no_probe_is_slow_and_stays(tmp_path: Path) -> None:

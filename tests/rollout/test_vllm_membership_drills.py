@@ -59,6 +59,21 @@ def test_a_server_that_is_added_before_it_is_up_is_used_once_it_answers(tmp_path
     run(use, tmp_path, servers=1)
 
 
+def test_an_added_server_that_loads_for_longer_than_a_step_joins_with_the_second_update(tmp_path: Path) -> None:
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        async with another(tmp_path) as server:
+            server.options.load_ms = 500.0
+            d.engine.served.add(server.url)
+            for version in (1, 2):
+                await until(lambda calls=version: server.calls["/pvg/weights"] >= calls)
+                await d.publish(version)
+            assert len(d.up()) == 2
+            assert server.fingerprint() == fingerprint(2)
+
+    run(use, tmp_path, servers=1)
+
+
 def test_an_added_server_that_does_not_fit_gets_nothing(tmp_path: Path) -> None:
     async def use(d: Drill) -> None:
         await d.publish(0)

@@ -261,6 +261,7 @@ class FakeVllm:
         async with self._updating:
             label = _label(body)
             if self.label == str(label):
+                self._resumed.set()
                 return {"label": str(label), "pause_ms": 0.0, "load_ms": 0.0, "resume_ms": 0.0}
             check_order(self.label, label)
             (file,) = weight_files(self.options.root, body["name"])

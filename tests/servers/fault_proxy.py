@@ -19,7 +19,18 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 Kind = Literal[
-    "none", "reset", "cut", "delay", "dribble", "hang", "error", "malformed", "truncated", "garbage", "short_json"
+    "none",
+    "reset",
+    "cut",
+    "delay",
+    "dribble",
+    "hang",
+    "error",
+    "busy",
+    "malformed",
+    "truncated",
+    "garbage",
+    "short_json",
 ]
 
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER of 0 s: closing sends RST
@@ -32,7 +43,7 @@ class Fault:
 
     reset, cut: after `after` bytes of the reply, with a RST or silently (FIN). delay: `seconds` before the reply.
     dribble: pieces of 16 bytes, `seconds` between them. hang: accepted, read, never answered.
-    error: a 500. malformed: 200 and no JSON. short_json: 200 and the first half of a JSON object.
+    error: a 500. busy: a 429. malformed: 200 and no JSON. short_json: 200 and the first half of a JSON object.
     truncated: fewer bytes than Content-Length tells. garbage: bytes that are no HTTP.
     """
 
@@ -49,6 +60,7 @@ def _canned(status: str, body: bytes, length: int | None = None) -> bytes:
 
 _CANNED: dict[str, bytes] = {
     "error": _canned("500 Internal Server Error", b'{"error": {"message": "EngineCore died", "code": "the_proxy"}}'),
+    "busy": _canned("429 Too Many Requests", b'{"error": "try again later"}'),
     "malformed": _canned("200 OK", b"<html></html>"),
     "short_json": _canned("200 OK", b'{"choices": ['),
     "truncated": _canned("200 OK", b'{"choices": [', length=4096),

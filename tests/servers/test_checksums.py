@@ -71,5 +71,21 @@ def test_a_tensor_that_differs_is_named_with_server_and_version() -> None:
         checked(digests)
 
 
+def test_servers_that_keep_different_tensors_do_not_look_like_changed_weights() -> None:
+    digests = served(torch.float32)
+    with ThreadPoolExecutor(1) as executor:
+        checksums = ChecksumTest("float32", executor, always=False)
+
+        def check(digests: dict[str, str], tensors: dict[str, torch.Tensor], version: int) -> bool:
+            asyncio.run(checksums.check(Digests(digests), info(), tensors, version))
+            return checksums.due
+
+        assert check(digests, TENSORS, 0)
+        assert check(digests | {"even.weight": NOTHING}, TENSORS, 0)
+        assert check(digests, TENSORS, 1)
+        norm = TENSORS["norm.weight"] + 1
+        assert not check(digests | {"norm.weight": digest(norm)}, TENSORS | {"norm.weight": norm}, 2)
+
+
 def test_shards_are_not_compared() -> None:
     assert checked({"norm.weight": "a shard's"}, world_size=2) == 0

@@ -10,6 +10,7 @@ import pytest
 from fake_vllm import FakeOptions, FakeVllm
 from patience import until
 
+from pvg.config.servers import Serving
 from pvg.servers import pool as pool_module
 from pvg.servers.pool import ConnectionBroken, ConnectionLimits, HttpPool, ReplyTimeout, pause_before_retry
 
@@ -224,3 +225,7 @@ def test_pauses_before_retries_double_up_to_a_limit_and_are_spread(monkeypatch: 
     assert slept == pytest.approx([0.1, 0.2, 0.4, 5.0, 5.0])
     asyncio.run(pause_before_retry(1, jitter=0.0))
     assert slept[-1] == pytest.approx(0.05)
+    slept.clear()
+    for attempt in range(1, Serving.retries + 1):
+        asyncio.run(pause_before_retry(attempt, jitter=0.5))
+    assert Serving().probe_timeout_s < sum(slept) < Serving().unavailable_s  # the health checks find a bad server first

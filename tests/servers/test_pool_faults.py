@@ -230,7 +230,7 @@ def answered_by(handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     async def run() -> Any:
         app = web.Application()
         app.router.add_post(GENERATE, handler)
-        runner = web.AppRunner(app, shutdown_timeout=0.0)
+        runner = web.AppRunner(app, shutdown_timeout=0.05)  # 0 waits for ever
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
@@ -264,6 +264,45 @@ def test_a_stream_without_its_end_is_broken() -> None:
     found = answered_by(in_pieces(EVENT, EVENT), streamed)
     assert type(found) is ConnectionBroken
     assert found.what == "the stream ended early"
+
+
+def test_a_stream_ends_with_done_even_if_the_server_never_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pvg.servers.pool.END_S", 0.05)
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        response = await in_pieces(EVENT, b"data: [DONE]\n\n")(request)
+        await asyncio.Event().wait()
+        return response
+
+    assert answered_by(handler, streamed) == 1
+
+
+def test_closing_the_pool_ends_a_refusal_whose_body_has_no_end() -> None:
+    begun = asyncio.Event()
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=500)
+        await response.prepare(request)
+        await response.write(b"x")
+        begun.set()
+        await asyncio.Event().wait()
+        return response
+
+    async def closed(pool: HttpPool, url: str) -> int:
+        asked = asyncio.create_task(whole(pool, url))
+        await begun.wait()
+        await asyncio.sleep(0.05)  # the client has the head of the reply
+        await pool.close()
+        return await asked
+
+    assert type(answered_by(handler, closed)) is ConnectionBroken
+
+
+@pytest.mark.parametrize(
+    ("status", "final"), [(400, True), (404, True), (408, False), (425, False), (429, False), (503, False)]
+)
+def test_a_server_that_is_busy_may_be_asked_again(status: int, final: bool) -> None:
+    assert RefusedRequest("http://a", status, "", "").final is final
 
 
 def test_events_come_whole_however_they_are_cut() -> None:

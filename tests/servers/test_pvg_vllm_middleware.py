@@ -27,6 +27,8 @@ class Engine:
         self.calls: list[str] = []
         self.label = "default"
         self.faults: list[str | Exception] = []
+        self.resume_faults: list[Exception] = []
+        self.paused = False
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(
                 runner_type="generate",
@@ -45,13 +47,17 @@ class Engine:
         return self.label
 
     async def is_paused(self) -> bool:
-        return False
+        return self.paused
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         self.calls.append(f"pause {mode} {clear_cache}")
+        self.paused = True
 
     async def resume_generation(self) -> None:
         self.calls.append("resume")
+        if self.resume_faults:
+            raise self.resume_faults.pop()
+        self.paused = False
 
     async def update_weight_version(self, label: str) -> None:
         self.calls.append(f"label {label}")
@@ -349,6 +355,16 @@ def test_the_same_label_again_is_done_at_once(server: Server) -> None:
     server.engine.calls.clear()
     status, found, _ = server.post("/pvg/weights", {"name": "v1", "label": "1-a/1"})
     assert (status, found["load_ms"], server.engine.calls) == (200, 0.0, [])
+
+
+def test_an_update_that_is_repeated_resumes_an_engine_that_stayed_paused(server: Server) -> None:
+    server.engine.resume_faults = [TimeoutError("RPC call to resume timed out")]
+    body = {"name": "v1", "label": "5-a/1"}
+    with pytest.raises(TimeoutError):  # vLLM answers 500
+        server.post("/pvg/weights", body)
+    assert (server.engine.label, server.engine.paused) == ("5-a/1", True)
+    assert server.post("/pvg/weights", body)[0] == 200
+    assert not server.engine.paused
 
 
 def test_backwards_and_older_sessions_are_refused(server: Server) -> None:

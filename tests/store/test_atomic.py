@@ -15,8 +15,15 @@ from full_disk import files_up_to, tmpfs_on
 from store_samples import names_below, rollout
 
 from pvg.errors import EXIT_ENVIRONMENT, MissingRequirementError
-from pvg.store import FileStateStore, JsonLines, RolloutShards
-from pvg.store.atomic import make_directory, remove_temporaries, temporary_beside, write_atomic, write_output
+from pvg.store import FileStateStore, JsonLines, RolloutShards, atomic
+from pvg.store.atomic import (
+    make_directory,
+    remove_old_temporaries,
+    remove_temporaries,
+    temporary_beside,
+    write_atomic,
+    write_output,
+)
 from pvg.store.checkpoints import write_checkpoint
 
 
@@ -144,6 +151,18 @@ def test_leftovers_are_recognised_and_only_they_are_removed(tmp_path: Path) -> N
     assert remove_temporaries(tmp_path) == [folder]
     assert remove_temporaries(tmp_path / "absent") == []
     assert [entry.name for entry in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_temporary_file_that_its_writer_renames_meanwhile_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new, renamed = (temporary_beside(tmp_path / "tags.json") for _ in range(3))
+    for file in (old, new):
+        file.write_bytes(b"[]")
+    os.utime(old, (0, 0))
+    monkeypatch.setattr(atomic, "_temporaries", lambda *_: [renamed, old, new])
+    assert remove_old_temporaries(tmp_path, "tags.json") == [old]
+    assert list(tmp_path.iterdir()) == [new]
 
 
 def test_make_directory_makes_parents_once(tmp_path: Path) -> None:

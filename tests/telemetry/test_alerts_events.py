@@ -5,6 +5,9 @@ import re
 from pathlib import Path
 from typing import get_args
 
+import pytest
+from full_disk import files_up_to
+
 from pvg.telemetry.alerts import REMEDIES, AlertKind, Alerts, verifier_at_chance
 from pvg.telemetry.events import EventLog, format_event
 
@@ -84,6 +87,26 @@ def test_event_lines_stay_one_line_and_quote_blanks(tmp_path):
     assert 'wall_ms=1.23457 note="two words\\nand a line"' in first
     assert second.endswith("event=write.done")
     assert format_event("x", a="").endswith('a=""')
+
+
+def test_a_line_that_a_full_disk_cuts_short_spoils_no_other(tmp_path):
+    path = tmp_path / "events.log"
+    log = EventLog(path)
+    log.event("gen", event="first")
+    size = path.stat().st_size
+    with pytest.raises(OSError, match="File too large"), files_up_to(size + 20):
+        log.event("gen", event="second", note="x" * 100)
+    log.event("gen", event="third")
+    log.close()
+    with path.open("a") as file:
+        file.write("[gen] t=1.0 event=of_a_killed")
+    again = EventLog(path)
+    again.event("gen", event="fourth", why="one\r[gen] line")
+    again.close()
+    lines = path.read_text().split("\n")
+    assert [line.rpartition("event=")[2] for line in lines][:4:2] == ["first", "third"]
+    assert lines[-2].endswith('event=fourth why="one\\r[gen] line"')
+    assert len(lines) == 6
 
 
 def test_translators_collapse_by_what_they_do_with_the_solvers_answer():

@@ -103,11 +103,14 @@ class Routes:
         }
 
     async def weights(self, call: RouteCall) -> dict[str, Any]:
-        """Load published weights into the engine. Answers immediately if it has the label already."""
+        """Load published weights into the engine. Answers immediately if it has the label already, after it resumes an
+        engine that an earlier call could not resume."""
         engine, label, name, keep_kv = call.state.engine_client, call.label(), call.text("name"), call.switch("keep_kv")
         async with self._updating:
             current = await engine.get_weight_version()
             if current == str(label):
+                if await engine.is_paused():
+                    await engine.resume_generation()
                 return {"label": str(label), "pause_ms": 0.0, "load_ms": 0.0, "resume_ms": 0.0}
             check_order(current, label)
             files = await asyncio.to_thread(weight_files, self._root, name)

@@ -1,0 +1,83 @@
+"""Replies of vLLM that are not what they should be: each is a MalformedReply, so the request is sent again."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pvg.rollout.vllm_wire import StreamedCompletion, read_generated, read_prompt_logprobs
+from pvg.servers.pool import MalformedReply
+
+URL = "http://server"
+GOOD = {
+    "choices": [
+        {
+            "token_ids": [5, 6],
+            "logprobs": {"content": [{"logprob": -1.0}, {"logprob": 1e-6}]},
+            "finish_reason": "stop",
+            "weight_versions": [{"start": 0, "version": "a"}, {"start": 1, "version": "b"}],
+        }
+    ],
+    "usage": {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 1}},
+}
+
+
+def changed(place: str, value: Any) -> Any:
+    reply = copy.deepcopy(GOOD)
+    (reply["choices"][0] if place in GOOD["choices"][0] else reply)[place] = value  # type: ignore[index]
+    return reply
+
+
+def test_a_log_prob_may_be_above_0_by_rounding() -> None:
+    found = read_generated(GOOD, URL)
+    assert found.labels == ((0, "a"), (1, "b"))
+    assert (found.prompt_tokens, found.cached_tokens) == (3, 1)
+    assert found.logprobs[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("token_ids", 7),
+        ("token_ids", "ab"),
+        ("token_ids", [5, True]),
+        ("token_ids", [5, 2**31]),
+        ("logprobs", [1, 2]),
+        ("logprobs", "abc"),
+        ("logprobs", {"content": 3}),
+        ("logprobs", {"content": {"a": 1, "b": 2}}),
+        ("logprobs", {"content": [{"logprob": -1.0}, {"logprob": 5.0}]}),
+        ("logprobs", {"content": [{"logprob": -1.0}, {"logprob": float("nan")}]}),
+        ("finish_reason", ["stop"]),
+        ("weight_versions", 5),
+        ("weight_versions", ["x"]),
+        ("weight_versions", [{"start": 0, "version": "a"}, {"start": 2, "version": "b"}]),
+        ("weight_versions", [{"start": 0, "version": "a"}, {"start": 0, "version": "b"}]),
+        ("weight_versions", [{"start": 0, "version": "a"}, {"start": -1, "version": "b"}]),
+        ("weight_versions", [{"start": float("inf"), "version": "a"}]),
+        ("usage", None),
+        ("usage", [1]),
+        ("usage", {"prompt_tokens": None}),
+        ("usage", {"prompt_tokens": 3, "prompt_tokens_details": [1]}),
+        ("usage", {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": "x"}}),
+    ],
+)
+def test_a_completion_of_another_form_is_malformed(place: str, value: Any) -> None:
+    with pytest.raises(MalformedReply):
+        read_generated(changed(place, value), URL)
+
+
+@pytest.mark.parametrize("event", [[], 5, None, {"choices": [{"token_ids": [1], "logprobs": "abc"}]}, {"usage": 3}])
+def test_an_event_of_another_form_is_malformed(event: Any) -> None:
+    with pytest.raises(MalformedReply):
+        StreamedCompletion(URL).feed(event)
+
+
+@pytest.mark.parametrize("versions", [["x"], 5, {"a": 1}])
+def test_scores_of_a_prompt_with_versions_of_another_form_are_malformed(versions: Any) -> None:
+    reply = {"prompt_logprobs": [None, {"2": {"logprob": -1}}], "choices": [{"weight_versions": versions}]}
+    with pytest.raises(MalformedReply):
+        read_prompt_logprobs(reply, np.array([1, 2], np.int32), URL)
