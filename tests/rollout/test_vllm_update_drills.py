@@ -256,9 +256,9 @@ def test_a_server_that_hangs_while_it_is_caught_up_does_not_keep_the_others_from
     run(use, tmp_path)
 
 
-async def interrupt(d: Drill, version: int, calls: int) -> None:
-    """Publish `version` while the first server catches up, which is delivery number `calls` to it."""
-    await until(lambda: d.servers[0].calls["/pvg/weights"] >= calls)
+async def interrupt(d: Drill, version: int) -> None:
+    """Publish `version` while a server catches up."""
+    await until(lambda: d.engine.served.fleet._catching_up is not None)
     await d.publish(version)
 
 
@@ -270,33 +270,30 @@ def test_a_server_that_loads_for_longer_than_a_step_joins_with_the_second_update
         await until(lambda: len(d.up()) == 1)
         await d.publish(1)
         await d.proxies[0].accept()
-        await interrupt(d, 2, calls=2)
-        await interrupt(d, 3, calls=3)
+        await interrupt(d, 2)
+        await interrupt(d, 3)
         assert len(d.up()) == 2
         assert d.servers[0].fingerprint() == fingerprint(3)
 
-    run(use, tmp_path, load_ms=500.0)
+    run(use, tmp_path, load_ms=1000.0, timeout_s=30.0)
 
 
 def test_a_server_that_hangs_whenever_it_loads_delays_one_update(tmp_path: Path) -> None:
     async def use(d: Drill) -> None:
-        async def hang() -> None:
-            await asyncio.Event().wait()
-
         await d.publish(0)
         await d.proxies[0].refuse()
         d.proxies[0].reset_all()
         await until(lambda: len(d.up()) == 1)
         await d.publish(1)
-        d.servers[0].before_load = hang
+        d.proxies[0].only, d.proxies[0].default = "/pvg/weights", Fault("hang")
         await d.proxies[0].accept()
-        for version, calls in ((2, 2), (3, 3), (4, 5), (5, 6)):
-            await interrupt(d, version, calls)
+        for version in range(2, 6):
+            await interrupt(d, version)
         failed = [fields["version"] for fields in d.events.named("server.failed")]
         assert failed == [3]
         assert d.up() == [d.proxies[1].url]
 
-    run(use, tmp_path, timeout_s=1.0)
+    run(use, tmp_path, timeout_s=2.0)
 
 
 def test_a_trainer_that_was_believed_dead_cannot_take_the_servers_back(tmp_path: Path) -> None:
@@ -316,6 +313,20 @@ def test_a_trainer_that_was_believed_dead_cannot_take_the_servers_back(tmp_path:
         await later.close()
 
     run(use, tmp_path, unavailable_s=0.5)
+
+
+def test_a_run_that_resumes_after_its_clock_was_set_back_is_told_so(tmp_path: Path) -> None:
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        began = PublishingSession(d.engine.served.session.began_ns - 5_000_000_000, "resumed")
+        resumed = engine_over([proxy.url for proxy in d.proxies], tmp_path, d.events, session=began)
+        await resumed.ready()
+        with pytest.raises(WeightsNotArrivedError, match="HTTP 409") as caught:
+            await resumed.load_weights(WeightUpdate(0, tensors(0)))
+        assert "clock was set back" in caught.value.remedy
+        await resumed.close()
+
+    run(use, tmp_path)
 
 
 def test_versions_only_go_up(tmp_path: Path) -> None:
