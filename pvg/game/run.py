@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from pvg.config.experiment import Experiment
-from pvg.errors import StateError, UsageError, user_paths
+from pvg.errors import StateError, UsageError, counted, user_paths
 from pvg.game.ledger import Ledger
 from pvg.game.mint import mint
 from pvg.game.play_phase import train_player
@@ -167,7 +167,19 @@ async def _enter_game(session: Session, first: Phase) -> None:
     if session.state.phase is Phase.INIT:
         with span("open_models"):
             await session.players.compute(lambda: check_players_can_train(session))
+            if session.experiment.task.kind != "play":
+                _note_shared_questions(session)
         await session.commit_state(session.state.enter(first))
+
+
+def _note_shared_questions(session: Session) -> None:
+    test = session.test_problems()
+    trained = {problem.question for half in session.halves().values() for problem in half}
+    if shared := sum(problem.question in trained for problem in test):
+        session.observer.noticed(
+            f"{shared:,} of {counted(len(test), 'test question')} {'is' if shared == 1 else 'are'} also a training "
+            "question, so results on test problems are not all about new problems (pvg task check)."
+        )
 
 
 async def _play_phases(session: Session) -> None:

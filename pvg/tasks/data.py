@@ -24,7 +24,7 @@ from pvg.errors import ConfigurationError, MissingRequirementError, counted
 from pvg.inputs import check_regular, expanded
 from pvg.records import Grade, Problem, Split
 from pvg.tasks.graders import grader_of
-from pvg.tasks.rows import files_of, no_column, refuse_shared, rows_of
+from pvg.tasks.rows import files_of, no_column, rows_of
 
 REMEDY = "Set task.path to a .jsonl, .csv or .parquet file, to a folder with train and test, or to hf:OWNER/DATASET."
 HELD_OUT = 10  # one of so many training problems becomes a test problem if there is no test file
@@ -89,10 +89,7 @@ class Data:
         train = self._rows(self._train)
         if self._test:
             test = self._rows(self._test)
-            refuse_shared(
-                ((question, place) for question, (place, _) in train.items()),
-                ((question, place) for question, (place, _) in test.items()),
-            )
+            _refuse_shared(train, test)
         else:
             test = {question: row for question, row in train.items() if _held_out(question)}
             train = {question: row for question, row in train.items() if question not in test}
@@ -175,6 +172,15 @@ def _text(row: dict[str, object], column: str, key: str, place: str) -> str:
     if complaint:
         raise ConfigurationError(f"{place}: the column {column!r} {complaint}.", "Correct the row, or remove it.")
     return str(value)
+
+
+def _refuse_shared(train: dict[str, tuple[str, str]], test: dict[str, tuple[str, str]]) -> None:
+    for question, (place, _) in test.items():
+        if question in train:
+            raise ConfigurationError(
+                f"{place}: this test question is also a training question ({train[question][0]}).",
+                "Remove one of the two rows.",
+            )
 
 
 def _digest(question: str) -> str:

@@ -22,7 +22,7 @@ from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.inputs import expanded
 from pvg.records import Grade, Problem, Split
 from pvg.tasks.answers import NO_MARKER, extract, parse_number, read
-from pvg.tasks.rows import files_of, refuse_shared, rows_of
+from pvg.tasks.rows import files_of, rows_of
 from pvg.tasks.wordings import NUMBER
 
 FIELDS = ("question", "answer")
@@ -36,7 +36,7 @@ CORRECT = 'Correct the row: {"question": ..., "answer": "... #### NUMBER"}.'
 
 
 class Row(NamedTuple):
-    place: str
+    number: str
     answer: str
     solution: str
 
@@ -60,16 +60,11 @@ class Gsm8k:
         """The first `limit` problems of the split with at most `max_steps` calculations, in row order, without repeated
         questions.
 
-        Raises ConfigurationError with file and line for an invalid row, and for a question in train and in test. All
-        rows of both splits are checked, also those beyond the limit.
+        Raises ConfigurationError with file and line for an invalid row. All rows of both splits are checked, also those
+        beyond the limit.
         """
         if not self._rows:
-            train, test = _rows(self._files["train"]), _rows(self._files["test"])
-            refuse_shared(
-                ((question, row.place) for question, row in train.items()),
-                ((question, row.place) for question, row in test.items()),
-            )
-            self._rows = {"train": train, "test": test}
+            self._rows = {split: _rows(files) for split, files in self._files.items()}
         rows = self._rows[split]
         short = Counter(_digest(question)[:SHORT_ID] for question in rows)
         most = self._max_steps
@@ -124,10 +119,10 @@ def _rows(files: Sequence[Path]) -> dict[str, Row]:
             answer = extract(solution)
             if answer is None or answer.marker != "####":
                 raise ConfigurationError(f"{place}: the answer does not end in '#### NUMBER'.", CORRECT)
-            earlier = found.setdefault(question, Row(place, answer.text, solution))
+            earlier = found.setdefault(question, Row(number, answer.text, solution))
             if parse_number(earlier.answer) != answer.value:
                 raise ConfigurationError(
-                    f"{place}: repeats the question of {earlier.place} with another answer "
+                    f"{place}: repeats the question of {earlier.number} with another answer "
                     f"({answer.text} instead of {earlier.answer}).",
                     "Remove one of the rows.",
                 )

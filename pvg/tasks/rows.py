@@ -8,9 +8,9 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import orjson
 
@@ -132,18 +132,6 @@ def no_column(row: Mapping[str, object], column: str, key: str, place: str) -> C
     return ConfigurationError(
         f"{place}: there is no column {column!r}.", f"Correct the row, or set {key}. The row has: {there}."
     )
-
-
-def refuse_shared(
-    train: Iterable[tuple[str, str]], test: Iterable[tuple[str, str]], what: Literal["question", "id"] = "question"
-) -> None:
-    """Raises ConfigurationError for a question or id in both splits. `train`, `test`: each with its place in a file."""
-    trained = dict(train)
-    for key, place in test:
-        if key in trained:
-            raise ConfigurationError(
-                f"{place}: this test {what} is also a training {what} ({trained[key]}).", "Remove one of the two rows."
-            )
 
 
 def _refuse_gaps(files: Sequence[Path]) -> None:

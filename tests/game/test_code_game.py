@@ -7,6 +7,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ from tiny_programmer import programmer, save, untrained, write_problems
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.errors import PvgError
-from pvg.game.run import GameOutcome, play
-from pvg.records import Role, Rollout
+from pvg.game.run import GameOutcome, _note_shared_questions, play
+from pvg.records import Problem, Role, Rollout
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
@@ -135,3 +136,18 @@ def test_a_prover_that_cannot_program_ends_in_a_sentence(tmp_path: Path) -> None
     assert rollouts
     assert not any(rollout.grade.well_formed for rollout in rollouts)
     assert np.isfinite([rollout.logprobs.sum() for rollout in rollouts]).all()
+
+
+@pytest.mark.parametrize(("test", "told"), [(["a?", "b?"], "1 of 2 test questions is also"), (["b?"], "")])
+def test_test_questions_that_are_training_questions_are_noticed(test: list[str], told: str) -> None:
+    def problems(questions: list[str]) -> list[Problem]:
+        return [Problem(question, question, "1") for question in questions]
+
+    notices: list[str] = []
+    session = SimpleNamespace(
+        test_problems=lambda: problems(test),
+        halves=lambda: {"prover": problems(["a?"]), "verifier": problems(["c?"])},
+        observer=SimpleNamespace(noticed=notices.append),
+    )
+    _note_shared_questions(session)  # type: ignore[arg-type]
+    assert [notice[: len(told)] for notice in notices] == ([told] if told else [])

@@ -18,16 +18,15 @@ NUMBERS = (1, 2, 3, 6)  # of which both halves of the problems have some
 STEPS = 150
 
 
-def rows(split: str) -> list[dict[str, Any]]:
-    """Add k. The hidden tests contain no large numbers. The splits have other examples."""
-    shown = 1 if split == "train" else 2
+def rows() -> list[dict[str, Any]]:
+    """Add k. The hidden tests contain no large numbers."""
     return [
         {
-            "id": f"add-{k}" if split == "train" else f"test-{k}",
+            "id": f"add-{k}",
             "question": f"{k} more",
             "entry": "f",
             "reference": f"def f(n):\n    return n + {k}",
-            "visible": [{"input": [shown], "output": shown + k}],
+            "visible": [{"input": [1], "output": 1 + k}],
             "hidden": [{"input": [n], "output": n + k} for n in (0, 5)],
             "check": "def valid(n):\n    return n >= 0",
         }
@@ -48,7 +47,7 @@ def completions(k: int) -> list[tuple[str, str]]:
 def write_problems(folder: Path) -> Path:
     folder.mkdir()
     for split in ("train", "test"):
-        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows(split))))
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows())))
     return folder
 
 

@@ -68,7 +68,7 @@ def test_a_repeated_question_is_one_problem_unless_the_answers_differ(write):
     task = open_task(write(line("Again?", "#### 5"), line("Other?", "#### 6"), line("Again?", "so\n#### 5.0")))
     assert [p.question for p in task.problems("train")] == ["Again?", "Other?"]
     task = open_task(write(line("Again?", "#### 5"), line("Again?", "#### 6")))
-    with pytest.raises(ConfigurationError, match=r"train\.jsonl, line 2: repeats the question of .*line 1 .*6 instead"):
+    with pytest.raises(ConfigurationError, match=r"train\.jsonl, line 2: repeats the question of line 1 .*6 instead"):
         list(task.problems("train"))
 
 
@@ -226,15 +226,6 @@ def test_max_steps_keeps_only_problems_with_short_published_solutions(tmp_path):
     assert [p.question for p in task.problems("train")] == ["train 0?", "train 1?"]
     limited = Gsm8k(Gsm8kTask(path=tmp_path, max_steps=2, limit=1))
     assert [p.question for p in limited.problems("test")] == ["test 0?"]
-
-
-def test_a_question_in_train_and_test_is_refused(write):
-    task = open_task(write(line(*ROWS[0]), line("Test?", "#### 1")))
-    for split in ("train", "test"):
-        with pytest.raises(
-            ConfigurationError, match=r"test\.jsonl, line 1: .* also a training question \(.*, line 2\)"
-        ):
-            list(task.problems(split))
 
 
 def test_a_file_without_rows_is_refused(write, tmp_path):

@@ -58,13 +58,12 @@ class CodeEntry:
 
 
 def read_entries(file: Path, visible_tests: int) -> Iterator[CodeEntry | UnusableError]:
-    """The file's problems in order, without repetitions. For a problem that pvg cannot use, the error that says why.
+    """The file's problems in order. For a problem that pvg cannot use, the error that says why.
 
-    Raises ConfigurationError with file and line for a line in none of the three forms.
+    Raises ConfigurationError with file and line for a line in none of the three forms, and for a repeated id.
     """
     check_regular(file)
-    ids: dict[str, CodeEntry] = {}
-    asked: dict[str, CodeEntry] = {}
+    ids: dict[str, int] = {}  # -> the number of its line
     for number, line in enumerate(file.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if not line.strip():
             continue
@@ -78,15 +77,8 @@ def read_entries(file: Path, visible_tests: int) -> Iterator[CodeEntry | Unusabl
             continue
         if form is _apps and file.stem == "test":  # the published splits both count from 0
             entry = replace(entry, id=entry.id.replace("apps-", "apps-test-", 1))
-        earlier = asked.setdefault(entry.prompt, entry)
-        if earlier is not entry:
-            if (earlier.code, earlier.inputs) != (entry.code, entry.inputs):
-                yield UnusableError(
-                    f"{place}: it repeats the question of {earlier.place} with another reference or tests"
-                )
-            continue
-        if (other := ids.setdefault(entry.id, entry)) is not entry:
-            raise ConfigurationError(f"{place}: repeats the id {entry.id!r} of {other.place}.", CORRECT)
+        if (first := ids.setdefault(entry.id, number)) != number:
+            raise ConfigurationError(f"{place}: repeats the id {entry.id!r} of line {first}.", CORRECT)
         yield entry
 
 

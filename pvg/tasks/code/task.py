@@ -20,7 +20,6 @@ from pvg.tasks.code.grading import grade_solutions, passed
 from pvg.tasks.code.problem import CodeTest, check_program, code_of, extract_code, make_problem, shown
 from pvg.tasks.code.reading import CodeEntry, read_entries
 from pvg.tasks.code.templates import made_problems
-from pvg.tasks.rows import refuse_shared
 
 REMEDY = "Set task.path to a directory with train.jsonl and test.jsonl, or leave it out for generated problems."
 WALL_PER_CPU, LEAST_WALL_S = 10.0, 20.0  # so that a machine with ten times the load changes no verdict
@@ -97,10 +96,8 @@ class Code:
     def _from_file(self, path: Path, split: Split) -> list[Problem]:
         """The first `limit` usable problems: their references pass their tests, and their checks accept these."""
         if not self._entries:
-            train, test = self._usable(self._file(path, "train")), self._usable(self._file(path, "test"))
-            refuse_shared(((e.prompt, e.place) for e in train), ((e.prompt, e.place) for e in test))
-            refuse_shared(((e.id, e.place) for e in train), ((e.id, e.place) for e in test), "id")
-            self._entries = {"train": train, "test": test}
+            splits: tuple[Split, ...] = ("train", "test")
+            self._entries = {split: self._usable(self._file(path, split)) for split in splits}
         found: list[Problem] = []
         entries, limit = self._entries[split], self._section.limit
         start = 0

@@ -29,10 +29,9 @@ def fenced(code: str, certificate: str | None = None) -> str:
 
 
 def write_rows(folder: Path, *rows: dict[str, Any] | str) -> Path:
-    """The rows as training problems, with one test problem."""
+    """The rows as both splits."""
     folder.mkdir(exist_ok=True)
-    tested = {**OWN, "id": "tested", "question": "Add them all up."}
-    for split, listed in (("train", rows), ("test", [tested])):
-        lines = [row if isinstance(row, str) else json.dumps(row) for row in listed]
-        (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    lines = "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text(lines + "\n")
     return folder

@@ -79,7 +79,7 @@ def test_a_question_without_an_id_gets_a_stable_one(tmp_path: Path) -> None:
         (problem,) = task.problems("train")
     assert problem.id.startswith("code-")
     with opened(write_rows(tmp_path, {**OWN, "question": "Another."}, row)) as task:
-        assert problem.id in [p.id for p in task.problems("train")]
+        assert problem.id in [p.id for p in task.problems("test")]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,6 @@ def test_a_question_without_an_id_gets_a_stable_one(tmp_path: Path) -> None:
             "line 2: the field 'fn_name' is missing or not a text",
         ),
         (DEEP, "line 2: its data is nested too deeply"),
-        ({**OWN, "id": "b", "hidden": []}, "line 2: it repeats the question of "),
         ('{"a": NaN}', "line 2: not valid JSON"),
         ({**HUMAN_EVAL, "entry_point": "other"}, "line 2: its prompt defines no function 'other'"),
     ],
@@ -163,23 +162,6 @@ def test_unusable_problems_are_refused_or_left_out(tmp_path: Path, row: Any, sai
         assert [problem.id for problem in task.problems("train")] == ["add-up"]
 
 
-def test_a_repeated_problem_is_left_out(tmp_path: Path) -> None:
-    with opened(write_rows(tmp_path, OWN, {**OWN, "id": "again"}, OWN)) as task:
-        assert [problem.id for problem in task.problems("train")] == ["add-up"]
-
-
-@pytest.mark.parametrize(("row", "what"), [({**OWN, "id": "b"}, "question"), ({**OWN, "question": "Another."}, "id")])
-def test_a_problem_in_train_and_test_is_refused(tmp_path: Path, row: dict[str, Any], what: str) -> None:
-    folder = write_rows(tmp_path, OWN)
-    (folder / "test.jsonl").write_text(json.dumps(row))
-    for split in ("train", "test"):
-        with (
-            opened(folder) as task,
-            pytest.raises(ConfigurationError, match=rf"test\.jsonl, line 1: this test {what} is"),
-        ):
-            list(task.problems(split))  # type: ignore[arg-type]
-
-
 def test_the_numbers_of_apps_count_from_0_in_both_splits(tmp_path: Path) -> None:
     folder = write_rows(tmp_path, APPS_CALL)
     (folder / "test.jsonl").write_text(json.dumps({**APPS_CALL, "question": "Double the number."}))
@@ -203,8 +185,7 @@ def test_large_integers_stay_exact(tmp_path: Path, packed: bool) -> None:
 
 
 def test_an_id_that_comes_twice(tmp_path: Path) -> None:
-    rows = OWN, {**OWN, "question": "Another."}
-    with opened(write_rows(tmp_path, *rows)) as task, pytest.raises(ConfigurationError, match=r"of .*, line 1\."):
+    with opened(write_rows(tmp_path, OWN, OWN)) as task, pytest.raises(ConfigurationError, match="of line 1"):
         list(task.problems("train"))
 
 
