@@ -42,9 +42,9 @@ class Serving(Section):
     change results, so you can resume a run with other servers."""
 
     probe_every_s: ClassVar[float] = 2.0  # between two health checks: a fraction of the time that a restart takes
-    # Retries of a request after server failures, with growing pauses: about half a minute. That is longer than
+    # Retries of a request after server failures, with growing pauses: 18 s or more. That is longer than
     # `probe_timeout_s`, after which a server counts as down, and requests wait for another one instead.
-    retries: ClassVar[int] = 10
+    retries: ClassVar[int] = 12
 
     servers: Urls = Field(("http://127.0.0.1:8000",), description="Addresses of the prover's servers.")
     verifier_servers: Urls = Field(

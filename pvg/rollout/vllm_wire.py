@@ -142,16 +142,18 @@ class StreamedCompletion:
             raise MalformedReply(self.url, f"a completion that ended by {self.finish_reason!r}")
         if usage is None or not (self.token_ids or aborted):
             raise MalformedReply(self.url, "a completion without tokens" if usage else "a completion without usage")
-        starts = [start for start, _ in self.labels]
+        # An update after the last token may leave a label for the next one, and two updates before a token two labels.
+        labels = dict(label for label in self.labels if label[0] < len(self.token_ids))
+        starts = list(labels)
         if self.token_ids and (not starts or starts[0] != 0):
             raise MalformedReply(self.url, "a completion without the versions of its weights (vLLM below 0.32?)")
-        if self.token_ids and (starts != sorted(set(starts)) or starts[-1] >= len(self.token_ids)):
+        if starts != sorted(starts):
             raise MalformedReply(self.url, f"{len(self.token_ids)} tokens with versions that start at {starts}")
         return ServedCompletion(
             token_ids=np.asarray(self.token_ids, dtype=np.int32),
             logprobs=np.asarray(self.logprobs, dtype=np.float32),
             finish_reason="abort" if aborted else "stop" if self.finish_reason == "stop" else "length",
-            labels=tuple(self.labels),
+            labels=tuple(labels.items()),
             prompt_tokens=usage[0],
             cached_tokens=usage[1],
             routed_experts=self._routed_experts(usage[0] + len(self.token_ids) - 1),

@@ -168,7 +168,8 @@ SEPARATED = re.compile("[(\u2013\u2014-]")
 # names other choices and offers none.
 OTHERS = re.compile(r"[)\].:*_ ]*(?:\b(?:or|and)\b|[,/&(\u2013\u2014-])\s*[(\[]?[A-J](?![A-Za-z])")
 LATER = re.compile(r"(?:\bor\b|,)\s*[(\[]?[A-J](?![A-Za-z]|\.[A-Za-z])")
-NAMES = re.compile(r"(?:both|neither|either|all|none)\b", re.IGNORECASE)
+ONE = r"[(\[]?[A-J](?![A-Za-z])[)\]]?"
+NAMES = re.compile(rf"(?i:both|neither|either) {ONE} (?:and|n?or) {ONE}|(?i:all|none)\b(?: of)?(?: {ONE}(?:,| and)?)*")
 NEXT = re.compile(r"\s*[(\[]?[A-J][)\].:]")
 
 
@@ -227,10 +228,12 @@ def _chosen(rest: str) -> str | None:
     mark = next((mark for mark in found["after"] if mark in ")].:"), "")
     if text and not mark and not SEPARATED.match(text):
         return None
-    # The next choice of a list, as in "A) 9 B) 11". In "P(B)" it is none.
-    following = rf"(?<![A-Za-z.])(?<![A-Za-z0-9]\(){chr(ord(letter) + 1)}{re.escape(mark)}"
-    listed = LATER.search(text) or (mark and re.search(following, text))
-    return None if listed and not NAMES.match(text) else letter
+    # Another choice with a text: the next of a list, as in "A) 9 B) 11", or one after "and". In "P(B)" it is none.
+    following = rf"(?<![A-Za-z.])(?<![A-Za-z0-9]\(){chr(ord(letter) + 1)}{re.escape(mark)}\s*\S"
+    joined = rf"(?:\b(?:and|or)\b|[,;&/])\s*[(\[]?[A-J]{re.escape(mark)}\s*\S"
+    if mark and (re.search(following, text) or re.search(joined, text)):
+        return None
+    return None if LATER.search(NAMES.sub("", text, count=1)) else letter
 
 
 # --- a pattern of the user --------------------------------------------------------------------------------------------

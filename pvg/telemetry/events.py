@@ -47,8 +47,8 @@ class EventLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._torn = path.is_file() and _ends_within_a_line(path)  # a full disk or a kill can end a write early
         self._file: int | None = open_to_append(path)
-        self._torn = _ends_within_a_line(path)  # a full disk or a kill can end a write early
 
     def event(self, tag: str, **fields: object) -> None:
         self.line(format_event(tag, **fields))

@@ -54,8 +54,6 @@ def test_a_log_prob_may_be_above_0_by_rounding() -> None:
         ("finish_reason", ["stop"]),
         ("weight_versions", 5),
         ("weight_versions", ["x"]),
-        ("weight_versions", [{"start": 0, "version": "a"}, {"start": 2, "version": "b"}]),
-        ("weight_versions", [{"start": 0, "version": "a"}, {"start": 0, "version": "b"}]),
         ("weight_versions", [{"start": 0, "version": "a"}, {"start": -1, "version": "b"}]),
         ("weight_versions", [{"start": float("inf"), "version": "a"}]),
         ("usage", None),
@@ -68,6 +66,11 @@ def test_a_log_prob_may_be_above_0_by_rounding() -> None:
 def test_a_completion_of_another_form_is_malformed(place: str, value: Any) -> None:
     with pytest.raises(MalformedReply):
         read_generated(changed(place, value), URL)
+
+
+def test_versions_after_the_last_token_and_before_the_first_of_another_do_not_count() -> None:
+    versions = [{"start": 0, "version": "a"}, {"start": 0, "version": "b"}, {"start": 2, "version": "c"}]
+    assert read_generated(changed("weight_versions", versions), URL).labels == ((0, "b"),)
 
 
 @pytest.mark.parametrize("event", [[], 5, None, {"choices": [{"token_ids": [1], "logprobs": "abc"}]}, {"usage": 3}])

@@ -116,7 +116,10 @@ def engine_reload(tally: LogTally, limits: LagLimits) -> Looked:
     rpc = tally.sketch("rpc_ms")
     if rpc.n < LEAST_EVENTS:
         return f"{rpc.n} weight updates with an rpc time ([weights] client.done or rpc.done); {LEAST_EVENTS} are needed"
-    cost_ms, share = tally.part_of_wall("rpc_ms") or (rpc.total, 1.0)  # or the server's log alone
+    known = tally.part_of_wall("rpc_ms")
+    if known is None and tally.sketch("wall_ms").n:
+        return "no weight update with both a wall and an rpc time"
+    cost_ms, share = known or (rpc.total, 1.0)  # the server's log alone
     share = min(1.0, share)  # the clocks of two processes
     if share < DOMINATES or not costs(tally, cost_ms):
         return None

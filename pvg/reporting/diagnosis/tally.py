@@ -94,7 +94,8 @@ class LogTally:
     relations: dict[str, LoadRelation] = field(default_factory=lambda: defaultdict(LoadRelation))
     worst: dict[str, WorstEvents] = field(default_factory=lambda: defaultdict(WorstEvents))
     phases: dict[str, dict[str, float]] = field(default_factory=dict)  # phase -> steps, wall_ms, train_ms, idle_ms
-    of_wall: dict[str, tuple[float, float]] = field(default_factory=dict)  # total and wall time of such updates, in ms
+    # name -> its total and the wall time, in ms, of the updates that have both
+    of_wall: dict[str, tuple[float, float]] = field(default_factory=dict)
     lagged_ms: float = 0.0  # a lower bound of the time in which the event loop was blocked
     lagged_shared_ms: float = 0.0  # the part in windows in which threads waited for cores
     # Of the driver, and of its workers: sums over the windows that have it; `longest_s` sums the longest wait of each.

@@ -34,7 +34,7 @@ import orjson
 from pvg.errors import ConfigurationError
 from pvg.inputs import check_regular
 from pvg.sandbox import plain
-from pvg.tasks.code.problem import WORD, CodeProblem, CodeTest, make_problem
+from pvg.tasks.code.problem import WORD, CodeProblem, CodeTest
 
 CORRECT = "Correct the line, or download the file again."
 
@@ -45,8 +45,7 @@ class UnusableError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class CodeEntry:
-    """A problem as read. `inputs`: cases whose outputs the reference computes. `place`: file and line. `prompt`: the
-    question as a model reads it."""
+    """A problem as read. `inputs`: cases whose outputs the reference computes. `place`: file and line."""
 
     id: str
     question: str
@@ -54,7 +53,6 @@ class CodeEntry:
     code: CodeProblem
     inputs: tuple[str, ...]
     place: str
-    prompt: str
 
 
 def read_entries(file: Path, visible_tests: int) -> Iterator[CodeEntry | UnusableError]:
@@ -246,8 +244,7 @@ def _entry(
     if not code.hidden and not inputs:
         raise UnusableError("it has no hidden test")
     name = id_ or f"code-{hashlib.sha256(question.encode(errors='surrogatepass')).hexdigest()[:16]}"
-    prompt = make_problem(name, question, signature, code).question
-    return CodeEntry(name, question, signature, code, inputs, place, prompt)
+    return CodeEntry(name, question, signature, code, inputs, place)
 
 
 def _text(row: dict[str, Any], field: str, default: str | None = None) -> str:

@@ -49,8 +49,8 @@ class Code:
     def problems(self, split: Split) -> Iterator[Problem]:
         """The problems of the split, equal in every process.
 
-        Raises ConfigurationError for a file that is not readable as problems, for a question or an id in train and in
-        test, and for unusable problems unless `task.unusable` is 'skip'.
+        Raises ConfigurationError for a file that is not readable as problems, for a file without usable problems, and
+        for unusable problems unless `task.unusable` is 'skip'.
         """
         if split not in self._read:
             path = self._section.path
