@@ -28,7 +28,7 @@ def test_packed_rows_read_nothing_forward_and_backward(
     with random_model(SMALL.whole, META, torch.float32) as model:
         module = model.module.requires_grad_(True)
         module.__dict__[logprobs._CHECKED] = True  # the checks read, once per model
-        module.__dict__[shared_prompts._CHECKED] = {(fused_layers, False)}
+        module.__dict__[shared_prompts._CHECKED] = {fused_layers}
         sequences, prompt_lengths = random_rows(SMALL, SMALL.whole.vocabulary)
         found = shared_prompt_outputs(
             module, sequences, prompt_lengths, fused_layers=fused_layers, entropies=entropies, logits_chunk=5000

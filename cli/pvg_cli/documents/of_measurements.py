@@ -182,7 +182,7 @@ class PlanDocument(JsonDocument):
 
 
 class StudyDocument(StudyResults):
-    """The results of a study: `study.json`, the status of the call, and the page."""
+    """The results of a study: `study.json`, the page, and the `status` of the call. `cells` has that of each game."""
 
     status: Literal["complete", "failed", "stopped"]
     html: str
