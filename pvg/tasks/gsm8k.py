@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 
 class Gsm8k:
-    """The GSM8K task of one section. Reads the files once, when problems are first needed."""
+    """The GSM8K task of one section. Reads the files of a split once, when its problems are first needed."""
 
     def __init__(self, section: Gsm8kTask) -> None:
         """Raises MissingRequirementError if `task.path` is not set or a file is missing, and errors of
@@ -60,11 +60,11 @@ class Gsm8k:
         """The first `limit` problems of the split with at most `max_steps` calculations, in row order, without repeated
         questions.
 
-        Raises ConfigurationError with file and line for an invalid row. All rows of both splits are checked, also those
+        Raises ConfigurationError with file and line for an invalid row. All rows of the split are checked, also those
         beyond the limit.
         """
-        if not self._rows:
-            self._rows = {split: _rows(files) for split, files in self._files.items()}
+        if split not in self._rows:
+            self._rows[split] = _rows(self._files[split])
         rows = self._rows[split]
         short = Counter(_digest(question)[:SHORT_ID] for question in rows)
         most = self._max_steps

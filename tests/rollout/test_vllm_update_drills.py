@@ -262,13 +262,18 @@ async def interrupt(d: Drill, version: int) -> None:
     await d.publish(version)
 
 
+async def lose_the_first(d: Drill) -> None:
+    """The first server goes away, and misses version 1."""
+    await d.publish(0)
+    await d.proxies[0].refuse()
+    d.proxies[0].reset_all()
+    await until(lambda: len(d.up()) == 1)
+    await d.publish(1)
+
+
 def test_a_server_that_loads_for_longer_than_a_step_joins_with_the_second_update(tmp_path: Path) -> None:
     async def use(d: Drill) -> None:
-        await d.publish(0)
-        await d.proxies[0].refuse()
-        d.proxies[0].reset_all()
-        await until(lambda: len(d.up()) == 1)
-        await d.publish(1)
+        await lose_the_first(d)
         await d.proxies[0].accept()
         await interrupt(d, 2)
         await interrupt(d, 3)
@@ -280,11 +285,7 @@ def test_a_server_that_loads_for_longer_than_a_step_joins_with_the_second_update
 
 def test_a_server_that_hangs_whenever_it_loads_delays_one_update(tmp_path: Path) -> None:
     async def use(d: Drill) -> None:
-        await d.publish(0)
-        await d.proxies[0].refuse()
-        d.proxies[0].reset_all()
-        await until(lambda: len(d.up()) == 1)
-        await d.publish(1)
+        await lose_the_first(d)
         d.proxies[0].only, d.proxies[0].default = "/pvg/weights", Fault("hang")
         await d.proxies[0].accept()
         for version in range(2, 6):

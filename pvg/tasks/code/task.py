@@ -43,7 +43,6 @@ class Code:
             output_kb=section.output_kb,
         )
         self._sandbox = Sandbox(section.sandbox, limits, workers=section.workers)
-        self._entries: dict[Split, list[CodeEntry]] = {}
         self._read: dict[Split, list[Problem]] = {}
 
     def problems(self, split: Split) -> Iterator[Problem]:
@@ -95,11 +94,8 @@ class Code:
 
     def _from_file(self, path: Path, split: Split) -> list[Problem]:
         """The first `limit` usable problems: their references pass their tests, and their checks accept these."""
-        if not self._entries:
-            splits: tuple[Split, ...] = ("train", "test")
-            self._entries = {split: self._usable(self._file(path, split)) for split in splits}
         found: list[Problem] = []
-        entries, limit = self._entries[split], self._section.limit
+        entries, limit = self._usable(self._file(path, split)), self._section.limit
         start = 0
         while start < len(entries) and (limit is None or len(found) < limit):
             part = entries[start : start + (limit or len(entries))]

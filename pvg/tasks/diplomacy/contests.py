@@ -3,8 +3,8 @@
 The strength of a unit is 1 for itself and 1 for each support that it gets. A support counts if it is not cut and if it
 matches the order of the supported unit. A unit that tries to leave and fails has the strength 1 in its province, since
 nobody can support it to hold. An army that needs a convoy and does not get one has the strength 0 in its goal. A power
-does not drive out its own unit: its move against a unit of its own that stays has the strength 0, and its support of
-another power's move against such a unit does not count.
+cannot drive out its own unit. If it attacks its own unit, and this unit stays, the attack has the strength 0. If it
+supports another power's attack on its own unit, and this unit stays, the support does not count.
 """
 
 from __future__ import annotations
