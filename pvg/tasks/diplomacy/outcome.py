@@ -54,8 +54,8 @@ FORMAT = (
     "You are given all orders of a phase of Diplomacy. Adjudicate them. Write one line per order, in the order of the "
     "question, and end it with the result: ok, bounced, no convoy, cut, unmatched or dislodged. Before the result of a "
     "move, write its strength and the largest strength that opposes it: 'A gas-bur 2>1 ok'. A unit has the strength 1 "
-    "and 1 for each support that is not cut. Against a unit that stays, supports of its own power do not count, and a "
-    "move of its own power has the strength 0. End with a line 'Answer: ' and the power whose unit stands in the "
+    "and 1 for each support that is not cut. If the attacked unit stays, supports by its own power do not count, and "
+    "an attack by its own power has the strength 0. End with a line 'Answer: ' and the power whose unit stands in the "
     "province that you are asked for, or 'Answer: nobody'."
 )
 INSTRUCTIONS = {
