@@ -309,7 +309,13 @@ def plan_table(plan: StudyPlan, now: Mapping[str, CellProgress]) -> Group:
 def _evaluation(evaluate: StudyEvaluation | None) -> str:
     if evaluate is None:
         return ""
-    return ", each game evaluated afterwards" + (" (its last round)" if evaluate.rounds == "last" else "")
+    if evaluate.rounds == "all":
+        which = ""
+    elif evaluate.rounds == "last":
+        which = " (its last round)"
+    else:
+        which = f" (rounds {', '.join(map(str, evaluate.rounds))})"
+    return f", each game evaluated afterwards{which}"
 
 
 def _state_of(progress: CellProgress) -> str:

@@ -147,15 +147,26 @@ class ArmEntry(Section):
     changes: dict[str, Any] = Field(default_factory=dict, alias="set")
 
 
+def _rounds(value: Any) -> Any:
+    """Converts a list of rounds."""
+    if value in ("all", "last"):
+        return value
+    if not isinstance(value, list) or not value or not all(type(each) is int and each >= 0 for each in value):
+        raise ValueError("rounds must be 'all', 'last' or a list of rounds, such as [0, 2]")
+    return tuple(sorted(set(value)))
+
+
 class StudyEvaluation(Section):
     """`pvg evaluate` for each finished game: its parts (empty: the default parts) and settings."""
 
     parts: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    rounds: Literal["all", "last"] = "all"
+    rounds: Annotated[Literal["all", "last"] | tuple[int, ...], BeforeValidator(_rounds)] = "all"
     changes: dict[str, Any] = Field(default_factory=dict, alias="set")
 
     def numbers(self, rounds: int) -> list[int]:
         """The rounds to evaluate, of a game with `rounds` rounds."""
+        if isinstance(self.rounds, tuple):
+            return list(self.rounds)
         return list(range(rounds))[-1:] if self.rounds == "last" else list(range(rounds))
 
 
@@ -330,6 +341,8 @@ def load_study(
     measures = measures_named(file.measures)
     asked = None if file.evaluate is None else file.evaluate.parts
     refuse_unmeasured(measures, asked, {arm.name: arm.evaluated for arm in arms if arm.evaluated}, str(path))
+    if file.evaluate is not None:
+        _refuse_unplayed(file.evaluate, arms, str(path))
     at_a_time = processes or file.processes
     plan = StudyPlan(
         name=file.name,
@@ -348,6 +361,17 @@ def load_study(
     )
     chosen = threads is not None or file.threads is not None
     return plan if chosen else replace(plan, threads=_threads_so_far(plan))
+
+
+def _refuse_unplayed(evaluate: StudyEvaluation, arms: Sequence[Arm], path: str) -> None:
+    for arm in arms:
+        rounds = arm.experiment.game.rounds
+        if unplayed := [number for number in evaluate.numbers(rounds) if number >= rounds]:
+            raise ConfigurationError(
+                f"The evaluation of {path} names round {unplayed[0]}, but the games of arm {arm.name!r} have the "
+                f"rounds 0 to {rounds - 1}.",
+                "Change evaluate.rounds, or game.rounds.",
+            )
 
 
 def _threads_so_far(plan: StudyPlan) -> int:

@@ -247,6 +247,7 @@ def test_a_dry_run_plays_nothing_and_tells_the_work(small: str) -> None:
         ("", "1 thread each."),
         ("evaluate = true", "evaluated afterwards."),
         ('evaluate = {rounds = "last"}', "(its last round)."),
+        ("evaluate = {rounds = [1, 0]}", "(rounds 0, 1)."),
     ],
 )
 def test_a_dry_run_tells_what_is_evaluated(small: str, evaluate: str, said: str) -> None:

@@ -263,6 +263,17 @@ def test_the_last_round_alone_is_evaluated_and_measured_where_the_study_says_so(
     assert unevaluated(other.cells[0], other.evaluate, 2) == "its evaluation has no exploit of round 0"
 
 
+def test_the_rounds_of_a_list_are_evaluated() -> None:
+    plan = small(EVALUATED.replace('evaluate = ["exploit", "tax"]', "evaluate = {rounds = [0]}"))
+    assert plan.evaluate is not None
+    cell = plan.cells[0]
+    assert evaluate_command(cell, plan.evaluate)[2:4] == ["--rounds", "0"]
+    finish(cell, {"helpful_accuracy": 0.5}, {"helpful_accuracy": 0.5})
+    evaluate(cell, {})
+    assert unevaluated(cell, plan.evaluate, 2) == ""
+    assert unevaluated(cell, plan.evaluate.model_copy(update={"rounds": (0, 1)}), 2).endswith("of round 1")
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
