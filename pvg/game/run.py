@@ -24,6 +24,7 @@ import torch
 
 from pvg.config.experiment import Experiment
 from pvg.errors import StateError, UsageError, counted, user_paths
+from pvg.extensions import resolve
 from pvg.game.ledger import Ledger
 from pvg.game.mint import mint
 from pvg.game.play_phase import train_player
@@ -32,6 +33,7 @@ from pvg.game.players import Players
 from pvg.game.prompt_checks import check_prompts_fit, check_verifier_input_fits, writable_solution
 from pvg.game.protocols import environment_of, read_solutions, solve
 from pvg.game.prover_phase import train_prover
+from pvg.game.rewards import REWARDS
 from pvg.game.roles import prompt_builder
 from pvg.game.round_evaluation import checkpoint
 from pvg.game.session import InterruptedByUser, Session
@@ -54,7 +56,9 @@ from pvg.telemetry.monitoring import Monitoring
 from pvg.telemetry.observer import Observer
 from pvg.telemetry.spans import CudaClock, Tracer, span
 from pvg.telemetry.waits import usable_cores
+from pvg.training.losses import PolicyObjective
 from pvg.training.trainer import checkpoint_layers
+from pvg.verifier.losses import pair_loss
 from pvg.version import code_version
 from pvg.workers.pool import Supply
 
@@ -295,12 +299,15 @@ def monitoring_of(session: Session, experiment: Experiment, run: RunDirectory) -
 
 
 def check_players_can_train(session: Session) -> None:
-    """Raises ConfigurationError before anything is sampled, for errors that would otherwise appear in the third phase.
-    It tests whether the verifier takes its head, its template and the longest solution, whether both models can express
-    a correct solution, and whether the prover supports
-    shared prompts, gradient checkpointing and its adapters (without peft: MissingRequirementError)."""
+    """Raises ConfigurationError before anything is sampled, for errors that would otherwise appear in a later phase.
+    It tests whether the files of the user's losses and reward run, whether the verifier takes its head, its template
+    and the longest solution, whether both models can express a correct solution, and whether the prover supports shared
+    prompts, gradient checkpointing and its adapters (without peft: MissingRequirementError)."""
     players, experiment = session.players, session.experiment
+    PolicyObjective(experiment.training, experiment.rollout, players.base.tokenizer.pad_id)
     if experiment.task.kind != "play":
+        pair_loss(experiment.verifier.loss)
+        resolve("game.reward", experiment.game.reward.kind, REWARDS)
         _check_verifier(session)
     if experiment.training.shared_prompts:
         check_packing(players.base.module, experiment.training.fused_layers)

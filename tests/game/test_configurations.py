@@ -226,6 +226,29 @@ def test_what_the_models_cannot_do_is_refused_before_anything_is_committed(
 
 
 @pytest.mark.parametrize(
+    ("key", "code", "others", "message"),
+    [
+        ("game.reward", "import not_installed as own", {}, "game.reward: running .* No module named 'not_installed'"),
+        ("verifier.loss", "import not_installed as own", {}, "verifier.loss: running"),
+        ("training.loss", "own = int()", {}, "is a int, but must be a PolicyLoss"),
+        (
+            "training.loss",
+            "from pvg.training.losses import LOSSES\nown = dict(LOSSES).pop('dapo')",
+            {"training.kl": "adaptive"},
+            "has no KL term",
+        ),
+    ],
+)
+def test_what_is_wrong_with_the_users_own_code_is_told_before_anything_is_committed(
+    key: str, code: str, others: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(code)
+    with pytest.raises(ConfigurationError, match=message):
+        played(changed({key: f"{tmp_path / 'own.py'}:own", **others}), tmp_path)
+    assert not (tmp_path / "drill" / "state.json").exists()
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"prompts": "plain"}, "gives both the same prompt"),
