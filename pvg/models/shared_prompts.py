@@ -88,11 +88,14 @@ def _attention_of_packed(
     value_1KTE: Tensor,
     attention_mask: Tensor | None,
     *,
-    packed_rows: PackedRows,
+    packed_rows: PackedRows | None = None,
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Called by transformers in each layer: [1, heads, T, head size] in, [1, T, heads, head size] out."""
+    """Called by transformers in each layer: [1, heads, T, head size] in, [1, T, heads, head size] out. Some models do
+    not hand `packed_rows` on to their layers."""
+    if packed_rows is None:
+        raise ConfigurationError(f"{type(module).__name__} cannot compute rows that share a prompt.", REMEDY)
     heads, tokens, size = query_1HTE.shape[1:]
     query_TE, key_TE, value_TE = (tensor[0].transpose(0, 1).flatten(1) for tensor in (query_1HTE, key_1KTE, value_1KTE))
     mixed_TE = packed_attention(query_TE, key_TE, value_TE, heads, scaling, packed_rows)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from pvg.config.hub_ids import is_hub_id, parse
 from pvg.config.load import embedded_model, embedded_names
 from pvg.config.models import ModelSection
 from pvg.config.run_ids import is_run_id, parse_run_id
-from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, one_line
 from pvg.inputs import expanded
 from pvg.installation import in_checkout, install_packages
 from pvg.models.language_model import LanguageModel, without_progress_bars
@@ -97,12 +98,26 @@ def open_without_weights(section: ModelSection) -> WeightlessModel:
 
 
 def _read_without_weights(place: Path, name: str, arguments: dict[str, str]) -> WeightlessModel:
-    try:
+    with _explained(place):
         config = AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False, **arguments)
         fast = AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False, **arguments)
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{place} cannot be opened: {_first_line(error)}") from error
     return WeightlessModel(name, Tokenizer(fast, name), int(config.max_position_embeddings))
+
+
+@contextmanager
+def _explained(place: Path) -> Iterator[None]:
+    """Turns every error of transformers into a ConfigurationError that names the folder. transformers and the libraries
+    below it raise errors of many types for a damaged file, a wrong setting or an unknown architecture."""
+    try:
+        yield
+    except PvgError:
+        raise
+    except Exception as error:
+        said = one_line(str(error)) or type(error).__name__
+        raise ConfigurationError(
+            f"{place} cannot be opened: {said}",
+            "Check its files, or choose a language model that transformers knows and that is not quantized.",
+        ) from error
 
 
 def _from_embedded(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer, str]:
@@ -143,9 +158,9 @@ def _model_directory(source: str) -> Path:
 
 
 def _read_directory(directory: Path, dtype: torch.dtype, name: str) -> tuple[PreTrainedModel, Tokenizer, str]:
-    try:
+    with _explained(directory):
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        module = AutoModelForCausalLM.from_pretrained(
+        module, loading = AutoModelForCausalLM.from_pretrained(
             directory,
             config=config,
             dtype=dtype,
@@ -153,12 +168,27 @@ def _read_directory(directory: Path, dtype: torch.dtype, name: str) -> tuple[Pre
             trust_remote_code=False,
             use_safetensors=True,
             attn_implementation="sdpa",
+            ignore_mismatched_sizes=True,  # `_refuse_misfits` names the weight
+            output_loading_info=True,
         )
+        _refuse_misfits(directory, loading)
         fast = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        # transformers raises these for a missing file, an unknown architecture, or a model that needs its own code.
-        raise ConfigurationError(f"{directory} cannot be opened: {_first_line(error)}") from error
     return module, Tokenizer(fast, name), name
+
+
+def _refuse_misfits(directory: Path, loading: dict[str, Any]) -> None:
+    """transformers gives a weight that a file lacks random numbers, and warns only."""
+    if mismatched := sorted(loading["mismatched_keys"]):
+        weight, found, wanted = mismatched[0]
+        raise ConfigurationError(
+            f"{directory} has the weight {weight!r} as {tuple(found)}, and its config.json asks for {tuple(wanted)}.",
+            "Use config.json and weights of the same model.",
+        )
+    if missing := sorted(loading["missing_keys"]):
+        raise ConfigurationError(
+            f"{directory} lacks {len(missing)} of the model's weights, such as {missing[0]!r}.",
+            "Use a folder with the whole language model, its output head included.",
+        )
 
 
 def _from_gguf(package: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer, str]:
@@ -214,10 +244,6 @@ def gguf_file(package: str) -> Path:
     if len(files) != 1:
         raise ConfigurationError(f"The package {package!r} contains {len(files)} GGUF files; pvg needs exactly one.")
     return files[0]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 Opened = tuple[PreTrainedModel, Tokenizer, str]

@@ -163,6 +163,16 @@ def test_no_logits_wait_for_the_backward_pass():
     assert not [shape for shape in kept if len(shape) and shape[-1] == 41]
 
 
+def test_a_model_without_a_decoder_of_its_own_is_refused():
+    class Whole(transformers.LlamaForCausalLM):
+        def get_decoder(self):  # as transformers' Llama4ForCausalLM, whose decoder is the model with its output head
+            return self
+
+    model = Whole(transformers.LlamaConfig(**SIZES)).eval()
+    with pytest.raises(ConfigurationError, match="Whole changes its logits"):
+        check_logits(model)
+
+
 def test_unknown_processing_of_the_logits_is_refused():
     class Doubled(transformers.LlamaForCausalLM):
         def forward(self, *args, **kwargs):

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_llama import tiny_llama
 from transformers import LlamaConfig
 
@@ -61,6 +61,40 @@ def test_a_directory_that_lacks_a_file_is_refused_in_one_line(saved, name):
     with pytest.raises(ConfigurationError) as caught:
         open_model(ModelSection(source=str(directory)), CPU)
     assert str(directory) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"),
+            r"lacks 1 .*'model\.layers\.1\.mlp\.up_proj",
+        ),
+        (lambda tensors: tensors.update({"model.norm.weight": torch.zeros(3)}), r"'model\.norm\.weight' as \(3,\)"),
+    ],
+)
+def test_a_weight_that_is_missing_or_misshapen_is_refused(saved, change, message):
+    file = saved[0] / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigurationError, match=message):
+        open_model(ModelSection(source=str(saved[0])), CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"),
+        ("config.json", b'{"model_type": "llama", "max_position_embeddings": null}'),
+        ("config.json", b'{"model_type": "llama", "rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}'),
+    ],
+)
+def test_a_damaged_file_is_refused_in_one_line(saved, name, content):
+    (saved[0] / name).write_bytes(content)
+    with pytest.raises(ConfigurationError, match="tiny cannot be opened") as caught:
+        open_model(ModelSection(source=str(saved[0])), CPU)
     assert "\n" not in str(caught.value)
 
 

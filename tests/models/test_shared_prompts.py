@@ -184,6 +184,13 @@ def test_models_with_another_attention_are_refused():
         shared_prompt_logprobs(model, *rows_of(MIXED))
 
 
+def test_a_model_that_keeps_the_rows_from_its_layers_is_refused():
+    sizes = {**SIZES, "num_key_value_heads": 4}
+    module = transformers.StableLmForCausalLM(transformers.StableLmConfig(**sizes))
+    with pytest.raises(ConfigurationError, match=r"cannot compute rows.*shared_prompts = false"):
+        check_packing(module, fused_layers=True)
+
+
 def test_rows_longer_than_a_sliding_window_are_refused():
     torch.manual_seed(0)
     config = transformers.MistralConfig(**SIZES, sliding_window=12)
