@@ -66,6 +66,11 @@ def report(
     with user_paths():
         missing = next((t for t in targets if t.endswith(".json") and not Path(t).exists()), None)
         reports = [target for target in targets if Path(target).is_file()]
+        if html is not None and html.is_dir():
+            raise UsageError(
+                f"The page {html} cannot be written: it is a folder.",
+                "Name a file with --html FILE, or leave the page out with --no-html.",
+            )
     if missing:
         raise UsageError(f"There is no report {missing}.", "To make one: pvg bench --profile NAME")
     if reports and len(reports) < len(targets):

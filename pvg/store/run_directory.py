@@ -326,10 +326,15 @@ class RunDirectory:
         candidates = (root / path_or_name, Path(path_or_name))
         for candidate in candidates:
             run = cls(candidate)
-            if run.experiment_file.is_file():
+            if run.is_run:
                 return run
         refuse_no_folder(root)
         for run in map(cls, candidates):
+            if run.experiment_file.is_file():
+                raise UsageError(
+                    f"{run.path} is not a run. It has an {run.experiment_file.name}, but no other file of a run.",
+                    f"To play this experiment: pvg train {shlex.quote(str(run.experiment_file))}",
+                )
             if os.path.lexists(run.experiment_file) or (run.path.is_dir() and run.has_state):
                 found = "is not a file" if os.path.lexists(run.experiment_file) else "is missing"
                 raise StateError(f"{run.experiment_file} {found}.", "Restore it from a copy, or delete the folder.")
@@ -397,6 +402,12 @@ class RunDirectory:
     def unchanged(self) -> Callable[[], None]:
         """A function that raises StateError if the folder or its lock file has changed since this call."""
         return FolderGuard(self.lock_file)
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the folder is that of a run. A user's own folder may have an experiment.toml too (`pvg init`)."""
+        others = (self.manifest, self.lock_file, self.metrics, self.events)
+        return self.experiment_file.is_file() and (self.has_state or any(path.exists() for path in others))
 
     @property
     def has_state(self) -> bool:
@@ -497,7 +508,8 @@ def runs_in(root: Path) -> list[str]:
     """The names of the runs in `root`, sorted. A folder that is being deleted is none."""
     if not root.is_dir():
         return []
-    return sorted(path.parent.name for path in root.glob("*/experiment.toml") if not is_removed(path.parent))
+    folders = [path.parent for path in root.glob("*/experiment.toml")]
+    return sorted(folder.name for folder in folders if RunDirectory(folder).is_run and not is_removed(folder))
 
 
 REMOVED_NAME = re.compile(r"\.removed-.+-[0-9a-f]{8}")

@@ -255,7 +255,7 @@ def test_what_makes_no_sense_is_refused(arguments: tuple[str, ...], said: str) -
 
 def test_a_page_that_cannot_be_written_says_what_to_do() -> None:
     played(Path("runs"))
-    for place in ("no/such/folder/x.html", "runs"):
+    for place in ("no/such/folder/x.html", "runs", ".", "/", ""):
         called = pvg("report", "first", "--html", place)
         assert called.code == 2
         assert "--no-html" in called.err

@@ -225,6 +225,22 @@ def test_a_run_that_a_process_plays_is_running_and_is_not_removed() -> None:
     assert list(RUNS.iterdir()) == []
 
 
+def test_a_folder_with_an_experiment_of_the_user_is_no_run() -> None:
+    pvg("init", "mine")
+    for command in (("runs", "remove", "mine", "--yes"), ("runs", "tag", "mine", "good"), ("report", "mine")):
+        called = pvg(*command)
+        assert called.code == 2
+        assert "mine is not a run." in called.err
+        assert "pvg train mine/experiment.toml" in called.err
+    assert pvg("runs", "--runs", ".", "--json").document["runs"] == []
+    assert sorted(path.name for path in Path("mine").iterdir()) == [
+        "data.jsonl",
+        "experiment.toml",
+        "task.py",
+        "test_task.py",
+    ]
+
+
 def test_a_kill_half_way_leaves_no_folder_that_looks_like_a_run() -> None:
     run = played(RUNS)
     done = subprocess.run([sys.executable, "-c", DIE_HALF_WAY, str(run.path)], check=False)
