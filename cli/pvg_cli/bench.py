@@ -135,7 +135,8 @@ def bench(
             raise UsageError(
                 "--tune chooses its own variants.", "Use it with --set, --repeats, --warmup, --beside and --out only."
             )
-        run_tune(profile, given, out, as_json)
+        with _stopped("No settings were written.", as_json):
+            run_tune(profile, given, out, as_json)
         return
     recorded = RunDirectory.open(replay, runs) if replay is not None else None
     urls = [url for given_url in server or [] for url in given_url.split(",")]
@@ -153,15 +154,10 @@ def bench(
     path = _output(out, plan)
     on_servers = [word for url in urls for word in ("--server", url)] + (["--serve"] if serve else [])
     command = _command(profile, given, sweep, ablate, interleave, replay, runs, on_servers, out)
-    try:
+    with _stopped("No report was written.", as_json):
         with _progress(plan) as (on_sample, on_server):
             result = run_plan(plan, command=command, on_sample=on_sample, on_server=on_server)
         write_report(_made(path), result.report)
-    except KeyboardInterrupt:
-        say("Stopped. No report was written.")
-        if as_json:
-            emit_error("Stopped", "Stopped. No report was written.", "", EXIT_STOPPED)
-        raise typer.Exit(EXIT_STOPPED) from None
     if as_json:
         emit(result.report.plain())
         say(f"Written to {path}.")
@@ -171,6 +167,18 @@ def bench(
         stdout().print(report_text(result.report, path, _next_commands(path, result.report)))
     if result.exit_code:
         raise typer.Exit(result.exit_code)
+
+
+@contextmanager
+def _stopped(what: str, as_json: bool) -> Iterator[None]:
+    """Let Ctrl-C end the command with a message that says `what` is missing."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"Stopped. {what}")
+        if as_json:
+            emit_error("Stopped", f"Stopped. {what}", "", EXIT_STOPPED)
+        raise typer.Exit(EXIT_STOPPED) from None
 
 
 def _say_precision(settings: BenchSettings) -> None:
@@ -209,22 +217,32 @@ def _list_profiles(as_json: bool) -> None:
 
 def _output(out: Path | None, plan: BenchPlan) -> Path:
     """The path of the report. Raises an error if the report could not be written there."""
-    import tempfile
     from datetime import UTC, datetime
 
-    from pvg.errors import MissingRequirementError, UsageError, user_paths
+    from pvg.errors import UsageError, user_paths
 
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     with user_paths():
         path = out if out is not None else _free(REPORTS / f"{plan.base.profile.name}-{stamp}.json")
         if path.is_dir():
             raise UsageError(f"--out {path} is a folder.", "Give a file: --out FILE.json")
-        folder = path.parent
-        if out is not None and not folder.is_dir():
+    _refuse_unwritable(path, "report")
+    return path
+
+
+def _refuse_unwritable(path: Path, what: str) -> None:
+    """Raise an error if a file could not be written at `path`. `what`: its content, in the error's words."""
+    import tempfile
+
+    from pvg.errors import MissingRequirementError, UsageError, user_paths
+
+    folder = path.parent
+    with user_paths():
+        if folder != REPORTS and not folder.is_dir():
             raise UsageError(
-                f"The folder {folder} of the report does not exist.", f"mkdir -p {shlex.quote(str(folder))}"
+                f"The folder {folder} of the {what} does not exist.", f"mkdir -p {shlex.quote(str(folder))}"
             )
-        while not folder.exists():  # ./bench is created later, with the report
+        while not folder.exists():  # ./bench is created later, with the file
             folder = folder.parent
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
@@ -233,9 +251,8 @@ def _output(out: Path | None, plan: BenchPlan) -> Path:
             os.fsync(probe.fileno())  # some file systems allocate space only now
     except OSError as error:
         raise MissingRequirementError(
-            f"No report can be written to {folder}: {error.strerror}.", "Choose another file: --out FILE"
+            f"No {what} can be written to {folder}: {error.strerror}.", "Choose another file: --out FILE"
         ) from error
-    return path
 
 
 def _free(path: Path) -> Path:
@@ -366,7 +383,7 @@ def _plain_line(taken: SampleTaken) -> None:
 def run_tune(profile: str, overrides: Sequence[str], out: Path | None, as_json: bool) -> None:
     """Tune a profile, write the settings, and print the measurements.
 
-    Raises the errors of `pvg.bench.tuning.tune`. Raises UsageError before the first measurement if `out` is unusable.
+    Raises the errors of `pvg.bench.tuning.tune`. Raises an error before the first measurement if `out` is unusable.
     """
     from pvg.bench.planning import plan_bench
     from pvg.bench.profile import find_profile, read_profile
@@ -380,13 +397,11 @@ def run_tune(profile: str, overrides: Sequence[str], out: Path | None, as_json: 
     path = out if out is not None else REPORTS / f"{name}-tuned.toml"
     if path.suffix != ".toml" or path.is_dir():
         raise UsageError(f"--out {path} is not a TOML file.", "Give a TOML file: --out FILE.toml")
-    if out is not None and not path.parent.is_dir():
-        raise UsageError(f"The folder {path.parent} does not exist.", f"mkdir -p {shlex.quote(str(path.parent))}")
+    _refuse_unwritable(path, "settings file")
     words = ["pvg", "bench", "--profile", profile, "--tune"]
     words += [word for override in overrides for word in ("--set", override)]
     tuned = tune(profile, overrides, command=shlex.join(words), on_sample=_plain_line)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_output(path, tuned.to_toml().encode())
+    write_output(_made(path), tuned.to_toml().encode())
     if as_json:
         emit(
             {

@@ -146,8 +146,9 @@ class LocalSupply:
             try:
                 return await self._forked(connection)
             except (OSError, TimeoutError) as error:
+                why = self._last_words() or str(error) or f"it has not begun within {self._patience_s:g} s"
                 raise MissingRequirementError(
-                    f"No worker process could be started: {self._last_words() or error}.",
+                    f"No worker process could be started: {why}.",
                     "Play without workers: -s cluster=none",
                 ) from None
 
@@ -170,10 +171,9 @@ class LocalSupply:
         kill(pid)
         async with self._lock:
             try:
-                status = await self._ask(f"wait {pid}")
-            except (OSError, TimeoutError):
-                # It was killed, or hangs. A late answer must not be taken for the next one's: `start` replaces it.
-                self._broken, status = True, NOT_A_CHILD
+                status = NOT_A_CHILD if self._broken else await self._ask(f"wait {pid}")
+            except (OSError, TimeoutError):  # it was killed, or hangs; `fork` replaces it
+                status = NOT_A_CHILD
         if status == NOT_A_CHILD:
             return "its parent process was killed"
         if os.WIFSIGNALED(status):
@@ -218,6 +218,7 @@ class LocalSupply:
     async def _ask(self, question: str, connection: socket.socket | None = None) -> int:
         loop, answer = asyncio.get_running_loop(), b""
         files = [] if connection is None else [connection.fileno()]
+        self._broken = True  # until the answer comes: a late one must not be taken for the next one's
         socket.send_fds(self._control, [f"{question}\n".encode()], files)
         async with asyncio.timeout(self._patience_s):
             while not answer.endswith(b"\n"):
@@ -225,7 +226,7 @@ class LocalSupply:
                 if not part:
                     raise ConnectionError("the process that forks workers has ended")
                 answer += part
-        self._patience_s = ANSWER_S
+        self._patience_s, self._broken = ANSWER_S, False
         return int(answer)
 
     def printed(self, since: int) -> tuple[str, int]:

@@ -284,6 +284,27 @@ def test_tuning_writes_a_file_of_settings_and_says_how_to_use_it(tiny: Path) -> 
     assert len(document["reports"][0]["variants"]) == 2
 
 
+def test_tuning_knows_a_full_disk_before_the_work(tiny: Path) -> None:
+    write_profile(tiny, PROFILE + '\n[[tune]]\nkey = "rollout.engine.max_rows"\nvalues = [8, 16]\n')
+    before = "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))"
+    running = process("--tune", before=before)
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == 3
+    assert "No settings file can be written" in err
+    assert "sample 1" not in err
+
+
+def test_ctrl_c_while_tuning_says_that_no_settings_were_written(tiny: Path) -> None:
+    write_profile(tiny, PROFILE + '\n[[tune]]\nkey = "rollout.engine.max_rows"\nvalues = [8, 16]\n')
+    running = process("--tune", "-s", "workload.fault=wait")
+    assert running.stdout is not None
+    assert running.stdout.readline() == "waiting\n"
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert (out, err.splitlines()[-1]) == ("", "Stopped. No settings were written.")
+
+
 @pytest.mark.parametrize(
     "other", [["--ablate"], ["--sweep", "rollout.engine.max_rows=8,16"], ["--out", "x.json"], ["--serve"]]
 )

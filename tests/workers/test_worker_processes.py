@@ -424,6 +424,33 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one():
     asyncio.run(run())
 
 
+# A nursery without torch, whose workers only wait for the end of their connection.
+LIGHT_NURSERY = """
+import json, os, socket, sys, types
+sys.path[:] = json.loads(sys.argv[1])
+process = sys.modules["pvg.workers.process"] = types.ModuleType("process")
+process.work = lambda connection: (connection.recv(1), os._exit(0))
+from pvg.workers.local import nurse
+nurse(socket.socket(fileno=int(sys.argv[2])))
+"""
+
+
+def test_a_worker_is_not_mixed_up_with_one_that_was_started_too_late(monkeypatch):
+    async def run() -> None:
+        monkeypatch.setattr("pvg.workers.local.NURSERY", LIGHT_NURSERY)
+        monkeypatch.setattr("pvg.workers.local.START_S", 0.0)
+        with LocalSupply() as supply:
+            with pytest.raises(MissingRequirementError, match="it has not begun within 0 s"):
+                await supply.start()
+            monkeypatch.setattr("pvg.workers.local.START_S", 120.0)
+            supply._patience_s = 120.0
+            member = await supply.start()
+            member.kill()
+            assert await asyncio.wait_for(member.reader.read(), 30) == b""  # its own process has ended
+
+    asyncio.run(run())
+
+
 def test_the_end_of_a_supply_without_workers_does_not_wait_for_its_imports(monkeypatch):
     monkeypatch.setattr("pvg.workers.local.END_S", 600.0)
     supply = LocalSupply()
