@@ -290,7 +290,7 @@ class RoundParts:
     async def separability(self) -> Any:
         async def work() -> Any:
             own, tokenizer = await self.own(), self.context.players.base.tokenizer
-            read = solutions_read(own.rollouts, self.context.task, tokenizer.encode, tokenizer.eos_id)
+            read = solutions_read(own.rollouts, self.context.task, tokenizer.encode, tokenizer.end_ids)
             return await self._compute(lambda: measures.separability(own, read, self._draws))
 
         settings = [measures.NGRAMS, measures.FOLDS]
@@ -362,7 +362,7 @@ class RoundParts:
 
 
 def solutions_read(
-    rollouts: Sequence[Rollout], task: Task, encode: Callable[[str], NDArray[np.int32]], eos_id: int
+    rollouts: Sequence[Rollout], task: Task, encode: Callable[[str], NDArray[np.int32]], end_ids: Sequence[int]
 ) -> list[NDArray[np.int32]]:
     """int32 [C] each: the tokens of every solution that its verifier may read, without the end of the text. Concealed
     parts, such as a sneaky solution's certificate, would reveal the role to a style probe. In a dialogue, only what the
@@ -370,7 +370,7 @@ def solutions_read(
     if isinstance(task, ConcealsText):
         return [encode(task.shown(rollout.text)) for rollout in rollouts]
     written = [r.completion_ids[r.sampled_mask] if r.turns else r.completion_ids for r in rollouts]
-    return [ids[:-1] if len(ids) and ids[-1] == eos_id else ids for ids in written]
+    return [ids[:-1] if len(ids) and ids[-1] in end_ids else ids for ids in written]
 
 
 def flawed(

@@ -149,17 +149,19 @@ def _base_for_peft(source: str) -> tuple[str, str | None]:
 
 
 def _set_generation(model: LanguageModel, finished: FinishedRound) -> None:
-    """Sampling as in the run."""
-    rollout, generation = finished.experiment.rollout, model.module.generation_config
-    assert generation is not None
-    generation.update(
-        eos_token_id=model.tokenizer.eos_id,
-        pad_token_id=model.tokenizer.pad_id,
+    """Sampling as in the run, without settings of the base that the run does not have, such as a repetition penalty."""
+    from transformers import GenerationConfig
+
+    rollout, tokenizer = finished.experiment.rollout, model.tokenizer
+    model.module.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_id if len(tokenizer.end_ids) == 1 else list(tokenizer.end_ids),
+        pad_token_id=tokenizer.pad_id,
         max_new_tokens=rollout.max_tokens,
-        do_sample=rollout.temperature > 0,
+        do_sample=True,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=max(0, rollout.top_k),
     )
-    if rollout.temperature > 0:
-        generation.update(temperature=rollout.temperature, top_p=rollout.top_p, top_k=max(0, rollout.top_k))
 
 
 def _write_module(module: PreTrainedModel, folder: Path, facts: dict[str, Any]) -> None:

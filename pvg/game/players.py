@@ -129,7 +129,7 @@ class Players:
         self._collector: CalmCollector | None = None
         sampling = Sampling(
             max_tokens=rollout.max_tokens,
-            stop_ids=(self.base.tokenizer.eos_id,),
+            stop_ids=self.base.tokenizer.end_ids,
             temperature=rollout.temperature,
             top_p=rollout.top_p,
             top_k=rollout.top_k,

@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -101,7 +102,11 @@ def _read_without_weights(place: Path, name: str, arguments: dict[str, str]) -> 
     with _explained(place):
         config = AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False, **arguments)
         fast = AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False, **arguments)
-    return WeightlessModel(name, Tokenizer(fast, name), int(config.max_position_embeddings))
+        if (place / "generation_config.json").is_file():
+            settings = GenerationConfig.from_pretrained(place, local_files_only=True)
+        else:  # as transformers does when it opens the model
+            settings = GenerationConfig.from_model_config(config)
+    return WeightlessModel(name, Tokenizer(fast, name, settings), int(config.max_position_embeddings))
 
 
 @contextmanager
@@ -173,7 +178,7 @@ def _read_directory(directory: Path, dtype: torch.dtype, name: str) -> tuple[Pre
         )
         _refuse_misfits(directory, loading)
         fast = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    return module, Tokenizer(fast, name), name
+    return module, Tokenizer(fast, name, module.generation_config), name
 
 
 def _refuse_misfits(directory: Path, loading: dict[str, Any]) -> None:
@@ -208,7 +213,7 @@ def _from_gguf(package: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Token
     fast = AutoTokenizer.from_pretrained(file.parent, **arguments)
     end_as_configured(fast, packed.config)
     name = file.stem
-    return module, Tokenizer(fast, name), name
+    return module, Tokenizer(fast, name, module.generation_config), name
 
 
 def end_as_configured(fast: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:

@@ -22,7 +22,7 @@ from pvg.errors import ConfigurationError, UsageError
 from pvg.records import Int32
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 # Parts of tokenizer.json that do not affect the ids of a text: state of earlier calls, and special tokens around a
 # text, which `encode` never adds.
@@ -32,14 +32,20 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
-    """Wraps a fast transformers tokenizer. `eos_id` ends a completion. `pad_id` fills rows; models never see it."""
+    """Wraps a fast transformers tokenizer. Each of `end_ids` ends a completion; `eos_id`, the first, is written at the
+    end of a text. `pad_id` fills rows; models never see it."""
 
     eos_id: int
+    end_ids: tuple[int, ...]
     pad_id: int
     vocab_size: int
     fingerprint: str
 
-    def __init__(self, fast: PreTrainedTokenizerFast, name: str = "tokenizer") -> None:
+    def __init__(
+        self, fast: PreTrainedTokenizerFast, name: str = "tokenizer", settings: GenerationConfig | None = None
+    ) -> None:
+        """`settings`: the model's own settings of generation, which may have more end tokens. Gemma, for example, ends
+        the turn of a chat with another token than a text."""
         if not getattr(fast, "is_fast", False):
             raise ConfigurationError(f"The tokenizer of {name} has no tokenizer.json.", "Save it as a fast tokenizer.")
         if fast.eos_token_id is None:
@@ -47,6 +53,11 @@ class Tokenizer:
         self._fast = fast
         self._name = name
         self.eos_id = int(fast.eos_token_id)
+        named = settings.eos_token_id if settings is not None else None
+        others: list[int] = [] if named is None else named if isinstance(named, list) else [named]
+        # Only special tokens: a configuration that nobody adapted may name a token that is part of a text.
+        special = {number for number, token in fast.added_tokens_decoder.items() if token.special}
+        self.end_ids = (self.eos_id, *(number for number in others if number in special - {self.eos_id}))
         self.pad_id = self.eos_id if fast.pad_token_id is None else int(fast.pad_token_id)
         self.vocab_size = len(fast)
         rules = orjson.loads(fast.backend_tokenizer.to_str())
@@ -54,7 +65,7 @@ class Tokenizer:
         unknown = rules["model"].get("unk_token")
         self._unknown_id = None if unknown is None else fast.backend_tokenizer.token_to_id(unknown)
         kept = {key: value for key, value in rules.items() if key not in UNFINGERPRINTED}
-        ends = [self.eos_id, self.pad_id]
+        ends = [self.eos_id, self.pad_id, *self.end_ids[1:]]
         self.fingerprint = hashlib.sha256(orjson.dumps([kept, ends], option=orjson.OPT_SORT_KEYS)).hexdigest()[:32]
 
     def encode(self, text: str) -> Int32:
@@ -120,12 +131,13 @@ class Tokenizer:
         )
         _, _, after = text.partition(marks[0])
         between = self._fast.backend_tokenizer.encode(after.replace(marks[1], content), add_special_tokens=False).ids
-        if self.eos_id not in between[:2]:
+        end = next((place for place, token in enumerate(between[:2]) if token in self.end_ids), None)
+        if end is None:
             raise ConfigurationError(
                 f"The chat template of {self._name} does not end an answer with the end token.",
                 'Set game.protocol to "direct", or prompts to "text".',
             )
-        return np.asarray(between[between.index(self.eos_id) + 1 :], dtype=np.int32)
+        return np.asarray(between[end + 1 :], dtype=np.int32)
 
     def without_controls(self, text: str) -> str:
         """`text` without special tokens spelled out in it.
@@ -135,6 +147,11 @@ class Tokenizer:
         while len(cleaned := self.decode(self.encode(text))) < len(text):
             text = cleaned  # the rest may spell another one
         return text
+
+    def without_end(self, ids: Int32) -> Int32:
+        """`ids` int32 [n] without end tokens at the end."""
+        kept = np.flatnonzero(~np.isin(ids, self.end_ids))
+        return ids[: kept[-1] + 1 if kept.size else 0]
 
     def save(self, directory: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json to `directory`."""

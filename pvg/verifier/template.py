@@ -107,7 +107,7 @@ Render = Callable[[Tokenizer, str, Prompt, str, str, Int32 | None], tuple[Int32,
 def _plain(
     tokenizer: Tokenizer, head: str, prompt: Prompt, question: str, text: str, ids: Int32 | None, *, asks: str
 ) -> tuple[Int32, Int32]:
-    solution_ids = _without_end(tokenizer, tokenizer.encode(text) if ids is None else ids)
+    solution_ids = tokenizer.without_end(tokenizer.encode(text) if ids is None else ids)
     if asks:
         return prompt(question), np.concatenate([solution_ids, tokenizer.encode(f"\n{asks}\n")])
     return prompt(question), _with_end(tokenizer, solution_ids)
@@ -125,7 +125,7 @@ def _chat(
     asks: str,
 ) -> tuple[Int32, Int32]:
     if head == "implicit":
-        solution_ids = _without_end(tokenizer, tokenizer.encode(text) if ids is None else ids)
+        solution_ids = tokenizer.without_end(tokenizer.encode(text) if ids is None else ids)
         return prompt(question), _with_end(tokenizer, solution_ids)
     content = framed(frame, question, tokenizer.without_controls(text))
     if asks:
@@ -147,12 +147,6 @@ def _opened_chat(tokenizer: Tokenizer, question: str) -> Int32:
 
 
 OPENINGS = {"chat": _opened_chat, "text": _with_blank_line}  # style -> what is before the solution
-
-
-def _without_end(tokenizer: Tokenizer, ids: Int32) -> Int32:
-    """`ids` without end tokens at the end."""
-    kept = np.flatnonzero(ids != tokenizer.eos_id)
-    return ids[: kept[-1] + 1 if kept.size else 0]
 
 
 def _with_end(tokenizer: Tokenizer, ids: Int32) -> Int32:

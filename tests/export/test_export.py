@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
@@ -37,7 +38,8 @@ from pvg.errors import ConfigurationError, UsageError
 from pvg.evaluation.opened_run import OpenedRun
 from pvg.export.card import _cell, intervals, model_card
 from pvg.export.finished import FinishedRound
-from pvg.export.folders import LOADER, WRITERS, _common, export_player
+from pvg.export.folders import LOADER, WRITERS, _common, _set_generation, export_player
+from pvg.models import open_model
 from pvg.models.ensembles import ScoreScales, VerifierEnsemble
 from pvg.models.heads import VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel
@@ -131,8 +133,19 @@ def test_a_prover_opens_as_a_causal_language_model(implicit: FinishedRound, fold
     assert all(torch.equal(state[name], tensor) for name, tensor in tensors.items())
     assert tokenizer.decode(tokenizer("H7+5?").input_ids) == "H7+5?"
     assert model.generation_config.eos_token_id == 1
+    assert model.generation_config.temperature == implicit.experiment.rollout.temperature
     assert model.generation_config.max_new_tokens == implicit.experiment.rollout.max_tokens
     assert model.config.pvg["run"] == "implicit"
+
+
+def test_a_prover_samples_as_in_the_run_whatever_its_base_prefers(implicit: FinishedRound) -> None:
+    section = implicit.experiment.models.prover
+    with open_model(section, torch.device("cpu")) as model:
+        model.module.generation_config = GenerationConfig(repetition_penalty=1.3, min_p=0.2, suppress_tokens=[5])
+        _set_generation(model, implicit)
+        found, rollout = model.module.generation_config.to_diff_dict(), implicit.experiment.rollout
+    assert not {"repetition_penalty", "min_p", "suppress_tokens"} & found.keys()
+    assert (found["do_sample"], found["max_new_tokens"], found["eos_token_id"]) == (True, rollout.max_tokens, 1)
 
 
 def test_the_card_of_a_prover_shows_the_prompts_of_both_roles(implicit: FinishedRound, folder: Path) -> None:

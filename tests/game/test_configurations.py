@@ -8,17 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kill_drill import differences, fingerprint, read_manifests, small_experiment
 from rich.console import Console
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import assign, build_experiment
+from pvg.config.models import ModelSection
 from pvg.errors import ConfigurationError
 from pvg.game.run import GameOutcome, play
+from pvg.models import open_model
 from pvg.reporting.run_summary import read_run
 from pvg.reporting.terminal import closing
 from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory
+from pvg.store.shards import RolloutShards
 from pvg.store.state import FileStateStore
 from pvg.telemetry.alerts import REMEDIES
 from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
@@ -266,3 +270,22 @@ def test_what_cannot_work_is_no_experiment(settings: dict[str, Any], message: st
 def test_a_game_without_roles_may_give_the_bare_question() -> None:
     settings = {"prompts": "plain", "game.reward": "correctness", "game.sneaky_share": 0.0}
     assert changed(settings).prompts.kind == "plain"
+
+
+def test_a_completion_ends_with_any_end_token_of_the_provers_own_settings(tmp_path: Path) -> None:
+    """The prover writes another special token where the embedded one writes its end, as Gemma does in a chat."""
+    with open_model(ModelSection(source="embedded:modchain-prover"), torch.device("cpu")) as model:
+        end, other = model.tokenizer.eos_id, model.tokenizer.pad_id
+        for weight in {model.module.get_input_embeddings().weight, model.module.get_output_embeddings().weight}:
+            weight.data[[end, other]] = weight.data[[other, end]]
+        model.module.generation_config.eos_token_id = [end, other]
+        model.save(tmp_path / "swapped")
+    experiment = changed({"models.prover.source": str(tmp_path / "swapped"), "training.steps": 1})
+    outcome, run = played(experiment, tmp_path)
+    assert outcome.status == "complete"
+    shards = RolloutShards(run.path)
+    rollouts = [rollout for path in sorted(run.path.glob("rollouts/**/*.arrow")) for rollout in shards.read(path)]
+    ended = [rollout for rollout in rollouts if rollout.finish_reason == "stop"]
+    assert len(ended) > 0.9 * len(rollouts)
+    assert sum(rollout.completion_ids[-1] == other for rollout in ended) > 0.9 * len(ended)
+    assert sum(rollout.grade.correct for rollout in rollouts) > 0.3 * len(rollouts)

@@ -32,6 +32,25 @@ def test_a_saved_directory_opens_with_the_same_weights_and_tokens(saved):
         assert model.module.lm_head.weight is model.module.model.embed_tokens.weight
 
 
+def test_the_end_tokens_of_the_models_own_settings_end_a_completion_too(saved):
+    section = ModelSection(source=str(saved[0]))
+    (saved[0] / "generation_config.json").write_text('{"eos_token_id": [1, 0, 7]}')  # 7 is a digit
+    with open_model(section, CPU) as model:
+        assert model.tokenizer.end_ids == (1, 0)
+        model.save(saved[0].with_name("again"))
+    assert sources.open_without_weights(section).tokenizer.end_ids == (1, 0)
+    assert sources.open_without_weights(ModelSection(source=str(saved[0].with_name("again")))).tokenizer.end_ids == (
+        1,
+        0,
+    )
+    (saved[0] / "generation_config.json").unlink()
+    (saved[0] / "config.json").write_text(
+        (saved[0] / "config.json").read_text().replace('"eos_token_id": 1', '"eos_token_id": [0]')
+    )
+    with open_model(section, CPU) as model:
+        assert model.tokenizer.end_ids == sources.open_without_weights(section).tokenizer.end_ids == (1, 0)
+
+
 def test_opening_twice_gives_two_owners(saved):
     section = ModelSection(source=str(saved[0]))
     first, second = open_model(section, CPU), open_model(section, CPU)

@@ -285,7 +285,7 @@ class PipelinedSteps:
         session, players, rollout = self._session, self._session.players, self._experiment.rollout
         rows = self._experiment.training.groups * rollout.group_size
         engine = TorchEngine(players.base.copy(), max_rows=rows, max_in_flight=rows, executor=players.executor)
-        sampling = Sampling(rollout.max_tokens, (players.base.tokenizer.eos_id,), rollout.temperature)
+        sampling = Sampling(rollout.max_tokens, players.base.tokenizer.end_ids, rollout.temperature)
         asked, players.dispatcher = (
             players.dispatcher,
             Dispatcher(engine, session.task, players.base.tokenizer, sampling, rows),

@@ -363,7 +363,7 @@ class _Uneven:
 def dispatcher(players: Players, engine: Engine, *, fixed_length: bool) -> Dispatcher:
     """The players' dispatcher with `engine`. `fixed_length`: no completion ends before rollout.max_tokens."""
     rollout, tokenizer = players.experiment.rollout, players.base.tokenizer
-    stops = () if fixed_length else (tokenizer.eos_id,)
+    stops = () if fixed_length else tokenizer.end_ids
     sampling = Sampling(rollout.max_tokens, stops, rollout.temperature, rollout.top_p, rollout.top_k)
     return Dispatcher(engine, players.task, tokenizer, sampling, rollout.concurrency, players.grading)
 
