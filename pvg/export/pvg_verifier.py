@@ -62,7 +62,10 @@ class ExportedVerifier:
         asked, end = template["asks"], [self.tokenizer.eos_token_id]
         if template["style"] != "chat":
             solved = _without_end(self._encode(solution), end[0])
-            opened = self._encode(f"{question}\n\n" if template["style"] == "text" else question)
+            opened = self._encode(f"{question}\n\n" if question and template["style"] == "text" else question)
+            begin = list(self.tokenizer("").input_ids)[:1]
+            if begin == [self.tokenizer.bos_token_id]:
+                opened = begin + opened
             return opened, solved + (self._encode(f"\n{asked}\n") if asked else end)
         if self.facts["head"] == "implicit":
             return self._chat(question), _without_end(self._encode(solution), end[0]) + end

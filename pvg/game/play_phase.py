@@ -61,7 +61,7 @@ def encoder(session: Session) -> Callable[[str], Int32]:
         if style == "chat":
             ids = base.tokenizer.chat([*rules, {"role": "user", "content": prompt}])
         elif style == "text":
-            ids = base.tokenizer.encode("".join(f"{said}\n\n" for said in [*(r["content"] for r in rules), prompt]))
+            ids = base.tokenizer.opening("".join(f"{said}\n\n" for said in [*(r["content"] for r in rules), prompt]))
         else:
             ids = session.prompts.render(Problem("", prompt, ""), Role.HELPFUL)
         if len(ids) + experiment.rollout.max_tokens > limit:

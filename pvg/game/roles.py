@@ -123,8 +123,8 @@ def prompt_renderer(prompts: PromptSection, tokenizer: Tokenizer) -> Render:
     if isinstance(prompts, WordedPrompts):
         return lambda problem, role: _tokens(prompts, tokenizer, worded(prompts, problem, role))
     if isinstance(prompts, TagPrompts):
-        return lambda problem, role: tokenizer.encode(TAGS[role] + problem.question)
-    return lambda problem, role: tokenizer.encode(problem.question)
+        return lambda problem, role: tokenizer.opening(TAGS[role] + problem.question)
+    return lambda problem, role: tokenizer.opening(problem.question)
 
 
 def translation_renderer(prompts: PromptSection, tokenizer: Tokenizer) -> Translate:
@@ -134,13 +134,13 @@ def translation_renderer(prompts: PromptSection, tokenizer: Tokenizer) -> Transl
         return lambda problem, role, solution: _tokens(
             prompts, tokenizer, translation(prompts, problem, role, solution)
         )
-    return lambda problem, role, solution: tokenizer.encode(f"{TAGS[role]}{problem.question}{solution}?")
+    return lambda problem, role, solution: tokenizer.opening(f"{TAGS[role]}{problem.question}{solution}?")
 
 
 def _tokens(prompts: WordedPrompts, tokenizer: Tokenizer, prompt: WordedPrompt) -> Int32:
     if isinstance(prompts, ChatPrompts):
         return tokenizer.chat(prompt.messages(prompts.place))
-    return tokenizer.encode(prompt.text())
+    return tokenizer.opening(prompt.text())
 
 
 def assign_roles(count: int, sneaky_share: float, rng: np.random.Generator) -> list[Role]:

@@ -33,10 +33,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 class Tokenizer:
     """Wraps a fast transformers tokenizer. Each of `end_ids` ends a completion; `eos_id`, the first, is written at the
-    end of a text. `pad_id` fills rows; models never see it."""
+    end of a text. `begin_ids`: the tokens with which a text begins, such as Gemma's `<bos>`; most models have none.
+    `pad_id` fills rows; models never see it."""
 
     eos_id: int
     end_ids: tuple[int, ...]
+    begin_ids: tuple[int, ...]
     pad_id: int
     vocab_size: int
     fingerprint: str
@@ -58,6 +60,8 @@ class Tokenizer:
         # Only special tokens: a configuration that nobody adapted may name a token that is part of a text.
         special = {number for number, token in fast.added_tokens_decoder.items() if token.special}
         self.end_ids = (self.eos_id, *(number for number in others if number in special - {self.eos_id}))
+        begin = list(fast("").input_ids)[:1]
+        self.begin_ids = tuple(begin) if begin == [fast.bos_token_id] else ()
         self.pad_id = self.eos_id if fast.pad_token_id is None else int(fast.pad_token_id)
         self.vocab_size = len(fast)
         rules = orjson.loads(fast.backend_tokenizer.to_str())
@@ -65,8 +69,8 @@ class Tokenizer:
         unknown = rules["model"].get("unk_token")
         self._unknown_id = None if unknown is None else fast.backend_tokenizer.token_to_id(unknown)
         kept = {key: value for key, value in rules.items() if key not in UNFINGERPRINTED}
-        ends = [self.eos_id, self.pad_id, *self.end_ids[1:]]
-        self.fingerprint = hashlib.sha256(orjson.dumps([kept, ends], option=orjson.OPT_SORT_KEYS)).hexdigest()[:32]
+        own = [kept, [self.eos_id, self.pad_id, *self.end_ids[1:]], *([list(self.begin_ids)] if self.begin_ids else [])]
+        self.fingerprint = hashlib.sha256(orjson.dumps(own, option=orjson.OPT_SORT_KEYS)).hexdigest()[:32]
 
     def encode(self, text: str) -> Int32:
         """`text` as int32 [n], without added special tokens. Raises UsageError if the vocabulary cannot express it."""
@@ -80,6 +84,12 @@ class Tokenizer:
                 "OWNER/NAME -s models.verifier.source=hf:OWNER/NAME -s prompts=chat",
             )
         return ids
+
+    def opening(self, text: str) -> Int32:
+        """`text` at the beginning of the model's input, as int32 [n]: after `begin_ids`. Raises UsageError as `encode`
+        does. A chat template writes the begin token itself."""
+        ids = self.encode(text)
+        return np.concatenate([np.asarray(self.begin_ids, dtype=np.int32), ids]) if self.begin_ids else ids
 
     def lacking(self, text: str) -> list[str]:
         """The parts of `text` that the vocabulary cannot express, each once, in their order."""

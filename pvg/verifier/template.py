@@ -134,11 +134,11 @@ def _chat(
 
 
 def _question(tokenizer: Tokenizer, question: str) -> Int32:
-    return tokenizer.encode(question)
+    return tokenizer.opening(question)
 
 
 def _with_blank_line(tokenizer: Tokenizer, question: str) -> Int32:
-    return tokenizer.encode(f"{question}\n\n") if question else tokenizer.encode("")
+    return tokenizer.opening(f"{question}\n\n" if question else "")
 
 
 def _opened_chat(tokenizer: Tokenizer, question: str) -> Int32:

@@ -27,7 +27,7 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
-from verifier.tiny_verifiers import english_tokenizer, language_model, perturb, verifier
+from verifier.tiny_verifiers import beginning_tokenizer, english_tokenizer, language_model, perturb, verifier
 
 import pvg
 from pvg.config.game import BaseStart, PreviousStart
@@ -316,6 +316,16 @@ def test_every_head_on_every_family_scores_the_same(tmp_path: Path, family: Any,
     # For Qwen 2, AutoTokenizer replaces the tokenizer of characters by Qwen's own rules.
     exported.tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     assert [exported.score(*row) for row in rows] == pytest.approx(scores_of(model, style, rows), abs=2e-4)
+
+
+@pytest.mark.parametrize("style", ["text", "plain", "chat"])
+def test_a_text_begins_with_the_models_begin_token_as_in_pvg(tmp_path: Path, style: str) -> None:
+    model = build_verifier(Verifier(head="implicit"), language_model(beginning_tokenizer(), context=128))
+    perturb(model)
+    WRITERS[type(model)](model, tmp_path, facts_of(model, "implicit", style))
+    (tmp_path / LOADER).write_bytes((Path(pvg.__file__).parent / "export" / LOADER).read_bytes())
+    rows = [("7 + 5?", "It is 12."), ("", "no")]
+    assert [loader(tmp_path).score(*row) for row in rows] == pytest.approx(scores_of(model, style, rows), abs=2e-4)
 
 
 def test_a_tokenizer_without_padding_still_reads_the_end_token(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "verifier"))
-from tiny_verifiers import english_tokenizer
+from tiny_verifiers import beginning_tokenizer, english_tokenizer
 
 from pvg.config.describe import commented_toml
 from pvg.config.experiment import Experiment
@@ -55,6 +55,13 @@ def test_a_chat_has_the_instructions_the_examples_and_the_question() -> None:
         "<|start|>user\n1 + 1?<|end|><|start|>assistant\n#### 4<|end|>"
         "<|start|>user\nWhat is 4 + 5?<|end|><|start|>assistant\n"
     )
+
+
+def test_a_text_begins_with_the_models_begin_token_and_a_chat_as_its_template_says() -> None:
+    beginning = beginning_tokenizer()
+    text, chat = TextPrompts(**OWN), ChatPrompts(**OWN)
+    assert shown(text, Role.HELPFUL, tokenizer=beginning) == "<|start|>" + shown(text, Role.HELPFUL)
+    assert shown(chat, Role.HELPFUL, tokenizer=beginning) == shown(chat, Role.HELPFUL)
 
 
 def test_a_text_has_the_same_parts() -> None:

@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 import torch
-from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Rules
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -33,6 +33,17 @@ def english_tokenizer(chat: str | None = CHAT) -> Tokenizer:
     fast = PreTrainedTokenizerFast(tokenizer_object=rules, pad_token="<pad>", eos_token="<|eos|>")
     fast.chat_template = chat
     return Tokenizer(fast, "english")
+
+
+def beginning_tokenizer() -> Tokenizer:
+    """As `english_tokenizer`, and a text begins with <|start|>, as with Gemma and Llama."""
+    fast = english_tokenizer()._fast
+    fast.bos_token = "<|start|>"
+    begin = [("<|start|>", fast.bos_token_id)]
+    fast.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|start|> $A", pair="<|start|> $A $B", special_tokens=begin
+    )
+    return Tokenizer(fast, "beginning")
 
 
 def language_model(
