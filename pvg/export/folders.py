@@ -63,9 +63,10 @@ def export_player(
     """
     with user_paths():
         check_target(out, overwrite)
+        place = out.resolve()  # of a link, the folder that it leads to
     with user_paths(), disk_full_explained(out, of_run=False):
-        make_directory(out.absolute().parent)
-        temporary = temporary_beside(out.absolute())
+        make_directory(place.parent)
+        temporary = temporary_beside(place)
         temporary.mkdir()
         try:
             with without_progress_bars():
@@ -78,7 +79,7 @@ def export_player(
             card = model_card(finished, facts, out.name, repository)
             (temporary / "README.md").write_text(card, encoding="utf-8")
             share_weights(temporary)
-            put(temporary, out.absolute())
+            put(temporary, place)
         finally:
             if temporary.exists():
                 shutil.rmtree(temporary)

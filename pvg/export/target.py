@@ -15,7 +15,10 @@ MARK = "pvg.json"  # the facts of an export; shows that a directory is one
 
 
 def check_target(out: Path, overwrite: bool) -> None:
-    """Raises UsageError if `out` has something, unless it is an earlier export and `overwrite` is True."""
+    """Raises UsageError if `out` has something, unless it is an earlier export and `overwrite` is True. An empty folder
+    is replaced, so it cannot be the working directory."""
+    if Path.cwd().is_relative_to(out.resolve()):
+        raise UsageError(f"{out} holds the working directory.", "Name a new folder with --out.")
     if out.is_dir() and not any(out.iterdir()):
         return
     if not out.exists():
@@ -27,7 +30,7 @@ def check_target(out: Path, overwrite: bool) -> None:
 
 
 def put(temporary: Path, out: Path) -> None:
-    """Give the complete folder `temporary` the name `out`. An earlier export there is removed."""
+    """Give the complete folder `temporary` the name `out`, which is not a link. An earlier export there is removed."""
     if not out.exists():
         os.rename(temporary, out)
         return

@@ -365,6 +365,24 @@ def test_only_an_earlier_export_is_replaced(implicit: FinishedRound, tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out"]
 
 
+def test_a_link_is_followed_and_the_working_directory_stays(
+    implicit: FinishedRound, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "full").symlink_to(tmp_path / "disk")
+    (tmp_path / "new").symlink_to(tmp_path / "not" / "yet")
+    for link, target in (("full", "disk"), ("full", "disk"), ("new", "not/yet")):
+        export_player(implicit, "prover", tmp_path / link, overwrite=True)
+        assert (tmp_path / link).is_symlink()
+        assert (tmp_path / target / "model.safetensors").is_file()
+    (tmp_path / "here" / "below").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here" / "below")
+    for name in (".", "..", ""):
+        with pytest.raises(UsageError, match="holds the working directory"):
+            export_player(implicit, "prover", Path(name))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "full", "here", "new", "not"]
+
+
 def test_a_failed_export_leaves_nothing(
     implicit: FinishedRound, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
