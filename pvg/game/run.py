@@ -45,6 +45,7 @@ from pvg.game.warm_start import alone, check_demonstrations, first_phase, is_col
 from pvg.models.shared_prompts import check_packing
 from pvg.models.starts import open_learner
 from pvg.records import BASE_SOURCE, Problem, Role, Split
+from pvg.rollout.decoding import check_decoding
 from pvg.seeds import seed_for
 from pvg.store.run_directory import RunDirectory
 from pvg.store.samples import SampleColumns
@@ -301,14 +302,17 @@ def monitoring_of(session: Session, experiment: Experiment, run: RunDirectory) -
 def check_players_can_train(session: Session) -> None:
     """Raises ConfigurationError before anything is sampled, for errors that would otherwise appear in a later phase.
     It tests whether the files of the user's losses and reward run, whether the verifier takes its head, its template
-    and the longest solution, whether both models can express a correct solution, and whether the prover supports shared
-    prompts, gradient checkpointing and its adapters (without peft: MissingRequirementError)."""
+    and the longest solution, whether both models can express a correct solution, and whether the prover can be
+    sampled in batches and supports shared prompts, gradient checkpointing and its adapters (without peft:
+    MissingRequirementError)."""
     players, experiment = session.players, session.experiment
     PolicyObjective(experiment.training, experiment.rollout, players.base.tokenizer.pad_id)
     if experiment.task.kind != "play":
         pair_loss(experiment.verifier.loss)
         resolve("game.reward", experiment.game.reward.kind, REWARDS)
         _check_verifier(session)
+    if experiment.rollout.engine.kind == "torch":
+        check_decoding(players.base.module, players.base.device)
     if experiment.training.shared_prompts:
         check_packing(players.base.module, experiment.training.fused_layers)
     if experiment.training.adapters.kind != "none" or experiment.training.gradient_checkpointing:

@@ -31,11 +31,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from pvg.errors import TrainingDivergedError
+from pvg.errors import ConfigurationError, TrainingDivergedError
 from pvg.models.packing import pad_right, token_budget_batches
 from pvg.models.routing import ExpertRecorder, number_of_experts, recorded_experts, routers_of
 from pvg.records import FinishReason, Float32, Int32, RoutedExperts
-from pvg.rollout.engine import GenerationRequest
+from pvg.rollout.engine import GenerationRequest, Sampling
 from pvg.rollout.sampler import RowSettings, distribution, sample, uniform_numbers
 from pvg.telemetry.spans import span
 
@@ -185,6 +185,8 @@ COMPACT_SHARE = 1 / 8
 NO_STOP = -1
 # On a GPU, look for finished rows after this many steps.
 LOOK_EVERY = 8
+# The largest difference of two correct computations in float32, relative to the largest logit.
+ALIKE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,6 +447,30 @@ def _next_logits(module: nn.Module, rows: _Rows, cache: RowCache) -> Tensor:
     cache.advance()
     logits_RV: Tensor = output.logits[:, -1]
     return logits_RV
+
+
+def check_decoding(module: nn.Module, device: torch.device) -> None:
+    """Raises ConfigurationError if the model gives a prompt other logits beside a longer one than alone. Some models
+    ignore `position_ids`, and some look ahead. Models in 16 bits are not checked: rounding may give them other logits.
+    """
+    if next(module.parameters()).dtype != torch.float32:
+        return
+    vocabulary = cast(Any, module).get_output_embeddings().weight.shape[0]
+    ids_P = np.arange(4, dtype=np.int32) % vocabulary
+    requests = [GenerationRequest(f"check {n}", ids_P[:n], Sampling(1, ()), seed=0) for n in (2, len(ids_P))]
+    with torch.inference_mode():
+        cache, rows = _start(module, requests, np.ones(2, dtype=np.int64), device, None)
+        found_RV = _next_logits(module, rows, cache)
+        for row, request in enumerate(requests):
+            alone_1P = torch.from_numpy(request.prompt_ids).to(device).long()[None]
+            alone_V = module(input_ids=alone_1P, use_cache=False).logits[0, -1]
+            if bool(
+                (found_RV[row] - alone_V).abs().max() > ALIKE * alone_V.abs().max()
+            ):  # not for NaN, which decoding tells
+                raise ConfigurationError(
+                    f"{type(module).__name__} gives a prompt other logits beside a longer prompt than alone.",
+                    "Choose another model, or sample on vLLM servers.",
+                )
 
 
 def _compact(rows: _Rows, cache: RowCache, live: int) -> None:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 from tiny_policies import prompts, setting, tiny_llama, tiny_model
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    BertGenerationConfig,
+    BertGenerationDecoder,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+)
 
 from pvg.config.rollout import Rollouts
+from pvg.errors import ConfigurationError
 from pvg.rollout import open_engine
-from pvg.rollout.decoding import DecodedRow, decode
+from pvg.rollout.decoding import DecodedRow, check_decoding, decode
 from pvg.rollout.engine import GenerationRequest, Sampling
 
 GROUP = 4
@@ -104,3 +113,28 @@ def test_the_prompt_tokens_told_are_those_computed() -> None:
     computed, told, share = asyncio.run(run())
     assert told == computed == 3 + 8
     assert share == pytest.approx(1 - computed / 32)
+
+
+SIZES = {"vocab_size": 20, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def bart() -> PreTrainedModel:
+    """It ignores the positions that it is given."""
+    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 32}
+    return BartForCausalLM(BartConfig(**SIZES, **sizes, init_std=0.3, is_decoder=True, is_encoder_decoder=False))
+
+
+def bert() -> PreTrainedModel:
+    """It looks ahead."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    return BertGenerationDecoder(BertGenerationConfig(**SIZES, **sizes, initializer_range=0.3))
+
+
+@pytest.mark.parametrize("make", [bart, bert])
+def test_a_model_that_reads_a_prompt_otherwise_beside_a_longer_one_is_refused(
+    make: Callable[[], PreTrainedModel],
+) -> None:
+    torch.manual_seed(0)
+    check_decoding(tiny_llama(), torch.device("cpu"))
+    with pytest.raises(ConfigurationError, match="gives a prompt other logits beside a longer prompt"):
+        check_decoding(make().eval(), torch.device("cpu"))
