@@ -464,9 +464,8 @@ def check_decoding(module: nn.Module, device: torch.device) -> None:
         for row, request in enumerate(requests):
             alone_1P = torch.from_numpy(request.prompt_ids).to(device).long()[None]
             alone_V = module(input_ids=alone_1P, use_cache=False).logits[0, -1]
-            if bool(
-                (found_RV[row] - alone_V).abs().max() > ALIKE * alone_V.abs().max()
-            ):  # not for NaN, which decoding tells
+            # Not for NaN: decoding itself refuses a model whose logits are not finite.
+            if bool((found_RV[row] - alone_V).abs().max() > ALIKE * alone_V.abs().max()):
                 raise ConfigurationError(
                     f"{type(module).__name__} gives a prompt other logits beside a longer prompt than alone.",
                     "Choose another model, or sample on vLLM servers.",
