@@ -584,7 +584,11 @@ def test_a_growing_game_adds_problems_and_steps_in_each_round() -> None:
                 "training": {"loss": "rloo"},
                 "rollout": {"deadline": "continue"},
             },
-            "training.loss = 'rloo' has no ratio",
+            "training.loss = 'rloo' has no ratio, so stale rollouts",
+        ),
+        (
+            {"game": {"reward": "cgc"}, "training": {"loss": "rloo", "minibatches": 2, "steps": 4}},
+            "training.loss = 'rloo' has no ratio, so later minibatches",
         ),
     ],
 )

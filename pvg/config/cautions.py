@@ -98,6 +98,11 @@ def _staleness_warnings(experiment: AllSections) -> Iterator[str]:
             "training.loss = 'rloo' has no ratio, so stale rollouts count as fresh ones; set training.importance to "
             "'decoupled'"
         )
+    if training.minibatches > 1 and training.loss.kind == "rloo":
+        yield (
+            "training.loss = 'rloo' has no ratio, so later minibatches count as sampled by the weights that the earlier "
+            "ones changed; set training.minibatches to 1, or training.loss to 'grpo'"
+        )
     if not stale and training.importance.kind in ("decoupled", "unweighted"):
         yield (
             f"training.importance = {training.importance.kind!r} has no effect without rollout.prefetch: no rollout is "
