@@ -100,7 +100,7 @@ def _staleness_warnings(experiment: AllSections) -> Iterator[str]:
         )
     if training.minibatches > 1 and training.loss.kind == "rloo":
         yield (
-            "training.loss = 'rloo' has no ratio, so later minibatches ignore that earlier ones changed the weights; set "
+            "training.loss = 'rloo' has no ratio, so later minibatches ignore that the weights have changed; set "
             "training.minibatches to 1, or training.loss to 'grpo'"
         )
     if not stale and training.importance.kind in ("decoupled", "unweighted"):
