@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages.other_ladders import later_lines, outdated, reworded, spelled_out
+from benchmarks.pages.other_ladders import outdated, spelled_out
 from benchmarks.pages.peer_tables import NAME as PEERS
 from benchmarks.pages.peer_tables import peer_lines
 from benchmarks.pages.readme_ladder import FILE as LADDER
@@ -168,7 +168,7 @@ def ladder_lines(report: BenchReport) -> Iterator[str]:
     rows = [
         (
             label_of(gain),
-            reworded(gain.says),
+            gain.says,
             headline_figure(gain, headline),
             ratio_text(gain.step, excludes_one(gain)),
             ratio_text(gain.whole),
@@ -177,7 +177,6 @@ def ladder_lines(report: BenchReport) -> Iterator[str]:
     ]
     yield from markdown_lines(("switch", "what it does", "median", "gain", "gain in all"), "llrrr", rows)
     yield from ("", significance_text(found))
-    yield from later_lines(report)
 
 
 def sweep_lines(report: BenchReport) -> Iterator[str]:
@@ -199,7 +198,6 @@ def sweep_lines(report: BenchReport) -> Iterator[str]:
     ]
     header = (swept(report), headline, "against the first", *others)
     yield from markdown_lines(header, "l" + "r" * (len(header) - 1), rows)
-    yield from later_lines(report)
 
 
 def unit_of(report: BenchReport, metric: str) -> str:
@@ -262,7 +260,7 @@ def profile_lines(reports: Sequence[BenchReport], name: str, with_machine: bool)
     if name == PEERS:
         yield from peer_lines(chosen, machine_of if with_machine else None)
         return
-    about = reworded(str(chosen[0].config["profile"]["about"]))
+    about = str(chosen[0].config["profile"]["about"])
     yield f"## {name}"
     yield ""
     yield f"{about[0].upper()}{about[1:]}."

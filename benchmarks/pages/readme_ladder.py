@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from benchmarks.pages.other_ladders import later_lines, reworded
 from pvg.bench.compare import VariantGain, gains
 from pvg.bench.report import BenchReport
 from pvg.bench.statistics import RatioInterval, median
@@ -41,7 +40,7 @@ def ladder_lines(report: BenchReport) -> Iterator[str]:
         [
             (
                 label_of(gain),
-                reworded(gain.says),
+                gain.says,
                 number(median(gain.variant.samples[MEASURE].values)),
                 ratio_text(gain.step, excludes_one(gain)),
                 ratio_text(gain.whole),
@@ -50,7 +49,6 @@ def ladder_lines(report: BenchReport) -> Iterator[str]:
         ],
     )
     yield from ("", significance_text(found))
-    yield from later_lines(report)
 
 
 def label_of(gain: VariantGain) -> str:

@@ -407,7 +407,7 @@ TARGETS = (
         "rollouts/s with spo against wait-for-all, heavy-tailed latency",
         ">= 2x",
         "stragglers.json",
-        times_more_rollouts("rollout.deadline=0.2, spo, partial"),
+        times_more_rollouts("rollout.deadline=0.2, loss spo, cut rollouts continue"),
         "With a shorter deadline more rollouts would continue in later batches, with more versions (`staleness`).",
         least=2.0,
     ),

@@ -19,7 +19,7 @@ from bench_runs import load_profile
 from made_reports import ENVIRONMENT, PROFILE, failed_report, higher, lower, made_report, saved, variant
 
 from benchmarks.pages.make_benchmarks import main
-from benchmarks.pages.other_ladders import later_lines, outdated
+from benchmarks.pages.other_ladders import outdated
 from benchmarks.pages.reference_figures import reference_lines
 from benchmarks.pages.targets import TARGETS
 from pvg.bench.planning import plan_bench
@@ -302,28 +302,3 @@ def test_figures_of_another_kind_of_system_never_stand_beside() -> None:
     assert beside(made_report(ran, profile="sync"), made_report(ran, profile="loop")) == []
     text = "\n".join(reference_lines([]))
     assert "8.58 s through a shared client, 55 ms through a dedicated one (prime-rl's own figures)." in text
-
-
-def test_a_report_with_the_names_of_before_is_of_the_same_ladder_or_sweep_and_says_what_was_renamed() -> None:
-    rungs = load_profile("benchmarks/loop.toml").plain()["profile"]["ladder"]
-    assert rungs[-1]["switch"] == "workload.grading"
-    before = [*rungs[:-1], rungs[-1] | {"switch": "rollout.grading"}]
-    steps = [
-        {"label": "rollout.prefetch=0", "set": {"rollout.prefetch": 0}},
-        {"label": "rollout.prefetch=1", "set": {"rollout.prefetch": 1}},
-        {"label": "rollout.prefetch=2", "set": {"rollout.prefetch": 2}},
-        {"label": "rollout.prefetch=1, old", "set": {"rollout.prefetch": 1, "rollout.prefer": "old"}},
-    ]
-    since = load_profile("pipeline").plain()["profile"]["sweep"][len(steps) :]  # which have the names of today
-    others = [*steps[:-1], steps[-1] | {"set": {"rollout.prefetch": 2, "rollout.prefer": "old"}}, *since]
-    steps += since
-    ladder = of_its_profile("loop", "ablation", ladder=before)
-    sweep = of_its_profile("pipeline", "sweep", sweep=steps)
-    other = of_its_profile("pipeline", "sweep", sweep=others)
-    assert list(outdated({"ladder.json": ladder, "sweep.json": sweep})) == []
-    assert [line.split()[0] for line in outdated({"other.json": other})] == ["other.json"]
-    slow = ladder.variants[0].model_copy(update={"overrides": {"rollout.grading": "loop", "workload.batch": "loop"}})
-    blank, told = later_lines(ladder.model_copy(update={"variants": (slow,)}))
-    assert blank == ""
-    assert told.endswith("these settings were renamed: `rollout.grading` (now `workload.grading`).")
-    assert list(later_lines(ladder)) == []

@@ -98,7 +98,7 @@ def test_figures_without_a_ratio_are_medians_with_their_range() -> None:
 def test_the_least_idle_pipeline_stands_beside_the_synchronous_one() -> None:
     report = made_report(
         *(
-            variant({"trainer_idle": lower(around(idle), "1")}, f"rollout.prefetch={ahead}")
+            variant({"trainer_idle": lower(around(idle), "1")}, f"rollout.prefetch.batches={ahead}")
             for ahead, idle in ((0, 0.5), (1, 0.1), (2, 0.15))
         ),
         config={"profile": PROFILE | {"headline": "trainer_idle"}, "experiment": {}},
@@ -112,7 +112,8 @@ def test_the_least_idle_pipeline_stands_beside_the_synchronous_one() -> None:
 
 def stragglers_report(deadline: float, partial: float) -> BenchReport:
     """Wait-for-all, a deadline, spo with partial rollouts, and one more that no target is about."""
-    sides = (("none", 1.0, 1.0, 0.0), ("0.25", deadline, 0.6, 0.0), ("0.2, spo, partial", partial, 0.88, 1.5))
+    continued = "0.2, loss spo, cut rollouts continue"
+    sides = (("none", 1.0, 1.0, 0.0), ("0.25", deadline, 0.6, 0.0), (continued, partial, 0.88, 1.5))
     return made_report(
         *(
             variant(
@@ -147,7 +148,7 @@ def test_a_missed_target_tells_the_time_and_the_figures_of_the_variant_that_it_i
     told = [line for line in lines if line.startswith("- Not reached")]
     assert [line.partition("time by part: ")[2] for line in told] == [
         "part 0.25 100 %.",
-        "part 0.2, spo, partial 100 %.",
+        "part 0.2, loss spo, cut rollouts continue 100 %.",
     ]
     target = next(target for target in TARGETS if target.file == "stragglers.json")
     about = replace(target, beside=("length_kept",))
