@@ -25,12 +25,13 @@ from pvg.errors import ConfigurationError, UsageError, user_paths
 from pvg.export import pvg_verifier
 from pvg.export.card import example_prompts, model_card
 from pvg.export.finished import FinishedRound
-from pvg.export.target import MARK, check_target, put
+from pvg.export.target import MARK, check_target, put, resolved
 from pvg.inputs import expanded
 from pvg.models import open_model
 from pvg.models.heads import ImplicitHead, ScalarHead, VerifierModel, YesTokenHead
 from pvg.models.language_model import LanguageModel, without_progress_bars
 from pvg.models.logprobs import finish_logits
+from pvg.models.tokenizer import Tokenizer
 from pvg.store.atomic import disk_full_explained, make_directory, share_weights, temporary_beside
 from pvg.store.run_players import WARMED_PROVER, adapter_name
 from pvg.tasks import open_task
@@ -63,7 +64,7 @@ def export_player(
     """
     with user_paths():
         check_target(out, overwrite)
-        place = out.resolve()  # of a link, the folder that it leads to
+        place = resolved(out)  # of a link, the folder that it leads to
     with user_paths(), disk_full_explained(out, of_run=False):
         make_directory(place.parent)
         temporary = temporary_beside(place)
@@ -188,7 +189,7 @@ def _write_verifier(finished: FinishedRound, folder: Path) -> dict[str, Any]:
             "threshold": threshold,
             "score_bias": 0.0,
             "calibration": None if calibration is None else {"slope": calibration.slope, "offset": calibration.offset},
-            "template": exported_template(section),
+            "template": exported_template(section, verifier.tokenizer),
             "conceals_text": _conceals(finished),
         }
         write(verifier, folder, facts)
@@ -198,13 +199,14 @@ def _write_verifier(finished: FinishedRound, folder: Path) -> dict[str, Any]:
         verifier.close()
 
 
-def exported_template(experiment: Experiment) -> dict[str, str | None]:
-    """The verifier's input as the loader makes it: the style, the question of a yes_token head, and the frame of
-    "chat"."""
+def exported_template(experiment: Experiment, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The verifier's input as the loader makes it: the style, the question of a yes_token head, the frame of "chat",
+    and the end tokens of a solution if there are several."""
     prompts, head = experiment.prompts, experiment.verifier.head
     asks = head.question if isinstance(head, AnswerHead) else None
     style = prompts.kind if prompts.kind in ("chat", "text") else "plain"
-    return {"style": style, "asks": asks, "frame": prompts.frame}
+    ends = {"end_ids": list(tokenizer.end_ids)} if len(tokenizer.end_ids) > 1 else {}
+    return {"style": style, "asks": asks, "frame": prompts.frame, **ends}
 
 
 def _no_form(what: str, remedy: str) -> ConfigurationError:

@@ -60,15 +60,16 @@ class ExportedVerifier:
         """The verifier's input in two parts. The implicit head reads its score from the second part."""
         template = self.facts["template"]
         asked, end = template["asks"], [self.tokenizer.eos_token_id]
+        ends = template.get("end_ids", end)
         if template["style"] != "chat":
-            solved = _without_end(self._encode(solution), end[0])
+            solved = _without_end(self._encode(solution), ends)
             opened = self._encode(f"{question}\n\n" if question and template["style"] == "text" else question)
-            begin = list(self.tokenizer("").input_ids)[:1]
+            begin = list(self.tokenizer("a").input_ids)[:1]
             if begin == [self.tokenizer.bos_token_id]:
                 opened = begin + opened
             return opened, solved + (self._encode(f"\n{asked}\n") if asked else end)
         if self.facts["head"] == "implicit":
-            return self._chat(question), _without_end(self._encode(solution), end[0]) + end
+            return self._chat(question), _without_end(self._encode(solution), ends) + end
         texts = {"question": question, "solution": self._without_controls(solution)}
         content = re.sub(r"\{(question|solution)\}", lambda place: texts[place[1]], template["frame"])
         return self._chat(f"{content}\n\n{asked}" if asked else content), []
@@ -91,8 +92,8 @@ class ExportedVerifier:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def _without_end(ids: list[int], end: int) -> list[int]:
-    while ids and ids[-1] == end:
+def _without_end(ids: list[int], ends: list[int]) -> list[int]:
+    while ids and ids[-1] in ends:
         ids = ids[:-1]
     return ids
 

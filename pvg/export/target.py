@@ -17,7 +17,7 @@ MARK = "pvg.json"  # the facts of an export; shows that a directory is one
 def check_target(out: Path, overwrite: bool) -> None:
     """Raises UsageError if `out` has something, unless it is an earlier export and `overwrite` is True. An empty folder
     is replaced, so it cannot be the working directory."""
-    if Path.cwd().is_relative_to(out.resolve()):
+    if Path.cwd().is_relative_to(resolved(out)):
         raise UsageError(f"{out} holds the working directory.", "Name a new folder with --out.")
     if out.is_dir() and not any(out.iterdir()):
         return
@@ -27,6 +27,14 @@ def check_target(out: Path, overwrite: bool) -> None:
         raise UsageError(f"{out} exists, and it is not an export of pvg.", "Choose another folder with --out.")
     if not overwrite:
         raise UsageError(f"{out} has an export already.", "Replace it with --overwrite, or choose another --out.")
+
+
+def resolved(out: Path) -> Path:
+    """The path without links. Raises UsageError for a link that leads to itself."""
+    try:
+        return out.resolve()
+    except RuntimeError:
+        raise UsageError(f"{out} is a link that leads to itself.", "Choose another folder with --out.") from None
 
 
 def put(temporary: Path, out: Path) -> None:

@@ -24,6 +24,7 @@ from pvg.models import open_model, pick_device
 from pvg.models.compute import ComputeExecutor, compute_executor, width_of
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
+from pvg.models.logprobs import refuse_without_head
 from pvg.models.low_rank import LowRankAdapter
 from pvg.models.precision import allow_tf32
 from pvg.models.starts import open_verifier, verifier_is_on_base
@@ -113,6 +114,7 @@ class Players:
         rollout, events = experiment.rollout, events or SilentEvents()
         self.verifier_serving: VerifierServing | None = None
         try:
+            refuse_without_head(self.base.module)
             if experiment.verifier.engine == "vllm":
                 self.verifier_serving = VerifierServing(experiment, self.executor, events, run)
             if self.workers is not None and opener is None:

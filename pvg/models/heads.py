@@ -25,7 +25,7 @@ from pvg.errors import ConfigurationError, UsageError
 from pvg.extensions import called, resolve
 from pvg.models.fused_layers import last_hidden, why_not_last
 from pvg.models.language_model import LanguageModel, ModelClosedError
-from pvg.models.logprobs import check_logits, completion_logprobs, finish_logits
+from pvg.models.logprobs import check_logits, completion_logprobs, finish_logits, refuse_without_head
 from pvg.models.tokenizer import Tokenizer
 
 # Spellings of the two answers to the question of pvg.verifier.template, the most likely first token first.
@@ -221,6 +221,7 @@ class ImplicitHead(VerifierModel):
 
     def __init__(self, language_model: LanguageModel, beta: float) -> None:
         super().__init__(language_model)
+        refuse_without_head(language_model.module)
         self.beta = beta
         self.bias = nn.Parameter(torch.zeros((), dtype=torch.float32, device=language_model.device))
         # Not a submodule, because it is not trained, saved or versioned.

@@ -196,6 +196,7 @@ _TOLERANCE_FLOAT32 = 1e-4
 _TOLERANCE_BFLOAT16 = 2e-2
 # Set on a module that passed `check_logits`, so that it is checked only once.
 _CHECKED = "_pvg_logits_checked"
+_WITHOUT_HEAD = "_pvg_without_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,13 +305,29 @@ def _laid_out(
     return CompletionOutputs(on_positions(logprobs_M), None if entropies_M is None else on_positions(entropies_M))
 
 
+def mark_without_head(module: nn.Module, why: str) -> None:
+    """Note that the output head of `module` has random weights. `why`: a sentence for `refuse_without_head`."""
+    module.__dict__[_WITHOUT_HEAD] = why
+
+
+def refuse_without_head(module: nn.Module) -> None:
+    """Raises ConfigurationError for a module that was marked: its logits are random."""
+    if why := module.__dict__.get(_WITHOUT_HEAD):
+        raise ConfigurationError(
+            why,
+            "Use a folder with the whole language model. Only a verifier may lack this head, with "
+            "verifier.head = 'scalar'.",
+        )
+
+
 def check_logits(module: nn.Module) -> None:
     """Check once per `module` that its decoder and head, as used here, give its own logits.
 
-    Raises ConfigurationError with the model class if they do not.
+    Raises ConfigurationError with the model class if they do not, and for a module without weights of its head.
     """
     if module.__dict__.get(_CHECKED):
         return
+    refuse_without_head(module)
     model = cast(Any, module)
     head = model.get_output_embeddings()
     name = type(module).__name__

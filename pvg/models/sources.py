@@ -34,6 +34,7 @@ from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, on
 from pvg.inputs import expanded
 from pvg.installation import in_checkout, install_packages
 from pvg.models.language_model import LanguageModel, without_progress_bars
+from pvg.models.logprobs import mark_without_head
 from pvg.models.saved_players import naming_the_run, open_saved_player
 from pvg.models.tokenizer import Tokenizer
 from pvg.store.checkpoints import TENSORS_FILE
@@ -102,11 +103,11 @@ def _read_without_weights(place: Path, name: str, arguments: dict[str, str]) -> 
     with _explained(place):
         config = AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False, **arguments)
         fast = AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False, **arguments)
-        if (place / "generation_config.json").is_file():
+        try:
             settings = GenerationConfig.from_pretrained(place, local_files_only=True)
-        else:  # as transformers does when it opens the model
+        except OSError:  # missing or damaged; transformers does the same when it opens the model
             settings = GenerationConfig.from_model_config(config)
-    return WeightlessModel(name, Tokenizer(fast, name, settings), int(config.max_position_embeddings))
+        return WeightlessModel(name, Tokenizer(fast, name, settings), int(config.max_position_embeddings))
 
 
 @contextmanager
@@ -115,10 +116,12 @@ def _explained(place: Path) -> Iterator[None]:
     below it raise errors of many types for a damaged file, a wrong setting or an unknown architecture."""
     try:
         yield
-    except PvgError:
+    except (PvgError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         said = one_line(str(error)) or type(error).__name__
+        if isinstance(error, KeyError):  # whose text is the key alone
+            said = f"{type(error).__name__} {said}"
         raise ConfigurationError(
             f"{place} cannot be opened: {said}",
             "Check its files, or choose a language model that transformers knows and that is not quantized.",
@@ -176,20 +179,26 @@ def _read_directory(directory: Path, dtype: torch.dtype, name: str) -> tuple[Pre
             ignore_mismatched_sizes=True,  # `_refuse_misfits` names the weight
             output_loading_info=True,
         )
-        _refuse_misfits(directory, loading)
+        _refuse_misfits(directory, module, loading)
         fast = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     return module, Tokenizer(fast, name, module.generation_config), name
 
 
-def _refuse_misfits(directory: Path, loading: dict[str, Any]) -> None:
-    """transformers gives a weight that a file lacks random numbers, and warns only."""
+def _refuse_misfits(directory: Path, module: PreTrainedModel, loading: dict[str, Any]) -> None:
+    """transformers gives a weight that a file lacks random numbers, and warns only. A folder may lack the output head,
+    as that of a reward model does: a scalar verifier reads no head, and `refuse_without_head` refuses all others."""
     if mismatched := sorted(loading["mismatched_keys"]):
         weight, found, wanted = mismatched[0]
         raise ConfigurationError(
             f"{directory} has the weight {weight!r} as {tuple(found)}, and its config.json asks for {tuple(wanted)}.",
             "Use config.json and weights of the same model.",
         )
-    if missing := sorted(loading["missing_keys"]):
+    head = module.get_output_embeddings()
+    of_head = {name for name, weight in module.named_parameters() if head is not None and weight is head.weight}
+    missing = sorted(loading["missing_keys"])
+    if missing and set(missing) <= of_head:
+        mark_without_head(module, f"{directory} lacks the weight of the output head, {missing[0]!r}.")
+    elif missing:
         raise ConfigurationError(
             f"{directory} lacks {len(missing)} of the model's weights, such as {missing[0]!r}.",
             "Use a folder with the whole language model, its output head included.",

@@ -59,8 +59,8 @@ class Tokenizer:
         others: list[int] = [] if named is None else named if isinstance(named, list) else [named]
         # Only special tokens: a configuration that nobody adapted may name a token that is part of a text.
         special = {number for number, token in fast.added_tokens_decoder.items() if token.special}
-        self.end_ids = (self.eos_id, *(number for number in others if number in special - {self.eos_id}))
-        begin = list(fast("").input_ids)[:1]
+        self.end_ids = tuple(dict.fromkeys([self.eos_id, *(number for number in others if number in special)]))
+        begin = list(fast("a").input_ids)[:1]  # not "": a tokenizer that ends texts would write its end token first
         self.begin_ids = tuple(begin) if begin == [fast.bos_token_id] else ()
         self.pad_id = self.eos_id if fast.pad_token_id is None else int(fast.pad_token_id)
         self.vocab_size = len(fast)

@@ -406,7 +406,7 @@ class RunDirectory:
     @property
     def is_run(self) -> bool:
         """Whether the folder is that of a run. A user's own folder may have an experiment.toml too (`pvg init`)."""
-        others = (self.manifest, self.lock_file, self.metrics, self.events)
+        others = (self.manifest, self.lock_file, self.metrics, self.events, self.spans, self.rollouts, self.checkpoints)
         return self.experiment_file.is_file() and (self.has_state or any(path.exists() for path in others))
 
     @property
@@ -472,6 +472,8 @@ class RunDirectory:
         return removed
 
     def _refuse_existing(self) -> None:
+        if self.experiment_file.exists() and not self.is_run:
+            raise UsageError(f"{self.path} is a folder of yours, not a run.", "Give the run another name.")
         if self.experiment_file.exists():
             raise UsageError(
                 f"The run {self.name!r} already exists in {self.path.parent}.",

@@ -120,7 +120,7 @@ def find_player(run_id: RunId) -> SavedPlayer:
 
 def _open(run_id: RunId) -> RunDirectory:
     run = RunDirectory(expanded(run_id.path, "models"))
-    if run.experiment_file.is_file():
+    if run.is_run:
         return run
     if run_id.digest is not None:  # a run names its source so, with the full path
         raise UsageError(
@@ -203,7 +203,7 @@ def _run_id_of(source: str, player: Player) -> RunId | None:
     if is_run_id(source):
         return parse_run_id(source)
     named = parse_run_id(with_player(f"{SCHEME}{source}", player))
-    is_run = "/" in source and RunDirectory(expanded(named.path, "models")).experiment_file.is_file()
+    is_run = "/" in source and RunDirectory(expanded(named.path, "models")).is_run
     return named if is_run else None
 
 

@@ -151,7 +151,7 @@ def _rounds(value: Any) -> Any:
     """Converts a list of rounds."""
     if value in ("all", "last"):
         return value
-    if not isinstance(value, list) or not value or not all(type(each) is int and each >= 0 for each in value):
+    if not isinstance(value, list | tuple) or not value or not all(type(each) is int and each >= 0 for each in value):
         raise ValueError("rounds must be 'all', 'last' or a list of rounds, such as [0, 2]")
     return tuple(sorted(set(value)))
 

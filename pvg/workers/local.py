@@ -146,7 +146,11 @@ class LocalSupply:
             try:
                 return await self._forked(connection)
             except (OSError, TimeoutError) as error:
-                why = self._last_words() or str(error) or f"it has not begun within {self._patience_s:g} s"
+                why = (
+                    self._last_words()
+                    or str(error)
+                    or f"the first process did not answer within {self._patience_s:g} s"
+                )
                 raise MissingRequirementError(
                     f"No worker process could be started: {why}.",
                     "Play without workers: -s cluster=none",

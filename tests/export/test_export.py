@@ -30,6 +30,7 @@ from transformers import (
 from verifier.tiny_verifiers import beginning_tokenizer, english_tokenizer, language_model, perturb, verifier
 
 import pvg
+from pvg.config.experiment import Experiment
 from pvg.config.game import BaseStart, PreviousStart
 from pvg.config.load import embedded_model
 from pvg.config.prompts import FRAME
@@ -38,7 +39,7 @@ from pvg.errors import ConfigurationError, UsageError
 from pvg.evaluation.opened_run import OpenedRun
 from pvg.export.card import _cell, intervals, model_card
 from pvg.export.finished import FinishedRound
-from pvg.export.folders import LOADER, WRITERS, _common, _set_generation, export_player
+from pvg.export.folders import LOADER, WRITERS, _common, _set_generation, export_player, exported_template
 from pvg.models import open_model
 from pvg.models.ensembles import ScoreScales, VerifierEnsemble
 from pvg.models.heads import VerifierModel, build_verifier
@@ -319,12 +320,17 @@ def test_every_head_on_every_family_scores_the_same(tmp_path: Path, family: Any,
 
 
 @pytest.mark.parametrize("style", ["text", "plain", "chat"])
-def test_a_text_begins_with_the_models_begin_token_as_in_pvg(tmp_path: Path, style: str) -> None:
-    model = build_verifier(Verifier(head="implicit"), language_model(beginning_tokenizer(), context=128))
+def test_a_text_begins_and_ends_with_the_models_own_tokens_as_in_pvg(tmp_path: Path, style: str) -> None:
+    fast = beginning_tokenizer()._fast
+    tokenizer = Tokenizer(fast, "two ends", GenerationConfig(eos_token_id=fast.convert_tokens_to_ids("<|end|>")))
+    model = build_verifier(Verifier(head="implicit"), language_model(tokenizer, context=128))
     perturb(model)
-    WRITERS[type(model)](model, tmp_path, facts_of(model, "implicit", style))
+    facts = facts_of(model, "implicit", style)
+    facts["template"] |= exported_template(Experiment(prompts="tag" if style == "plain" else style), tokenizer)
+    assert facts["template"]["end_ids"] == list(tokenizer.end_ids)
+    WRITERS[type(model)](model, tmp_path, facts)
     (tmp_path / LOADER).write_bytes((Path(pvg.__file__).parent / "export" / LOADER).read_bytes())
-    rows = [("7 + 5?", "It is 12."), ("", "no")]
+    rows = [("7 + 5?", "It is 12."), ("", "no"), ("7 + 5?", "It is 12.<|eos|><|end|>")]
     assert [loader(tmp_path).score(*row) for row in rows] == pytest.approx(scores_of(model, style, rows), abs=2e-4)
 
 

@@ -8,10 +8,15 @@ from safetensors.torch import load_file, save_file
 from tiny_llama import tiny_llama
 from transformers import LlamaConfig
 
+from pvg.config.experiment import Experiment
 from pvg.config.models import ModelSection
+from pvg.config.verifier import Verifier
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
+from pvg.game.players import Players
 from pvg.models import open_model, pick_device, sources
 from pvg.models.characters import modchain_tokenizer
+from pvg.models.heads import build_verifier
+from pvg.tasks import open_task
 
 CPU = torch.device("cpu")
 
@@ -81,6 +86,21 @@ def test_a_directory_that_lacks_a_file_is_refused_in_one_line(saved, name):
         open_model(ModelSection(source=str(directory)), CPU)
     assert str(directory) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_output_head_serves_a_scalar_verifier_alone(tmp_path):
+    with tiny_llama(tied=False) as model:
+        model.save(tmp_path / "reward")
+    weights = load_file(tmp_path / "reward" / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "reward" / "model.safetensors", metadata={"format": "pt"})
+    section = ModelSection(source=str(tmp_path / "reward"))
+    build_verifier(Verifier(head="scalar"), open_model(section, CPU)).close()
+    for head in ("implicit", "yes_token"):
+        with pytest.raises(ConfigurationError, match=r"lacks the weight of the output head, 'lm_head\.weight'"):
+            build_verifier(Verifier(head=head), open_model(section, CPU))
+    with pytest.raises(ConfigurationError, match="lacks the weight of the output head"):
+        Players(experiment := Experiment(models={"prover": section}), open_task(experiment.task))
 
 
 @pytest.mark.parametrize(

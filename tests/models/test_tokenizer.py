@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Rules
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from pvg.errors import ConfigurationError, UsageError
@@ -141,7 +141,7 @@ def test_a_turn_may_end_with_another_token_than_a_text():
     """As Gemma's and Phi-3's do. Token 40 is part of a text, so it ends nothing."""
     gemma = IM.replace("<|e|>", "<|s|>")
     fast = talking(gemma)._fast
-    tokenizer = Tokenizer(fast, "gemma", GenerationConfig(eos_token_id=[0, 40, 1, 10_000]))
+    tokenizer = Tokenizer(fast, "gemma", GenerationConfig(eos_token_id=[0, 40, 1, 1, 10_000]))
     assert (tokenizer.eos_id, tokenizer.end_ids) == (0, (0, 1))
     assert tokenizer.fingerprint != talking(gemma).fingerprint  # the ends of its texts differ
     assert tokenizer.without_end(np.array([50, 1, 51, 1, 0], dtype=np.int32)).tolist() == [50, 1, 51]
@@ -152,6 +152,15 @@ def test_a_turn_may_end_with_another_token_than_a_text():
     assert whole[-len(found) - 1] == 1
     for same in (None, GenerationConfig(), GenerationConfig(eos_token_id=0), GenerationConfig(eos_token_id=40)):
         assert Tokenizer(fast, "same", same).fingerprint == talking(gemma).fingerprint
+
+
+def test_a_tokenizer_that_ends_texts_begins_none():
+    fast = talking(IM)._fast
+    fast.bos_token = fast.eos_token
+    end = [("<|e|>", fast.eos_token_id)]
+    fast.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A <|e|>", special_tokens=end)
+    assert fast("").input_ids == [fast.eos_token_id]
+    assert Tokenizer(fast).begin_ids == ()
 
 
 def test_a_template_that_ends_no_answer_has_no_next_turn():

@@ -440,7 +440,7 @@ def test_a_worker_is_not_mixed_up_with_one_that_was_started_too_late(monkeypatch
         monkeypatch.setattr("pvg.workers.local.NURSERY", LIGHT_NURSERY)
         monkeypatch.setattr("pvg.workers.local.START_S", 0.0)
         with LocalSupply() as supply:
-            with pytest.raises(MissingRequirementError, match="it has not begun within 0 s"):
+            with pytest.raises(MissingRequirementError, match="the first process did not answer within 0 s"):
                 await supply.start()
             monkeypatch.setattr("pvg.workers.local.START_S", 120.0)
             supply._patience_s = 120.0
