@@ -106,7 +106,7 @@ def _read(path: Path) -> BenchReport:
     from pvg.store.run_directory import RunDirectory
 
     for folder in (path, Path("runs") / path):
-        if RunDirectory(folder).is_run:
+        if folder.is_dir() and RunDirectory(folder).experiment_file.is_file():
             raise UsageError(f"{path} is a run, not a benchmark report.", f"To see the run: pvg report {path}")
     if path.is_dir():
         raise UsageError(f"{path} is a folder, not a benchmark report.", "Give a JSON file of `pvg bench`.")
