@@ -57,7 +57,7 @@ class Tokenizer:
         self.eos_id = int(fast.eos_token_id)
         named = settings.eos_token_id if settings is not None else None
         others: list[int] = [] if named is None else named if isinstance(named, list) else [named]
-        # Only special tokens: a configuration that nobody adapted may name a token that is part of a text.
+        # Only special tokens count. A configuration may keep a default id, which is an ordinary token here.
         special = {number for number, token in fast.added_tokens_decoder.items() if token.special}
         self.end_ids = tuple(dict.fromkeys([self.eos_id, *(number for number in others if number in special)]))
         begin = list(fast("a").input_ids)[:1]  # not "": a tokenizer that ends texts would write its end token first

@@ -473,7 +473,7 @@ class RunDirectory:
 
     def _refuse_existing(self) -> None:
         if self.experiment_file.exists() and not self.is_run:
-            raise UsageError(f"{self.path} is a folder of yours, not a run.", "Give the run another name.")
+            raise UsageError(f"{self.path} has files, but is not a run.", "Give the run another name.")
         if self.experiment_file.exists():
             raise UsageError(
                 f"The run {self.name!r} already exists in {self.path.parent}.",

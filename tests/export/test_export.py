@@ -387,6 +387,9 @@ def test_a_link_is_followed_and_the_working_directory_stays(
         with pytest.raises(UsageError, match="holds the working directory"):
             export_player(implicit, "prover", Path(name))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "full", "here", "new", "not"]
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(UsageError, match="leads to itself"):
+        export_player(implicit, "prover", tmp_path / "loop")
 
 
 def test_a_failed_export_leaves_nothing(

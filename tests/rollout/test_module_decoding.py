@@ -140,3 +140,15 @@ def test_a_model_that_reads_a_prompt_otherwise_beside_a_longer_one_is_refused(
         ConfigurationError, match="computes other logits for a prompt when a longer prompt is in the same batch"
     ):
         check_decoding(make().eval(), torch.device("cpu"))
+
+
+def test_a_model_that_fails_with_the_engines_cache_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As hybrid models such as Lfm2 do, whose layers want other states than keys and values."""
+    module = tiny_llama()
+
+    def broken(*_: object, **__: object) -> None:
+        raise IndexError("list index out of range")
+
+    monkeypatch.setattr(module, "forward", broken)
+    with pytest.raises(ConfigurationError, match="cannot sample with LlamaForCausalLM: list index out of range"):
+        check_decoding(module, torch.device("cpu"))

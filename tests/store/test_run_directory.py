@@ -367,3 +367,13 @@ def test_the_lock_is_free_after_an_error(tmp_path: Path) -> None:
         raise KeyError
     with run.lock(), pytest.raises(UsageError, match=f"process {os.getpid()}"), run.lock():
         pass
+
+
+def test_a_users_own_folder_is_not_overwritten_by_a_new_run(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "experiment.toml").write_text('name = "mine"')
+    with pytest.raises(UsageError, match="has files, but is not a run"):
+        RunDirectory.create(tmp_path, "mine", Experiment())
+    assert (tmp_path / "mine" / "experiment.toml").read_text() == 'name = "mine"'
+    (tmp_path / "mine" / "checkpoints").mkdir()  # a copy of a run that lacks its logs
+    assert RunDirectory.open("mine", tmp_path).is_run
