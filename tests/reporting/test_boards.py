@@ -14,7 +14,6 @@ from page_checks import Page, check
 from plan_samples import FULL_QUESTION, THRESHOLD, full_plan_sample, plan, played_plans
 from run_samples import begin, commit, played, rollout, state
 
-from benchmarks.pages.draw_plans import PICTURE, picture
 from pvg.games.diplomacy.board import Board
 from pvg.games.diplomacy.mini import mini_board
 from pvg.games.diplomacy.orders import Order, parse, parse_orders, write
@@ -246,10 +245,6 @@ def test_a_plan_of_the_full_map_is_read_from_its_question(tmp_path: Path) -> Non
     assert "A flawed plan that the verifier accepts" in shown.text
     assert "A plan without a known refutation that the verifier accepts" in shown.text
     assert "refuting reply nwy moves to nth bel moves to hol" in shown.text
-
-
-def test_the_picture_of_the_docs_is_up_to_date() -> None:
-    assert PICTURE.read_text(encoding="utf-8") == picture()  # make it with: python -m benchmarks.pages.draw_plans
 
 
 def test_a_plan_in_another_form_is_not_drawn(tmp_path: Path) -> None:
