@@ -102,13 +102,13 @@ docs: $(DOCS_STAMP)  ## build the documentation site in build/site; refuses brok
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 	@echo "Open build/site/index.html"
 
-# The site is built from text and docstrings alone, so its environment has no torch.
+# The site is built from text, docstrings and the lists of settings and metrics, so its environment has no torch.
 $(DOCS_STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "pvg needs Python 3.11 or newer; set one with: make PYTHON=/path/to/python3.11 ..." >&2; exit 3; }
 	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs-material 'mkdocstrings[python]'
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs-material 'mkdocstrings[python]' pydantic orjson tomli-w
 	@touch $(DOCS_STAMP)
 
 lint: $(STAMP)
