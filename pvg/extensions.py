@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib
 import importlib.util
 import re
 import sys
@@ -40,6 +41,12 @@ PLAIN = (
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+def imported(place: str) -> Any:
+    """The object of pvg at `place` (`MODULE:NAME`), imported now. A table of such places loads only what is used."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def is_reference(name: str) -> bool:

@@ -70,7 +70,8 @@ def tree(path: Path) -> ast.Module:
 
 
 def imported_names(module: str) -> set[str]:
-    """What the module imports, as dotted names: at its top, inside functions, and for types only."""
+    """What the module imports, as dotted names: at its top, inside functions, for types only, and by the places
+    (`MODULE:NAME`) of a table."""
     path, names = modules()[module], set[str]()
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     for node in ast.walk(tree(path)):
@@ -80,6 +81,8 @@ def imported_names(module: str) -> set[str]:
             within = package[: len(package) - node.level + 1] if node.level else []
             origin = ".".join([*within, *([node.module] if node.module else [])])
             names |= {f"{origin}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"pvg(\.\w+)+:\w+", str(node.value)):
+            names.add(str(node.value).replace(":", "."))
     return names
 
 
@@ -130,6 +133,7 @@ def test_the_checks_of_this_file_find_what_they_look_for() -> None:
     assert {"pvg.records", "pvg.game.run"} <= modules().keys()
     assert any(layer(module) == len(LAYERS) and module.endswith(".main") for module in modules())
     assert "pvg.records" in graph()["pvg.rollout.episodes"]
+    assert "pvg.tasks.modchain" in graph()["pvg.tasks"]
     found = cycles({"a": frozenset("b"), "b": frozenset("c"), "c": frozenset("a"), "d": frozenset("a")})
     assert found == {("a", "b", "c")}
 

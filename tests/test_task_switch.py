@@ -156,8 +156,7 @@ def test_a_setting_with_its_default_never_warns() -> None:
     [
         ("diplomacy-mini", ["task.kind=play"], "Add: -s models.prover.source=embedded:modchain-prover. Or play"),
         ("diplomacy-mini", ["task.kind=play", "task.game=FILE.py:NAME"], ""),
-        ("diplomacy-mini", ["task.kind=diplomacy_outcome"], "Add: -s models.prover.source=hf:OWNER/NAME -s models."),
-        ("diplomacy-mini", ["task.kind=diplomacy_outcome", "task.board=mini"], ""),
+        ("diplomacy-mini", ["task.kind=diplomacy_plan"], "Add: -s models.prover.source=hf:OWNER/NAME -s models."),
         ("smollm2-gsm8k", ["task.kind=play"], ""),
         ("qwen-gsm8k-lora", ["task.kind=play"], 'Add: -s \'task.references=["random", "greedy"]\''),
         (

@@ -375,7 +375,7 @@ def _diplomacy(experiment: AllSections) -> Iterator[str]:
             f"prompts = {experiment.prompts.kind!r} has no instructions for task.kind = 'diplomacy_mini', whose "
             "problems are for the embedded models; set it to 'tag'"
         )
-    if task not in ("diplomacy_mini", "diplomacy_plan", "diplomacy_outcome"):
+    if task not in ("diplomacy_mini", "diplomacy_plan"):
         return
     if experiment.game.protocol.kind == "decoupled":  # a plan is its own answer, and no prompt explains a translation
         yield (

@@ -29,7 +29,6 @@ from pvg.config.task import (
     PLAY_ONLY,
     CustomTask,
     DataTask,
-    DiplomacyOutcomeTask,
     Gsm8kTask,
     PlayTask,
     ReasoningGymTask,
@@ -41,10 +40,8 @@ from pvg.installation import install_extra
 # An embedded model knows only the characters of its task. Beginning of the name -> tasks that need other characters,
 # with their default settings.
 UNSPOKEN = {
-    "modchain-": frozenset({"gsm8k", "reasoning_gym", "code", "diplomacy_mini", "diplomacy_plan", "diplomacy_outcome"}),
-    "diplomacy-": frozenset(
-        {"modchain", "gsm8k", "reasoning_gym", "code", "diplomacy_plan", "diplomacy_outcome", "play"}
-    ),
+    "modchain-": frozenset({"gsm8k", "reasoning_gym", "code", "diplomacy_mini", "diplomacy_plan"}),
+    "diplomacy-": frozenset({"modchain", "gsm8k", "reasoning_gym", "code", "diplomacy_plan", "play"}),
 }
 # Task in characters -> its embedded prover and verifier, and the experiment that plays it. The other tasks are in
 # words, and need a model that can read text.
@@ -226,8 +223,6 @@ def _model_needs(sections: AllSections) -> Iterator[Need]:
 
 
 def _cannot_express(source: str, task: TaskSection) -> bool:
-    if isinstance(task, DiplomacyOutcomeTask) and task.board == "mini":
-        return source.startswith("embedded:modchain-")
     if isinstance(task, PlayTask) and task.game != PlayTask().game:
         return False  # only the user knows its characters
     name = source.removeprefix("embedded:")

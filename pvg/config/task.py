@@ -254,19 +254,6 @@ class DiplomacyPlanTask(Section):
     seed: int = Field(0, description="Seed of the problems. Another seed gives other problems.")
 
 
-class DiplomacyOutcomeTask(Section):
-    """Adjudication of one Diplomacy phase, step by step: the result of each order (docs/diplomacy.md)."""
-
-    kind: Literal["diplomacy_outcome"] = "diplomacy_outcome"
-    board: Literal["standard", "mini"] = Field("standard", description="The full map, or the one of 8 provinces.")
-    most_units: Annotated[int, Field(ge=2, le=34)] = Field(
-        8, description="Most units of a problem. More units make longer and harder problems."
-    )
-    problems: Count = Field(512, description="Number of training problems. With more of them, each repeats less often.")
-    test_problems: Count = Field(128, description="Number of test problems. No model learns from them.")
-    seed: int = Field(0, description="Seed of the problems. Another seed gives other problems.")
-
-
 class OpenEnvTask(Section):
     """Environments of an OpenEnv server whose episodes take one step: the prompt is the problem, the reward the grade
     (docs/environments.md)."""
@@ -312,7 +299,6 @@ TASKS: dict[str, type[Section]] = {
     "code": CodeTask,
     "diplomacy_mini": DiplomacyMiniTask,
     "diplomacy_plan": DiplomacyPlanTask,
-    "diplomacy_outcome": DiplomacyOutcomeTask,
     "play": PlayTask,
     "openenv": OpenEnvTask,
     "custom": CustomTask,
@@ -325,7 +311,6 @@ TaskSection = Annotated[
     | CodeTask
     | DiplomacyMiniTask
     | DiplomacyPlanTask
-    | DiplomacyOutcomeTask
     | PlayTask
     | OpenEnvTask
     | CustomTask,

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
@@ -16,7 +16,9 @@ from pvg.records import Float32, Rollout
 from pvg.telemetry.spans import span
 from pvg.training.batch import PolicyBatch
 from pvg.training.losses import PolicyObjective
-from pvg.workers.training import ModelInWorkers
+
+if TYPE_CHECKING:
+    from pvg.workers.training import ModelInWorkers
 
 Compute = Callable[[Sequence[Rollout]], Awaitable[list[Float32]]]
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -51,7 +51,9 @@ from pvg.training.credit import (
 )
 from pvg.training.losses import PolicyObjective
 from pvg.verifier.scorer import ScorerStats, VerifierScorer
-from pvg.workers.training import ModelInWorkers
+
+if TYPE_CHECKING:
+    from pvg.workers.training import ModelInWorkers
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -40,7 +40,9 @@ from pvg.telemetry.spans import span
 from pvg.training.batch import PolicyBatch, batch_of
 from pvg.training.credit import advantages, zero_signal_groups
 from pvg.training.losses import PolicyObjective
-from pvg.workers.training import ModelInWorkers
+
+if TYPE_CHECKING:
+    from pvg.workers.training import ModelInWorkers
 
 
 def play_task(session: Session) -> Play:

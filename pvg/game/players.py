@@ -33,7 +33,6 @@ from pvg.records import Int32, Role
 from pvg.rollout import EngineSetup, open_engine
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import Engine, Sampling
-from pvg.rollout.vllm_engine import VllmEngine
 from pvg.servers.publishing import Publisher, SyncTiming
 from pvg.tasks.task import ConcealsText, Task, problems_of_half
 from pvg.telemetry.events import Events, SilentEvents
@@ -45,19 +44,16 @@ from pvg.verifier.backend import ScoreBackend, ScoreCache, ScoringModel
 from pvg.verifier.data import VerifierBatch
 from pvg.verifier.scorer import VerifierScorer
 from pvg.verifier.template import Head, VerifierTemplate
-from pvg.verifier.vllm_backend import VerifierServing, VllmBackend
-from pvg.workers.choice import open_rank_supply, open_supply
-from pvg.workers.engine import WorkerEngine
-from pvg.workers.pool import Supply, WorkerPool
-from pvg.workers.rank_group import RankGroup
-from pvg.workers.ranks import Committed, ModelInRanks, rank_fields
-from pvg.workers.ray_servers import RayServers
-from pvg.workers.ray_supply import RaySupply
-from pvg.workers.scoring import ScoringSlots, WorkerBackend
-from pvg.workers.training import ModelInWorkers, pair_fields, pair_shards, policy_fields, policy_shards
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from pvg.verifier.vllm_backend import VerifierServing
+    from pvg.workers.pool import Supply, WorkerPool
+    from pvg.workers.rank_group import RankGroup
+    from pvg.workers.ranks import Committed, ModelInRanks
+    from pvg.workers.ray_servers import RayServers
+    from pvg.workers.training import ModelInWorkers
 
 T = TypeVar("T")
 
@@ -82,23 +78,13 @@ class Players:
         self.task = task
         self.device = pick_device(experiment.models.device)
         allow_tf32(self.device, (experiment.training.precision, experiment.verifier.precision))
-        cluster, self.workers = experiment.cluster, None
-        self.servers = RayServers(experiment, events) if experiment.server_cluster and opener is None else None
-        with_workers = has_workers(cluster) and experiment.server_cluster is None
-        if isinstance(cluster, LocalCluster | RayCluster) and with_workers:
-            if self.device.type != "cpu":
-                device = f"models.device = 'auto' is {self.device.type} here"
-                raise ConfigurationError(
-                    f"cluster = {cluster.kind!r} computes on the CPU, but {device}.",
-                    "Set models.device to cpu, or cluster to none.",
-                )
-            supply = supply or open_supply(experiment)
-            assert supply is not None
-            shards = shards_of(cluster) or usable_cores()
-            processes = processes_of(cluster, shards)
-            self.workers = WorkerPool(experiment, shards, supply, events, cluster.trainers, processes)
-            self._slots = ScoringSlots(self.workers)
+        self.servers: RayServers | None = None
+        if experiment.server_cluster and opener is None:
+            from pvg.workers.ray_servers import RayServers
+
+            self.servers = RayServers(experiment, events)
         self._supply = supply
+        self.workers = self._worker_pool(events)
         self._ranks: RankGroup | None = None
         self._owns_executor = executor is None
         self.executor: Executor = compute_executor(experiment.models.threads) if executor is None else executor
@@ -116,8 +102,13 @@ class Players:
         try:
             refuse_without_head(self.base.module)
             if experiment.verifier.engine == "vllm":
+                from pvg.verifier.vllm_backend import VerifierServing
+
                 self.verifier_serving = VerifierServing(experiment, self.executor, events, run)
+            by_workers = self.workers is not None and opener is None
             if self.workers is not None and opener is None:
+                from pvg.workers.engine import WorkerEngine
+
                 self.engine: Engine = WorkerEngine(self.workers)
             else:
                 setup = EngineSetup(experiment, self.base, self.executor, events, run, self._canary_prompts)
@@ -140,15 +131,42 @@ class Players:
         self.grading = ThreadPoolExecutor(1, "pvg-grade")
         self.batching: Executor = ThreadPoolExecutor(1, "pvg-batch")  # for `off_loop` and for the input of scorers
         # Workers get all requests of a call at once: which of them wait must not depend on the workers' speed.
-        by_workers = isinstance(self.engine, WorkerEngine)
         concurrency = self.engine.max_in_flight if by_workers else rollout.concurrency
         self.dispatcher = Dispatcher(self.engine, task, self.base.tokenizer, sampling, concurrency, self.grading)
+
+    def _worker_pool(self, events: Events | None) -> WorkerPool | None:
+        """The workers that sample, score and train; None if this process does."""
+        cluster = self.experiment.cluster
+        if not isinstance(cluster, LocalCluster | RayCluster) or not has_workers(cluster):
+            return None
+        if self.experiment.server_cluster is not None:
+            return None
+        if self.device.type != "cpu":
+            device = f"models.device = 'auto' is {self.device.type} here"
+            raise ConfigurationError(
+                f"cluster = {cluster.kind!r} computes on the CPU, but {device}.",
+                "Set models.device to cpu, or cluster to none.",
+            )
+        from pvg.workers.choice import open_supply
+        from pvg.workers.pool import WorkerPool
+        from pvg.workers.scoring import ScoringSlots
+
+        self._supply = self._supply or open_supply(self.experiment)
+        assert self._supply is not None
+        shards = shards_of(cluster) or usable_cores()
+        processes = processes_of(cluster, shards)
+        workers = WorkerPool(self.experiment, shards, self._supply, events, cluster.trainers, processes)
+        self._slots = ScoringSlots(workers)
+        return workers
 
     def _rank_group(self, events: Events | None, supply: Supply | None) -> RankGroup | None:
         """The processes that divide the prover's training state; they start before the first step."""
         count = ranks_of(self.experiment.cluster)
         if count is None:
             return None
+        from pvg.workers.choice import open_rank_supply
+        from pvg.workers.rank_group import RankGroup
+
         if self.device.type not in ("cpu", "cuda"):
             raise ConfigurationError(
                 f"cluster.trainer_ranks = {count} computes on CPUs or NVIDIA GPUs, but models.device = 'auto' is "
@@ -162,8 +180,7 @@ class Players:
                 f"cluster.trainer_ranks = {count} needs a GPU per rank, but torch sees {torch.cuda.device_count()}.",
                 "Set fewer ranks, or models.device to cpu.",
             )
-        others = self.servers or self._supply
-        client = others.client if isinstance(others, RayServers | RaySupply) else None
+        client = getattr(self.servers or self._supply, "client", None)  # Ray's, where Ray starts the others
         supply = supply or open_rank_supply(self.experiment, self.device.type, client)
         return RankGroup(count, self.device.type, events, supply)
 
@@ -209,6 +226,8 @@ class Players:
         if self._ranks is not None:
             await self._ranks.ready()
         if self.servers is not None:
+            from pvg.rollout.vllm_engine import VllmEngine
+
             assert isinstance(self.engine, VllmEngine)
             await self.servers.start(self.engine.served)
         await self.engine.ready()
@@ -263,6 +282,8 @@ class Players:
         whose loss it is. The caller closes it."""
         if self.workers is None or self._ranks is not None:
             return None
+        from pvg.workers.training import ModelInWorkers, policy_fields, policy_shards
+
         fields, parameters = policy_fields(experiment), trainable_parameters(learner)
         return ModelInWorkers(self.workers, fields, parameters, policy_shards)
 
@@ -273,6 +294,8 @@ class Players:
         `ModelInRanks`. The caller closes it."""
         if self._ranks is None:
             return None
+        from pvg.workers.ranks import ModelInRanks, rank_fields
+
         parameters = trainable_parameters(learner.cpu())
         return ModelInRanks(self._ranks, rank_fields(experiment), optimizer, parameters, committed)
 
@@ -280,6 +303,8 @@ class Players:
         """As `prover_workers`, for a verifier in training; `environments`: the number of possible sources of pairs."""
         if self.workers is None:
             return None
+        from pvg.workers.training import ModelInWorkers, pair_fields, pair_shards
+
         fields, parameters = pair_fields(self.experiment, environments), trainable_parameters(verifier)
         return ModelInWorkers(self.workers, fields, parameters, pair_shards)
 
@@ -292,10 +317,14 @@ class Players:
         section, template = self.experiment.verifier, self.template(verifier)
         backend: ScoreBackend | None = None
         if self.verifier_serving is not None:
+            from pvg.verifier.vllm_backend import VllmBackend
+
             assert isinstance(verifier, VerifierModel), "pvg.config.rules refuses ensembles on servers"
             references = ScoreCache(section.cache_entries)
             backend = VllmBackend(self.verifier_serving, verifier, template.key, references)
         elif self.workers is not None:
+            from pvg.workers.scoring import WorkerBackend
+
             references = ScoreCache(section.cache_entries)
             backend = WorkerBackend(self._slots.of(verifier), template.key, references, section.score_tokens)
         return VerifierScorer(

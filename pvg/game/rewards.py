@@ -32,7 +32,6 @@ from pvg.errors import ConfigurationError, TrainingDivergedError
 from pvg.extensions import called, resolve
 from pvg.game.statistics import RolloutColumns
 from pvg.records import Float32, Rollout
-from pvg.tasks.code.grading import similarities
 from pvg.tasks.task import ComparesPrograms, Task
 from pvg.training.credit import soft_overlong_rewards
 
@@ -247,6 +246,8 @@ def _similarities(game: Game, task: Task, rollouts: Sequence[Rollout], helpful_N
         return None
     rows: list[int] = np.flatnonzero(~helpful_N).tolist()
     found_N = np.zeros(len(rollouts), dtype=np.float32)
+    from pvg.tasks.code.grading import similarities
+
     found_N[rows] = similarities(
         [task.solution(rollouts[row].text) for row in rows],
         [rollouts[row].reference for row in rows],

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -27,8 +27,6 @@ from pvg.errors import StateError, UsageError, counted, user_paths
 from pvg.extensions import resolve
 from pvg.game.ledger import Ledger
 from pvg.game.mint import mint
-from pvg.game.play_phase import train_player
-from pvg.game.play_rating import rate
 from pvg.game.players import Players
 from pvg.game.prompt_checks import check_prompts_fit, check_verifier_input_fits, writable_solution
 from pvg.game.protocols import environment_of, read_solutions, solve
@@ -50,7 +48,7 @@ from pvg.seeds import seed_for
 from pvg.store.run_directory import RunDirectory
 from pvg.store.samples import SampleColumns
 from pvg.tasks import open_task
-from pvg.tasks.data import Data
+from pvg.tasks.task import HasNote
 from pvg.telemetry.device import GpuUnavailableError, gpu_number
 from pvg.telemetry.events import Events, ServerNotices
 from pvg.telemetry.monitoring import Monitoring
@@ -61,7 +59,9 @@ from pvg.training.losses import PolicyObjective
 from pvg.training.trainer import checkpoint_layers
 from pvg.verifier.losses import pair_loss
 from pvg.version import code_version
-from pvg.workers.pool import Supply
+
+if TYPE_CHECKING:
+    from pvg.workers.pool import Supply
 
 PHASES: dict[Phase, Callable[[Session], Awaitable[None]]] = {
     Phase.SOLVE: solve,
@@ -70,9 +70,6 @@ PHASES: dict[Phase, Callable[[Session], Awaitable[None]]] = {
     Phase.TRAIN_PROVER: train_prover,
     Phase.CHECKPOINT: checkpoint,
 }
-
-# Those of self-play (task.kind = "play"), which has no verifier.
-PLAY_PHASES = PHASES | {Phase.TRAIN_PROVER: train_player, Phase.CHECKPOINT: rate}
 
 
 @dataclass(frozen=True)
@@ -190,7 +187,12 @@ def _note_shared_questions(session: Session) -> None:
 async def _play_phases(session: Session) -> None:
     ledger, self_play = session.ledger, session.experiment.task.kind == "play"
     await _enter_game(session, first_phase(session.experiment))
-    phases = PLAY_PHASES if self_play else PHASES
+    phases = PHASES
+    if self_play:  # it has no verifier
+        from pvg.game.play_phase import train_player
+        from pvg.game.play_rating import rate
+
+        phases = PHASES | {Phase.TRAIN_PROVER: train_player, Phase.CHECKPOINT: rate}
     while ledger.state.phase is not Phase.COMPLETE:
         await phases[ledger.state.phase](session)
 
@@ -361,7 +363,7 @@ async def sample_only(
         session = await open_session(experiment, run, observer, stop, stack, scoring=False)
         if session.state.phase is not Phase.INIT or session.state.shards:
             raise StateError(f"{run.path} is not empty.", "Choose another name with --name.")
-        if isinstance(session.task, Data) and session.task.note:
+        if isinstance(session.task, HasNote) and session.task.note:
             observer.noticed(session.task.note)
         if experiment.warmup.kind != "none":
             observer.noticed("pvg rollout samples models.prover as it is, without the warm start.")

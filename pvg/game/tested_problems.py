@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pvg.config.experiment import Experiment
 from pvg.errors import counted
 from pvg.records import Problem
-from pvg.tasks.data import Data
-from pvg.tasks.task import Task
+from pvg.tasks.task import HasNote, Task
 
 # With fewer problems, the 95 % interval of an accuracy covers half of all possible values.
 FEWEST = 10
@@ -20,7 +19,7 @@ FEWEST = 10
 def about_test_problems(experiment: Experiment, task: Task, problems: Sequence[Problem]) -> list[str]:
     """One line, or none if the task has enough test problems and a file with them. `problems`: all of them."""
     there, wanted = len(problems), experiment.game.test.problems
-    parts = [task.note] if isinstance(task, Data) and task.note else []
+    parts = [task.note] if isinstance(task, HasNote) and task.note else []
     if there < wanted:
         parts.append(f"A round tests with {counted(there, 'problem')}, not with game.test.problems = {wanted:,}.")
     if there < FEWEST:

@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from pvg.errors import ConfigurationError
-from pvg.extensions import called, is_reference, load
+from pvg.extensions import called, imported, is_reference, load
 from pvg.games.checked import CheckedGame
-from pvg.games.diplomacy.game import Diplomacy
 from pvg.games.game import GameRules
-from pvg.games.negotiation import Negotiation
 
 __all__ = ["GAMES", "OTHER_PROJECTS", "is_game", "open_game"]
 
-# `task.game` -> the function that opens a game.
-GAMES: dict[str, Callable[[], GameRules[Any]]] = {
-    "negotiation": Negotiation,
-    "diplomacy": Diplomacy,
-}
-
-
-def _textarena(name: str) -> GameRules[Any]:
-    from pvg.games.textarena import open_textarena
-
-    return open_textarena(name)
-
-
-def _openenv(name: str) -> GameRules[Any]:
-    from pvg.games.openenv import open_openenv
-
-    return open_openenv(name)
-
-
+# `task.game` -> the class of a game: MODULE:NAME.
+GAMES = {"negotiation": "pvg.games.negotiation:Negotiation", "diplomacy": "pvg.games.diplomacy.game:Diplomacy"}
 # The beginning of a name -> the function that opens the game of another project, given the rest of the name.
-OTHER_PROJECTS: dict[str, Callable[[str], GameRules[Any]]] = {"textarena:": _textarena, "openenv:": _openenv}
+OTHER_PROJECTS = {
+    "textarena:": "pvg.games.textarena:open_textarena",
+    "openenv:": "pvg.games.openenv:open_openenv",
+}
 
 
 def is_game(name: str) -> bool:
@@ -51,7 +34,8 @@ def open_game(name: str, key: str = "task.game") -> GameRules[Any]:
     """
     for prefix, opener in OTHER_PROJECTS.items():
         if name.startswith(prefix):
-            return opener(name.removeprefix(prefix))
+            game: GameRules[Any] = imported(opener)(name.removeprefix(prefix))
+            return game
     if is_reference(name):
         kind = load(key, name)
         return CheckedGame(key, name, called(key, name, kind))
@@ -60,4 +44,5 @@ def open_game(name: str, key: str = "task.game") -> GameRules[Any]:
             f"{key} = {name!r} is not a game.",
             f"Known games: {', '.join(GAMES)}, textarena:NAME, openenv:URL. A game of yours: FILE.py:NAME.",
         )
-    return GAMES[name]()
+    game = imported(GAMES[name])()
+    return game

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from pvg.config.task import TaskSection
-from pvg.tasks.code import Code
-from pvg.tasks.data import Data
-from pvg.tasks.diplomacy.full_plan import DiplomacyPlan
-from pvg.tasks.diplomacy.mini import DiplomacyMini
-from pvg.tasks.diplomacy.outcome import DiplomacyOutcome
-from pvg.tasks.gsm8k import Gsm8k
-from pvg.tasks.modchain import Modchain
-from pvg.tasks.openenv import OpenEnv
-from pvg.tasks.play import Play
-from pvg.tasks.reasoning_gym import ReasoningGym
-from pvg.tasks.task import LocatesFlaws, Task, half_of, open_custom, problems_of_half
+from pvg.extensions import imported
+from pvg.tasks.task import LocatesFlaws, Task, half_of, problems_of_half
 
 __all__ = ["TASKS", "LocatesFlaws", "Task", "half_of", "open_task", "problems_of_half"]
 
-# `task.kind` -> the function that opens a task from its section.
-TASKS: dict[str, Callable[[Any], Task]] = {
-    "modchain": Modchain,
-    "gsm8k": Gsm8k,
-    "data": Data,
-    "reasoning_gym": ReasoningGym,
-    "code": Code,
-    "diplomacy_mini": DiplomacyMini,
-    "diplomacy_plan": DiplomacyPlan,
-    "diplomacy_outcome": DiplomacyOutcome,
-    "play": Play,
-    "openenv": OpenEnv,
-    "custom": open_custom,
+# `task.kind` -> what opens a task from its section: MODULE:NAME.
+TASKS = {
+    "modchain": "pvg.tasks.modchain:Modchain",
+    "gsm8k": "pvg.tasks.gsm8k:Gsm8k",
+    "data": "pvg.tasks.data:Data",
+    "reasoning_gym": "pvg.tasks.reasoning_gym:ReasoningGym",
+    "code": "pvg.tasks.code:Code",
+    "diplomacy_mini": "pvg.tasks.diplomacy.mini:DiplomacyMini",
+    "diplomacy_plan": "pvg.tasks.diplomacy.full_plan:DiplomacyPlan",
+    "play": "pvg.tasks.play:Play",
+    "openenv": "pvg.tasks.openenv:OpenEnv",
+    "custom": "pvg.tasks.task:open_custom",
 }
 
 
@@ -41,4 +28,5 @@ def open_task(section: TaskSection) -> Task:
 
     Raises MissingRequirementError if data or a package is missing, ConfigurationError if its settings cannot work.
     """
-    return TASKS[section.kind](section)
+    task: Task = imported(TASKS[section.kind])(section)
+    return task

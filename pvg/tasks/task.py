@@ -35,6 +35,14 @@ class Task(Protocol):
 
 
 @runtime_checkable
+class HasNote(Protocol):
+    """A task with something to say about its data: `note`, one sentence or ""."""
+
+    @property
+    def note(self) -> str: ...
+
+
+@runtime_checkable
 class LocatesFlaws(Protocol):
     """An optional part of a task: it finds the first wrong step of a solution. For tasks whose solutions can be checked
     step by step."""

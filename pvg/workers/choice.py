@@ -22,7 +22,6 @@ from pvg.config.experiment import Experiment
 from pvg.errors import UsageError
 from pvg.telemetry.device import GpuUnavailableError, open_nvml
 from pvg.telemetry.waits import usable_cores
-from pvg.workers.local import LocalSupply
 
 if TYPE_CHECKING:
     from pvg.workers.pool import Supply
@@ -85,6 +84,8 @@ def open_supply(experiment: Experiment) -> Supply | None:
     the caller closes it. None without workers: vLLM servers on a cluster are those of pvg.workers.ray_servers."""
     cluster = experiment.cluster
     if isinstance(cluster, LocalCluster) and has_workers(cluster):
+        from pvg.workers.local import LocalSupply
+
         return LocalSupply()
     if isinstance(cluster, RayCluster) and has_workers(cluster) and experiment.server_cluster is None:
         from pvg.workers.ray_supply import RaySupply

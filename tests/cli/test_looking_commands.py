@@ -228,7 +228,7 @@ def test_the_list_of_settings_cuts_no_type(monkeypatch: pytest.MonkeyPatch, colu
         assert max(map(len, lines)) <= int(columns)
         place = next(place for place, line in enumerate(lines) if line.startswith("task.kind "))
         types = " ".join(lines[place : place + 12])
-        assert all(f'"{kind}"' in types for kind in ("reasoning_gym", "diplomacy_outcome", "openenv", "custom"))
+        assert all(f'"{kind}"' in types for kind in ("reasoning_gym", "diplomacy_plan", "openenv", "custom"))
         three = lines[0].split()[:2] == ["key", "type"]
         assert three == (columns != "80")
 

@@ -69,8 +69,6 @@ TASKS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "code": ({"kind": "code", "sandbox": "reduced", **SIZES}, ALL),
     "diplomacy_mini": ({"kind": "diplomacy_mini", **SIZES}, ("tag", "plain")),
     "diplomacy_plan": ({"kind": "diplomacy_plan", **SIZES, "problems": 8}, ALL),
-    "diplomacy_outcome": ({"kind": "diplomacy_outcome", **SIZES}, ALL),
-    "diplomacy_outcome mini": ({"kind": "diplomacy_outcome", "board": "mini", **SIZES}, ALL),
     "custom": ({"kind": "custom", "source": "own.py:Sums"}, ALL),
 }
 CASES = [(name, style) for name, (_, styles) in TASKS.items() for style in styles]

@@ -1,8 +1,7 @@
 """Positions for problems: games that scripted players played up to a movement phase.
 
 Each power decides with random and greedy orders: a greedy unit enters a supply centre that its power does not own, if
-it can; other units move, hold or support at random. On a board without centres the units are placed at random. The
-positions depend only on the board and the seed.
+it can; other units move, hold or support at random. The positions depend only on the board and the seed.
 """
 
 from __future__ import annotations
@@ -11,13 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from pvg.config.task import DiplomacyOutcomeTask, DiplomacyPlanTask
+from pvg.config.task import DiplomacyPlanTask
 from pvg.games.diplomacy.board import Board
 from pvg.games.diplomacy.legal import orders_of
 from pvg.games.diplomacy.orders import Order
 from pvg.games.diplomacy.phases import deciders, step
 from pvg.games.diplomacy.position import Position
-from pvg.games.diplomacy.setup import place
 from pvg.records import Problem, Split
 from pvg.seeds import generator_for
 from pvg.tasks.diplomacy.contests import helped_by
@@ -32,9 +30,7 @@ class DrawnProblems:
     """The problems of both splits. The first call for a split draws them with `draw(split, count, taken)`, later calls
     return the same ones. `taken` has the ids of the test problems, which the training split must not contain."""
 
-    def __init__(
-        self, section: DiplomacyPlanTask | DiplomacyOutcomeTask, draw: Callable[[Split, int, set[str]], list[Problem]]
-    ) -> None:
+    def __init__(self, section: DiplomacyPlanTask, draw: Callable[[Split, int, set[str]], list[Problem]]) -> None:
         self._section, self._draw = section, draw
         self._kept: dict[Split, list[Problem]] = {}
 
@@ -52,10 +48,7 @@ def played_positions(board: Board, seed: int, kind: str, every: int) -> Iterator
     while True:
         generator = generator_for(seed, "diplomacy", board.name, kind, number)
         number += 1
-        if board.centres:
-            yield from list(_played(board, generator))[every - 1 :: every]
-        else:
-            yield _placed(board, generator)
+        yield from list(_played(board, generator))[every - 1 :: every]
 
 
 def _played(board: Board, generator: np.random.Generator) -> Iterator[Position]:
@@ -67,17 +60,6 @@ def _played(board: Board, generator: np.random.Generator) -> Iterator[Position]:
         if position.stage == "M" and deciders(board, position):
             phases += 1
             yield position
-
-
-def _placed(board: Board, generator: np.random.Generator) -> Position:
-    """As many armies of each power as at the start, in drawn provinces. For a board without centres, where a year
-    would end the game."""
-    drawn = iter(generator.permutation(len(board.provinces)).tolist())
-    units = {
-        power: [f"A {board.provinces[next(drawn)]}" for _ in board.start.units_of(number)]
-        for number, power in enumerate(board.powers)
-    }
-    return place(board, units)
 
 
 def drawn_orders(board: Board, position: Position, power: int, generator: np.random.Generator) -> list[Order]:
