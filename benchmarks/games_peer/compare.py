@@ -30,13 +30,13 @@ from numpy.typing import NDArray
 from benchmarks.games_peer.variants import RULES, variants
 from pvg.bench.busy import busy_processes
 from pvg.bench.report import git_state
+from pvg.games.diplomacy.game import long_order
 from pvg.games.diplomacy.legal import Legality
 from pvg.games.diplomacy.movement import Movement, adjudicate
 from pvg.games.diplomacy.orders import Order, write
 from pvg.games.diplomacy.phases import deciders, step
 from pvg.games.diplomacy.position import NOBODY, Position, Unit
 from pvg.games.diplomacy.standard import standard_board
-from pvg.games.diplomacy.text import long_order
 from pvg.telemetry.processor import processor
 
 BOARD = standard_board()

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from pvg.games.diplomacy.mini import mini_board
+from pvg.games.diplomacy.board import place
 from pvg.games.diplomacy.phases import step
-from pvg.games.diplomacy.setup import place
+from pvg.games.diplomacy.standard import mini_board
 from pvg.reporting import table
 from pvg.reporting.board import DrawnOrder, board_svg
 from pvg.reporting.plans_on_board import ENEMY, OWN, mini_orders

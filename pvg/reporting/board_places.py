@@ -125,7 +125,7 @@ STANDARD_LAYOUT = BoardLayout(
     step_y=58,
 )
 
-# As drawn in pvg/games/diplomacy/mini.py.
+# As drawn in pvg/games/diplomacy/standard.py.
 MINI_LAYOUT = BoardLayout(
     {
         "a": (0.0, 0.0),

@@ -13,14 +13,12 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from pvg.games.diplomacy.board import Board
+from pvg.games.diplomacy.board import Board, place
 from pvg.games.diplomacy.legal import complete
-from pvg.games.diplomacy.mini import mini_board
 from pvg.games.diplomacy.orders import Order, parse, parse_orders
 from pvg.games.diplomacy.phases import Result, step
 from pvg.games.diplomacy.position import Position
-from pvg.games.diplomacy.setup import place
-from pvg.games.diplomacy.standard import standard_board
+from pvg.games.diplomacy.standard import mini_board, standard_board
 from pvg.records import Role, Rollout
 from pvg.reporting.board import DrawnOrder, board_svg, legend, spoken, units_text
 from pvg.reporting.solutions import scored_rollouts
@@ -199,7 +197,7 @@ def mini_orders(board: Board, text: str) -> list[Order] | None:
 
 def full_plan(rollout: Rollout) -> DrawnPlan | None:
     """The plan of a rollout of the task diplomacy_plan, whose question has the position in the form of
-    pvg.games.diplomacy.text. None if the texts have another form."""
+    pvg.games.diplomacy.game. None if the texts have another form."""
     board, lines = standard_board(), rollout.question.split("\n")
     head, goal = _PHASE.fullmatch(lines[0]), _GOAL.search(lines[-1])
     own, target = (board.power(goal[1]), board.find(goal[2])) if goal else (None, None)

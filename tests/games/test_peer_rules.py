@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.games_peer.variants import VariantPhase
+from pvg.games.diplomacy.board import place
 from pvg.games.diplomacy.movement import adjudicate
 from pvg.games.diplomacy.orders import parse
-from pvg.games.diplomacy.setup import place
 from pvg.games.diplomacy.standard import standard_board
 
 BOARD = standard_board()

@@ -15,14 +15,12 @@ from plan_samples import FULL_QUESTION, THRESHOLD, full_plan_sample, plan, playe
 from run_samples import begin, commit, played, rollout, state
 
 from benchmarks.pages.draw_plans import PICTURE, picture
-from pvg.games.diplomacy.board import Board
-from pvg.games.diplomacy.mini import mini_board
+from pvg.games.diplomacy.board import Board, place
+from pvg.games.diplomacy.game import prompt_text
 from pvg.games.diplomacy.orders import Order, parse, parse_orders, write
 from pvg.games.diplomacy.phases import step
 from pvg.games.diplomacy.position import Position
-from pvg.games.diplomacy.setup import place
-from pvg.games.diplomacy.standard import standard_board
-from pvg.games.diplomacy.text import prompt_text
+from pvg.games.diplomacy.standard import mini_board, standard_board
 from pvg.records import Role
 from pvg.reporting import board as board_module
 from pvg.reporting.board import TILE, DrawnOrder, board_svg, crossed, described, free_bend, spoken, unit_point
