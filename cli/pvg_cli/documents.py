@@ -17,13 +17,15 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
 from pvg.bench.compare import FieldDifference, MetricComparison, ReportSide
-from pvg.bench.profiling import CostlyFrame, ProfileFile
+from pvg.bench.profiling import ProfileFile
+from pvg.bench.py_spy import CostlyFrame
 from pvg.bench.report import BenchReport, TimeBudget
 from pvg.config.experiment import BatchArithmetic
 from pvg.evaluation.report import EvaluationReport
 from pvg.hub import Download
-from pvg.reporting.diagnosis.diagnosis import Finding, TimingSummary
+from pvg.reporting.diagnosis.diagnosis import TimingSummary
 from pvg.reporting.diagnosis.log_events import LineCounts, UpdateCounts
+from pvg.reporting.diagnosis.signatures import Finding
 from pvg.reporting.diagnosis.tally import LoadCorrelation
 from pvg.reporting.run_summary import AlertRecord, PhaseSummary, ProcessSummary, ScalingRecord, StepRecord
 from pvg.reporting.solutions import Example
