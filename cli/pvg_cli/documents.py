@@ -488,12 +488,10 @@ class StudyPlanDocument(JsonDocument):
 
 
 class DiagnoseDocument(JsonDocument):
-    """The causes that were found in logs, the costliest first. `not_seen`: by cause, what the log lacks to check it.
-    `settings_known`: whether the settings of the run were read, so that each piece of advice applies to it."""
+    """The causes that were found in logs, the costliest first. `not_seen`: by cause, what the log lacks to check it."""
 
     sources: list[str]
     seconds: float
-    settings_known: bool
     lines: LineCounts
     findings: list[Finding]
     nothing_stands_out: bool
