@@ -1,19 +1,26 @@
 """The part of the documentation site that is not in docs/: `make docs` runs it as a hook of mkdocs (mkdocs.yml).
 
 It adds the repository's own pages (README as the start page, CONTRIBUTING, CHANGELOG, SECURITY), the programs of
-examples/, and an API reference from the docstrings: one page per package of pvg. Links are adapted to their new places.
+examples/, the lists of all settings and metrics, and an API reference from the docstrings: one page per package of pvg.
+Links are adapted to their new places.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # pvg is not installed in this environment: these modules need neither torch nor a build
+
+from pvg.config import describe  # noqa: E402
+from pvg.telemetry import metrics_page  # noqa: E402
+
 # Page of the site -> file of the repository.
 OWN = {
     "index.md": "README.md",
@@ -46,6 +53,8 @@ def on_files(files: Files, config: Any) -> Files:
     names = sorted(path.parent.name for path in (ROOT / "pvg").glob("*/__init__.py"))
     packages = {name: _package(name) for name in names}
     pages |= {f"reference/{name}.md": text for name, text in packages.items()}
+    pages["settings.md"] = describe.page()
+    pages["metrics.md"] = metrics_page.page()
     pages["reference/api.md"] = API
     pages["reference/modules.md"] = MODULES + "\n".join(f"- [pvg.{name}]({name}.md)" for name in packages)
     for page, text in pages.items():

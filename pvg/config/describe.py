@@ -2,7 +2,7 @@
 
 The text is the `description` of each field in the modules of pvg.config, and the docstring of each section.
 
-    python -m pvg.config.describe        # writes docs/settings.md
+    python -m pvg.config.describe        # prints the reference page, which docs/site.py adds to the site
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from pvg.config.experiment import TABLES, Experiment
 from pvg.config.load import nearest_key, read_toml, shipped_directories
 from pvg.errors import UsageError
 
-PAGE = Path("docs") / "settings.md"
 KIND = "Choice. It decides which settings the table has."
 UNLIMITED = 10**12  # a limit of this size only guards against numbers that no machine can count
 
@@ -268,8 +267,6 @@ def used(key: str) -> dict[str, str]:
 
 INTRODUCTION = """# Settings
 
-<!-- Written by `python -m pvg.config.describe`: change the texts in pvg/config/. -->
-
 This page lists every setting of an experiment, with its type and default. `pvg config explain KEY` shows one of
 them, and `pvg config show EXPERIMENT` shows an experiment with the same comments.
 
@@ -280,7 +277,7 @@ An override that changes the kind starts with the defaults of the new kind. Pass
 
 
 def page() -> str:
-    """docs/settings.md."""
+    """The page `settings.md` of the documentation site."""
     text = [INTRODUCTION]
     text += _section_lines(Experiment, "")
     return "\n".join(text) + "\n"
@@ -328,5 +325,4 @@ def _row(setting: Setting, kinds: str = "") -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
-    print(f"{PAGE}: {len({setting.key for setting in settings()})} settings")
+    print(page(), end="")

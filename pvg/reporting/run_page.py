@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -40,14 +39,8 @@ from pvg.telemetry.spans import UNACCOUNTED
 
 markup = TemplateMacros("run.html.j2")
 
-# Task kind -> the module that draws its problems: `section(run, task kind, thresholds, examples) -> PageSection`. Other
-# runs do not load these modules.
-DRAWN_TASKS = {
-    "diplomacy_mini": "pvg.reporting.plans_on_board",
-    "diplomacy_plan": "pvg.reporting.plans_on_board",
-    "play": "pvg.reporting.games_on_board",
-}
-
+# Kinds of tasks whose problems or games pvg.reporting.boards shows. Other runs do not load it.
+DRAWN_TASKS = frozenset({"diplomacy_mini", "diplomacy_plan", "play"})
 
 # Key figures: metric and colour.
 TILES = (
@@ -103,8 +96,9 @@ def collect(
         scores = round_scores(run, summary, shards)
         pairings = solution_pairs(run, examples, 1 if playing else None) if examples else []
         if examples and experiment.task.kind in DRAWN_TASKS:
-            module = importlib.import_module(DRAWN_TASKS[experiment.task.kind])
-            drawing = module.section(run, experiment.task.kind, thresholds_of(scores), examples)
+            from pvg.reporting.boards import SECTIONS
+
+            drawing = SECTIONS[experiment.task.kind](run, experiment.task.kind, thresholds_of(scores), examples)
     except DamagedFileError as error:
         problems.append(str(error))
     windows: list[StepWindow] = []

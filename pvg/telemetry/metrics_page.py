@@ -1,12 +1,11 @@
-"""Writes docs/metrics.md, the page of all metrics, from pvg.telemetry.catalogue.
+"""The page of all metrics, from pvg.telemetry.catalogue. docs/site.py adds it to the documentation site.
 
-python -m pvg.telemetry.metrics_page
+python -m pvg.telemetry.metrics_page      # prints it
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from pvg.telemetry.catalogue import (
     KINDS,
@@ -22,10 +21,7 @@ from pvg.telemetry.catalogue import (
     exposed_name,
 )
 
-PAGE = Path("docs") / "metrics.md"
 INTRODUCTION = """# Metrics
-
-<!-- Written by `python -m pvg.telemetry.metrics_page` from pvg/telemetry/catalogue.py. A test compares the two. -->
 
 This page is for people who read or plot the metrics of a run. It lists every metric that a run emits.
 
@@ -46,7 +42,7 @@ that there is none, or that the two players pull in opposite directions.
 
 
 def page() -> str:
-    """docs/metrics.md."""
+    """The page `metrics.md` of the documentation site."""
     sections: list[tuple[str, tuple[str, ...], str]] = [
         ("Sampling", SAMPLE, "`pvg rollout` (init), the solver and the mint. There is no verifier yet."),
         (
@@ -89,11 +85,5 @@ def _same(metrics: Iterable[Metric]) -> list[list[Metric]]:
     return list(rows.values())
 
 
-def main() -> None:
-    root = Path(__file__).parent.parent.parent
-    (root / PAGE).write_text(page(), encoding="utf-8")
-    print(f"{PAGE}: {len(METRICS)} metrics")
-
-
 if __name__ == "__main__":
-    main()
+    print(page(), end="")

@@ -21,7 +21,7 @@ from pvg.game.run import play
 from pvg.games import GAMES, open_game
 from pvg.games.negotiation import Negotiation
 from pvg.records import Split
-from pvg.reporting.games_on_board import newest_games, section
+from pvg.reporting.boards import games_section, newest_games
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
@@ -119,7 +119,7 @@ def test_each_rating_records_a_game_that_the_report_shows(finished: RunDirectory
     for game in games:
         assert sorted(game.players.values()).count("policy") == 1
         assert all(phase.decisions for phase in game.phases[:-1])
-    shown = section(finished, "play", {}, 2)
+    shown = games_section(finished, "play", {}, 2)
     assert shown.anchor == "games"
     assert any(shown.body)
 

@@ -1,78 +1,38 @@
-"""Boards of Diplomacy as SVG: layouts without overlaps, and signs that say what became of the orders."""
+"""Diplomacy in a report: the drawing of boards, and the sections of plans and of games."""
 
 from __future__ import annotations
 
 import itertools
-import math
-import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from page_checks import Page, check
 from plan_samples import FULL_QUESTION, THRESHOLD, full_plan_sample, plan, played_plans
-from run_samples import begin, commit, played, rollout, state
+from run_samples import begin, commit, played, rollout, state, tell
 
-from benchmarks.pages.draw_plans import PICTURE, picture
-from pvg.games.diplomacy.board import Board
-from pvg.games.diplomacy.mini import mini_board
-from pvg.games.diplomacy.orders import Order, parse, parse_orders, write
+from pvg.games.diplomacy.board import Board, place
+from pvg.games.diplomacy.game import Diplomacy, prompt_text
+from pvg.games.diplomacy.orders import Order, parse_orders, write
 from pvg.games.diplomacy.phases import step
 from pvg.games.diplomacy.position import Position
-from pvg.games.diplomacy.setup import place
-from pvg.games.diplomacy.standard import standard_board
-from pvg.games.diplomacy.text import prompt_text
+from pvg.games.diplomacy.standard import mini_board, standard_board
+from pvg.games.game import GameRules
+from pvg.games.negotiation import Negotiation
 from pvg.records import Role
-from pvg.reporting import board as board_module
-from pvg.reporting.board import TILE, DrawnOrder, board_svg, crossed, described, free_bend, spoken, unit_point
-from pvg.reporting.board import _bent as bent
-from pvg.reporting.board_places import LAYOUTS
-from pvg.reporting.plans_on_board import full_plan, mini_orders, section
+from pvg.reporting.boards import (
+    board_svg,
+    full_plan,
+    games_section,
+    mini_orders,
+    newest_games,
+    plans_section,
+)
 from pvg.reporting.table import page
-
-BOARDS = [standard_board(), mini_board()]
-NAME_WIDTH, NAME_HEIGHT = 8.0, 12.0  # pixels: of one letter at most, and of a line
-
-
-@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
-def test_every_province_has_a_place_and_no_two_tiles_overlap(board: Board) -> None:
-    layout = LAYOUTS[board.name]
-    assert sorted(layout.places) == sorted(board.provinces)
-    width, height = layout.size
-    for name in board.provinces:
-        x, y = layout.centres[name]
-        assert TILE[0] / 2 < x < width - TILE[0] / 2
-        assert TILE[1] / 2 < y < height - TILE[1] / 2
-    for one, other in itertools.combinations(board.provinces, 2):
-        (x0, y0), (x1, y1) = layout.centres[one], layout.centres[other]
-        assert abs(x0 - x1) > TILE[0] + 2 or abs(y0 - y1) > TILE[1] + 2, (one, other)
-
-
-@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
-def test_no_two_names_overlap_in_the_drawing(board: Board) -> None:
-    drawn = Page(draw(board, board.start, ""))
-    places = [
-        (float(str(found["x"])), float(str(found["y"])))
-        for name, found in drawn.tags
-        if name == "text" and "x" in found
-    ]
-    names = [text for text in drawn.texts if text in board.provinces]
-    assert sorted(names) == sorted(board.provinces)
-    spans = [(x, y) for x, y in places if (x, y) != (13.0, 15.0)]  # without the coasts beside fleets
-    assert len(spans) == len(board.provinces)
-    for (x0, y0), (x1, y1) in itertools.combinations(spans, 2):
-        assert abs(x0 - x1) > 3 * NAME_WIDTH or abs(y0 - y1) > NAME_HEIGHT
-
-
-@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
-def test_no_border_crosses_the_tile_of_a_third_province(board: Board) -> None:
-    layout = LAYOUTS[board.name]
-    for province, near in enumerate(board.touching):
-        for other in (q for q in near if q > province):
-            one, two = board.provinces[province], board.provinces[other]
-            line = bent(unit_point(layout, one), unit_point(layout, two), free_bend(board.name, one, two))
-            assert crossed(layout, line, {one, two}) == set(), (one, two)
+from pvg.rollout.game_records import GameRecord, game_record
+from pvg.rollout.games import PlayedGame, SeatDecision, game_start
 
 
 def draw(board: Board, position: Position, text: str) -> str:
@@ -82,97 +42,46 @@ def draw(board: Board, position: Position, text: str) -> str:
     orders: dict[int, list[Order]] = {}
     for order in parse_orders(board, text).orders:
         orders.setdefault(owner.get(board.province_of[order.place], 2), []).append(order)
-    outcome = step(board, position, orders)
-    drawn = [DrawnOrder(r.order, r.success, r.why, f"power-{r.power}") for r in outcome.results]
-    return board_svg(
-        board, position, drawn, ident="x", title="A title", description="Words.", dislodged=outcome.dislodged
-    )
+    return board_svg(board, position, step(board, position, orders), "A <title>")
 
 
 def looks(svg: str) -> list[str]:
     return [str(found["class"]) for name, found in Page(svg).tags if name == "path" and found.get("class")]
 
 
-def test_a_bounce_a_cut_support_and_a_dislodgement_are_marked() -> None:
+@pytest.mark.parametrize("board", [standard_board(), mini_board()], ids=lambda board: board.name)
+def test_each_province_has_its_own_tile_and_name(board: Board) -> None:
+    drawn = Page(draw(board, board.start, ""))
+    assert drawn.wrong == []
+    assert sorted(text for text in drawn.texts if text in board.provinces) == sorted(board.provinces)
+    tiles = [(float(str(tag["x"])), float(str(tag["y"]))) for name, tag in drawn.tags if name == "rect"]
+    assert len(tiles) == len(board.provinces)
+    for (x0, y0), (x1, y1) in itertools.combinations(tiles, 2):
+        assert abs(x0 - x1) >= 52 or abs(y0 - y1) >= 44
+
+
+def test_a_bounce_a_cut_support_a_dislodgement_and_a_retreat_are_marked() -> None:
     board = mini_board()
-    units = {"White": ["A a", "A b"], "Black": ["A d", "A e", "A f"]}
-    position = place(board, units)
-    cut = looks(draw(board, position, "a-d;b S a-d;d H;f-b"))
-    assert cut.count("failure") == 3  # a bounces, b is cut, f bounces
-    assert cut.count("burst") == 0
-    assert "order support power-0 failed" in cut
-    assert "order power-1" in cut  # d holds
-    gone = looks(draw(board, position, "a-d;b S a-d;d H;e-h"))
-    assert gone.count("burst") == 1
-    assert gone.count("failure") == 0  # a hold that is dislodged has the burst alone
-
-
-def test_a_free_centre_does_not_take_the_colour_of_the_card_around_the_board() -> None:
-    """The card of a sneaky plan sets --c. A board resets it, and only signs of a power or side set it again."""
-    css = (Path(board_module.__file__).parent / "templates" / "board.css").read_text(encoding="utf-8")
-    (rule,) = re.findall(r"^\.board \{([^}]*)\}", css, re.MULTILINE)
-    assert "--c: initial;" in rule
-    position = place(standard_board(), {"France": ["A par"]}, owners={"France": ["par"]})
-    centres = [look for look in looks(draw(standard_board(), position, "")) if look.startswith("centre")]
-    assert sorted(set(map(str.strip, centres))) == ["centre", "centre power-2"]
-
-
-def test_moves_in_opposite_directions_are_apart() -> None:
-    board = mini_board()
-    svg = draw(board, place(board, {"White": ["A d"], "Black": ["A e"]}), "d-e;e-d")
-    moves = [str(found["d"]) for name, found in Page(svg).tags if name == "path" and found.get("class") == "halo"]
-    assert len(moves) == 2
-    heights = [float(re.split("[Q ]", move)[3]) for move in moves]  # of the control points
-    assert abs(heights[0] - heights[1]) > 10
-
-
-def test_a_retreat_starts_beside_the_unit_that_dislodged_it() -> None:
-    board = mini_board()
-    position = place(board, {"White": ["A a", "A b"], "Black": ["A d"]})
+    position = place(board, {"White": ["A a", "A b"], "Black": ["A d", "A e", "A f"]})
+    cut = draw(board, position, "a-d;b S a-d;d H;f-b")
+    assert looks(cut).count("failure") == 3  # a bounces, b is cut, f bounces
+    assert "order support power-0 failed" in looks(cut)
+    assert ' dislodged"' not in cut
+    gone = draw(board, position, "a-d;b S a-d;d H;e-h")
+    assert gone.count(' dislodged"') == 1
     after = step(board, position, {0: parse_orders(board, "a-d;b S a-d").orders}).position
     assert after.stage == "R"
-    svg = draw(board, after, "d-g")
-    assert looks(svg).count("burst") == 1
-    assert "order power-1" in looks(svg)
-    start = next(
-        str(found["d"]) for name, found in Page(svg).tags if name == "path" and found.get("class") == "order power-1"
-    )
-    x, y = map(float, re.match(r"M([\d.]+) ([\d.]+)", start).groups())  # type: ignore[union-attr]
-    unit = unit_point(LAYOUTS["mini"], "d")
-    assert 0 < math.dist((x, y), unit) < 40
+    retreat = draw(board, after, "d-g")
+    assert retreat.count(' dislodged"') == 1
+    assert "order move power-1" in looks(retreat)
 
 
-def test_a_drawing_has_a_title_a_description_and_names_as_text() -> None:
+def test_a_drawing_says_its_units_and_orders_and_escapes_texts() -> None:
     svg = draw(standard_board(), standard_board().start, "A par-bur;F lon-nth;A mun-bur")
-    drawn = Page(svg)
-    assert drawn.wrong == []
-    (whole,) = [found for name, found in drawn.tags if name == "svg"]
-    assert whole["aria-labelledby"] == "x-title x-desc"
-    assert {"x-title", "x-desc"} <= {found.get("id") for _, found in drawn.tags}
-    assert {"A title", "Words.", "par", "Paris"} <= set(drawn.texts)
-    assert len(svg) < 25_000
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("A par-bur", "par moves to bur"),
-        ("A lon-bre via", "lon moves to bre by convoy"),
-        ("F eng C lon-bre", "eng convoys lon to bre"),
-        ("A par S mar-bur", "par supports mar to bur"),
-        ("A par S mar", "par supports mar"),
-        ("A par H", "par holds"),
-        ("F stp/nc B", "builds a fleet in stp/nc"),
-        ("A par D", "par is disbanded"),
-        ("waive", "no build"),
-    ],
-)
-def test_orders_in_words(text: str, words: str) -> None:
-    board = standard_board()
-    order = parse(board, text)
-    assert order is not None
-    assert spoken(board, order) == words
-    assert described(board, DrawnOrder(order, False, "bounced")).endswith(" (bounced)")
+    (whole,) = [found for name, found in Page(svg).tags if name == "svg"]
+    assert "A par-bur (bounced)" in str(whole["aria-label"])
+    assert "A &lt;title&gt;" in svg
+    assert len(svg) < 30_000
 
 
 # --- plans of a run -------------------------------------------------------------------------------------------------
@@ -182,42 +91,31 @@ def test_mini_orders_read_the_notation_of_the_task() -> None:
     board = mini_board()
     orders = mini_orders(board, "d.;e+d;ga;h+ga")
     assert orders is not None
-    assert [spoken(board, order) for order in orders] == [
-        "d holds",
-        "e supports d",
-        "g moves to a",
-        "h supports g to a",
-    ]
+    assert [write(board, order) for order in orders] == ["A d H", "A e S d", "A g-a", "A h S g-a"]
     for text in ("", "d", "d.;", "zz", "d.;x+d", "d!"):
         assert mini_orders(board, text) is None
 
 
 def test_a_plan_is_shown_with_its_score_and_its_refuting_reply(tmp_path: Path) -> None:
-    found = section(played_plans(tmp_path, rounds=2), "diplomacy_mini", {0: THRESHOLD, 1: THRESHOLD}, 2)
+    found = plans_section(played_plans(tmp_path, rounds=2), "diplomacy_mini", {0: THRESHOLD, 1: THRESHOLD}, 2)
     shown = check(page("plans", [], [found]))
     assert shown.text.count("A flawed plan that the verifier accepts") == 2  # one in each round
     newest = shown.text[: shown.text.index("Round 0")]
     assert "A flawed plan that the verifier accepts sneaky score +2.500" in newest
-    assert "refuting reply d holds f moves to b bounced" in newest
-    assert "Afterwards no unit of the planner stands in d. refuted by d.;fb" in newest
-    assert newest.count("Afterwards a unit of the planner stands in d. sound") == 2
+    assert "refuting reply A d H A f-b (bounced)" in newest
+    assert "no unit of the planner stands in the target. refuted by d.;fb" in newest
     assert "broken" not in shown.text
-    ids = [found["id"] for _, found in shown.tags if "id" in found]
-    assert len(ids) == len(set(ids))
 
 
 def test_plans_of_the_role_that_aims_at_them_come_first(tmp_path: Path) -> None:
     """A failed helpful plan with a higher score does not displace the flaw that fooled the verifier."""
-    failed = plan("failed", Role.HELPFUL, "abe/df>d?", "ad;b+ad;ef", "d.;fb", 9.0)
-    fools = plan("fools", Role.SNEAKY, "adg/be>d?", "a.;d.;gh!bd;e+bd", "bd;e+bd", 2.5)
+    failed = plan("plan-x", Role.HELPFUL, "abe/df>d?", "ad;b+ad;ef", "d.;fb", 9.0)
+    fools = plan("plan-y", Role.SNEAKY, "adg/be>d?", "a.;d.;gh!bd;e+bd", "bd;e+bd", 2.5)
     run = begin(tmp_path)
     commit(run, state("complete", rounds=[{}]), {"checkpoint-00000": [failed, fools]})
-    for each, shown in ((1, ["fools"]), (2, ["fools", "failed"])):
-        drawn = check(page("plans", [], [section(run, "diplomacy_mini", {0: THRESHOLD}, each)]))
-        labels = [
-            str(found["aria-labelledby"]) for name, found in drawn.tags if name == "svg" and "aria-labelledby" in found
-        ]
-        assert [label.split("-title")[0] for label in labels] == [f"plan-{name}" for name in shown]
+    for each, expected in ((1, ["plan-y"]), (2, ["plan-y", "plan-x"])):
+        text = check(page("plans", [], [plans_section(run, "diplomacy_mini", {0: THRESHOLD}, each)])).text
+        assert [name for name in text.split() if name.startswith("plan-")] == expected
 
 
 def test_a_plan_of_the_full_map_is_read_from_its_question(tmp_path: Path) -> None:
@@ -238,23 +136,15 @@ def test_a_plan_of_the_full_map_is_read_from_its_question(tmp_path: Path) -> Non
     assert full_plan(rollout("x", Role.SNEAKY, correct=False, score=1.0)) is None
 
     run = begin(tmp_path)
-    proven = full_plan_sample(
-        "A ruh-hol\nA kie S ruh-hol\nhol 2>1", "sampled: 99 replies refute no claim", correct=True
-    )
-    commit(run, state("complete", rounds=[{}]), {"checkpoint-00000": [sample, proven]})
-    shown = check(page("plans", [], [section(run, "diplomacy_plan", {0: 0.0}, 2)]))
+    commit(run, state("complete", rounds=[{}]), {"checkpoint-00000": [sample]})
+    shown = check(page("plans", [], [plans_section(run, "diplomacy_plan", {0: 0.0}, 2)]))
     assert "A flawed plan that the verifier accepts" in shown.text
-    assert "A plan without a known refutation that the verifier accepts" in shown.text
-    assert "refuting reply nwy moves to nth bel moves to hol" in shown.text
-
-
-def test_the_picture_of_the_docs_is_up_to_date() -> None:
-    assert PICTURE.read_text(encoding="utf-8") == picture()  # make it with: python -m benchmarks.pages.draw_plans
+    assert "refuting reply F nwy-nth F bel-hol" in shown.text
 
 
 def test_a_plan_in_another_form_is_not_drawn(tmp_path: Path) -> None:
     run = played(tmp_path)
-    assert not any(section(run, "diplomacy_mini", {}, 2).body)
+    assert not any(plans_section(run, "diplomacy_mini", {}, 2).body)
 
 
 def test_other_runs_do_not_load_the_boards(tmp_path: Path) -> None:
@@ -265,6 +155,65 @@ def test_other_runs_do_not_load_the_boards(tmp_path: Path) -> None:
         f"run = RunDirectory.open({str(tmp_path / 'first')!r}, Path('runs'))\n"
         "text = run_page(collect(run, read_run(run), 2))\n"
         "assert '--power-0' not in text\n"
-        "assert not [name for name in sys.modules if name.startswith('pvg.reporting') and 'board' in name]"
+        "assert 'pvg.reporting.boards' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# --- games of a run -------------------------------------------------------------------------------------------------
+
+
+def record(name: str, game: Any, round_: int = 0, policy: str = "") -> GameRecord:
+    """A game of scripts, with `policy` as the seat of the policy."""
+    start = game_start(game, game.opening("train", 0))
+    states, decisions = [start.state], []
+    while seats := game.seats(states[-1]):
+        number, state = len(states) - 1, states[-1]
+        texts = {seat: game.scripted("greedy", state, seat, number) for seat in seats}
+        actions = {seat: game.parse(state, seat, text) for seat, text in texts.items()}
+        phase = game.phase(state)
+        decisions += [SeatDecision(seat, number, phase, state, actions[seat], None, 1) for seat in seats]
+        states.append(game.step(state, actions, number))
+    played: PlayedGame[Any] = PlayedGame(start, 0, 0, tuple(states), tuple(decisions), "over")
+    rules: GameRules[Any] = game
+    players = {seat: "policy" if seat == policy else "greedy" for seat in game.values(states[0])}
+    return game_record(round_, name, rules, played, players)
+
+
+def test_a_record_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    written = record("diplomacy", Diplomacy(last_year=1901), policy="France")
+    run = begin(tmp_path)
+    tell(run, {"kind": "game", "time": 1.0, **written.plain()}, {"kind": "game", **written.plain()})
+    assert newest_games(run) == [written]  # recorded twice, shown once
+    assert [phase.phase for phase in written.phases][:2] == ["S1901M", "F1901M"]
+    assert written.phases[-1].phase == ""
+    assert len(written.phases[0].decisions) == 7
+
+
+def test_a_game_of_diplomacy_is_drawn_phase_by_phase(tmp_path: Path) -> None:
+    run = begin(tmp_path)
+    old, new = (record("diplomacy", Diplomacy(last_year=1901), round_, "France") for round_ in (0, 1))
+    tell(run, *({"kind": "game", **game.plain()} for game in (old, new)))
+    shown = check(page("games", [], [games_section(run, "play", {}, 2)]))
+    assert "Round 1: diplomacy" in shown.text
+    assert "Round 0" not in shown.text
+    assert "France: policy" in shown.text
+    phases = [phase for phase in new.phases if phase.decisions]
+    boards = [found for name, found in shown.tags if name == "svg" and found.get("role") == "img"]
+    assert len(boards) == len(phases)
+    assert all(f"{phase.phase}: {len(phase.decisions)} decision" in shown.text for phase in phases)
+
+
+def test_another_game_has_tables(tmp_path: Path) -> None:
+    run = begin(tmp_path)
+    game = record("negotiation", Negotiation())
+    tell(run, {"kind": "game", **game.plain()})
+    shown = check(page("games", [], [games_section(run, "play", {}, 2)]))
+    assert game.phases[0].decisions[0].text in shown.text
+
+
+def test_a_run_without_games_has_no_section(tmp_path: Path) -> None:
+    run = begin(tmp_path)
+    assert not games_section(run, "play", {}, 2).body
+    tell(run, {"kind": "round", "round": 0, "metrics": {}})
+    assert not games_section(run, "play", {}, 2).body

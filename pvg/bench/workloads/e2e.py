@@ -216,9 +216,9 @@ class EndToEnd:
         return phase
 
     def derived(self) -> dict[str, float]:
-        """Means over the steps of the last sample; docs/metrics.md explains the names. With workers also the share of
-        its time that the exchange with them takes (pvg.workers.load.ExchangeMeter). (The runner adds the shares of the
-        budget.)"""
+        """Means over the steps of the last sample; pvg/telemetry/catalogue.py explains the names. With workers also the
+        share of its time that the exchange with them takes (pvg.workers.load.ExchangeMeter). (The runner adds the
+        shares of the budget.)"""
         found = {}
         for name in SHOWN:
             values = [step[name] for step in self._steps if name in step]

@@ -1,0 +1,393 @@
+"""Diplomacy in a report: plans of the planning tasks and games of self-play, drawn on a board.
+
+A board is a scheme, not a map: a tile for each province, roughly where geography has it, and a line for each border.
+Colours come from templates/board.css, which only pages with a board contain. templates/board.html.j2 writes the signs:
+
+    round unit    an army             solid arrow     a move          ring        the unit holds
+    hull          a fleet             dashed line     a support       cross       the order failed
+    red outline   a dislodged unit    dotted line     a convoy        dot         a supply centre
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from pvg.games.diplomacy.board import Board, place
+from pvg.games.diplomacy.legal import complete
+from pvg.games.diplomacy.orders import Order, parse, parse_orders, write
+from pvg.games.diplomacy.phases import PhaseOutcome, Result, step
+from pvg.games.diplomacy.position import NOBODY, Position, Unit
+from pvg.games.diplomacy.standard import mini_board, standard_board
+from pvg.records import Role, Rollout
+from pvg.reporting.solutions import scored_rollouts
+from pvg.reporting.table import Column, PageSection, Table, TemplateMacros, elements
+from pvg.rollout.game_records import GameRecord, PhaseRecord
+from pvg.store.journal import read_json_lines
+from pvg.store.run_directory import RunDirectory
+
+Point = tuple[float, float]
+
+# Centres of the tiles, in steps of the grid.
+PLACES = {
+    "standard": """
+    nao 1.5 1.6, nwg 4.9 0.5, bar 11 0.3, nwy 7.2 1.9, swe 8.5 2.6, fin 10 1.8, stp 11.9 2.2, bot 9.7 3.2, ska 7 3.1,
+    nth 5.6 3.8, bal 8.9 4.3, lvn 10.7 4.2, mos 13 4, cly 3.2 1.9, edi 4.3 2.5, lvp 3.1 3.1, yor 4.3 3.6, wal 3 4.3,
+    lon 4.2 4.7, iri 1.8 3.9, eng 3.3 5.6, mao 1.2 7.3, bre 2.8 6.9, pic 4.1 6.6, par 4.2 7.6, gas 3.1 8.4,
+    bur 5.4 7.4, mar 4.7 8.8, spa 2.4 9.8, por 1.1 9.6, hel 6.2 4.7, den 7.4 4.3, hol 5.9 5.6, bel 4.9 5.7, kie 7 5.5,
+    ber 8.1 5.3, pru 9.4 5.3, ruh 6.2 6.5, mun 7.2 6.7, sil 9.1 6.2, boh 8.3 7, tyr 7.4 7.7, vie 9.3 7.4,
+    war 10.6 5.6, gal 10.4 6.7, bud 10.5 7.8, ukr 12 6.1, rum 11.7 8.2, sev 13.6 6.7, pie 5.8 8.7, ven 6.9 8.7,
+    tus 6.2 9.7, rom 7 10.4, apu 8 10.1, nap 8 11.1, tri 8.9 8.3, adr 8.3 9.2, ser 10.3 8.9, alb 9.5 9.9,
+    gre 10.2 10.8, bul 11.5 9.4, aeg 11.4 11.4, con 12.6 9.9, bla 13.4 8.6, ank 14.2 9.7, smy 13.7 10.9, arm 15.2 8.9,
+    syr 15.2 10.7, eas 13.2 12.1, ion 9 12.1, tys 6.3 11.4, lyo 4.4 10.3, wes 3.2 11.3, tun 5.2 12.3, naf 2.4 12.3
+    """,
+    "mini": "a 0 0, b 1 0, c 2 0, d 0 1, e 1 1, f 2 1, g 0.5 2, h 1.5 2",
+}
+STEPS = {"standard": (70, 58), "mini": (112, 82)}  # pixels of a step
+MARGIN = (42, 36)  # pixels around the outermost centres
+LOWER = 7  # pixels from the centre of a tile to its unit, so that the name fits above
+RADIUS = 15  # pixels of free space around a unit
+PART = (480, 280)  # least width and height of a part of a board
+OWN, ENEMY = "side-own", "side-enemy"  # classes of colours
+MOST_ROUNDS = 20  # rounds whose plans the page shows
+MOST_PHASES = 40  # phases of a game that are drawn; a board takes about 20 kB
+KINDS = ((False, True), (True, True), (False, False), (True, False))  # of plans: sound, accepted by the verifier
+
+markup = TemplateMacros("board.html.j2")
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnPlan:
+    """A plan of the power `own`. `reply`: power -> the orders that refute it, empty if there are none. `target`: the
+    province that the plan must hold. `text`: the plan or its claims."""
+
+    board: Board
+    position: Position
+    own: int
+    orders: Sequence[Order]
+    reply: Mapping[int, Sequence[Order]]
+    target: int
+    text: str
+
+
+def board_svg(
+    board: Board,
+    position: Position,
+    outcome: PhaseOutcome | None,
+    title: str,
+    *,
+    styles: Sequence[str] = (),
+    target: int = -1,
+    around: Collection[int] = (),
+) -> Markup:
+    """The position, with the orders of an `outcome` of `step`.
+
+    `styles`: the class of each power's colour. `target`: a province to mark. `around`: show only the part of the board
+    around these provinces. Raises KeyError for a board without places.
+    """
+    styles = styles or [f"power-{power}" for power in range(len(board.powers))]
+    centres = _centres(board)
+    results = outcome.results if outcome else ()
+    lost = {found.unit for found in outcome.dislodged} if outcome else set()
+    touching = [(p, q) for p, near in enumerate(board.touching) for q in near if p < q]
+    owners = dict(zip(board.centres, position.owners, strict=True))
+    colours = {province: "" if owner == NOBODY else styles[owner] for province, owner in owners.items()}
+    standing = [(unit, 0, "dislodged" if unit in lost else "") for unit in position.unit_list()]
+    standing += [(found.unit, RADIUS, "dislodged") for found in position.dislodged_list()]
+    built = [(r.power, r.order) for r in results if r.success and r.order.act == "build"]
+    standing += [(Unit(power, order.unit == "F", order.place), 0, "built") for power, order in built]
+    return markup.board(
+        title=title,
+        says="; ".join([*units_text(board, position), *(line for _, line in orders_text(board, outcome))]),
+        look=f"{board.name} part" if around else board.name,
+        window=_window(centres, around),
+        borders=[(centres[p], centres[q]) for p, q in touching],
+        tiles=[
+            (centres[p], name, board.titles[p], board.kinds[p], colours.get(p), p == target)
+            for p, name in enumerate(board.provinces)
+        ],
+        units=[
+            (
+                _at(board, centres, unit.place, aside),
+                unit.fleet,
+                board.powers[unit.power][0],
+                f"{styles[unit.power]} {look}",
+            )
+            for unit, aside, look in standing
+        ],
+        strokes=[_stroke(board, position, centres, r, styles[r.power]) for r in results],
+    )
+
+
+def units_text(board: Board, position: Position) -> list[str]:
+    """The units of each power, such as "France: A par, F bre"."""
+    names = {
+        power: [f"{'F' if unit.fleet else 'A'} {board.places[unit.place]}" for unit in position.units_of(power)]
+        for power in range(len(board.powers))
+    }
+    return [f"{board.powers[power]}: {', '.join(listed)}" for power, listed in names.items() if listed]
+
+
+def orders_text(board: Board, outcome: PhaseOutcome | None) -> list[tuple[int, str]]:
+    """Power and text of each order, such as "A par-bur (bounced)"."""
+    results = outcome.results if outcome else ()
+    return [(r.power, write(board, r.order) + ("" if r.success else f" ({r.why or 'failed'})")) for r in results]
+
+
+def _centres(board: Board) -> list[Point]:
+    """The centre of each province's tile in pixels."""
+    placed = [part.split() for part in PLACES[board.name].split(",")]
+    wide, high = STEPS[board.name]
+    at = {name: (float(x) * wide, float(y) * high) for name, x, y in placed}
+    left, top = (min(point[axis] for point in at.values()) - MARGIN[axis] for axis in (0, 1))
+    return [(at[name][0] - left, at[name][1] - top) for name in board.provinces]
+
+
+def _window(centres: Sequence[Point], around: Collection[int]) -> tuple[float, ...]:
+    """Left, top, width and height of the whole board or of the part around these provinces."""
+    edges = []
+    for axis, (least, margin) in enumerate(zip(PART, MARGIN, strict=True)):
+        whole = max(centre[axis] for centre in centres) + margin
+        shown = [centres[province][axis] for province in around] or [0.0, whole]
+        length = min(whole, max(least, max(shown) - min(shown) + 4 * margin))
+        edges.append((min(max(0.0, (min(shown) + max(shown) - length) / 2), whole - length), length))
+    (left, width), (top, height) = edges
+    return left, top, width, height
+
+
+def _at(board: Board, centres: Sequence[Point], place: int, aside: float = 0) -> Point:
+    x, y = centres[board.province_of[place]]
+    return x + aside, y + LOWER + aside / 2
+
+
+def _stroke(board: Board, position: Position, centres: Sequence[Point], result: Result, style: str) -> Markup:
+    """The sign of an order."""
+    order = result.order
+    if order.act in ("build", "waive"):
+        return Markup()
+    retreats = position.stage == "R"
+    start = end = _at(board, centres, order.place, RADIUS if retreats else 0)
+    if order.act == "move":
+        end = _at(board, centres, order.target)
+    elif order.act in ("support", "convoy"):
+        origin = _at(board, centres, order.origin)
+        goal = origin if order.target < 0 else _at(board, centres, order.target)
+        end = ((origin[0] + goal[0]) / 2, (origin[1] + goal[1]) / 2)
+    length = math.dist(start, end) or 1.0
+    across = ((end[0] - start[0]) / length, (end[1] - start[1]) / length)
+    first = (start[0] + RADIUS * across[0], start[1] + RADIUS * across[1])
+    short = RADIUS if order.act == "move" else 4
+    last = (end[0] - short * across[0], end[1] - short * across[1])
+    if order.act == "move":  # on its right side, so that moves in opposite directions are apart
+        first, last = ((x - 4 * across[1], y + 4 * across[0]) for x, y in (first, last))
+    angle = math.degrees(math.atan2(across[1], across[0]))
+    return markup.stroke(order.act, f"{style}{'' if result.success else ' failed'}", first, last, angle)
+
+
+# --- games ----------------------------------------------------------------------------------------------------------
+
+
+def games_section(run: RunDirectory, kind: str, thresholds: Mapping[int, float], each: int) -> PageSection:
+    """At most `each` games of the newest round that has recorded games. `kind` and `thresholds` are not needed.
+
+    Raises DamagedFileError for a damaged metrics.jsonl.
+    """
+    body = [piece for game in newest_games(run)[:each] for piece in _game(game)]
+    lead = "Games of the newest round, phase by phase. Open a phase to see its orders."
+    return PageSection("games", "Games", body, lead, style="board.css")
+
+
+def newest_games(run: RunDirectory) -> list[GameRecord]:
+    """The recorded games of the newest round. A game that a resumed run recorded again counts once."""
+    if not run.metrics.is_file():
+        return []
+    records = [GameRecord.from_plain(plain) for plain in read_json_lines(run.metrics) if plain.get("kind") == "game"]
+    newest = max((record.round for record in records), default=0)
+    return list({(r.start, *r.players.items()): r for r in records if r.round == newest}.values())
+
+
+def _game(game: GameRecord) -> Iterator[object]:
+    seats = list(game.phases[-1].values)
+    players = ", ".join(f"{seat}: {game.players.get(seat, 'policy')}" for seat in seats)
+    yield elements.subheading(
+        f"Round {game.round}: {game.game}", f"Start {game.start}. {players}. Ended: {game.ended}."
+    )
+    yield _values(game.phases[:MOST_PHASES], seats)
+    drawn = game.game == "diplomacy"
+    if drawn:
+        yield markup.legend([(seat, f"power-{number}") for number, seat in enumerate(seats)])
+    for phase in game.phases[:MOST_PHASES]:
+        if phase.decisions:
+            illegal = sum(bool(decision.note) for decision in phase.decisions)
+            summary = f"{phase.phase}: {len(phase.decisions)} decisions, {illegal} with illegal parts"
+            yield elements.details(
+                summary, [*([_phase_board(phase)] if drawn and phase.state else []), _decisions(phase)]
+            )
+
+
+def _values(phases: Sequence[PhaseRecord], seats: Sequence[str]) -> Table:
+    """The value of each seat before each phase; of Diplomacy its supply centres."""
+    table = Table([Column("value before"), *(Column(seat, "right") for seat in seats)])
+    for phase in phases:
+        table.add(phase.phase or "end", *(f"{phase.values[seat]:.4g}" for seat in seats))
+    return table
+
+
+def _phase_board(phase: PhaseRecord) -> Markup:
+    board, position = standard_board(), Position.load(bytes.fromhex(phase.state))
+    orders = {board.powers.index(d.seat): parse_orders(board, d.text).orders for d in phase.decisions}
+    return board_svg(board, position, step(board, position, orders), phase.phase)
+
+
+def _decisions(phase: PhaseRecord) -> Table:
+    table = Table([Column("seat"), Column("decision"), Column("illegal", style="quiet")])
+    for decision in phase.decisions:
+        table.add(decision.seat, decision.text, decision.note)
+    return table
+
+
+# --- plans ----------------------------------------------------------------------------------------------------------
+
+
+def plans_section(run: RunDirectory, kind: str, thresholds: Mapping[int, float], each: int) -> PageSection:
+    """At most `each` plans of each kind per round: the newest round, then earlier rounds folded.
+
+    Raises DamagedFileError when a committed shard that is looked at is damaged.
+    """
+    body: list[object] = []
+    for rollouts in itertools.islice(scored_rollouts(run), MOST_ROUNDS):
+        round_ = rollouts[0].round
+        if cards := list(_cards(rollouts, kind, thresholds.get(round_), each)):
+            sides = markup.legend([("own units", OWN), ("the other side and its reply", ENEMY)])
+            plans = markup.plans(cards)
+            body += [elements.details(f"Round {round_}", [plans])] if body else [sides, plans]
+    lead = "Plans of the newest round, with the verifier's score. A thick frame marks the target."
+    return PageSection("board", "On the board", body, lead, style="board.css")
+
+
+def _cards(rollouts: Sequence[Rollout], kind: str, threshold: float | None, each: int) -> Iterator[Markup]:
+    """The plans of each kind with the highest scores. Flawed plans of the sneaky role and sound ones of the helpful
+    role come first, because these roles aim at them. If the threshold is unknown, it is the median score."""
+    scored = sorted(((r.score, r) for r in rollouts if r.score is not None), key=lambda pair: pair[0], reverse=True)
+    limit = scored[len(scored) // 2][0] if threshold is None else threshold
+    for sound, accepted in KINDS:
+        shown: set[str] = set()
+        for score, rollout in sorted(scored, key=lambda pair: (pair[1].role is Role.HELPFUL) != sound):
+            if (rollout.grade.correct, score >= limit) != (sound, accepted) or rollout.problem_id in shown:
+                continue
+            if len(shown) < each and rollout.grade.well_formed and (plan := READERS[kind](rollout)):
+                shown.add(rollout.problem_id)
+                yield _card(rollout, score, plan, accepted)
+
+
+def _card(rollout: Rollout, score: float, plan: DrawnPlan, accepted: bool) -> Markup:
+    board = plan.board
+    outcome = step(board, plan.position, {**plan.reply, plan.own: plan.orders})
+    orders = [*plan.orders, *(order for listed in plan.reply.values() for order in listed)]
+    places = [place for order in orders for place in (order.place, order.target, order.origin) if place >= 0]
+    lines = orders_text(board, outcome)
+    held = any(board.province_of[unit.place] == plan.target for unit in outcome.position.units_of(plan.own))
+    verdict = "accepts" if accepted else "refuses"
+    title = f"A {'sound' if rollout.grade.correct else 'flawed'} plan that the verifier {verdict}"
+    drawing = board_svg(
+        board,
+        plan.position,
+        outcome,
+        title,
+        styles=[OWN if power == plan.own else ENEMY for power in range(len(board.powers))],
+        target=plan.target,
+        around={plan.target, *(board.province_of[place] for place in places)} if board.name == "standard" else (),
+    )
+    sides = [[line for power, line in lines if (power == plan.own) is own] for own in (True, False)]
+    goal = f"{board.powers[plan.own]}: a unit in {board.provinces[plan.target]}"
+    return markup.plan(title, rollout, f"{score:+.3f}", plan.text, goal, drawing, sides, held)
+
+
+_QUESTION = re.compile(r"([a-h]+)/([a-h]+)>([a-h])\?")
+_ORDER = re.compile(r"([a-h])(?:\.|([a-h])|\+([a-h])([a-h])?)")
+_PHASE = re.compile(r"[SFW][0-9]{4}[MRA]")
+_GOAL = re.compile(r" a unit of ([A-Za-z]+) in ([a-z]{3}), whatever")
+_POWER = re.compile(r"([A-Z][a-z]{2}): (.*)")
+_REPLY = re.compile(r"refuted by (.+?)(?: \(sampled\))?$")
+_REFUTED = re.compile(r"refuted by ([^ ,]+)")
+
+
+def mini_plan(rollout: Rollout) -> DrawnPlan | None:
+    """The plan of a rollout of the task diplomacy_mini. None if the texts have another form."""
+    board = mini_board()
+    question, refuted = _QUESTION.fullmatch(rollout.question), _REFUTED.search(rollout.grade.note)
+    orders = mini_orders(board, rollout.grade.answer or "")
+    reply = mini_orders(board, refuted[1]) if refuted else None
+    if question is None or orders is None or (refuted and reply is None):
+        return None
+    own, enemy, target = question.groups()
+    units = {board.powers[0]: [f"A {name}" for name in own], board.powers[1]: [f"A {name}" for name in enemy]}
+    replies = {1: reply} if reply else {}
+    text = rollout.grade.answer or rollout.solution
+    return DrawnPlan(board, place(board, units), 0, orders, replies, board.provinces.index(target), text)
+
+
+def mini_orders(board: Board, text: str) -> list[Order] | None:
+    """Orders such as `d.;e+d;ga;e+gd` (hold, support to hold, move, support of a move). None for another text."""
+    found = []
+    for part in text.split(";"):
+        match = _ORDER.fullmatch(part)
+        if match is None:
+            return None
+        here, to, helped, helped_to = (-1 if name is None else board.provinces.index(name) for name in match.groups())
+        if to >= 0:
+            found.append(Order("move", here, to, unit="A"))
+        elif helped >= 0:
+            found.append(Order("support", here, helped_to, helped, unit="A"))
+        else:
+            found.append(Order("hold", here, unit="A"))
+    return found
+
+
+def full_plan(rollout: Rollout) -> DrawnPlan | None:
+    """The plan of a rollout of the task diplomacy_plan, whose question has the position in the form of
+    pvg.games.diplomacy.game. None if the texts have another form."""
+    board, lines = standard_board(), rollout.question.split("\n")
+    head, goal = _PHASE.fullmatch(lines[0]), _GOAL.search(lines[-1])
+    own, target = (board.power(goal[1]), board.find(goal[2])) if goal else (None, None)
+    if head is None or own is None or target is None:
+        return None
+    position = place(board, *_standing(board, lines[1:], head[0]))
+    parts = [part.strip() for part in re.split("[\n;]", rollout.solution)]
+    found = [(part, parse(board, part)) for part in parts if part]
+    orders = [complete(board, position, order) for _, order in found if order]
+    claims = "; ".join(part for part, order in found if order is None)
+    refuted, reply = _REPLY.search(rollout.grade.note), dict[int, list[Order]]()
+    powers = {board.province_of[unit.place]: unit.power for unit in position.unit_list()}
+    for order in parse_orders(board, refuted[1]).orders if refuted else ():
+        reply.setdefault(powers[board.province_of[order.place]], []).append(order)
+    return DrawnPlan(board, position, own, orders, reply, board.province_of[target], claims)
+
+
+def _standing(board: Board, lines: Sequence[str], phase: str) -> tuple[dict[str, list[str]], str, dict[str, list[str]]]:
+    """Units, phase and owners of centres, as `place` takes them, from lines such as `Aus: bud* ~tri* /vie`."""
+    units: dict[str, list[str]] = {}
+    owners: dict[str, list[str]] = {}
+    for match in filter(None, map(_POWER.fullmatch, lines)):
+        standing, _, centres = f" {match[2]}".partition(" /")
+        words = standing.split()
+        units[match[1]] = [f"{'F' if word[0] == '~' else 'A'} {word.strip('~*')}" for word in words]
+        held = [word.strip("~*").partition("/")[0] for word in words if word.endswith("*")]
+        owners[match[1]] = [*held, *centres.split()]
+    return units, phase, owners
+
+
+READERS: dict[str, Callable[[Rollout], DrawnPlan | None]] = {"diplomacy_mini": mini_plan, "diplomacy_plan": full_plan}
+
+
+# Task kind -> the section of its problems or games: `section(run, kind, thresholds, examples)`.
+SECTIONS: dict[str, Callable[[RunDirectory, str, Mapping[int, float], int], PageSection]] = {
+    "diplomacy_mini": plans_section,
+    "diplomacy_plan": plans_section,
+    "play": games_section,
+}
