@@ -28,14 +28,6 @@ class BenchProfilesDocument(JsonDocument):
     profiles: list[ProfileEntry]
 
 
-class BenchTuneDocument(JsonDocument):
-    """The chosen settings, the TOML file with them, and one report per setting."""
-
-    settings: dict[str, Any]
-    file: str
-    reports: list[BenchReport]
-
-
 class ComparedReport(DocumentPart):
     path: str
     created: str
