@@ -28,7 +28,7 @@ from pvg.extensions import resolve
 from pvg.game.ledger import Ledger
 from pvg.game.mint import mint
 from pvg.game.players import Players
-from pvg.game.prompt_checks import check_prompts_fit, check_verifier_input_fits, writable_solution
+from pvg.game.prompt_checks import about_test_problems, check_prompts_fit, check_verifier_input_fits, writable_solution
 from pvg.game.protocols import environment_of, read_solutions, solve
 from pvg.game.prover_phase import train_prover
 from pvg.game.rewards import REWARDS
@@ -37,7 +37,6 @@ from pvg.game.round_evaluation import checkpoint
 from pvg.game.session import InterruptedByUser, Session
 from pvg.game.states import Phase
 from pvg.game.statistics import sample_metrics
-from pvg.game.tested_problems import about_test_problems
 from pvg.game.verifier_phase import train_verifier
 from pvg.game.warm_start import alone, check_demonstrations, first_phase, is_cold, warm_up, warmed
 from pvg.models.shared_prompts import check_packing

@@ -4,5 +4,5 @@
     outcome = simulate(world, batches=40)    # the discrete-event model (pvg.planning.simulation)
     bounds_of(world)                         # closed-form bounds (pvg.planning.bounds)
 
-Importing this package does not load torch. docs/planning.md compares it with measurements.
+Importing this package does not load torch. docs/scaling.md explains it.
 """

@@ -65,7 +65,7 @@ GPU_HOURS_BETWEEN_FAILURES = 54 * 24 * 16384 / 419
 
 # --- the inputs -------------------------------------------------------------------------------------------------------
 
-# Name -> (unit, meaning). docs/planning.md has this table.
+# Name -> (unit, meaning).
 INPUTS: dict[str, tuple[str, str]] = {
     "mean_tokens": ("tokens", "mean length of a completion"),
     "sigma": ("", "standard deviation of the logarithm of the length (log-normal, cut at rollout.max_tokens)"),

@@ -30,8 +30,8 @@ from pvg.config.warmup import DemonstrationWarmup
 from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, StateError, UsageError
 from pvg.export.finished import FinishedRound
 from pvg.export.folders import export_player
-from pvg.game.demonstrations import problems_of, read_demonstrations
 from pvg.game.players import Players
+from pvg.game.warm_start import problems_of, read_demonstrations
 from pvg.models import open_model
 from pvg.records import Role
 from pvg.store.checkpoints import read_checkpoint

@@ -52,7 +52,6 @@ from pvg_cli.documents.of_settings import (
     InitDocument,
     SchemasDocument,
     ServeDocument,
-    ServeEnvDocument,
     ServeVerifierDocument,
     WatchDocument,
 )
@@ -96,7 +95,6 @@ DOCUMENTS: dict[str, tuple[str, type[BaseModel]]] = {
     "schemas": ("pvg schemas", SchemasDocument),
     "serve": ("pvg serve EXPERIMENT", ServeDocument),
     "serve-verifier": ("pvg serve RUN --player verifier", ServeVerifierDocument),
-    "serve-env": ("pvg serve-env GAME", ServeEnvDocument),
     "watch": ("pvg watch RUN", WatchDocument),
 }
 

@@ -229,8 +229,7 @@ class LogLine(DocumentPart):
 
 class FoundCause(DocumentPart):
     """`cost_s`: seconds lost. `share`: of the time of the log. `settings`: what to change; empty if no setting helps.
-    `changes`: the same with values, as --set takes them; empty if the settings of the run are unknown. `remedy`: the
-    advice in words."""
+    `remedy`: the advice in words."""
 
     signature: str
     says: str
@@ -240,7 +239,6 @@ class FoundCause(DocumentPart):
     cost_s: float
     share: float | None
     settings: list[str]
-    changes: list[str]
     remedy: str
     evidence: list[LogLine]
 
@@ -286,12 +284,10 @@ class PairedUpdates(DocumentPart):
 
 
 class DiagnoseDocument(JsonDocument):
-    """The causes that were found in logs, the costliest first. `not_seen`: by cause, what the log lacks to check it.
-    `settings_known`: whether the settings of the run were read, so that each piece of advice applies to it."""
+    """The causes that were found in logs, the costliest first. `not_seen`: by cause, what the log lacks to check it."""
 
     sources: list[str]
     seconds: float
-    settings_known: bool
     lines: ReadLines
     findings: list[FoundCause]
     nothing_stands_out: bool

@@ -106,14 +106,6 @@ class ServeVerifierDocument(JsonDocument):
     round: int
 
 
-class ServeEnvDocument(JsonDocument):
-    """Printed when the server is ready. `pid`: end this process to stop the server."""
-
-    url: str
-    environment: str
-    pid: int
-
-
 class WatchDocument(JsonDocument):
     """Printed when the page is ready. `forward`: an ssh command that shows it on another machine."""
 

@@ -39,9 +39,8 @@ from pvg.bench.workloads.fixtures import digest_of, model_facts
 from pvg.config.base import Count, Section
 from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError
-from pvg.games.diplomacy.game import Diplomacy
+from pvg.games.diplomacy.game import Diplomacy, prompt_text, verbose_json
 from pvg.games.diplomacy.position import Position
-from pvg.games.diplomacy.text import prompt_text, verbose_json
 from pvg.games.game import Action
 from pvg.models import open_model, pick_device
 from pvg.models.compute import ComputeExecutor, compute_executor, width_of
