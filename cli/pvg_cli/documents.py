@@ -345,14 +345,6 @@ class BenchProfilesDocument(JsonDocument):
     profiles: list[ProfileEntry]
 
 
-class BenchTuneDocument(JsonDocument):
-    """The chosen settings, the TOML file with them, and one report per setting."""
-
-    settings: dict[str, Any]
-    file: str
-    reports: list[BenchReport]
-
-
 class CompareDocument(JsonDocument):
     """Two benchmark reports. `failed`: a metric is worse than --fail-above, and the exit code is 1."""
 
@@ -401,18 +393,6 @@ class PlannedInput(DocumentPart):
     source: str
 
 
-class PlannedRow(DocumentPart):
-    workers: int
-    concurrency: int
-    step_s: float
-    idle: float
-    waiting: float
-    dropped: float
-    staleness: float
-    tokens_per_s: float
-    engine_busy: float
-
-
 class PlannedMemory(DocumentPart):
     """Bytes of one stage. `fits`: null without a GPU."""
 
@@ -424,7 +404,7 @@ class PlannedMemory(DocumentPart):
 
 
 class PlanDocument(JsonDocument):
-    """The prediction of `pvg plan`. Times in seconds, shares between 0 and 1."""
+    """The prediction of `pvg plan`. Times in seconds; `step_s`: of an optimizer step, at least."""
 
     experiment: str
     machine: str
@@ -432,11 +412,8 @@ class PlanDocument(JsonDocument):
     slots: int
     concurrency: int
     inputs: dict[str, PlannedInput]
-    planned: dict[str, float]
-    measured: dict[str, float] | None
+    step_s: float
     bounds: dict[str, float | str | None]
-    trainer_failures: float
-    by_workers: list[PlannedRow]
     memory: list[PlannedMemory]
     gpu_gb: float | None
     advice: list[str]
@@ -630,7 +607,6 @@ DOCUMENTS: dict[str, tuple[str, type[BaseModel]]] = {
     "export": ("pvg export RUN --player prover --out DIR", ExportDocument),
     "bench": ("pvg bench --profile NAME", BenchDocument),
     "bench-profiles": ("pvg bench", BenchProfilesDocument),
-    "bench-tune": ("pvg bench --profile NAME --tune", BenchTuneDocument),
     "compare": ("pvg compare A B", CompareDocument),
     "profile": ("pvg profile", ProfileDocument),
     "plan": ("pvg plan", PlanDocument),
