@@ -40,7 +40,7 @@ def document_name(arguments: Sequence[str], document: Any) -> str:
     variants = {
         "train": "train-dry-run" if "--dry-run" in rest else "train",
         "study": "study-list" if not rest else "study-plan" if "--dry-run" in rest else "study",
-        "bench": "bench-tune" if "--tune" in rest else "bench" if {"-p", "--profile"} & set(rest) else "bench-profiles",
+        "bench": "bench" if {"-p", "--profile"} & set(rest) else "bench-profiles",
         "report": {"reports": "report-benchmarks", "runs": "report-runs"}.get(of_report, "report"),
         "serve": "serve-verifier" if "--player" in rest else "serve",
         "schemas": "schemas-named" if rest else "schemas",

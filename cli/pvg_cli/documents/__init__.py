@@ -20,7 +20,6 @@ from pvg_cli.documents.base import ErrorDocument
 from pvg_cli.documents.of_measurements import (
     BenchDocument,
     BenchProfilesDocument,
-    BenchTuneDocument,
     CompareDocument,
     DiagnoseDocument,
     DoctorDocument,
@@ -81,7 +80,6 @@ DOCUMENTS: dict[str, tuple[str, type[BaseModel]]] = {
     "export": ("pvg export RUN --player prover --out DIR", ExportDocument),
     "bench": ("pvg bench --profile NAME", BenchDocument),
     "bench-profiles": ("pvg bench", BenchProfilesDocument),
-    "bench-tune": ("pvg bench --profile NAME --tune", BenchTuneDocument),
     "compare": ("pvg compare A B", CompareDocument),
     "profile": ("pvg profile", ProfileDocument),
     "plan": ("pvg plan", PlanDocument),

@@ -28,14 +28,6 @@ class BenchProfilesDocument(JsonDocument):
     profiles: list[ProfileEntry]
 
 
-class BenchTuneDocument(JsonDocument):
-    """The chosen settings, the TOML file with them, and one report per setting."""
-
-    settings: dict[str, Any]
-    file: str
-    reports: list[BenchReport]
-
-
 class ComparedReport(DocumentPart):
     path: str
     created: str
@@ -136,18 +128,6 @@ class PlannedInput(DocumentPart):
     source: str
 
 
-class PlannedRow(DocumentPart):
-    workers: int
-    concurrency: int
-    step_s: float
-    idle: float
-    waiting: float
-    dropped: float
-    staleness: float
-    tokens_per_s: float
-    engine_busy: float
-
-
 class PlannedMemory(DocumentPart):
     """Bytes of one stage. `fits`: null without a GPU."""
 
@@ -159,7 +139,7 @@ class PlannedMemory(DocumentPart):
 
 
 class PlanDocument(JsonDocument):
-    """The prediction of `pvg plan`. Times in seconds, shares between 0 and 1."""
+    """The prediction of `pvg plan`. Times in seconds; `step_s`: of an optimizer step, at least."""
 
     experiment: str
     machine: str
@@ -167,11 +147,8 @@ class PlanDocument(JsonDocument):
     slots: int
     concurrency: int
     inputs: dict[str, PlannedInput]
-    planned: dict[str, float]
-    measured: dict[str, float] | None
+    step_s: float
     bounds: dict[str, float | str | None]
-    trainer_failures: float
-    by_workers: list[PlannedRow]
     memory: list[PlannedMemory]
     gpu_gb: float | None
     advice: list[str]
